@@ -107,6 +107,7 @@ def test_every_command_is_parsed_and_its_recipe_composed(command):
         assert load_config(config, args.overrides).cfg.model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_runs(command, photos, run, slipstream):
     words = shlex.split(command)

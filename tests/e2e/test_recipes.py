@@ -71,6 +71,7 @@ def checkpoint(name):
     return torch.load(Path("work_dirs") / name / "ckpt_latest.pth", weights_only=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "architecture"), TRAINED)
 def test_each_cityscapes_recipe_trains_on_the_original_layout(recipe, architecture, cityscapes, capsys):
     arguments = [

@@ -27,6 +27,7 @@ def everything(folder):
     return {str(path.relative_to(folder)) for path in Path(folder).rglob("*")}
 
 
+@pytest.mark.slow
 def test_recipe_trains_without_hydra_output_folders(from_recipe, tmp_path):
     done = from_recipe("--config-name=street_scenes_regseg48", *SMALL, "training_params.torch_compile=False")
     assert "Done: " in done.stdout
@@ -36,6 +37,7 @@ def test_recipe_trains_without_hydra_output_folders(from_recipe, tmp_path):
     assert not any(".hydra" in name or "multirun" in name for name in written)
 
 
+@pytest.mark.slow
 def test_config_dir_can_contain_recipes_and_groups(from_recipe, tmp_path):
     folder = tmp_path / "mine"
     (folder / "training_hyperparams").mkdir(parents=True)
@@ -64,6 +66,7 @@ def test_multirun_has_a_folder_per_run(from_recipe, tmp_path):
     assert all(name.startswith("work_dirs") for name in everything(tmp_path))
 
 
+@pytest.mark.slow
 def test_failed_run_of_a_multirun_does_not_stop_the_others(from_recipe, tmp_path):
     word = "dataset_params.train_dataset_params.length"
     arguments = [*(w for w in SMALL if not w.startswith(word)), f"{word}=0,2"]

@@ -135,6 +135,7 @@ torch.save(dict(net=net.state_dict(), accuracy=history[-1]["Accuracy"]), f"{sys.
 """
 
 
+@pytest.mark.slow
 def test_torchrun_processes_train_one_network(tmp_path, run):
     (tmp_path / "train.py").write_text(SCRIPT)
     run("train.py", "16", "one")

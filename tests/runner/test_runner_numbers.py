@@ -294,6 +294,7 @@ class Watermark(Hook):
             self.seen.append((longest, len(runner.meter._pending), len(gc.get_objects())))
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_steps(tmp_path):
     watch = Watermark([11_500, 19_500])
     run(

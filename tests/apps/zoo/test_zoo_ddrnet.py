@@ -168,6 +168,7 @@ def test_gradient_reaches_every_parameter_in_training():
     assert [n for n, grad in grads.items() if grad is None or not grad.abs().sum() > 0] == []
 
 
+@pytest.mark.slow
 def test_network_compiles_as_one_graph_with_the_same_gradients():
     torch.manual_seed(0)
     network = ddrnet_23_slim(num_classes=4).double()
@@ -183,6 +184,7 @@ def test_network_compiles_as_one_graph_with_the_same_gradients():
     torch.testing.assert_close(gradients(compiled), gradients(network), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="requires torch 2.13 or newer for a dynamic height")
 def test_exported_network_returns_equal_outputs():
     torch.manual_seed(0)

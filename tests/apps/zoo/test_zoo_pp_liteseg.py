@@ -176,6 +176,7 @@ def test_initial_weights_follow_he_and_norms_start_as_identity():
     assert (norm.bias == 0).all()
 
 
+@pytest.mark.slow
 def test_network_and_loss_compile_as_one_graph_with_the_same_gradients():
     torch.manual_seed(0)
     network, loss = pp_lite_t_seg(num_classes=4).double(), MultiHeadCrossEntropy()
@@ -210,6 +211,7 @@ def test_network_uses_no_scatter():
     assert torch.ops.aten.upsample_bilinear2d not in seen
 
 
+@pytest.mark.slow
 def test_exported_network_returns_equal_outputs():
     torch.manual_seed(0)
     network = pp_lite_t_seg(num_classes=4).eval()

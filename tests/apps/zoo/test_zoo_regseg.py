@@ -186,6 +186,7 @@ def test_channels_last_returns_equal_outputs():
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_training_is_one_graph_with_the_same_gradients():
     torch.manual_seed(0)
     network = regseg48(num_classes=4).double()
@@ -213,6 +214,7 @@ def test_network_uses_no_scatter():
     assert torch.ops.aten.upsample_bilinear2d not in seen
 
 
+@pytest.mark.slow
 def test_exported_network_returns_equal_outputs():
     torch.manual_seed(0)
     network = regseg48(num_classes=4).eval()

@@ -181,6 +181,7 @@ def test_initial_weights_have_the_standard_deviations_of_the_paper():
     assert all((m.bias == 0).all() for m in network.modules() if getattr(m, "bias", None) is not None)
 
 
+@pytest.mark.slow
 def test_network_compiles_as_one_graph_with_the_same_gradients():
     torch.manual_seed(0)
     network = tiny(drop_path=0.5).double()
@@ -197,6 +198,7 @@ def test_network_compiles_as_one_graph_with_the_same_gradients():
     torch.testing.assert_close(gradients(compiled), gradients(network), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_exported_network_returns_equal_outputs():
     torch.manual_seed(0)
     network = tiny(depths=(1, 1, 1, 1)).eval()

@@ -299,6 +299,7 @@ def test_loss_compiles_without_graph_breaks_to_the_same_loss_and_gradient(dynami
     torch.testing.assert_close(result(compiled), result(loss))
 
 
+@pytest.mark.slow
 def test_inductor_keeps_all_gradients():
     """On CPU, inductor dropped gradients that it converted to scatters. See `layers.resize`."""
     outputs, targets = stdc_batch()

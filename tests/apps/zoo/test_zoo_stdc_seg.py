@@ -172,6 +172,7 @@ def test_channels_last_returns_equal_outputs():
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_network_and_loss_are_one_graph_with_the_same_gradients():
     torch.manual_seed(0)
     network, loss = stdc1_seg(num_classes=4, dropout=0).double(), STDCLoss(4, ignore_index=19)
@@ -190,6 +191,7 @@ def test_network_and_loss_are_one_graph_with_the_same_gradients():
     torch.testing.assert_close(gradients(compiled), gradients(step), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_inductor_keeps_the_gradient_of_the_doubled_context():
     """This is the only interpolation without `layers.resize`, which documents the problem."""
     torch.manual_seed(0)
@@ -218,6 +220,7 @@ def test_network_uses_no_scatter():
     assert torch.ops.aten.upsample_bilinear2d not in seen
 
 
+@pytest.mark.slow
 def test_exported_network_returns_equal_outputs():
     torch.manual_seed(0)
     network = stdc1_seg(num_classes=4).eval()
