@@ -20,7 +20,7 @@ from slipstream.registry import HOOKS
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["CheckpointHook"]
+__all__ = ["CheckpointHook", "warn_without_checkpoints"]
 
 
 @HOOKS.register_module()
@@ -146,6 +146,13 @@ class CheckpointHook(Hook):
         # A checkpoint in another folder names the files of another run.
         self._saved_best: set[str] = set()
         self._owns_files = resumed in (None, self._folder.resolve(), Path(runner.work_dir).resolve())
+        self._restore_kept(runner)
+
+    def after_rollback(self, runner: Runner) -> None:
+        """Restore the list of kept checkpoints of the checkpoint."""
+        self._restore_kept(runner)
+
+    def _restore_kept(self, runner: Runner) -> None:
         kept = runner.message_hub.get_info(self._kept_key, []) if self._owns_files else []
         # The list comes from the checkpoint, so it may name files that this hook did not write.
         self._kept: list[str] = [name for name in kept if self._is_regular(runner, name)]
@@ -206,17 +213,29 @@ class CheckpointHook(Hook):
         if self.every_n_train_iters(runner, self.interval, self.save_begin) or last:
             self._save_regular(runner, runner.iter + 1)
 
+    def after_left_out_iter(self, runner: Runner, batch_idx: int) -> None:
+        """Save a checkpoint if one is due after this batch."""
+        self.after_train_iter(runner, batch_idx)
+
     def _save_regular(self, runner: Runner, number: int) -> None:
         name = self._name(runner, self._template.format(number))
         self._kept = [kept for kept in self._kept if kept != name] + [name]
         surplus = self._kept[: -self.max_keep_ckpts] if self.max_keep_ckpts > 0 else []
         self._kept = self._kept[len(surplus) :]
         runner.message_hub.update_info(self._kept_key, self._kept)
-        # A run can only resume from a complete checkpoint.
-        complete = self._content["save_optimizer"] and self._content["save_param_scheduler"]
         self._save(
-            runner, name, f"Saved checkpoint {name}", surplus, by_epoch=self.by_epoch, mark_last=complete
+            runner,
+            name,
+            f"Saved checkpoint {name}",
+            surplus,
+            by_epoch=self.by_epoch,
+            mark_last=self.is_complete,
         )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a run can resume from the checkpoints."""
+        return bool(self._content["save_optimizer"] and self._content["save_param_scheduler"])
 
     def _save(self, runner: Runner, name: str, message: str, surplus: Sequence[str], **options: Any) -> None:
         """Save a checkpoint; when it is complete, log `message` and remove the checkpoints in `surplus`."""
@@ -272,3 +291,13 @@ class CheckpointHook(Hook):
             return better(key, self.rule)
         except ConfigError as error:  # `auto` selects the metric only after the first validation run
             raise self.wrong(str(error.args[0]), error.path) from None
+
+
+def warn_without_checkpoints(runner: Runner, option: str) -> None:
+    """Warn if no CheckpointHook saves checkpoints from which the run can continue before its end."""
+    hooks = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
+    if not any(hook.interval > 0 and hook.is_complete for hook in hooks):
+        runner.logger.warning(
+            f"{option} goes back to the last checkpoint, but no CheckpointHook saves complete checkpoints during "
+            "training; set default_hooks.checkpoint.interval"
+        )

@@ -32,12 +32,13 @@ from slipstream.dataset.loading.samples import skipped_samples
 from slipstream.dataset.loading.waiting import Loading, explain_worker_errors
 from slipstream.dataset.loading.workers import end_workers
 from slipstream.dist import get_rank, get_world_size, report_progress
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import ConfigError, DataError, NonFiniteLossError
 from slipstream.evaluator import Evaluator
 from slipstream.model import unwrap_model
 from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.registry import EVALUATOR, LOOPS
 from slipstream.runner.checks import error_notes, warn_of_single_sample
+from slipstream.runner.rollback import Passes
 from slipstream.typecheck import NonNegativeInt, PositiveInt, check
 
 if TYPE_CHECKING:
@@ -128,6 +129,8 @@ class _TrainLoop(BaseLoop):
                 "train_cfg.dynamic_intervals",
             )
         self.stop_training = False
+        self.passes = Passes(self.dataloader, runner.meter.max_pending + 1)
+        """The recent passes over the loader, from which the samples of a step can be computed."""
         self._epoch = 0
         self._iter = 0
         self._start = 0
@@ -144,6 +147,11 @@ class _TrainLoop(BaseLoop):
     def iter(self) -> int:
         """Number of finished steps."""
         return self._iter
+
+    @property
+    def validated(self) -> bool:
+        """Whether validation after the checkpoint that the run continues from, if it was due, has been run."""
+        return self._validated
 
     @property
     def val_interval(self) -> int:
@@ -209,6 +217,33 @@ class _TrainLoop(BaseLoop):
         self._epoch, self._iter, self._start = epoch, iteration, start
         self.inner_iter, self._validated = start, validated
 
+    def _recover(self, train: Callable[[], None]) -> None:
+        """Call `train`, and again after each fault from which the run can continue at an earlier checkpoint."""
+        runner, rollback = self._runner, self._runner.rollback
+        rollback.begin()
+        while True:
+            try:
+                self._run_missed_validation()
+                train()
+                if rollback.faults:
+                    runner.read_logs()
+                return
+            except rollback.faults as error:
+                fault = error
+            rollback.recover(fault)
+
+    def _train_on(self, idx: int, data_batch: Any) -> None:
+        """Train on one batch, or leave it out if it caused a fault."""
+        if self._iter + 1 not in self._runner.rollback.left_out:
+            self.run_iter(idx, data_batch)
+            return
+        runner = self._runner
+        runner.rollback.leave_out()
+        self.inner_iter = idx + 1
+        for hook in runner.hooks_at("after_left_out_iter"):
+            hook(runner, batch_idx=idx)
+        self._iter += 1
+
     def run_iter(self, idx: int, data_batch: Any) -> None:
         """Train on one batch and call the hooks before and after it."""
         runner = self._runner
@@ -234,12 +269,15 @@ class _TrainLoop(BaseLoop):
         progress = self._progress
         due = progress >= self.val_begin and (progress % self.val_interval == 0 or progress == self._goal)
         if self._runner.val_loop is not None and due:
+            if self._runner.rollback.faults:
+                self._runner.read_logs()  # a fault must not reach the hooks that monitor metrics
             self._runner.val_loop.run()
             self._runner.model.train()
 
     def _numbered_batches(self) -> Iterator[tuple[int, Any]]:
         """Return pairs (index, batch) for the rest of the current epoch (or pass over the data)."""
         start, self._start = self._start, 0
+        self.passes.begin(self._iter, self._epoch, start)
         if start == 0:
             self._runner.restore_random_state()  # before the loader draws its random numbers for a new epoch
         set_epoch(self.dataloader, self._epoch, start)
@@ -275,6 +313,9 @@ class _TrainLoop(BaseLoop):
             error.add_note(f"({rank}in {self._where()})")
             for note in error_notes(error):
                 error.add_note(note)
+            iteration = error.iteration if isinstance(error, NonFiniteLossError) else None
+            if iteration is not None and (samples := self._runner.rollback.describe(iteration)):
+                error.add_note(f"(the batch of iteration {iteration} contains {samples})")
             raise
         report_progress(None)
 
@@ -338,12 +379,14 @@ class EpochBasedTrainLoop(_TrainLoop):
         runner.model.train()
         warn_of_single_sample(runner.model, self.dataloader, runner.logger.warning)
         with self._annotate_errors():
-            self._run_missed_validation()
-            while self._epoch < self.max_epochs and not self.stop_training:
-                self.run_epoch()
-                self._validate()
+            self._recover(self._run_epochs)
         runner.call_hook("after_train")
         return runner.model
+
+    def _run_epochs(self) -> None:
+        while self._epoch < self.max_epochs and not self.stop_training:
+            self.run_epoch()
+            self._validate()
 
     def run_epoch(self) -> None:
         """Train on the batches of one epoch; a resumed run starts at its next batch."""
@@ -351,7 +394,7 @@ class EpochBasedTrainLoop(_TrainLoop):
         runner.call_hook("before_train_epoch")
         runner.model.train()
         for idx, data_batch in self._numbered_batches():
-            self.run_iter(idx, data_batch)
+            self._train_on(idx, data_batch)
         self._end_pass()
         runner.call_hook("after_train_epoch")
         self._epoch += 1
@@ -403,17 +446,19 @@ class IterBasedTrainLoop(_TrainLoop):
         warn_of_single_sample(runner.model, self.dataloader, runner.logger.warning)
         runner.call_hook("before_train_epoch")  # the whole run counts as one epoch
         runner.model.train()
-        batches = self._batches()
         with self._annotate_errors():
-            self._run_missed_validation()
-            while self._iter < self.max_iters and not self.stop_training:
-                idx, data_batch = next(batches)
-                self.run_iter(idx, data_batch)
-                self._validate()
+            self._recover(self._run_iters)
         self._log_skipped()
         runner.call_hook("after_train_epoch")
         runner.call_hook("after_train")
         return runner.model
+
+    def _run_iters(self) -> None:
+        batches = self._batches()
+        while self._iter < self.max_iters and not self.stop_training:
+            idx, data_batch = next(batches)
+            self._train_on(idx, data_batch)
+            self._validate()
 
     def _batches(self) -> Iterator[tuple[int, Any]]:
         while True:
