@@ -1,4 +1,4 @@
-"""Skip training steps with a non-finite loss or gradient, or go back to a checkpoint; name the module that caused it."""
+"""Skip training steps with a non-finite loss or gradient, or go back to a checkpoint; name the module at fault."""
 
 from __future__ import annotations
 

@@ -156,14 +156,15 @@ class Rollback:
                 f"{policy.max_rollbacks}",
             )
             raise error
-        target = self._choose(error.iteration - 1, policy.skip_before)
+        first, last = self._range(error, policy.skip_before)
+        target = self._choose(error.iteration - 1, first - 1 if policy.skip_before else error.iteration - 1)
         if target is None:
             error.args = (
                 f"{error}. The run cannot go back, because no complete checkpoint from before iteration "
                 f"{error.iteration} exists; save checkpoints more often (default_hooks.checkpoint.interval)",
             )
             raise error
-        first, last = self._range(error, policy.skip_before, target[0])
+        first = max(first, target[0] + 1)
         ranges, count = [*self._ranges, (first, last)], self._count + 1
         runner.logger.warning(
             f"{error}. Rolling back to {target[1]} (iteration {target[0]}; roll-back {count} of at most "
@@ -174,8 +175,8 @@ class Rollback:
         self._set(ranges, count)
         runner.call_hook("after_rollback")
 
-    def _range(self, error: Fault, skip_before: int, done: int) -> tuple[int, int]:
-        """Return the first and the last step to leave out, after `done` steps of the checkpoint."""
+    def _range(self, error: Fault, skip_before: int) -> tuple[int, int]:
+        """Return the first and the last step to leave out, if the checkpoint is old enough."""
         assert error.iteration is not None
         optim = self._runner.optim_wrapper
         assert optim is not None
@@ -184,18 +185,17 @@ class Rollback:
         first = ((error.iteration - 1) // window - 1) * window + 1
         while first in self.left_out:  # the update before the bad loss is an earlier one
             first -= window
-        first -= skip_before
         last = ((end - 1) // window + 1) * window
-        return max(first, done + 1), min(last, self._runner.max_iters)
+        return first - skip_before, min(last, self._runner.max_iters)
 
-    def _choose(self, done: int, skip_before: int) -> tuple[int, Path] | None:
-        """Return the newest intact checkpoint from before the batches to leave out, or after at most `done` steps."""
+    def _choose(self, done: int, wanted: int) -> tuple[int, Path] | None:
+        """Return the newest intact checkpoint after at most `wanted` steps; if there is none, after at most `done`."""
         found: list[Any] = [None]
         if is_main_process():
             found = [[entry for entry in self._saved if entry[0] <= done and entry[1].exists()]]
         broadcast_object_list(found)
         newest = list(reversed(found[0]))
-        early = [entry for entry in newest if entry[0] <= done - skip_before]
+        early = [entry for entry in newest if entry[0] <= wanted]
         for iteration, path in [*early, *(entry for entry in newest if entry not in early)]:
             problem = resume.find_problem(path)
             if problem is None:
