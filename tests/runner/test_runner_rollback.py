@@ -281,7 +281,9 @@ def test_checkpoint_of_an_earlier_run_in_the_folder_is_not_used(tmp_path):
 
 
 def test_run_stops_after_max_rollbacks(tmp_path):
-    with pytest.raises(NonFiniteLossError, match=r"nan at iteration .* 2 times, and max_rollbacks is 2"):
+    with pytest.raises(
+        NonFiniteLossError, match=r"nan at iteration .*used all of its roll-backs .max_rollbacks=2"
+    ):
         recovering(tmp_path, 1, Breaks(broken=range(8, 100)), dict(max_rollbacks=2))
 
 

@@ -152,8 +152,7 @@ class Rollback:
             runner.logger.error(str(failure))
         if self._count >= policy.max_rollbacks:
             error.args = (
-                f"{error}. The run has already gone back to a checkpoint {self._count} times, and max_rollbacks is "
-                f"{policy.max_rollbacks}",
+                f"{error}. The run has used all of its roll-backs (max_rollbacks={policy.max_rollbacks})",
             )
             raise error
         first, last = self._range(error, policy.skip_before)

@@ -29,7 +29,15 @@ from slipstream.devices import default_device
 from slipstream.dist import all_gather_object, get_rank, get_world_size, is_distributed, is_main_process
 from slipstream.dist.sharding import mesh_of
 from slipstream.errors import CheckpointError, ConfigError, NonFiniteLossError, did_you_mean
-from slipstream.hooks import GcHook, Hook, HookList, NanGuardHook, PreemptionHook, ProgressBarHook
+from slipstream.hooks import (
+    GcHook,
+    Hook,
+    HookList,
+    LossSpikeHook,
+    NanGuardHook,
+    PreemptionHook,
+    ProgressBarHook,
+)
 from slipstream.model import unwrap_model
 from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.optim import OptimWrapper
@@ -343,7 +351,7 @@ class Runner:
             stack.callback(self._close_writer)
             stack.callback(self._end_workers)
             for hook in self._hooks:
-                if isinstance(hook, ProgressBarHook | GcHook | NanGuardHook | PreemptionHook):
+                if isinstance(hook, ProgressBarHook | GcHook | LossSpikeHook | NanGuardHook | PreemptionHook):
                     stack.callback(hook.close)
 
     def _close_writer(self) -> None:
