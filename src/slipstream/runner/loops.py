@@ -17,8 +17,10 @@ from slipstream.dataset.loading.feed import DeviceFeed, can_draw_ahead
 from slipstream.dataset.loading.loader import (
     batch_size,
     build_dataloader,
+    can_start_inside_batch,
     is_infinite,
     length,
+    samples_per_epoch,
     set_epoch,
 )
 from slipstream.dataset.loading.lockstep import (
@@ -134,6 +136,7 @@ class _TrainLoop(BaseLoop):
         self._epoch = 0
         self._iter = 0
         self._start = 0
+        self._used = 0  # number of this rank's samples in the next batch that were used before a resume
         self._validated = True
         self.inner_iter = 0
         """Number of finished batches of the current epoch (or pass over the data)."""
@@ -192,8 +195,14 @@ class _TrainLoop(BaseLoop):
         """Continue at a saved position. If the batch size or world size changed, keep the number of samples."""
         samples, logger = self.samples_per_step, self._runner.logger
         before = position.get("samples_per_step", samples)
-        start = position.get("inner_samples", 0) // samples
-        if self.counts_epochs:  # an incomplete last batch is counted as a full one
+        endless = is_infinite(self.dataloader)
+        start, used = divmod(
+            position["iter"] * before if endless else position.get("inner_samples", 0), samples
+        )
+        total = samples_per_epoch(self.dataloader)
+        if total is not None and start * samples + used >= total:
+            start, used = -(-total // samples), 0  # an incomplete last batch is counted as a full one
+        if self.counts_epochs:
             start = min(start, self.epoch_length)
         iteration = position["iter"]
         if before != samples:
@@ -207,6 +216,15 @@ class _TrainLoop(BaseLoop):
                 f"Iteration {position['iter']} becomes iteration {iteration}"
             )
         self.resume(position["epoch"], iteration, start, position.get("validated", True))
+        self._used, again = divmod(used, get_world_size())
+        if used and not can_start_inside_batch(self.dataloader):
+            self._used, again = 0, used
+        if used:
+            logger.warning(
+                f"The checkpoint was written in the middle of a batch of {samples} samples, so the next step uses only "
+                f"the {samples - used + again} samples that follow"
+                + (f", of which {again} have already been used" if again else "")
+            )
         logger.info(f"Resumed at epoch {position['epoch']}, iteration {iteration}")
 
     def resume(self, epoch: int, iteration: int, start: int, validated: bool = True) -> None:
@@ -277,10 +295,11 @@ class _TrainLoop(BaseLoop):
     def _numbered_batches(self) -> Iterator[tuple[int, Any]]:
         """Return pairs (index, batch) for the rest of the current epoch (or pass over the data)."""
         start, self._start = self._start, 0
-        self.passes.begin(self._iter, self._epoch, start)
+        used, self._used = self._used, 0
+        self.passes.begin(self._iter, self._epoch, start, used)
         if start == 0:
             self._runner.restore_random_state()  # before the loader draws its random numbers for a new epoch
-        set_epoch(self.dataloader, self._epoch, start)
+        set_epoch(self.dataloader, self._epoch, start, used)
         batches: Iterator[Any] = iter(self._load())
         if start and not isinstance(self.dataloader.batch_sampler, EpochBatchSampler):
             # This sampler cannot seek: load the finished batches to skip them.

@@ -49,21 +49,22 @@ class Passes:
 
     def __init__(self, loader: DataLoader[Any], count: int) -> None:
         self._loader = loader
-        self._passes: deque[tuple[int, int, int]] = deque(maxlen=count)
+        self._passes: deque[tuple[int, int, int, int]] = deque(maxlen=count)
 
-    def begin(self, done: int, epoch: int, start: int) -> None:
-        """Store that, after `done` steps, a pass begins at batch `start` of epoch `epoch`."""
+    def begin(self, done: int, epoch: int, start: int, used: int = 0) -> None:
+        """Store that, after `done` steps, a pass begins at batch `start` of an epoch, after `used` samples of it."""
         while self._passes and self._passes[-1][0] >= done:  # repeated after a roll-back
             self._passes.pop()
-        self._passes.append((done, epoch, start))
+        self._passes.append((done, epoch, start, used))
 
     def samples(self, iteration: int) -> list[int] | None:
         """Return the indices of this rank's samples in step `iteration` (from 1), or None if they are unknown."""
-        index = bisect.bisect_left(self._passes, (iteration, -1, -1)) - 1
+        index = bisect.bisect_left(self._passes, (iteration, -1, -1, -1)) - 1
         if index < 0:
             return None
-        done, epoch, start = self._passes[index]
-        return batch_indices(self._loader, epoch, start + iteration - 1 - done)
+        done, epoch, start, used = self._passes[index]
+        found = batch_indices(self._loader, epoch, start + iteration - 1 - done)
+        return found if found is None or iteration > done + 1 else found[used:]
 
 
 @dataclass(frozen=True)

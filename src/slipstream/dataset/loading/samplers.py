@@ -148,10 +148,11 @@ class EpochBatchSampler(Sampler[list[int]]):
         self.limit = limit
         self.epoch = 0
         self.start = 0
+        self.used = 0
 
-    def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Set the epoch, and the batch within it, at which the next iteration starts."""
-        self.epoch, self.start = epoch, start
+    def set_epoch(self, epoch: int, start: int = 0, used: int = 0) -> None:
+        """Set the epoch, and the batch within it, at which the next iteration starts, after `used` of its samples."""
+        self.epoch, self.start, self.used = epoch, start, used
         for sampler in (self.sampler, self.batch_sampler):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
@@ -163,11 +164,14 @@ class EpochBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         start, self.start = self.start, 0
+        used, self.used = self.used, 0
         first, drawn = self.epoch, 0
         for number, batch in enumerate(islice(self._batches(), self.limit)):
             # For an endless sampler, each pass over the dataset counts as an epoch.
             epoch = first + drawn // self.samples
             drawn += len(batch)
+            if number == start:
+                batch = batch[used:] if used else batch
             if number >= start:
                 yield [self._stamped(index, epoch) for index in batch] if self.stamp else batch
 

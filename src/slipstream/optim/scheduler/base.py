@@ -30,7 +30,7 @@ class _RemembersAttributes(ABCMeta):
 
     @property
     def __signature__(cls) -> inspect.Signature:  # otherwise `inspect` shows the parameters of `__call__`
-        signature = inspect.signature(cls.__init__)
+        signature = inspect.signature(cls.__init__)  # type: ignore[misc]
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
