@@ -230,6 +230,44 @@ def test_loss_scale_is_restored(tmp_path):
     assert one.optim_wrapper.loss_scaler.get_scale() > 64.0
 
 
+def test_compiled_run_equals_a_run_without_the_faulty_batches(tmp_path):
+    def trained(name, broken, *hooks):
+        torch.manual_seed(0)
+        speed = dict(nan_guard="rollback", compile=dict(scope="step", backend="eager"), accumulate=2)
+        return recovering(
+            tmp_path / name,
+            4,
+            BreaksByInput(broken),
+            speed=speed,
+            custom_hooks=[dict(type="EMAHook", momentum=0.1), *hooks],
+            optim_wrapper=dict(optimizer=dict(type="Adam", lr=0.05)),
+        )
+
+    one = trained("one", 11)
+    other = trained("other", 0, LeaveOut(9, 12))
+    assert one.rollback.left_out == set(range(9, 13))
+    assert one.iter == other.iter == 20
+    for mine, yours in ((weights(one), weights(other)), (average(one), average(other))):
+        for name, value in mine.items():
+            torch.testing.assert_close(value, yours[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+class BreaksByInput(Net):
+    """A model with a NaN loss in step `broken`, which a hook counts outside the graph."""
+
+    def __init__(self, broken):
+        super().__init__()
+        self.broken, self.calls = broken, 0
+        self.data_preprocessor.register_forward_pre_hook(self.count)
+
+    def count(self, module, args):
+        batch, training = args
+        self.calls += training
+        if training and self.calls == self.broken:
+            return ([batch[0] * NAN, batch[1]], training)
+        return None
+
+
 def bad_sample(index=17):
     inputs, targets = samples()
     inputs = inputs.clone()
