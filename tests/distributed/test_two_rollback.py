@@ -72,9 +72,37 @@ def fsdp2(folder):
     return both(folder, accumulate=2, parallel="fsdp2")
 
 
+class Spikes(Breaks):
+    """A model whose loss on rank 1 is 1000 higher in the calls in `broken`."""
+
+    def forward(self, inputs, targets, mode):
+        out = Net.forward(self, inputs, targets, mode)
+        self.calls += 1
+        if self.calls in self.broken and get_rank() == 1:
+            out["loss"] = out["loss"] + 1000
+        return out
+
+
+def spike(folder):
+    init_once()
+    torch.manual_seed(0)
+    runner = run(
+        folder,
+        model=Spikes([18]),
+        train_cfg=dict(by_epoch=False, max_iters=24),
+        launcher="pytorch",
+        default_hooks=dict(
+            checkpoint=dict(type="CheckpointHook", interval=5, by_epoch=False),
+            logger=dict(type="LoggerHook", interval=2),
+        ),
+        custom_hooks=[dict(type="LossSpikeHook", action="rollback", window=10, min_history=5)],
+    )
+    return sorted(runner.rollback.left_out), max(runner.message_hub.get_info("loss_spike/loss")[0])
+
+
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    return run_in_two([ddp, fsdp2], tmp_path_factory.mktemp("rollback"), timeout=100)
+    return run_in_two([ddp, fsdp2, spike], tmp_path_factory.mktemp("rollback"), timeout=100)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
@@ -90,3 +118,12 @@ def test_both_ranks_continue_without_the_batches_of_a_fault_on_one_rank(answers,
     line = next(line for line in one[2].splitlines() if "The batch of iteration 4 contains" in line)
     assert "on rank 0; samples" in line
     assert line.endswith("on rank 1")
+
+
+def test_both_ranks_go_back_before_a_spike_on_one_rank(answers):
+    for answer in answers["spike"]:
+        assert not isinstance(answer, str), answer
+        left_out, highest = answer
+        assert left_out == [17, 18]
+        assert highest < 10
+    assert answers["spike"][0] == answers["spike"][1]  # the mean over both ranks

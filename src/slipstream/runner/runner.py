@@ -620,7 +620,8 @@ class Runner:
     def read_logs(self) -> None:
         """Write the losses recorded since the last call, and the learning rates, to the message hub.
 
-        This is the only method in which a training run synchronizes with the device to read values.
+        This is the only method in which a training run synchronizes with the device to read values. With
+        `nan_guard='rollback'` or a `LossSpikeHook`, all ranks must call it.
 
         Raises:
             NonFiniteLossError: a loss was NaN or infinite.
