@@ -13,6 +13,8 @@ from slipstream.model import BaseModel
 from slipstream.preemption import Preempted
 from tiny_runs import run
 
+pytestmark = pytest.mark.slow
+
 SAMPLES, EPOCHS = 46, 2
 # For each part of the run, processes x samples per process, and the number of steps until it stops.
 EQUAL = [(2, 4, 3), (1, 8, 5), (2, 4, None)]
