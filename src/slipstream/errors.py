@@ -18,6 +18,7 @@ __all__ = [
     "DataLoaderError",
     "DistributedError",
     "LossError",
+    "LossSpikeError",
     "MissingPackageError",
     "ModelError",
     "NonFiniteLossError",
@@ -83,7 +84,26 @@ class LossError(SlipstreamError, TypeError, ValueError):
 
 
 class NonFiniteLossError(SlipstreamError, FloatingPointError):
-    """A loss became NaN or infinite."""
+    """A loss or a weight became NaN or infinite.
+
+    `iteration` is the number of the first step (from 1) with such a value, or None if it is unknown.
+    """
+
+    def __init__(self, message: str, iteration: int | None = None) -> None:
+        super().__init__(message)
+        self.iteration = iteration
+
+
+class LossSpikeError(SlipstreamError, FloatingPointError):
+    """A loss rose far above its recent values, and the run could not continue from an earlier checkpoint.
+
+    `iteration` and `last` are the numbers of the first step (from 1) with such a loss, and of the last step that was
+    compared.
+    """
+
+    def __init__(self, message: str, iteration: int = 0, last: int = 0) -> None:
+        super().__init__(message)
+        self.iteration, self.last = iteration, last
 
 
 class CheckpointError(SlipstreamError, RuntimeError):

@@ -1,5 +1,12 @@
 """CheckpointHook: regular, additional and best checkpoints."""
 
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -13,14 +20,13 @@ def files(folder):
     return {path.name for path in folder.glob("*.pth")}
 
 
-def trained(folder, values=(), name="acc", epochs=5, **options):
+def trained(folder, values=(), name="acc", epochs=5, resume=False, **options):
     hook = dict(type="CheckpointHook", **options)
     evaluated = validation(Scripted(values, name)) if values else {}
     cfg = dict(by_epoch=True, max_epochs=epochs)
     train = loader(batch_size=20)
-    return run(
-        folder, train_cfg=cfg, train_dataloader=train, default_hooks=dict(checkpoint=hook), **evaluated
-    )
+    hooks = dict(checkpoint=hook)
+    return run(folder, train_cfg=cfg, train_dataloader=train, default_hooks=hooks, resume=resume, **evaluated)
 
 
 @pytest.mark.parametrize(
@@ -288,6 +294,48 @@ def test_incomplete_checkpoints_are_not_resumed_from(tmp_path):
     run(tmp_path, custom_hooks=[light])
     assert (tmp_path / "last_checkpoint").read_text().endswith("epoch_2.pth")
     assert run(tmp_path, resume=True, custom_hooks=[light]).iter == 10
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_surplus_of_a_run_that_was_killed_before_the_removal_is_removed(tmp_path, async_save):
+    """The process exits between the write of epoch_3.pth and the removal of epoch_1.pth."""
+    script = f"""
+        import os, sys
+        from slipstream.hooks import checkpoint
+        from test_hooks_checkpoint import trained
+        checkpoint.remove_checkpoint = lambda folder, name: os._exit(9)
+        trained({str(tmp_path)!r}, interval=1, max_keep_ckpts=2, async_save={async_save})
+    """
+    paths = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, timeout=100, check=False)
+    assert killed.returncode == 9
+    assert files(tmp_path) == {"epoch_1.pth", "epoch_2.pth", "epoch_3.pth"}
+    foreign = tmp_path / "epoch_0.pth"  # a name of this hook, which the run has not written
+    shutil.copy(tmp_path / "epoch_1.pth", foreign)
+    trained(tmp_path, interval=1, max_keep_ckpts=2, epochs=3, resume=True)
+    assert files(tmp_path) == {"epoch_0.pth", "epoch_2.pth", "epoch_3.pth"}
+    trained(tmp_path, interval=1, max_keep_ckpts=2, epochs=4, resume=True)
+    assert files(tmp_path) == {"epoch_0.pth", "epoch_3.pth", "epoch_4.pth"}
+
+
+def test_surplus_list_of_a_checkpoint_never_removes_other_files(tmp_path):
+    tmp_path = tmp_path / "run"
+    trained(tmp_path, interval=1, max_keep_ckpts=2, epochs=3)
+    names = ["epoch_3.pth", "epoch_2.pth", "notes.pth", "../outside.pth", "epoch_7.pth"]
+    for name in ("notes.pth", "../outside.pth"):
+        (tmp_path / name).write_text("keep")
+    path = tmp_path / "epoch_3.pth"
+    content = torch.load(path)
+    key = "surplus_ckpts/epoch_{}.pth"
+    assert content["message_hub"]["runtime_info"][key] == ["epoch_1.pth"]
+    content["message_hub"]["runtime_info"][key] = names
+    torch.save(content, path)
+    os.utime(path, (1e9, 1e9))
+    shutil.copy(path, tmp_path / "epoch_7.pth")  # newer than the checkpoint, so another run has written it
+    trained(tmp_path, interval=1, max_keep_ckpts=2, epochs=3, resume=True)
+    assert files(tmp_path) == {"epoch_2.pth", "epoch_3.pth", "notes.pth", "epoch_7.pth"}
+    assert (tmp_path / "../outside.pth").exists()
 
 
 def test_files_of_another_run_are_not_removed(tmp_path):

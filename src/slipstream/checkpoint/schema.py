@@ -221,6 +221,7 @@ _INFOS: Mapping[str, Rule] = {
     "best_score/": _optional(_not_nan),
     "best_ckpt/": _optional(_file),
     "kept_ckpts/": _each(_file),
+    "surplus_ckpts/": _each(_file),
     "average_best": _each(_tuple(_not_nan, _file)),
     "early_stopping/": _tuple(_not_nan, _count),
 }

@@ -127,9 +127,11 @@ class ActivationCheckpointingCfg(TypedDict, total=False):
 class NanGuardCfg(TypedDict, total=False):
     """Keys of `slipstream.speed.nan_guard.NanGuardOptions`."""
 
-    action: Literal["stop", "skip"]
+    action: Literal["stop", "skip", "rollback"]
     locate: bool
     max_skipped: int
+    max_rollbacks: int
+    skip_before: int
 
 
 class SpeedCfg(TypedDict, total=False):
@@ -155,7 +157,7 @@ class SpeedCfg(TypedDict, total=False):
     fused: bool | None
     prefetch: int | None
     cuda_graph: bool | None
-    nan_guard: _Switch[NanGuardCfg | Literal["stop", "skip"]]
+    nan_guard: _Switch[NanGuardCfg | Literal["stop", "skip", "rollback"]]
     cudnn_benchmark: bool | None
     expandable_segments: bool | None
     gc: int | None

@@ -8,6 +8,7 @@ from slipstream.hooks.gc import GcHook
 from slipstream.hooks.hook import Hook, Priority, get_priority
 from slipstream.hooks.hook_list import HookList
 from slipstream.hooks.logging_hooks import LoggerHook, ProgressBarHook
+from slipstream.hooks.loss_spike import LossSpikeHook
 from slipstream.hooks.nan_guard import NanGuardHook
 from slipstream.hooks.pictures import SegVisualizationHook
 from slipstream.hooks.precise_bn import PreciseBNHook
@@ -30,6 +31,7 @@ __all__ = [
     "HookList",
     "IterTimerHook",
     "LoggerHook",
+    "LossSpikeHook",
     "NanGuardHook",
     "ParamSchedulerHook",
     "PreciseBNHook",

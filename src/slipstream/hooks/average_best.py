@@ -87,6 +87,10 @@ class AverageBestHook(Hook):
                     f"AverageBestHook: {self._folder / name} does not exist; it is excluded from the average"
                 )
 
+    def after_rollback(self, runner: Runner) -> None:
+        """Restore the list of best epochs of the checkpoint."""
+        self.before_train(runner)
+
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
         """Save the weights if this epoch is among the best."""
         if not runner.is_training:

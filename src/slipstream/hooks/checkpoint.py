@@ -10,17 +10,19 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from slipstream.checkpoint import remove_checkpoint, sharded_name
+from slipstream.dist import is_main_process
 from slipstream.dist.sharding import mesh_of
 from slipstream.errors import ConfigError
 from slipstream.files import check_name
 from slipstream.hooks.hook import Hook
 from slipstream.hooks.schedule import better, pick
 from slipstream.registry import HOOKS
+from slipstream.typecheck import matches
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["CheckpointHook"]
+__all__ = ["CheckpointHook", "warn_without_checkpoints"]
 
 
 @HOOKS.register_module()
@@ -146,9 +148,40 @@ class CheckpointHook(Hook):
         # A checkpoint in another folder names the files of another run.
         self._saved_best: set[str] = set()
         self._owns_files = resumed in (None, self._folder.resolve(), Path(runner.work_dir).resolve())
-        kept = runner.message_hub.get_info(self._kept_key, []) if self._owns_files else []
-        # The list comes from the checkpoint, so it may name files that this hook did not write.
-        self._kept: list[str] = [name for name in kept if self._is_regular(runner, name)]
+        self._restore_kept(runner)
+        self._remove_surplus(runner)
+
+    def after_rollback(self, runner: Runner) -> None:
+        """Restore the list of kept checkpoints of the checkpoint."""
+        self._restore_kept(runner)
+
+    def _restore_kept(self, runner: Runner) -> None:
+        self._kept: list[str] = self._names_in(runner, self._kept_key)
+
+    def _remove_surplus(self, runner: Runner) -> None:
+        """Remove the files that the resumed checkpoint replaced, if the run was killed before it removed them."""
+        path = runner.resumed_from
+        if path is None or not is_main_process():
+            return
+        written = path.stat().st_mtime
+        for name in self._names_in(runner, self._surplus_key):
+            old = self._folder / name
+            # A file that is newer than the checkpoint belongs to a different run.
+            if (
+                name not in self._kept
+                and old.exists()
+                and old.stat().st_mtime <= written
+                and name != path.name
+            ):
+                remove_checkpoint(self._folder, name)
+                runner.logger.info(f"Removed {name}, which the checkpoint {path.name} replaced")
+
+    def _names_in(self, runner: Runner, key: str) -> list[str]:
+        """Return the names in a list of the resumed checkpoint that regular checkpoints of this hook can have."""
+        names = runner.message_hub.get_info(key, []) if self._owns_files else []
+        if not matches(names, list[str]):
+            return []
+        return [name for name in names if self._is_regular(runner, name)]
 
     def _check_other_hooks(self, runner: Runner) -> None:
         for other in runner.hooks:
@@ -182,6 +215,10 @@ class CheckpointHook(Hook):
     def _kept_key(self) -> str:
         return f"kept_ckpts/{Path(self.out_dir or '') / self._template}"
 
+    @property
+    def _surplus_key(self) -> str:
+        return f"surplus_ckpts/{Path(self.out_dir or '') / self._template}"
+
     def _is_regular(self, runner: Runner, name: str) -> bool:
         """Return whether a regular checkpoint of this hook can have this name."""
         numbers = map(int, re.findall(r"\d+", name))
@@ -206,17 +243,31 @@ class CheckpointHook(Hook):
         if self.every_n_train_iters(runner, self.interval, self.save_begin) or last:
             self._save_regular(runner, runner.iter + 1)
 
+    def after_left_out_iter(self, runner: Runner, batch_idx: int) -> None:
+        """Save a checkpoint if one is due after this batch."""
+        self.after_train_iter(runner, batch_idx)
+
     def _save_regular(self, runner: Runner, number: int) -> None:
         name = self._name(runner, self._template.format(number))
         self._kept = [kept for kept in self._kept if kept != name] + [name]
         surplus = self._kept[: -self.max_keep_ckpts] if self.max_keep_ckpts > 0 else []
         self._kept = self._kept[len(surplus) :]
         runner.message_hub.update_info(self._kept_key, self._kept)
-        # A run can only resume from a complete checkpoint.
-        complete = self._content["save_optimizer"] and self._content["save_param_scheduler"]
+        # If the run is killed before it has removed them, a run that resumes from this checkpoint removes them.
+        runner.message_hub.update_info(self._surplus_key, surplus)
         self._save(
-            runner, name, f"Saved checkpoint {name}", surplus, by_epoch=self.by_epoch, mark_last=complete
+            runner,
+            name,
+            f"Saved checkpoint {name}",
+            surplus,
+            by_epoch=self.by_epoch,
+            mark_last=self.is_complete,
         )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a run can resume from the checkpoints."""
+        return bool(self._content["save_optimizer"] and self._content["save_param_scheduler"])
 
     def _save(self, runner: Runner, name: str, message: str, surplus: Sequence[str], **options: Any) -> None:
         """Save a checkpoint; when it is complete, log `message` and remove the checkpoints in `surplus`."""
@@ -272,3 +323,13 @@ class CheckpointHook(Hook):
             return better(key, self.rule)
         except ConfigError as error:  # `auto` selects the metric only after the first validation run
             raise self.wrong(str(error.args[0]), error.path) from None
+
+
+def warn_without_checkpoints(runner: Runner, option: str) -> None:
+    """Warn if no CheckpointHook saves checkpoints from which the run can continue before its end."""
+    hooks = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
+    if not any(hook.interval > 0 and hook.is_complete for hook in hooks):
+        runner.logger.warning(
+            f"{option} goes back to the last checkpoint, but no CheckpointHook saves complete checkpoints during "
+            "training; set default_hooks.checkpoint.interval"
+        )

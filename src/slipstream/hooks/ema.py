@@ -85,13 +85,7 @@ class EMAHook(Hook):
             raise self.wrong("counts epochs, but training is iteration-based; use begin_iter", "begin_epoch")
         average = self._average
         average.total_steps = self._updates(runner)
-        if self._resumed is not None:
-            with restoring("ema_state_dict", "the resumed checkpoint"):
-                average.module.load_state_dict(self.model.state_dict())  # for tensors that were not saved
-                average.load_state_dict(self._resumed, strict=self.strict_load)
-            self._resumed = None
-        if average.steps == 0:
-            average.module.load_state_dict(self.model.state_dict())
+        self._restore()
         if (mean := average.mean_update()) < (average.total_steps - average.interval) / 2:
             runner.logger.warning(
                 f"EMAHook: the EMA decay is too slow for {average.total_steps} updates. The final average will "
@@ -118,6 +112,23 @@ class EMAHook(Hook):
         self._in_step = isinstance(runner.step, EagerStep | GraphStep)
         if self._in_step:
             optim.parts.append(self._part)
+
+    def _restore(self) -> None:
+        """Load the average of the resumed checkpoint; without one, start from the model's weights."""
+        average = self._average
+        if self._resumed is not None:
+            with restoring("ema_state_dict", "the resumed checkpoint"):
+                average.module.load_state_dict(self.model.state_dict())  # for tensors that were not saved
+                average.load_state_dict(self._resumed, strict=self.strict_load)
+            self._resumed = None
+        if average.steps == 0:
+            average.module.load_state_dict(self.model.state_dict())
+
+    def after_rollback(self, runner: Runner) -> None:
+        """Load the average of the checkpoint."""
+        if self._resumed is None:  # averaging had not begun
+            self._average.steps = 0
+        self._restore()
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None

@@ -65,6 +65,10 @@ class LoggerHook(Hook):
         runner.logger.info(line)
         runner.visualizer.add_scalars(tag, step=runner.iter + 1, file_path=runner.json_log)
 
+    def after_left_out_iter(self, runner: Runner, batch_idx: int) -> None:
+        """Log the losses if a line is due after this batch."""
+        self.after_train_iter(runner, batch_idx)
+
     def _ends(self, runner: Runner, batch_idx: int) -> bool:
         if self._by_epoch:
             return self.end_of_epoch(runner.train_dataloader, batch_idx)
@@ -121,6 +125,10 @@ class ProgressBarHook(Hook):
         if self._bar is not None:
             with suppress(OSError):  # the terminal may be closed
                 self._bar.update(runner.iter + 1, f"epoch {runner.epoch + 1}")
+
+    def after_left_out_iter(self, runner: Runner, batch_idx: int) -> None:
+        """Update the bar."""
+        self.after_train_iter(runner, batch_idx)
 
     def after_train(self, runner: Runner) -> None:
         """Remove the bar."""

@@ -1,11 +1,13 @@
-"""Skip training steps with a non-finite loss or gradient, or report the module that caused a non-finite loss."""
+"""Skip training steps with a non-finite loss or gradient, or go back to a checkpoint; name the module at fault."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Literal
 
+from slipstream.dist import get_rank
 from slipstream.errors import NonFiniteLossError
+from slipstream.hooks.checkpoint import warn_without_checkpoints
 from slipstream.hooks.hook import Hook
 from slipstream.model import unwrap_model
 from slipstream.optim import OptimWrapperDict
@@ -17,24 +19,37 @@ if TYPE_CHECKING:
 
 __all__ = ["NanGuardHook"]
 
+_LOGGED = 10
+"""Maximum number of skipped batches per log interval whose samples are logged."""
+
 
 @HOOKS.register_module()
 class NanGuardHook(Hook):
-    """Skip training steps with a non-finite loss or gradient, or stop training at a non-finite loss.
+    """Skip training steps with a non-finite loss or gradient; or stop training, or go back to a checkpoint.
 
     Args:
-        action, locate, max_skipped: see `NanGuardOptions`.
+        action, locate, max_skipped, max_rollbacks, skip_before: see `NanGuardOptions`.
     """
 
     def __init__(
-        self, action: Literal["stop", "skip"] = "stop", locate: bool = False, max_skipped: int = 50
+        self,
+        action: Literal["stop", "skip", "rollback"] = "stop",
+        locate: bool = False,
+        max_skipped: int = 50,
+        max_rollbacks: int = 3,
+        skip_before: int = 0,
     ) -> None:
-        self.options = NanGuardOptions(action, locate, max_skipped)
+        self.options = NanGuardOptions(action, locate, max_skipped, max_rollbacks, skip_before)
         self.guard: StepGuard | None = None
         self.locator: Locator | None = None
         self._undo = ExitStack()
         self.skipped = 0
         """Number of skipped steps, as of the last `read_logs`."""
+
+    def before_train(self, runner: Runner) -> None:
+        """Warn if the run saves no checkpoint to go back to."""
+        if self.options.action == "rollback":
+            warn_without_checkpoints(runner, "nan_guard")
 
     def before_run(self, runner: Runner) -> None:
         """Install the guard and the locator, before the model is compiled."""
@@ -51,10 +66,16 @@ class NanGuardHook(Hook):
             meter.tolerant = True
             self._undo.callback(setattr, optim, "guard", None)
             self._undo.callback(setattr, meter, "tolerant", False)
+        elif self.options.action == "rollback":
+            options, rollback = self.options, runner.rollback
+            rollback.enable(NonFiniteLossError, options.max_rollbacks, options.skip_before)
+            meter.agree = rollback.agree
+            self._undo.callback(rollback.disable, NonFiniteLossError)
+            self._undo.callback(setattr, meter, "agree", None)
         if self.options.locate:
             self.locator = Locator(model)
             self._undo.callback(self.locator.close)
-        if self.locator is not None and self.options.action == "stop":
+        if self.locator is not None and self.options.action != "skip":
             meter.locate = self.locator.report
             self._undo.callback(setattr, meter, "locate", None)
 
@@ -68,6 +89,7 @@ class NanGuardHook(Hook):
             if self.locator is not None:
                 error.add_note(self.locator.report())
             raise
+        self._log_samples(runner)
         self.skipped += new
         runner.message_hub.update_scalar("train/skipped_steps", self.skipped)
         if new:
@@ -76,6 +98,27 @@ class NanGuardHook(Hook):
                 f"Skipped {new} step{'s' if new > 1 else ''} with a non-finite loss or gradient, up to iteration "
                 f"{runner.iter + 1}{where}"
             )
+
+    def _log_samples(self, runner: Runner) -> None:
+        """Log the samples of this rank in the steps whose loss was not finite."""
+        dropped, runner.meter.dropped = runner.meter.dropped, []
+        for iteration in dropped[:_LOGGED]:
+            samples = runner.rollback.describe(iteration)
+            text = f"The loss of iteration {iteration} is not finite{f'; its batch contains {samples}' * bool(samples)}"
+            if get_rank() == 0:
+                runner.logger.warning(text)
+            else:  # only errors of other ranks are printed
+                runner.logger.error(f"Rank {get_rank()}: {text}")
+        if len(dropped) > _LOGGED:
+            runner.logger.warning(f"The losses of {len(dropped) - _LOGGED} more iterations are not finite")
+
+    def after_rollback(self, runner: Runner) -> None:
+        """Forget what the guard and the locator found in the steps that are repeated."""
+        runner.meter.dropped = []
+        if self.guard is not None:
+            self.guard.reset()
+        if self.locator is not None:
+            self.locator.report()
 
     def after_run(self, runner: Runner) -> None:
         """Uninstall the guard and the locator."""

@@ -40,6 +40,10 @@ class ParamSchedulerHook(Hook):
         for scheduler in self._by_iter:
             scheduler.step()
 
+    def after_left_out_iter(self, runner: Runner, batch_idx: int) -> None:
+        """Step the iteration-based schedulers, because the batch counts as a step."""
+        self.after_train_iter(runner, batch_idx)
+
     def after_train_epoch(self, runner: Runner) -> None:
         """Step the epoch-based schedulers."""
         for scheduler in self._by_epoch:
@@ -127,6 +131,11 @@ class EarlyStoppingHook(Hook):
     def before_train(self, runner: Runner) -> None:
         """Restore the best score and the patience counter of a resumed run."""
         self._best, self._waited = runner.message_hub.get_info(self._key, (self._best, self._waited))
+
+    def after_rollback(self, runner: Runner) -> None:
+        """Restore the best score and the patience counter of the checkpoint."""
+        self.before_run(runner)
+        self.before_train(runner)
 
     @property
     def _key(self) -> str:

@@ -52,6 +52,14 @@ class IterTimerHook(Hook):
         if len(self._new) == _MOST_UNREAD:
             self.read_logs(runner)
 
+    def after_left_out_iter(self, runner: Runner, batch_idx: int) -> None:
+        """Exclude the time of the batch from the next step's time."""
+        self._last = perf_counter()
+
+    def after_rollback(self, runner: Runner) -> None:
+        """Drop the step times that were not read, and exclude the time of the roll-back."""
+        self._new, self._last = [], perf_counter()
+
     def read_logs(self, runner: Runner) -> None:
         """Write the step times since the last call and the remaining time to the message hub."""
         new, self._new = self._new, []

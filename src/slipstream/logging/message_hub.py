@@ -112,6 +112,16 @@ class MessageHub:
             },
         }
 
+    def drop_saved(self) -> None:
+        """Remove the entries that checkpoints contain, before those of an earlier checkpoint are loaded."""
+        saved = self.state_dict()
+        for entries, names in (
+            (self._scalars, saved["log_scalars"]),
+            (self._infos, saved["runtime_info"]),
+        ):
+            for name in names:
+                del entries[name]
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load saved scalars and infos; entries with other keys are kept.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from slipstream.logging.message_hub import MessageHub
 __all__ = ["Meter"]
 
 _Key = tuple[int, str]  # index of the pending step, name of the output
+_Broken = tuple[int, str, float]  # number of the step, name and value of the loss
 
 
 class Meter:
@@ -30,8 +31,14 @@ class Meter:
         self.max_pending = max_pending
         self.tolerant = False
         """Drop non-finite values instead of raising an error; set if steps with such a loss are skipped."""
+        self.dropped: list[int] = []
+        """Numbers of the steps whose loss was not finite and was dropped. The reader removes them."""
         self.locate: Callable[[], str] | None = None
         """Function that returns the location in the model where a loss became non-finite."""
+        self.agree: Callable[[NonFiniteLossError | None], NonFiniteLossError | None] | None = None
+        """Function that returns an error on all ranks if there is one on any rank; every `flush` calls it."""
+        self.on_read: list[Callable[[Sequence[tuple[int, Mapping[str, float]]]], None]] = []
+        """Functions that `flush` calls with the number and the outputs of each step that it has read."""
         self._pending: list[tuple[int, dict[str, Tensor]]] = []
 
     def record(self, outputs: Mapping[str, Tensor], iteration: int) -> None:
@@ -65,7 +72,23 @@ class Meter:
         """
         pending, self._pending = self._pending, []
         values = _read(pending)
-        broken: list[tuple[int, str, float]] = []
+        broken = self._record(pending, values)
+        error = _first_error(broken, self.locate) if broken and not self.tolerant else None
+        if self.agree is not None:
+            error = self.agree(error)
+        if error is not None:
+            raise error
+        self.dropped += dict.fromkeys(iteration for iteration, _, _ in broken)
+        if self.on_read:
+            read = [(i, {name: values[n, name] for name in out}) for n, (i, out) in enumerate(pending)]
+            for function in self.on_read:
+                function(read)
+
+    def _record(
+        self, pending: Sequence[tuple[int, Mapping[str, Tensor]]], values: Mapping[_Key, float]
+    ) -> list[_Broken]:
+        """Write the values to the hub; return the losses that are not finite."""
+        broken: list[_Broken] = []
         for index, (iteration, outputs) in enumerate(pending):
             for name in outputs:
                 value = values[index, name]
@@ -74,11 +97,13 @@ class Meter:
                     self.hub.update_scalar(f"train/{name}", value)
                 if "loss" in name and not finite:
                     broken.append((iteration, name, value))
-        if broken and not self.tolerant:
-            first = broken[0][0]
-            # Report a single loss term rather than the sum `loss`, which is then also non-finite.
-            term = min((b for b in broken if b[0] == first), key=lambda b: b[1] == "loss")
-            raise _non_finite(*term, self.locate() if self.locate else "")
+        return broken
+
+
+def _first_error(broken: Sequence[_Broken], locate: Callable[[], str] | None) -> NonFiniteLossError:
+    # Report a single loss term rather than the sum `loss`, which is then also non-finite.
+    term = min((b for b in broken if b[0] == broken[0][0]), key=lambda b: b[1] == "loss")
+    return _non_finite(*term, locate() if locate else "")
 
 
 def _read(pending: list[tuple[int, dict[str, Tensor]]]) -> dict[_Key, float]:
@@ -112,5 +137,6 @@ def _non_finite(iteration: int, name: str, value: float, where: str) -> NonFinit
     return NonFiniteLossError(
         f"'{name}' became {value} at iteration {iteration}. {where}{'. ' if where else ''}"
         "Lower the learning rate or add a warm-up, clip the gradients (clip_grad=dict(max_norm=1.0)), "
-        "check the data for NaN and wrong labels, or use bf16 instead of fp16"
+        "check the data for NaN and wrong labels, or use bf16 instead of fp16",
+        iteration,
     )

@@ -17,8 +17,10 @@ from slipstream.dataset.loading.feed import DeviceFeed, can_draw_ahead
 from slipstream.dataset.loading.loader import (
     batch_size,
     build_dataloader,
+    can_start_inside_batch,
     is_infinite,
     length,
+    samples_per_epoch,
     set_epoch,
 )
 from slipstream.dataset.loading.lockstep import (
@@ -32,12 +34,13 @@ from slipstream.dataset.loading.samples import skipped_samples
 from slipstream.dataset.loading.waiting import Loading, explain_worker_errors
 from slipstream.dataset.loading.workers import end_workers
 from slipstream.dist import get_rank, get_world_size, report_progress
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import ConfigError, DataError, NonFiniteLossError
 from slipstream.evaluator import Evaluator
 from slipstream.model import unwrap_model
 from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.registry import EVALUATOR, LOOPS
 from slipstream.runner.checks import error_notes, warn_of_single_sample
+from slipstream.runner.rollback import Passes
 from slipstream.typecheck import NonNegativeInt, PositiveInt, check
 
 if TYPE_CHECKING:
@@ -128,9 +131,12 @@ class _TrainLoop(BaseLoop):
                 "train_cfg.dynamic_intervals",
             )
         self.stop_training = False
+        self.passes = Passes(self.dataloader, runner.meter.max_pending + 1)
+        """The recent passes over the loader, from which the samples of a step can be computed."""
         self._epoch = 0
         self._iter = 0
         self._start = 0
+        self._used = 0  # number of this rank's samples in the next batch that were used before a resume
         self._validated = True
         self.inner_iter = 0
         """Number of finished batches of the current epoch (or pass over the data)."""
@@ -144,6 +150,11 @@ class _TrainLoop(BaseLoop):
     def iter(self) -> int:
         """Number of finished steps."""
         return self._iter
+
+    @property
+    def validated(self) -> bool:
+        """Whether validation after the checkpoint that the run continues from, if it was due, has been run."""
+        return self._validated
 
     @property
     def val_interval(self) -> int:
@@ -184,8 +195,14 @@ class _TrainLoop(BaseLoop):
         """Continue at a saved position. If the batch size or world size changed, keep the number of samples."""
         samples, logger = self.samples_per_step, self._runner.logger
         before = position.get("samples_per_step", samples)
-        start = position.get("inner_samples", 0) // samples
-        if self.counts_epochs:  # an incomplete last batch is counted as a full one
+        endless = is_infinite(self.dataloader)
+        start, used = divmod(
+            position["iter"] * before if endless else position.get("inner_samples", 0), samples
+        )
+        total = samples_per_epoch(self.dataloader)
+        if total is not None and start * samples + used >= total:
+            start, used = -(-total // samples), 0  # an incomplete last batch is counted as a full one
+        if self.counts_epochs:
             start = min(start, self.epoch_length)
         iteration = position["iter"]
         if before != samples:
@@ -199,6 +216,15 @@ class _TrainLoop(BaseLoop):
                 f"Iteration {position['iter']} becomes iteration {iteration}"
             )
         self.resume(position["epoch"], iteration, start, position.get("validated", True))
+        self._used, again = divmod(used, get_world_size())
+        if used and not can_start_inside_batch(self.dataloader):
+            self._used, again = 0, used
+        if used:
+            logger.warning(
+                f"The checkpoint was written in the middle of a batch of {samples} samples, so the next step uses only "
+                f"the {samples - used + again} samples that follow"
+                + (f", of which {again} have already been used" if again else "")
+            )
         logger.info(f"Resumed at epoch {position['epoch']}, iteration {iteration}")
 
     def resume(self, epoch: int, iteration: int, start: int, validated: bool = True) -> None:
@@ -208,6 +234,33 @@ class _TrainLoop(BaseLoop):
         """
         self._epoch, self._iter, self._start = epoch, iteration, start
         self.inner_iter, self._validated = start, validated
+
+    def _recover(self, train: Callable[[], None]) -> None:
+        """Call `train`, and again after each fault from which the run can continue at an earlier checkpoint."""
+        runner, rollback = self._runner, self._runner.rollback
+        rollback.begin()
+        while True:
+            try:
+                self._run_missed_validation()
+                train()
+                if rollback.faults:
+                    runner.read_logs()
+                return
+            except rollback.faults as error:
+                fault = error
+            rollback.recover(fault)
+
+    def _train_on(self, idx: int, data_batch: Any) -> None:
+        """Train on one batch, or leave it out if it caused a fault."""
+        if self._iter + 1 not in self._runner.rollback.left_out:
+            self.run_iter(idx, data_batch)
+            return
+        runner = self._runner
+        runner.rollback.leave_out()
+        self.inner_iter = idx + 1
+        for hook in runner.hooks_at("after_left_out_iter"):
+            hook(runner, batch_idx=idx)
+        self._iter += 1
 
     def run_iter(self, idx: int, data_batch: Any) -> None:
         """Train on one batch and call the hooks before and after it."""
@@ -234,15 +287,19 @@ class _TrainLoop(BaseLoop):
         progress = self._progress
         due = progress >= self.val_begin and (progress % self.val_interval == 0 or progress == self._goal)
         if self._runner.val_loop is not None and due:
+            if self._runner.rollback.faults:
+                self._runner.read_logs()  # a fault must not reach the hooks that monitor metrics
             self._runner.val_loop.run()
             self._runner.model.train()
 
     def _numbered_batches(self) -> Iterator[tuple[int, Any]]:
         """Return pairs (index, batch) for the rest of the current epoch (or pass over the data)."""
         start, self._start = self._start, 0
+        used, self._used = self._used, 0
+        self.passes.begin(self._iter, self._epoch, start, used)
         if start == 0:
             self._runner.restore_random_state()  # before the loader draws its random numbers for a new epoch
-        set_epoch(self.dataloader, self._epoch, start)
+        set_epoch(self.dataloader, self._epoch, start, used)
         batches: Iterator[Any] = iter(self._load())
         if start and not isinstance(self.dataloader.batch_sampler, EpochBatchSampler):
             # This sampler cannot seek: load the finished batches to skip them.
@@ -275,6 +332,9 @@ class _TrainLoop(BaseLoop):
             error.add_note(f"({rank}in {self._where()})")
             for note in error_notes(error):
                 error.add_note(note)
+            iteration = error.iteration if isinstance(error, NonFiniteLossError) else None
+            if iteration is not None and (samples := self._runner.rollback.describe(iteration)):
+                error.add_note(f"(the batch of iteration {iteration} contains {samples})")
             raise
         report_progress(None)
 
@@ -338,12 +398,14 @@ class EpochBasedTrainLoop(_TrainLoop):
         runner.model.train()
         warn_of_single_sample(runner.model, self.dataloader, runner.logger.warning)
         with self._annotate_errors():
-            self._run_missed_validation()
-            while self._epoch < self.max_epochs and not self.stop_training:
-                self.run_epoch()
-                self._validate()
+            self._recover(self._run_epochs)
         runner.call_hook("after_train")
         return runner.model
+
+    def _run_epochs(self) -> None:
+        while self._epoch < self.max_epochs and not self.stop_training:
+            self.run_epoch()
+            self._validate()
 
     def run_epoch(self) -> None:
         """Train on the batches of one epoch; a resumed run starts at its next batch."""
@@ -351,7 +413,7 @@ class EpochBasedTrainLoop(_TrainLoop):
         runner.call_hook("before_train_epoch")
         runner.model.train()
         for idx, data_batch in self._numbered_batches():
-            self.run_iter(idx, data_batch)
+            self._train_on(idx, data_batch)
         self._end_pass()
         runner.call_hook("after_train_epoch")
         self._epoch += 1
@@ -403,17 +465,19 @@ class IterBasedTrainLoop(_TrainLoop):
         warn_of_single_sample(runner.model, self.dataloader, runner.logger.warning)
         runner.call_hook("before_train_epoch")  # the whole run counts as one epoch
         runner.model.train()
-        batches = self._batches()
         with self._annotate_errors():
-            self._run_missed_validation()
-            while self._iter < self.max_iters and not self.stop_training:
-                idx, data_batch = next(batches)
-                self.run_iter(idx, data_batch)
-                self._validate()
+            self._recover(self._run_iters)
         self._log_skipped()
         runner.call_hook("after_train_epoch")
         runner.call_hook("after_train")
         return runner.model
+
+    def _run_iters(self) -> None:
+        batches = self._batches()
+        while self._iter < self.max_iters and not self.stop_training:
+            idx, data_batch = next(batches)
+            self._train_on(idx, data_batch)
+            self._validate()
 
     def _batches(self) -> Iterator[tuple[int, Any]]:
         while True:

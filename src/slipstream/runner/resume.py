@@ -45,6 +45,7 @@ from slipstream.optim import OptimWrapper, OptimWrapperDict
 
 __all__ = [
     "check_weights",
+    "find_problem",
     "find_resume",
     "init_weights",
     "optimizer_state",
@@ -122,6 +123,11 @@ def _intact(path: Path) -> tuple[dict[str, Any], CheckpointError | None]:
     broadcast_object_list(meta := found[:1])
     problems = [problem for problem in all_gather_object(found[1]) if problem is not None]
     return meta[0], problems[0] if problems else None
+
+
+def find_problem(path: Path) -> CheckpointError | None:
+    """Return the reason why a checkpoint cannot be read on a rank, or None; equal on all ranks."""
+    return _intact(path)[1]
 
 
 def init_weights(model: nn.Module) -> None:
@@ -235,6 +241,10 @@ def _pending_gradients(model: nn.Module) -> dict[str, Any]:
 def check_weights(model: nn.Module, iteration: int) -> None:
     """Check that all weights are finite. A non-finite weight affects the loss only one step later.
 
+    Args:
+        model: the model, unwrapped.
+        iteration: number of finished steps.
+
     Raises:
         NonFiniteLossError: a weight is NaN or infinite.
     """
@@ -252,5 +262,6 @@ def check_weights(model: nn.Module, iteration: int) -> None:
         raise NonFiniteLossError(
             f"the weight '{name}' is NaN or infinite at iteration {iteration}. No checkpoint is written; "
             "earlier checkpoints are kept. Lower the learning rate, add a warm-up, or clip the gradients "
-            "(clip_grad=dict(max_norm=1.0))"
+            "(clip_grad=dict(max_norm=1.0))",
+            iteration,
         )

@@ -28,8 +28,16 @@ from slipstream.config import Config, options
 from slipstream.devices import default_device
 from slipstream.dist import all_gather_object, get_rank, get_world_size, is_distributed, is_main_process
 from slipstream.dist.sharding import mesh_of
-from slipstream.errors import CheckpointError, ConfigError, did_you_mean
-from slipstream.hooks import GcHook, Hook, HookList, NanGuardHook, PreemptionHook, ProgressBarHook
+from slipstream.errors import CheckpointError, ConfigError, NonFiniteLossError, did_you_mean
+from slipstream.hooks import (
+    GcHook,
+    Hook,
+    HookList,
+    LossSpikeHook,
+    NanGuardHook,
+    PreemptionHook,
+    ProgressBarHook,
+)
 from slipstream.model import unwrap_model
 from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.optim import OptimWrapper
@@ -47,6 +55,7 @@ from slipstream.runner.environment import (
 from slipstream.runner.folder_lock import FolderLock
 from slipstream.runner.logs import config_text, name_run, open_logs, write_config
 from slipstream.runner.loops import BaseLoop
+from slipstream.runner.rollback import Rollback
 from slipstream.runner.user_config import (
     TRIPLES,
     AutoScaleLr,
@@ -185,6 +194,7 @@ class Runner:
             self.logger.warning(line)
         self.folder_lock = FolderLock(self.logger.warning)
         self._writer = BackgroundWriter()
+        self.rollback = Rollback(self)
         self.device = default_device()
         model = builders.build_model(arguments["model"], arguments["data_preprocessor"])
         capabilities = planning.capabilities_of(
@@ -243,8 +253,7 @@ class Runner:
                 resume.init_weights(unwrap_model(self.model))
             self.load_or_resume()
             assert self.optim_wrapper is not None
-            self.optim_wrapper.initialize_count_status(self.model, self.iter, self.max_iters)
-            resume.restore_counts(self.model, self.optim_wrapper, self._resumed_counts)
+            self.restore_counts()
             self.step = planning.make_step(
                 self.model, self.optim_wrapper, self.speed, self.logger.warning, self.logger.info
             )
@@ -342,7 +351,7 @@ class Runner:
             stack.callback(self._close_writer)
             stack.callback(self._end_workers)
             for hook in self._hooks:
-                if isinstance(hook, ProgressBarHook | GcHook | NanGuardHook | PreemptionHook):
+                if isinstance(hook, ProgressBarHook | GcHook | LossSpikeHook | NanGuardHook | PreemptionHook):
                     stack.callback(hook.close)
 
     def _close_writer(self) -> None:
@@ -434,6 +443,8 @@ class Runner:
             self._restore(checkpoint, filename, optim, schedulers)
         finally:
             self.resuming = False
+        self.rollback.load()
+        self.rollback.add(self.iter, Path(filename).absolute())
 
     def _restore(
         self, checkpoint: Mapping[str, Any], filename: str | Path, optim: OptimWrapper | None, schedulers: Any
@@ -495,6 +506,8 @@ class Runner:
         self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
 
         def finish(path: Path) -> None:
+            if mark_last:
+                self.rollback.add(checkpoint["meta"]["iter"], path)
             if mark_last and is_main_process():
                 mark_last_checkpoint(self.work_dir, path)
             if on_saved is not None and is_main_process():
@@ -519,7 +532,7 @@ class Runner:
         self, by_epoch: bool | None, save_optimizer: bool, save_param_scheduler: bool
     ) -> dict[str, Any]:
         """Return the run's state in MMEngine's checkpoint layout; see `save_checkpoint` for the arguments."""
-        resume.check_weights(unwrap_model(self.model), self.iter + 1)
+        self._check_weights(self.iter + (by_epoch is False))
         if self.is_training:
             average_batchnorm(self.model)
         hub = self.message_hub.state_dict()
@@ -534,6 +547,17 @@ class Runner:
             state["param_schedulers"] = resume.scheduler_states(self.param_schedulers)
         return state
 
+    def _check_weights(self, iteration: int) -> None:
+        error = None
+        try:
+            resume.check_weights(unwrap_model(self.model), iteration)
+        except NonFiniteLossError as found:
+            error = found
+        if NonFiniteLossError in self.rollback.faults:
+            error = self.rollback.agree(error)
+        if error is not None:
+            raise error
+
     def _meta(self, by_epoch: bool | None) -> dict[str, Any]:
         dataset = getattr(self.train_dataloader, "dataset", None) if self.is_training else None
         return {
@@ -546,6 +570,12 @@ class Runner:
             "cfg": self.cfg_text,
             "dataset_meta": getattr(dataset, "metainfo", None),
         }
+
+    def restore_counts(self) -> None:
+        """Set the number of batches that the optimizer wrappers have counted, after a resume."""
+        assert self.optim_wrapper is not None
+        self.optim_wrapper.initialize_count_status(self.model, self.iter, self.max_iters)
+        resume.restore_counts(self.model, self.optim_wrapper, self._resumed_counts)
 
     def restore_random_state(self) -> None:
         """Restore the random state of the resumed checkpoint just before the first step. Later calls have no effect."""
@@ -590,7 +620,8 @@ class Runner:
     def read_logs(self) -> None:
         """Write the losses recorded since the last call, and the learning rates, to the message hub.
 
-        This is the only method in which a training run synchronizes with the device to read values.
+        This is the only method in which a training run synchronizes with the device to read values. With
+        `nan_guard='rollback'` or a `LossSpikeHook`, all ranks must call it.
 
         Raises:
             NonFiniteLossError: a loss was NaN or infinite.

@@ -1,4 +1,4 @@
-"""Speed option: skip a step or stop the run if the loss or gradients are not finite, without waiting for the device."""
+"""Speed option: skip a step, stop or roll back if a loss or gradient is not finite, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -18,29 +18,36 @@ from slipstream.config import optional
 from slipstream.dist.sharding import is_sharded, local
 from slipstream.errors import ConfigError, NonFiniteLossError, did_you_mean
 from slipstream.step.numerics import all_finite, keep_unless
-from slipstream.typecheck import PositiveInt, check
+from slipstream.typecheck import NonNegativeInt, PositiveInt, check
 
 if TYPE_CHECKING:
     from slipstream.optim import OptimWrapper
 
 __all__ = ["Locator", "NanGuardOptions", "SkipCount", "StepGuard", "guard_step", "poison", "read_nan_guard"]
 
-_ACTIONS = ("stop", "skip")
+_ACTIONS = ("stop", "skip", "rollback")
 
 
 @dataclass(frozen=True)
 class NanGuardOptions:
     """`nan_guard=dict(...)`."""
 
-    action: Literal["stop", "skip"] = "stop"
-    """`stop` ends the run the next time it logs. `skip` skips the step, which then does not change the weights."""
+    action: Literal["stop", "skip", "rollback"] = "stop"
+    """`stop` ends the run the next time it logs. `skip` skips the step, which then does not change the weights.
+    `rollback` continues from the last checkpoint of the run, without the batches that caused the value."""
     locate: bool = False
     """Whether to report the first module with a non-finite output. This runs a few small kernels after every module."""
     max_skipped: PositiveInt = 50
-    """Maximum number of consecutive skipped steps; if it is exceeded, the run stops."""
+    """Maximum number of consecutive skipped steps (`skip`); if it is exceeded, the run stops."""
+    max_rollbacks: PositiveInt = 3
+    """Maximum number of times that a run goes back to a checkpoint (`rollback`); after that, the run stops."""
+    skip_before: NonNegativeInt = 0
+    """Number of additional batches to leave out before those that caused the value (`rollback`)."""
 
     def __post_init__(self) -> None:
         check(self.max_skipped, PositiveInt, "max_skipped")
+        check(self.max_rollbacks, PositiveInt, "max_rollbacks")
+        check(self.skip_before, NonNegativeInt, "skip_before")
 
     def hook_cfg(self) -> dict[str, Any]:
         """Return the configuration of the hook that implements the option."""
@@ -48,7 +55,7 @@ class NanGuardOptions:
 
 
 def read_nan_guard(value: Any) -> NanGuardOptions | None:
-    """Read `nan_guard`: `'stop'`, `'skip'`, a dict, True (`'stop'`), None or False.
+    """Read `nan_guard`: `'stop'`, `'skip'`, `'rollback'`, a dict, True (`'stop'`), None or False.
 
     With None and False, a loss that is not finite still stops the run the next time it logs.
 
@@ -57,7 +64,7 @@ def read_nan_guard(value: Any) -> NanGuardOptions | None:
     """
     if isinstance(value, str) and value not in _ACTIONS:
         hint = did_you_mean(value, _ACTIONS)
-        raise ConfigError(f"must be 'stop', 'skip' or a dict, not {value!r}{hint}", "nan_guard")
+        raise ConfigError(f"must be 'stop', 'skip', 'rollback' or a dict, not {value!r}{hint}", "nan_guard")
     return optional(NanGuardOptions, {"action": value} if isinstance(value, str) else value, "nan_guard")
 
 
@@ -190,6 +197,11 @@ class StepGuard:
         _restore_unless(finite, list(current.values()), [self._before[name] for name in current])
         self._before = {}
         self.count.add(finite)
+
+    def reset(self) -> None:
+        """Forget the unfinished accumulation window and the counts, after the run has gone back to a checkpoint."""
+        self._before = {}
+        self.count.tensor.zero_()
 
     def read(self) -> int:
         """Return the number of skipped steps since the last call. This synchronizes with the device.

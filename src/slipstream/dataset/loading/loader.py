@@ -37,7 +37,15 @@ from slipstream.errors import BuildError, ConfigError, DataError, did_you_mean
 from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
 from slipstream.typecheck import NonNegative, NonNegativeInt, PositiveInt, Rule, check, shown
 
-__all__ = ["batch_size", "build_dataloader", "is_infinite", "length", "set_epoch"]
+__all__ = [
+    "batch_size",
+    "build_dataloader",
+    "can_start_inside_batch",
+    "is_infinite",
+    "length",
+    "samples_per_epoch",
+    "set_epoch",
+]
 
 
 def build_dataloader(
@@ -85,10 +93,17 @@ def build_dataloader(
     return _check_has_batches(loader, name, training)
 
 
-def set_epoch(loader: DataLoader[Any], epoch: int, start: int = 0) -> None:
-    """Set the epoch of the next iteration over the loader, and the batch at which it starts."""
+def set_epoch(loader: DataLoader[Any], epoch: int, start: int = 0, used: int = 0) -> None:
+    """Set the epoch of the next iteration over the loader, and where it starts.
+
+    Args:
+        loader: a loader.
+        epoch: the epoch, from 0.
+        start: number of the first batch, from 0.
+        used: number of samples to leave out at the beginning of this batch; requires `can_start_inside_batch`.
+    """
     if isinstance(loader.batch_sampler, EpochBatchSampler):
-        loader.batch_sampler.set_epoch(epoch, start)
+        loader.batch_sampler.set_epoch(epoch, start, used)
     elif hasattr(loader.dataset, "set_epoch"):
         loader.dataset.set_epoch(epoch)
 
@@ -111,6 +126,24 @@ def last_batch_size(loader: DataLoader[Any]) -> int | None:
     full, rest = divmod(batches.samples, inner.batch_size)
     cut = batches.limit is not None and batches.limit <= full
     return inner.batch_size if rest == 0 or cut else rest
+
+
+def can_start_inside_batch(loader: DataLoader[Any]) -> bool:
+    """Return whether an iteration can start after some of the samples of a batch."""
+    batches = loader.batch_sampler
+    return isinstance(batches, EpochBatchSampler) and type(batches.batch_sampler) is BatchSampler
+
+
+def samples_per_epoch(loader: DataLoader[Any]) -> int | None:
+    """Return the number of samples that all ranks use in an epoch, or None if it is unknown or infinite."""
+    batches = loader.batch_sampler
+    if is_infinite(loader) or not can_start_inside_batch(loader):
+        return None
+    assert isinstance(batches, EpochBatchSampler)
+    size, full = batches.batch_sampler.batch_size, batches.samples
+    if batches.batch_sampler.drop_last:
+        full -= full % size
+    return (full if batches.limit is None else min(full, batches.limit * size)) * get_world_size()
 
 
 def length(loader: DataLoader[Any]) -> int | None:

@@ -24,7 +24,7 @@ from slipstream.dist import get_dist_info
 from slipstream.errors import DataError
 from slipstream.registry import DATA_SAMPLERS
 
-__all__ = ["DefaultSampler", "EpochBatchSampler", "InfiniteSampler"]
+__all__ = ["DefaultSampler", "EpochBatchSampler", "InfiniteSampler", "uses_own_generator"]
 
 
 def _order(size: int, shuffle: bool, seed: int) -> list[int]:
@@ -92,6 +92,19 @@ class InfiniteSampler(Sampler[int]):
     def __len__(self) -> int:
         return math.ceil(self.size / self.world_size)
 
+    def indices(self, first: int, end: int) -> list[int]:
+        """Return this rank's indices from position `first` to before `end`, without drawing those before them."""
+        orders: dict[int, list[int]] = {}
+        found = []
+        for position in range(
+            self.rank + first * self.world_size, self.rank + end * self.world_size, self.world_size
+        ):
+            number, offset = divmod(position, self.size)
+            if number not in orders:
+                orders[number] = _order(self.size, self.shuffle, self.seed + self.epoch + number)
+            found.append(orders[number][offset])
+        return found
+
     def set_epoch(self, epoch: int) -> None:
         """Set the pass over the dataset at which the next iteration starts."""
         self.epoch = epoch
@@ -135,10 +148,11 @@ class EpochBatchSampler(Sampler[list[int]]):
         self.limit = limit
         self.epoch = 0
         self.start = 0
+        self.used = 0
 
-    def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Set the epoch, and the batch within it, at which the next iteration starts."""
-        self.epoch, self.start = epoch, start
+    def set_epoch(self, epoch: int, start: int = 0, used: int = 0) -> None:
+        """Set the epoch, and the batch within it, at which the next iteration starts, after `used` of its samples."""
+        self.epoch, self.start, self.used = epoch, start, used
         for sampler in (self.sampler, self.batch_sampler):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
@@ -150,11 +164,14 @@ class EpochBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         start, self.start = self.start, 0
+        used, self.used = self.used, 0
         first, drawn = self.epoch, 0
         for number, batch in enumerate(islice(self._batches(), self.limit)):
             # For an endless sampler, each pass over the dataset counts as an epoch.
             epoch = first + drawn // self.samples
             drawn += len(batch)
+            if number == start:
+                batch = batch[used:] if used else batch
             if number >= start:
                 yield [self._stamped(index, epoch) for index in batch] if self.stamp else batch
 
@@ -164,7 +181,7 @@ class EpochBatchSampler(Sampler[list[int]]):
                 sampler.generator = torch.Generator()
             if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
                 generator.manual_seed(self.seed + self.epoch)
-        if type(self.batch_sampler) is BatchSampler and type(self.sampler) in _USE_OWN_GENERATOR:
+        if uses_own_generator(self):
             return iter(self.batch_sampler)
         return isolate_random_state(self.batch_sampler, (self.seed, self.epoch))
 
@@ -176,6 +193,11 @@ class EpochBatchSampler(Sampler[list[int]]):
             return len(self.batch_sampler)
         endless = isinstance(self.sampler, InfiniteSampler)
         return self.limit if endless else min(self.limit, len(self.batch_sampler))
+
+
+def uses_own_generator(batches: EpochBatchSampler) -> bool:
+    """Return whether the order depends only on the seed and the epoch, whatever the global generators contain."""
+    return type(batches.batch_sampler) is BatchSampler and type(batches.sampler) in _USE_OWN_GENERATOR
 
 
 def check_not_empty(dataset: Any, name: str) -> None:

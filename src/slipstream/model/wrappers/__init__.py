@@ -13,6 +13,7 @@ from slipstream.model.wrappers.distributed import (
 from slipstream.model.wrappers.fully_sharded import (
     FullyShardedOptions,
     MMFullyShardedDataParallel,
+    drop_unsharded_gradients,
     unsharded_gradients,
     whole_weights,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "check_comm_hook_state",
     "comm_hook_state",
     "device_ids",
+    "drop_unsharded_gradients",
     "is_model_wrapper",
     "load_comm_hook_state",
     "unsharded_gradients",

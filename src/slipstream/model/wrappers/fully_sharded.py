@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FullyShardedOptions",
     "MMFullyShardedDataParallel",
+    "drop_unsharded_gradients",
     "repeated_blocks",
     "unsharded_gradients",
     "whole_weights",
@@ -183,6 +184,17 @@ def unsharded_gradients(model: nn.Module) -> dict[str, Tensor]:
                     held[key] = param.grad.clone()
             module.reshard()
     return held
+
+
+def drop_unsharded_gradients(model: nn.Module) -> None:
+    """Drop the gradients that `unsharded_gradients` returns. Every rank must call this, as for that function."""
+    for module in model.modules():
+        if hasattr(module, "unshard") and mesh_of(module) is not None:
+            module.unshard()  # type: ignore[operator]
+            for param in module.parameters():
+                if not is_sharded(param):
+                    param.grad = None
+            module.reshard()  # type: ignore[operator]
 
 
 # ---- model sharding ----------------------------------------------------------------------------------

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+from abc import ABCMeta
+from collections import deque
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.logging import print_log
+from slipstream.optim.scheduler.attributes import own_attributes, restored_attributes, same
 from slipstream.optim.scheduler.checks import INF, check_int, is_number, require
 from slipstream.optim.scheduler.values import ParamValues
 from slipstream.typecheck import matches
@@ -15,7 +20,21 @@ from slipstream.typecheck import matches
 __all__ = ["_ParamScheduler"]
 
 
-class _ParamScheduler:
+class _RemembersAttributes(ABCMeta):
+    """Metaclass that stores the attributes of each scheduler after its constructor."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        scheduler = super().__call__(*args, **kwargs)
+        scheduler._initial = own_attributes(scheduler, scheduler._saved_elsewhere)
+        return scheduler
+
+    @property
+    def __signature__(cls) -> inspect.Signature:  # otherwise `inspect` shows the parameters of `__call__`
+        signature = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+class _ParamScheduler(metaclass=_RemembersAttributes):
     """Base class for schedulers of one option of the parameter groups.
 
     A scheduler is active in the steps `begin <= step < end`, counted in epochs or iterations. It does not change the
@@ -24,6 +43,11 @@ class _ParamScheduler:
 
     A subclass defines `_next(value, base)` for one group, or `_get_value()` for all groups. In these methods,
     `self.last_step` is the number of steps since `begin`. The constructor calls `step()` once.
+
+    The state contains the attributes of a subclass that have changed since it was built, if they are tensors, numbers,
+    strings, or lists, tuples, sets, deques and dicts of them. (Inside another container, sets and deques are not
+    supported.) Attributes that keep the value from the constructor are not part of the state, so a resumed run can
+    change them. Attributes of other types are not saved.
 
     Args:
         optimizer: a torch optimizer, an `OptimWrapper`, or any other object with `param_groups`.
@@ -41,6 +65,8 @@ class _ParamScheduler:
     need_val_args: ClassVar[bool] = False  # whether step(metrics) requires validation results
     _in_epochs: ClassVar[tuple[str, ...]] = ()  # arguments that are numbers of steps
     _state_keys: ClassVar[tuple[str, ...]] = ("last_step", "_global_step", "base_values", "_last_value")
+
+    _initial: dict[str, Any]  # the attributes after the constructor
 
     def __init__(
         self,
@@ -119,9 +145,23 @@ class _ParamScheduler:
         return list(self._last_value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's progress as numbers and lists, without its arguments."""
+        """Return the scheduler's progress as numbers and lists, without its arguments.
+
+        The key `attributes` contains the other attributes that have changed, if there are any.
+        """
         state = {key: getattr(self, key) for key in self._state_keys}
-        return {key: list(value) if isinstance(value, list) else value for key, value in state.items()}
+        state = {key: list(value) if isinstance(value, list) else value for key, value in state.items()}
+        own = own_attributes(self, self._saved_elsewhere)
+        changed = {
+            name: list(value) if isinstance(value, deque) else value
+            for name, value in own.items()
+            if name not in self._initial or not same(value, self._initial[name])
+        }
+        return {**state, "attributes": changed} if changed else state
+
+    @property
+    def _saved_elsewhere(self) -> frozenset[str]:
+        return frozenset({*self._state_keys, "optimizer", "_values", "_initial"})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the result of `state_dict()`; the next values equal those of an uninterrupted run.
@@ -144,6 +184,20 @@ class _ParamScheduler:
             value = state_dict[key]
             setattr(self, key, list(value) if isinstance(value, list) else value)
         self._values.restore(self._last_value)
+        attributes = self.check_attributes(state_dict)
+        for name in own_attributes(self, self._saved_elsewhere):
+            if name not in attributes:  # the steps after the checkpoint have created it
+                delattr(self, name)
+        vars(self).update(attributes)
+
+    def check_attributes(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the attributes to restore from a state; those that are not saved have their initial values.
+
+        Raises:
+            CheckpointError: the state contains a name or a value that is not valid.
+        """
+        saved = restored_attributes(self, state_dict.get("attributes", {}), self._saved_elsewhere)
+        return {**copy.deepcopy(self._initial), **saved}
 
     def __repr__(self) -> str:
         unit = "epochs" if self.by_epoch else "iterations"

@@ -1,0 +1,49 @@
+"""Recompute which samples a batch contains, without loading them."""
+
+from __future__ import annotations
+
+import copy
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader
+
+from slipstream.dataset.loading.samplers import EpochBatchSampler, InfiniteSampler, uses_own_generator
+
+__all__ = ["batch_indices"]
+
+
+def batch_indices(loader: DataLoader[Any], epoch: int, number: int) -> list[int] | None:
+    """Return the indices of this rank's samples in a batch, or None if the order cannot be computed again.
+
+    The order is a function of (seed, epoch, index) for `DefaultSampler`, `InfiniteSampler` and the samplers of torch in
+    a `BatchSampler`. Other samplers and iterable datasets may depend on state that a second iteration would change.
+
+    Args:
+        loader: a loader of `build_dataloader`. An iteration over it is not disturbed.
+        epoch: epoch (pass over the data) of the batch, from 0; 0 for an endless sampler.
+        number: number of the batch in the epoch, from 0.
+    """
+    batches = loader.batch_sampler
+    if not isinstance(batches, EpochBatchSampler) or not uses_own_generator(batches):
+        return None
+    inner, sampler = batches.batch_sampler, batches.sampler
+    if isinstance(sampler, InfiniteSampler):
+        first = number * inner.batch_size
+        passes = copy.copy(sampler)
+        passes.set_epoch(epoch)
+        return passes.indices(first, first + inner.batch_size)
+    # Copies, because an iteration in progress reads the epoch and the generator of the originals.
+    sampler = copy.copy(sampler)
+    if isinstance(getattr(sampler, "generator", None), torch.Generator):
+        sampler.generator = torch.Generator()
+    again = EpochBatchSampler(
+        BatchSampler(sampler, inner.batch_size, inner.drop_last),
+        batches.seed,
+        batches.samples,
+        stamp=False,
+        limit=batches.limit,
+    )
+    again.set_epoch(epoch)
+    return next(islice(iter(again), number, None), None)

@@ -1,0 +1,200 @@
+"""Detect losses far above their recent values, and warn or go back to a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from slipstream.dist import all_gather_object
+from slipstream.errors import ConfigError, LossSpikeError, did_you_mean
+from slipstream.hooks.checkpoint import warn_without_checkpoints
+from slipstream.hooks.hook import Hook
+from slipstream.registry import HOOKS
+from slipstream.typecheck import NonNegativeInt, PositiveInt, Rule, check, matches
+
+if TYPE_CHECKING:
+    from slipstream.runner import Runner
+
+__all__ = ["LossSpikeHook"]
+
+_Positive = Annotated[float, Rule(lambda value: value > 0, "above 0")]
+_NORMAL = 1.4826
+"""1 / (0.75 quantile of the normal distribution): MAD x this is the standard deviation of normal values."""
+_SMALLEST = 0.01
+"""The scale is at least this fraction of the median, so that rounding errors of a constant loss are no spikes."""
+
+
+@HOOKS.register_module()
+class LossSpikeHook(Hook):
+    """Warn if the loss rises far above its recent values, or go back to a checkpoint.
+
+    The loss of a step is a spike if it is above
+
+        median + threshold * scale,  scale = max(1.4826 * MAD, 0.01 * |median|)
+
+    where MAD is the median of the absolute deviations from the median. Both are computed over the newest `window`
+    losses before the step. This is the modified z-score (B. Iglewicz and D. Hoaglin, *How to Detect and Handle
+    Outliers*, 1993), which proposes a threshold of 3.5 for normal values. The losses of single batches have heavier
+    tails, so the default is higher. Unlike the mean and the standard deviation, both medians change little if up to
+    half of the values are spikes.
+
+    Training steps do not wait for the device: the hook uses values that are read for the log, at log intervals and
+    before checkpoints. With several processes, it uses the mean of their losses.
+
+    `rollback` works as for `nan_guard`: the run continues from its last good checkpoint, without the batches from the
+    update before the spike to the last one that was read. Chowdhery et al., *PaLM: Scaling Language Modeling with
+    Pathways* (2022), section 5.1, describe this remedy: they restart about 100 steps before the spike and skip 200 to
+    500 batches.
+
+    Args:
+        action: `warn` logs one warning for each spike. `rollback` goes back to a checkpoint.
+        monitor: name of the loss to compare, as returned by the model.
+        window: number of losses in the medians.
+        threshold: factor of the scale.
+        min_history: number of losses without which nothing is compared; at most `window`.
+        patience: number of consecutive steps that must be above the limit.
+        max_rollbacks: maximum number of times that a run goes back to a checkpoint, before it stops with
+            `LossSpikeError`.
+        skip_before: number of additional batches to leave out before the spike.
+    """
+
+    def __init__(
+        self,
+        action: Literal["warn", "rollback"] = "warn",
+        monitor: str = "loss",
+        window: PositiveInt = 200,
+        threshold: _Positive = 10.0,
+        min_history: PositiveInt = 50,
+        patience: PositiveInt = 1,
+        max_rollbacks: PositiveInt = 3,
+        skip_before: NonNegativeInt = 0,
+    ) -> None:
+        check(action, Literal["warn", "rollback"], "action")
+        check(monitor, str, "monitor")
+        for name, value in {
+            "window": window,
+            "min_history": min_history,
+            "patience": patience,
+            "max_rollbacks": max_rollbacks,
+        }.items():
+            check(value, PositiveInt, name)
+        check(threshold, _Positive, "threshold")
+        check(skip_before, NonNegativeInt, "skip_before")
+        if min_history > window:
+            raise ConfigError(f"must be at most window={window}, not {min_history}", "min_history")
+        self.action, self.monitor = action, monitor
+        self.window, self.threshold, self.min_history = window, threshold, min_history
+        self.patience, self.max_rollbacks, self.skip_before = patience, max_rollbacks, skip_before
+        self._undo = ExitStack()
+        self._losses: deque[float] = deque(maxlen=window)
+        self._above = 0  # number of consecutive losses above the limit
+        self._read: list[tuple[int, float]] = []
+        self._names: set[str] = set()
+
+    def before_run(self, runner: Runner) -> None:
+        """Subscribe to the losses that are read for the log."""
+        self.close()
+        if runner.optim_wrapper is None:
+            return
+        runner.meter.on_read.append(self._collect)
+        self._undo.callback(runner.meter.on_read.remove, self._collect)
+        if self.action == "rollback":
+            runner.rollback.enable(LossSpikeError, self.max_rollbacks, self.skip_before)
+            self._undo.callback(runner.rollback.disable, LossSpikeError)
+
+    def before_train(self, runner: Runner) -> None:
+        """Restore the recent losses of a resumed run."""
+        self._restore(runner)
+        if self.action == "rollback":
+            warn_without_checkpoints(runner, "LossSpikeHook")
+
+    def after_rollback(self, runner: Runner) -> None:
+        """Restore the recent losses of the checkpoint."""
+        self._restore(runner)
+
+    def _restore(self, runner: Runner) -> None:
+        saved = runner.message_hub.get_info(self._key)
+        losses, above = saved if matches(saved, list[Any]) and len(saved) == 2 else ([], 0)
+        self._losses.clear()
+        self._losses.extend(losses if matches(losses, list[float]) else ())
+        self._above = above if matches(above, NonNegativeInt) else 0
+        self._read = []
+
+    @property
+    def _key(self) -> str:
+        return f"loss_spike/{self.monitor}"
+
+    def _collect(self, steps: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        self._names.update(*(outputs for _, outputs in steps))
+        self._read += [
+            (number, outputs[self.monitor]) for number, outputs in steps if self.monitor in outputs
+        ]
+
+    def read_logs(self, runner: Runner) -> None:
+        """Compare the losses that were read.
+
+        Raises:
+            LossSpikeError: there is a spike, and the action is `rollback`.
+            ConfigError: the model returns no such loss.
+        """
+        if self._names and self.monitor not in self._names:
+            hint = did_you_mean(self.monitor, self._names)
+            raise self.wrong(
+                f"the model returns no '{self.monitor}'{hint}; it returns {sorted(self._names)}", "monitor"
+            )
+        read, self._read = self._read, []
+        steps = _mean_by_step(all_gather_object(read))
+        found: tuple[int, str] | None = None
+        for number, loss in steps:
+            limit = self._limit()
+            if loss > limit:
+                self._above += 1
+                if self._above == self.patience and found is None:
+                    found = (number - self.patience + 1, self._describe(number, loss))
+            else:
+                self._above = 0
+            self._losses.append(loss)
+        runner.message_hub.update_info(self._key, [list(self._losses), self._above])
+        if found is None:
+            return
+        if self.action == "rollback":
+            raise LossSpikeError(found[1], found[0], steps[-1][0])
+        runner.logger.warning(found[1])
+
+    def _limit(self) -> float:
+        """Return the limit for the next loss, or infinity if there are too few losses."""
+        if len(self._losses) < self.min_history:
+            return math.inf
+        middle = median(self._losses)
+        spread = median(abs(loss - middle) for loss in self._losses)
+        return middle + self.threshold * max(_NORMAL * spread, _SMALLEST * abs(middle))
+
+    def _describe(self, number: int, loss: float) -> str:
+        steps = f" for {self.patience} steps" if self.patience > 1 else ""
+        return (
+            f"'{self.monitor}' rose to {loss:.4g} at iteration {number}{steps}, above the limit {self._limit():.4g} "
+            f"(the median of the last {len(self._losses)} losses is {median(self._losses):.4g}). Lower the learning "
+            "rate or clip the gradients (clip_grad=dict(max_norm=1.0)), or check the data"
+        )
+
+    def after_run(self, runner: Runner) -> None:
+        """Unsubscribe."""
+        self.close()
+
+    def close(self) -> None:
+        """Unsubscribe. The Runner also calls this after an error."""
+        self._undo.close()
+
+
+def _mean_by_step(ranks: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float]]:
+    """Return the mean loss of each step over the ranks that have a finite one, in the order of the steps."""
+    losses: dict[int, list[float]] = {}
+    for rank in ranks:
+        for number, loss in rank:
+            if math.isfinite(loss):
+                losses.setdefault(number, []).append(loss)
+    return [(number, sum(values) / len(values)) for number, values in sorted(losses.items())]

@@ -1,0 +1,307 @@
+"""Go back to the last good checkpoint of a run after a fault, and continue without the batches that caused it."""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from slipstream.checkpoint import mark_last_checkpoint
+from slipstream.dataset.loading.order import batch_indices
+from slipstream.dist import all_gather_object, broadcast_object_list, get_world_size, is_main_process
+from slipstream.errors import CheckpointError, LossSpikeError, NonFiniteLossError
+from slipstream.model import unwrap_model
+from slipstream.model.wrappers import drop_unsharded_gradients
+from slipstream.optim import OptimWrapper
+from slipstream.runner import resume
+from slipstream.step import EagerStep
+from slipstream.step.graph import GraphStep
+from slipstream.typecheck import matches
+
+if TYPE_CHECKING:
+    from slipstream.runner.runner import Runner
+
+__all__ = ["Passes", "Rollback"]
+
+Fault = NonFiniteLossError | LossSpikeError
+_KEY = "rollback"
+_REMEMBERED = 100
+"""Maximum number of checkpoints of this run to remember."""
+_LISTED = 1000
+"""Maximum number of sample indices in a message."""
+_DESCRIBED = 20
+"""Maximum number of left-out batches whose samples are logged."""
+
+
+class Passes:
+    """The recent passes over a training loader, from which the samples of a step can be computed.
+
+    Args:
+        loader: the training loader.
+        count: number of passes to remember.
+    """
+
+    def __init__(self, loader: DataLoader[Any], count: int) -> None:
+        self._loader = loader
+        self._passes: deque[tuple[int, int, int, int]] = deque(maxlen=count)
+
+    def begin(self, done: int, epoch: int, start: int, used: int = 0) -> None:
+        """Store that, after `done` steps, a pass begins at batch `start` of an epoch, after `used` samples of it."""
+        while self._passes and self._passes[-1][0] >= done:  # repeated after a roll-back
+            self._passes.pop()
+        self._passes.append((done, epoch, start, used))
+
+    def samples(self, iteration: int) -> list[int] | None:
+        """Return the indices of this rank's samples in step `iteration` (from 1), or None if they are unknown."""
+        index = bisect.bisect_left(self._passes, (iteration, -1, -1, -1)) - 1
+        if index < 0:
+            return None
+        done, epoch, start, used = self._passes[index]
+        found = batch_indices(self._loader, epoch, start + iteration - 1 - done)
+        return found if found is None or iteration > done + 1 else found[used:]
+
+
+@dataclass(frozen=True)
+class _Policy:
+    max_rollbacks: int
+    skip_before: int
+
+
+class Rollback:
+    """Restores the state of a run from its last good checkpoint, and leaves out the batches that caused a fault.
+
+    A checkpoint is only written after all losses up to its step have been read and all weights have been checked.
+    Therefore a checkpoint from before the first bad loss is good. A non-finite or high loss can be caused by its own
+    batch, or by the update before it. Therefore the batches of both updates are left out: with gradient accumulation,
+    the accumulation window of the bad loss and the previous one.
+
+    A batch that is left out still counts as a step: iterations, epochs, schedules and the order of the data stay the
+    same as in a run without a fault. Its accumulation window makes no update.
+
+    Args:
+        runner: the run.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._policies: dict[type[Fault], _Policy] = {}
+        self._saved: deque[tuple[int, Path]] = deque(maxlen=_REMEMBERED)
+        self._buffers: dict[str, Tensor] = {}
+        self._count = 0
+        self._ranges: list[tuple[int, int]] = []
+        self.left_out: frozenset[int] = frozenset()
+        """Numbers of the steps (from 1) whose batches are left out."""
+
+    # ---- what to recover from --------------------------------------------------------------------------
+
+    def enable(self, kind: type[Fault], max_rollbacks: int, skip_before: int) -> None:
+        """Recover from errors of this class, at most `max_rollbacks` times in a run."""
+        self._policies[kind] = _Policy(max_rollbacks, skip_before)
+
+    def disable(self, kind: type[Fault]) -> None:
+        """Stop the run at errors of this class."""
+        self._policies.pop(kind, None)
+
+    @property
+    def faults(self) -> tuple[type[Fault], ...]:
+        """The classes of the errors to recover from."""
+        return tuple(self._policies)
+
+    def begin(self) -> None:
+        """Copy the buffers that checkpoints do not contain, which a resumed run initializes again."""
+        if not self._policies:
+            return
+        core = unwrap_model(self._runner.model)
+        saved = core.state_dict().keys()
+        self._buffers = {name: b.detach().clone() for name, b in core.named_buffers() if name not in saved}
+
+    def add(self, iteration: int, path: Path) -> None:
+        """Remember a complete checkpoint of this run, written after `iteration` steps."""
+        self._saved.append((iteration, path))
+
+    def agree(self, error: NonFiniteLossError | None) -> NonFiniteLossError | None:
+        """Return the earliest error of any rank on all ranks. Every rank must call this."""
+        if get_world_size() == 1:
+            return error
+        own = None if error is None else (error.iteration or 0, str(error))
+        found = [(*other, rank) for rank, other in enumerate(all_gather_object(own)) if other is not None]
+        if not found:
+            return None
+        iteration, text, rank = min(found, key=lambda entry: (entry[0], entry[2]))
+        return NonFiniteLossError(f"on rank {rank}: {text}", iteration)
+
+    # ---- recover -----------------------------------------------------------------------------------------
+
+    def recover(self, error: Fault) -> None:
+        """Restore the last good checkpoint, and leave out the batches that caused `error`. All ranks must call this.
+
+        Raises:
+            NonFiniteLossError, LossSpikeError: there is no good checkpoint, or the run was rolled back too often.
+            CheckpointError: a checkpoint cannot be restored.
+        """
+        runner, policy = self._runner, self._policies[type(error)]
+        assert error.iteration is not None
+        try:
+            runner.wait_for_checkpoint()
+        except CheckpointError as failure:  # use the previous checkpoint
+            runner.logger.error(str(failure))
+        if self._count >= policy.max_rollbacks:
+            error.args = (
+                f"{error}. The run has used all of its roll-backs (max_rollbacks={policy.max_rollbacks})",
+            )
+            raise error
+        first, last = self._range(error, policy.skip_before)
+        target = self._choose(error.iteration - 1, first - 1 if policy.skip_before else error.iteration - 1)
+        if target is None:
+            error.args = (
+                f"{error}. The run cannot go back, because no complete checkpoint from before iteration "
+                f"{error.iteration} exists; save checkpoints more often (default_hooks.checkpoint.interval)",
+            )
+            raise error
+        first = max(first, target[0] + 1)
+        ranges, count = [*self._ranges, (first, last)], self._count + 1
+        runner.logger.warning(
+            f"{error}. Rolling back to {target[1]} (iteration {target[0]}; roll-back {count} of at most "
+            f"{policy.max_rollbacks}). Training continues without {_named(first, last)}"
+        )
+        self._log_samples(first, last)
+        self._restore(target[1])
+        self._set(ranges, count)
+        runner.call_hook("after_rollback")
+
+    def _range(self, error: Fault, skip_before: int) -> tuple[int, int]:
+        """Return the first and the last step to leave out, if the checkpoint is old enough."""
+        assert error.iteration is not None
+        optim = self._runner.optim_wrapper
+        assert optim is not None
+        window = optim.accumulative_counts
+        end = error.last if isinstance(error, LossSpikeError) else error.iteration
+        first = ((error.iteration - 1) // window - 1) * window + 1
+        while first in self.left_out:  # the update before the bad loss is an earlier one
+            first -= window
+        last = ((end - 1) // window + 1) * window
+        return first - skip_before, min(last, self._runner.max_iters)
+
+    def _choose(self, done: int, wanted: int) -> tuple[int, Path] | None:
+        """Return the newest intact checkpoint after at most `wanted` steps; if there is none, after at most `done`."""
+        found: list[Any] = [None]
+        if is_main_process():
+            found = [[entry for entry in self._saved if entry[0] <= done and entry[1].exists()]]
+        broadcast_object_list(found)
+        newest = list(reversed(found[0]))
+        early = [entry for entry in newest if entry[0] <= wanted]
+        for iteration, path in [*early, *(entry for entry in newest if entry not in early)]:
+            problem = resume.find_problem(path)
+            if problem is None:
+                return iteration, path
+            self._runner.logger.warning(f"{problem}; trying an earlier checkpoint")
+        return None
+
+    def _log_samples(self, first: int, last: int) -> None:
+        for iteration in range(first, min(last, first + _DESCRIBED - 1) + 1):
+            if text := self.describe(iteration, all_ranks=True):
+                self._runner.logger.warning(f"The batch of iteration {iteration} contains {text}")
+
+    def describe(self, iteration: int, all_ranks: bool = False) -> str:
+        """Return the sample indices in the batch of a step, or an empty string if they cannot be computed.
+
+        Args:
+            iteration: number of the step, from 1.
+            all_ranks: whether to include the samples of the other ranks, which must then call this as well.
+        """
+        own = self._runner.train_loop.passes.samples(iteration)
+        parts = all_gather_object(own) if all_ranks else [own]
+        if None in parts:
+            return ""
+        if len(parts) == 1:
+            return f"samples {_listed(parts[0])}"
+        return "; ".join(f"samples {_listed(part)} on rank {rank}" for rank, part in enumerate(parts))
+
+    def _restore(self, path: Path) -> None:
+        runner = self._runner
+        core = unwrap_model(runner.model)
+        optim, resumed_from = runner.optim_wrapper, runner.resumed_from
+        assert optim is not None
+        drop_unsharded_gradients(core)
+        optim.zero_grad()  # of an unfinished accumulation window
+        runner.message_hub.drop_saved()
+        runner.resume(path)
+        runner.resumed_from = resumed_from
+        runner.restore_counts()
+        for name, buffer in core.named_buffers():
+            if name in self._buffers:
+                buffer.detach().copy_(self._buffers[name])
+        runner.train_loop.stop_training = False
+        newer = [entry for entry in self._saved if entry[0] > runner.iter]
+        if newer:
+            self._saved = deque((entry for entry in self._saved if entry not in newer), maxlen=_REMEMBERED)
+            if is_main_process():  # a run that is killed now must not resume from them
+                mark_last_checkpoint(runner.work_dir, path)
+
+    # ---- batches that are left out ----------------------------------------------------------------------
+
+    def _set(self, ranges: Sequence[tuple[int, int]], count: int) -> None:
+        self._ranges, self._count = list(ranges), count
+        self.left_out = frozenset(i for first, last in ranges for i in range(first, last + 1))
+        info = {
+            "count": count,
+            "left_out": [list(pair) for pair in ranges],
+            "samples_per_step": self._runner.samples_per_step,
+        }
+        self._runner.message_hub.update_info(_KEY, info)
+
+    def load(self) -> None:
+        """Read the roll-backs of the resumed run from the message hub."""
+        runner, info = self._runner, self._runner.message_hub.get_info(_KEY)
+        self._ranges, self._count, self.left_out = [], 0, frozenset()
+        if not _is_valid(info):
+            if info is not None:
+                runner.logger.warning(
+                    "The checkpoint's list of roll-backs is damaged and is ignored; their batches are used again"
+                )
+            return
+        if info["samples_per_step"] != runner.samples_per_step and info["left_out"]:
+            runner.logger.warning(
+                "The batch size has changed since the run was rolled back, so the batches that it left out are used "
+                "again"
+            )
+            info = {**info, "left_out": []}
+        self._set([(first, last) for first, last in info["left_out"]], info["count"])
+
+    def leave_out(self) -> None:
+        """Count a batch without training on it, and drop the gradients of its accumulation window."""
+        runner = self._runner
+        optim = runner.optim_wrapper
+        # A model that overrides `train_step` counts its batches itself.
+        if isinstance(runner.step, EagerStep | GraphStep) and isinstance(optim, OptimWrapper):
+            drop_unsharded_gradients(unwrap_model(runner.model))
+            optim.zero_grad()
+            optim.count_batch()
+
+
+def _is_valid(info: Any) -> bool:
+    return (
+        isinstance(info, dict)
+        and matches(info.get("count"), int)
+        and matches(info.get("samples_per_step"), int)
+        and matches(info.get("left_out"), list[list[int]])
+        and all(len(pair) == 2 and 0 <= pair[1] - pair[0] <= 10**6 for pair in info["left_out"])
+    )
+
+
+def _named(first: int, last: int) -> str:
+    return (
+        f"the batch of iteration {first}" if first == last else f"the batches of iterations {first} to {last}"
+    )
+
+
+def _listed(indices: list[int]) -> str:
+    rest = len(indices) - _LISTED
+    shown = ", ".join(str(int(index)) for index in indices[:_LISTED])
+    return f"{shown} and {rest} more" if rest > 0 else shown

@@ -1,0 +1,129 @@
+"""Two ranks roll back together if one of them has a NaN, with DDP and FSDP2."""
+
+import math
+
+import pytest
+import torch
+from two_processes import run_in_two
+
+from slipstream.dist import get_rank, init_dist
+from slipstream.dist.sharding import whole
+from slipstream.hooks import Hook
+from tiny_runs import Net, run
+
+
+class Breaks(Net):
+    """A model whose loss on rank 1 is NaN in the calls in `broken`."""
+
+    def __init__(self, broken=()):
+        super().__init__()
+        self.broken, self.calls = broken, 0
+
+    def forward(self, inputs, targets, mode):
+        out = super().forward(inputs, targets, mode)
+        self.calls += 1
+        if self.calls in self.broken and get_rank() == 1:
+            out["loss"] = out["loss"] * math.nan
+        return out
+
+
+class LeaveOut(Hook):
+    def before_train(self, runner):
+        info = dict(count=0, left_out=[[3, 4], [7, 8]], samples_per_step=runner.samples_per_step)
+        runner.message_hub.update_info("rollback", info)
+        runner.rollback.load()
+
+
+def train(folder, broken, *hooks, **speed):
+    torch.manual_seed(0)
+    runner = run(
+        folder,
+        model=Breaks(broken),
+        train_cfg=dict(by_epoch=False, max_iters=10),
+        launcher="pytorch",
+        default_hooks=dict(
+            checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False, max_keep_ckpts=3),
+            logger=dict(type="LoggerHook", interval=5),
+        ),
+        custom_hooks=list(hooks),
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9)),
+        speed=dict(nan_guard="rollback", **speed),
+    )
+    weights = {name: whole(p).tolist() for name, p in runner.model.named_parameters()}
+    log = next(folder.glob("*/*.log")).read_text() if get_rank() == 0 else ""
+    return weights, sorted(runner.rollback.left_out), log
+
+
+def both(folder, **speed):
+    init_once()
+    return train(folder / "one", [4, 8], **speed), train(folder / "other", [], LeaveOut(), **speed)
+
+
+def init_once():
+    if not torch.distributed.is_initialized():
+        init_dist("pytorch", backend="gloo")
+
+
+def ddp(folder):
+    return both(folder, accumulate=2)
+
+
+def fsdp2(folder):
+    return both(folder, accumulate=2, parallel="fsdp2")
+
+
+class Spikes(Breaks):
+    """A model whose loss on rank 1 is 1000 higher in the calls in `broken`."""
+
+    def forward(self, inputs, targets, mode):
+        out = Net.forward(self, inputs, targets, mode)
+        self.calls += 1
+        if self.calls in self.broken and get_rank() == 1:
+            out["loss"] = out["loss"] + 1000
+        return out
+
+
+def spike(folder):
+    init_once()
+    torch.manual_seed(0)
+    runner = run(
+        folder,
+        model=Spikes([18]),
+        train_cfg=dict(by_epoch=False, max_iters=24),
+        launcher="pytorch",
+        default_hooks=dict(
+            checkpoint=dict(type="CheckpointHook", interval=5, by_epoch=False),
+            logger=dict(type="LoggerHook", interval=2),
+        ),
+        custom_hooks=[dict(type="LossSpikeHook", action="rollback", window=10, min_history=5)],
+    )
+    return sorted(runner.rollback.left_out), max(runner.message_hub.get_info("loss_spike/loss")[0])
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    return run_in_two([ddp, fsdp2, spike], tmp_path_factory.mktemp("rollback"), timeout=100)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_both_ranks_continue_without_the_batches_of_a_fault_on_one_rank(answers, kind):
+    for answer in answers[kind]:
+        assert not isinstance(answer, str), answer
+        (weights, left_out, _), (expected, *_) = answer
+        assert left_out == [4, 8]
+        assert weights == expected
+    (one, *_), (other, *_) = answers[kind]
+    assert one[0] == other[0]
+    assert "on rank 1: 'loss' became nan at iteration 4" in one[2]
+    line = next(line for line in one[2].splitlines() if "The batch of iteration 4 contains" in line)
+    assert "on rank 0; samples" in line
+    assert line.endswith("on rank 1")
+
+
+def test_both_ranks_go_back_before_a_spike_on_one_rank(answers):
+    for answer in answers["spike"]:
+        assert not isinstance(answer, str), answer
+        left_out, highest = answer
+        assert left_out == [17, 18]
+        assert highest < 10
+    assert answers["spike"][0] == answers["spike"][1]  # the mean over both ranks

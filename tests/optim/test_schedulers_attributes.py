@@ -1,0 +1,157 @@
+"""A scheduler of the user resumes with its own attributes."""
+
+import abc
+import copy
+import math
+from collections import defaultdict, deque
+
+import pytest
+import torch
+
+from slipstream.checkpoint import plain
+from slipstream.errors import CheckpointError
+from slipstream.hooks import Hook
+from slipstream.optim.scheduler import StepLR
+from slipstream.optim.scheduler.base import _ParamScheduler
+from slipstream.registry import PARAM_SCHEDULERS
+from tiny_runs import Net, assert_same, run, weights
+
+
+def sgd(lr=0.1):
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=lr)
+
+
+class Custom(_ParamScheduler, abc.ABC):
+    """A scheduler whose next value depends on attributes that the base class does not know."""
+
+    def __init__(self, optimizer, rate=0.9, **kwargs):
+        self.rate, self.count, self.name = rate, 0, "warm"
+        self.recent, self.seen, self.table = deque([1.0], maxlen=3), {0}, defaultdict(int)
+        self.noise, self.best, self.function = torch.zeros(2), None, math.sin
+        super().__init__(optimizer, "lr", **kwargs)
+        self.late = (1, 2)
+
+    def _next(self, value, base):
+        self.count += 1
+        self.rate *= 0.99
+        self.name = "main" if self.count > 3 else self.name
+        self.recent.append(value)
+        self.seen.add(self.count % 5)
+        self.table[self.count % 3] += self.count
+        self.noise[self.count % 2] += 0.25 * value
+        self.best = max(self.best or 0.0, value)
+        self.created = getattr(self, "created", 0) + 1
+        self.late = (self.count, self.created)
+        extra = sum(self.recent) + len(self.seen) + self.table[1] + float(self.noise.sum()) + self.best
+        return self.rate * (value + 1e-3 * extra * sum(self.late) * (2 if self.name == "main" else 1))
+
+
+def test_custom_scheduler_resumes_exactly_from_a_file(tmp_path):
+    first = sgd()
+    scheduler = Custom(first)
+    for _ in range(6):
+        scheduler.step()
+    torch.save(plain([scheduler.state_dict(), first.state_dict()], pytest.fail), tmp_path / "a.pth")
+    state, optimizer = torch.load(tmp_path / "a.pth", weights_only=True)
+    second = sgd()
+    resumed = Custom(second)
+    second.load_state_dict(optimizer)
+    resumed.load_state_dict(state)
+    assert resumed.recent.maxlen == 3
+    assert type(resumed.table) is defaultdict
+    for _ in range(6):
+        scheduler.step()
+        resumed.step()
+        assert scheduler.get_last_value() == resumed.get_last_value()
+
+
+def test_state_is_a_copy_and_can_be_loaded_again():
+    optimizer = sgd()
+    scheduler = Custom(optimizer)
+    for _ in range(3):
+        scheduler.step()
+    state, saved = scheduler.state_dict(), copy.deepcopy(optimizer.state_dict())
+    values = []
+    for _ in range(2):  # as after a roll-back
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        scheduler.load_state_dict(state)
+        values.append([])
+        for _ in range(4):
+            scheduler.step()
+            values[-1].append(scheduler.get_last_value())
+    assert values[0] == values[1]
+
+
+def test_attributes_created_after_the_checkpoint_are_removed():
+    class Lazy(_ParamScheduler):
+        def _next(self, value, base):
+            if self.last_step == 2:
+                self.flag = 3
+            return value
+
+    scheduler = Lazy(sgd())
+    state = scheduler.state_dict()
+    for _ in range(3):
+        scheduler.step()
+    assert scheduler.state_dict()["attributes"] == {"flag": 3}
+    scheduler.load_state_dict(state)
+    assert not hasattr(scheduler, "flag")
+
+
+def test_unchanged_attributes_come_from_the_new_arguments():
+    class Gamma(StepLR):
+        def __init__(self, optimizer, step_size, gamma=0.1, offset=1.0):
+            super().__init__(optimizer, step_size, gamma)
+            self.offset = offset
+
+    scheduler = Gamma(sgd(), 2, offset=1.0)
+    scheduler.step()
+    assert "attributes" not in scheduler.state_dict()
+    other = Gamma(sgd(), 2, offset=5.0)
+    other.load_state_dict(scheduler.state_dict())
+    assert other.offset == 5.0
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ([1], "must be a dict"),
+        ({"optimizer": 3}, "'optimizer', which is not an attribute"),
+        ({"step": 3}, "'step', which is not an attribute"),
+        ({"_values": 3}, "'_values', which"),
+        ({3: 3}, "3, which is not an attribute"),
+        ({"count": "x"}, "'count' of Custom must be a int, not a str"),
+        ({"noise": 1.0}, "'noise' of Custom must be a Tensor"),
+        ({"recent": 1.0}, "'recent' of Custom must be a deque"),
+    ],
+)
+def test_invalid_attributes_are_rejected_and_change_nothing(attributes, message):
+    scheduler = Custom(sgd())
+    state = {**scheduler.state_dict(), "attributes": attributes}
+    before = copy.deepcopy({k: v for k, v in vars(scheduler).items() if k not in ("optimizer", "_values")})
+    with pytest.raises(CheckpointError, match=message):
+        scheduler.check_attributes(state)
+    after = {k: v for k, v in vars(scheduler).items() if k not in ("optimizer", "_values")}
+    assert str(before) == str(after)
+
+
+def test_run_with_a_custom_scheduler_resumes_bitwise(tmp_path):
+    PARAM_SCHEDULERS.register_module(name="CustomForTest", module=Custom, force=True)
+
+    class Stop(Hook):
+        priority = "LOWEST"
+
+        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            if runner.iter + 1 == 6:
+                raise KeyboardInterrupt
+
+    def train(folder, **changes):
+        hooks = dict(checkpoint=dict(type="CheckpointHook", interval=3, by_epoch=False))
+        schedule = dict(type="CustomForTest", by_epoch=False)
+        return run(folder, model=dict(type=Net), param_scheduler=schedule, default_hooks=hooks, **changes)
+
+    whole = train(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "part", custom_hooks=[Stop()])
+    resumed = train(tmp_path / "part", resume=True)
+    assert_same(weights(whole), weights(resumed))
