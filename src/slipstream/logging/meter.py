@@ -32,6 +32,8 @@ class Meter:
         """Drop non-finite values instead of raising an error; set if steps with such a loss are skipped."""
         self.locate: Callable[[], str] | None = None
         """Function that returns the location in the model where a loss became non-finite."""
+        self.newest = 0
+        """Iteration of the newest recorded step; 0 if there is none."""
         self._pending: list[tuple[int, dict[str, Tensor]]] = []
 
     def record(self, outputs: Mapping[str, Tensor], iteration: int) -> None:
@@ -53,6 +55,7 @@ class Meter:
             # A tensor attached to the autograd graph would keep all activations of the step alive.
             kept[name] = value.detach() if value.requires_grad else value
         self._pending.append((iteration, kept))
+        self.newest = iteration
         if len(self._pending) >= self.max_pending:
             self.flush()
 
