@@ -16,7 +16,7 @@ from slipstream.registry import HOOKS
 from slipstream.report import Curve, PhaseSplit, RunRecord, write_report
 from slipstream.report.config_values import flat_config
 from slipstream.report.log_files import log_file, read_log
-from slipstream.report.record import Confusion, OptionRow
+from slipstream.report.record import Confusion, OptionRow, Status
 from slipstream.speed.table import option_rows
 from slipstream.step import EagerStep
 from slipstream.step.graph import GraphStep
@@ -47,7 +47,7 @@ class ReportHook(Hook):
         self._speed_at: tuple[int, float] | None = None
         self._confusions: dict[tuple[str, str], Confusion] = {}
         self._start: int | None = None
-        self._status: tuple[Any, str] | None = None
+        self._status: tuple[Status, str] | None = None
         self._training = False
 
     def before_train(self, runner: Runner) -> None:
@@ -124,8 +124,9 @@ class ReportHook(Hook):
             if matrix is None or len(matrix) > _MOST_CLASSES or self._known(mode, matrix):
                 continue
             name = f"{metric.prefix} {type(metric).__name__}" if metric.prefix else type(metric).__name__
-            names: Any = getattr(metric, "class_names", lambda n=len(matrix): map(str, range(n)))()
-            self._confusions[mode, name] = Confusion(name, mode, runner.iter, list(map(str, names)), matrix)
+            named = getattr(metric, "class_names", None)
+            names = list(map(str, range(len(matrix)) if named is None else named()))
+            self._confusions[mode, name] = Confusion(name, mode, runner.iter, names, matrix)
 
     def _known(self, mode: str, matrix: list[list[int]]) -> bool:
         """Return whether another metric counted the same matrix in this evaluation."""
@@ -143,7 +144,7 @@ class ReportHook(Hook):
         if error is None:
             self._status = "finished", ""
         else:
-            kind = "failed" if isinstance(error, Exception) else "interrupted"
+            kind: Status = "failed" if isinstance(error, Exception) else "interrupted"
             self._status = kind, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
     def _record(self, runner: Runner) -> RunRecord:

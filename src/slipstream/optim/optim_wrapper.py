@@ -160,7 +160,8 @@ class OptimWrapper:
         """Update the weights with the gradients of the accumulation window, and clear the gradients."""
         if self.on_gradients is not None:
             self.on_gradients()
-        phases, before = self.phases, self.phases and self.phases.current
+        phases = self.phases
+        before = None if phases is None else phases.current
         if phases is not None:
             phases.switch("optimizer")
         if self.guard is None:

@@ -36,8 +36,8 @@ class Advice:
         """The recommendation as text, with its bound."""
         bound = math.ceil(self.bound * 100) / 100  # rounding down would not be an upper bound
         return (
-            f"{self.share:.0%} of the training time {self.problem}; at most {bound:.2f}x is possible if this time disappears. "
-            f"{self.remedy}"
+            f"{self.share:.0%} of the training time {self.problem}; at most {bound:.2f}x is possible if this time "
+            f"disappears. {self.remedy}"
         )
 
 
@@ -102,7 +102,7 @@ def _of_others(record: RunRecord, share: dict[str, float]) -> list[Advice]:
          "Log less often (default_hooks.logger.interval)."),
         ("hooks", 0.05, True, "is spent in hooks", "Check the custom hooks, for example with ProfilerHook."),
         ("optimizer", 0.15, on_host and record.facts.get("fused") is False, "is spent in the optimizer",
-         "Try fused=True, which updates all weights in one kernel."),
+         "Try fused=True, which computes the update in fewer kernels."),
     ]  # fmt: skip
     return [
         Advice(share[phase], problem, remedy)

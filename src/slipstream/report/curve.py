@@ -82,10 +82,8 @@ class Curve:
         if not isinstance(data, Mapping):
             raise DataError(f"{path} must be an object, not {type(data).__name__}")
         lists = {name: data.get(name) for name in _LISTS}
-        if (
-            not all(isinstance(values, list) for values in lists.values())
-            or len({len(v) for v in lists.values()}) > 1
-        ):  # type: ignore[arg-type]
+        lengths = {len(values) if isinstance(values, list) else -1 for values in lists.values()}
+        if len(lengths) > 1 or -1 in lengths:
             raise DataError(f"{path} must contain lists of the same length: {', '.join(_LISTS)}")
         for name, values in lists.items():
             optional = name in ("mean", "low", "high")

@@ -101,7 +101,7 @@ def run_folder(path: Path) -> Path:
     runs = [child for child in folder.iterdir() if child.is_dir() and is_run(child)]
     if not runs:
         raise ConfigError(
-            f"{path} contains no run: neither report.json nor a log; run 'slipstream runs {path}' to search its subfolders"
+            f"{path} contains no run: neither report.json nor a log; to search subfolders, use slipstream runs {path}"
         )
     return max(runs, key=lambda run: (run.stat().st_mtime, run.name))
 

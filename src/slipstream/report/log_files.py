@@ -135,31 +135,30 @@ def _json_lines(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _add_line(record: RunRecord, line: dict[str, Any]) -> None:
-    trains = _is_count(line.get("iter"))
-    at = line["iter"] if trains else line.get("step")
-    if not _is_count(at):
+    iteration, step, epoch = (_count(line.get(key)) for key in ("iter", "step", "epoch"))
+    at = step if iteration is None else iteration
+    if at is None:
         return
-    if trains:
-        record.iteration = max(record.iteration, int(at))
-        if _is_count(line.get("epoch")):
-            record.epoch = max(record.epoch, int(line["epoch"]) - 1)
+    if iteration is not None:
+        record.iteration = max(record.iteration, iteration)
+        record.epoch = max(record.epoch, (epoch or 1) - 1)
     for key, value in line.items():
         name = key.removeprefix("train/").removeprefix("val/")
-        if name in _COUNTERS or not (value is None or _is_number(value)):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if name in _COUNTERS or not (value is None or is_number):
             continue
         if name == "memory":
-            name, value = "memory/device_mib", value
-        elif not trains and name in ("time", "data_time"):
-            continue
+            name = "memory/device_peak_mib"
+        elif iteration is not None:
+            name = f"train/{name}"
+        elif name not in ("time", "data_time"):
+            name = f"val/{name}"
         else:
-            name = f"{'train' if trains else 'val'}/{name}"
+            continue
         # LocalVisBackend writes NaN and infinity as null.
-        record.curves.setdefault(name, Curve()).add(at, [float("nan") if value is None else value])
+        record.curves.setdefault(name, Curve()).add(at, [float("nan") if value is None else float(value)])
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+def _count(value: Any) -> int | None:
+    """Return a number of steps or epochs, or None if `value` is not one."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53 else None

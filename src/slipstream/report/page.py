@@ -21,7 +21,7 @@ DESCRIPTIONS = {
     "forward": "forward",
     "backward": "backward, with gradient synchronization",
     "optimizer": "optimizer, with clipping and zero_grad",
-    "step": "training step, not split",
+    "step": "rest of the training step",
     "hooks": "hooks",
     "logging": "reading losses, log lines",
     "validation": "validation",
@@ -69,7 +69,9 @@ def _section(title: str, body: str) -> str:
 def _head(record: RunRecord) -> str:
     status = f'<span class="badge {record.status}">{escape(_STATUS[record.status])}</span>'
     facts = [f"started {record.started}" if record.started else "", _progress(record)]
-    facts += [f"{name} {value}" for name, value in record.environment.items()]
+    facts += [f"{name} {value}" for name, value in record.environment.items() if name != "world_size"]
+    if record.environment.get("world_size", "1") != "1":
+        facts.append(f"{record.environment['world_size']} processes")
     lines = [
         f"<h1>{escape(record.name)}</h1>",
         f"<p>{status} {escape(' · '.join(f for f in facts if f))}</p>",
@@ -180,17 +182,19 @@ def _split(record: RunRecord) -> str:
         seconds, first = split.seconds.get(phase, 0.0), split.first.get(phase, 0.0)
         if not seconds and not first:
             continue
+        if phase == "step" and record.step and not record.step.startswith("eager"):
+            description = f"training step: {record.step}"
         inside = phase not in OUTSIDE
         per_step = f"{1e3 * seconds / (split.steps - 1):.3g}" if inside and split.steps > 1 else "–"
         bar = f'<span class="bar" style="width:{100 * seconds / largest:.1f}%"></span>' if inside else ""
         share = f"{seconds / total:.1%}" if inside else "–"
         rows.append(
             f'<tr><td>{escape(description)}</td><td class="wide">{bar}</td><td class="num">{share}</td>'
-            f'<td class="num">{seconds:.4g}</td><td class="num">{per_step}</td><td class="num">{first:.3g}</td></tr>'
+            f'<td class="num">{seconds:.4g}</td><td class="num">{per_step}</td><td class="num">{1e3 * first:.3g}</td></tr>'
         )
     head = (
         "<tr><th>host time</th><th></th><th class='num'>share</th><th class='num'>seconds</th>"
-        "<th class='num'>ms per step</th><th class='num'>first step, s</th></tr>"
+        "<th class='num'>ms per step</th><th class='num'>first step, ms</th></tr>"
     )
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in _split_notes(record))
     return (

@@ -110,15 +110,15 @@ class RunRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return nested dicts and lists of built-in values."""
-        data = {"format": FORMAT}
+        data: dict[str, Any] = {"format": FORMAT}
         for each in fields(self):
             value = getattr(self, each.name)
             if each.name == "curves":
-                data[each.name] = {name: curve.to_json() for name, curve in value.items()}  # type: ignore[assignment]
+                data[each.name] = {name: curve.to_json() for name, curve in value.items()}
             elif each.name in _NESTED:
                 data[each.name] = (
                     [asdict(item) for item in value] if isinstance(value, list) else asdict(value)
-                )  # type: ignore[assignment]
+                )
             else:
                 data[each.name] = value
         return data
@@ -151,7 +151,8 @@ class RunRecord:
         for name, kind in _NESTED.items():
             if name in values:
                 values[name] = _nested(values[name], kind, name, where)
-        return _build(cls, values, "", where)
+        record: RunRecord = _build(cls, values, "", where)
+        return record
 
 
 _NESTED: dict[str, Any] = {
@@ -176,9 +177,7 @@ def _object(value: Any, kind: Any, path: str, where: str) -> Any:
         raise DataError(f"'{path}' in {where} must be an object")
     known = {each.name for each in fields(kind)}
     item = _build(kind, {key: entry for key, entry in value.items() if key in known}, f"{path}.", where)
-    if isinstance(item, Confusion) and any(
-        len(row) != len(item.classes) for row in [item.matrix, *item.matrix]
-    ):
+    if isinstance(item, Confusion) and {len(item.matrix), *map(len, item.matrix)} != {len(item.classes)}:
         raise DataError(f"'{path}.matrix' in {where} must have one row and one column per class")
     return item
 

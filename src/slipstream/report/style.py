@@ -22,7 +22,8 @@ h3{font-size:14px;margin:0 0 4px;overflow-wrap:anywhere}
 p{margin:6px 0}
 .soft,.note{color:var(--soft)}
 .note{font-size:13.5px;max-width:88ch}
-.badge{display:inline-block;border:1.5px solid currentColor;border-radius:99px;padding:0 10px;font-size:13px;font-weight:600}
+.badge{display:inline-block;border:1.5px solid currentColor;border-radius:99px;padding:0 10px;font-size:13px;
+font-weight:600}
 .finished{color:var(--good)}.interrupted,.incomplete{color:var(--warn)}.failed{color:var(--bad)}
 .tiles{display:flex;flex-wrap:wrap;gap:10px;margin:16px 0 0;padding:0;list-style:none}
 .tiles li{background:var(--card);border:1px solid var(--rule);border-radius:8px;padding:8px 14px;min-width:128px}
@@ -57,7 +58,8 @@ td.wide{min-width:180px;width:42%}
 .matrix td,.matrix th{padding:3px 6px;text-align:right;border:1px solid var(--rule);white-space:nowrap}
 .matrix td.hit{font-weight:700;outline:2px solid var(--soft);outline-offset:-2px}
 .advice li{margin:6px 0;max-width:92ch}
-.message{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.45 ui-monospace,"DejaVu Sans Mono",monospace;margin:2px 0}
+.message{white-space:pre-wrap;overflow-wrap:anywhere;margin:2px 0;
+font:13px/1.45 ui-monospace,"DejaVu Sans Mono",monospace}
 .error{border-left:4px solid var(--bad);padding:4px 12px;background:var(--card)}
 img{max-width:100%;height:auto;border:1px solid var(--rule);border-radius:8px}
 details{margin-top:8px}summary{cursor:pointer;color:var(--soft)}
@@ -86,4 +88,5 @@ def table(header: list[str], rows: list[list[str]], numeric: tuple[int, ...] = (
         )
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{cells("th", header)}</tr></thead><tbody>{body}</tbody></table></div>'
+    head = f"<thead><tr>{cells('th', header)}</tr></thead>"
+    return f'<div class="scroll"><table>{head}<tbody>{body}</tbody></table></div>'

@@ -33,7 +33,8 @@ def number(value: float | None, digits: int = 4) -> str:
     if value is None:
         return "–"
     if value and not 1e-3 <= abs(value) < 1e6:
-        return f"{value:.{digits - 1}e}".replace("e-0", "e-").replace("e+0", "e")
+        mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
     text = f"{value:,.{max(digits - 1 - _magnitude(value), 0)}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
@@ -103,7 +104,7 @@ class _Axis:
         if high - low <= 1e-9 * max(abs(low), abs(high)):
             margin = 1.0 if integers else (abs(high) or 1.0) * 0.1
             low, high = low - margin, high + margin
-        step = _round_step((high - low) / 4)
+        step = _round_step((high - low) / 5)
         if integers:
             step = max(1.0, step)
         else:
@@ -196,7 +197,7 @@ def _band(curve: Curve, first: int, last: int, axis: _Axis, across: _Axis) -> st
     """Return the outline of the area between minimum and maximum, or an empty string if they are equal."""
     low = [value for value in curve.low[first:last] if value is not None]
     high = [value for value in curve.high[first:last] if value is not None]
-    if last - first < 2 or low == high:
+    if last - first < 2 or low == high or not len(low) == len(high) == last - first:
         return ""
     xs = [_x(across, x) for x in curve.x[first:last]]
     upper = [f"{x} {_y(axis, value)}" for x, value in zip(xs, high, strict=True)]
@@ -206,7 +207,8 @@ def _band(curve: Curve, first: int, last: int, axis: _Axis, across: _Axis) -> st
 
 def _legend(lines: Sequence[Line]) -> str:
     items = [
-        f'<li><svg class="key" viewBox="0 0 34 10" aria-hidden="true"><path class="line s{index % STYLES}" d="M1 5H33"/>'
+        f'<li><svg class="key" viewBox="0 0 34 10" aria-hidden="true">'
+        f'<path class="line s{index % STYLES}" d="M1 5H33"/>'
         f"</svg>{escape(line.label)} <b>{number(line.curve.last())}</b></li>"
         for index, line in enumerate(lines)
     ]
