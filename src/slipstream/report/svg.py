@@ -16,6 +16,8 @@ STYLES = 8
 _WIDTH, _HEIGHT = 520, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 10, 34
 _POINTS = 400
+_LARGEST = 1e300
+"""Larger values are drawn beyond the edge, because the size of an axis must be finite."""
 _MARKED = 40
 """Number of points up to which each point of a line is drawn as a circle."""
 
@@ -58,7 +60,8 @@ def line_chart(title: str, lines: Sequence[Line], x_label: str, unit: str = "") 
     shown = [Line(line.label, line.curve.points(_POINTS)) for line in lines if len(line.curve)]
     if not shown:
         return ""
-    values = [v for line in shown for v in (*line.curve.low, *line.curve.high) if v is not None]
+    extremes = (v for line in shown for v in (*line.curve.low, *line.curve.high) if v is not None)
+    values = [min(max(value, -_LARGEST), _LARGEST) for value in extremes]
     axis = _Axis.covering(values)
     across = _Axis.linear([x for line in shown for x in line.curve.x], integers=True)
     parts = [_grid(axis, across), *(_line(line, index, axis, across) for index, line in enumerate(shown))]
@@ -121,8 +124,8 @@ class _Axis:
 
 
 def _round_step(step: float) -> float:
-    """Return the next larger 1, 2 or 5 times a power of ten."""
-    if not 1e-300 < step < 1e300:
+    """Return the next larger 1, 2 or 5 times a power of ten, or 1 if `step` is too small for a float's precision."""
+    if step < 1e-300:
         return 1.0
     base = 10.0 ** math.floor(math.log10(step))
     return next(factor * base for factor in (1, 2, 5, 10) if factor * base >= step * (1 - 1e-9))
