@@ -75,11 +75,12 @@ class Clock(Hook):
 
 
 def train(case: str, steps: int, with_report: bool) -> dict[str, float]:
-    """Return milliseconds per step (wall and CPU time), and the milliseconds from the last step to the end of `train`."""
+    """Return the milliseconds per step (wall and CPU time), and from the last step to the end of `train`."""
     batch, width = WIDTHS[case]
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(
-        torch.randn(batch * 20, width, generator=generator), torch.randint(0, 4, (batch * 20,), generator=generator)
+        torch.randn(batch * 20, width, generator=generator),
+        torch.randint(0, 4, (batch * 20,), generator=generator),
     )
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +126,16 @@ def stopwatch_us(repeats: int = 20_000) -> list[float]:
         start = perf_counter()
         for _ in range(repeats):
             # the calls of run_iter, of the data preprocessor, and of EagerStep with an optimizer update
-            for phase in ("hooks", "step", "preprocess", "step", "forward", "backward", "optimizer", "backward"):
+            for phase in (
+                "hooks",
+                "step",
+                "preprocess",
+                "step",
+                "forward",
+                "backward",
+                "optimizer",
+                "backward",
+            ):
                 phases.switch(phase)
             for phase in ("step", "logging", "hooks"):
                 phases.switch(phase)
@@ -170,14 +180,16 @@ def main() -> None:
         "wall time, with / without", "ms to write the report",
     ]  # fmt: skip
     text = table(header, [summary(case, values) for case, values in times.items()]) + (
-        "\n\nEach row contains medians; ratios are medians of pairs, with their range. The time to write the report is the "
-        "difference between the medians of the times from the last step to the end of `Runner.train`.\n\n"
+        "\n\nEach row contains medians; ratios are medians of pairs, with their range. The time to write the report "
+        "is the difference between the medians of the times from the last step to the end of `Runner.train`.\n\n"
         f"The stopwatch calls of one eager step take {median(calls):.2f} µs (median of {len(calls)}), "
         f"{median(calls) / 50:.2f} % of a step of 5 ms."
     )
     print(text)
     if args.out:
-        write_result(args.out, "Overhead of the run report", facts, text, {"times": times, "stopwatch_us": calls})
+        write_result(
+            args.out, "Overhead of the run report", facts, text, {"times": times, "stopwatch_us": calls}
+        )
 
 
 if __name__ == "__main__":

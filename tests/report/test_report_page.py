@@ -75,7 +75,15 @@ def test_nan_interrupts_the_line():
 
 
 def test_constant_and_huge_values_have_finite_coordinates():
-    for values in ([0.0, 0.0], [5.0, 5.0], [1e300, -1e300], [1e-300, 1e300], [1e-320, 2e-320], [-3.0], [1e308, 1.7e308]):
+    for values in (
+        [0.0, 0.0],
+        [5.0, 5.0],
+        [1e300, -1e300],
+        [1e-300, 1e300],
+        [1e-320, 2e-320],
+        [-3.0],
+        [1e308, 1.7e308],
+    ):
         svg = line_chart("c", [Line("c", curve(values))], "iteration")
         assert "nan" not in svg
         assert "inf" not in svg
@@ -106,7 +114,9 @@ def test_class_table_matches_the_matrix():
 
 
 def test_messages_show_fallbacks_and_the_number_that_is_left_out():
-    message = LogMessage("2026/01/02 03:04:05", "WARNING", "The step cannot be compiled as one graph: several optimizers")
+    message = LogMessage(
+        "2026/01/02 03:04:05", "WARNING", "The step cannot be compiled as one graph: several optimizers"
+    )
     text = text_of(page(record(messages=[message], dropped_messages=1234)))
     assert "several optimizers" in text
     assert "1,234 more warnings" in text
@@ -119,7 +129,9 @@ def test_accelerator_page_says_what_the_host_cannot_observe():
 
 
 def test_one_graph_is_not_split():
-    made = record(step="one compiled graph", phases=PhaseSplit({"step": 9.0}, {}, 20), facts={"compile": True})
+    made = record(
+        step="one compiled graph", phases=PhaseSplit({"step": 9.0}, {}, 20), facts={"compile": True}
+    )
     text = text_of(page(made))
     assert "training step: one compiled graph" in text
     assert "is not split" in text

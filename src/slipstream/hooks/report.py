@@ -117,20 +117,28 @@ class ReportHook(Hook):
             return
         for name, value in (metrics or {}).items():
             if isinstance(value, int | float):
-                self._curve(f"{mode}/{name}").add(runner.iter, [value])
+                self._curve(self._evaluated(f"{mode}/{name}", runner.iter)).add(runner.iter, [value])
         loop = runner.val_loop if mode == "val" else runner.test_loop
         for metric in loop.evaluator.metrics:
             matrix = getattr(metric, "confusion", None)
-            if matrix is None or len(matrix) > _MOST_CLASSES or self._known(mode, matrix):
+            if matrix is None or len(matrix) > _MOST_CLASSES or self._known(mode, runner.iter, matrix):
                 continue
             name = f"{metric.prefix} {type(metric).__name__}" if metric.prefix else type(metric).__name__
             named = getattr(metric, "class_names", None)
+            if (mode, name) in self._confusions and self._confusions[mode, name].iteration == runner.iter:
+                continue
             names = list(map(str, range(len(matrix)) if named is None else named()))
             self._confusions[mode, name] = Confusion(name, mode, runner.iter, names, matrix)
 
-    def _known(self, mode: str, matrix: list[list[int]]) -> bool:
+    def _evaluated(self, key: str, at: int) -> str:
+        """Return the name of a metric's curve; a second evaluation at an iteration, with other weights, is separate."""
+        curve = self._curves.get(key)
+        return f"{key} (second evaluation)" if curve is not None and curve.x[-1] == at else key
+
+    def _known(self, mode: str, at: int, matrix: list[list[int]]) -> bool:
         """Return whether another metric counted the same matrix in this evaluation."""
-        return any(kept.matrix == matrix for (kind, _), kept in self._confusions.items() if kind == mode)
+        others = (kept for kept in self._confusions.values() if (kept.mode, kept.iteration) == (mode, at))
+        return any(kept.matrix == matrix for kept in others)
 
     def _curve(self, key: str) -> Curve:
         return self._curves.setdefault(key, Curve())

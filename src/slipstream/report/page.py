@@ -190,7 +190,8 @@ def _split(record: RunRecord) -> str:
         share = f"{seconds / total:.1%}" if inside else "–"
         rows.append(
             f'<tr><td>{escape(description)}</td><td class="wide">{bar}</td><td class="num">{share}</td>'
-            f'<td class="num">{seconds:.4g}</td><td class="num">{per_step}</td><td class="num">{1e3 * first:.3g}</td></tr>'
+            f'<td class="num">{seconds:.4g}</td><td class="num">{per_step}</td>'
+            f'<td class="num">{1e3 * first:.3g}</td></tr>'
         )
     head = (
         "<tr><th>host time</th><th></th><th class='num'>share</th><th class='num'>seconds</th>"
