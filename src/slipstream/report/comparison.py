@@ -12,6 +12,7 @@ from typing import Any
 
 from slipstream.report.advice import OUTSIDE, training_seconds
 from slipstream.report.charts import MOST_CHARTS, figure
+from slipstream.report.curve import Curve
 from slipstream.report.record import RunRecord
 from slipstream.report.style import document, table
 from slipstream.report.svg import STYLES, Line, line_chart, number
@@ -169,7 +170,10 @@ def _charts(runs: Sequence[ComparedRun]) -> str:
     )
     charts = []
     for name in names[:MOST_CHARTS]:
-        # The style of a line is its position, so a run without this curve keeps its place.
-        lines = [Line(run.label, run.record.curves[name]) for run in runs if name in run.record.curves]
-        charts.append(figure(name, line_chart(name, lines, "iteration")))
-    return f'<div class="charts">{"".join(charts)}</div>' if charts else ""
+        # A run without this curve keeps its line style in the other charts.
+        lines = [Line(run.label, run.record.curves.get(name, Curve())) for run in runs]
+        charts.append(figure(name, line_chart(name, lines, "iteration", bands=False)))
+    note = (
+        '<p class="note">A point of a training curve is the mean over the steps since the previous point.</p>'
+    )
+    return f'<div class="charts">{"".join(charts)}</div>{note}' if charts else ""

@@ -44,7 +44,7 @@ svg .bad{stroke:var(--bad);stroke-width:2;fill:none}
 .line.s6,.dot.s6{stroke:var(--c6);stroke-dasharray:1 4}.line.s7,.dot.s7{stroke:var(--c7);stroke-dasharray:9 3 2 3 2 3}
 .band.s0{fill:var(--c0)}.band.s1{fill:var(--c1)}.band.s2{fill:var(--c2)}.band.s3{fill:var(--c3)}
 .band.s4{fill:var(--c4)}.band.s5{fill:var(--c5)}.band.s6{fill:var(--c6)}.band.s7{fill:var(--c7)}
-svg .dot{fill:var(--bg);stroke-width:1.4;stroke-dasharray:none}
+svg .dot.dot{fill:var(--bg);stroke-width:1.4;stroke-dasharray:none}
 .legend{display:flex;flex-wrap:wrap;gap:2px 18px;margin:4px 0 0;padding:0;list-style:none;font-size:13px}
 .legend li{overflow-wrap:anywhere}
 .key{width:34px;height:10px;margin-right:6px;vertical-align:middle}

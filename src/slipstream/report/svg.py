@@ -45,7 +45,7 @@ def _magnitude(value: float) -> int:
     return math.floor(math.log10(abs(value))) if value else 0
 
 
-def line_chart(title: str, lines: Sequence[Line], x_label: str, unit: str = "") -> str:
+def line_chart(title: str, lines: Sequence[Line], x_label: str, unit: str = "", bands: bool = True) -> str:
     """Return a chart as an SVG element, or an empty string if no line has a point.
 
     The mean of each point is drawn as a line, and its minimum and maximum as a band. Values that are NaN or infinite
@@ -53,18 +53,25 @@ def line_chart(title: str, lines: Sequence[Line], x_label: str, unit: str = "") 
 
     Args:
         title: describes the chart; it is the accessible name of the element.
-        lines: at most `STYLES` lines.
+        lines: at most `STYLES` lines; a line without points is omitted, but the others keep their styles.
         x_label: label of the horizontal axis.
         unit: unit of the vertical axis, part of its label.
+        bands: whether to draw the bands.
     """
-    shown = [Line(line.label, line.curve.points(_POINTS)) for line in lines if len(line.curve)]
-    if not shown:
+    shown = [Line(line.label, line.curve.points(_POINTS)) for line in lines]
+    if not any(len(line.curve) for line in shown):
         return ""
-    extremes = (v for line in shown for v in (*line.curve.low, *line.curve.high) if v is not None)
+    drawn = [
+        c for line in shown for c in ((line.curve.low, line.curve.high) if bands else (line.curve.mean,))
+    ]
+    extremes = (v for curve in drawn for v in curve if v is not None)
     values = [min(max(value, -_LARGEST), _LARGEST) for value in extremes]
     axis = _Axis.covering(values)
     across = _Axis.linear([x for line in shown for x in line.curve.x], integers=True)
-    parts = [_grid(axis, across), *(_line(line, index, axis, across) for index, line in enumerate(shown))]
+    parts = [
+        _grid(axis, across),
+        *(_line(line, index, axis, across, bands) for index, line in enumerate(shown)),
+    ]
     scale = " (log scale)" if axis.log else ""
     caption = f"{unit}{scale}".strip()
     if caption:
@@ -158,7 +165,7 @@ def _grid(axis: _Axis, across: _Axis) -> str:
     return "".join(parts)
 
 
-def _line(line: Line, index: int, axis: _Axis, across: _Axis) -> str:
+def _line(line: Line, index: int, axis: _Axis, across: _Axis, bands: bool) -> str:
     curve, style = line.curve, f"s{index % STYLES}"
     parts = []
     for first, last in _runs(curve.mean):
@@ -167,7 +174,7 @@ def _line(line: Line, index: int, axis: _Axis, across: _Axis) -> str:
             for i in range(first, last)
             if (m := curve.mean[i]) is not None
         ]
-        if band := _band(curve, first, last, axis, across):
+        if bands and (band := _band(curve, first, last, axis, across)):
             parts.append(f'<path class="band {style}" d="{band}"/>')
         if len(points) > 1:
             path = "M" + "L".join(f"{x} {y}" for x, y in points)
@@ -214,5 +221,6 @@ def _legend(lines: Sequence[Line]) -> str:
         f'<path class="line s{index % STYLES}" d="M1 5H33"/>'
         f"</svg>{escape(line.label)} <b>{number(line.curve.last())}</b></li>"
         for index, line in enumerate(lines)
+        if len(line.curve)
     ]
     return f'<ul class="legend">{"".join(items)}</ul>'
