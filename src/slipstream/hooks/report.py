@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["ReportHook"]
 
 _MOST_CLASSES = 200
+_SECONDS_BETWEEN_MEMORY = 1.0
+"""Reading the memory of the process can take longer than the rest of the hook's work."""
 _TRAINING_TIMES = ("train/time", "train/data_time")
 
 
@@ -45,6 +49,7 @@ class ReportHook(Hook):
         self._curves: dict[str, Curve] = {}
         self._seen: dict[str, int] = {}
         self._speed_at: tuple[int, float] | None = None
+        self._memory_at = -math.inf
         self._confusions: dict[tuple[str, str], Confusion] = {}
         self._start: int | None = None
         self._status: tuple[Status, str] | None = None
@@ -98,7 +103,7 @@ class ReportHook(Hook):
         self._read_speed(runner, at)
 
     def _read_speed(self, runner: Runner, at: int) -> None:
-        """Add the training speed since the last call, without validation and checkpoints."""
+        """Add the training speed since the last call, without validation and checkpoints, and the memory."""
         phases = runner.phases
         if phases.steps == 0 or self._start is None:
             return
@@ -109,6 +114,8 @@ class ReportHook(Hook):
             rate = (at - before) * runner.samples_per_step / (spent - spent_before)
             self._curve("speed/images_per_second").add(at, [rate])
             self._speed_at = at, spent
+        if (now := perf_counter()) - self._memory_at >= _SECONDS_BETWEEN_MEMORY:
+            self._memory_at = now
             for name, mebibytes in _memory(runner.device).items():
                 self._curve(f"memory/{name}").add(at, [mebibytes])
 

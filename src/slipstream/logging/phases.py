@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -38,7 +39,7 @@ class PhaseTimes:
     """
 
     def __init__(self) -> None:
-        self.seconds: dict[Phase, float] = {}
+        self.seconds: defaultdict[Phase, float] = defaultdict(float)
         self.first: dict[Phase, float] = {}
         self.steps = 0
         self.current: Phase = "other"
@@ -58,7 +59,7 @@ class PhaseTimes:
         if self._since is None:
             return
         now = perf_counter()
-        self.seconds[self.current] = self.seconds.get(self.current, 0.0) + now - self._since
+        self.seconds[self.current] += now - self._since
         self.current, self._since = phase, now
 
     @contextmanager

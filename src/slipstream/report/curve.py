@@ -42,18 +42,19 @@ class Curve:
 
     def add(self, x: float, values: Iterable[float]) -> None:
         """Append a point that summarizes `values`; without values, nothing is appended."""
-        every = [float(value) for value in values]
+        every = list(values)
         if not every:
             return
-        finite = [value for value in every if math.isfinite(value)]
-        self._append(
-            x,
-            math.fsum(finite) / len(finite) if finite else None,
-            min(finite, default=None),
-            max(finite, default=None),
-            len(finite),
-            len(every) - len(finite),
-        )
+        finite, mean = every, sum(every) / len(every)
+        if not math.isfinite(mean):
+            finite = [value for value in every if math.isfinite(value)]
+            mean = sum(value / len(finite) for value in finite)  # the sum of large values may be infinite
+        self.x.append(x)
+        self.mean.append(mean if finite else None)
+        self.low.append(min(finite, default=None))
+        self.high.append(max(finite, default=None))
+        self.count.append(len(finite))
+        self.bad.append(len(every) - len(finite))
         if len(self) >= self.limit:
             self._merge()
 
@@ -104,10 +105,12 @@ class Curve:
             pair = slice(first, first + 2)
             counts, means = old["count"][pair], old["mean"][pair]
             total = sum(counts)
-            weighted = math.fsum(n * mean for n, mean in zip(counts, means, strict=True) if mean is not None)
+            parts = (
+                n / total * mean for n, mean in zip(counts, means, strict=True) if mean is not None and total
+            )
             self._append(
                 old["x"][pair][-1],
-                weighted / total if total else None,
+                math.fsum(parts) if total else None,
                 min(_finite(old["low"][pair]), default=None),
                 max(_finite(old["high"][pair]), default=None),
                 total,
