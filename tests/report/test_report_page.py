@@ -43,6 +43,11 @@ def test_all_text_of_a_run_is_escaped():
     assert text_of(html).count("<script>") >= 15
 
 
+def test_text_that_utf8_cannot_represent_is_replaced(tmp_path):
+    path = write_report(record(name="a\udcff"), tmp_path)
+    assert "a?" in text_of(path.read_text(encoding="utf-8"))
+
+
 def test_page_of_an_empty_record_is_complete():
     for status in ("finished", "interrupted", "failed", "incomplete"):
         assert "empty" in text_of(page(RunRecord("empty", status)))

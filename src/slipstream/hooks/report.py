@@ -32,7 +32,6 @@ __all__ = ["ReportHook"]
 _MOST_CLASSES = 200
 _SECONDS_BETWEEN_MEMORY = 1.0
 """Reading the memory of the process can take longer than the rest of the hook's work."""
-_TRAINING_TIMES = ("train/time", "train/data_time")
 
 
 @HOOKS.register_module()
@@ -126,7 +125,7 @@ class ReportHook(Hook):
             if isinstance(value, int | float):
                 self._curve(self._evaluated(f"{mode}/{name}", runner.iter)).add(runner.iter, [value])
         loop = runner.val_loop if mode == "val" else runner.test_loop
-        for metric in loop.evaluator.metrics:
+        for metric in getattr(getattr(loop, "evaluator", None), "metrics", ()):  # a user's loop may have none
             matrix = getattr(metric, "confusion", None)
             if matrix is None or len(matrix) > _MOST_CLASSES or self._known(mode, runner.iter, matrix):
                 continue
@@ -210,7 +209,6 @@ def _facts(runner: Runner) -> dict[str, Any]:
         "prefetch": plan.prefetch,
         "fused": bool(plan.fused),
         "compile": plan.compile is not None,
-        "val_interval": runner.train_loop.val_interval if runner.val_loop is not None else 0,
     }
 
 

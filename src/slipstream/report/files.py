@@ -63,4 +63,5 @@ def write_report(record: RunRecord, folder: Path) -> Path:
 def write_page(path: Path, text: str) -> None:
     """Write a text file atomically."""
     with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        # Text of a run may contain characters that UTF-8 cannot represent, for example from a file name.
+        temporary.write_bytes(text.encode("utf-8", errors="replace"))
