@@ -28,7 +28,7 @@ _MODULES = {
 }
 _PACKAGES = (
     "apps", "checkpoint", "config", "dataset", "dist", "errors", "evaluator", "hooks", "logging", "model", "optim",
-    "preemption", "recipes", "registry", "runner", "speed", "step", "training", "visualization",
+    "preemption", "recipes", "registry", "report", "runner", "speed", "step", "training", "visualization",
 )  # fmt: skip
 
 __all__ = ["Config", "Preemption", "Runner", "Trainer", "__version__", "accelerate", "feed"]

@@ -109,7 +109,7 @@ def test_hooks_run_by_priority_then_by_registration(tmp_path):
     kinds = [type(hook).__name__ for hook in runner.hooks]
     assert kinds == [
         "Named", "RuntimeInfoHook", "Named", "IterTimerHook", "ClassCountHook", "DistSamplerSeedHook", "Named", "Named",
-        "Named", "LoggerHook", "ParamSchedulerHook", "Named", "CheckpointHook", "Named", "PreemptionHook",
+        "Named", "LoggerHook", "ParamSchedulerHook", "Named", "CheckpointHook", "ReportHook", "Named", "PreemptionHook",
     ]  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def test_default_hooks_can_be_removed_and_replaced(tmp_path):
     kinds = [type(hook).__name__ for hook in runner.hooks]
     assert kinds == [
         "RuntimeInfoHook", "ClassCountHook", "DistSamplerSeedHook", "LoggerHook", "ParamSchedulerHook",
-        "PreemptionHook",
+        "ReportHook", "PreemptionHook",
     ]  # fmt: skip
     assert runner.hooks[3].interval == 3
     assert list(tmp_path.glob("*.pth")) == []
@@ -239,6 +239,7 @@ def test_run_writes_the_documented_files(tmp_path):
     assert files == {
         ".lock", "epoch_1.pth", "epoch_2.pth", "last_checkpoint", f"{stamp}.py", f"{stamp}/{stamp}.log",
         f"{stamp}/vis_data/config.py", f"{stamp}/vis_data/scalars.json", f"{stamp}/vis_data/{stamp}.json",
+        f"{stamp}/report.json", f"{stamp}/report.html",
     }  # fmt: skip
     assert (tmp_path / "last_checkpoint").read_text() == str(tmp_path / "epoch_2.pth")
     assert Config.fromfile(tmp_path / f"{stamp}.py").train_cfg == dict(by_epoch=True, max_epochs=2)

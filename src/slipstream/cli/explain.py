@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from slipstream.cli.configure import configure
 
@@ -65,27 +64,15 @@ def _print_table(plan: SpeedPlan, capabilities: Capabilities) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from slipstream.speed.table import option_rows
+
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for name in ("option", "value", "from", "why"):
         table.add_column(name, overflow="fold")
-    for row in _rows(plan, capabilities):
+    for row in option_rows(plan, capabilities):
         table.add_row(*row)
     console = Console()
     Console(width=max(console.width, 110), highlight=False).print(table)
-
-
-def _rows(plan: SpeedPlan, capabilities: Capabilities) -> Iterator[tuple[str, str, str, str]]:
-    from slipstream.speed.plan import idle
-
-    without_effect = {option: f"no effect here: {why}" for option, why in idle(plan, capabilities)}
-    for option in plan.options():
-        if option in plan.notes:
-            yield option, "off", "auto", plan.notes[option]
-        elif option in plan.sources:
-            source, _, why = plan.sources[option].partition(": ")
-            value = getattr(plan, option)
-            off = value is None and option != "fused"
-            yield option, "off" if off else _describe(value), source, without_effect.get(option, why)
 
 
 def _limits(capabilities: Capabilities) -> Iterator[tuple[str, str]]:
@@ -99,26 +86,3 @@ def _limits(capabilities: Capabilities) -> Iterator[tuple[str, str]]:
         without_effect = [why for name, why in idle(plan, capabilities) if name == option]
         for why in [*refused, *without_effect][:1]:
             yield f"{option}={value}", why
-
-
-def _describe(value: Any) -> str:
-    """Return the value of an option as short text. For a dataclass, return required fields and non-default fields."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if value is None:
-        return "where supported"
-    if not is_dataclass(value):
-        return str(value)
-    said = []
-    for f in fields(value):
-        given, default = getattr(value, f.name), _default(f)
-        if isinstance(given, Mapping):
-            said += [f"{key}={item}" for key, item in given.items() if key != "type"]
-        elif given != default:
-            said.append(str(given) if default is MISSING else f"{f.name}={given}")
-    return ", ".join(said) or "on"
-
-
-def _default(field: Any) -> Any:
-    """Return the default of a field, or MISSING if the field is required."""
-    return field.default if field.default_factory is MISSING else field.default_factory()

@@ -69,6 +69,8 @@ def _build_parser() -> argparse.ArgumentParser:
         _add_data,
         _add_consolidate,
         _add_plan_scale,
+        _add_runs,
+        _add_report,
     ):
         add(commands)
     doctor = commands.add_parser("doctor", help="show the machine, versions, options and misconfigurations")
@@ -235,6 +237,27 @@ def _add_consolidate(commands: _Commands) -> None:
     parser.add_argument("out", nargs="?", metavar="OUT", help="output file (default: epoch_3.pth next to it)")
 
 
+def _add_runs(commands: _Commands) -> None:
+    parser = commands.add_parser("runs", help="list the runs in a folder (docs/report.md)")
+    parser.add_argument("folder", nargs="?", default="work_dirs", metavar="DIR", help="default: work_dirs")
+    parser.add_argument("--sort", default="started", metavar="KEY",
+                        help="column, scalar or setting; KEY- reverses the order (default: started)")  # fmt: skip
+    parser.add_argument("--filter", type=_equation, action="append", default=[], metavar="KEY=VALUE",
+                        help="show only runs with this value, such as status=failed; repeatable")  # fmt: skip
+    parser.add_argument("--columns", type=_words, default=[], metavar="KEY,KEY,...",
+                        help="additional columns: scalars or settings")  # fmt: skip
+
+
+def _add_report(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "report", help="write the report of a run, or compare several runs (docs/report.md)"
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or a work_dir for its newest run")
+    parser.add_argument("--out", metavar="FILE",
+                        help="HTML file (default: report.html in the run folder, or comparison.html)")  # fmt: skip
+    parser.add_argument("--csv", metavar="FILE", help="also write a table with one row per run")
+
+
 def _add_recipe(parser: argparse.ArgumentParser, nargs: Literal["?"] | None = None) -> None:
     parser.add_argument("config", nargs=nargs, metavar="RECIPE_OR_CONFIG",
                         help="name of a recipe, or configuration file")  # fmt: skip
@@ -276,6 +299,17 @@ def _count(text: str) -> int:
 
 def _counts(text: str) -> list[int]:
     return [_count(word) for word in text.split(",")]
+
+
+def _equation(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise argparse.ArgumentTypeError(f"'{text}' is not KEY=VALUE, such as status=failed")
+    return key, value
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
 
 
 def _size(text: str) -> tuple[int, int]:

@@ -193,4 +193,5 @@ class DefaultHooksCfg(TypedDict, total=False):
     logger: Hook | LoggerHookCfg | AnyMapping | None
     param_scheduler: Hook | Mapping[str, Any] | None
     checkpoint: Hook | CheckpointHookCfg | AnyMapping | None
+    report: Hook | Mapping[str, Any] | None
     preemption: Hook | Mapping[str, Any] | None

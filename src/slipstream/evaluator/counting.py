@@ -26,6 +26,8 @@ class CountingMetric(BaseMetric):
     """
 
     _counts: Tensor | None = None
+    confusion: list[list[int]] | None = None
+    """The confusion matrix of the last evaluation (rows: targets, columns: predictions), if the metric counts one."""
 
     @abstractmethod
     def num_counts(self) -> int:

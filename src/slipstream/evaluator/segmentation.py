@@ -147,7 +147,7 @@ class IoUMetric(CountingMetric):
         if "mFscore" in self.iou_metrics:
             metrics.update(mFscore=dice, mPrecision=_mean(_percent(hit, predicted)), mRecall=recall)
         if self.per_class:
-            metrics.update(zip((f"IoU/{name}" for name in self._class_names()), iou.tolist(), strict=True))
+            metrics.update(zip((f"IoU/{name}" for name in self.class_names()), iou.tolist(), strict=True))
         return metrics
 
     def matrix(self, results: list[Any]) -> npt.NDArray[np.float64]:
@@ -164,9 +164,12 @@ class IoUMetric(CountingMetric):
                 f"0..{classes - 1}; map the dataset's labels to that range or to the ignore_index "
                 f"({self.ignore_index}), and set num_classes to the model's number of classes"
             )
-        return np.array(results[: classes**2], dtype=np.float64).reshape(classes, classes)
+        matrix = np.array(results[: classes**2], dtype=np.float64).reshape(classes, classes)
+        self.confusion = matrix.astype(np.int64).tolist()
+        return matrix
 
-    def _class_names(self) -> list[str]:
+    def class_names(self) -> list[str]:
+        """Return the dataset's class names, or the class ids if the number of names differs."""
         names = list((self.dataset_meta or {}).get("classes") or ())
         return names if len(names) == self.num_classes else [str(i) for i in range(self.num_classes)]
 

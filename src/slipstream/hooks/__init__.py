@@ -14,6 +14,7 @@ from slipstream.hooks.pictures import SegVisualizationHook
 from slipstream.hooks.precise_bn import PreciseBNHook
 from slipstream.hooks.preemption import PreemptionHook
 from slipstream.hooks.profiler import ProfilerHook
+from slipstream.hooks.report import ReportHook
 from slipstream.hooks.runtime_info import RuntimeInfoHook
 from slipstream.hooks.schedule import EarlyStoppingHook, EmptyCacheHook, ParamSchedulerHook, SyncBuffersHook
 from slipstream.hooks.timing import DistSamplerSeedHook, IterTimerHook
@@ -39,6 +40,7 @@ __all__ = [
     "Priority",
     "ProfilerHook",
     "ProgressBarHook",
+    "ReportHook",
     "RuntimeInfoHook",
     "SegVisualizationHook",
     "SyncBuffersHook",

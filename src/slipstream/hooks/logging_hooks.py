@@ -58,12 +58,13 @@ class LoggerHook(Hook):
         step = batch_idx if self._by_epoch else runner.iter
         if (step + 1) % self.interval and (self._ignore_last or not self._ends(runner, batch_idx)):
             return
-        if self.every_n_train_iters(runner, self.interval_exp_name):
-            runner.logger.info(f"Exp name: {runner.experiment_name}")
-        runner.read_logs()
-        tag, line = runner.log_processor.get_log_after_iter(runner, batch_idx, "train")
-        runner.logger.info(line)
-        runner.visualizer.add_scalars(tag, step=runner.iter + 1, file_path=runner.json_log)
+        with runner.phases.during("logging"):
+            if self.every_n_train_iters(runner, self.interval_exp_name):
+                runner.logger.info(f"Exp name: {runner.experiment_name}")
+            runner.read_logs()
+            tag, line = runner.log_processor.get_log_after_iter(runner, batch_idx, "train")
+            runner.logger.info(line)
+            runner.visualizer.add_scalars(tag, step=runner.iter + 1, file_path=runner.json_log)
 
     def after_left_out_iter(self, runner: Runner, batch_idx: int) -> None:
         """Log the losses if a line is due after this batch."""

@@ -4,6 +4,18 @@ from slipstream.logging.history import HistoryBuffer
 from slipstream.logging.logger import MMLogger, build_logger, print_log
 from slipstream.logging.message_hub import MessageHub
 from slipstream.logging.meter import Meter
+from slipstream.logging.phases import STEP_PHASES, Phase, PhaseTimes
 from slipstream.logging.progress import ProgressBar
 
-__all__ = ["HistoryBuffer", "MMLogger", "MessageHub", "Meter", "ProgressBar", "build_logger", "print_log"]
+__all__ = [
+    "STEP_PHASES",
+    "HistoryBuffer",
+    "MMLogger",
+    "MessageHub",
+    "Meter",
+    "Phase",
+    "PhaseTimes",
+    "ProgressBar",
+    "build_logger",
+    "print_log",
+]

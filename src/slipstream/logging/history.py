@@ -59,6 +59,8 @@ class HistoryBuffer:
         self.max_length = max_length
         self._values: deque[Number] = deque(maxlen=max_length)
         self._counts: deque[int] = deque(maxlen=max_length)
+        self.total = 0
+        """Number of values appended by this object, including dropped ones."""
         for value, count in zip(values, counts, strict=True):
             self.update(value, count)
 
@@ -73,6 +75,7 @@ class HistoryBuffer:
         """Append the value of `count` samples, in constant time."""
         if count < 1:
             raise ConfigError(f"count must be at least 1, not {count}")
+        self.total += 1
         self._values.append(log_val)
         self._counts.append(count)
 
@@ -120,6 +123,10 @@ class HistoryBuffer:
     def max(self, window_size: int | None = None) -> Number:
         """Return the largest of the newest `window_size` values (None: all values)."""
         return max(self._newest(self._values, window_size))
+
+    def newest(self, count: int) -> list[Number]:
+        """Return the newest `count` values that are kept, newest first."""
+        return list(islice(reversed(self._values), max(count, 0)))
 
     def current(self) -> Number:
         """Return the newest value."""

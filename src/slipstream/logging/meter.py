@@ -39,6 +39,8 @@ class Meter:
         """Function that returns an error on all ranks if there is one on any rank; every `flush` calls it."""
         self.on_read: list[Callable[[Sequence[tuple[int, Mapping[str, float]]]], None]] = []
         """Functions that `flush` calls with the number and the outputs of each step that it has read."""
+        self.newest = 0
+        """Iteration of the newest recorded step; 0 if there is none."""
         self._pending: list[tuple[int, dict[str, Tensor]]] = []
 
     def record(self, outputs: Mapping[str, Tensor], iteration: int) -> None:
@@ -60,6 +62,7 @@ class Meter:
             # A tensor attached to the autograd graph would keep all activations of the step alive.
             kept[name] = value.detach() if value.requires_grad else value
         self._pending.append((iteration, kept))
+        self.newest = iteration
         if len(self._pending) >= self.max_pending:
             self.flush()
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from slipstream.config import options
 from slipstream.dist.sharding import is_sharded, largest, shard_like, whole
 from slipstream.errors import ConfigError, LossError, ModelError
+from slipstream.logging import PhaseTimes
 from slipstream.optim.kernels import with_own_kernels
 from slipstream.optim.layouts import lay_out_gradients, lay_out_states
 from slipstream.registry import OPTIM_WRAPPERS
@@ -136,6 +137,8 @@ class OptimWrapper:
         """Checks on the device whether the loss and gradients of a step are finite; None disables the check."""
         self.finite: Tensor | None = None
         """Whether the gradients are finite (0-dim bool) during an update that the guard checks, otherwise None."""
+        self.phases: PhaseTimes | None = None
+        """Measures the host time of the eager step's phases, if set."""
         self._accumulative_counts = accumulative_counts
         self._inner_count = 0
         self._max_counts = -1
@@ -157,11 +160,17 @@ class OptimWrapper:
         """Update the weights with the gradients of the accumulation window, and clear the gradients."""
         if self.on_gradients is not None:
             self.on_gradients()
+        phases = self.phases
+        before = None if phases is None else phases.current
+        if phases is not None:
+            phases.switch("optimizer")
         if self.guard is None:
             self.step()
         else:
             self.guard.step(self)
         self.zero_grad()
+        if phases is not None and before is not None:
+            phases.switch(before)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Divide the loss by the number of batches in its accumulation window."""

@@ -24,6 +24,7 @@ class OptimWrapperDict(OptimWrapper):
         self.optim_wrappers = optim_wrappers
         self.grad_norm, self.logs = None, {}
         self.parts = []
+        self.phases = None
 
     def _raise(self, call: str) -> NoReturn:
         names = ", ".join(self.optim_wrappers)

@@ -36,6 +36,7 @@ from slipstream.dataset.loading.workers import end_workers
 from slipstream.dist import get_rank, get_world_size, report_progress
 from slipstream.errors import ConfigError, DataError, NonFiniteLossError
 from slipstream.evaluator import Evaluator
+from slipstream.logging import Phase
 from slipstream.model import unwrap_model
 from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.registry import EVALUATOR, LOOPS
@@ -264,15 +265,20 @@ class _TrainLoop(BaseLoop):
 
     def run_iter(self, idx: int, data_batch: Any) -> None:
         """Train on one batch and call the hooks before and after it."""
-        runner = self._runner
+        runner, phases = self._runner, self._runner.phases
+        phases.switch("hooks")
         for hook in runner.hooks_at("before_train_iter"):
             hook(runner, batch_idx=idx, data_batch=data_batch)
+        phases.switch("step")
         outputs = runner.step(data_batch)
+        phases.switch("logging")
         runner.meter.record(outputs, self._iter + 1)
         self.inner_iter = idx + 1
+        phases.switch("hooks")
         for hook in runner.hooks_at("after_train_iter"):
             hook(runner, batch_idx=idx, data_batch=data_batch, outputs=outputs)
         self._iter += 1
+        phases.end_step()
 
     def _run_missed_validation(self) -> None:
         """Validate if the resumed run stopped between a checkpoint and its validation."""
@@ -294,6 +300,7 @@ class _TrainLoop(BaseLoop):
 
     def _numbered_batches(self) -> Iterator[tuple[int, Any]]:
         """Return pairs (index, batch) for the rest of the current epoch (or pass over the data)."""
+        self._runner.phases.switch("data")
         start, self._start = self._start, 0
         used, self._used = self._used, 0
         self.passes.begin(self._iter, self._epoch, start, used)
@@ -313,6 +320,7 @@ class _TrainLoop(BaseLoop):
 
     def _end_pass(self) -> None:
         """Check the number of batches of a pass that has ended, and log the samples that were skipped so far."""
+        self._runner.phases.switch("hooks")
         check_complete(self.dataloader, self._name, self.inner_iter, self.epoch_length)
         self._log_skipped()
 
@@ -516,10 +524,14 @@ class _EvalLoop(BaseLoop):
         self._autocast = torch.autocast(runner.device.type) if fp16 else nullcontext()
         self.batches = 0
         """Number of batches in this rank's last evaluation."""
+        self.phase: Phase = "test" if self.mode == "test" else "validation"
 
-    @torch.no_grad()
     def run(self) -> dict[str, float]:
         """Evaluate and return the metrics."""
+        with self._runner.phases.during(self.phase), torch.no_grad():
+            return self._run()
+
+    def _run(self) -> dict[str, float]:
         runner, mode = self._runner, self.mode
         runner.call_hook(f"before_{mode}")
         runner.call_hook(f"before_{mode}_epoch")

@@ -13,6 +13,7 @@ from slipstream.devices import device_type
 from slipstream.dist import get_world_size
 from slipstream.errors import ConfigError, ModelError, UnknownNameError, did_you_mean
 from slipstream.hooks import EMAHook, Hook
+from slipstream.logging import PhaseTimes
 from slipstream.model import unwrap_model
 from slipstream.model.base_model import run_forward
 from slipstream.model.wrappers import MMFullyShardedDataParallel
@@ -101,7 +102,7 @@ def make_step(
     core: Any = unwrap_model(model)
     own = next((m for m in (model, core) if overrides_train_step(m)), None)
     if own is None:
-        training = Training(model, optim, _losses, partial(_prepare, core), core.parse_losses)
+        training = Training(model, optim, _losses, partial(_prepare, core, optim.phases), core.parse_losses)
         return build_step(training, plan, warn, log)
     if own is core and isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
         raise ModelError(
@@ -127,5 +128,11 @@ def _losses(module: nn.Module, inputs: Any) -> Any:
     return run_forward(module, inputs, "loss")
 
 
-def _prepare(core: Any, batch: Any) -> Any:
-    return core.data_preprocessor(batch, True)
+def _prepare(core: Any, phases: PhaseTimes | None, batch: Any) -> Any:
+    if phases is None:
+        return core.data_preprocessor(batch, True)
+    before = phases.current
+    phases.switch("preprocess")
+    inputs = core.data_preprocessor(batch, True)
+    phases.switch(before)
+    return inputs

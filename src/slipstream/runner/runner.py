@@ -37,12 +37,14 @@ from slipstream.hooks import (
     NanGuardHook,
     PreemptionHook,
     ProgressBarHook,
+    ReportHook,
 )
+from slipstream.logging import PhaseTimes
 from slipstream.model import unwrap_model
 from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.optim import OptimWrapper
 from slipstream.preemption import Preempted
-from slipstream.redaction import Redactor, redact_errors
+from slipstream.redaction import Redactor, redact, redact_errors
 from slipstream.registry import LOOPS, RUNNERS, default_scope
 from slipstream.runner import builders, planning, resume, resume_check
 from slipstream.runner.environment import (
@@ -169,6 +171,9 @@ class Runner:
         self.resumed_random_state: dict[str, Any] | None = None
         self.is_training = self.resuming = self._loaded = self._compiled = self._preempted = False
         self.resumed_from: Path | None = None
+        self.phases = PhaseTimes()
+        self.error: BaseException | None = None
+        """The error that ended the last run, or None."""
         self._resumed_counts: dict[str, int] = {}
         with self._build_context():
             self._init_parts(arguments)
@@ -197,10 +202,10 @@ class Runner:
         self.rollback = Rollback(self)
         self.device = default_device()
         model = builders.build_model(arguments["model"], arguments["data_preprocessor"])
-        capabilities = planning.capabilities_of(
+        self.capabilities = planning.capabilities_of(
             model, arguments["optim_wrapper"], self._randomness.deterministic
         )
-        self.speed = planning.complete_plan(plan, capabilities, self.logger.info)
+        self.speed = planning.complete_plan(plan, self.capabilities, self.logger.info)
         with switches(self.speed, self.device, self.logger.warning):
             self.model: nn.Module = prepare_model(model, self.speed, self.device)
         self._training["optim_wrapper"] = plan_optim(arguments["optim_wrapper"], self.speed, self.device)
@@ -298,6 +303,7 @@ class Runner:
         if self.optim_wrapper is None:
             with add_config_path(self._user_cfg, "optim_wrapper"):
                 self.optim_wrapper = builders.build_optim(self.model, self._training["optim_wrapper"])
+            self.optim_wrapper.phases = self.phases
             fuse_optim(self.optim_wrapper, self.speed)
             add_parts(self.speed, self.model, self.optim_wrapper)
             self.scale_lr(self.optim_wrapper, self._training["auto_scale_lr"])
@@ -323,6 +329,8 @@ class Runner:
     def _run_context(self) -> Iterator[None]:
         """Activate the run's logger, hub and options; close log files and hooks on exit, even after an error."""
         set_random_state(self._random_state)
+        self.error = None
+        self.phases.start()
         try:
             with (
                 self._build_context(),
@@ -333,6 +341,7 @@ class Runner:
             ):
                 yield
         except BaseException as error:
+            self.error = error
             if isinstance(error, Exception):
                 # DEBUG records are written only to the log file; the caller reports the error on the console.
                 self.logger.debug(f"{type(error).__name__}: {error}", exc_info=True)
@@ -340,6 +349,7 @@ class Runner:
         finally:
             self._random_state = get_random_state()
             self.is_training = False
+            self.phases.stop()
             self._close()
 
     def _close(self) -> None:
@@ -353,6 +363,8 @@ class Runner:
             for hook in self._hooks:
                 if isinstance(hook, ProgressBarHook | GcHook | LossSpikeHook | NanGuardHook | PreemptionHook):
                     stack.callback(hook.close)
+                elif isinstance(hook, ReportHook):
+                    stack.callback(hook.write, self)
 
     def _close_writer(self) -> None:
         self._wait_for_writer()  # raises nothing that would replace the error of the run
@@ -500,10 +512,23 @@ class Runner:
         Raises:
             CheckpointError: this checkpoint, or the previous one in the background, could not be written.
         """
-        self.read_logs()  # raises an error if a loss is not finite, before earlier checkpoints are replaced
-        checkpoint = self._state(by_epoch, save_optimizer, save_param_scheduler)
-        checkpoint["meta"].update(meta or {})
-        self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
+        with self.phases.during("checkpoint"):
+            self.read_logs()  # raises an error if a loss is not finite, before earlier checkpoints are replaced
+            checkpoint = self._state(by_epoch, save_optimizer, save_param_scheduler)
+            checkpoint["meta"].update(meta or {})
+            self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
+            self._write(checkpoint, Path(out_dir) / filename, mark_last, consolidate, background, on_saved)
+
+    def _write(
+        self,
+        checkpoint: dict[str, Any],
+        target: Path,
+        mark_last: bool,
+        consolidate: bool,
+        background: bool,
+        on_saved: Callable[[], None] | None,
+    ) -> None:
+        """Write a checkpoint; see `save_checkpoint` for the arguments."""
 
         def finish(path: Path) -> None:
             if mark_last:
@@ -513,7 +538,7 @@ class Runner:
             if on_saved is not None and is_main_process():
                 on_saved()
 
-        target, warn = Path(out_dir) / filename, self.logger.warning
+        warn = self.logger.warning
         if background and not (consolidate and mesh_of(self.model) is not None):
             self._writer.write(checkpoint, target, warn, finish)
         else:
@@ -626,11 +651,12 @@ class Runner:
         Raises:
             NonFiniteLossError: a loss was NaN or infinite.
         """
-        self.meter.flush()
-        self.call_hook("read_logs")
-        if self.optim_wrapper is not None:
-            for name, values in self.optim_wrapper.get_lr().items():
-                self.message_hub.update_scalar(f"train/{name}", values[0])
+        with self.phases.during("logging"):
+            self.meter.flush()
+            if self.optim_wrapper is not None:
+                for name, values in self.optim_wrapper.get_lr().items():
+                    self.message_hub.update_scalar(f"train/{name}", values[0])
+            self.call_hook("read_logs")
         if self.is_training:
             self.message_hub.update_info_dict({"epoch": self.epoch, "iter": self.iter})
 
@@ -766,6 +792,12 @@ class Runner:
     def cfg_text(self) -> str:
         """The configuration as YAML text."""
         return config_text(self.cfg)
+
+    @property
+    def user_config(self) -> dict[str, Any]:
+        """The arguments and the configuration of this Runner, without secrets; values may be objects."""
+        config: dict[str, Any] = redact(dict(self._user_cfg))
+        return config
 
     @property
     def model_name(self) -> str:

@@ -38,6 +38,7 @@ DEFAULT_HOOKS: Mapping[str, Mapping[str, Any]] = {
     "logger": {"type": "LoggerHook"},
     "param_scheduler": {"type": "ParamSchedulerHook"},
     "checkpoint": {"type": "CheckpointHook"},
+    "report": {"type": "ReportHook"},
     "preemption": {"type": "PreemptionHook"},
 }
 

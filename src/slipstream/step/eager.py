@@ -18,6 +18,7 @@ from slipstream.step.leaves import leaves_of
 from slipstream.step.parts import StepPart, has_gradients
 
 if TYPE_CHECKING:
+    from slipstream.logging import Phase
     from slipstream.optim.optim_wrapper import OptimWrapper
 
 __all__ = ["EagerStep", "Step", "sum_losses"]
@@ -81,12 +82,15 @@ class EagerStep:
             optim.check_gradients()
         part = next((part for part in optim.parts if part.replaces_gradients), None)
         if part is None:
+            self._switch("forward")
             loss, logs = self._loss(inputs)
+            self._switch("backward")
             try:  # backward; at the end of an accumulation window, also clip, step and zero_grad
                 optim.update_params(loss, **self._backward_kwargs(loss, inputs))
             except RuntimeError as error:
                 self._check_reentrant(error)
                 raise
+            self._switch("step")
         else:
             logs = self._repeated(inputs, part)
         for part in optim.parts:
@@ -99,6 +103,10 @@ class EagerStep:
         if optim.grad_norm is not None:
             logs["grad_norm"] = optim.grad_norm
         return logs
+
+    def _switch(self, phase: Phase) -> None:
+        if self.optim.phases is not None:
+            self.optim.phases.switch(phase)
 
     def _loss(self, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
         with self.optim.optim_context(self.model):  # autocast; no gradient sync inside an accumulation window

@@ -1,0 +1,47 @@
+"""`slipstream report`: write the report of a run, or a comparison of several runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from slipstream.errors import ConfigError
+
+__all__ = ["run"]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page, and print its path."""
+    from slipstream.report import read_run, run_folder, write_report
+    from slipstream.report.comparison import MOST_RUNS, compare, comparison_csv, comparison_page
+    from slipstream.report.page import page
+
+    folders = [run_folder(Path(name)) for name in args.runs]
+    if len(folders) > MOST_RUNS:
+        raise ConfigError(f"at most {MOST_RUNS} runs can be compared, not {len(folders)}")
+    records = [read_run(folder) for folder in folders]
+    compared = compare(list(zip(folders, records, strict=True)))
+    if len(folders) == 1 and args.out is None:
+        try:
+            path = write_report(records[0], folders[0])
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write to {folders[0]}: {error.strerror}; choose a file with --out"
+            ) from error
+        print(f"Wrote {path}")
+    else:
+        text = page(records[0], folders[0]) if len(folders) == 1 else comparison_page(compared)
+        _write(Path(args.out or "comparison.html"), text)
+    if args.csv is not None:
+        _write(Path(args.csv), comparison_csv(compared))
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    from slipstream.report import write_page
+
+    try:
+        write_page(path, text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    print(f"Wrote {path}")

@@ -1,0 +1,116 @@
+"""`slipstream runs`: list the runs in a folder."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slipstream.report.find import RunRow
+
+__all__ = ["run"]
+
+_METRICS = 2
+"""Number of metrics shown as columns."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a table of the runs, and the reason for each run that cannot be read."""
+    from slipstream.errors import ConfigError
+    from slipstream.report import find_runs
+
+    folder = Path(args.folder)
+    rows = find_runs(folder)
+    if not rows:
+        print(f"No runs in {folder}")
+        return 0
+    key = args.sort.removesuffix("-")
+    if all(row.value(key) is None for row in rows):
+        raise ConfigError(f"no run has a value '{key}' to sort by{_hint(key, rows)}", "--sort")
+    for name, _ in args.filter:
+        if all(row.value(name) is None for row in rows):
+            raise ConfigError(f"no run has a value '{name}'{_hint(name, rows)}", "--filter")
+    rows = [row for row in rows if all(_equals(row.value(name), text) for name, text in args.filter)]
+    _print(folder, _sorted(rows, key, args.sort.endswith("-")), args.columns)
+    for row in rows:
+        if row.problem:
+            print(f"{row.folder}: {row.problem}")
+    return 0
+
+
+def _hint(key: str, rows: Sequence[RunRow]) -> str:
+    from slipstream.errors import did_you_mean
+
+    known = {"run", "status", "started", "iteration", "seconds", "loss", "images_per_second"}
+    for row in rows:
+        if row.record is not None:
+            known |= {
+                *row.record.config,
+                *row.record.curves,
+                *(name.partition("/")[2] for name in row.record.curves),
+            }
+    return did_you_mean(key, sorted(known))
+
+
+def _equals(value: Any, text: str) -> bool:
+    """Return whether a value is the one that the user wrote; numbers are compared as numbers."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            return math.isclose(value, float(text), rel_tol=1e-9)
+        except ValueError:
+            return False
+    return str(value).lower() == text.lower()
+
+
+def _sorted(rows: Sequence[RunRow], key: str, descending: bool) -> list[RunRow]:
+    """Return the rows sorted by a value: numbers before text, and rows without the value at the end."""
+    known = [row for row in rows if row.value(key) is not None]
+    known.sort(key=lambda row: _rank(row.value(key)), reverse=descending)
+    return [*known, *(row for row in rows if row.value(key) is None)]
+
+
+def _rank(value: Any) -> tuple[bool, float, str]:
+    is_number = isinstance(value, int | float)
+    return not is_number, float(value) if is_number else 0.0, "" if is_number else str(value)
+
+
+def _print(folder: Path, rows: Sequence[RunRow], columns: Sequence[str]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    keys = ["status", "started", "iteration", "loss", *_metrics(rows), "images_per_second", *columns]
+    table.add_column("run", overflow="fold")
+    for key in keys:
+        table.add_column(
+            key.replace("images_per_second", "images/s"), justify="left" if key in keys[:2] else "right"
+        )
+    for row in rows:
+        name = row.folder.relative_to(folder) if row.folder != folder else row.folder.name
+        # Text does not interpret brackets in names as markup.
+        table.add_row(Text(str(name)), *(Text(_shown(row.value(key))) for key in keys))
+    console = Console()
+    Console(width=max(console.width, 110), highlight=False).print(table)
+
+
+def _metrics(rows: Sequence[RunRow]) -> list[str]:
+    """Return the most frequent validation metrics, without values per class."""
+    counts: dict[str, int] = {}
+    for row in rows:
+        for name in row.record.curves if row.record else ():
+            if name.startswith("val/") and "IoU/" not in name:
+                counts[name] = counts.get(name, 0) + 1
+    return sorted(counts, key=lambda name: -counts[name])[:_METRICS]
+
+
+def _shown(value: Any) -> str:
+    from slipstream.report.svg import number
+
+    if value is None:
+        return "–"
+    return number(value) if isinstance(value, float) else str(value)

@@ -1,0 +1,237 @@
+"""Write a report at the end of each run."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slipstream.dist import is_main_process
+from slipstream.hooks.hook import Hook
+from slipstream.logging import STEP_PHASES
+from slipstream.model import unwrap_model
+from slipstream.registry import HOOKS
+from slipstream.report import Curve, PhaseSplit, RunRecord, write_report
+from slipstream.report.config_values import flat_config
+from slipstream.report.log_files import log_file, read_log
+from slipstream.report.record import Confusion, OptionRow, Status
+from slipstream.speed.table import option_rows
+from slipstream.step import EagerStep
+from slipstream.step.graph import GraphStep
+from slipstream.version import __version__
+
+if TYPE_CHECKING:
+    from slipstream.runner import Runner
+
+__all__ = ["ReportHook"]
+
+_MOST_CLASSES = 200
+_SECONDS_BETWEEN_MEMORY = 1.0
+"""Reading the memory of the process can take longer than the rest of the hook's work."""
+
+
+@HOOKS.register_module()
+class ReportHook(Hook):
+    """Write `report.json` and `report.html` to the run's log folder at the end of the run, even after an error.
+
+    The hook adds no work to a step. It copies values from the message hub when the Runner reads the losses, and after
+    each evaluation. The page is described in docs/report.md.
+    """
+
+    priority = "VERY_LOW"
+
+    def __init__(self) -> None:
+        self._curves: dict[str, Curve] = {}
+        self._seen: dict[str, int] = {}
+        self._speed_at: tuple[int, float] | None = None
+        self._memory_at = -math.inf
+        self._confusions: dict[tuple[str, str], Confusion] = {}
+        self._start: int | None = None
+        self._status: tuple[Status, str] | None = None
+        self._training = False
+
+    def before_train(self, runner: Runner) -> None:
+        """Store where training starts, and skip the values that a resumed run has loaded."""
+        self._start, self._training = runner.iter, True
+        self._speed_at = None
+        self._seen = {key: history.total for key, history in runner.message_hub.log_scalars.items()}
+
+    def read_logs(self, runner: Runner) -> None:
+        """Add a point to each curve."""
+        if self._training and is_main_process():
+            self._read(runner)
+
+    def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
+        """Add the metrics to their curves, and keep the confusion matrices."""
+        self._read_metrics(runner, "val", metrics)
+
+    def after_test_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
+        """Add the metrics to their curves, and keep the confusion matrices."""
+        self._read_metrics(runner, "test", metrics)
+
+    def write(self, runner: Runner) -> None:
+        """Write the report. The Runner calls this at the end of each run, even after an error."""
+        if not is_main_process():
+            return
+        try:
+            if self._training:
+                self._read(runner)  # after a non-finite loss, the newest values are only in the message hub
+            self._set_status(runner)
+            write_report(self._record(runner), Path(runner.log_dir))
+        except Exception as error:  # the run itself must neither fail nor lose its own error
+            runner.logger.warning(f"The report cannot be written: {type(error).__name__}: {error}")
+            runner.logger.debug("The report cannot be written", exc_info=True)
+        self._training = False
+
+    # ---- curves --------------------------------------------------------------------------------------
+
+    def _read(self, runner: Runner) -> None:
+        """Add the values since the last call to the curves. All of them are on the host."""
+        at = runner.meter.newest
+        for key, history in runner.message_hub.log_scalars.items():
+            new = history.total - self._seen.get(key, 0)
+            if new and key.startswith("train/"):
+                # A learning rate is also recorded for checkpoints and at the end of a run.
+                values = history.newest(new)[:1] if _is_rate(key) else history.newest(new)
+                self._curve(key).add(at, values)
+            self._seen[key] = history.total
+        self._read_speed(runner, at)
+
+    def _read_speed(self, runner: Runner, at: int) -> None:
+        """Add the training speed since the last call, without validation and checkpoints, and the memory."""
+        phases = runner.phases
+        if phases.steps == 0 or self._start is None:
+            return
+        phases.switch(phases.current)
+        spent = sum(phases.seconds.get(phase, 0.0) for phase in STEP_PHASES)
+        before, spent_before = self._speed_at or (self._start + 1, 0.0)
+        if at > before and spent > spent_before:
+            rate = (at - before) * runner.samples_per_step / (spent - spent_before)
+            self._curve("speed/images_per_second").add(at, [rate])
+            self._speed_at = at, spent
+        if (now := perf_counter()) - self._memory_at >= _SECONDS_BETWEEN_MEMORY:
+            self._memory_at = now
+            for name, mebibytes in _memory(runner.device).items():
+                self._curve(f"memory/{name}").add(at, [mebibytes])
+
+    def _read_metrics(self, runner: Runner, mode: str, metrics: dict[str, float] | None) -> None:
+        if not is_main_process():
+            return
+        for name, value in (metrics or {}).items():
+            if isinstance(value, int | float):
+                self._curve(self._evaluated(f"{mode}/{name}", runner.iter)).add(runner.iter, [value])
+        loop = runner.val_loop if mode == "val" else runner.test_loop
+        for metric in getattr(getattr(loop, "evaluator", None), "metrics", ()):  # a user's loop may have none
+            matrix = getattr(metric, "confusion", None)
+            if matrix is None or len(matrix) > _MOST_CLASSES or self._known(mode, runner.iter, matrix):
+                continue
+            name = f"{metric.prefix} {type(metric).__name__}" if metric.prefix else type(metric).__name__
+            named = getattr(metric, "class_names", None)
+            if (mode, name) in self._confusions and self._confusions[mode, name].iteration == runner.iter:
+                continue
+            names = list(map(str, range(len(matrix)) if named is None else named()))
+            self._confusions[mode, name] = Confusion(name, mode, runner.iter, names, matrix)
+
+    def _evaluated(self, key: str, at: int) -> str:
+        """Return the name of a metric's curve; a second evaluation at an iteration, with other weights, is separate."""
+        curve = self._curves.get(key)
+        return f"{key} (second evaluation)" if curve is not None and curve.x[-1] == at else key
+
+    def _known(self, mode: str, at: int, matrix: list[list[int]]) -> bool:
+        """Return whether another metric counted the same matrix in this evaluation."""
+        others = (kept for kept in self._confusions.values() if (kept.mode, kept.iteration) == (mode, at))
+        return any(kept.matrix == matrix for kept in others)
+
+    def _curve(self, key: str) -> Curve:
+        return self._curves.setdefault(key, Curve())
+
+    # ---- the record ----------------------------------------------------------------------------------
+
+    def _set_status(self, runner: Runner) -> None:
+        if self._status is not None and not self._training:
+            return  # the status of training is more important than that of a later test
+        error = runner.error
+        if error is None:
+            self._status = "finished", ""
+        else:
+            kind: Status = "failed" if isinstance(error, Exception) else "interrupted"
+            self._status = kind, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+    def _record(self, runner: Runner) -> RunRecord:
+        path = log_file(Path(runner.log_dir))
+        log = read_log(path) if path is not None else None
+        status, error = self._status or ("finished", "")
+        phases, trained = runner.phases, self._start is not None
+        return RunRecord(
+            name=runner.experiment_name,
+            status=status,
+            error=error,
+            started=log.started if log else "",
+            seconds=sum(phases.seconds.values()) + sum(phases.first.values()),
+            environment={"slipstream": __version__, **(log.environment if log else {})},
+            facts=_facts(runner) if trained else {"device": runner.device.type},
+            step=_describe_step(runner) if trained else "",
+            iteration=runner.iter,
+            max_iterations=runner.max_iters if trained else 0,
+            epoch=runner.epoch,
+            max_epochs=runner.max_epochs if trained and runner.by_epoch else 0,
+            by_epoch=runner.by_epoch,
+            start_iteration=self._start or 0,
+            resumed_from=runner.resumed_from.name if runner.resumed_from else "",
+            samples_per_step=runner.samples_per_step if trained else 0,
+            phases=PhaseSplit(_named(phases.seconds), _named(phases.first), phases.steps),
+            curves=self._curves,
+            confusions=list(self._confusions.values()),
+            options=[OptionRow(*row) for row in option_rows(runner.speed, runner.capabilities)],
+            messages=log.messages if log else [],
+            dropped_messages=log.dropped if log else 0,
+            config=flat_config(runner.user_config),
+        )
+
+
+def _is_rate(key: str) -> bool:
+    return key == "train/lr" or key.endswith(".lr") or key.startswith("train/lr/")
+
+
+def _named(seconds: Any) -> dict[str, float]:
+    return {str(phase): round(max(value, 0.0), 6) for phase, value in seconds.items()}
+
+
+def _facts(runner: Runner) -> dict[str, Any]:
+    plan = runner.speed
+    return {
+        "device": runner.device.type,
+        "num_workers": getattr(runner.train_dataloader, "num_workers", 0),
+        "prefetch": plan.prefetch,
+        "fused": bool(plan.fused),
+        "compile": plan.compile is not None,
+    }
+
+
+def _describe_step(runner: Runner) -> str:
+    step = getattr(runner, "step", None)
+    if isinstance(step, GraphStep):
+        if step.uses_graph:
+            return "one compiled graph"
+        return "eager, because the step cannot be compiled as one graph; see the messages"
+    if isinstance(step, EagerStep):
+        compiled = getattr(unwrap_model(runner.model), "_compiled_call_impl", None) is not None
+        return "eager, with a compiled model" if compiled else "eager"
+    return "train_step of the model" if step is not None else ""
+
+
+def _memory(device: torch.device) -> dict[str, float]:
+    """Return the resident memory of this process and the allocated device memory, in MiB, where they are available."""
+    found = {}
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        found["host_mib"] = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    except (OSError, IndexError, ValueError):
+        pass
+    if device.type != "cpu" and torch.accelerator.is_available():
+        found["device_peak_mib"] = torch.accelerator.max_memory_allocated() / 2**20
+    return found

@@ -1,0 +1,80 @@
+"""The host time that a run spends in each phase: waiting for data, training step, hooks, validation and others."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Literal
+
+__all__ = ["STEP_PHASES", "Phase", "PhaseTimes"]
+
+Phase = Literal[
+    "data", "preprocess", "forward", "backward", "optimizer", "step", "hooks", "logging",
+    "validation", "test", "checkpoint", "other",
+]  # fmt: skip
+"""`data`: waiting for a batch. `preprocess`: the data preprocessor, which copies the batch to the device. `step`: parts
+of the training step that are not split into `forward`, `backward` and `optimizer`, such as a step in one graph.
+`logging`: reading the losses from the device, log lines and scalars. `other`: start and end of a run."""
+
+STEP_PHASES: tuple[Phase, ...] = (
+    "data", "preprocess", "forward", "backward", "optimizer", "step", "hooks", "logging",
+)  # fmt: skip
+"""The phases of training without validation and checkpoints."""
+
+
+class PhaseTimes:
+    """A stopwatch that is always in exactly one phase, so that the phases of a run add up to its duration.
+
+    It reads the host's clock and never synchronizes with the device. On an accelerator, a phase that only launches
+    kernels is short, and the phase that reads their results includes the time that the host waits for them.
+
+    Attributes:
+        seconds: the host time in each phase, in seconds, without the first step.
+        first: the host time of the first step in each phase, in seconds. It is separate because it includes the start
+            of worker processes, memory allocation and compilation.
+        steps: number of finished training steps, including the first one.
+        current: the current phase.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[Phase, float] = defaultdict(float)
+        self.first: dict[Phase, float] = {}
+        self.steps = 0
+        self.current: Phase = "other"
+        self._since: float | None = None
+
+    def start(self) -> None:
+        """Start or continue in the phase `other`; the time since `stop` is not counted."""
+        self.current, self._since = "other", perf_counter()
+
+    def stop(self) -> None:
+        """Stop until the next `start`. Later calls of `switch` have no effect."""
+        self.switch("other")
+        self._since = None
+
+    def switch(self, phase: Phase) -> None:
+        """End the current phase and begin another one."""
+        if self._since is None:
+            return
+        now = perf_counter()
+        self.seconds[self.current] += now - self._since
+        self.current, self._since = phase, now
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Switch to `phase` inside the `with` block, and then back; blocks may be nested."""
+        before = self.current
+        self.switch(phase)
+        try:
+            yield
+        finally:
+            self.switch(before)
+
+    def end_step(self) -> None:
+        """Count a training step, and begin to wait for the next batch."""
+        self.switch("data")
+        self.steps += 1
+        if self.steps == 1:
+            self.first = {phase: self.seconds.pop(phase) for phase in STEP_PHASES if phase in self.seconds}

@@ -1,0 +1,111 @@
+"""Recommendations from the measured time split, each with an upper bound of its gain."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from slipstream.report.record import RunRecord
+
+__all__ = ["OUTSIDE", "Advice", "advice", "training_seconds", "trusted_split"]
+
+OUTSIDE = ("other", "test")
+"""The phases of a run that do not belong to training."""
+
+_FEWEST_STEPS = 10
+"""Number of steps below which a split says little about longer runs."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A recommendation."""
+
+    share: float
+    """The fraction of `training_seconds` that it could save at most."""
+    problem: str
+    """What takes the time."""
+    remedy: str
+
+    @property
+    def bound(self) -> float:
+        """The largest possible ratio of the duration of training to its duration without this time."""
+        return 1 / (1 - self.share)
+
+    @property
+    def text(self) -> str:
+        """The recommendation as text, with its bound."""
+        bound = math.ceil(self.bound * 100) / 100  # rounding down would not be an upper bound
+        return (
+            f"{self.share:.0%} of the training time {self.problem}; at most {bound:.2f}x is possible if this time "
+            f"disappears. {self.remedy}"
+        )
+
+
+def trusted_split(record: RunRecord) -> bool:
+    """Return whether the run has enough steps for recommendations."""
+    return record.phases.steps > _FEWEST_STEPS and training_seconds(record) > 0
+
+
+def training_seconds(record: RunRecord) -> float:
+    """Return the duration of training, validation and checkpoints, without the first step."""
+    return sum(seconds for phase, seconds in record.phases.seconds.items() if phase not in OUTSIDE)
+
+
+def advice(record: RunRecord) -> list[Advice]:
+    """Return the recommendations for a run, the largest share first.
+
+    A phase that takes `p` of the host's time cannot save more than `p`, also on an accelerator, because the phases of
+    the host add up to the duration of training. The time of forward, backward and optimizer has no such entry: the host
+    cannot measure how much of it an option would save.
+    """
+    if not trusted_split(record):
+        return []
+    total = training_seconds(record)
+    share = {
+        phase: seconds / total for phase, seconds in record.phases.seconds.items() if phase not in OUTSIDE
+    }
+    found = [*_of_data(record, share), *_of_others(record, share)]
+    return sorted((item for item in found if item.share < 1), key=lambda item: -item.share)
+
+
+def _of_data(record: RunRecord, share: dict[str, float]) -> list[Advice]:
+    found = []
+    if (waits := share.get("data", 0.0)) >= 0.05:
+        workers = record.facts.get("num_workers")
+        more = f"num_workers is {workers}. " if isinstance(workers, int) else ""
+        found.append(
+            Advice(
+                waits,
+                "waits for data",
+                f"{more}Try more workers if there are free cores, the decode-once cache (slipstream data cache), or "
+                "smaller files.",
+            )
+        )
+    if (copies := share.get("preprocess", 0.0)) >= 0.05:
+        on_device = record.facts.get("device") != "cpu"
+        prefetch = on_device and not record.facts.get("prefetch")
+        remedy = (
+            "Try prefetch=2, which copies batches ahead." if prefetch else "Simplify the data preprocessor."
+        )
+        found.append(Advice(copies, "is spent in the data preprocessor", remedy))
+    return found
+
+
+def _of_others(record: RunRecord, share: dict[str, float]) -> list[Advice]:
+    # On an accelerator, the host waits for the device where it reads losses: this time is not the cost of logging.
+    on_host = record.facts.get("device") == "cpu"
+    rules = [
+        ("validation", 0.2, True, "is validation", "Validate less often (train_cfg.val_interval)."),
+        ("checkpoint", 0.03, True, "is spent in checkpoints",
+         "Save less often (default_hooks.checkpoint.interval), or in the background (async_save=True)."),
+        ("logging", 0.03, on_host, "is spent in reading losses and in log lines",
+         "Log less often (default_hooks.logger.interval)."),
+        ("hooks", 0.05, True, "is spent in hooks", "Check the custom hooks, for example with ProfilerHook."),
+        ("optimizer", 0.15, on_host and record.facts.get("fused") is False, "is spent in the optimizer",
+         "Try fused=True, which computes the update in fewer kernels."),
+    ]  # fmt: skip
+    return [
+        Advice(share[phase], problem, remedy)
+        for phase, least, applies, problem, remedy in rules
+        if applies and share.get(phase, 0.0) >= least
+    ]

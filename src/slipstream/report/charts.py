@@ -1,0 +1,87 @@
+"""The charts of one run: losses, metrics, learning rates, speed and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+from slipstream.report.record import RunRecord
+from slipstream.report.style import table
+from slipstream.report.svg import STYLES, Line, line_chart, number
+
+__all__ = ["MOST_CHARTS", "curve_charts", "figure", "is_per_class"]
+
+MOST_CHARTS = 24
+"""Number of charts on a page; further scalars are listed in a table."""
+
+
+def curve_charts(record: RunRecord) -> str:
+    """Return the charts of a run, or an empty string if it recorded nothing."""
+    groups = list(_groups(record))
+    charts = [
+        chart for title, unit, names in groups[:MOST_CHARTS] if (chart := _chart(record, title, unit, names))
+    ]
+    rest = [name for _, _, names in groups[MOST_CHARTS:] for name in names]
+    if not charts:
+        return ""
+    rows = [[name, number(record.curves[name].last())] for name in rest]
+    more = (
+        f"<h3>Newest values of further scalars</h3>{table(['scalar', 'value'], rows, (1,))}" if rows else ""
+    )
+    return (
+        f'<div class="charts">{"".join(charts)}</div><p class="note">A point of a training curve is the mean over the '
+        "steps since the previous point; the band shows their minimum and maximum. Long curves are shortened by "
+        f"merging points. A cross at the upper edge marks values that are NaN or infinite.</p>{more}"
+    )
+
+
+def _groups(record: RunRecord) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield title, unit and curves of each chart, the most important first."""
+    names = list(record.curves)
+    rates = [name for name in names if _is_rate(name)]
+    training = [name for name in names if name.startswith("train/") and name not in rates]
+    times = [name for name in training if name in ("train/time", "train/data_time")]
+    if "train/loss" in names:
+        yield "train/loss", "", ["train/loss"]
+    for name in names:
+        if name.startswith(("val/", "test/")) and not is_per_class(record, name):
+            yield name, "", [name]
+    named = [name for name in rates if name.startswith("train/lr/")] or rates
+    for first in range(0, len(named), STYLES):
+        yield "learning rate", "", named[first : first + STYLES]
+    if "speed/images_per_second" in names:
+        yield "training speed", "images/s", ["speed/images_per_second"]
+    if times:
+        yield "step time and time waiting for data", "seconds", times
+    memory = [name for name in names if name.startswith("memory/")]
+    if memory:
+        yield "memory", "MiB", memory
+    for name in training:
+        if name not in times and name != "train/loss":
+            yield name, "", [name]
+
+
+def _is_rate(name: str) -> bool:
+    return (
+        name == "train/lr"
+        or name.startswith("train/lr/")
+        or (name.startswith("train/") and name.endswith(".lr"))
+    )
+
+
+def is_per_class(record: RunRecord, name: str) -> bool:
+    """Return whether a metric is a value per class, such as `val/IoU/road`, which the class table shows."""
+    return bool(record.confusions) and any(
+        name.endswith(f"IoU/{each}") for each in record.confusions[0].classes
+    )
+
+
+def _chart(record: RunRecord, title: str, unit: str, names: list[str]) -> str:
+    lines = [Line(name.partition("/")[2], record.curves[name]) for name in names]
+    from_logs = record.source == "logs" and names[0].startswith(("val/", "test/"))
+    return figure(title, line_chart(title, lines, "logged step" if from_logs else "iteration", unit))
+
+
+def figure(title: str, svg: str) -> str:
+    """Return a chart with its title, or an empty string if the chart is empty."""
+    return f"<figure><h3>{escape(title)}</h3>{svg}</figure>" if svg else ""

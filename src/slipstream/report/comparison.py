@@ -1,0 +1,179 @@
+"""The page and the CSV file that compare several runs."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from slipstream.report.advice import OUTSIDE, training_seconds
+from slipstream.report.charts import MOST_CHARTS, figure
+from slipstream.report.curve import Curve
+from slipstream.report.record import RunRecord
+from slipstream.report.style import document, table
+from slipstream.report.svg import STYLES, Line, line_chart, number
+
+__all__ = ["MOST_RUNS", "ComparedRun", "compare", "comparison_csv", "comparison_page"]
+
+MOST_RUNS = STYLES
+"""Number of runs that can be compared, because each has a separate line style."""
+_SETTINGS_OF_A_RUN = ("work_dir", "experiment_name", "resume", "load_from")
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run of a comparison."""
+
+    label: str
+    """A short name, different from the others'."""
+    folder: Path
+    record: RunRecord
+
+
+def compare(runs: Sequence[tuple[Path, RunRecord]]) -> list[ComparedRun]:
+    """Return the runs with labels: their names, or their folders if two names are equal."""
+    names = [record.name for _, record in runs]
+    unique = len(set(names)) == len(names)
+    return [
+        ComparedRun(name if unique else str(folder), folder, record)
+        for name, (folder, record) in zip(names, runs, strict=True)
+    ]
+
+
+def comparison_page(runs: Sequence[ComparedRun]) -> str:
+    """Return the HTML page that compares runs: results, time split, differing settings and curves."""
+    labels = [run.label for run in runs]
+    numeric = tuple(range(1, len(runs) + 1))
+    sections = [
+        f"<h1>Comparison of {len(runs)} runs</h1>",
+        _section(
+            "Results",
+            table(["", *labels], [[name, *map(_shown, row)] for name, row in _results(runs)], numeric),
+        ),
+        _section("Time split, percent of training", _split(runs)),
+        _section("Different settings", _settings(runs)),
+        _section("Curves", _charts(runs)),
+    ]
+    return document(f"{', '.join(labels)} – Slipstream comparison", "\n".join(filter(None, sections)))
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>\n{body}</section>" if body else ""
+
+
+def comparison_csv(runs: Sequence[ComparedRun]) -> str:
+    """Return a CSV table with one row per run: results, time split in percent, and the settings that differ.
+
+    Text that a spreadsheet would run as a formula is preceded by an apostrophe.
+    """
+    rows = [*_results(runs), *((f"time % {name}", row) for name, row in _shares(runs)), *_differences(runs)]
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["run", *(_cell(name) for name, _ in rows)])
+    for index, run in enumerate(runs):
+        writer.writerow([_cell(run.label), *(_cell(row[index]) for _, row in rows)])
+    return file.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    return (
+        f"'{value}"
+        if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
+        else value
+    )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return number(value)
+    return "–" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _results(runs: Sequence[ComparedRun]) -> list[tuple[str, list[Any]]]:
+    """Return the name and the values of each result; for curves, the newest value and the extremes."""
+    records = [run.record for run in runs]
+    rows: list[tuple[str, list[Any]]] = [
+        ("status", [record.status for record in records]),
+        ("iteration", [record.iteration for record in records]),
+        ("duration, s", [round(record.seconds, 3) for record in records]),
+    ]
+    names = dict.fromkeys(name for record in records for name in record.curves)
+    for name in names:
+        rows.append((f"{name}, last", [_of(record, name, "last") for record in records]))
+        if name.startswith(("val/", "test/")):
+            rows += [
+                (f"{name}, {kind}", [_of(record, name, kind) for record in records])
+                for kind in ("min", "max")
+            ]
+    return rows
+
+
+def _of(record: RunRecord, name: str, kind: str) -> float | None:
+    curve = record.curves.get(name)
+    if curve is None:
+        return None
+    if kind == "last":
+        return curve.last()
+    values = [value for value in (curve.low if kind == "min" else curve.high) if value is not None]
+    return (min(values) if kind == "min" else max(values)) if values else None
+
+
+def _shares(runs: Sequence[ComparedRun]) -> list[tuple[str, list[Any]]]:
+    phases = dict.fromkeys(
+        phase for run in runs for phase in run.record.phases.seconds if phase not in OUTSIDE
+    )
+    return [(phase, [_share(run.record, phase) for run in runs]) for phase in phases]
+
+
+def _share(record: RunRecord, phase: str) -> float | None:
+    total = training_seconds(record)
+    return round(100 * record.phases.seconds.get(phase, 0.0) / total, 2) if total else None
+
+
+def _split(runs: Sequence[ComparedRun]) -> str:
+    rows = [[name, *map(_shown, row)] for name, row in _shares(runs)]
+    if not rows:
+        return ""
+    return table(["host time", *(run.label for run in runs)], rows, tuple(range(1, len(runs) + 1)))
+
+
+def _differences(runs: Sequence[ComparedRun]) -> list[tuple[str, list[Any]]]:
+    """Return the settings and versions that are not the same in all runs; None if a run does not have one."""
+    records = [run.record for run in runs]
+    keys = sorted({key for record in records for key in record.config} - set(_SETTINGS_OF_A_RUN))
+    rows = [(key, [record.config.get(key) for record in records]) for key in keys]
+    names = sorted({name for record in records for name in record.environment})
+    rows += [(f"environment: {name}", [record.environment.get(name) for record in records]) for name in names]
+    return [(key, row) for key, row in rows if any((type(v), v) != (type(row[0]), row[0]) for v in row)]
+
+
+def _settings(runs: Sequence[ComparedRun]) -> str:
+    without = [run.label for run in runs if not run.record.config]
+    note = ""
+    if without:
+        text = f"The configuration is unknown, because the run has no report.json of its own: {', '.join(without)}."
+        note = f'<p class="note">{escape(text)}</p>'
+    rows = [[key, *("not set" if v is None else str(v) for v in row)] for key, row in _differences(runs)]
+    if not rows:
+        return f'{note}<p class="note">The recorded settings are equal.</p>'
+    return note + table(["setting", *(run.label for run in runs)], rows)
+
+
+def _charts(runs: Sequence[ComparedRun]) -> str:
+    names = sorted(
+        dict.fromkeys(name for run in runs for name in run.record.curves),
+        key=lambda name: (name != "train/loss", not name.startswith(("val/", "test/"))),
+    )
+    charts = []
+    for name in names[:MOST_CHARTS]:
+        # A run without this curve keeps its line style in the other charts.
+        lines = [Line(run.label, run.record.curves.get(name, Curve())) for run in runs]
+        charts.append(figure(name, line_chart(name, lines, "iteration", bands=False)))
+    note = (
+        '<p class="note">A point of a training curve is the mean over the steps since the previous point.</p>'
+    )
+    return f'<div class="charts">{"".join(charts)}</div>{note}' if charts else ""

@@ -1,0 +1,58 @@
+"""Flatten a configuration into built-in values by dotted path."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import PurePath
+from typing import Any
+
+__all__ = ["flat_config"]
+
+_MOST = 3000
+_LONGEST = 300
+_SHORT_LIST = 32
+
+
+def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of nested dicts and lists by dotted path, such as `train_dataloader.batch_size`.
+
+    Short lists of numbers and text become one text. Objects are represented by the name of their class. At most 3,000
+    values are returned, with at most 300 characters each.
+    """
+    return dict(islice(_leaves(config, ""), _MOST))
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple) and not _is_short(value):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}.{index}")
+    elif isinstance(value, list | tuple):
+        yield path, _cut(f"[{', '.join(map(str, value))}]")
+    else:
+        yield path, _plain(value)
+
+
+def _is_short(values: list[Any] | tuple[Any, ...]) -> bool:
+    plain = all(value is None or isinstance(value, bool | int | float | str) for value in values)
+    return plain and len(values) <= _SHORT_LIST
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, str | PurePath):
+        return _cut(str(value))
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+        return f"{value.__module__}.{value.__qualname__}"
+    return f"<{type(value).__name__}>"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

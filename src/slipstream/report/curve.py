@@ -1,0 +1,133 @@
+"""A curve of bounded size: the mean, minimum and maximum of a scalar over the steps of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.errors import DataError
+
+__all__ = ["Curve"]
+
+_DIGITS = 7
+
+
+@dataclass
+class Curve:
+    """A scalar over iterations. Each point summarizes the values since the previous point.
+
+    When the curve has `limit` points, adjacent points are merged, so a curve of any length keeps its extremes.
+
+    Attributes:
+        limit: maximum number of points, an even number.
+        x: the iteration of the newest value of each point.
+        mean: the mean of the point's finite values; None if there are none.
+        low, high: the minimum and maximum of the point's finite values; None if there are none.
+        count: number of the point's finite values.
+        bad: number of the point's values that are NaN or infinite.
+    """
+
+    limit: int = 1000
+    x: list[float] = field(default_factory=list)
+    mean: list[float | None] = field(default_factory=list)
+    low: list[float | None] = field(default_factory=list)
+    high: list[float | None] = field(default_factory=list)
+    count: list[int] = field(default_factory=list)
+    bad: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def add(self, x: float, values: Iterable[float]) -> None:
+        """Append a point that summarizes `values`; without values, nothing is appended."""
+        every = list(values)
+        if not every:
+            return
+        finite, mean = every, sum(every) / len(every)
+        if not math.isfinite(mean):
+            finite = [value for value in every if math.isfinite(value)]
+            mean = sum(value / len(finite) for value in finite)  # the sum of large values may be infinite
+        self.x.append(x)
+        self.mean.append(mean if finite else None)
+        self.low.append(min(finite, default=None))
+        self.high.append(max(finite, default=None))
+        self.count.append(len(finite))
+        self.bad.append(len(every) - len(finite))
+        if len(self) >= self.limit:
+            self._merge()
+
+    def points(self, most: int) -> Curve:
+        """Return a curve with at most `most` points (at least 2), merged from this one."""
+        merged = Curve(max(self.limit, len(self) + 1), **{name: list(getattr(self, name)) for name in _LISTS})
+        while len(merged) > max(most, 2):
+            merged._merge()
+        return merged
+
+    def last(self) -> float | None:
+        """Return the mean of the newest point that has finite values."""
+        return next((value for value in reversed(self.mean) if value is not None), None)
+
+    def to_json(self) -> dict[str, list[Any]]:
+        """Return the lists, with numbers rounded to 7 significant digits."""
+        return {name: [_rounded(value) for value in getattr(self, name)] for name in _LISTS}
+
+    @classmethod
+    def from_json(cls, data: Any, path: str) -> Curve:
+        """Return the curve written by `to_json`.
+
+        Raises:
+            DataError: `data` has a different structure; the message names `path`.
+        """
+        if not isinstance(data, Mapping):
+            raise DataError(f"{path} must be an object, not {type(data).__name__}")
+        lists = {name: data.get(name) for name in _LISTS}
+        lengths = {len(values) if isinstance(values, list) else -1 for values in lists.values()}
+        if len(lengths) > 1 or -1 in lengths:
+            raise DataError(f"{path} must contain lists of the same length: {', '.join(_LISTS)}")
+        for name, values in lists.items():
+            optional = name in ("mean", "low", "high")
+            if not all((value is None and optional) or _is_number(value) for value in values or ()):
+                raise DataError(f"{path}.{name} must contain finite numbers")
+        return cls(**lists)  # type: ignore[arg-type]
+
+    def _append(self, *values: Any) -> None:
+        for name, value in zip(_LISTS, values, strict=True):
+            getattr(self, name).append(value)
+
+    def _merge(self) -> None:
+        """Merge adjacent pairs of points; an odd last point is kept."""
+        old = {name: getattr(self, name) for name in _LISTS}
+        for name in _LISTS:
+            setattr(self, name, [])
+        for first in range(0, len(old["x"]), 2):
+            pair = slice(first, first + 2)
+            counts, means = old["count"][pair], old["mean"][pair]
+            total = sum(counts)
+            parts = (
+                n / total * mean for n, mean in zip(counts, means, strict=True) if mean is not None and total
+            )
+            self._append(
+                old["x"][pair][-1],
+                math.fsum(parts) if total else None,
+                min(_finite(old["low"][pair]), default=None),
+                max(_finite(old["high"][pair]), default=None),
+                total,
+                sum(old["bad"][pair]),
+            )
+
+
+_LISTS = ("x", "mean", "low", "high", "count", "bad")
+
+
+def _finite(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _rounded(value: float | None) -> float | None:
+    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value

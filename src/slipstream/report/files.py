@@ -1,0 +1,67 @@
+"""Read and write the files of a report: `report.json` and `report.html` in a run folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from slipstream.errors import DataError
+from slipstream.files import replacing
+from slipstream.report.log_files import record_from_logs
+from slipstream.report.record import RunRecord
+
+__all__ = ["HTML", "JSON", "read_run", "write_page", "write_report"]
+
+JSON, HTML = "report.json", "report.html"
+_LARGEST = 64 * 2**20
+"""Size limit of `report.json`, in bytes; the largest reports have a few MB."""
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Return the record of a run: its `report.json`, or what its log files contain if there is none.
+
+    A record with the status `incomplete` is read again from the log files, because the run may have continued.
+
+    Raises:
+        DataError: `report.json` is damaged; the message names the file and the remedy.
+    """
+    path = folder / JSON
+    if not path.is_file():
+        return record_from_logs(folder)
+    try:
+        record = _read(path)
+    except DataError as error:
+        raise DataError(f"{error}. Delete {path} to rebuild the report from the log files") from error
+    return record_from_logs(folder) if record.status == "incomplete" else record
+
+
+def _read(path: Path) -> RunRecord:
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise DataError(f"{path} is larger than {_LARGEST // 2**20} MiB")
+        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path} cannot be read: {error}") from error
+    return RunRecord.from_json(data, str(path))
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def write_report(record: RunRecord, folder: Path) -> Path:
+    """Write `report.json` and `report.html` to a run folder atomically, and return the path of the page."""
+    from slipstream.report.page import page
+
+    write_page(folder / JSON, json.dumps(record.to_json(), allow_nan=False, indent=None) + "\n")
+    write_page(folder / HTML, page(record, folder))
+    return folder / HTML
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a text file atomically."""
+    with replacing(path) as temporary:
+        # Text of a run may contain characters that UTF-8 cannot represent, for example from a file name.
+        temporary.write_bytes(text.encode("utf-8", errors="replace"))

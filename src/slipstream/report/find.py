@@ -1,0 +1,131 @@
+"""Find the run folders below a folder, and summarize each run as one row."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import ConfigError, DataError
+from slipstream.report.files import JSON, read_run
+from slipstream.report.log_files import log_file
+from slipstream.report.record import RunRecord
+
+__all__ = ["RunRow", "find_runs", "is_run", "row_of", "run_folder"]
+
+_DEPTH = 5
+"""Number of folder levels that are searched."""
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One run in a list of runs."""
+
+    folder: Path
+    status: str
+    """The run's status, or `unreadable`."""
+    record: RunRecord | None
+    problem: str = ""
+    """Why the record cannot be read."""
+
+    def value(self, key: str) -> Any:
+        """Return a column, the newest value of a scalar (`val/mIoU` or `mIoU`), or a configuration value; or None."""
+        if key in ("run", "folder"):
+            return str(self.folder)
+        if key == "status":
+            return self.status
+        return None if self.record is None else value_of(self.record, key)
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is the log folder of a run."""
+    try:
+        return (folder / JSON).is_file() or (folder / "vis_data").is_dir() or _has_own_log(folder)
+    except OSError:
+        return False
+
+
+def _has_own_log(folder: Path) -> bool:
+    path = log_file(folder)
+    return path is not None and path.stem == folder.name
+
+
+def find_runs(folder: Path) -> list[RunRow]:
+    """Return a row for each run folder in `folder` and its subfolders, sorted by path.
+
+    A damaged or half-written run is a row with a status, not an error.
+
+    Raises:
+        ConfigError: `folder` is not a folder.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder")
+    return [row_of(found) for found in sorted(_run_folders(folder))]
+
+
+def _run_folders(folder: Path) -> Iterator[Path]:
+    depth = len(folder.parts)
+    for path, names, _ in os.walk(folder):
+        here = Path(path)
+        if is_run(here):
+            names.clear()
+            yield here
+        elif len(here.parts) - depth >= _DEPTH:
+            names.clear()
+        else:
+            names[:] = [name for name in names if not name.startswith(".") and not name.endswith(".sharded")]
+
+
+def row_of(folder: Path) -> RunRow:
+    """Return the row of a run folder."""
+    try:
+        record = read_run(folder)
+    except (DataError, OSError) as error:
+        return RunRow(folder, "unreadable", None, str(error))
+    return RunRow(folder, record.status, record)
+
+
+def run_folder(path: Path) -> Path:
+    """Return the run folder that `path` names: itself, the folder of its report, or the newest run of a work_dir.
+
+    Raises:
+        ConfigError: there is no run.
+    """
+    folder = path.parent if path.is_file() else path
+    if not folder.is_dir():
+        raise ConfigError(f"{path} does not exist; give a run folder, or run 'slipstream runs' to list them")
+    if is_run(folder):
+        return folder
+    runs = [child for child in folder.iterdir() if child.is_dir() and is_run(child)]
+    if not runs:
+        raise ConfigError(
+            f"{path} contains no run: neither report.json nor a log; to search subfolders, use slipstream runs {path}"
+        )
+    return max(runs, key=lambda run: (run.stat().st_mtime, run.name))
+
+
+def value_of(record: RunRecord, key: str) -> Any:
+    """Return a value of a record by name, or None: see `RunRow.value`."""
+    columns = {
+        "name": record.name,
+        "started": record.started,
+        "iteration": record.iteration,
+        "epoch": record.epoch,
+        "seconds": record.seconds,
+        "step": record.step,
+        "loss": _last(record, "train/loss"),
+        "images_per_second": _last(record, "speed/images_per_second"),
+    }
+    if key in columns:
+        return columns[key]
+    for name in (key, f"val/{key}", f"test/{key}", f"train/{key}"):
+        if name in record.curves:
+            return _last(record, name)
+    return record.config.get(key)
+
+
+def _last(record: RunRecord, name: str) -> float | None:
+    curve = record.curves.get(name)
+    return None if curve is None else curve.last()

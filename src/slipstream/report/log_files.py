@@ -1,0 +1,164 @@
+"""Read a run's log files: warnings from the log, and curves from the JSON lines of `LocalVisBackend`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from slipstream.report.curve import Curve
+from slipstream.report.record import LogMessage, RunRecord
+
+__all__ = ["MOST_MESSAGES", "LogFile", "log_file", "read_log", "record_from_logs"]
+
+MOST_MESSAGES = 200
+"""Number of warnings and errors that are kept."""
+_LONGEST = 4000
+"""Number of characters that are kept of a message."""
+_RECORD = re.compile(r"^(\d{4}/\d\d/\d\d \d\d:\d\d:\d\d) - (DEBUG|INFO|WARNING|ERROR|CRITICAL) - (.*)$")
+_COUNTERS = ("step", "iter", "epoch")
+_TIME = "%Y/%m/%d %H:%M:%S"
+_EPOCH = re.compile(r"^Epoch\(train\)\s+\[\s*\d+\]")
+
+
+@dataclass
+class LogFile:
+    """What is read from a log file."""
+
+    started: str = ""
+    """Local time of the first line, `YYYY-MM-DD HH:MM:SS`."""
+    seconds: float = 0.0
+    """Time between the first and the last line."""
+    messages: list[LogMessage] = field(default_factory=list)
+    """The warnings, the errors and the summary of torch.compile."""
+    dropped: int = 0
+    """Number of further messages."""
+    environment: dict[str, str] = field(default_factory=dict)
+    by_epoch: bool = False
+    """Whether a line of training counts epochs."""
+
+
+def log_file(folder: Path) -> Path | None:
+    """Return the log of a run folder, or None. The log has the name of the folder, or is the only one."""
+    named = folder / f"{folder.name}.log"
+    if named.is_file():
+        return named
+    logs = sorted(folder.glob("*.log"))
+    return logs[0] if len(logs) == 1 else None
+
+
+def read_log(path: Path) -> LogFile:
+    """Return the contents of a log file; lines of a different form and missing files are skipped."""
+    found = LogFile()
+    first = last = ""
+    for time, level, text in _records(path):
+        first, last = first or time, time
+        if level == "INFO" and text.startswith("Environment: "):
+            found.environment = found.environment or _environment(text)
+        found.by_epoch = found.by_epoch or (level == "INFO" and _EPOCH.match(text) is not None)
+        if level in ("WARNING", "ERROR", "CRITICAL") or text.startswith("torch.compile: "):
+            if len(found.messages) < MOST_MESSAGES:
+                found.messages.append(LogMessage(time, level, text[:_LONGEST]))
+            else:
+                found.dropped += 1
+    if first:
+        begin, end = datetime.strptime(first, _TIME), datetime.strptime(last, _TIME)
+        found.started = begin.isoformat(" ")
+        found.seconds = max((end - begin).total_seconds(), 0.0)
+    return found
+
+
+def _records(path: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield time, level and text of each record; a text may have several lines."""
+    time = level = ""
+    lines: list[str] = []
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if match := _RECORD.match(line.rstrip("\n")):
+                    if lines:
+                        yield time, level, "\n".join(lines)
+                    time, level, lines = match[1], match[2], [match[3]]
+                elif lines and len(lines) < 100:
+                    lines.append(line.rstrip("\n"))
+    except OSError:
+        return
+    if lines:
+        yield time, level, "\n".join(lines)
+
+
+def _environment(text: str) -> dict[str, str]:
+    entries = (entry.partition(" ") for entry in text.removeprefix("Environment: ").split(", "))
+    return {key: value for key, _, value in entries if key in ("python", "torch", "device", "world_size")}
+
+
+def record_from_logs(folder: Path) -> RunRecord:
+    """Return what the log files of a run folder contain, with the status `incomplete`.
+
+    Logged metrics are recorded over the step that the log contains: the epoch or the iteration.
+    """
+    path = log_file(folder)
+    log = read_log(path) if path is not None else LogFile()
+    record = RunRecord(
+        name=folder.name,
+        source="logs",
+        started=log.started,
+        seconds=log.seconds,
+        environment=log.environment,
+        by_epoch=log.by_epoch,
+        messages=log.messages,
+        dropped_messages=log.dropped,
+    )
+    for line in _json_lines(folder / "vis_data"):
+        _add_line(record, line)
+    return record
+
+
+def _json_lines(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects in the scalars file; damaged lines, such as an incomplete last line, are skipped."""
+    path = folder / "scalars.json"
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for text in file:
+                try:
+                    line = json.loads(text)
+                except ValueError:
+                    continue
+                if isinstance(line, dict):
+                    yield line
+    except OSError:
+        return
+
+
+def _add_line(record: RunRecord, line: dict[str, Any]) -> None:
+    iteration, step, epoch = (_count(line.get(key)) for key in ("iter", "step", "epoch"))
+    at = step if iteration is None else iteration
+    if at is None:
+        return
+    if iteration is not None:
+        record.iteration = max(record.iteration, iteration)
+        record.epoch = max(record.epoch, (epoch or 1) - 1)
+    for key, value in line.items():
+        name = key.removeprefix("train/").removeprefix("val/")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if name in _COUNTERS or not (value is None or is_number):
+            continue
+        if name == "memory":
+            name = "memory/device_peak_mib"
+        elif iteration is not None:
+            name = f"train/{name}"
+        elif name not in ("time", "data_time"):
+            name = f"val/{name}"
+        else:
+            continue
+        # LocalVisBackend writes NaN and infinity as null.
+        record.curves.setdefault(name, Curve()).add(at, [float("nan") if value is None else float(value)])
+
+
+def _count(value: Any) -> int | None:
+    """Return a number of steps or epochs, or None if `value` is not one."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53 else None

@@ -1,0 +1,275 @@
+"""The HTML page of one run."""
+
+from __future__ import annotations
+
+import base64
+from html import escape
+from pathlib import Path
+
+from slipstream.report.advice import OUTSIDE, advice, training_seconds, trusted_split
+from slipstream.report.charts import curve_charts, is_per_class
+from slipstream.report.classes import confusion_section
+from slipstream.report.record import RunRecord
+from slipstream.report.style import document, table
+from slipstream.report.svg import number
+
+__all__ = ["DESCRIPTIONS", "duration", "page"]
+
+DESCRIPTIONS = {
+    "data": "waiting for data",
+    "preprocess": "data preprocessor: copy to the device, normalization",
+    "forward": "forward",
+    "backward": "backward, with gradient synchronization",
+    "optimizer": "optimizer, with clipping and zero_grad",
+    "step": "rest of the training step",
+    "hooks": "hooks",
+    "logging": "reading losses, log lines",
+    "validation": "validation",
+    "test": "test",
+    "checkpoint": "checkpoints",
+    "other": "start and end of the run",
+}
+"""The phases of `slipstream.logging.PhaseTimes` in the order of the page."""
+_LARGEST_PICTURE = 4 * 2**20
+_STATUS = {
+    "finished": "finished",
+    "interrupted": "interrupted",
+    "failed": "failed",
+    "incomplete": "incomplete: still running, or ended before it wrote its report",
+}
+
+
+def page(record: RunRecord, folder: Path | None = None) -> str:
+    """Return the page of a run.
+
+    Args:
+        record: the run's record.
+        folder: the run's log folder, which may contain a picture of predictions.
+    """
+    sections = [
+        _head(record),
+        _section("Recommendations", _advice(record)),
+        _section("Time", _split(record)),
+        _section("Curves", curve_charts(record)),
+        *(_section(*confusion_section(each)) for each in record.confusions),
+        _section("Predictions", _picture(folder)),
+        _section("Messages", _messages(record)),
+        _section("Speed options", _options(record)),
+        _section("Configuration", _config(record)),
+    ]
+    return document(
+        f"{record.name} – Slipstream report", "\n".join(section for section in sections if section)
+    )
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>\n{body}</section>" if body else ""
+
+
+def _head(record: RunRecord) -> str:
+    status = f'<span class="badge {record.status}">{escape(_STATUS[record.status])}</span>'
+    facts = [f"started {record.started}" if record.started else "", _progress(record)]
+    facts += [f"{name} {value}" for name, value in record.environment.items() if name != "world_size"]
+    if record.environment.get("world_size", "1") != "1":
+        facts.append(f"{record.environment['world_size']} processes")
+    lines = [
+        f"<h1>{escape(record.name)}</h1>",
+        f"<p>{status} {escape(' · '.join(f for f in facts if f))}</p>",
+    ]
+    if record.resumed_from:
+        text = f"Resumed from {record.resumed_from}, after iteration {record.start_iteration:,}."
+        lines.append(
+            f'<p class="soft">{escape(text)} Earlier iterations are in the report of the earlier run.</p>'
+        )
+    if record.source == "logs":
+        lines.append(
+            '<p class="note">This report was collected from the log files. They contain neither the time split nor '
+            "the options. Validation metrics are shown over the logged step, which is the epoch or the iteration.</p>"
+        )
+    if record.error:
+        lines.append(f'<div class="error"><p class="message">{escape(record.error)}</p></div>')
+    return "\n".join([*lines, _tiles(record)])
+
+
+def _progress(record: RunRecord) -> str:
+    of = f" of {record.max_iterations:,}" if record.max_iterations else ""
+    text = f"iteration {record.iteration:,}{of}"
+    return f"epoch {record.epoch:,} of {record.max_epochs:,}, {text}" if record.max_epochs else text
+
+
+def _tiles(record: RunRecord) -> str:
+    tiles = []
+    for name, curve in record.curves.items():
+        if name.startswith(("val/", "test/")) and not is_per_class(record, name) and curve.last() is not None:
+            known = [value for value in curve.mean if value is not None]
+            spread = f"lowest {number(min(known))}, highest {number(max(known))}" if len(known) > 1 else ""
+            tiles.append((name, number(curve.last()), spread))
+    tiles = tiles[:6]
+    if (loss := record.curves.get("train/loss")) is not None:
+        first = next((value for value in loss.mean if value is not None), None)
+        tiles.append(("train/loss", number(loss.last()), f"first {number(first)}"))
+    if (speed := _mean_speed(record)) is not None:
+        tiles.append(("images/s", number(speed), "mean, training only"))
+    for name, label in (("memory/device_peak_mib", "device memory"), ("memory/host_mib", "host memory")):
+        highs = (
+            [value for value in record.curves[name].high if value is not None]
+            if name in record.curves
+            else []
+        )
+        if highs:
+            tiles.append((label, f"{number(max(highs), 3)} MiB", "largest recorded"))
+    if record.seconds:
+        tiles.append(("duration", duration(record.seconds), ""))
+    items = (
+        f"<li><span>{escape(label)}</span><b>{escape(value)}</b><small>{escape(note)}</small></li>"
+        for label, value, note in tiles
+    )
+    return f'<ul class="tiles">{"".join(items)}</ul>'
+
+
+def _mean_speed(record: RunRecord) -> float | None:
+    """Return the mean training speed without the first step, validation and checkpoints."""
+    outside = ("validation", "test", "checkpoint", "other")
+    seconds = sum(value for phase, value in record.phases.seconds.items() if phase not in outside)
+    steps = record.phases.steps - 1
+    return (
+        steps * record.samples_per_step / seconds
+        if steps > 0 and seconds > 0 and record.samples_per_step
+        else None
+    )
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as short text: `8.2 s`, `3 min 05 s` or `2 h 07 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,} h {minutes:02d} min"
+
+
+def _advice(record: RunRecord) -> str:
+    if record.source == "logs":
+        return ""
+    found = advice(record)
+    if found:
+        items = "".join(f"<li>{escape(item.text)}</li>" for item in found)
+        return (
+            f'<ul class="advice">{items}</ul><p class="note">Each bound assumes that the whole time of its phase '
+            "disappears and that nothing else changes. The bounds cannot be multiplied.</p>"
+        )
+    if not trusted_split(record):
+        steps = record.phases.steps
+        return (
+            f'<p class="note">None: the run has {steps} training steps, too few for a useful time split.</p>'
+        )
+    return (
+        '<p class="note">None: no phase outside the training step takes much time. How much a speed option would save '
+        "of forward, backward and optimizer cannot be computed from this split.</p>"
+    )
+
+
+def _split(record: RunRecord) -> str:
+    split = record.phases
+    total = training_seconds(record)
+    if total <= 0 or not split.steps:
+        return ""
+    largest = max(seconds for phase, seconds in split.seconds.items() if phase not in OUTSIDE)
+    rows = []
+    for phase, description in DESCRIPTIONS.items():
+        seconds, first = split.seconds.get(phase, 0.0), split.first.get(phase, 0.0)
+        if not seconds and not first:
+            continue
+        if phase == "step" and record.step and not record.step.startswith("eager"):
+            description = f"training step: {record.step}"
+        inside = phase not in OUTSIDE
+        per_step = f"{1e3 * seconds / (split.steps - 1):.3g}" if inside and split.steps > 1 else "–"
+        bar = f'<span class="bar" style="width:{100 * seconds / largest:.1f}%"></span>' if inside else ""
+        share = f"{seconds / total:.1%}" if inside else "–"
+        rows.append(
+            f'<tr><td>{escape(description)}</td><td class="wide">{bar}</td><td class="num">{share}</td>'
+            f'<td class="num">{seconds:.4g}</td><td class="num">{per_step}</td>'
+            f'<td class="num">{1e3 * first:.3g}</td></tr>'
+        )
+    head = (
+        "<tr><th>host time</th><th></th><th class='num'>share</th><th class='num'>seconds</th>"
+        "<th class='num'>ms per step</th><th class='num'>first step, ms</th></tr>"
+    )
+    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in _split_notes(record))
+    return (
+        f'<div class="scroll"><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>{notes}'
+    )
+
+
+def _split_notes(record: RunRecord) -> list[str]:
+    notes = [
+        f"Measured on the host of rank 0 over {record.phases.steps:,} training steps. The first step is listed "
+        "separately, because it includes the start of workers, memory allocation and compilation. Shares are fractions "
+        "of training, validation and checkpoints."
+    ]
+    if record.step:
+        notes.append(f"Training step: {record.step}.")
+    if record.facts.get("device", "cpu") != "cpu":
+        notes.append(
+            f"Kernels on the {record.facts['device']} device run asynchronously. The host does not observe when they "
+            "run: forward, backward and optimizer contain the time to launch kernels, and the time that the host "
+            "waits for the device is in the phase in which it waits, usually reading losses."
+        )
+    if record.facts.get("prefetch"):
+        notes.append("With prefetch, the copy to the device starts while the loop waits for data.")
+    if "step" in record.phases.seconds and record.facts.get("compile"):
+        notes.append(
+            "A step that is compiled as one graph is not split. Its time includes the compilation and verification of "
+            "the graph after the first step."
+        )
+    return notes
+
+
+def _picture(folder: Path | None) -> str:
+    """Return the newest picture of predictions in the run folder as an inline image."""
+    if folder is None:
+        return ""
+    pictures = folder.glob("vis_data/vis_image/predictions_*.png")
+    try:
+        newest = max(pictures, key=lambda path: path.stat().st_mtime, default=None)
+        if newest is None or newest.stat().st_size > _LARGEST_PICTURE:
+            return ""
+        data = newest.read_bytes()
+    except OSError:
+        return ""
+    if not data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return ""
+    encoded = base64.b64encode(data).decode("ascii")
+    return (
+        f'<img alt="Validation images, ground truth and predictions" src="data:image/png;base64,{encoded}">'
+    )
+
+
+def _messages(record: RunRecord) -> str:
+    if not record.messages:
+        return '<p class="note">No warnings.</p>'
+    lines = [
+        f'<p class="message">{escape(f"{message.time}  {message.level}  {message.text}")}</p>'
+        for message in record.messages
+    ]
+    if record.dropped_messages:
+        lines.append(f'<p class="note">{record.dropped_messages:,} more warnings are in the log file.</p>')
+    return "\n".join(lines)
+
+
+def _options(record: RunRecord) -> str:
+    if record.source == "logs":
+        return ""
+    if not record.options:
+        return '<p class="note">No speed option is set.</p>'
+    rows = [[row.option, row.value, row.source, row.reason] for row in record.options]
+    return table(["option", "value", "from", "reason or effect"], rows)
+
+
+def _config(record: RunRecord) -> str:
+    if not record.config:
+        return ""
+    rows = [[key, "" if value is None else str(value)] for key, value in sorted(record.config.items())]
+    return f"<details><summary>{len(rows):,} values</summary>{table(['key', 'value'], rows)}</details>"

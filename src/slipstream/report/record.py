@@ -1,0 +1,193 @@
+"""`RunRecord`: the contents of `report.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, get_type_hints
+
+from slipstream.errors import DataError
+from slipstream.report.curve import Curve
+from slipstream.typecheck import NonNegative, NonNegativeInt, describe, matches
+
+__all__ = ["FORMAT", "Confusion", "LogMessage", "OptionRow", "PhaseSplit", "RunRecord", "Status"]
+
+FORMAT = 1
+"""The version of the format of `report.json`."""
+
+Status = Literal["finished", "interrupted", "failed", "incomplete"]
+"""`incomplete`: the run is still running, or it was killed before it could write its report."""
+
+
+@dataclass
+class PhaseSplit:
+    """The host time that a run spent in each phase, in seconds; see `slipstream.logging.PhaseTimes`."""
+
+    seconds: dict[str, NonNegative] = field(default_factory=dict)
+    """Without the first training step."""
+    first: dict[str, NonNegative] = field(default_factory=dict)
+    """The first training step."""
+    steps: NonNegativeInt = 0
+    """Number of training steps, including the first one."""
+
+
+@dataclass
+class Confusion:
+    """The confusion matrix of the last evaluation of a metric."""
+
+    metric: str
+    """The metric's class, such as `IoUMetric`."""
+    mode: str
+    """`val` or `test`."""
+    iteration: NonNegativeInt
+    """Number of training steps before the evaluation."""
+    classes: list[str]
+    matrix: list[list[NonNegativeInt]]
+    """Number of pixels or samples; rows are targets, columns are predictions."""
+
+
+@dataclass
+class LogMessage:
+    """A warning or an error of the log file."""
+
+    time: str
+    level: str
+    text: str
+
+
+@dataclass
+class OptionRow:
+    """A speed option that is set, or that `auto` leaves off."""
+
+    option: str
+    value: str
+    source: str
+    """The configuration key that sets it, or `auto`."""
+    reason: str
+
+
+@dataclass
+class RunRecord:
+    """What a run recorded. `report.json` contains these fields; its format may gain fields in later versions."""
+
+    name: str
+    """The experiment name."""
+    status: Status = "incomplete"
+    error: str = ""
+    """The type and message of the error that ended the run."""
+    source: Literal["run", "logs"] = "run"
+    """Whether the run itself wrote the record, or `slipstream report` collected it from the log files."""
+    started: str = ""
+    """Local time, `YYYY-MM-DD HH:MM:SS`."""
+    seconds: NonNegative = 0.0
+    """Duration of the run."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Versions, device and number of processes."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Settings that the recommendations depend on, such as the number of workers."""
+    step: str = ""
+    """How the training step was computed at the end of the run."""
+    iteration: NonNegativeInt = 0
+    max_iterations: NonNegativeInt = 0
+    epoch: NonNegativeInt = 0
+    max_epochs: NonNegativeInt = 0
+    by_epoch: bool = True
+    start_iteration: NonNegativeInt = 0
+    """The iteration that a resumed run started from."""
+    resumed_from: str = ""
+    samples_per_step: NonNegativeInt = 0
+    """Number of samples per training step, summed over all processes; 0 if unknown."""
+    phases: PhaseSplit = field(default_factory=PhaseSplit)
+    curves: dict[str, Curve] = field(default_factory=dict)
+    """Scalars over iterations: `train/loss`, `val/mIoU`, `speed/images_per_second`, `memory/host_mib`, ..."""
+    confusions: list[Confusion] = field(default_factory=list)
+    options: list[OptionRow] = field(default_factory=list)
+    messages: list[LogMessage] = field(default_factory=list)
+    dropped_messages: NonNegativeInt = 0
+    """Number of warnings that are not in `messages`, because there are too many."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """The configuration, as built-in values by dotted path."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return nested dicts and lists of built-in values."""
+        data: dict[str, Any] = {"format": FORMAT}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name == "curves":
+                data[each.name] = {name: curve.to_json() for name, curve in value.items()}
+            elif each.name in _NESTED:
+                data[each.name] = (
+                    [asdict(item) for item in value] if isinstance(value, list) else asdict(value)
+                )
+            else:
+                data[each.name] = value
+        return data
+
+    @classmethod
+    def from_json(cls, data: Any, where: str) -> RunRecord:
+        """Return the record written by `to_json`; unknown fields are ignored.
+
+        Args:
+            data: the parsed JSON.
+            where: name of the file, for errors.
+
+        Raises:
+            DataError: a field is missing or has a different type, or a newer version wrote the file.
+        """
+        if not isinstance(data, Mapping) or not isinstance(data.get("format"), int):
+            raise DataError(f"{where} is not a report: it has no 'format'")
+        if data["format"] != FORMAT:
+            raise DataError(
+                f"{where} has format {data['format']}, but this version of Slipstream reads format {FORMAT}; "
+                "use the version that wrote it"
+            )
+        curves = data.get("curves", {})
+        if not isinstance(curves, Mapping):
+            raise DataError(f"'curves' in {where} must be an object")
+        values = {name: data[name] for name in _HINTS if name in data and name != "curves"}
+        values["curves"] = {
+            str(name): Curve.from_json(curve, f"curves.{name} in {where}") for name, curve in curves.items()
+        }
+        for name, kind in _NESTED.items():
+            if name in values:
+                values[name] = _nested(values[name], kind, name, where)
+        record: RunRecord = _build(cls, values, "", where)
+        return record
+
+
+_NESTED: dict[str, Any] = {
+    "phases": PhaseSplit,
+    "confusions": Confusion,
+    "options": OptionRow,
+    "messages": LogMessage,
+}
+_HINTS = get_type_hints(RunRecord, include_extras=True)
+
+
+def _nested(value: Any, kind: Any, name: str, where: str) -> Any:
+    if kind is PhaseSplit:
+        return _object(value, kind, name, where)
+    if not isinstance(value, list):
+        raise DataError(f"'{name}' in {where} must be a list")
+    return [_object(item, kind, f"{name}[{index}]", where) for index, item in enumerate(value)]
+
+
+def _object(value: Any, kind: Any, path: str, where: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise DataError(f"'{path}' in {where} must be an object")
+    known = {each.name for each in fields(kind)}
+    item = _build(kind, {key: entry for key, entry in value.items() if key in known}, f"{path}.", where)
+    if isinstance(item, Confusion) and {len(item.matrix), *map(len, item.matrix)} != {len(item.classes)}:
+        raise DataError(f"'{path}.matrix' in {where} must have one row and one column per class")
+    return item
+
+
+def _build(kind: Any, values: dict[str, Any], prefix: str, where: str) -> Any:
+    hints = _HINTS if kind is RunRecord else get_type_hints(kind, include_extras=True)
+    for name, value in values.items():
+        if name not in (*_NESTED, "curves") and not matches(value, hints[name]):
+            raise DataError(f"'{prefix}{name}' in {where} must be {describe(hints[name])}")
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise DataError(f"{where} is incomplete: {error}") from error

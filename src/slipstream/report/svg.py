@@ -1,0 +1,226 @@
+"""Line charts as inline SVG, readable without color: lines differ in their dashes, and each has a label."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from slipstream.report.curve import Curve
+
+__all__ = ["STYLES", "Line", "line_chart", "number"]
+
+STYLES = 8
+"""Number of line styles (color and dashes) in the style sheet."""
+_WIDTH, _HEIGHT = 520, 230
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 10, 34
+_POINTS = 400
+_LARGEST = 1e300
+"""Larger values are drawn beyond the edge, because the size of an axis must be finite."""
+_MARKED = 40
+"""Number of points up to which each point of a line is drawn as a circle."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart: its label and its points."""
+
+    label: str
+    curve: Curve
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Return a number as short text, with `digits` significant digits; a dash for None."""
+    if value is None:
+        return "–"
+    if value and not 1e-3 <= abs(value) < 1e6:
+        mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    text = f"{value:,.{max(digits - 1 - _magnitude(value), 0)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _magnitude(value: float) -> int:
+    return math.floor(math.log10(abs(value))) if value else 0
+
+
+def line_chart(title: str, lines: Sequence[Line], x_label: str, unit: str = "", bands: bool = True) -> str:
+    """Return a chart as an SVG element, or an empty string if no line has a point.
+
+    The mean of each point is drawn as a line, and its minimum and maximum as a band. Values that are NaN or infinite
+    interrupt the line, and are marked with a cross at the upper edge.
+
+    Args:
+        title: describes the chart; it is the accessible name of the element.
+        lines: at most `STYLES` lines; a line without points is omitted, but the others keep their styles.
+        x_label: label of the horizontal axis.
+        unit: unit of the vertical axis, part of its label.
+        bands: whether to draw the bands.
+    """
+    shown = [Line(line.label, line.curve.points(_POINTS)) for line in lines]
+    if not any(len(line.curve) for line in shown):
+        return ""
+    drawn = [
+        c for line in shown for c in ((line.curve.low, line.curve.high) if bands else (line.curve.mean,))
+    ]
+    extremes = (v for curve in drawn for v in curve if v is not None)
+    values = [min(max(value, -_LARGEST), _LARGEST) for value in extremes]
+    axis = _Axis.covering(values)
+    across = _Axis.linear([x for line in shown for x in line.curve.x], integers=True)
+    parts = [
+        _grid(axis, across),
+        *(_line(line, index, axis, across, bands) for index, line in enumerate(shown)),
+    ]
+    scale = " (log scale)" if axis.log else ""
+    caption = f"{unit}{scale}".strip()
+    if caption:
+        parts.append(f'<text class="axis" x="{_LEFT}" y="{_TOP - 1}" dy="-2">{escape(caption)}</text>')
+    parts.append(
+        f'<text class="axis" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 3}" text-anchor="end">{escape(x_label)}</text>'
+    )
+    legend = _legend(shown) if len(shown) > 1 else ""
+    return (
+        f'<svg viewBox="0 -12 {_WIDTH} {_HEIGHT + 12}" role="img" aria-label="{escape(title, quote=True)}">'
+        f"{''.join(parts)}</svg>{legend}"
+    )
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """A mapping from values to the unit interval, with its ticks."""
+
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+    log: bool = False
+
+    @classmethod
+    def covering(cls, values: Sequence[float]) -> _Axis:
+        """Return an axis for values; it is logarithmic if they are positive and most span two decades."""
+        ranked = sorted(values)
+        if ranked and ranked[0] > 0:
+            low, high = ranked[len(ranked) // 20], ranked[-1 - len(ranked) // 20]
+            if high > 100 * low:
+                exponents = range(math.floor(math.log10(ranked[0])), math.ceil(math.log10(ranked[-1])) + 1)
+                every = -(-len(exponents) // 6)
+                ticks = tuple(10.0**e for e in exponents[::every])
+                return cls(10.0 ** exponents[0], 10.0 ** exponents[-1], ticks, True)
+        return cls.linear(ranked)
+
+    @classmethod
+    def linear(cls, values: Sequence[float], integers: bool = False) -> _Axis:
+        low, high = (min(values), max(values)) if values else (0.0, 1.0)
+        if high - low <= 1e-9 * max(abs(low), abs(high)):
+            margin = 1.0 if integers else (abs(high) or 1.0) * 0.1
+            low, high = low - margin, high + margin
+        step = _round_step((high - low) / 5)
+        if integers:
+            step = max(1.0, step)
+        else:
+            low, high = math.floor(low / step) * step, math.ceil(high / step) * step
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        return cls(low, high, tuple(index * step for index in range(first, last + 1)))
+
+    def at(self, value: float) -> float:
+        if self.log:
+            low, high, value = math.log10(self.low), math.log10(self.high), math.log10(max(value, self.low))
+        else:
+            low, high = self.low, self.high
+        return (value - low) / (high - low)
+
+
+def _round_step(step: float) -> float:
+    """Return the next larger 1, 2 or 5 times a power of ten, or 1 if `step` is too small for a float's precision."""
+    if step < 1e-300:
+        return 1.0
+    base = 10.0 ** math.floor(math.log10(step))
+    return next(factor * base for factor in (1, 2, 5, 10) if factor * base >= step * (1 - 1e-9))
+
+
+def _x(axis: _Axis, value: float) -> float:
+    return round(_LEFT + axis.at(value) * (_WIDTH - _LEFT - _RIGHT), 1)
+
+
+def _y(axis: _Axis, value: float) -> float:
+    return round(_HEIGHT - _BOTTOM - axis.at(value) * (_HEIGHT - _TOP - _BOTTOM), 1)
+
+
+def _grid(axis: _Axis, across: _Axis) -> str:
+    parts = []
+    for tick in axis.ticks:
+        y = _y(axis, tick)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
+        parts.append(
+            f'<text class="axis" x="{_LEFT - 6}" y="{y}" dy="0.32em" text-anchor="end">{number(tick, 3)}</text>'
+        )
+    bottom = _HEIGHT - _BOTTOM
+    for tick in across.ticks:
+        x = _x(across, tick)
+        parts.append(f'<line class="tick" x1="{x}" x2="{x}" y1="{bottom}" y2="{bottom + 4}"/>')
+        parts.append(
+            f'<text class="axis" x="{x}" y="{bottom + 16}" text-anchor="middle">{number(tick, 6)}</text>'
+        )
+    parts.append(f'<line class="frame" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}"/>')
+    return "".join(parts)
+
+
+def _line(line: Line, index: int, axis: _Axis, across: _Axis, bands: bool) -> str:
+    curve, style = line.curve, f"s{index % STYLES}"
+    parts = []
+    for first, last in _runs(curve.mean):
+        points = [
+            (_x(across, curve.x[i]), _y(axis, m))
+            for i in range(first, last)
+            if (m := curve.mean[i]) is not None
+        ]
+        if bands and (band := _band(curve, first, last, axis, across)):
+            parts.append(f'<path class="band {style}" d="{band}"/>')
+        if len(points) > 1:
+            path = "M" + "L".join(f"{x} {y}" for x, y in points)
+            parts.append(f'<path class="line {style}" d="{path}"/>')
+        if len(points) == 1 or len(curve) <= _MARKED:
+            parts += [f'<circle class="dot {style}" cx="{x}" cy="{y}" r="2.4"/>' for x, y in points]
+    for x, bad in zip(curve.x, curve.bad, strict=True):
+        if bad:
+            at = _x(across, x)
+            parts.append(
+                f'<path class="bad" d="M{at - 4} {_TOP - 4}l8 8m0 -8l-8 8">'
+                f"<title>{bad} values that are NaN or infinite, up to step {number(x, 9)}</title></path>"
+            )
+    return "".join(parts)
+
+
+def _runs(values: Sequence[float | None]) -> list[tuple[int, int]]:
+    """Return the ranges (first, end) of consecutive values that are not None."""
+    found, first = [], None
+    for index, value in enumerate([*values, None]):
+        if value is not None and first is None:
+            first = index
+        elif value is None and first is not None:
+            found.append((first, index))
+            first = None
+    return found
+
+
+def _band(curve: Curve, first: int, last: int, axis: _Axis, across: _Axis) -> str:
+    """Return the outline of the area between minimum and maximum, or an empty string if they are equal."""
+    low = [value for value in curve.low[first:last] if value is not None]
+    high = [value for value in curve.high[first:last] if value is not None]
+    if last - first < 2 or low == high or not len(low) == len(high) == last - first:
+        return ""
+    xs = [_x(across, x) for x in curve.x[first:last]]
+    upper = [f"{x} {_y(axis, value)}" for x, value in zip(xs, high, strict=True)]
+    lower = [f"{x} {_y(axis, value)}" for x, value in zip(xs, low, strict=True)]
+    return f"M{'L'.join([*upper, *reversed(lower)])}Z"
+
+
+def _legend(lines: Sequence[Line]) -> str:
+    items = [
+        f'<li><svg class="key" viewBox="0 0 34 10" aria-hidden="true">'
+        f'<path class="line s{index % STYLES}" d="M1 5H33"/>'
+        f"</svg>{escape(line.label)} <b>{number(line.curve.last())}</b></li>"
+        for index, line in enumerate(lines)
+        if len(line.curve)
+    ]
+    return f'<ul class="legend">{"".join(items)}</ul>'

@@ -1,0 +1,242 @@
+"""`slipstream runs` and `slipstream report`."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from slipstream.cli.main import main
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "report"))
+
+from records import curve, parsed, record, text_of
+
+from slipstream.report import read_run, write_report
+
+BAD = "[red]bad[/red]"
+LOG = """\
+2026/01/02 03:04:05 - INFO - Environment: python 3.11.7, platform Linux, torch 2.13.0, device cpu, world_size 2
+2026/01/02 03:04:06 - INFO - Epoch(train) [1][10/20]  loss: 1.0
+2026/01/02 03:04:08 - WARNING - The step cannot be compiled as one graph
+  because of a reason
+2026/01/02 03:05:05 - INFO - Epoch(train) [1][20/20]  loss: 0.5
+"""
+
+
+def logged(folder, name="killed", scalars='{"step": 10, "iter": 10, "epoch": 1, "loss": 1.0, "lr": 0.1}\n'):
+    """Write a run that was killed: its log, and scalars whose last line is incomplete."""
+    run = folder / name
+    (run / "vis_data").mkdir(parents=True)
+    (run / f"{name}.log").write_text(LOG, encoding="utf-8")
+    (run / "vis_data" / "scalars.json").write_text(
+        scalars
+        + '{"step": 1, "mIoU": 33.5}\n{"step": 20, "iter": 20, "epoch": 1, "loss": null}\n{"step": 30, "it',
+        encoding="utf-8",
+    )
+    return run
+
+
+def reported(folder, name, **changes):
+    run = folder / name
+    run.mkdir(parents=True)
+    write_report(record(name=name, **changes), run)
+    return run
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Return a folder with a finished, a failed, a killed, a damaged and an empty run."""
+    folder = tmp_path / "work_dirs"
+    reported(folder / "a", "good", curves={"val/mIoU": curve([40.0]), "train/loss": curve([0.5])})
+    reported(
+        folder / "b",
+        BAD,
+        status="failed",
+        config={"optim_wrapper.optimizer.lr": 0.2},
+        curves={"val/mIoU": curve([20.0])},
+    )
+    logged(folder / "c")
+    damaged = reported(folder / "d", "damaged")
+    (damaged / "report.json").write_text('{"format": 1', encoding="utf-8")
+    (folder / "e" / "empty" / "vis_data").mkdir(parents=True)
+    (folder / "not_a_run").mkdir()
+    return folder
+
+
+def rows(capsys, *arguments, status=0):
+    assert main(["runs", *map(str, arguments)]) == status
+    return capsys.readouterr().out.splitlines()
+
+
+def names(lines):
+    """Return the names of the runs in the printed order."""
+    known = ("good", BAD, "killed", "damaged", "empty")
+    return [name for line in lines for name in known if line.lstrip()[2:].startswith(name)]
+
+
+def test_every_run_is_a_row_with_its_status(runs, capsys):
+    lines = rows(capsys, runs)
+    text = "\n".join(lines)
+    for name, status in {"a/good": "finished", "b/[red]bad[/red]": "failed", "c/killed": "incomplete",
+                         "d/damaged": "unreadable", "e/empty": "incomplete"}.items():  # fmt: skip
+        (line,) = [line for line in lines if line.strip().startswith(f"{name} ")]
+        assert status in line
+    assert "not_a_run" not in text
+    assert "Delete" in text  # the remedy for the damaged report
+
+
+def test_rows_are_sorted_and_rows_without_the_value_are_last(runs, capsys):
+    assert names(rows(capsys, runs, "--sort", "mIoU"))[:3] == [BAD, "killed", "good"]
+    assert names(rows(capsys, runs, "--sort", "val/mIoU-"))[:3] == ["good", "killed", BAD]
+
+
+def test_rows_are_filtered_by_columns_and_settings(runs, capsys):
+    assert names(rows(capsys, runs, "--filter", "status=failed")) == [BAD]
+    assert names(rows(capsys, runs, "--filter", "optim_wrapper.optimizer.lr=1e-1")) == ["good"]
+    both = ["--filter", "optim_wrapper.optimizer.lr=0.2", "--filter", "status=finished"]
+    assert names(rows(capsys, runs, *both)) == []
+
+
+def test_settings_can_be_columns(runs, capsys):
+    lines = rows(capsys, runs, "--columns", "optim_wrapper.optimizer.lr", "--filter", "status=failed")
+    assert any("0.2" in line for line in lines if "bad" in line)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sort", "mIou"], "did you mean 'mIoU'"),
+        (["--filter", "statsu=failed"], "did you mean 'status'"),
+        (["--filter", "failed"], "KEY=VALUE"),
+    ],
+)
+def test_wrong_keys_are_errors(runs, capsys, arguments, message):
+    try:
+        status = main(["runs", str(runs), *arguments])
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    assert message in capsys.readouterr().err
+
+
+def test_folder_without_runs_is_not_an_error_but_a_missing_one_is(tmp_path, capsys):
+    assert rows(capsys, tmp_path) == [f"No runs in {tmp_path}"]
+    assert rows(capsys, tmp_path / "missing", status=2) == []
+
+
+def test_report_of_a_killed_run_is_collected_from_its_logs(tmp_path, capsys):
+    run = logged(tmp_path)
+    assert main(["report", str(tmp_path)]) == 0
+    assert str(run / "report.html") in capsys.readouterr().out
+    made = read_run(run)
+    assert (made.status, made.source, made.iteration, made.seconds) == ("incomplete", "logs", 20, 60.0)
+    assert (made.curves["train/loss"].mean, made.curves["train/loss"].bad) == ([1.0, None], [0, 1])
+    assert made.curves["val/mIoU"].mean == [33.5]
+    assert [message.text for message in made.messages] == [
+        "The step cannot be compiled as one graph\n  because of a reason"
+    ]
+    assert made.environment == {"python": "3.11.7", "torch": "2.13.0", "device": "cpu", "world_size": "2"}
+    text = text_of((run / "report.html").read_text(encoding="utf-8"))
+    assert "collected from the log files" in text
+    assert "logged step" in text
+
+
+def test_report_of_a_run_that_goes_on_is_collected_again(tmp_path):
+    run = logged(tmp_path)
+    assert main(["report", str(run)]) == 0
+    with (run / "vis_data" / "scalars.json").open("a", encoding="utf-8") as file:
+        file.write('er\n{"step": 40, "iter": 40, "loss": 0.1}\n')
+    assert read_run(run).iteration == 40
+
+
+def test_damaged_log_files_give_an_empty_report(tmp_path):
+    run = logged(
+        tmp_path,
+        scalars='[1]\n"x"\n{"iter": -3}\n{"iter": true}\n{"step": 1e400}\n{"iter": 5, "loss": "x"}\n',
+    )
+    (run / "killed.log").write_bytes(b"\xff\xfe garbage\n\x00")
+    assert main(["report", str(run)]) == 0
+    parsed((run / "report.html").read_text(encoding="utf-8"))
+
+
+def test_one_run_can_be_written_to_another_file(runs, tmp_path):
+    assert main(["report", str(runs / "a"), "--out", str(tmp_path / "page.html")]) == 0
+    assert "good" in text_of((tmp_path / "page.html").read_text(encoding="utf-8"))
+
+
+def test_comparison_shows_differences_and_labels_of_all_runs(runs, tmp_path, capsys):
+    out, table = tmp_path / "both.html", tmp_path / "both.csv"
+    folders = [str(runs / "a" / "good"), str(runs / "b" / BAD), str(runs / "c")]
+    assert main(["report", *folders, "--out", str(out), "--csv", str(table)]) == 0
+    html = out.read_text(encoding="utf-8")
+    text = " ".join(text_of(html).split())
+    assert "optim_wrapper.optimizer.lr 0.1 0.2 not set" in text
+    assert "The configuration is unknown" in text
+    assert 'class="dot s0"' in html
+    assert 'class="dot s2"' in html
+    with table.open(encoding="utf-8", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["run"] for line in lines] == ["good", BAD, "killed"]
+    assert [line["val/mIoU, last"] for line in lines] == ["40.0", "20.0", "33.5"]
+    assert [line["status"] for line in lines] == ["finished", "failed", "incomplete"]
+    assert lines[0]["time % data"] == "33.33"
+
+
+def test_runs_with_equal_names_are_labeled_by_their_folders(tmp_path):
+    one, two = (reported(tmp_path / name, "same") for name in ("one", "two"))
+    out = tmp_path / "both.html"
+    assert main(["report", str(one), str(two), "--out", str(out)]) == 0
+    text = text_of(out.read_text(encoding="utf-8"))
+    assert str(one) in text
+    assert str(two) in text
+    assert "The recorded settings are equal" in text
+
+
+def test_formulas_in_names_are_text_in_the_csv_file(tmp_path):
+    run = reported(tmp_path, "=1+1")
+    table = tmp_path / "t.csv"
+    assert main(["report", str(run), "--csv", str(table)]) == 0
+    with table.open(encoding="utf-8", newline="") as file:
+        assert next(csv.DictReader(file))["run"] == "'=1+1"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(format=2), "format 2"),
+        (dict(format="1"), "no 'format'"),
+        (dict(status="done"), "'status' in"),
+        (dict(iteration=-1), "'iteration' in"),
+        (dict(curves=[]), "'curves' in"),
+        (dict(curves={"a": {}}), "curves.a in"),
+        (dict(phases={"seconds": {"data": -1.0}}), "'phases.seconds' in"),
+        (dict(messages=[1]), r"'messages[0]' in"),
+        (
+            dict(confusions=[dict(metric="m", mode="val", iteration=1, classes=["a"], matrix=[[1, 2]])]),
+            "one row and one",
+        ),
+        (dict(confusions=[dict(metric="m")]), "is incomplete"),
+    ],
+)
+def test_damaged_report_is_an_error_that_names_the_field(tmp_path, capsys, change, message):
+    run = reported(tmp_path, "run")
+    data = json.loads((run / "report.json").read_text(encoding="utf-8"))
+    (run / "report.json").write_text(json.dumps({**data, **change}), encoding="utf-8")
+    assert main(["report", str(run)]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert "report.json" in error
+
+
+def test_wrong_runs_are_errors_with_a_remedy(tmp_path, capsys):
+    assert main(["report", str(tmp_path / "missing")]) == 2
+    assert "slipstream runs" in capsys.readouterr().err
+    assert main(["report", str(tmp_path)]) == 2
+    assert "contains no run" in capsys.readouterr().err
+    run = reported(tmp_path, "run")
+    assert main(["report", *[str(run)] * 9]) == 2
+    assert "at most 8 runs" in capsys.readouterr().err
+    assert main(["report", str(run), "--out", str(tmp_path / "no" / "x.html")]) == 2
+    assert "cannot write" in capsys.readouterr().err
