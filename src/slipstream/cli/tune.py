@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,8 +43,10 @@ def _tune(args: argparse.Namespace, cfg: Config, seconds: float, out: Path) -> i
     result = tune_config(cfg, seconds, names, name, cache=not args.no_cache, report=_print_row)
     print(result)
     result.save(out)
-    print(f"Written: {out} and {out.with_suffix('.json')}. To train with these options:")
-    print(f"  slipstream train {' '.join([args.config, *args.overrides])} +speed={out}")
+    print(f"Written: {out} and {out.with_suffix('.json')}")
+    if result.outcome.adopted:
+        command = shlex.join([args.config, *args.overrides, f"+speed={out}"])
+        print(f"To train with these options: slipstream train {command}")
     return 130 if result.outcome.stopped == "interrupted" else 0
 
 

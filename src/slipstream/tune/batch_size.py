@@ -81,7 +81,7 @@ def search_batch_sizes(
 ) -> BatchSizes:
     """Try 1, 2, 4, ... up to `max_size`, and then sizes between the largest that fits and the smallest that does not.
 
-    Each size runs in its own process. On a CPU, a size is not tried if its expected memory exceeds the available memory.
+    Each size runs in its own process. On a CPU, a size is not tried if its expected memory exceeds the available one.
 
     Raises:
         SlipstreamError: no batch size fits or trains.
@@ -180,7 +180,7 @@ class _Search:
 
 
 def available_mib() -> float | None:
-    """Return the available memory in MiB of a machine without an accelerator; None if it is unknown or not the limit."""
+    """Return the available CPU memory in MiB; None if it is unknown, or if the run uses an accelerator."""
     import torch
 
     if torch.accelerator.is_available():

@@ -26,7 +26,7 @@ from slipstream.tune.observer import Observer, total_loss
 
 __all__ = ["ObjectsJob", "RunnerJob", "Setting", "merged_speed"]
 
-_REPEATED = 8
+_REPEATED = 6
 """Number of batches that a Runner's trial repeats, so that all trials read the same samples, from memory if cached."""
 
 
@@ -104,10 +104,14 @@ class RunnerJob:
         cfg.work_dir, cfg.resume, cfg.launcher, cfg.visualizer = str(folder / "run"), False, "none", None
         cfg.default_hooks = {**(cfg.get("default_hooks") or {}), "checkpoint": None, "preemption": None}
         cfg.custom_hooks = [hook for hook in cfg.get("custom_hooks") or () if _acts_on_steps(hook)]
+        randomness = cfg.get("randomness") or {}
+        if randomness.get("seed") is None:  # all trials must start from the same weights
+            cfg.randomness = {**randomness, "seed": 0}
         cfg.speed = merged_speed(cfg.get("speed"), self.setting.speed)
         cfg.train_dataloader = self._loader(cfg.train_dataloader)
-        if "max_iters" in cfg.train_cfg:
-            cfg.train_cfg = {**cfg.train_cfg, "max_iters": 10**9}
+        # The run must not end before the trial, and shortened epochs must not make a schedule end before it begins.
+        lengths = {"max_epochs": 10**6, "max_iters": 10**9}
+        cfg.train_cfg = {**cfg.train_cfg, **{key: lengths[key] for key in lengths if key in cfg.train_cfg}}
         if self.setting.constant_lr:
             cfg.param_scheduler = None
         return cfg

@@ -20,6 +20,8 @@ __all__ = ["LrRange", "sweep_lr"]
 
 _SMOOTHING = 0.9
 _FEWEST = 10
+_SMALLEST_FALL = 1e-3
+"""Relative fall of the smoothed loss below which there is no suggestion."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class LrRange:
     def suggestion(self) -> float | None:
         """The learning rate at which the smoothed loss falls fastest per factor of the rate; None if it never falls."""
         losses = self.smoothed
-        if len(losses) < _FEWEST:
+        if len(losses) < _FEWEST or losses[0] - min(losses) <= _SMALLEST_FALL * abs(losses[0]):
             return None
         lowest = losses.index(min(losses))
         steps = range(1, min(lowest, len(losses) - 2) + 1)

@@ -29,6 +29,8 @@ EXACT = Tolerance(first=1e-4, mean=2e-2)
 _LOW_PRECISION = Tolerance(first=2e-2, mean=5e-2)
 """Of options that compute in 16 bits or TF32."""
 
+_MOST_WORKERS = 8
+
 OPTIONS = (
     "num_workers",
     "channels_last",
@@ -40,8 +42,8 @@ OPTIONS = (
     "cuda_graph",
     "activation_checkpointing",
 )
-"""The options in the order in which they are measured: compilation, which can take minutes, follows cheap options, so that it
-is done once with these options."""
+"""The options in the order in which they are measured. Compilation takes minutes, so it follows the options that it
+compiles."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,9 @@ def _values(name: str, capabilities: Capabilities, num_workers: int) -> Iterator
             name, "compile=model", Setting({"compile": {"scope": "model"}}), unless="compile=step"
         )
     elif name == "num_workers":
-        for count in dict.fromkeys((1, min(cores(), 8))):
-            if count != num_workers:
-                yield Candidate(name, f"num_workers={count}", Setting(num_workers=count))
+        count = min(cores(), _MOST_WORKERS)
+        if count != num_workers:
+            yield Candidate(name, f"num_workers={count}", Setting(num_workers=count))
     elif name == "precision":
         for dtype in ("bf16",) if capabilities.device == "cpu" else ("tf32", "bf16", "fp16"):
             yield Candidate(name, f"precision={dtype}", Setting({name: dtype}), _LOW_PRECISION)

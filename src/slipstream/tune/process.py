@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -27,7 +28,7 @@ from slipstream.tune.observer import Finished, Observer, Timer
 
 __all__ = ["WARMUP", "Job", "Process", "TrialError", "descendants"]
 
-WARMUP = 8
+WARMUP = 6
 """Number of steps whose losses are compared; then a trial is timed."""
 _LOG = "output.log"
 
@@ -223,6 +224,7 @@ def _main(connection: Connection, work: Any, folder: Path, threads: int, forked:
 def _isolate(log: Path) -> None:
     """Start a session, write all output to `log`, and end with the parent process."""
     os.setsid()
+    faulthandler.disable()  # it would write to the parent's stderr
     if sys.platform == "linux":
         import ctypes
 

@@ -212,7 +212,7 @@ class Search:
             found = (
                 f"the baseline finished {len(seconds)} steps in this time, and a step takes {_shown(step)}"
             )
-            needed = f"about {_shown(2 * (sum(seconds[:1]) + 8 * step) + 2 * _MIN_ROUNDS * 4 * step)}"
+            needed = f"about {_shown(2 * (sum(seconds[:1]) + 6 * step) + 2 * _MIN_ROUNDS * 4 * step)}"
         return ConfigError(
             f"{_shown(self._budget)} is too short: {found}; one trial needs {needed}", "budget"
         )
