@@ -17,3 +17,10 @@ def fake_process(monkeypatch):
     monkeypatch.setattr(batch_size, "Process", Counted)
     yield Counted
     assert Counted.started == Counted.ended
+
+
+@pytest.fixture
+def short_rounds(monkeypatch):
+    """Measure for a short time, whatever the budget is; the budget is large because the machine may be busy."""
+    monkeypatch.setattr(search, "_LONGEST_ROUND", 0.02)
+    monkeypatch.setattr(search, "_ROUNDS_SHARE", 0.0)

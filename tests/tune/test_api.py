@@ -37,11 +37,11 @@ def assert_unchanged(before, own):
     torch.testing.assert_close(before, state(own), rtol=0, atol=0)
 
 
-def test_tune_measures_and_leaves_the_objects_unchanged(own, tmp_path):
+def test_tune_measures_and_leaves_the_objects_unchanged(own, short_rounds):
     before = state(own)
     rows = []
     result = slipstream.tune(
-        *own, budget="20s", options=["fused", "precision"], cache=False, report=rows.append
+        *own, budget="5m", options=["fused", "precision"], cache=False, report=rows.append
     )
     assert_unchanged(before, own)
     assert [row.label for row in rows] == ["fused", "precision=bf16"]
@@ -58,7 +58,7 @@ def test_tune_measures_and_leaves_the_objects_unchanged(own, tmp_path):
 
 def test_tune_stores_its_result(own, tmp_path, monkeypatch):
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
-    options = dict(budget=20, options=["cudnn_benchmark"])
+    options = dict(budget=100, options=["cudnn_benchmark"])
     assert not tune(*own, **options).cached
     assert tune(*own, **options).cached
     assert not tune(*own, **options, cache=False).cached
@@ -68,7 +68,7 @@ def test_a_loader_that_can_be_iterated_once_is_an_error_with_the_remedy(own):
     model, loader, optimizer, loss = own
     once = (batch for batch in list(loader))
     with pytest.raises(SlipstreamError, match="can be iterated only once; pass a DataLoader or a list"):
-        tune(model, once, optimizer, loss, budget=20, options=["fused"], cache=False)
+        tune(model, once, optimizer, loss, budget=100, options=["fused"], cache=False)
 
 
 def test_a_model_that_cannot_train_is_an_error_with_its_message(own):
@@ -76,7 +76,7 @@ def test_a_model_that_cannot_train_is_an_error_with_its_message(own):
     with pytest.raises(
         SlipstreamError, match=r"the baseline does not train \(failed\): RuntimeError: .*shape"
     ):
-        tune(model, [(torch.zeros(2, 7), torch.zeros(2).long())], optimizer, loss, budget=20, cache=False)
+        tune(model, [(torch.zeros(2, 7), torch.zeros(2).long())], optimizer, loss, budget=100, cache=False)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,9 @@ def test_lr_sweep_increases_the_rate_and_leaves_the_objects_unchanged(own):
     assert max(found.losses) > 2 * min(found.losses)  # a rate of 100 diverges
 
 
-def test_tune_config_measures_a_runner(tmp_path):
+def test_tune_config_measures_a_runner(tmp_path, short_rounds):
     cfg = tiny_runs.training(tmp_path / "never", **tiny_runs.validation())
-    result = tune_config(cfg, 20, ["num_workers", "fused"], cache=False)
+    result = tune_config(cfg, 300, ["num_workers", "fused"], cache=False)
     rows = {row.label.partition("=")[0]: row for row in result.rows}
     assert rows["fused"].status in ("adopted", "slower", "no gain", "inconclusive")
     assert rows["num_workers"].loss_difference == (

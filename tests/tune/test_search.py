@@ -111,9 +111,8 @@ def test_an_option_that_the_run_sets_is_not_changed(fake_process):
 
 
 def test_interrupt_keeps_the_rows_and_ends_all_processes(fake_process):
-    outcome = search(
-        {"channels_last": Script(0.05), "channels_last+fused": Script(fail_when_timed=KeyboardInterrupt())}
-    )
+    interrupted = Script(fail_when_timed=KeyboardInterrupt())
+    outcome = search({"channels_last": Script(0.05), "channels_last+fused": interrupted})
     assert outcome.stopped == "interrupted"
     assert [row.label for row in outcome.rows] == ["channels_last"]
     assert outcome.setting.speed == {"channels_last": True}
@@ -141,9 +140,7 @@ def test_a_step_longer_than_the_budget_is_named(fake_process):
     ):
         search({"": Script(error=late)})
     some = TrialError("timed out", "", (30.0, 12.0, 12.0))
-    with pytest.raises(
-        ConfigError, match=r"finished 3 steps in this time, and a step takes 12 s; one trial needs about"
-    ):
+    with pytest.raises(ConfigError, match=r"finished 3 steps .* a step takes 12 s; one trial needs about"):
         search({"": Script(error=some)})
 
 

@@ -78,11 +78,15 @@ class Process:
         self._process = context.Process(
             target=_main, args=(theirs, work, self._folder, torch.get_num_threads(), fork)
         )
+        # Python ignores a KeyboardInterrupt that is raised in a function registered with os.register_at_fork.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process.start()
         except BaseException:
             self.end()
             raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()
 
     def __enter__(self) -> Process:
@@ -232,6 +236,7 @@ def _isolate(log: Path) -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (file, 1), (file, 2)):

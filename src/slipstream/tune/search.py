@@ -21,6 +21,7 @@ from slipstream.tune.statistics import Estimate, difference, estimate
 __all__ = ["Outcome", "Row", "Search"]
 
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 12
+_LONGEST_ROUND = 2.0
 _MIN_GAIN = 1.01
 """Smallest ratio for which an option is adopted."""
 _CLEARLY_WORSE = 0.8
@@ -126,7 +127,7 @@ class Search:
         self._speed = speed
         self._names = names
         self._budget = budget
-        self._round = min(max(budget / 200, 0.05), 2.0)  # seconds of timed steps per round
+        self._round = min(budget / 200, _LONGEST_ROUND)  # seconds of timed steps per round
         self._report = report
         self._start = time.monotonic()
         self._kept: ExitStack | None = None  # ends the process of the current plan
