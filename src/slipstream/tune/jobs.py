@@ -19,7 +19,7 @@ from slipstream.dataset.loading.loader import batch_size, length
 from slipstream.errors import ConfigError, DataError
 from slipstream.hooks import Hook
 from slipstream.model import unwrap_model
-from slipstream.registry import HOOKS
+from slipstream.registry import DATASETS, HOOKS
 from slipstream.speed import Capabilities, SpeedPlan
 from slipstream.step.graph import GraphStep
 from slipstream.tune.observer import Observer, total_loss
@@ -120,7 +120,8 @@ class RunnerJob:
         if isinstance(loader, DataLoader):
             loader = {"dataloader": loader}
         changes: dict[str, Any] = {}
-        if not self.setting.constant_lr:  # the learning rate range test uses all samples
+        # The learning rate range test uses all samples, and the number of batches of a stream cannot be limited.
+        if not self.setting.constant_lr and not _is_streamed(loader):
             changes["num_batch_per_epoch"] = min(loader.get("num_batch_per_epoch") or _REPEATED, _REPEATED)
         for key in ("num_workers", "batch_size"):
             if (value := getattr(self.setting, key)) is not None:
@@ -252,6 +253,16 @@ def _length(loader: Any) -> int | None:
         return len(loader)
     except TypeError:
         return None
+
+
+def _is_streamed(loader: Mapping[str, Any]) -> bool:
+    ready = loader.get("dataloader")
+    dataset = loader.get("dataset") if ready is None else ready.dataset
+    if isinstance(dataset, Mapping):
+        kind = dataset.get("type")
+        target = DATASETS.get(kind) if isinstance(kind, str) else kind
+        return isinstance(target, type) and issubclass(target, IterableDataset)
+    return isinstance(dataset, IterableDataset)
 
 
 def _acts_on_steps(hook: Any) -> bool:

@@ -81,7 +81,9 @@ class TuneResult:
         if outcome.stopped:
             yield f"The search is not complete: {outcome.stopped}."
         before = outcome.baseline_seconds
-        if total is None:
+        if not any(row.estimate for row in outcome.rows):
+            yield f"No option was measured for {self.name}; keep the present options."
+        elif total is None:
             yield f"No measured option makes {self.name} faster on this machine; keep the present options."
         else:
             after = before / total.ratio
