@@ -5,14 +5,15 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import slipstream
 import tiny_runs
+from slipstream.checkpoint import get_random_state
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.tune import find_batch_size, find_lr, parse_budget, tune, tune_config
-from slipstream.tune.jobs import RunnerJob, Setting
-from slipstream.tune.process import Process
+from slipstream.tune.jobs import ObjectsJob, RunnerJob, Setting
+from slipstream.tune.process import WARMUP, Process
 
 
 @pytest.fixture
@@ -157,6 +158,46 @@ def test_trials_start_from_equal_weights_even_without_a_seed(tmp_path):
         with Process(RunnerJob(cfg)) as process:
             losses.append(process.wait_for("warm", 60)["losses"])
     assert losses[0] == losses[1]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(TensorDataset(*tiny_runs.samples()))
+
+
+@pytest.mark.parametrize("dataset", [Stream(), dict(type=Stream)], ids=["object", "configuration"])
+def test_a_streamed_dataset_is_measured_without_a_limit_of_batches(tmp_path, dataset):
+    loader = dict(batch_size=8, dataset=dataset, collate_fn=dict(type="default_collate"))
+    cfg = tiny_runs.training(tmp_path, train_dataloader=loader, train_cfg=dict(by_epoch=False, max_iters=2))
+    with Process(RunnerJob(cfg)) as process:
+        assert len(process.wait_for("warm", 60)["losses"]) == WARMUP
+        assert len(process.time(3, 1, 60)["seconds"]) == 3
+
+
+def test_a_trial_outlasts_the_epochs_of_the_run_and_repeats_their_first_batches(tmp_path):
+    cfg = tiny_runs.training(tmp_path, train_cfg=dict(by_epoch=True, max_epochs=1))
+    with Process(RunnerJob(cfg)) as process:
+        process.wait_for("warm", 60)
+        assert len(process.time(40, 1, 60)["seconds"]) == 40
+
+
+def test_a_loader_that_ends_is_iterated_again(own):
+    model, loader, optimizer, loss = own
+    batches = [next(iter(loader))]
+    job = ObjectsJob(model, batches, optimizer, loss, None, get_random_state())
+    with Process(job) as process:
+        process.wait_for("warm", 60)
+        assert len(process.time(10, 1, 60)["seconds"]) == 10
+
+
+@pytest.mark.slow
+def test_a_missing_compiler_is_the_reason_in_the_row(own, monkeypatch, short_rounds):
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/nonexistent/g++",))
+    result = tune(*own, budget="10m", options=["compile"], cache=False)
+    assert [row.status for row in result.rows] == ["failed", "failed"]
+    for row in result.rows:
+        assert "/nonexistent/g++" in row.reason or "C++ compiler" in row.reason
+    assert result.speed == {}
 
 
 def test_a_configuration_without_training_is_refused():

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextvars import ContextVar
 
 import pytest
 import torch
@@ -42,6 +43,19 @@ def test_a_trial_reports_losses_and_times_requested_steps():
         assert len(process.time(3, 2, 60)["seconds"]) == 3
         assert len(process.time(4, 1, 60)["seconds"]) == 4
     assert not alive(process.pid)
+
+
+def test_a_trial_has_the_settings_of_this_process():
+    setting = ContextVar("setting", default="unset")
+    setting.set("changed")
+
+    def check():
+        assert setting.get() == "changed"
+        assert torch.get_num_threads() == threads
+
+    threads = torch.get_num_threads()
+    with Process(Job(check)) as process:
+        process.wait_for("warm", 60)
 
 
 def test_an_error_is_reported_on_one_line():

@@ -156,7 +156,7 @@ def test_trials_that_do_not_fit_in_the_budget_are_named(fake_process, monkeypatc
     monkeypatch.setattr(
         "slipstream.tune.search.time.monotonic", lambda: now.__setitem__(0, now[0] + 0.5) or now[0]
     )
-    outcome = search({"": Script(1.0), "channels_last": Script(0.5)}, budget=40)
+    outcome = search({"": Script(1.0), "channels_last": Script(0.5)}, budget=33)
     rows = by_label(outcome)
     assert rows["channels_last"].status == "adopted"
     assert rows["precision=bf16"].status == "not measured"

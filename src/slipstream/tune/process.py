@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import faulthandler
 import gc
 import multiprocessing
@@ -31,6 +32,16 @@ __all__ = ["WARMUP", "Job", "Process", "TrialError", "descendants"]
 WARMUP = 6
 """Number of steps whose losses are compared; then a trial is timed."""
 _LOG = "output.log"
+_RESET = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGSEGV,
+)
+"""Signals whose handlers in the parent process would keep a trial alive."""
 
 
 class Job(Protocol):
@@ -208,8 +219,10 @@ def _main(connection: Connection, work: Any, folder: Path, threads: int, forked:
         _isolate(folder / _LOG)
         if forked:
             gc.freeze()  # do not run finalizers of the parent's objects
-            # The parent's OpenMP threads do not exist here. A new thread starts its own.
-            thread = threading.Thread(target=_run, args=(connection, folder, *work, threads), daemon=True)
+            # The parent's OpenMP threads do not exist here. A new thread starts its own. It gets a copy of the context,
+            # because torch's settings are context variables.
+            run = partial(contextvars.copy_context().run, _run, connection, folder, *work, threads)
+            thread = threading.Thread(target=run, daemon=True)
             thread.start()
             thread.join()
         else:
@@ -234,7 +247,7 @@ def _isolate(log: Path) -> None:
 
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _RESET:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -241,16 +241,17 @@ class Search:
         row = Row(candidate.label, "skipped", against=plan)
         if reason := self._why_skipped(candidate):
             return replace(row, reason=reason)
+        # Time for the final measurement of a plan with several options, which is taken from additional rounds only.
         reserve = self._rounds_seconds if self.outcome.adopted else 0.0
         expected = self._current.startup + self._rounds_seconds
-        if self._remaining < expected + reserve:
+        if self._remaining < expected:
             return replace(
                 row,
                 status="not measured",
                 reason=f"{_shown(max(self._remaining, 0))} of the budget are left, but this trial needs about "
-                f"{_shown(expected + reserve)}",
+                f"{_shown(expected)}",
             )
-        limit = self._remaining - self._rounds_seconds - reserve
+        limit = self._remaining - self._rounds_seconds
         with ExitStack() as stack:
             try:
                 trial = self._launch(self.outcome.setting.plus(candidate.setting), stack, limit)
@@ -299,7 +300,7 @@ class Search:
         end = time.monotonic() + _ROUNDS_SHARE * self._budget
         while len(ratios) < (_MAX_ROUNDS if time.monotonic() < end else _MIN_ROUNDS):
             expected = current.round_seconds(self._round) + trial.round_seconds(self._round)
-            if self._remaining - reserve < expected:
+            if self._remaining - (reserve if len(ratios) >= _MIN_ROUNDS else 0.0) < expected:
                 break
             pair = (current, trial) if len(ratios) % 2 == 0 else (trial, current)
             times = {id(each): self._time(each, current) for each in pair}
