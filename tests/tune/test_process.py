@@ -75,7 +75,11 @@ def test_out_of_memory_is_named():
 
 
 def test_a_killed_process_counts_as_out_of_memory():
-    found = failure(Job(lambda: os.kill(os.getpid(), signal.SIGKILL)))
+    def kill():
+        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    found = failure(Job(kill))
     assert found.status == "out of memory"
     assert "SIGKILL" in found.reason
 
@@ -84,6 +88,7 @@ def test_a_crash_names_the_signal_and_the_last_line_of_output():
     def crash():
         print("assertion in the compiler", flush=True)
         os.kill(os.getpid(), signal.SIGSEGV)
+        time.sleep(60)  # another thread of the process receives the signal
 
     found = failure(Job(crash))
     assert (found.status, found.reason) == ("failed", "killed by SIGSEGV: assertion in the compiler")

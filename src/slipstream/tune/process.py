@@ -221,8 +221,8 @@ def _main(connection: Connection, work: Any, folder: Path, threads: int, forked:
             gc.freeze()  # do not run finalizers of the parent's objects
             # The parent's OpenMP threads do not exist here. A new thread starts its own. It gets a copy of the context,
             # because torch's settings are context variables.
-            run = partial(contextvars.copy_context().run, _run, connection, folder, *work, threads)
-            thread = threading.Thread(target=run, daemon=True)
+            context, arguments = contextvars.copy_context(), (_run, connection, folder, *work, threads)
+            thread = threading.Thread(target=context.run, args=arguments, daemon=True)
             thread.start()
             thread.join()
         else:
