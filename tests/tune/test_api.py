@@ -190,6 +190,15 @@ def test_a_loader_that_ends_is_iterated_again(own):
         assert len(process.time(10, 1, 60)["seconds"]) == 10
 
 
+def test_persistent_workers_of_this_process_keep_working(own):
+    model, loader, optimizer, loss = own
+    persistent = DataLoader(loader.dataset, batch_size=8, num_workers=1, persistent_workers=True)
+    expected = torch.cat([targets for _, targets in persistent])
+    with Process(ObjectsJob(model, persistent, optimizer, loss, None, get_random_state())) as process:
+        assert len(process.wait_for("warm", 60)["losses"]) == WARMUP
+    assert torch.equal(torch.cat([targets for _, targets in persistent]), expected)
+
+
 @pytest.mark.slow
 def test_a_missing_compiler_is_the_reason_in_the_row(own, monkeypatch, short_rounds):
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/nonexistent/g++",))

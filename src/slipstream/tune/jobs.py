@@ -188,6 +188,7 @@ class ObjectsJob:
         set_random_state(self.random_state)
         warnings = _Warnings()
         logging.getLogger("slipstream").addHandler(warnings)
+        _detach_workers(self.loader)
         loader = changed_loader(self.loader, self.setting)
         speed = _waiting(merged_speed(self.speed, self.setting.speed), self.setting.compile_cache)
         self.model.train()
@@ -234,6 +235,14 @@ def changed_loader(loader: Any, setting: Setting) -> Any:
         generator=loader.generator,
         persistent_workers=workers > 0,
     )
+
+
+def _detach_workers(loader: Any) -> None:
+    """Let a loader with persistent workers start its own, instead of reading the batches of the parent process."""
+    if isinstance(loader, DataLoader) and loader._iterator is not None:
+        # Deleting the iterator would end the workers of the parent process.
+        loader._iterator_of_parent = loader._iterator
+        loader._iterator = None
 
 
 def _endless(loader: Any) -> Iterator[Any]:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.errors import ModelError
+
 __all__ = ["Finished", "LrSweep", "Observer", "Timer", "total_loss"]
 
 
@@ -142,11 +144,20 @@ class LrSweep(Observer):
 
 
 def total_loss(logs: Mapping[str, Any]) -> Tensor:
-    """Return the loss that a training step minimizes, from the dict that the step returns."""
+    """Return the loss that a training step minimizes, from the dict that the step returns.
+
+    Raises:
+        ModelError: no entry is a loss, so that a trial could not be compared with the baseline.
+    """
     if "loss" in logs:
         return torch.as_tensor(logs["loss"])
     losses = [torch.as_tensor(value) for name, value in logs.items() if "loss" in name]
-    return torch.stack([loss.detach().sum() for loss in losses]).sum() if losses else torch.tensor(0.0)
+    if not losses:
+        raise ModelError(
+            f"the training step returns {sorted(logs)}, but no entry with 'loss' in its name; return the losses "
+            "so that their values can be compared"
+        )
+    return torch.stack([loss.detach().sum() for loss in losses]).sum()
 
 
 def peak_mib() -> float:

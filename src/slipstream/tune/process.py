@@ -79,13 +79,13 @@ class Process:
         make_observer = make_observer or partial(Timer, warmup=WARMUP)
         fork = _forks()
         context: Any = multiprocessing.get_context("fork" if fork else "spawn")
+        # A forked process has copies of all objects. Otherwise, plain pickle copies tensors, but the pickler of
+        # torch.multiprocessing would share their memory, and the trial would train the user's model.
+        work = (job, make_observer) if fork else _pickled(job, make_observer)
         self._connection, theirs = context.Pipe()
         self._folder = Path(tempfile.mkdtemp(prefix="slipstream-tune-"))
         self.warmup_seconds: list[float] = []
         """Durations of the steps reported so far, in seconds."""
-        # A forked process has copies of all objects. Otherwise, plain pickle copies tensors, but the pickler of
-        # torch.multiprocessing would share their memory, and the trial would train the user's model.
-        work = (job, make_observer) if fork else _pickled(job, make_observer)
         self._process = context.Process(
             target=_main, args=(theirs, work, self._folder, torch.get_num_threads(), fork)
         )
