@@ -67,6 +67,23 @@ def test_low_precision_has_a_wider_tolerance(fake_process):
     assert search({"fused": Script(0.05, losses)}, ["fused"]).rows[0].status == "rejected"
 
 
+def test_options_on_top_of_low_precision_are_compared_with_it(fake_process):
+    half, compiled = (2.01, 1.51, 1.0), (2.0, 1.5, 1.0)
+    scripts = {"precision": Script(0.05, half), "compile=step+precision": Script(0.02, compiled)}
+    outcome = search(scripts, ["precision", "compile"])
+    assert outcome.adopted == ["precision=bf16", "compile=step"]
+    assert by_label(outcome)["compile=step"].loss_difference == pytest.approx((0.005, 0.0044), abs=1e-4)
+    far = {**scripts, "compile=step+precision": Script(0.02, (2.2, 1.5, 1.0))}
+    assert by_label(search(far, ["precision", "compile"]))["compile=step"].status == "rejected"
+
+
+def test_a_budget_that_ends_during_a_round_does_not_count_as_a_failure_of_the_plan(fake_process):
+    late = TrialError("timed out", "no measurement after 0 s")
+    outcome = search({"": Script(fail_when_timed=late), "fused": Script()}, ["fused"])
+    assert outcome.rows[0].status == "not measured"
+    assert outcome.rows[0].reason == "the budget ended during a round"
+
+
 def test_nan_losses_are_rejected(fake_process):
     assert (
         search({"precision": Script(0.01, (2.0, float("nan")))}, ["precision"]).rows[0].status == "rejected"

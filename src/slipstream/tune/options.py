@@ -11,7 +11,16 @@ from slipstream.speed import Capabilities, SpeedPlan
 from slipstream.speed.plan import REFUSED, idle
 from slipstream.tune.jobs import Setting
 
-__all__ = ["EXACT", "OPTIONS", "Candidate", "Tolerance", "candidates", "check_names", "unsupported"]
+__all__ = [
+    "EXACT",
+    "LOW_PRECISION",
+    "OPTIONS",
+    "Candidate",
+    "Tolerance",
+    "candidates",
+    "check_names",
+    "unsupported",
+]
 
 
 @dataclass(frozen=True)
@@ -26,7 +35,7 @@ class Tolerance:
 
 EXACT = Tolerance(first=1e-4, mean=2e-2)
 """Of options that compute in float32: the order of operations may change."""
-_LOW_PRECISION = Tolerance(first=2e-2, mean=5e-2)
+LOW_PRECISION = Tolerance(first=2e-2, mean=5e-2)
 """Of options that compute in 16 bits or TF32."""
 
 _MOST_WORKERS = 8
@@ -99,7 +108,7 @@ def _values(name: str, capabilities: Capabilities, num_workers: int) -> Iterator
             yield Candidate(name, f"num_workers={count}", Setting(num_workers=count))
     elif name == "precision":
         for dtype in ("bf16",) if capabilities.device == "cpu" else ("tf32", "bf16", "fp16"):
-            yield Candidate(name, f"precision={dtype}", Setting({name: dtype}), _LOW_PRECISION)
+            yield Candidate(name, f"precision={dtype}", Setting({name: dtype}), LOW_PRECISION)
     elif name == "prefetch":
         yield Candidate(name, "prefetch=2", Setting({name: 2}))
     else:

@@ -14,7 +14,7 @@ from typing import Any
 from slipstream.errors import ConfigError, NonFiniteLossError, SlipstreamError
 from slipstream.speed import Capabilities
 from slipstream.tune.jobs import Setting, merged_speed
-from slipstream.tune.options import Candidate, candidates, unsupported
+from slipstream.tune.options import LOW_PRECISION, Candidate, candidates, unsupported
 from slipstream.tune.process import Job, Process, TrialError
 from slipstream.tune.statistics import Estimate, difference, estimate
 
@@ -275,8 +275,10 @@ class Search:
     def _compare(self, candidate: Candidate, trial: _Running, row: Row, reserve: float) -> Row:
         if trial.warm["problem"]:
             return replace(row, status="failed", reason=trial.warm["problem"], peak_mib=trial.peak_mib)
-        first, mean = difference(trial.warm["losses"], self._baseline.warm["losses"])
-        allowed = candidate.tolerance
+        first, mean = difference(trial.warm["losses"], self._current.warm["losses"])
+        combined = {**self._baseline.warm["sources"], **self.outcome.setting.speed}
+        # Low precision amplifies the rounding differences of the other options.
+        allowed = LOW_PRECISION if "precision" in combined else candidate.tolerance
         row = replace(row, loss_difference=(first, mean), peak_mib=trial.peak_mib)
         if "compile" in self.outcome.setting.plus(candidate.setting).speed:
             row = replace(row, compile_seconds=max(trial.extra - self._baseline.extra, 0.0))
@@ -313,6 +315,8 @@ class Search:
         try:
             return running.time(self._round, max(self._remaining, 0.1))
         except TrialError as failure:
+            if running is current and failure.status == "timed out":
+                raise TrialError("not measured", "the budget ended during a round") from None
             if running is current:
                 raise _PlanFailedError(f"{failure.status}: {failure.reason}") from None
             raise
