@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ __all__ = ["run"]
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print a table, and write the plan. Return 130 if the search was interrupted."""
+    start = time.monotonic()
     from slipstream.tune.api import parse_budget
 
     out = Path(args.out)
@@ -32,15 +34,15 @@ def run(args: argparse.Namespace) -> int:
     cfg = configure(args)
     if args.find is not None:
         return _find(args, cfg, seconds)
-    return _tune(args, cfg, seconds, out)
+    return _tune(args, cfg, seconds, out, start)
 
 
-def _tune(args: argparse.Namespace, cfg: Config, seconds: float, out: Path) -> int:
+def _tune(args: argparse.Namespace, cfg: Config, seconds: float, out: Path, start: float) -> int:
     from slipstream.tune import tune_config
 
     names = None if args.options is None else [name for name in args.options.split(",") if name]
     name = find_recipe(args.config, args.config_dir).stem
-    result = tune_config(cfg, seconds, names, name, cache=not args.no_cache, report=_print_row)
+    result = tune_config(cfg, seconds, names, name, cache=not args.no_cache, report=_print_row, start=start)
     print(result)
     result.save(out)
     print(f"Written: {out} and {out.with_suffix('.json')}")

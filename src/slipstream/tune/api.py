@@ -78,14 +78,25 @@ def tune_config(
     name: str = "the model",
     cache: bool = True,
     report: Callable[[Row], None] = lambda row: None,
+    start: float | None = None,
 ) -> TuneResult:
-    """Measure the speed options for a Runner's configuration; see `tune`."""
+    """Measure the speed options for a Runner's configuration; see `tune`.
+
+    Args:
+        cfg: the configuration, whose keys are the arguments of a Runner.
+        budget, options, cache, report: as for `tune`.
+        name: name of the configuration in the summary.
+        start: when the budget began (`time.monotonic()`); None means now.
+
+    Raises:
+        ConfigError, SlipstreamError: as for `tune`.
+    """
     names = check_names(OPTIONS if options is None else options)
     _check_one_process()
     seconds = parse_budget(budget)
     run = {key: value for key, value in cfg.items() if key not in ("work_dir", "resume", "launcher")}
     file = cache_file(run, names, seconds)
-    return _tune(config_job(cfg), cfg.get("speed"), names, seconds, name, file, cache, report)
+    return _tune(config_job(cfg), cfg.get("speed"), names, seconds, name, file, cache, report, start)
 
 
 def _tune(
@@ -97,10 +108,11 @@ def _tune(
     file: Path,
     cache: bool,
     report: Callable[[Row], None],
+    start: float | None = None,
 ) -> TuneResult:
     if cache and (stored := load(file)) is not None:
         return stored
-    result = TuneResult(Search(make_job, speed, names, seconds, report).run(), speed, name)
+    result = TuneResult(Search(make_job, speed, names, seconds, report, start).run(), speed, name)
     store(file, result)
     return result
 

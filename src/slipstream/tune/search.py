@@ -22,6 +22,8 @@ __all__ = ["Outcome", "Row", "Search"]
 
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 12
 _LONGEST_ROUND = 2.0
+_MARGIN = 0.02
+"""Fraction of the budget that is left for ending processes and writing files (at most 5 s)."""
 _MIN_GAIN = 1.01
 """Smallest ratio for which an option is adopted."""
 _CLEARLY_WORSE = 0.8
@@ -113,6 +115,7 @@ class Search:
         names: options to measure, from `check_names`.
         budget: time limit in seconds.
         report: called with each new row.
+        start: when the budget began (`time.monotonic()`); None means now.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class Search:
         names: Sequence[str],
         budget: float,
         report: Callable[[Row], None] = lambda row: None,
+        start: float | None = None,
     ) -> None:
         self._make_job = make_job
         self._speed = speed
@@ -129,7 +133,7 @@ class Search:
         self._budget = budget
         self._round = min(budget / 200, _LONGEST_ROUND)  # seconds of timed steps per round
         self._report = report
-        self._start = time.monotonic()
+        self._start = time.monotonic() if start is None else start
         self._kept: ExitStack | None = None  # ends the process of the current plan
         self._working: set[str] = set()
         self.outcome = Outcome(budget=budget)
@@ -172,7 +176,7 @@ class Search:
 
     @property
     def _remaining(self) -> float:
-        return self._budget - (time.monotonic() - self._start)
+        return self._budget - min(_MARGIN * self._budget, 5.0) - (time.monotonic() - self._start)
 
     @property
     def _rounds_seconds(self) -> float:
