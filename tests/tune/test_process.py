@@ -5,12 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from contextvars import ContextVar
 
 import pytest
 import torch
 from fakes import alive
 
+from slipstream.tune import process as module
 from slipstream.tune.process import WARMUP, Process, TrialError, descendants
 
 
@@ -117,6 +119,24 @@ def test_a_hang_times_out_and_its_processes_are_killed_even_in_other_sessions():
     assert not any(map(alive, [process.pid, *children]))
 
 
+def test_an_interrupt_while_a_trial_starts_is_raised_and_ends_it(monkeypatch):
+    pids = []
+    start = module.multiprocessing.get_context("fork").Process.start
+
+    def interrupted_start(process):
+        start(process)
+        pids.append(process.pid)
+        with suppress(KeyboardInterrupt):  # as Python does in functions that are called at fork
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
+
+    monkeypatch.setattr(module.multiprocessing.get_context("fork").Process, "start", interrupted_start)
+    with pytest.raises(KeyboardInterrupt):
+        Process(Job())
+    assert pids
+    assert not alive(pids[0])
+
+
 def test_a_trial_does_not_change_the_objects_of_this_process():
     weight = torch.zeros(3)
 
@@ -132,8 +152,6 @@ def test_a_trial_does_not_change_the_objects_of_this_process():
 
 
 def test_a_pickled_trial_copies_tensors_instead_of_sharing_them(monkeypatch):
-    from slipstream.tune import process as module
-
     monkeypatch.setattr(module, "_forks", lambda: False)
     with pytest.raises(ValueError, match="cannot be copied to another process"):
         Process(Job(lambda: None))

@@ -15,8 +15,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -89,15 +89,12 @@ class Process:
         self._process = context.Process(
             target=_main, args=(theirs, work, self._folder, torch.get_num_threads(), fork)
         )
-        # Python ignores a KeyboardInterrupt that is raised in a function registered with os.register_at_fork.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            self._process.start()
+            with _deferred_interrupt():
+                self._process.start()
         except BaseException:
             self.end()
             raise
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()
 
     def __enter__(self) -> Process:
@@ -180,6 +177,22 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+@contextmanager
+def _deferred_interrupt() -> Iterator[None]:
+    """Handle SIGINT after the block. Python ignores a KeyboardInterrupt that is raised in a function called at fork."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python handles signals only in the main thread
+        return
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+    if received:
+        signal.raise_signal(signal.SIGINT)
+
+
 def _forks() -> bool:
     """Return whether trials are forked. A forked process cannot use an accelerator."""
     return sys.platform == "linux" and not torch.accelerator.is_available()
@@ -249,7 +262,6 @@ def _isolate(log: Path) -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     for number in _RESET:
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (file, 1), (file, 2)):
