@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from slipstream.runner import Runner as Runner
     from slipstream.speed.accelerate import accelerate as accelerate
     from slipstream.training.trainer import Trainer as Trainer
+    from slipstream.tune.api import tune as tune
     from slipstream.version import __version__ as __version__
 
 _MODULES = {
@@ -28,10 +29,10 @@ _MODULES = {
 }
 _PACKAGES = (
     "apps", "checkpoint", "config", "dataset", "dist", "errors", "evaluator", "hooks", "logging", "model", "optim",
-    "preemption", "recipes", "registry", "report", "runner", "speed", "step", "training", "visualization",
+    "preemption", "recipes", "registry", "report", "runner", "speed", "step", "training", "tune", "visualization",
 )  # fmt: skip
 
-__all__ = ["Config", "Preemption", "Runner", "Trainer", "__version__", "accelerate", "feed"]
+__all__ = ["Config", "Preemption", "Runner", "Trainer", "__version__", "accelerate", "feed", "tune"]
 
 
 def __getattr__(name: str) -> Any:
@@ -43,4 +44,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_PACKAGES])
+    return sorted({*__all__, *_PACKAGES})

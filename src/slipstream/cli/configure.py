@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +25,9 @@ _OPEN = (
     "default_hooks.*",
     "speed.*",
 )
+
+# An override that names a file of `slipstream tune`.
+_TUNED = re.compile(r"\+*speed=.+\.ya?ml['\"]?$")
 
 
 class Configured(NamedTuple):
@@ -69,6 +73,14 @@ def load_config(
     Raises:
         ConfigError: see `configure`.
     """
+    tuned, overrides = _tuned_file(overrides)
+    read = _load(name, overrides, config_dir, trust)
+    if tuned is not None:
+        _apply_tuned(read.cfg, tuned, overrides)
+    return read
+
+
+def _load(name: str, overrides: Sequence[str], config_dir: str | None, trust: bool) -> Configured:
     path = find_recipe(name, config_dir)
     if is_composed(path):
         return _composed(name, overrides, config_dir, trust)
@@ -91,6 +103,35 @@ def _composed(name: str, overrides: Sequence[str], config_dir: str | None, trust
     # SuperGradients' recipes specify only "DDP", not the launcher.
     launcher = "none" if count == 1 else infer_launcher(os.environ)
     return Configured(Config(recipe_config(recipe, launcher)), count)
+
+
+def _tuned_file(overrides: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the file of an override `speed=FILE.yaml`, written by `slipstream tune`, and the other overrides."""
+    files = [word for word in overrides if _TUNED.match(word)]
+    if len(files) > 1:
+        raise ConfigError(f"only one file can be set, not {len(files)}: {' '.join(files)}", "speed")
+    file = files[0].partition("=")[2].strip("'\"") if files else None
+    return file, [word for word in overrides if word not in files]
+
+
+def _apply_tuned(cfg: Config, file: str, overrides: Sequence[str]) -> None:
+    """Set the options of a file that `slipstream tune` has written.
+
+    Raises:
+        ConfigError: the file is invalid, or an override sets one of its options.
+    """
+    from slipstream.tune.result import read_tuned
+
+    tuned = read_tuned(file)
+    keys = [f"{section}.{key}" for section, values in tuned.items() for key in values]
+    for word in overrides:
+        name = word.lstrip("+~").partition("=")[0]
+        if any(name == key or name.startswith(f"{key}.") for key in keys):
+            raise ConfigError(f"'{word}' and '{file}' set the same option; remove one of them", name)
+    for section, values in tuned.items():
+        before = cfg.get(section) or {}
+        before = {"auto": True} if before == "auto" else before
+        cfg[section] = {**before, **values}
 
 
 def command_args(args: argparse.Namespace, **changed: str | bool) -> list[str]:

@@ -66,6 +66,7 @@ def _build_parser() -> argparse.ArgumentParser:
         _add_explain,
         _add_profile,
         _add_bench,
+        _add_tune,
         _add_data,
         _add_consolidate,
         _add_plan_scale,
@@ -205,6 +206,22 @@ def _add_bench(commands: _Commands) -> None:
     parser.add_argument("--out", default="work_dirs/bench", metavar="DIR", help="default: work_dirs/bench")
     parser.add_argument("--config-dir", metavar="FOLDER", help="folder with your recipes")
     _add_trust(parser)
+
+
+def _add_tune(commands: _Commands) -> None:
+    parser = commands.add_parser("tune", help="find the fastest options by measurement (docs/tune.md)")
+    _add_recipe(parser)
+    parser.set_defaults(work_dir=None)
+    parser.add_argument(
+        "--budget", default="5m", metavar="TIME", help="time limit, such as 90s or 1h (default: 5m)"
+    )
+    parser.add_argument("--options", metavar="NAME,NAME,...", help="options to measure (default: all)")
+    parser.add_argument("--out", default="tuned.yaml", metavar="FILE", help="default: tuned.yaml")
+    parser.add_argument("--no-cache", action="store_true", help="measure again, even if a result is stored")
+    parser.add_argument("--find", choices=("batch_size", "lr"), metavar="WHAT",
+                        help="find the batch size (batch_size) or the learning rate (lr) instead")  # fmt: skip
+    parser.add_argument("--max-batch-size", type=_count, default=1024, metavar="N",
+                        help="largest batch size to try (default: 1024)")  # fmt: skip
 
 
 def _add_data(commands: _Commands) -> None:

@@ -1,0 +1,82 @@
+"""`slipstream tune`: find the fastest options of a run by measurement."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.cli.configure import configure
+from slipstream.errors import ConfigError
+from slipstream.recipes import find_recipe
+
+if TYPE_CHECKING:
+    from slipstream.config import Config
+    from slipstream.tune import Row
+    from slipstream.tune.batch_size import BatchSizeRow
+
+__all__ = ["run"]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print a table, and write the plan. Return 130 if the search was interrupted."""
+    start = time.monotonic()
+    from slipstream.tune.api import parse_budget
+
+    out = Path(args.out)
+    if out.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"must be the path of a .yaml file, not '{out}'", "--out")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"the folder '{out.absolute().parent}' does not exist", "--out")
+    seconds = parse_budget(args.budget)
+    cfg = configure(args)
+    if args.find is not None:
+        return _find(args, cfg, seconds)
+    return _tune(args, cfg, seconds, out, start)
+
+
+def _tune(args: argparse.Namespace, cfg: Config, seconds: float, out: Path, start: float) -> int:
+    from slipstream.tune import tune_config
+
+    names = None if args.options is None else [name for name in args.options.split(",") if name]
+    name = find_recipe(args.config, args.config_dir).stem
+    result = tune_config(cfg, seconds, names, name, cache=not args.no_cache, report=_print_row, start=start)
+    print(result)
+    result.save(out)
+    print(f"Written: {out} and {out.with_suffix('.json')}")
+    if result.outcome.adopted:
+        command = shlex.join([args.config, *args.overrides, f"+speed={out}"])
+        print(f"To train with these options: slipstream train {command}")
+    return 130 if result.outcome.stopped == "interrupted" else 0
+
+
+def _find(args: argparse.Namespace, cfg: Config, seconds: float) -> int:
+    from slipstream.extras import is_installed
+    from slipstream.tune.api import config_job
+    from slipstream.tune.batch_size import search_batch_sizes
+    from slipstream.tune.lr_range import sweep_lr
+
+    if args.find == "batch_size":
+        sizes = search_batch_sizes(config_job(cfg), args.max_batch_size, seconds, _print_size)
+        print(sizes)
+        return 130 if sizes.stopped == "interrupted" else 0
+    found = sweep_lr(config_job(cfg), 1e-7, 1.0, 100, seconds)
+    print(found)
+    if is_installed("matplotlib"):
+        print(f"Written: {found.plot(Path(args.out).with_name('lr_range.png'))}")
+    return 0
+
+
+def _print_row(row: Row) -> None:
+    ratio = f"{row.estimate.ratio:.2f} times as fast, " if row.estimate else ""
+    print(f"{row.label}: {ratio}{row.status}{': ' + row.reason if row.reason else ''}", flush=True)
+
+
+def _print_size(row: BatchSizeRow) -> None:
+    rate = "" if row.samples_per_second is None else f"{row.samples_per_second:.4g} samples/s, "
+    print(
+        f"batch size {row.batch_size}: {rate}{row.status}{': ' + row.reason if row.reason else ''}",
+        flush=True,
+    )

@@ -1,0 +1,232 @@
+"""The functions `tune`, `find_batch_size` and `find_lr`, and their counterparts for a Runner's configuration."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from slipstream.checkpoint import get_random_state
+from slipstream.dist import get_world_size
+from slipstream.errors import ConfigError
+from slipstream.tune.batch_size import BatchSizeRow, BatchSizes, search_batch_sizes
+from slipstream.tune.cache import cache_file, describe_objects, load, store
+from slipstream.tune.jobs import ObjectsJob, RunnerJob, Setting
+from slipstream.tune.lr_range import LrRange, sweep_lr
+from slipstream.tune.options import OPTIONS, check_names
+from slipstream.tune.process import Job
+from slipstream.tune.result import TuneResult
+from slipstream.tune.search import Row, Search
+
+__all__ = ["config_job", "find_batch_size", "find_lr", "parse_budget", "tune", "tune_config"]
+
+_IN_OWN_LOOP = tuple(name for name in OPTIONS if name != "prefetch")  # `feed` prefetches in a custom loop
+LossFn = Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
+
+
+def tune(
+    model: nn.Module,
+    loader: Any,
+    optimizer: Optimizer,
+    loss_fn: LossFn,
+    budget: float | str = "5m",
+    options: Iterable[str] | None = None,
+    speed: Any = None,
+    cache: bool = True,
+    report: Callable[[Row], None] = lambda row: None,
+) -> TuneResult:
+    """Measure the speed options for a custom training loop, and return the fastest combination.
+
+    Each trial trains in its own process, so the model, the optimizer, the loader and all random states are unchanged.
+    Pass `result.speed` to `accelerate`.
+
+    Args:
+        model, optimizer, loss_fn: as for `accelerate`.
+        loader: an iterable over batches `(inputs, targets)`, which is iterated again when it ends.
+        budget: time limit: a number of seconds, or a text such as `5m` or `1h30m`.
+        options: names of `OPTIONS` to measure; None means all.
+        speed: the options of the baseline: `'auto'`, a dict of the fields of `SpeedPlan`, or None for no options.
+        cache: whether to return the stored result of an earlier call with an equal model, machine and versions.
+        report: called with each row as soon as it is measured.
+
+    Raises:
+        ConfigError: the budget is too short for one trial, or an argument is invalid.
+        SlipstreamError: the model does not train without further options.
+    """
+    names = check_names(_IN_OWN_LOOP if options is None else options)
+    if "prefetch" in names:
+        raise ConfigError(
+            "'prefetch' requires a Runner; in your own loop, use feed(loader, prefetch=2)", "options"
+        )
+    _check_one_process()
+    seconds = parse_budget(budget)
+    file = cache_file([describe_objects(model, loader, optimizer, loss_fn), speed], names, seconds)
+    make_job = _objects_job(model, loader, optimizer, loss_fn, speed)
+    return _tune(make_job, speed, names, seconds, type(model).__name__, file, cache, report)
+
+
+def tune_config(
+    cfg: Mapping[str, Any],
+    budget: float | str = "5m",
+    options: Iterable[str] | None = None,
+    name: str = "the model",
+    cache: bool = True,
+    report: Callable[[Row], None] = lambda row: None,
+    start: float | None = None,
+) -> TuneResult:
+    """Measure the speed options for a Runner's configuration; see `tune`.
+
+    Args:
+        cfg: the configuration, whose keys are the arguments of a Runner.
+        budget, options, cache, report: as for `tune`.
+        name: name of the configuration in the summary.
+        start: when the budget began (`time.monotonic()`); None means now.
+
+    Raises:
+        ConfigError, SlipstreamError: as for `tune`.
+    """
+    names = check_names(OPTIONS if options is None else options)
+    _check_one_process()
+    seconds = parse_budget(budget)
+    run = {key: value for key, value in cfg.items() if key not in ("work_dir", "resume", "launcher")}
+    file = cache_file(run, names, seconds)
+    return _tune(config_job(cfg), cfg.get("speed"), names, seconds, name, file, cache, report, start)
+
+
+def _tune(
+    make_job: Callable[[Setting], Job],
+    speed: Any,
+    names: list[str],
+    seconds: float,
+    name: str,
+    file: Path,
+    cache: bool,
+    report: Callable[[Row], None],
+    start: float | None = None,
+) -> TuneResult:
+    if cache and (stored := load(file)) is not None:
+        return stored
+    result = TuneResult(Search(make_job, speed, names, seconds, report, start).run(), speed, name)
+    store(file, result)
+    return result
+
+
+def find_batch_size(
+    model: nn.Module,
+    loader: Any,
+    optimizer: Optimizer,
+    loss_fn: LossFn,
+    max_size: int = 1024,
+    speed: Any = None,
+    budget: float | str = "5m",
+    report: Callable[[BatchSizeRow], None] = lambda row: None,
+) -> BatchSizes:
+    """Return the largest batch size that fits in memory, and the fastest one.
+
+    Each size is measured in its own process, so the model, the optimizer, memory and all random states are unchanged.
+
+    Args:
+        model, optimizer, loss_fn: as for `accelerate`.
+        loader: a `DataLoader` with a map-style dataset; its own batch size is not used.
+        max_size: largest batch size to try.
+        speed: the speed options, as for `accelerate`; None for no options.
+        budget: time limit: a number of seconds, or a text such as `5m`.
+        report: called with each row as soon as it is measured.
+
+    Raises:
+        ConfigError: an argument is invalid.
+        SlipstreamError: no batch size fits.
+    """
+    _check_one_process()
+    make_job = _objects_job(model, loader, optimizer, loss_fn, speed)
+    return search_batch_sizes(make_job, max_size, parse_budget(budget), report)
+
+
+def find_lr(
+    model: nn.Module,
+    loader: Any,
+    optimizer: Optimizer,
+    loss_fn: LossFn,
+    start: float = 1e-7,
+    end: float = 1.0,
+    steps: int = 100,
+    speed: Any = None,
+    budget: float | str = "5m",
+) -> LrRange:
+    """Return the losses of a learning rate range test, with a suggested learning rate.
+
+    The test runs in its own process, so the model, the optimizer and all random states are unchanged.
+
+    Args:
+        model, optimizer, loss_fn: as for `accelerate`.
+        loader: an iterable over batches.
+        start, end: the first and the last learning rate, of the group with the largest one.
+        steps: number of steps. The test ends earlier if the loss exceeds four times its smallest value.
+        speed: the speed options, as for `accelerate`; None for no options.
+        budget: time limit: a number of seconds, or a text such as `5m`.
+
+    Raises:
+        ConfigError: an argument is invalid.
+        SlipstreamError: the run fails, or does not end within the budget.
+    """
+    _check_one_process()
+    make_job = _objects_job(model, loader, optimizer, loss_fn, speed)
+    return sweep_lr(make_job, start, end, steps, parse_budget(budget))
+
+
+def config_job(cfg: Mapping[str, Any]) -> Callable[[Setting], RunnerJob]:
+    """Return a function that returns the run of a Runner's configuration with a setting.
+
+    Raises:
+        ConfigError: the configuration does not train.
+    """
+    for key in ("train_dataloader", "train_cfg", "optim_wrapper"):
+        if cfg.get(key) is None:
+            raise ConfigError("is required to measure training", key)
+    return lambda setting: RunnerJob(cfg, setting)
+
+
+def parse_budget(budget: float | str) -> float:
+    """Return a budget in seconds, given as a number or as text such as `300`, `90s`, `5m` or `1h30m`.
+
+    Raises:
+        ConfigError: it is not a positive duration.
+    """
+    if isinstance(budget, str):
+        words = re.fullmatch(r"(?:(\d+\.?\d*)h)?(?:(\d+\.?\d*)m)?(?:(\d+\.?\d*)s?)?", budget.strip())
+        seconds = (
+            sum(float(word or 0) * unit for word, unit in zip(words.groups(), (3600, 60, 1), strict=True))
+            if words
+            else math.nan
+        )
+    else:
+        seconds = (
+            float(budget) if isinstance(budget, int | float) and not isinstance(budget, bool) else math.nan
+        )
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"must be a duration such as 5m, 90s or 1h30m, not {budget!r}", "budget")
+    return seconds
+
+
+def _objects_job(
+    model: nn.Module, loader: Any, optimizer: Optimizer, loss_fn: LossFn, speed: Any
+) -> Callable[[Setting], ObjectsJob]:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"must be a torch.nn.Module, not {type(model).__name__}", "model")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"must be a torch.optim.Optimizer, not {type(optimizer).__name__}", "optimizer")
+    if not hasattr(loader, "__iter__"):
+        raise ConfigError(f"must be an iterable over batches, not {type(loader).__name__}", "loader")
+    state = get_random_state()
+    return lambda setting: ObjectsJob(model, loader, optimizer, loss_fn, speed, state, setting)
+
+
+def _check_one_process() -> None:
+    if get_world_size() > 1:
+        raise ConfigError("measures one process; run it without a launcher", "tune")

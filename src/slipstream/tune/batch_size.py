@@ -1,0 +1,212 @@
+"""Find the largest batch size that fits in memory, and the fastest one."""
+
+from __future__ import annotations
+
+import io
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.tune.jobs import Setting
+from slipstream.tune.observer import Timer
+from slipstream.tune.process import Job, Process, TrialError
+
+__all__ = ["BatchSizeRow", "BatchSizes", "available_mib", "search_batch_sizes"]
+
+_WARMUP, _TIMED = 3, 3
+_STOP_AT = 0.9
+"""Fraction of the available CPU memory that a trial may need."""
+
+
+@dataclass(frozen=True)
+class BatchSizeRow:
+    """The measurement of one batch size."""
+
+    batch_size: int
+    status: str
+    """`fits`, `out of memory`, `failed`, `timed out` or `too large` (not tried)."""
+    samples_per_second: float | None = None
+    peak_mib: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """The measured batch sizes."""
+
+    rows: list[BatchSizeRow]
+    stopped: str = ""
+    """Why the search ended before the limit was found; empty if it did not."""
+
+    @property
+    def largest(self) -> int:
+        """The largest batch size that fits."""
+        return max(row.batch_size for row in self.rows if row.status == "fits")
+
+    @property
+    def fastest(self) -> int:
+        """The batch size with the most samples per second."""
+        return max(
+            (row for row in self.rows if row.status == "fits"), key=lambda row: row.samples_per_second or 0.0
+        ).batch_size
+
+    def __str__(self) -> str:
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+        for name in ("batch size", "samples/s", "peak MiB", "status"):
+            table.add_column(name, overflow="fold")
+        for row in sorted(self.rows, key=lambda row: row.batch_size):
+            rate = "" if row.samples_per_second is None else f"{row.samples_per_second:.4g}"
+            peak = "" if row.peak_mib is None else f"{row.peak_mib:.0f}"
+            status = f"{row.status}: {row.reason}" if row.reason else row.status
+            table.add_row(str(row.batch_size), rate, peak, status)
+        console = Console(file=io.StringIO(), width=140, highlight=False)
+        console.print(table)
+        file: Any = console.file
+        note = f"The search is not complete: {self.stopped}.\n" if self.stopped else ""
+        return f"{file.getvalue()}{note}Largest that fits: {self.largest}; fastest: {self.fastest}."
+
+
+def search_batch_sizes(
+    make_job: Callable[[Setting], Job], max_size: int, budget: float, report: Callable[[BatchSizeRow], None]
+) -> BatchSizes:
+    """Try 1, 2, 4, ... up to `max_size`, and then sizes between the largest that fits and the smallest that does not.
+
+    Each size runs in its own process. On a CPU, a size is not tried if its expected memory exceeds the available one.
+
+    Raises:
+        SlipstreamError: no batch size fits or trains.
+    """
+    search = _Search(make_job, max_size, time.monotonic() + budget, report)
+    stopped = ""
+    try:
+        search.run()
+    except _OutOfTimeError:
+        stopped = "the budget is used up"
+    except KeyboardInterrupt:
+        stopped = "interrupted"
+    if not any(row.status == "fits" for row in search.rows):
+        last = search.rows[-1] if search.rows else None
+        why = f"batch size {last.batch_size}: {last.status}: {last.reason}" if last else stopped
+        raise SlipstreamError(f"no batch size was found with which the run trains ({why})")
+    return BatchSizes(search.rows, stopped)
+
+
+class _OutOfTimeError(Exception):
+    """The budget is used up."""
+
+
+class _Search:
+    def __init__(
+        self,
+        make_job: Callable[[Setting], Job],
+        max_size: int,
+        end: float,
+        report: Callable[[BatchSizeRow], None],
+    ) -> None:
+        if max_size < 1:
+            raise ConfigError(f"must be at least 1, not {max_size}", "max_size")
+        self._make_job, self._max, self._end, self._report = make_job, max_size, end, report
+        self._available = available_mib()
+        self.rows: list[BatchSizeRow] = []
+
+    def run(self) -> None:
+        fits, fails, size = 0, 0, 1
+        while not fails and size <= self._max:
+            status = self._measure(size)
+            if status == "fits":
+                fits, size = size, self._next(size)
+            elif status == "failed" and size == 1 and self._max > 1:
+                size = 2  # BatchNorm cannot train on one value per channel
+            else:
+                fails = size
+        while fits and fails - fits > max(fits // 8, 1):
+            middle = (fits + fails) // 2
+            if self._measure(middle) == "fits":
+                fits = middle
+            else:
+                fails = middle
+
+    def _next(self, size: int) -> int:
+        """Return the double of a size, or the limit if that is smaller; above the limit after the limit itself."""
+        return self._max + 1 if size == self._max else min(2 * size, self._max)
+
+    def _measure(self, size: int) -> str:
+        row = self._too_large(size) or self._trial(size)
+        self.rows.append(row)
+        self._report(row)
+        return row.status
+
+    def _too_large(self, size: int) -> BatchSizeRow | None:
+        """Return a row if the memory of a CPU is not sufficient according to the two largest sizes that fit."""
+        known = sorted(
+            (row.batch_size, row.peak_mib)
+            for row in self.rows
+            if row.status == "fits" and row.peak_mib is not None
+        )
+        if self._available is None or len(known) < 2:
+            return None
+        (small, less), (large, more) = known[-2:]
+        expected = more + max(more - less, 0.0) * (size - large) / (large - small)
+        needed = expected - known[0][1]  # the smallest trial measures what the process needs without a batch
+        if needed <= _STOP_AT * self._available:
+            return None
+        reason = f"needs about {expected:.0f} MiB; {self._available:.0f} MiB are available"
+        return BatchSizeRow(size, "too large", reason=reason)
+
+    def _trial(self, size: int) -> BatchSizeRow:
+        job = self._make_job(Setting(batch_size=size))
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise _OutOfTimeError
+        try:
+            with Process(job, partial(Timer, warmup=_WARMUP)) as process:
+                process.wait_for("warm", left)
+                timed = process.time(_TIMED, 1, max(self._end - time.monotonic(), 0.1))
+        except TrialError as failure:
+            if failure.status == "timed out":
+                raise _OutOfTimeError from None
+            return BatchSizeRow(size, failure.status, reason=failure.reason)
+        return BatchSizeRow(size, "fits", size / median(timed["seconds"]), timed["peak_mib"])
+
+
+def available_mib() -> float | None:
+    """Return the available CPU memory in MiB; None if it is unknown, or if the run uses an accelerator."""
+    import torch
+
+    if torch.accelerator.is_available():
+        return None
+    found = [value for value in (_meminfo(), _cgroup()) if value is not None]
+    return min(found, default=None)
+
+
+def _meminfo() -> float | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _cgroup() -> float | None:
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
+        cached = sum(
+            int(line.split()[1])
+            for line in (folder / "memory.stat").read_text().splitlines()
+            if line.startswith(("inactive_file ", "active_file "))
+        )
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" or not math.isfinite(float(limit)) else (int(limit) - used + cached) / 2**20

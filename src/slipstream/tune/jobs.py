@@ -1,0 +1,310 @@
+"""The training runs that trials execute: a Runner's configuration, or the user's own objects."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from slipstream.checkpoint import set_random_state
+from slipstream.config import Config
+from slipstream.dataset.loading.loader import batch_size, length
+from slipstream.errors import ConfigError, DataError
+from slipstream.hooks import Hook
+from slipstream.model import unwrap_model
+from slipstream.registry import DATASETS, HOOKS
+from slipstream.speed import Capabilities, SpeedPlan
+from slipstream.step.graph import GraphStep
+from slipstream.tune.observer import Observer, total_loss
+
+__all__ = ["ObjectsJob", "RunnerJob", "Setting", "merged_speed"]
+
+_REPEATED = 6
+"""Number of batches that a Runner's trial repeats, so that all trials read the same samples, from memory if cached."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Changes of a trial to the baseline."""
+
+    speed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `SpeedPlan`."""
+    num_workers: int | None = None
+    """Number of worker processes of the training loader; None does not change it."""
+    batch_size: int | None = None
+    """Number of samples per batch; None does not change it."""
+    constant_lr: bool = False
+    """Whether to remove the learning rate schedule."""
+    compile_cache: str | None = None
+    """Folder for compiled code, which is empty at first so that the compilation time can be measured."""
+
+    def plus(self, other: Setting) -> Setting:
+        """Return both changes; those of `other` take precedence."""
+        workers = self.num_workers if other.num_workers is None else other.num_workers
+        return replace(self, speed={**self.speed, **other.speed}, num_workers=workers)
+
+
+def merged_speed(speed: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the value of `speed` (`'auto'`, a dict or None) as a dict, with the fields in `changes` replaced."""
+    own = {"auto": True} if speed == "auto" else dict(speed or {})
+    return {**own, **changes}
+
+
+class _Warnings(logging.Handler):
+    """Keeps the warnings of a run, which contain the reason if an option is not in effect."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@dataclass(frozen=True)
+class RunnerJob:
+    """Train a Runner's configuration without validation, checkpoints and logs of trackers.
+
+    An epoch is shortened to its first batches and repeated, with the same augmentation.
+    """
+
+    cfg: Mapping[str, Any]
+    setting: Setting = Setting()
+
+    def train(self, observer: Observer, folder: Path) -> None:
+        """Train until the observer ends the trial; see `Job`."""
+        from slipstream.runner import Runner
+        from slipstream.training.config_paths import at_user_paths
+
+        cfg = self._trial_cfg(folder)
+        with at_user_paths(cfg):
+            runner = Runner.from_cfg(cfg)
+            warnings = _Warnings()
+            runner.logger.addHandler(warnings)
+            if (how := runner.speed.compile) is not None:
+                # A trial must not measure eager steps during compilation.
+                how = replace(how, wait=True, cache=self.setting.compile_cache or how.cache)
+                runner.speed = replace(runner.speed, compile=how)
+            runner.register_hook(_StepHook(observer))
+            observer.describe = lambda: self._describe(runner, warnings.messages)
+            runner.train()
+
+    def _trial_cfg(self, folder: Path) -> Config:
+        cfg = Config(copy.deepcopy(dict(self.cfg)))
+        for key in ("val", "test"):
+            for part in ("dataloader", "cfg", "evaluator"):
+                cfg[f"{key}_{part}"] = None
+        cfg.work_dir, cfg.resume, cfg.launcher, cfg.visualizer = str(folder / "run"), False, "none", None
+        cfg.default_hooks = {**(cfg.get("default_hooks") or {}), "checkpoint": None, "preemption": None}
+        cfg.custom_hooks = [hook for hook in cfg.get("custom_hooks") or () if _acts_on_steps(hook)]
+        randomness = cfg.get("randomness") or {}
+        if randomness.get("seed") is None:  # all trials must start from the same weights
+            cfg.randomness = {**randomness, "seed": 0}
+        cfg.speed = merged_speed(cfg.get("speed"), self.setting.speed)
+        cfg.train_dataloader = self._loader(cfg.train_dataloader)
+        # The run must not end before the trial, and shortened epochs must not make a schedule end before it begins.
+        lengths = {"max_epochs": 10**6, "max_iters": 10**9}
+        cfg.train_cfg = {**cfg.train_cfg, **{key: lengths[key] for key in lengths if key in cfg.train_cfg}}
+        if self.setting.constant_lr:
+            cfg.param_scheduler = None
+        return cfg
+
+    def _loader(self, loader: Any) -> dict[str, Any]:
+        if isinstance(loader, DataLoader):
+            loader = {"dataloader": loader}
+        changes: dict[str, Any] = {}
+        # The learning rate range test uses all samples, and the number of batches of a stream cannot be limited.
+        if not self.setting.constant_lr and not _is_streamed(loader):
+            changes["num_batch_per_epoch"] = min(loader.get("num_batch_per_epoch") or _REPEATED, _REPEATED)
+        for key in ("num_workers", "batch_size"):
+            if (value := getattr(self.setting, key)) is not None:
+                changes[key] = value
+        if "dataloader" not in loader and changes.get("num_workers", loader.get("num_workers", 0)):
+            changes["persistent_workers"] = True  # the shortened epochs would start workers too often
+        return {**loader, **changes}
+
+    def _describe(self, runner: Any, warnings: list[str]) -> dict[str, Any]:
+        loader, core = runner.train_dataloader, unwrap_model(runner.model)
+        inner = getattr(loader.batch_sampler, "batch_sampler", None)
+        limit = dict(self.cfg["train_dataloader"]).get("num_batch_per_epoch")
+        full = len(inner) if inner is not None and hasattr(inner, "__len__") else length(loader)
+        return {
+            "problem": _compile_problem(runner.speed, runner.step, core, warnings),
+            "capabilities": Capabilities.here(runner.device.type, core),
+            "sources": dict(runner.speed.sources),
+            "steps_per_epoch": min(full, limit) if full and limit else full,
+            "batch_size": batch_size(loader),
+            "num_workers": loader.num_workers,
+        }
+
+
+class _StepHook(Hook):
+    """Calls the observer of a trial, and repeats the first epoch."""
+
+    priority = "LOWEST"
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+
+    def before_train_epoch(self, runner: Any) -> None:
+        """Continue with the first epoch, so that the order and the augmentation repeat and the run does not end."""
+        if runner.by_epoch:
+            runner.train_loop.resume(0, runner.iter, 0)
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        """Call the observer before the step."""
+        self._observer.before_step(runner.optim_wrapper.param_groups)
+
+    def after_train_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
+    ) -> None:
+        """Call the observer after the step."""
+        self._observer.after_step(total_loss(outputs or {}))
+
+
+@dataclass(frozen=True)
+class ObjectsJob:
+    """Train the user's model with `accelerate`. The loader is iterated again when it ends."""
+
+    model: nn.Module
+    loader: Any
+    optimizer: Optimizer
+    loss_fn: Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
+    speed: Any
+    random_state: dict[str, Any]
+    setting: Setting = Setting()
+
+    def train(self, observer: Observer, folder: Path) -> None:
+        """Train until the observer ends the trial; see `Job`."""
+        from slipstream.speed.accelerate import accelerate
+
+        set_random_state(self.random_state)
+        warnings = _Warnings()
+        logging.getLogger("slipstream").addHandler(warnings)
+        _detach_workers(self.loader)
+        loader = changed_loader(self.loader, self.setting)
+        speed = _waiting(merged_speed(self.speed, self.setting.speed), self.setting.compile_cache)
+        self.model.train()
+        step = accelerate(self.model, self.optimizer, self.loss_fn, speed=speed)
+        observer.describe = lambda: {
+            "problem": _compile_problem(step.plan, step._step, unwrap_model(step.model), warnings.messages),
+            "capabilities": Capabilities.here(next(self.model.parameters()).device.type, self.model),
+            "sources": dict(step.plan.sources),
+            "steps_per_epoch": _length(loader),
+            "batch_size": getattr(loader, "batch_size", None),
+            "num_workers": getattr(loader, "num_workers", 0),
+        }
+        for batch in _endless(loader):
+            observer.before_step(step.optim.param_groups)
+            observer.after_step(total_loss(step(batch)))
+
+
+def changed_loader(loader: Any, setting: Setting) -> Any:
+    """Return the loader, or a new one with the batch size and the number of workers of `setting`.
+
+    Raises:
+        ConfigError: the loader is not a plain `DataLoader` with a map-style dataset.
+    """
+    if setting.num_workers is None and setting.batch_size is None:
+        return loader
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+        raise ConfigError(
+            f"the loader must be a torch DataLoader with a map-style dataset, not {type(loader).__name__}",
+            "loader",
+        )
+    workers = loader.num_workers if setting.num_workers is None else setting.num_workers
+    batches: dict[str, Any] = {"batch_sampler": loader.batch_sampler}
+    if setting.batch_size is not None:
+        count = max(setting.batch_size * _REPEATED, len(loader.dataset))  # type: ignore[arg-type]
+        indices = [i % len(loader.dataset) for i in range(count)]  # type: ignore[arg-type]
+        batches = {"sampler": indices, "batch_size": setting.batch_size, "drop_last": True}
+    return DataLoader(
+        loader.dataset,
+        **batches,
+        num_workers=workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        worker_init_fn=loader.worker_init_fn,
+        generator=loader.generator,
+        persistent_workers=workers > 0,
+    )
+
+
+def _detach_workers(loader: Any) -> None:
+    """Let a loader with persistent workers start its own, instead of reading the batches of the parent process."""
+    if isinstance(loader, DataLoader) and loader._iterator is not None:
+        # Deleting the iterator would end the workers of the parent process.
+        loader._iterator_of_parent = loader._iterator
+        loader._iterator = None
+
+
+def _endless(loader: Any) -> Iterator[Any]:
+    while True:
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            raise DataError(
+                "the loader yields no batches, or can be iterated only once; pass a DataLoader or a list of batches"
+            )
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def _is_streamed(loader: Mapping[str, Any]) -> bool:
+    ready = loader.get("dataloader")
+    dataset = loader.get("dataset") if ready is None else ready.dataset
+    if isinstance(dataset, Mapping):
+        kind = dataset.get("type")
+        target = DATASETS.get(kind) if isinstance(kind, str) else kind
+        return isinstance(target, type) and issubclass(target, IterableDataset)
+    return isinstance(dataset, IterableDataset)
+
+
+def _acts_on_steps(hook: Any) -> bool:
+    """Return whether a hook takes part in training steps; other hooks write files or validate."""
+    if isinstance(hook, Mapping):
+        kind = hook.get("type")
+        target = HOOKS.get(kind) if isinstance(kind, str) else kind
+        if not isinstance(target, type):
+            return True  # the Runner raises the error
+    else:
+        target = type(hook)
+    stages = ("before_train_iter", "after_train_iter", "_before_iter", "_after_iter")
+    return any(getattr(target, stage, None) is not getattr(Hook, stage, None) for stage in stages)
+
+
+def _waiting(speed: dict[str, Any], cache: str | None) -> dict[str, Any]:
+    """Return `speed` with a compilation that ends before the first timed step."""
+    how = speed.get("compile")
+    if not how:
+        return speed
+    options = {"scope": how} if isinstance(how, str) else dict(how) if isinstance(how, Mapping) else {}
+    return {**speed, "compile": {"cache": cache or True, **options, "wait": True}}
+
+
+def _compile_problem(plan: SpeedPlan, step: Any, core: nn.Module, warnings: list[str]) -> str | None:
+    """Return the reason that the compiled code of the plan is not in use, or None."""
+    if plan.compile is None:
+        return None
+    if isinstance(step, GraphStep) and step.uses_graph:
+        return None
+    compiled = any(module._compiled_call_impl is not None for module in core.modules())
+    if compiled and plan.compile.scope not in (None, "step"):
+        return None
+    return next((text for text in warnings if "compil" in text), "the step is not compiled") + (
+        "; only the model is compiled" if compiled and not warnings else ""
+    )

@@ -1,0 +1,173 @@
+"""Code inside a trial's process that times its training steps on request."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import ModelError
+
+__all__ = ["Finished", "LrSweep", "Observer", "Timer", "total_loss"]
+
+
+class Finished(BaseException):
+    """Ends a trial. It is not an `Exception`, so that no handler of the training loop suppresses it."""
+
+
+class Observer:
+    """Called before and after each training step of a trial."""
+
+    describe: Callable[[], Mapping[str, Any]] = dict
+    """Returns properties of the run, to report after the warm-up; set by the job."""
+
+    def before_step(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Called with the parameter groups of the optimizer."""
+
+    def after_step(self, loss: Tensor) -> None:
+        """Called with the loss, a 0-dim tensor on the device."""
+
+
+class Timer(Observer):
+    """Report the losses of the first steps, then time steps whenever the parent process requests it.
+
+    Args:
+        connection: connection to the parent process, which sends `(steps, untimed)`.
+        warmup: number of steps before the first request, whose losses are reported.
+    """
+
+    def __init__(self, connection: Connection, warmup: int) -> None:
+        self.connection = connection
+        self._warmup = warmup
+        self._losses: list[float] = []
+        self._untimed = 0
+        self._timed = 0
+        self._seconds: list[float] = []
+        self._last = time.perf_counter()
+
+    def after_step(self, loss: Tensor) -> None:
+        """Record the loss of a warm-up step, or the time of a requested step."""
+        if len(self._losses) < self._warmup:
+            self._warm_up(loss)
+            return
+        if self._untimed:
+            self._untimed -= 1
+            if self._untimed == 0:
+                _synchronize()
+                self._last = time.perf_counter()
+            return
+        self._seconds.append(self._since_last())
+        if len(self._seconds) == self._timed:
+            _synchronize()
+            self._seconds[-1] += self._since_last()
+            if (
+                torch.accelerator.is_available()
+            ):  # single steps only measure how long the host takes to start them
+                self._seconds = [sum(self._seconds) / len(self._seconds)]
+            self.connection.send({"event": "timed", "seconds": self._seconds, "peak_mib": peak_mib()})
+            self._await_request()
+
+    def _warm_up(self, loss: Tensor) -> None:
+        self._losses.append(float(loss))  # waits for the device
+        self.connection.send({"event": "step", "seconds": self._since_last()})
+        if len(self._losses) == self._warmup:
+            described = {"losses": self._losses, "peak_mib": peak_mib(), **self.describe()}
+            self.connection.send({"event": "warm", **described})
+            self._await_request()
+
+    def _await_request(self) -> None:
+        try:
+            self._timed, self._untimed = self.connection.recv()
+        except EOFError:
+            raise Finished from None
+        self._seconds = []
+        self._last = time.perf_counter()
+
+    def _since_last(self) -> float:
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        return seconds
+
+
+class LrSweep(Observer):
+    """Increase the learning rate exponentially from step to step, and report the losses.
+
+    The sweep ends after `steps` steps, at a loss that is not finite, or at a loss above `limit` times the smallest one.
+
+    Args:
+        connection: connection to the parent process.
+        start, end: first and last learning rate of the group with the largest configured rate. The ratios between
+            groups do not change.
+        steps: number of steps.
+        limit: largest ratio between a loss and the smallest loss so far.
+    """
+
+    def __init__(
+        self, connection: Connection, start: float, end: float, steps: int, limit: float = 4.0
+    ) -> None:
+        self.connection = connection
+        self._rates = [start * (end / start) ** (i / (steps - 1)) for i in range(steps)]
+        self._limit = limit
+        self._losses: list[float] = []
+        self._scales: list[float] = []
+
+    def before_step(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Set the learning rates of this step."""
+        if not self._scales:
+            rates = [float(group["lr"]) for group in param_groups]
+            largest = max(rates)
+            self._scales = [rate / largest if largest > 0 else 1.0 for rate in rates]
+        rate = self._rates[len(self._losses)]
+        for group, scale in zip(param_groups, self._scales, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate * scale)
+            else:
+                group["lr"] = rate * scale
+
+    def after_step(self, loss: Tensor) -> None:
+        """Record the loss, and end the sweep if it is complete or diverges."""
+        value = float(loss)
+        self._losses.append(value)
+        self.connection.send({"event": "step", "seconds": 0.0})
+        finite = -float("inf") < value < float("inf")
+        diverged = not finite or (len(self._losses) > 1 and value > self._limit * min(self._losses))
+        if diverged or len(self._losses) == len(self._rates):
+            rates = self._rates[: len(self._losses)]
+            self.connection.send({"event": "sweep", "rates": rates, "losses": self._losses})
+            raise Finished
+
+
+def total_loss(logs: Mapping[str, Any]) -> Tensor:
+    """Return the loss that a training step minimizes, from the dict that the step returns.
+
+    Raises:
+        ModelError: no entry is a loss, so that a trial could not be compared with the baseline.
+    """
+    if "loss" in logs:
+        return torch.as_tensor(logs["loss"])
+    losses = [torch.as_tensor(value) for name, value in logs.items() if "loss" in name]
+    if not losses:
+        raise ModelError(
+            f"the training step returns {sorted(logs)}, but no entry with 'loss' in its name; return the losses "
+            "so that their values can be compared"
+        )
+    return torch.stack([loss.detach().sum() for loss in losses]).sum()
+
+
+def peak_mib() -> float:
+    """Return the peak memory in MiB: of the accelerator's allocator, or on a CPU, of the process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

@@ -1,0 +1,290 @@
+"""One trial in a process of its own, which can fail, hang or be killed without an effect on this process."""
+
+from __future__ import annotations
+
+import contextvars
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.tune.observer import Finished, Observer, Timer
+
+__all__ = ["WARMUP", "Job", "Process", "TrialError", "descendants"]
+
+WARMUP = 6
+"""Number of steps whose losses are compared; then a trial is timed."""
+_LOG = "output.log"
+_RESET = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGSEGV,
+)
+"""Signals whose handlers in the parent process would keep a trial alive."""
+
+
+class Job(Protocol):
+    """A training run that a trial can execute. It can be pickled if the platform does not fork processes."""
+
+    def train(self, observer: Observer, folder: Path) -> None:
+        """Train until `observer` raises `Finished`; write files only in `folder`, which is deleted afterwards."""
+
+
+class TrialError(Exception):
+    """A trial ended without a result.
+
+    Args:
+        status: `out of memory`, `timed out` or `failed`.
+        reason: one line.
+        warmup_seconds: the durations of the steps that it completed, in seconds.
+    """
+
+    def __init__(self, status: str, reason: str, warmup_seconds: tuple[float, ...] = ()) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+        self.warmup_seconds = warmup_seconds
+
+
+class Process:
+    """A process that runs a job. Use it in a `with` block, which ends the process and all its descendants.
+
+    Args:
+        job: the run to execute.
+        make_observer: `make_observer(connection)` returns the observer of the run; by default, a `Timer`.
+    """
+
+    def __init__(self, job: Job, make_observer: Any = None) -> None:
+        make_observer = make_observer or partial(Timer, warmup=WARMUP)
+        fork = _forks()
+        context: Any = multiprocessing.get_context("fork" if fork else "spawn")
+        # A forked process has copies of all objects. Otherwise, plain pickle copies tensors, but the pickler of
+        # torch.multiprocessing would share their memory, and the trial would train the user's model.
+        work = (job, make_observer) if fork else _pickled(job, make_observer)
+        self._connection, theirs = context.Pipe()
+        self._folder = Path(tempfile.mkdtemp(prefix="slipstream-tune-"))
+        self.warmup_seconds: list[float] = []
+        """Durations of the steps reported so far, in seconds."""
+        self._process = context.Process(
+            target=_main, args=(theirs, work, self._folder, torch.get_num_threads(), fork)
+        )
+        try:
+            with _deferred_interrupt():
+                self._process.start()
+        except BaseException:
+            self.end()
+            raise
+        theirs.close()
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    @property
+    def pid(self) -> int | None:
+        """The process id."""
+        pid: int | None = self._process.pid
+        return pid
+
+    def wait_for(self, event: str, seconds: float) -> dict[str, Any]:
+        """Return the next message of the kind `event`.
+
+        Args:
+            event: `warm`, `timed` or `sweep`.
+            seconds: the timeout in seconds.
+
+        Raises:
+            TrialError: the run failed, ended or did not answer in time.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            if not self._connection.poll(max(end - time.monotonic(), 0)):
+                done = f"{len(self.warmup_seconds)} steps" if event != "timed" else "no measurement"
+                raise TrialError("timed out", f"{done} after {seconds:.0f} s", tuple(self.warmup_seconds))
+            try:
+                message: dict[str, Any] = self._connection.recv()
+            except (EOFError, OSError):
+                raise self._death() from None
+            if message["event"] == "step":
+                self.warmup_seconds.append(message["seconds"])
+            elif message["event"] == "failed":
+                raise TrialError(message["status"], message["reason"], tuple(self.warmup_seconds))
+            elif message["event"] == event:
+                return message
+
+    def time(self, steps: int, untimed: int, seconds: float) -> dict[str, Any]:
+        """Run `untimed` + `steps` steps; return the durations of the last `steps` (`seconds`) and `peak_mib`.
+
+        Raises:
+            TrialError: see `wait_for`.
+        """
+        try:
+            self._connection.send((steps, untimed))
+        except OSError:
+            raise self._death() from None
+        return self.wait_for("timed", seconds)
+
+    def end(self) -> None:
+        """Kill the process and all its descendants."""
+        if self._process.pid is not None:
+            _kill_tree(self._process.pid)
+            self._process.join()
+        self._connection.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _death(self) -> TrialError:
+        self._process.join(10)
+        code = self._process.exitcode
+        last = _last_line(self._folder / _LOG)
+        if code == -signal.SIGKILL:
+            return TrialError("out of memory", "killed by SIGKILL, most likely because the memory is used up")
+        name = (
+            f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exited with status {code}"
+        )
+        return TrialError("failed", f"{name}{': ' + last if last else ''}", tuple(self.warmup_seconds))
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the ids of all descendants of a process (Linux only; elsewhere, an empty list)."""
+    found: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, file.read_text().split()):
+                found += [child, *descendants(child)]
+    return found
+
+
+@contextmanager
+def _deferred_interrupt() -> Iterator[None]:
+    """Handle SIGINT after the block. Python ignores a KeyboardInterrupt that is raised in a function called at fork."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python handles signals only in the main thread
+        return
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+    if received:
+        signal.raise_signal(signal.SIGINT)
+
+
+def _forks() -> bool:
+    """Return whether trials are forked. A forked process cannot use an accelerator."""
+    return sys.platform == "linux" and not torch.accelerator.is_available()
+
+
+def _pickled(job: Job, make_observer: Any) -> bytes:
+    try:
+        return pickle.dumps((job, make_observer))
+    except Exception as error:  # pickle raises errors of many types
+        raise ConfigError(
+            f"the model, the loader, the optimizer and the loss cannot be copied to another process ({error}); on this "
+            "platform, they must be defined in a module, and not in a function or as a lambda"
+        ) from error
+
+
+def _kill_tree(pid: int) -> None:
+    """Kill a process, its group and all its descendants: inductor's workers have their own sessions."""
+    children = descendants(pid)
+    for kill, target in ((os.killpg, pid), (os.kill, pid), *((os.kill, child) for child in children)):
+        with suppress(OSError):
+            kill(target, signal.SIGKILL)
+
+
+def _last_line(log: Path) -> str:
+    with suppress(OSError):
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return lines[-1][:300] if lines else ""
+    return ""
+
+
+# ---- in the trial's process ----------------------------------------------------------------------------------------
+
+
+def _main(connection: Connection, work: Any, folder: Path, threads: int, forked: bool) -> None:
+    """Run the job of a trial. This function does not return."""
+    try:
+        _isolate(folder / _LOG)
+        if forked:
+            gc.freeze()  # do not run finalizers of the parent's objects
+            # The parent's OpenMP threads do not exist here. A new thread starts its own. It gets a copy of the context,
+            # because torch's settings are context variables.
+            context, arguments = contextvars.copy_context(), (_run, connection, folder, *work, threads)
+            thread = threading.Thread(target=context.run, args=arguments, daemon=True)
+            thread.start()
+            thread.join()
+        else:
+            job, make_observer = pickle.loads(work)
+            _run(connection, folder, job, make_observer, threads)
+    finally:
+        with suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        for child in descendants(os.getpid()):
+            with suppress(OSError):
+                os.kill(child, signal.SIGKILL)
+        os._exit(0)
+
+
+def _isolate(log: Path) -> None:
+    """Start a session, write all output to `log`, and end with the parent process."""
+    os.setsid()
+    faulthandler.disable()  # it would write to the parent's stderr
+    if sys.platform == "linux":
+        import ctypes
+
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    for number in _RESET:
+        signal.signal(number, signal.SIG_DFL)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (file, 1), (file, 2)):
+        os.dup2(source, target)
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+
+
+def _run(connection: Connection, folder: Path, job: Job, make_observer: Any, threads: int) -> None:
+    try:
+        torch.set_num_threads(threads)
+        job.train(make_observer(connection), folder)
+        connection.send({"event": "failed", "status": "failed", "reason": "the training run ended early"})
+    except Finished:
+        pass
+    except BaseException as error:
+        traceback.print_exc()
+        connection.send({"event": "failed", **_describe(error)})
+
+
+def _describe(error: BaseException) -> Mapping[str, str]:
+    text = str(error).strip()
+    memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text
+    name = "" if isinstance(error, SlipstreamError) else f"{type(error).__name__}: "
+    line = (text.splitlines() or [""])[0][:400]
+    return {"status": "out of memory" if memory else "failed", "reason": name + line}

@@ -1,0 +1,233 @@
+"""The result of `tune`: a table, a summary, and files that other commands read."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.errors import ConfigError, did_you_mean
+from slipstream.files import replacing
+from slipstream.tune.jobs import Setting, merged_speed
+from slipstream.tune.search import Outcome, Row
+from slipstream.tune.statistics import Estimate
+
+__all__ = ["TuneResult", "read_tuned", "write_text"]
+
+_LOADER_KEYS = ("num_workers", "persistent_workers")
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """The measured options, and the fastest combination."""
+
+    outcome: Outcome
+    base_speed: Any = None
+    """The baseline's value of `speed`."""
+    name: str = "the model"
+    cached: bool = False
+    """Whether the result was read from the cache."""
+
+    @property
+    def speed(self) -> dict[str, Any]:
+        """The value of `speed` for a `Runner` or `accelerate`: the baseline's options and the adopted ones."""
+        return merged_speed(self.base_speed, self.outcome.setting.speed)
+
+    @property
+    def num_workers(self) -> int | None:
+        """The number of worker processes of the training loader; None if the present number is the fastest."""
+        return self.outcome.setting.num_workers
+
+    @property
+    def rows(self) -> list[Row]:
+        """One row for each option, in the order of measurement."""
+        return self.outcome.rows
+
+    def table(self) -> Table:
+        """Return a table with the ratio, the interval, the memory and the status of each option."""
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+        for name in (
+            "option",
+            "compared with",
+            "ratio",
+            "interval",
+            "ms/step",
+            "peak MiB",
+            "compile s",
+            "status",
+        ):
+            table.add_column(name, overflow="fold")
+        first = f"{1e3 * self.outcome.baseline_seconds:.1f}", f"{self.outcome.baseline_mib:.0f}"
+        table.add_row("baseline", "", "1.00", "", *first, "", "")
+        for row in self.rows:
+            table.add_row(*_cells(row))
+        return table
+
+    def summary(self) -> str:
+        """Return the improvement, the time per epoch before and after, and when the compilation has paid off."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        outcome, total = self.outcome, self.outcome.total
+        if outcome.stopped:
+            yield f"The search is not complete: {outcome.stopped}."
+        before = outcome.baseline_seconds
+        if not any(row.estimate for row in outcome.rows):
+            yield f"No option was measured for {self.name}; keep the present options."
+        elif total is None:
+            yield f"No measured option makes {self.name} faster on this machine; keep the present options."
+        else:
+            after = before / total.ratio
+            how = (
+                "product of the single ratios"
+                if outcome.total_is_product
+                else "measured against the baseline"
+            )
+            yield (
+                f"Fastest: {' + '.join(outcome.adopted)}: {total.ratio:.2f} times the speed of the baseline "
+                f"({total.low:.2f} to {total.high:.2f}, {how})."
+            )
+            if (steps := outcome.steps_per_epoch) is not None:
+                yield (
+                    f"One epoch of {steps} steps: {steps * before:.3g} s before, {steps * after:.3g} s after "
+                    "(without validation)."
+                )
+            if "compile" in outcome.setting.speed and after < before:
+                gained = ceil(outcome.compile_seconds / (before - after))
+                yield (
+                    f"The compilation takes {outcome.compile_seconds:.0f} s, which {gained:,} steps of the faster plan "
+                    "save."
+                )
+        source = "from the cache; measured" if self.cached else "measured"
+        yield f"Duration: {outcome.seconds:.0f} s of a budget of {outcome.budget:.0f} s ({source} on {outcome.device})."
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=140, highlight=False)
+        console.print(self.table())
+        file: Any = console.file
+        return f"{file.getvalue()}{self.summary()}"
+
+    def yaml_text(self) -> str:
+        """Return the content of `tuned.yaml`: the keys `speed` and `train_dataloader` of a configuration."""
+        content: dict[str, Any] = {"speed": self.speed}
+        if self.num_workers is not None:
+            content["train_dataloader"] = {
+                "num_workers": self.num_workers,
+                "persistent_workers": self.num_workers > 0,
+            }
+        lines = [f"# {line}" for line in self.summary().splitlines()]
+        return "\n".join([*lines, yaml.safe_dump(content, sort_keys=False)])
+
+    def save(self, path: str | Path) -> Path:
+        """Write `path` (YAML, see `read_tuned`) and a `.json` file with all rows next to it, each atomically.
+
+        Raises:
+            ConfigError: the folder does not exist or is not writable.
+        """
+        path = Path(path)
+        write_text(path, self.yaml_text())
+        write_text(path.with_suffix(".json"), json.dumps(self.to_dict(), indent=2, default=str) + "\n")
+        return path
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all values as built-in Python types; times are in seconds and memory in MiB."""
+        return {
+            "name": self.name,
+            "base_speed": self.base_speed,
+            "speed": self.speed,
+            "outcome": asdict(self.outcome),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TuneResult:
+        """Return the result of `to_dict`.
+
+        Raises:
+            KeyError, TypeError: a key is missing or unknown.
+        """
+        fields = dict(values["outcome"])
+        rows = [
+            Row(
+                **{
+                    **row,
+                    "estimate": _estimate(row["estimate"]),
+                    "loss_difference": _pair(row["loss_difference"]),
+                }
+            )
+            for row in fields.pop("rows")
+        ]
+        total, setting = _estimate(fields.pop("total")), Setting(**fields.pop("setting"))
+        outcome = Outcome(rows=rows, total=total, setting=setting, **fields)
+        return cls(outcome, values["base_speed"], values["name"], cached=True)
+
+
+def read_tuned(path: str | Path) -> dict[str, dict[str, Any]]:
+    """Return the content of a file that `TuneResult.save` wrote: `speed`, and optionally `train_dataloader`.
+
+    Raises:
+        ConfigError: the file cannot be read, or contains other keys.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read '{path}': {error.strerror or error}", "speed") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"'{path}' is not a YAML file: {str(error).splitlines()[0]}", "speed") from None
+    known = {"speed": None, "train_dataloader": _LOADER_KEYS}
+    if not isinstance(content, Mapping) or "speed" not in content:
+        raise ConfigError(f"'{path}' has no key 'speed'; `slipstream tune` writes such files", "speed")
+    for key, section in content.items():
+        if key not in known:
+            raise ConfigError(f"'{path}': unknown key '{key}'{did_you_mean(str(key), known)}", "speed")
+        if not isinstance(section, Mapping):
+            raise ConfigError(f"'{path}': '{key}' must be a dict, not {type(section).__name__}", "speed")
+        for name in section if known[key] else ():
+            if name not in _LOADER_KEYS:
+                raise ConfigError(
+                    f"'{path}': unknown key '{key}.{name}'{did_you_mean(str(name), _LOADER_KEYS)}", "speed"
+                )
+    return {key: dict(section) for key, section in content.items()}
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically.
+
+    Raises:
+        ConfigError: the folder does not exist or is not writable.
+    """
+    try:
+        with replacing(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write '{path}': {error.strerror or error}") from error
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    found = row.estimate
+    return (
+        row.label,
+        row.against if found else "",
+        f"{found.ratio:.2f}" if found else "",
+        f"{found.low:.2f}-{found.high:.2f}" if found else "",
+        "" if row.step_seconds is None else f"{1e3 * row.step_seconds:.1f}",
+        "" if row.peak_mib is None else f"{row.peak_mib:.0f}",
+        "" if row.compile_seconds is None else f"{row.compile_seconds:.1f}",
+        f"{row.status}: {row.reason}" if row.reason else row.status,
+    )
+
+
+def _estimate(values: Mapping[str, Any] | None) -> Estimate | None:
+    return None if values is None else Estimate(**values)
+
+
+def _pair(values: Any) -> tuple[float, float] | None:
+    return None if values is None else (values[0], values[1])

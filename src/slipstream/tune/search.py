@@ -1,0 +1,396 @@
+"""Greedy search for the fastest combination of options within a time budget."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+from slipstream.errors import ConfigError, NonFiniteLossError, SlipstreamError
+from slipstream.speed import Capabilities
+from slipstream.tune.jobs import Setting, merged_speed
+from slipstream.tune.options import LOW_PRECISION, Candidate, candidates, unsupported
+from slipstream.tune.process import Job, Process, TrialError
+from slipstream.tune.statistics import Estimate, difference, estimate
+
+__all__ = ["Outcome", "Row", "Search"]
+
+_MIN_ROUNDS, _MAX_ROUNDS = 5, 12
+_LONGEST_ROUND = 2.0
+_MARGIN = 0.02
+"""Fraction of the budget that is left for ending processes and writing files (at most 5 s)."""
+_MIN_GAIN = 1.01
+"""Smallest ratio for which an option is adopted."""
+_CLEARLY_WORSE = 0.8
+"""A trial ends after three rounds in which it is slower than this ratio."""
+_ROUNDS_SHARE = 0.08
+"""Fraction of the budget after which a trial that has its smallest number of rounds ends."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The result of one trial."""
+
+    label: str
+    status: str
+    """`adopted`, `slower`, `no gain`, `inconclusive`, `rejected`, `failed`, `out of memory`, `timed out`, `skipped` or
+    `not measured`."""
+    reason: str = ""
+    against: str = "baseline"
+    """The options of the plan that the trial was compared with."""
+    estimate: Estimate | None = None
+    """Step time of that plan divided by the step time of the trial; above 1, the trial is faster."""
+    step_seconds: float | None = None
+    peak_mib: float | None = None
+    compile_seconds: float | None = None
+    loss_difference: tuple[float, float] | None = None
+    """Relative differences of the first loss and of the mean loss."""
+
+
+@dataclass
+class Outcome:
+    """The results of a search."""
+
+    rows: list[Row] = field(default_factory=list)
+    setting: Setting = field(default_factory=Setting)
+    """The adopted changes."""
+    adopted: list[str] = field(default_factory=list)
+    baseline_seconds: float = 0.0
+    """Step time of the baseline, in seconds."""
+    baseline_mib: float = 0.0
+    total: Estimate | None = None
+    """Step time of the baseline divided by that of the plan; None if no option is adopted."""
+    total_is_product: bool = False
+    """Whether `total` is the product of the ratios of single options instead of a direct measurement."""
+    compile_seconds: float = 0.0
+    """Compilation time of the plan, in seconds."""
+    steps_per_epoch: int | None = None
+    device: str = "cpu"
+    seconds: float = 0.0
+    """Duration of the search."""
+    budget: float = 0.0
+    stopped: str = ""
+    """Why the search ended early; empty if it is complete."""
+
+
+class _Running:
+    """A warm trial process, with what it reported."""
+
+    def __init__(self, process: Process, warm: Mapping[str, Any], startup: float) -> None:
+        self.process = process
+        self.warm = warm
+        self.startup = startup
+        """Seconds from the start of the process to the end of its warm-up."""
+        self.step = median(process.warmup_seconds[len(process.warmup_seconds) // 2 :])
+        self.extra = max(sum(process.warmup_seconds) - len(process.warmup_seconds) * self.step, 0.0)
+        """Seconds of the warm-up in addition to its steps."""
+        self.untimed = 1 + 2 * int(warm.get("num_workers") or 0)  # batches loaded while the process waited
+        self.seconds: list[float] = []
+        self.peak_mib = float(warm["peak_mib"])
+
+    def time(self, seconds: float, timeout: float) -> float:
+        """Run about `seconds` seconds of steps; return the median step time in seconds."""
+        steps = max(2, math.ceil(seconds / max(self.step, 1e-6)))
+        timed = self.process.time(steps, self.untimed, timeout)
+        self.seconds.append(median(timed["seconds"]))
+        self.step, self.peak_mib = self.seconds[-1], float(timed["peak_mib"])
+        return self.step
+
+    def round_seconds(self, seconds: float) -> float:
+        """Return the expected duration of a round with `seconds` of timed steps."""
+        return max(2 * self.step, seconds + self.step) + self.untimed * self.step
+
+
+class Search:
+    """Measure the candidates one after the other, each on top of the options adopted before.
+
+    Args:
+        make_job: returns the run for a setting.
+        speed: the baseline's value of `speed`.
+        names: options to measure, from `check_names`.
+        budget: time limit in seconds.
+        report: called with each new row.
+        start: when the budget began (`time.monotonic()`); None means now.
+    """
+
+    def __init__(
+        self,
+        make_job: Callable[[Setting], Job],
+        speed: Any,
+        names: Sequence[str],
+        budget: float,
+        report: Callable[[Row], None] = lambda row: None,
+        start: float | None = None,
+    ) -> None:
+        self._make_job = make_job
+        self._speed = speed
+        self._names = names
+        self._budget = budget
+        self._round = min(budget / 200, _LONGEST_ROUND)  # seconds of timed steps per round
+        self._report = report
+        self._start = time.monotonic() if start is None else start
+        self._kept: ExitStack | None = None  # ends the process of the current plan
+        self._working: set[str] = set()
+        self.outcome = Outcome(budget=budget)
+
+    def run(self) -> Outcome:
+        """Return the results. After Ctrl-C, they are partial; no process remains.
+
+        Raises:
+            ConfigError: the budget is too short for one trial.
+            SlipstreamError: the baseline does not train.
+        """
+        outcome = self.outcome
+        with ExitStack() as stack:
+            self._exit = stack
+            try:
+                self._cache = stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-tune-"))
+                self._run(stack)
+            except KeyboardInterrupt:
+                outcome.stopped = "interrupted"
+        outcome.seconds = time.monotonic() - self._start
+        return outcome
+
+    def _run(self, stack: ExitStack) -> None:
+        self._baseline = self._current = self._start_baseline(stack)
+        warm = self._baseline.warm
+        self._capabilities: Capabilities = warm["capabilities"]
+        self.outcome.steps_per_epoch = warm["steps_per_epoch"]
+        self.outcome.device = self._capabilities.device
+        self._check_budget()
+        try:
+            for candidate in candidates(self._names, self._capabilities, int(warm["num_workers"] or 0)):
+                self._add(self._try(candidate))
+                if self._remaining <= 0:
+                    self.outcome.stopped = "the budget is used up"
+            self._measure_total()
+        except _PlanFailedError as error:
+            self.outcome.stopped = f"the process of the current plan ended: {error}"
+        finally:
+            self._summarize()
+
+    @property
+    def _remaining(self) -> float:
+        return self._budget - min(_MARGIN * self._budget, 5.0) - (time.monotonic() - self._start)
+
+    @property
+    def _rounds_seconds(self) -> float:
+        """Expected duration of the smallest number of rounds."""
+        return 2 * _MIN_ROUNDS * self._current.round_seconds(self._round)
+
+    def _add(self, row: Row) -> None:
+        self.outcome.rows.append(row)
+        self._report(row)
+
+    # ---- the baseline ------------------------------------------------------------------------------------------
+
+    def _start_baseline(self, stack: ExitStack) -> _Running:
+        try:
+            running = self._launch(Setting(), stack, self._budget)
+        except TrialError as failure:
+            if failure.status != "timed out":
+                raise SlipstreamError(
+                    f"the baseline does not train ({failure.status}): {failure.reason}"
+                ) from None
+            raise self._too_short(failure.warmup_seconds) from None
+        if not all(map(math.isfinite, running.warm["losses"])):
+            raise NonFiniteLossError(
+                f"the losses of the baseline are not finite ({running.warm['losses']}); fix the training run first"
+            )
+        if running.warm["problem"]:
+            raise SlipstreamError(f"the baseline's own options are not in effect: {running.warm['problem']}")
+        self.outcome.baseline_mib = running.peak_mib
+        return running
+
+    def _too_short(self, seconds: Sequence[float]) -> ConfigError:
+        """Return the error for a baseline that did not warm up within the budget."""
+        if not seconds:
+            found = "the baseline did not finish a step in this time"
+            needed = f"at least {_shown(4 * self._budget)}"
+        else:
+            step = median(seconds)
+            found = (
+                f"the baseline finished {len(seconds)} steps in this time, and a step takes {_shown(step)}"
+            )
+            needed = f"about {_shown(2 * (sum(seconds[:1]) + 6 * step) + 2 * _MIN_ROUNDS * 4 * step)}"
+        return ConfigError(
+            f"{_shown(self._budget)} is too short: {found}; one trial needs {needed}", "budget"
+        )
+
+    def _check_budget(self) -> None:
+        needed = 2 * self._baseline.startup + self._rounds_seconds
+        if needed > self._budget:
+            raise ConfigError(
+                f"{_shown(self._budget)} is too short for one trial; the minimum found is {_shown(needed)}: two starts "
+                f"of {_shown(self._baseline.startup)}, and {_MIN_ROUNDS} rounds with steps of "
+                f"{_shown(self._baseline.step)}",
+                "budget",
+            )
+
+    # ---- trials ------------------------------------------------------------------------------------------------
+
+    def _launch(self, setting: Setting, stack: ExitStack, timeout: float) -> _Running:
+        began = time.monotonic()
+        process = stack.enter_context(Process(self._make_job(replace(setting, compile_cache=self._cache))))
+        warm = process.wait_for("warm", timeout)
+        return _Running(process, warm, time.monotonic() - began)
+
+    def _try(self, candidate: Candidate) -> Row:
+        plan = " + ".join(self.outcome.adopted) or "baseline"
+        row = Row(candidate.label, "skipped", against=plan)
+        if reason := self._why_skipped(candidate):
+            return replace(row, reason=reason)
+        # Time for the final measurement of a plan with several options, which is taken from additional rounds only.
+        reserve = self._rounds_seconds if self.outcome.adopted else 0.0
+        expected = self._current.startup + self._rounds_seconds
+        if self._remaining < expected:
+            return replace(
+                row,
+                status="not measured",
+                reason=f"{_shown(max(self._remaining, 0))} of the budget are left, but this trial needs about "
+                f"{_shown(expected)}",
+            )
+        limit = self._remaining - self._rounds_seconds
+        with ExitStack() as stack:
+            try:
+                trial = self._launch(self.outcome.setting.plus(candidate.setting), stack, limit)
+                row = self._compare(candidate, trial, row, reserve)
+            except TrialError as failure:
+                return replace(row, status=failure.status, reason=failure.reason)
+            if row.status == "adopted":
+                self._adopt(candidate, trial, row)
+                self._keep(stack.pop_all())
+        return row
+
+    def _why_skipped(self, candidate: Candidate) -> str | None:
+        own = self._baseline.warm["sources"].get(candidate.option)
+        if own is not None:
+            return f"already set by the run ({own})"
+        if candidate.unless in self._working:
+            return f"{candidate.unless} works"
+        speed = {**merged_speed(self._speed, self.outcome.setting.speed)}
+        return unsupported(candidate.setting, speed, self._capabilities)
+
+    def _compare(self, candidate: Candidate, trial: _Running, row: Row, reserve: float) -> Row:
+        if trial.warm["problem"]:
+            return replace(row, status="failed", reason=trial.warm["problem"], peak_mib=trial.peak_mib)
+        first, mean = difference(trial.warm["losses"], self._current.warm["losses"])
+        combined = {**self._baseline.warm["sources"], **self.outcome.setting.speed}
+        # Low precision amplifies the rounding differences of the other options.
+        allowed = LOW_PRECISION if "precision" in combined else candidate.tolerance
+        row = replace(row, loss_difference=(first, mean), peak_mib=trial.peak_mib)
+        if "compile" in self.outcome.setting.plus(candidate.setting).speed:
+            row = replace(row, compile_seconds=max(trial.extra - self._baseline.extra, 0.0))
+        if not (first <= allowed.first and mean <= allowed.mean):  # also for NaN
+            return replace(
+                row,
+                status="rejected",
+                reason=f"different numbers: the first loss differs by {first:.2g} (allowed: {allowed.first:g}), and "
+                f"the mean of {len(trial.warm['losses'])} losses by {mean:.2g} (allowed: {allowed.mean:g})",
+            )
+        self._working.add(candidate.label)
+        found = self._alternate(self._current, trial, reserve)
+        row = replace(row, estimate=found, peak_mib=trial.peak_mib)
+        if trial.seconds:
+            row = replace(row, step_seconds=median(trial.seconds))
+        return _judged(row, found)
+
+    def _alternate(self, current: _Running, trial: _Running, reserve: float) -> Estimate | None:
+        """Return the ratio of the step times from alternating rounds, or None if there was no time for a round."""
+        ratios: list[float] = []
+        end = time.monotonic() + _ROUNDS_SHARE * self._budget
+        while len(ratios) < (_MAX_ROUNDS if time.monotonic() < end else _MIN_ROUNDS):
+            expected = current.round_seconds(self._round) + trial.round_seconds(self._round)
+            if self._remaining - (reserve if len(ratios) >= _MIN_ROUNDS else 0.0) < expected:
+                break
+            pair = (current, trial) if len(ratios) % 2 == 0 else (trial, current)
+            times = {id(each): self._time(each, current) for each in pair}
+            ratios.append(times[id(current)] / times[id(trial)])
+            if _decided(ratios):
+                break
+        return estimate(ratios) if ratios else None
+
+    def _time(self, running: _Running, current: _Running) -> float:
+        try:
+            return running.time(self._round, max(self._remaining, 0.1))
+        except TrialError as failure:
+            if running is current and failure.status == "timed out":
+                raise TrialError("not measured", "the budget ended during a round") from None
+            if running is current:
+                raise _PlanFailedError(f"{failure.status}: {failure.reason}") from None
+            raise
+
+    def _adopt(self, candidate: Candidate, trial: _Running, row: Row) -> None:
+        outcome = self.outcome
+        outcome.setting = outcome.setting.plus(candidate.setting)
+        outcome.adopted.append(candidate.label)
+        product = row.estimate
+        if outcome.total is not None and product is not None:
+            total = outcome.total
+            product = Estimate(
+                total.ratio * product.ratio,
+                total.low * product.low,
+                total.high * product.high,
+                product.rounds,
+            )
+        outcome.total, outcome.total_is_product = product, len(outcome.adopted) > 1
+        outcome.compile_seconds = row.compile_seconds or 0.0
+        if "compile" in outcome.setting.speed and "compile" not in candidate.setting.speed:
+            # The code was partly in the cache of this search, but a new run compiles all of it.
+            earlier = [each.compile_seconds or 0.0 for each in outcome.rows if each.status == "adopted"]
+            outcome.compile_seconds = max([outcome.compile_seconds, *earlier])
+        self._current = trial
+
+    def _keep(self, stack: ExitStack) -> None:
+        """End the previous plan's process, unless it is the baseline, and keep the new one."""
+        previous, self._kept = self._kept, stack
+        self._exit.push(stack)
+        if previous is not None:
+            previous.close()
+
+    def _measure_total(self) -> None:
+        if self.outcome.total_is_product and self._current is not self._baseline:
+            found = self._alternate(self._baseline, self._current, 0.0)
+            if found is not None and found.rounds >= _MIN_ROUNDS:
+                self.outcome.total, self.outcome.total_is_product = found, False
+
+    def _summarize(self) -> None:
+        seconds = self._baseline.seconds or [self._baseline.step]
+        self.outcome.baseline_seconds = median(seconds)
+
+
+class _PlanFailedError(Exception):
+    """The process of the plan found so far ended."""
+
+
+def _decided(ratios: Sequence[float]) -> bool:
+    """Return whether more rounds are not needed."""
+    if len(ratios) >= 3 and max(ratios) < _CLEARLY_WORSE:
+        return True
+    if len(ratios) < _MIN_ROUNDS:
+        return False
+    found = estimate(ratios)
+    return found.low > _MIN_GAIN or found.high < 1 or found.width < 0.02
+
+
+def _judged(row: Row, found: Estimate | None) -> Row:
+    if found is None:
+        return replace(row, status="not measured", reason="the budget is used up")
+    if found.rounds < _MIN_ROUNDS:
+        if found.high < _CLEARLY_WORSE:
+            return replace(row, status="slower")
+        return replace(row, status="inconclusive", reason=f"the budget ended after {found.rounds} rounds")
+    if found.low > 1 and found.ratio >= _MIN_GAIN:
+        return replace(row, status="adopted")
+    if found.high < 1:
+        return replace(row, status="slower")
+    return replace(row, status="no gain" if found.width < 0.05 else "inconclusive")
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"

@@ -1,0 +1,156 @@
+"""The command `slipstream tune`, and training with the file that it writes."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from slipstream.cli.configure import load_config
+from slipstream.cli.main import main
+from slipstream.cli.parser import parse
+from slipstream.tune import lr_range, search
+from slipstream.tune.process import descendants
+
+RECIPE = "street_scenes_pp_lite_t"
+SMALL = ["train_dataloader.dataset.size=[32,64]", "train_dataloader.dataset.length=24"]
+TUNED = """\
+# 1.50 times the speed of the baseline
+speed: {channels_last: true, compile: {scope: step}}
+train_dataloader: {num_workers: 2, persistent_workers: true}
+"""
+
+
+@pytest.fixture
+def tuned(tmp_path):
+    (tmp_path / "tuned.yaml").write_text(TUNED)
+    return tmp_path / "tuned.yaml"
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, "street_scenes_ddrnet_23_slim"], ids=["Runner", "Hydra"])
+@pytest.mark.parametrize("sign", ["", "+"])
+def test_a_tuned_file_sets_the_options_of_both_kinds_of_recipes(recipe, sign, tuned):
+    plain, cfg = load_config(recipe).cfg, load_config(recipe, [f"{sign}speed={tuned}"]).cfg
+    assert cfg.speed == {"channels_last": True, "compile": {"scope": "step"}}
+    assert cfg.train_dataloader.num_workers == 2
+    assert cfg.train_dataloader.batch_size == plain.train_dataloader.batch_size
+    assert cfg.model == plain.model
+
+
+def test_explain_names_the_options_of_a_tuned_file(tuned, capsys):
+    assert main(["explain", RECIPE, f"+speed={tuned}"]) == 0
+    printed = capsys.readouterr().out
+    assert "channels_last" in printed.partition("Off: ")[0]
+    assert "speed.channels_last" in printed
+
+
+@pytest.mark.parametrize(
+    "word", ["speed.channels_last=false", "+speed.compile.scope=model", "train_dataloader.num_workers=1"]
+)
+def test_an_override_that_contradicts_a_tuned_file_is_an_error(word, tuned, capsys):
+    assert main(["explain", RECIPE, f"+speed={tuned}", word]) == 2
+    assert "set the same option; remove one of them" in capsys.readouterr().err
+
+
+def test_other_options_of_the_recipe_are_kept(tuned):
+    cfg = load_config(RECIPE, [f"+speed={tuned}", "speed.accumulate=2"]).cfg
+    assert cfg.speed == {"accumulate": 2, "channels_last": True, "compile": {"scope": "step"}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--budget", "soon"], "budget: must be a duration such as 5m, 90s or 1h30m, not 'soon'"),
+        (
+            ["--options", "fusd"],
+            "options: 'fusd' is not an option that can be measured; did you mean 'fused'?",
+        ),
+        (["--out", "tuned.txt"], "--out: must be the path of a .yaml file, not 'tuned.txt'"),
+        (["--out", "no/such/folder/tuned.yaml"], "--out: the folder "),
+        (["+speed=missing.yaml"], "speed: cannot read 'missing.yaml'"),
+        (["--find", "momentum"], "'momentum' is not a valid WHAT"),
+    ],
+)
+def test_invalid_arguments_are_reported_on_one_line(arguments, message, capsys):
+    with suppress(SystemExit):  # raised by the parser
+        assert main(["tune", RECIPE, *arguments]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_overrides_may_follow_options():
+    args = parse(["tune", RECIPE, "--budget", "1m", "speed.accumulate=2"])
+    assert args.overrides == ["speed.accumulate=2"]
+
+
+def test_a_short_search_writes_both_files(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(search, "_LONGEST_ROUND", 0.02)
+    monkeypatch.setattr(search, "_ROUNDS_SHARE", 0.0)
+    assert main(["tune", RECIPE, *SMALL, "--options", "fused,prefetch", "--budget", "5m", "--no-cache"]) == 0
+    printed = capsys.readouterr().out
+    assert "prefetch=2: skipped: batches are already in CPU memory" in printed
+    rows = json.loads(Path("tuned.json").read_text())["outcome"]["rows"]
+    assert [row["label"] for row in rows] == ["fused", "prefetch=2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tuned.json", "tuned.yaml"]
+    assert load_config(RECIPE, ["+speed=tuned.yaml"]).cfg.model
+
+
+def test_a_budget_too_short_names_the_minimum(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["tune", RECIPE, *SMALL, "--budget", "0.5s", "--no-cache"]) == 2
+    assert "budget: 0.5 s is too short" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_learning_rate_is_found_for_a_recipe(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    sweep = lr_range.sweep_lr
+    monkeypatch.setattr(
+        lr_range, "sweep_lr", lambda job, start, end, steps, budget: sweep(job, start, end, 12, budget)
+    )
+    assert main(["tune", RECIPE, *SMALL, "--find", "lr"]) == 0
+    printed = capsys.readouterr().out
+    assert "steps from 1e-07" in printed
+    assert Path("lr_range.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_the_batch_size_is_found_for_a_recipe(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["tune", RECIPE, *SMALL, "--find", "batch_size", "--max-batch-size", "4"]) == 0
+    assert "Largest that fits: 4" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_the_partial_table_and_leaves_no_process(tmp_path):
+    command = ["tune", RECIPE, *SMALL, "--options", "prefetch,activation_checkpointing", "--budget", "10m"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "slipstream", *command, "--no-cache"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        assert process.stdout.readline().startswith("prefetch=2: skipped")
+        children = descendants(process.pid)
+        assert children
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert "The search is not complete: interrupted." in printed
+    assert json.loads((tmp_path / "tuned.json").read_text())["outcome"]["stopped"] == "interrupted"
+    end = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in children) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children)

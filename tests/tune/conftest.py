@@ -1,0 +1,26 @@
+"""Fixtures for tests of `slipstream.tune`."""
+
+import pytest
+from fakes import FakeProcess
+
+from slipstream.tune import batch_size, search
+
+
+@pytest.fixture
+def fake_process(monkeypatch):
+    """Replace the processes of trials by scripts, and check that all of them are ended."""
+
+    class Counted(FakeProcess):
+        pass
+
+    monkeypatch.setattr(search, "Process", Counted)
+    monkeypatch.setattr(batch_size, "Process", Counted)
+    yield Counted
+    assert Counted.started == Counted.ended
+
+
+@pytest.fixture
+def short_rounds(monkeypatch):
+    """Measure for a short time, whatever the budget is; the budget is large because the machine may be busy."""
+    monkeypatch.setattr(search, "_LONGEST_ROUND", 0.02)
+    monkeypatch.setattr(search, "_ROUNDS_SHARE", 0.0)

@@ -1,0 +1,227 @@
+"""`tune`, `find_batch_size` and `find_lr` on real training runs."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import slipstream
+import tiny_runs
+from slipstream.checkpoint import get_random_state
+from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.tune import find_batch_size, find_lr, parse_budget, tune, tune_config
+from slipstream.tune.jobs import ObjectsJob, RunnerJob, Setting
+from slipstream.tune.process import WARMUP, Process
+
+
+@pytest.fixture
+def own():
+    """Return the user's objects: a model that has trained, a shuffling loader, an optimizer with state, and a loss."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = DataLoader(TensorDataset(*tiny_runs.samples()), batch_size=8, shuffle=True)
+    inputs, targets = next(iter(loader))
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    optimizer.step()
+    return model, loader, optimizer, nn.functional.cross_entropy
+
+
+def state(own):
+    model, _, optimizer, _ = own
+    return copy.deepcopy([model.state_dict(), optimizer.state_dict(), model.training, torch.get_rng_state()])
+
+
+def assert_unchanged(before, own):
+    torch.testing.assert_close(before, state(own), rtol=0, atol=0)
+
+
+def test_tune_measures_and_leaves_the_objects_unchanged(own, short_rounds):
+    before = state(own)
+    rows = []
+    result = slipstream.tune(
+        *own, budget="5m", options=["fused", "precision"], cache=False, report=rows.append
+    )
+    assert_unchanged(before, own)
+    assert [row.label for row in rows] == ["fused", "precision=bf16"]
+    for row in rows:
+        assert row.status in ("adopted", "slower", "no gain", "inconclusive"), row
+        assert row.estimate.low <= row.estimate.ratio <= row.estimate.high
+        assert row.peak_mib > 1
+    assert result.outcome.steps_per_epoch == 5
+    assert (
+        slipstream.accelerate(*[own[i] for i in (0, 2, 3)], speed=result.speed)(next(iter(own[1])))["loss"]
+        > 0
+    )
+
+
+def test_tune_stores_its_result(own, tmp_path, monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
+    options = dict(budget=100, options=["cudnn_benchmark"])
+    assert not tune(*own, **options).cached
+    assert tune(*own, **options).cached
+    assert not tune(*own, **options, cache=False).cached
+
+
+def test_a_loader_that_can_be_iterated_once_is_an_error_with_the_remedy(own):
+    model, loader, optimizer, loss = own
+    once = (batch for batch in list(loader))
+    with pytest.raises(SlipstreamError, match="can be iterated only once; pass a DataLoader or a list"):
+        tune(model, once, optimizer, loss, budget=100, options=["fused"], cache=False)
+
+
+def test_a_model_that_cannot_train_is_an_error_with_its_message(own):
+    model, _, optimizer, loss = own
+    with pytest.raises(
+        SlipstreamError, match=r"the baseline does not train \(failed\): RuntimeError: .*shape"
+    ):
+        tune(model, [(torch.zeros(2, 7), torch.zeros(2).long())], optimizer, loss, budget=100, cache=False)
+
+
+@pytest.mark.parametrize(
+    ("index", "value", "message"),
+    [
+        (0, "model", "model: must be a torch.nn.Module, not str"),
+        (1, 3, "loader: must be an iterable over batches, not int"),
+        (2, None, "optimizer: must be a torch.optim.Optimizer, not NoneType"),
+    ],
+)
+def test_wrong_arguments_are_named(own, index, value, message):
+    arguments = list(own)
+    arguments[index] = value
+    with pytest.raises(ConfigError, match=message):
+        find_lr(*arguments)
+
+
+def test_prefetch_names_its_counterpart_for_a_custom_loop(own):
+    with pytest.raises(ConfigError, match=r"use feed\(loader, prefetch=2\)"):
+        tune(*own, options=["prefetch"])
+
+
+def test_batch_size_is_found_with_the_users_objects_unchanged(own):
+    before = state(own)
+    found = find_batch_size(*own, max_size=4, budget=60)
+    assert_unchanged(before, own)
+    assert found.largest == 4
+    assert [row.status for row in found.rows] == ["failed", "fits", "fits"]  # BatchNorm needs two samples
+
+
+def test_batch_size_needs_a_loader_that_can_be_rebuilt(own):
+    model, loader, optimizer, loss = own
+    with pytest.raises(
+        SlipstreamError, match="must be a torch DataLoader with a map-style dataset, not list"
+    ):
+        find_batch_size(model, list(loader), optimizer, loss, max_size=2)
+
+
+def test_lr_sweep_increases_the_rate_and_leaves_the_objects_unchanged(own):
+    before = state(own)
+    found = find_lr(*own, start=1e-6, end=100.0, steps=30, budget=60)
+    assert_unchanged(before, own)
+    assert 10 <= len(found.rates) <= 30
+    assert found.rates[0] == pytest.approx(1e-6)
+    assert len(found.losses) == len(found.rates)
+    assert max(found.losses) > 2 * min(found.losses)  # a rate of 100 diverges
+
+
+def test_tune_config_measures_a_runner(tmp_path, short_rounds):
+    cfg = tiny_runs.training(tmp_path / "never", **tiny_runs.validation())
+    result = tune_config(cfg, 300, ["num_workers", "fused"], cache=False)
+    rows = {row.label.partition("=")[0]: row for row in result.rows}
+    assert rows["fused"].status in ("adopted", "slower", "no gain", "inconclusive")
+    assert rows["num_workers"].loss_difference == (
+        0.0,
+        0.0,
+    )  # order and augmentation do not depend on workers
+    assert result.outcome.steps_per_epoch == 5
+    assert not (tmp_path / "never").exists()
+
+
+def test_a_trial_keeps_the_hooks_that_change_steps_and_drops_those_that_write(tmp_path):
+    hooks = [dict(type="EMAHook"), dict(type="CheckpointHook", interval=1)]
+    cfg = tiny_runs.training(tmp_path, custom_hooks=hooks)
+    trial = RunnerJob(cfg, Setting({"fused": True}, num_workers=2, batch_size=4))._trial_cfg(tmp_path)
+    assert [hook["type"] for hook in trial.custom_hooks][:1] == ["EMAHook"]
+    assert trial.default_hooks.checkpoint is None
+    assert trial.speed == {"fused": True}
+    loader = trial.train_dataloader
+    assert (loader.num_workers, loader.batch_size, loader.persistent_workers) == (2, 4, True)
+    assert cfg["train_dataloader"]["batch_size"] == 8
+
+
+def test_trials_start_from_equal_weights_even_without_a_seed(tmp_path):
+    cfg = tiny_runs.training(tmp_path, randomness=None)
+    losses = []
+    for _ in range(2):
+        with Process(RunnerJob(cfg)) as process:
+            losses.append(process.wait_for("warm", 60)["losses"])
+    assert losses[0] == losses[1]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(TensorDataset(*tiny_runs.samples()))
+
+
+@pytest.mark.parametrize("dataset", [Stream(), dict(type=Stream)], ids=["object", "configuration"])
+def test_a_streamed_dataset_is_measured_without_a_limit_of_batches(tmp_path, dataset):
+    loader = dict(batch_size=8, dataset=dataset, collate_fn=dict(type="default_collate"))
+    cfg = tiny_runs.training(tmp_path, train_dataloader=loader, train_cfg=dict(by_epoch=False, max_iters=2))
+    with Process(RunnerJob(cfg)) as process:
+        assert len(process.wait_for("warm", 60)["losses"]) == WARMUP
+        assert len(process.time(3, 1, 60)["seconds"]) == 3
+
+
+def test_a_trial_outlasts_the_epochs_of_the_run_and_repeats_their_first_batches(tmp_path):
+    cfg = tiny_runs.training(tmp_path, train_cfg=dict(by_epoch=True, max_epochs=1))
+    with Process(RunnerJob(cfg)) as process:
+        process.wait_for("warm", 60)
+        assert len(process.time(40, 1, 60)["seconds"]) == 40
+
+
+def test_a_loader_that_ends_is_iterated_again(own):
+    model, loader, optimizer, loss = own
+    batches = [next(iter(loader))]
+    job = ObjectsJob(model, batches, optimizer, loss, None, get_random_state())
+    with Process(job) as process:
+        process.wait_for("warm", 60)
+        assert len(process.time(10, 1, 60)["seconds"]) == 10
+
+
+def test_persistent_workers_of_this_process_keep_working(own):
+    model, loader, optimizer, loss = own
+    persistent = DataLoader(loader.dataset, batch_size=8, num_workers=1, persistent_workers=True)
+    expected = torch.cat([targets for _, targets in persistent])
+    with Process(ObjectsJob(model, persistent, optimizer, loss, None, get_random_state())) as process:
+        assert len(process.wait_for("warm", 60)["losses"]) == WARMUP
+    assert torch.equal(torch.cat([targets for _, targets in persistent]), expected)
+
+
+@pytest.mark.slow
+def test_a_missing_compiler_is_the_reason_in_the_row(own, monkeypatch, short_rounds):
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/nonexistent/g++",))
+    result = tune(*own, budget="10m", options=["compile"], cache=False)
+    assert [row.status for row in result.rows] == ["failed", "failed"]
+    for row in result.rows:
+        assert "/nonexistent/g++" in row.reason or "C++ compiler" in row.reason
+    assert result.speed == {}
+
+
+def test_a_configuration_without_training_is_refused():
+    with pytest.raises(ConfigError, match="train_dataloader: is required to measure training"):
+        tune_config({"model": dict(type=tiny_runs.Net)})
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("5m", 300), ("90s", 90), ("1h30m", 5400), ("45", 45), (2.5, 2.5), ("1.5m", 90)]
+)
+def test_budgets_are_read(text, seconds):
+    assert parse_budget(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "5 minutes", "-3", 0, "m", True, None, "nan", float("inf")])
+def test_invalid_budgets_are_refused(text):
+    with pytest.raises(ConfigError, match="budget: must be a duration such as 5m"):
+        parse_budget(text)

@@ -1,0 +1,145 @@
+"""The table, the summary, and the files of a result."""
+
+import json
+
+import pytest
+import yaml
+
+from slipstream.errors import ConfigError
+from slipstream.tune import cache
+from slipstream.tune.jobs import Setting
+from slipstream.tune.result import TuneResult, read_tuned
+from slipstream.tune.search import Outcome, Row
+from slipstream.tune.statistics import Estimate
+
+FASTER = Estimate(2.0, 1.9, 2.1, 6)
+
+
+def result(**changes):
+    outcome = Outcome(
+        rows=[
+            Row("compile=step", "adopted", "", "baseline", FASTER, 0.05, 812.0, 30.0, (1e-6, 2e-6)),
+            Row("precision=bf16", "rejected", "different numbers: 1 and 2"),
+        ],
+        setting=Setting({"compile": {"scope": "step"}}, num_workers=2, compile_cache="/tmp/x"),
+        adopted=["num_workers=2", "compile=step"],
+        baseline_seconds=0.1,
+        baseline_mib=700.0,
+        total=FASTER,
+        compile_seconds=30.0,
+        steps_per_epoch=100,
+        seconds=250.0,
+        budget=300.0,
+    )
+    for name, value in changes.items():
+        setattr(outcome, name, value)
+    return TuneResult(outcome, {"accumulate": 2}, "a_recipe")
+
+
+def test_summary_reports_epochs_and_when_the_compilation_has_paid_off():
+    text = result().summary()
+    assert (
+        "compile=step: 2.00 times the speed of the baseline (1.90 to 2.10, measured against the baseline)"
+        in text
+    )
+    assert "One epoch of 100 steps: 10 s before, 5 s after" in text
+    assert "takes 30 s, which 600 steps of the faster plan save" in text
+
+
+def test_summary_says_when_nothing_pays():
+    text = result(total=None, setting=Setting(), adopted=[]).summary()
+    assert "No measured option makes a_recipe faster on this machine; keep the present options." in text
+
+
+def test_table_contains_ratio_interval_memory_and_reason():
+    text = str(result())
+    assert "1.90-2.10" in text
+    assert "812" in text
+    assert "rejected: different numbers: 1 and 2" in text
+
+
+def test_a_partial_result_says_why():
+    assert result(stopped="interrupted").summary().startswith("The search is not complete: interrupted.")
+
+
+def test_saved_plan_keeps_the_options_of_the_baseline(tmp_path):
+    path = result().save(tmp_path / "tuned.yaml")
+    assert read_tuned(path) == {
+        "speed": {"accumulate": 2, "compile": {"scope": "step"}},
+        "train_dataloader": {"num_workers": 2, "persistent_workers": True},
+    }
+    rows = json.loads((tmp_path / "tuned.json").read_text())["outcome"]["rows"]
+    assert [row["label"] for row in rows] == ["compile=step", "precision=bf16"]
+    assert rows[0]["estimate"] == {"ratio": 2.0, "low": 1.9, "high": 2.1, "rounds": 6}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tuned.json", "tuned.yaml"]
+
+
+def test_auto_stays_in_the_plan():
+    assert TuneResult(Outcome(setting=Setting({"fused": True})), "auto").speed == {
+        "auto": True,
+        "fused": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "has no key 'speed'"),
+        ("speed: 3", "'speed' must be a dict, not int"),
+        ("speed: {}\nmodel: {type: X}", "unknown key 'model'"),
+        ("speed: {}\ntrain_dataloader: {dataset: {type: X}}", "unknown key 'train_dataloader.dataset'"),
+        ("speed: [", "is not a YAML file"),
+        ("speed: !!python/object/apply:os.getcwd []", "is not a YAML file"),
+    ],
+)
+def test_a_file_with_other_content_is_refused(tmp_path, text, message):
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_tuned(tmp_path / "bad.yaml")
+
+
+def test_missing_files_and_folders_are_named(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_tuned(tmp_path / "missing.yaml")
+    with pytest.raises(ConfigError, match="cannot write"):
+        result().save(tmp_path / "missing" / "tuned.yaml")
+
+
+def test_cache_returns_an_equal_result(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
+    file = cache.cache_file({"model": "a"}, ["fused"], 60.0)
+    assert cache.load(file) is None
+    cache.store(file, result())
+    again = cache.load(file)
+    assert again.cached
+    assert again.outcome == result().outcome
+    assert again.yaml_text().partition("\nspeed")[2] == result().yaml_text().partition("\nspeed")[2]
+    assert "from the cache" in again.summary()
+
+
+def test_cache_does_not_keep_partial_results_or_read_damaged_ones(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
+    file = cache.cache_file("run", ["fused"], 60.0)
+    cache.store(file, result(stopped="interrupted"))
+    assert not file.exists()
+    cache.store(file, result())
+    file.write_text(file.read_text()[:100])
+    assert cache.load(file) is None
+
+
+def test_cache_distinguishes_runs_options_and_versions(monkeypatch):
+    files = {
+        cache.cache_file("run", ["fused"], 60.0),
+        cache.cache_file("other", ["fused"], 60.0),
+        cache.cache_file("run", ["compile"], 60.0),
+        cache.cache_file("run", ["fused"], 61.0),
+    }
+    monkeypatch.setattr(cache, "__version__", "0.0.0")
+    files.add(cache.cache_file("run", ["fused"], 60.0))
+    assert len(files) == 5
+
+
+def test_yaml_comments_contain_the_measured_figures():
+    lines = result().yaml_text().splitlines()
+    assert lines[0].startswith("# Fastest: num_workers=2 + compile=step: 2.00 times")
+    assert yaml.safe_load("\n".join(lines))["speed"]["compile"] == {"scope": "step"}

@@ -1,0 +1,191 @@
+"""The greedy search, with scripted trials."""
+
+import pytest
+from fakes import Script
+
+from slipstream.errors import ConfigError, NonFiniteLossError, SlipstreamError
+from slipstream.tune.options import check_names
+from slipstream.tune.process import TrialError
+from slipstream.tune.search import Search
+
+
+def search(scripts, names=("channels_last", "fused", "precision"), budget=60, speed=None, rows=None):
+    """Search with scripts by the names of the set options; a missing name behaves like the baseline."""
+
+    def make_job(setting):
+        keys = [*setting.speed, *(["num_workers"] if setting.num_workers else [])]
+        named = "+".join(
+            sorted(key if key != "compile" else f"compile={setting.speed[key]['scope']}" for key in keys)
+        )
+        return scripts.get(named, scripts.get("", Script()))
+
+    return Search(make_job, speed, check_names(names), budget, (rows or []).append).run()
+
+
+def by_label(outcome):
+    return {row.label: row for row in outcome.rows}
+
+
+def test_faster_options_are_combined_and_slower_ones_are_not(fake_process):
+    outcome = search(
+        {
+            "channels_last": Script(0.08),
+            "channels_last+fused": Script(0.2),
+            "channels_last+precision": Script(0.05),
+        }
+    )
+    rows = by_label(outcome)
+    assert [rows[name].status for name in ("channels_last", "fused", "precision=bf16")] == [
+        "adopted", "slower", "adopted",
+    ]  # fmt: skip
+    assert outcome.setting.speed == {"channels_last": True, "precision": "bf16"}
+    assert rows["precision=bf16"].against == "channels_last"
+    assert rows["precision=bf16"].estimate.ratio == pytest.approx(1.6)
+    # The plan is measured again, against the baseline itself.
+    assert not outcome.total_is_product
+    assert outcome.total.ratio == pytest.approx(2.0)
+
+
+def test_nothing_pays(fake_process):
+    outcome = search({"channels_last": Script(0.0999)})
+    assert outcome.setting.speed == {}
+    assert outcome.total is None
+    assert {row.status for row in outcome.rows} == {"no gain"}
+
+
+def test_different_losses_reject_an_option_however_fast(fake_process):
+    outcome = search({"fused": Script(0.01, losses=(2.0, 1.5, 1.2))}, ["fused"])
+    (row,) = outcome.rows
+    assert row.status == "rejected"
+    assert "the mean of 3 losses by 0.044 (allowed: 0.02)" in row.reason
+    assert outcome.setting.speed == {}
+
+
+def test_low_precision_has_a_wider_tolerance(fake_process):
+    losses = (2.01, 1.51, 1.0)
+    assert search({"precision": Script(0.05, losses)}, ["precision"]).rows[0].status == "adopted"
+    assert search({"fused": Script(0.05, losses)}, ["fused"]).rows[0].status == "rejected"
+
+
+def test_options_on_top_of_low_precision_are_compared_with_it(fake_process):
+    half, compiled = (2.01, 1.51, 1.0), (2.0, 1.5, 1.0)
+    scripts = {"precision": Script(0.05, half), "compile=step+precision": Script(0.02, compiled)}
+    outcome = search(scripts, ["precision", "compile"])
+    assert outcome.adopted == ["precision=bf16", "compile=step"]
+    assert by_label(outcome)["compile=step"].loss_difference == pytest.approx((0.005, 0.0044), abs=1e-4)
+    far = {**scripts, "compile=step+precision": Script(0.02, (2.2, 1.5, 1.0))}
+    assert by_label(search(far, ["precision", "compile"]))["compile=step"].status == "rejected"
+
+
+def test_a_budget_that_ends_during_a_round_does_not_count_as_a_failure_of_the_plan(fake_process):
+    late = TrialError("timed out", "no measurement after 0 s")
+    outcome = search({"": Script(fail_when_timed=late), "fused": Script()}, ["fused"])
+    assert outcome.rows[0].status == "not measured"
+    assert outcome.rows[0].reason == "the budget ended during a round"
+
+
+def test_nan_losses_are_rejected(fake_process):
+    assert (
+        search({"precision": Script(0.01, (2.0, float("nan")))}, ["precision"]).rows[0].status == "rejected"
+    )
+
+
+@pytest.mark.parametrize("status", ["out of memory", "timed out", "failed"])
+def test_a_trial_without_a_result_is_a_row(fake_process, status):
+    outcome = search(
+        {"fused": Script(error=TrialError(status, "why")), "precision": Script(0.05)}, ["fused", "precision"]
+    )
+    rows = by_label(outcome)
+    assert (rows["fused"].status, rows["fused"].reason) == (status, "why")
+    assert rows["precision=bf16"].status == "adopted"
+
+
+def test_code_that_does_not_compile_is_not_measured_as_compiled(fake_process):
+    reason = "The step cannot be compiled: no C++ compiler found"
+    scripts = {"compile=step": Script(0.01, problem=reason), "compile=model": Script(0.05)}
+    rows = by_label(search(scripts, ["compile"]))
+    assert (rows["compile=step"].status, rows["compile=step"].reason) == ("failed", reason)
+    assert rows["compile=model"].status == "adopted"
+
+
+def test_the_model_is_compiled_only_if_the_step_cannot_be(fake_process):
+    rows = by_label(search({"compile=step": Script(0.05, compile_seconds=30)}, ["compile"], budget=600))
+    assert rows["compile=step"].compile_seconds == pytest.approx(30)
+    assert (rows["compile=model"].status, rows["compile=model"].reason) == ("skipped", "compile=step works")
+
+
+def test_options_that_this_machine_does_not_support_are_skipped_with_the_reason(fake_process):
+    rows = by_label(search({}, ["cuda_graph", "prefetch", "cudnn_benchmark"]))
+    assert "requires an NVIDIA or AMD GPU" in rows["cuda_graph"].reason
+    assert rows["prefetch=2"].reason == "batches are already in CPU memory"
+    assert {row.status for row in rows.values()} == {"skipped"}
+
+
+def test_an_option_that_the_run_sets_is_not_changed(fake_process):
+    own = Script(sources={"precision": "speed.precision"})
+    rows = by_label(search({"": own}, ["precision"]))
+    assert rows["precision=bf16"].reason == "already set by the run (speed.precision)"
+
+
+def test_interrupt_keeps_the_rows_and_ends_all_processes(fake_process):
+    interrupted = Script(fail_when_timed=KeyboardInterrupt())
+    outcome = search({"channels_last": Script(0.05), "channels_last+fused": interrupted})
+    assert outcome.stopped == "interrupted"
+    assert [row.label for row in outcome.rows] == ["channels_last"]
+    assert outcome.setting.speed == {"channels_last": True}
+    assert outcome.baseline_seconds == pytest.approx(0.1)
+
+
+def test_a_plan_whose_process_dies_ends_the_search_with_the_reason(fake_process):
+    dead = TrialError("out of memory", "killed")
+    outcome = search({"": Script(fail_when_timed=dead)}, ["fused"])
+    assert outcome.stopped == "the process of the current plan ended: out of memory: killed"
+    assert outcome.setting.speed == {}
+
+
+def test_a_budget_too_short_for_one_trial_names_the_minimum(fake_process):
+    with pytest.raises(
+        ConfigError, match=r"^budget: 2 s is too short for one trial; the minimum found is \d+ s"
+    ):
+        search({"": Script(1.0)}, budget=2)
+
+
+def test_a_step_longer_than_the_budget_is_named(fake_process):
+    late = TrialError("timed out", "")
+    with pytest.raises(
+        ConfigError, match=r"did not finish a step in this time; one trial needs at least 240 s"
+    ):
+        search({"": Script(error=late)})
+    some = TrialError("timed out", "", (30.0, 12.0, 12.0))
+    with pytest.raises(ConfigError, match=r"finished 3 steps .* a step takes 12 s; one trial needs about"):
+        search({"": Script(error=some)})
+
+
+def test_a_baseline_that_does_not_train_is_an_error(fake_process):
+    with pytest.raises(SlipstreamError, match=r"the baseline does not train \(out of memory\): why"):
+        search({"": Script(error=TrialError("out of memory", "why"))})
+    with pytest.raises(NonFiniteLossError, match="losses of the baseline are not finite"):
+        search({"": Script(losses=(1.0, float("inf")))})
+
+
+def test_trials_that_do_not_fit_in_the_budget_are_named(fake_process, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(
+        "slipstream.tune.search.time.monotonic", lambda: now.__setitem__(0, now[0] + 0.5) or now[0]
+    )
+    outcome = search({"": Script(1.0), "channels_last": Script(0.5)}, budget=33)
+    rows = by_label(outcome)
+    assert rows["channels_last"].status == "adopted"
+    assert rows["precision=bf16"].status == "not measured"
+    assert "this trial needs about" in rows["precision=bf16"].reason
+
+
+def test_unknown_option_names_suggest_the_nearest():
+    with pytest.raises(
+        ConfigError, match=r"'chanels_last' is not an option .*; did you mean 'channels_last'\?"
+    ):
+        check_names(["chanels_last"])
+
+
+def test_names_are_measured_in_a_fixed_order():
+    assert check_names(["compile", "fused"]) == ["fused", "compile"]
