@@ -15,9 +15,9 @@ from time import perf_counter, process_time
 
 import torch
 from fused import make
-from report import circumstances, table, write_result
 from torch import nn
 
+from report import circumstances, table, write_result
 from slipstream.optim import OptimWrapper
 from slipstream.speed.nan_guard import StepGuard
 

@@ -29,12 +29,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from report import circumstances, table, write_result
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from report import circumstances, table, write_result
 from slipstream.apps.scaling import (
     Block,
     Cluster,

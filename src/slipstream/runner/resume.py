@@ -199,7 +199,7 @@ def restore_optimizer(model: nn.Module, optim: OptimWrapper, checkpoint: Mapping
 
 def _like(param: nn.Parameter, gradient: Tensor) -> Tensor:
     """Return a gradient with the device, dtype and strides of the parameter, which DDP and graphs require."""
-    if gradient.layout is not torch.strided:
+    if gradient.layout is not torch.strided or is_sharded(param):
         return gradient.to(param)
     return torch.empty_like(param, requires_grad=False).copy_(gradient)
 
