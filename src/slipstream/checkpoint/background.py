@@ -60,7 +60,9 @@ class BackgroundWriter:
         content, copied = self._copy(checkpoint, warn if is_main_process() else lambda _: None)
 
         def run() -> None:
-            for event in copied:
+            for device, event in copied.items():
+                # A new thread starts with device 0, and torch's writer of shards waits for its current device only.
+                torch.accelerator.set_device_index(device)
                 event.synchronize()
             written = write_checkpoint(content, path, warn, group=self._group)
             try:
@@ -95,13 +97,14 @@ class BackgroundWriter:
 
     def _copy(
         self, checkpoint: Mapping[str, Any], warn: Callable[[str], None]
-    ) -> tuple[dict[str, Any], list[torch.Event]]:
-        """Return a copy of the checkpoint, and the events after which its tensors are complete."""
+    ) -> tuple[dict[str, Any], dict[torch.device, torch.Event]]:
+        """Return a copy of the checkpoint, and for each device the event after which its tensors are complete."""
         buffers: dict[str, Tensor] = {}
         devices: set[torch.device] = set()
 
         def copy(name: str, tensor: Tensor) -> Tensor:
             if is_sharded(tensor):
+                devices.add(tensor.device)
                 return tensor.clone()
             if not is_main_process():  # only rank 0 writes this tensor
                 return tensor
@@ -115,7 +118,7 @@ class BackgroundWriter:
         content = plain(checkpoint, warn, copy=tied(copy))
         self._buffers = buffers
         accelerators = [device for device in devices if device.type not in _WITHOUT_EVENTS]
-        return content, [torch.accelerator.current_stream(device).record_event() for device in accelerators]
+        return content, {d: torch.accelerator.current_stream(d).record_event() for d in accelerators}
 
 
 def _copies_asynchronously(tensor: Tensor) -> bool:
