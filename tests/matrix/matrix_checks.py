@@ -63,7 +63,10 @@ def _check_numbers(net, options, answers):
     torch.testing.assert_close(found, losses, rtol=relative, atol=0)
     for rank, answer in enumerate(answers):
         shard = min(rank, shards - 1)
-        bounds = dict(rtol=relative, atol=absolute)
+        # The loop runs on the CPU. With other kernels, rounding changes small gradients, which AdamW divides by
+        # their size.
+        other_kernels = torch.accelerator.is_available() and precision(options) != "fp32"
+        bounds = dict(rtol=relative, atol=2 * absolute if other_kernels else absolute)
         torch.testing.assert_close(answer["weights"], weights[shard], **bounds)
         if averages is None:
             assert answer["averages"] is None
