@@ -7,9 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+from slipstream import accelerate
+from slipstream.errors import ConfigError
 from slipstream.model import ExponentialMovingAverage
 from slipstream.optim import OptimWrapper
 from slipstream.optim.layouts import lay_out_states
+from slipstream.speed.fused import fuse
 from slipstream.speed.memory_format import as_channels_last, to_channels_last
 
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
@@ -228,15 +231,63 @@ def test_converted_states_are_the_same_tensors():
     assert {id(value) for states in optimizer.state.values() for value in states.values()} == before
 
 
+def contiguous_gradients(weight, optim, step):
+    weight.grad = weight.grad.contiguous()
+
+
+def memory_format_changes(weight, optim, step):
+    if step == 1:
+        weight.data = weight.data.contiguous()
+        weight.grad = weight.grad.contiguous()
+
+
+def states_are_loaded(weight, optim, step):
+    if step == 1:
+        state = optim.optimizer.state_dict()
+        for values in state["state"].values():
+            values.update({k: v.contiguous() for k, v in values.items() if v is not None and v.ndim})
+        optim.optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("change", [contiguous_gradients, memory_format_changes, states_are_loaded])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
-def test_fused_kernels_accept_gradients_with_other_strides(kind):
+def test_fused_kernels_accept_gradients_and_states_with_other_strides(kind, change):
     def trained(fused):
         torch.manual_seed(0)
         weight = nn.Parameter(torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last))
-        optim = OptimWrapper(kind([weight], lr=0.1, fused=fused))
-        for _ in range(3):
-            weight.grad = torch.randn(4, 3, 3, 3)
+        options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        optim = OptimWrapper(kind([weight], lr=0.1, fused=fused, **options))
+        for step in range(3):
+            weight.grad = torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last)
+            change(weight, optim, step)
             optim.step()
         return weight.detach()
 
     assert_close(trained(fused=True), trained(fused=False))
+
+
+def test_optimizer_with_states_can_be_fused_after_the_memory_format_changes():
+    def trained(**speed):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        inputs, targets = torch.randn(8, 3, 8, 8), torch.arange(8) % 2
+        for _ in range(3):
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        step = accelerate(model, optimizer, nn.functional.cross_entropy, speed=speed)
+        for _ in range(3):
+            step((inputs, targets))
+        return model.state_dict()
+
+    assert_close(trained(channels_last=True, fused=True), trained())
+
+
+@pytest.mark.parametrize("shape", ["gaps", "overlaps"])
+def test_parameter_with_gaps_or_overlaps_in_memory_is_not_fused(shape):
+    values = torch.randn(4, 16)[:, :8] if shape == "gaps" else torch.randn(4, 1).expand(4, 8)
+    optimizer = torch.optim.AdamW([nn.Parameter(values)], lr=0.1)
+    assert fuse(optimizer, None) is False
+    with pytest.raises(ConfigError, match="gaps or overlaps"):
+        fuse(optimizer, True)

@@ -38,6 +38,8 @@ def why_not_fused(optimizer: Optimizer) -> str | None:
             return f"the fused {name} kernel for cuda requires torch 2.12 or newer"
         if not param.is_floating_point():
             return f"fused kernels support floating-point parameters only, not {param.dtype}"
+        if not is_sharded(param) and not _is_dense(param):
+            return "fused kernels do not support parameters with gaps or overlaps in memory"
         if is_sharded(param) and kernel not in _ON_SHARDS:
             return f"torch has no fused {name} kernel for sharded parameters; only Adam and AdamW have one"
     return None
@@ -115,6 +117,17 @@ def _runs_on(kernel: str, device: torch.device) -> bool:
         return False
     key = torch._C._dispatch_key_for_device(device.type)
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{kernel}", key)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements occupy a block of memory without gaps or overlaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 def _adagrad_runs_on_cuda() -> bool:

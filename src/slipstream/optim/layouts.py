@@ -6,13 +6,15 @@ wrong results.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from slipstream.dist.sharding import is_sharded
 
-__all__ = ["lay_out_gradients", "lay_out_states"]
+__all__ = ["FusedLayouts", "lay_out_states"]
 
 
 def lay_out_states(optimizer: Optimizer) -> None:
@@ -28,17 +30,35 @@ def lay_out_states(optimizer: Optimizer) -> None:
                 states[name] = torch.empty_like(param, dtype=value.dtype).copy_(value)
 
 
-def lay_out_gradients(optimizer: Optimizer) -> None:
-    """Convert the gradients of fused parameter groups to the strides of their parameters.
+class FusedLayouts:
+    """Converts gradients and states to the strides of their parameters before each step with fused kernels.
 
-    Autograd creates gradients with these strides. Only code that sets `p.grad` can change them.
+    Autograd creates gradients with these strides, and the optimizer its states. The strides change if code sets
+    `p.grad`, loads states, or changes the memory format of the model between two steps.
+
+    Args:
+        optimizer: the optimizer.
     """
-    for group in optimizer.param_groups:
-        if not group.get("fused"):
-            continue
-        for param in group["params"]:
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._strides: list[tuple[int, ...]] = []
+        self._states: Any = None
+
+    def __call__(self) -> None:
+        """Convert gradients and states whose strides differ."""
+        groups = [group for group in self._optimizer.param_groups if group.get("fused")]
+        if not groups:
+            return
+        params = [param for group in groups for param in group["params"]]
+        strides = list(map(Tensor.stride, params))
+        # `Optimizer.load_state_dict` replaces the dict of states.
+        if strides != self._strides or self._optimizer.state is not self._states:
+            self._strides, self._states = strides, self._optimizer.state
+            lay_out_states(self._optimizer)
+        for param, stride in zip(params, strides, strict=True):
             grad = param.grad
-            if grad is None or grad.layout is not torch.strided or grad.stride() == param.stride():
+            if grad is None or grad.layout is not torch.strided or grad.stride() == stride:
                 continue
             if not is_sharded(param):
                 param.grad = torch.empty_like(param, dtype=grad.dtype, requires_grad=False).copy_(grad)

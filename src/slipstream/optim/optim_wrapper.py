@@ -20,7 +20,7 @@ from slipstream.dist.sharding import is_sharded, largest, shard_like, whole
 from slipstream.errors import ConfigError, LossError, ModelError
 from slipstream.logging import PhaseTimes
 from slipstream.optim.kernels import with_own_kernels
-from slipstream.optim.layouts import lay_out_gradients, lay_out_states
+from slipstream.optim.layouts import FusedLayouts, lay_out_states
 from slipstream.registry import OPTIM_WRAPPERS
 from slipstream.step.numerics import scale_
 from slipstream.step.parts import StepPart, apply_update
@@ -125,6 +125,7 @@ class OptimWrapper:
         self.optimizer = optimizer
         if (reason := _unsupported_reason(optimizer)) is not None:
             raise ConfigError(reason, "optimizer")
+        self._lay_out = FusedLayouts(optimizer)
         self.clip_grad = GradClip.from_dict(clip_grad) if clip_grad else None
         self.parts: list[StepPart] = [ClipGradients(self.clip_grad)] if self.clip_grad else []
         """Parts that eager and compiled steps run around each update, in this order."""
@@ -202,7 +203,7 @@ class OptimWrapper:
 
     def _apply_parts(self, step: Callable[[], Any], finite: Tensor | None) -> None:
         """Call `step`, which runs the optimizer step, with `parts` around it; undo the parts unless `finite`."""
-        lay_out_gradients(self.optimizer)
+        self._lay_out()
         params = [param for param in self.parameters() if param.grad is not None] if self.parts else []
         self.logs, self.grad_norm = {}, None
         if not params:
