@@ -5,6 +5,7 @@ import json
 import pytest
 import yaml
 
+from slipstream.config import Config
 from slipstream.errors import ConfigError
 from slipstream.tune import cache
 from slipstream.tune.jobs import Setting
@@ -72,6 +73,12 @@ def test_saved_plan_keeps_the_options_of_the_baseline(tmp_path):
     assert [row["label"] for row in rows] == ["compile=step", "precision=bf16"]
     assert rows[0]["estimate"] == {"ratio": 2.0, "low": 1.9, "high": 2.1, "rounds": 6}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tuned.json", "tuned.yaml"]
+
+
+def test_nested_options_of_a_configuration_are_saved(tmp_path):
+    speed = Config({"speed": {"ema": {"decay": 0.9}}}).speed
+    path = TuneResult(Outcome(setting=Setting({"fused": True})), speed).save(tmp_path / "tuned.yaml")
+    assert read_tuned(path) == {"speed": {"ema": {"decay": 0.9}, "fused": True}}
 
 
 def test_auto_stays_in_the_plan():

@@ -125,7 +125,9 @@ class TuneResult:
                 "persistent_workers": self.num_workers > 0,
             }
         lines = [f"# {line}" for line in self.summary().splitlines()]
-        return "\n".join([*lines, yaml.safe_dump(content, sort_keys=False)])
+        # PyYAML refuses subclasses of dict, such as those of a nested configuration.
+        plain = json.loads(json.dumps(content, default=str))
+        return "\n".join([*lines, yaml.safe_dump(plain, sort_keys=False)])
 
     def save(self, path: str | Path) -> Path:
         """Write `path` (YAML, see `read_tuned`) and a `.json` file with all rows next to it, each atomically.
