@@ -160,6 +160,12 @@ def test_trials_start_from_equal_weights_even_without_a_seed(tmp_path):
     assert losses[0] == losses[1]
 
 
+def test_a_runner_with_a_data_loader_object_is_measured(tmp_path):
+    loader = DataLoader(TensorDataset(*tiny_runs.samples()), batch_size=8)
+    with Process(RunnerJob(tiny_runs.training(tmp_path, train_dataloader=loader))) as process:
+        assert process.wait_for("warm", 60)["steps_per_epoch"] == 5
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(TensorDataset(*tiny_runs.samples()))

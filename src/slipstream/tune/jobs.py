@@ -133,7 +133,8 @@ class RunnerJob:
     def _describe(self, runner: Any, warnings: list[str]) -> dict[str, Any]:
         loader, core = runner.train_dataloader, unwrap_model(runner.model)
         inner = getattr(loader.batch_sampler, "batch_sampler", None)
-        limit = dict(self.cfg["train_dataloader"]).get("num_batch_per_epoch")
+        own = self.cfg["train_dataloader"]
+        limit = own.get("num_batch_per_epoch") if isinstance(own, Mapping) else None
         full = len(inner) if inner is not None and hasattr(inner, "__len__") else length(loader)
         return {
             "problem": _compile_problem(runner.speed, runner.step, core, warnings),
