@@ -42,8 +42,8 @@ def test_a_trial_reports_losses_and_times_requested_steps():
         assert warm["losses"] == [float(i) for i in range(WARMUP)]
         assert len(process.warmup_seconds) == WARMUP
         assert warm["peak_mib"] > 1
-        assert len(process.time(3, 2, 60)["seconds"]) == 3
-        assert len(process.time(4, 1, 60)["seconds"]) == 4
+        assert process.time(3, 2, 60)["seconds"] > 0
+        assert process.time(4, 1, 60)["seconds"] > 0
     assert not alive(process.pid)
 
 

@@ -46,6 +46,12 @@ def test_faster_options_are_combined_and_slower_ones_are_not(fake_process):
     assert outcome.total.ratio == pytest.approx(2.0)
 
 
+def test_all_rounds_contain_the_same_share_of_updates(fake_process):
+    search({"": Script(accumulate=4)}, ["fused"])
+    assert fake_process.requests
+    assert all(steps % 4 == 0 for steps, _ in fake_process.requests)
+
+
 def test_nothing_pays(fake_process):
     outcome = search({"channels_last": Script(0.0999)})
     assert outcome.setting.speed == {}

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from rich import box
@@ -170,13 +169,15 @@ class _Search:
             raise _OutOfTimeError
         try:
             with Process(job, partial(Timer, warmup=_WARMUP)) as process:
-                process.wait_for("warm", left)
-                timed = process.time(_TIMED, 1, max(self._end - time.monotonic(), 0.1))
+                warm = process.wait_for("warm", left)
+                accumulate = int(warm.get("accumulate") or 1)
+                steps = math.ceil(_TIMED / accumulate) * accumulate
+                timed = process.time(steps, 1, max(self._end - time.monotonic(), 0.1))
         except TrialError as failure:
             if failure.status == "timed out":
                 raise _OutOfTimeError from None
             return BatchSizeRow(size, failure.status, reason=failure.reason)
-        return BatchSizeRow(size, "fits", size / median(timed["seconds"]), timed["peak_mib"])
+        return BatchSizeRow(size, "fits", size / timed["seconds"], timed["peak_mib"])
 
 
 def available_mib() -> float | None:

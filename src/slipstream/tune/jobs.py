@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from slipstream.checkpoint import set_random_state
 from slipstream.config import Config
-from slipstream.dataset.loading.loader import batch_size, length
+from slipstream.dataset.loading.loader import length
 from slipstream.errors import ConfigError, DataError
 from slipstream.hooks import Hook
 from slipstream.model import unwrap_model
@@ -141,8 +141,8 @@ class RunnerJob:
             "capabilities": Capabilities.here(runner.device.type, core),
             "sources": dict(runner.speed.sources),
             "steps_per_epoch": min(full, limit) if full and limit else full,
-            "batch_size": batch_size(loader),
             "num_workers": loader.num_workers,
+            "accumulate": runner.speed.accumulate,
         }
 
 
@@ -199,8 +199,8 @@ class ObjectsJob:
             "capabilities": Capabilities.here(next(self.model.parameters()).device.type, self.model),
             "sources": dict(step.plan.sources),
             "steps_per_epoch": _length(loader),
-            "batch_size": getattr(loader, "batch_size", None),
             "num_workers": getattr(loader, "num_workers", 0),
+            "accumulate": step.plan.accumulate,
         }
         for batch in _endless(loader):
             observer.before_step(step.optim.param_groups)

@@ -136,7 +136,7 @@ class Process:
                 return message
 
     def time(self, steps: int, untimed: int, seconds: float) -> dict[str, Any]:
-        """Run `untimed` + `steps` steps; return the durations of the last `steps` (`seconds`) and `peak_mib`.
+        """Run `untimed` + `steps` steps; return the mean duration of the last `steps` (`seconds`) and `peak_mib`.
 
         Raises:
             TrialError: see `wait_for`.

@@ -90,20 +90,23 @@ class _Running:
         self.extra = max(sum(process.warmup_seconds) - len(process.warmup_seconds) * self.step, 0.0)
         """Seconds of the warm-up in addition to its steps."""
         self.untimed = 1 + 2 * int(warm.get("num_workers") or 0)  # batches loaded while the process waited
+        self.accumulate = int(warm.get("accumulate") or 1)
+        """Number of steps per update; all timed rounds contain the same share of updates."""
         self.seconds: list[float] = []
         self.peak_mib = float(warm["peak_mib"])
 
     def time(self, seconds: float, timeout: float) -> float:
-        """Run about `seconds` seconds of steps; return the median step time in seconds."""
+        """Run about `seconds` seconds of steps; return the mean step time in seconds."""
         steps = max(2, math.ceil(seconds / max(self.step, 1e-6)))
+        steps = math.ceil(steps / self.accumulate) * self.accumulate
         timed = self.process.time(steps, self.untimed, timeout)
-        self.seconds.append(median(timed["seconds"]))
+        self.seconds.append(timed["seconds"])
         self.step, self.peak_mib = self.seconds[-1], float(timed["peak_mib"])
         return self.step
 
     def round_seconds(self, seconds: float) -> float:
         """Return the expected duration of a round with `seconds` of timed steps."""
-        return max(2 * self.step, seconds + self.step) + self.untimed * self.step
+        return max(2 * self.step, seconds + self.accumulate * self.step) + self.untimed * self.step
 
 
 class Search:
