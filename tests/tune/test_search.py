@@ -184,6 +184,19 @@ def test_trials_that_do_not_fit_in_the_budget_are_named(fake_process, monkeypatc
     assert rows["channels_last"].status == "adopted"
     assert rows["precision=bf16"].status == "not measured"
     assert "this trial needs about" in rows["precision=bf16"].reason
+    assert outcome.stopped == "the budget is used up"
+
+
+@pytest.mark.parametrize(
+    ("script", "stopped"),
+    [
+        (Script(error=TrialError("timed out", "6 steps")), "the budget is used up"),
+        (Script(error=TrialError("failed", "why")), ""),
+        (Script(), ""),
+    ],
+)
+def test_a_search_that_the_budget_cut_off_is_not_complete(fake_process, script, stopped):
+    assert search({"fused": script}, ["fused"]).stopped == stopped
 
 
 def test_unknown_option_names_suggest_the_nearest():

@@ -169,8 +169,6 @@ class Search:
         try:
             for candidate in candidates(self._names, self._capabilities, int(warm["num_workers"] or 0)):
                 self._add(self._try(candidate))
-                if self._remaining <= 0:
-                    self.outcome.stopped = "the budget is used up"
             self._measure_total()
         except _PlanFailedError as error:
             self.outcome.stopped = f"the process of the current plan ended: {error}"
@@ -365,10 +363,17 @@ class Search:
     def _summarize(self) -> None:
         seconds = self._baseline.seconds or [self._baseline.step]
         self.outcome.baseline_seconds = median(seconds)
+        if not self.outcome.stopped and any(map(_cut_off, self.outcome.rows)):
+            self.outcome.stopped = "the budget is used up"
 
 
 class _PlanFailedError(Exception):
     """The process of the plan found so far ended."""
+
+
+def _cut_off(row: Row) -> bool:
+    """Return whether a longer budget could change the row."""
+    return row.status in ("not measured", "timed out") or "budget ended" in row.reason
 
 
 def _decided(ratios: Sequence[float]) -> bool:
