@@ -63,6 +63,7 @@ class FakeProcess:
             "sources": script.sources,
             "steps_per_epoch": 100,
             "num_workers": 0,
+            "auto": {},
             "accumulate": self.script.accumulate,
         }
 

@@ -42,6 +42,8 @@ class Setting:
     """Number of samples per batch; None does not change it."""
     constant_lr: bool = False
     """Whether to remove the learning rate schedule."""
+    loader: Mapping[str, int] = field(default_factory=dict)
+    """Values of the training loader's options that are `auto`, as the baseline chose them."""
     compile_cache: str | None = None
     """Folder for compiled code, which is empty at first so that the compilation time can be measured."""
 
@@ -123,6 +125,7 @@ class RunnerJob:
         # The learning rate range test uses all samples, and the number of batches of a stream cannot be limited.
         if not self.setting.constant_lr and not _is_streamed(loader):
             changes["num_batch_per_epoch"] = min(loader.get("num_batch_per_epoch") or _REPEATED, _REPEATED)
+        changes.update(self.setting.loader)
         for key in ("num_workers", "batch_size"):
             if (value := getattr(self.setting, key)) is not None:
                 changes[key] = value
@@ -142,6 +145,7 @@ class RunnerJob:
             "sources": dict(runner.speed.sources),
             "steps_per_epoch": min(full, limit) if full and limit else full,
             "num_workers": loader.num_workers,
+            "auto": _chosen(own, loader),
             "accumulate": runner.speed.accumulate,
         }
 
@@ -200,6 +204,7 @@ class ObjectsJob:
             "sources": dict(step.plan.sources),
             "steps_per_epoch": _length(loader),
             "num_workers": getattr(loader, "num_workers", 0),
+            "auto": {},
             "accumulate": step.plan.accumulate,
         }
         for batch in _endless(loader):
@@ -263,6 +268,13 @@ def _length(loader: Any) -> int | None:
         return len(loader)
     except TypeError:
         return None
+
+
+def _chosen(cfg: Any, loader: DataLoader[Any]) -> dict[str, int]:
+    """Return the options that are `auto` in the loader's configuration, with the values that were chosen."""
+    own = cfg if isinstance(cfg, Mapping) else {}
+    found = {key: getattr(loader, key) for key in ("num_workers", "prefetch_factor") if own.get(key) == "auto"}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _is_streamed(loader: Mapping[str, Any]) -> bool:

@@ -139,6 +139,7 @@ class Search:
         self._start = time.monotonic() if start is None else start
         self._kept: ExitStack | None = None  # ends the process of the current plan
         self._working: set[str] = set()
+        self._auto: Mapping[str, int] = {}
         self.outcome = Outcome(budget=budget)
 
     def run(self) -> Outcome:
@@ -162,6 +163,7 @@ class Search:
     def _run(self, stack: ExitStack) -> None:
         self._baseline = self._current = self._start_baseline(stack)
         warm = self._baseline.warm
+        self._auto = warm["auto"]
         self._capabilities: Capabilities = warm["capabilities"]
         self.outcome.steps_per_epoch = warm["steps_per_epoch"]
         self.outcome.device = self._capabilities.device
@@ -237,7 +239,8 @@ class Search:
 
     def _launch(self, setting: Setting, stack: ExitStack, timeout: float) -> _Running:
         began = time.monotonic()
-        process = stack.enter_context(Process(self._make_job(replace(setting, compile_cache=self._cache))))
+        setting = replace(setting, loader=self._auto, compile_cache=self._cache)
+        process = stack.enter_context(Process(self._make_job(setting)))
         warm = process.wait_for("warm", timeout)
         return _Running(process, warm, time.monotonic() - began)
 
@@ -272,6 +275,8 @@ class Search:
         own = self._baseline.warm["sources"].get(candidate.option)
         if own is not None:
             return f"already set by the run ({own})"
+        if candidate.option in self._auto:
+            return f"already measured by {candidate.option}=auto"
         if candidate.unless in self._working:
             return f"{candidate.unless} works"
         speed = {**merged_speed(self._speed, self.outcome.setting.speed)}
