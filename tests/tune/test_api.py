@@ -11,6 +11,7 @@ import slipstream
 import tiny_runs
 from slipstream.checkpoint import get_random_state
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.hooks import CheckpointHook, ProfilerHook
 from slipstream.tune import find_batch_size, find_lr, parse_budget, tune, tune_config
 from slipstream.tune.jobs import ObjectsJob, RunnerJob, Setting
 from slipstream.tune.process import WARMUP, Process
@@ -160,11 +161,23 @@ def test_the_number_of_workers_is_chosen_once_for_all_trials(tmp_path, short_rou
 
 
 def test_a_trial_keeps_the_hooks_that_change_steps_and_drops_those_that_write(tmp_path):
-    hooks = [dict(type="EMAHook"), dict(type="CheckpointHook", interval=1)]
-    cfg = tiny_runs.training(tmp_path, custom_hooks=hooks)
+    hooks = [
+        dict(type="EMAHook"),
+        dict(type="CheckpointHook", interval=1),
+        CheckpointHook(out_dir=str(tmp_path / "elsewhere")),
+        dict(type=ProfilerHook),
+    ]
+    own = dict(second=dict(type="CheckpointHook", by_epoch=False), timer=dict(type="IterTimerHook"))
+    cfg = tiny_runs.training(tmp_path, custom_hooks=hooks, default_hooks=own)
     trial = RunnerJob(cfg, Setting({"fused": True}, num_workers=2, batch_size=4))._trial_cfg(tmp_path)
-    assert [hook["type"] for hook in trial.custom_hooks][:1] == ["EMAHook"]
-    assert trial.default_hooks.checkpoint is None
+    assert trial.custom_hooks == [dict(type="EMAHook")]
+    assert trial.default_hooks == {
+        "second": None,
+        "timer": dict(type="IterTimerHook"),
+        "checkpoint": None,
+        "preemption": None,
+        "report": None,
+    }
     assert trial.speed == {"fused": True}
     loader = trial.train_dataloader
     assert (loader.num_workers, loader.batch_size, loader.persistent_workers) == (2, 4, True)

@@ -17,7 +17,7 @@ from slipstream.checkpoint import set_random_state
 from slipstream.config import Config
 from slipstream.dataset.loading.loader import length
 from slipstream.errors import ConfigError, DataError
-from slipstream.hooks import Hook
+from slipstream.hooks import CheckpointHook, Hook, ProfilerHook, ReportHook
 from slipstream.model import unwrap_model
 from slipstream.registry import DATASETS, HOOKS
 from slipstream.speed import Capabilities, SpeedPlan
@@ -104,7 +104,9 @@ class RunnerJob:
             for part in ("dataloader", "cfg", "evaluator"):
                 cfg[f"{key}_{part}"] = None
         cfg.work_dir, cfg.resume, cfg.launcher, cfg.visualizer = str(folder / "run"), False, "none", None
-        cfg.default_hooks = {**(cfg.get("default_hooks") or {}), "checkpoint": None, "preemption": None}
+        hooks = cfg.get("default_hooks") or {}
+        kept = {name: None if _writes(_hook_class(hook)) else hook for name, hook in hooks.items()}
+        cfg.default_hooks = {**kept, "checkpoint": None, "preemption": None, "report": None}
         cfg.custom_hooks = [hook for hook in cfg.get("custom_hooks") or () if _acts_on_steps(hook)]
         randomness = cfg.get("randomness") or {}
         if randomness.get("seed") is None:  # all trials must start from the same weights
@@ -287,17 +289,27 @@ def _is_streamed(loader: Mapping[str, Any]) -> bool:
     return isinstance(dataset, IterableDataset)
 
 
+def _hook_class(hook: Any) -> Any:
+    """Return the class of a hook or of its configuration; for an invalid one, another value."""
+    if not isinstance(hook, Mapping):
+        return type(hook)
+    kind = hook.get("type")
+    return HOOKS.get(kind) if isinstance(kind, str) else kind
+
+
+def _writes(kind: Any) -> bool:
+    """Return whether hooks of a class write files, possibly outside the folder of the trial."""
+    return isinstance(kind, type) and issubclass(kind, CheckpointHook | ProfilerHook | ReportHook)
+
+
 def _acts_on_steps(hook: Any) -> bool:
     """Return whether a hook takes part in training steps; other hooks write files or validate."""
-    if isinstance(hook, Mapping):
-        kind = hook.get("type")
-        target = HOOKS.get(kind) if isinstance(kind, str) else kind
-        if not isinstance(target, type):
-            return True  # the Runner raises the error
-    else:
-        target = type(hook)
+    kind = _hook_class(hook)
+    if not isinstance(kind, type):
+        return True  # the Runner raises the error
     stages = ("before_train_iter", "after_train_iter", "_before_iter", "_after_iter")
-    return any(getattr(target, stage, None) is not getattr(Hook, stage, None) for stage in stages)
+    acts = any(getattr(kind, stage, None) is not getattr(Hook, stage, None) for stage in stages)
+    return acts and not _writes(kind)
 
 
 def _waiting(speed: dict[str, Any], cache: str | None) -> dict[str, Any]:
