@@ -1,6 +1,7 @@
 """`tune`, `find_batch_size` and `find_lr` on real training runs."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from slipstream.checkpoint import get_random_state
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.hooks import CheckpointHook, ProfilerHook
 from slipstream.tune import find_batch_size, find_lr, parse_budget, tune, tune_config
+from slipstream.tune.api import config_job
 from slipstream.tune.jobs import ObjectsJob, RunnerJob, Setting
+from slipstream.tune.lr_range import sweep_lr
 from slipstream.tune.process import WARMUP, Process
 
 
@@ -125,6 +128,26 @@ def test_lr_sweep_increases_the_rate_and_leaves_the_objects_unchanged(own):
     assert found.rates[0] == pytest.approx(1e-6)
     assert len(found.losses) == len(found.rates)
     assert max(found.losses) > 2 * min(found.losses)  # a rate of 100 diverges
+
+
+class Diverging(tiny_runs.Net):
+    """A model whose loss is NaN in its tenth step, after which a Runner writes a log line."""
+
+    steps = 0
+
+    def forward(self, inputs, targets, mode):
+        self.steps += 1
+        return {
+            name: loss if self.steps < 10 else loss * float("nan")
+            for name, loss in super().forward(inputs, targets, mode).items()
+        }
+
+
+def test_lr_sweep_of_a_runner_ends_at_a_loss_that_is_not_finite(tmp_path):
+    cfg = tiny_runs.training(tmp_path, model=dict(type=Diverging), log_level="INFO")
+    found = sweep_lr(config_job(cfg), 1e-7, 1e-6, 30, 60)
+    assert len(found.losses) == 10
+    assert math.isnan(found.losses[-1])
 
 
 def test_tune_config_measures_a_runner(tmp_path, short_rounds):

@@ -41,7 +41,7 @@ class Setting:
     batch_size: int | None = None
     """Number of samples per batch; None does not change it."""
     constant_lr: bool = False
-    """Whether to remove the learning rate schedule."""
+    """Whether to remove the learning rate schedule and the check of the losses, for the range test."""
     loader: Mapping[str, int] = field(default_factory=dict)
     """Values of the training loader's options that are `auto`, as the baseline chose them."""
     compile_cache: str | None = None
@@ -118,6 +118,8 @@ class RunnerJob:
         cfg.train_cfg = {**cfg.train_cfg, **{key: lengths[key] for key in lengths if key in cfg.train_cfg}}
         if self.setting.constant_lr:
             cfg.param_scheduler = None
+            # The logger raises an error if a loss is not finite, but this is how a range test ends.
+            cfg.default_hooks["logger"] = None
         return cfg
 
     def _loader(self, loader: Any) -> dict[str, Any]:
