@@ -41,8 +41,14 @@ def test_rare_slow_steps_are_part_of_the_time(monkeypatch):
     monkeypatch.setattr(observer.time, "perf_counter", lambda: now[0])
     requests = Requests(8)
     timer = Timer(requests, warmup=1)
-    with pytest.raises(Finished):
+
+    def train():
         for step in range(100):
-            now[0] += 1.0 if step % 4 == 0 else 0.2  # every fourth step waits for data, or updates the weights
+            now[0] += (
+                1.0 if step % 4 == 0 else 0.2
+            )  # every fourth step waits for data, or updates the weights
             timer.after_step(torch.tensor(1.0))
+
+    with pytest.raises(Finished):
+        train()
     assert requests.received[-1]["seconds"] == pytest.approx(0.4)

@@ -3,7 +3,10 @@
 import json
 
 import pytest
+import torch
 import yaml
+from torch import nn
+from torch.utils.data import DataLoader
 
 from slipstream.config import Config
 from slipstream.errors import ConfigError
@@ -144,6 +147,45 @@ def test_cache_distinguishes_runs_options_and_versions(monkeypatch):
     monkeypatch.setattr(cache, "__version__", "0.0.0")
     files.add(cache.cache_file("run", ["fused"], 60.0))
     assert len(files) == 5
+
+
+class Drawing:
+    """A dataset whose samples depend on the global generator."""
+
+    def __init__(self, *shape):
+        self.shape = shape
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.rand(self.shape), index
+
+
+def key(loss=nn.functional.mse_loss, dataset=None):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = DataLoader(dataset or Drawing(2), batch_size=4)
+    state = torch.get_rng_state()
+    described = cache.describe_objects(model, loader, optimizer, loss)
+    assert torch.equal(torch.get_rng_state(), state)
+    return cache.cache_file(described, ["fused"], 60.0)
+
+
+def test_the_cache_distinguishes_constants_of_the_loss_and_shapes_of_samples():
+    def loss(outputs, targets):
+        return (lambda scale: scale * outputs.sum())(2.0)
+
+    def scaled(outputs, targets):
+        return (lambda scale: 3.0 * outputs.sum())(2.0)
+
+    scaled.__qualname__ = loss.__qualname__
+    assert key(loss) == key(loss)
+    assert len({key(loss), key(scaled), key(loss, Drawing(2, 5)), key(loss, [0] * 8)}) == 4
+
+
+def test_a_dataset_whose_first_sample_fails_has_a_key():
+    assert key(dataset=Drawing("wrong")) != key()
 
 
 def test_yaml_comments_contain_the_measured_figures():

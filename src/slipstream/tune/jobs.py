@@ -277,7 +277,9 @@ def _length(loader: Any) -> int | None:
 def _chosen(cfg: Any, loader: DataLoader[Any]) -> dict[str, int]:
     """Return the options that are `auto` in the loader's configuration, with the values that were chosen."""
     own = cfg if isinstance(cfg, Mapping) else {}
-    found = {key: getattr(loader, key) for key in ("num_workers", "prefetch_factor") if own.get(key) == "auto"}
+    found = {
+        key: getattr(loader, key) for key in ("num_workers", "prefetch_factor") if own.get(key) == "auto"
+    }
     return {key: value for key, value in found.items() if value is not None}
 
 
