@@ -29,6 +29,7 @@ class Script:
     sources: dict = field(default_factory=dict)
     peak_mib: float = 100.0
     accumulate: int = 1
+    buffered: int = 0
     fail_when_timed: BaseException | None = None
 
 
@@ -64,6 +65,7 @@ class FakeProcess:
             "steps_per_epoch": 100,
             "num_workers": 0,
             "auto": {},
+            "buffered": self.script.buffered,
             "accumulate": self.script.accumulate,
         }
 

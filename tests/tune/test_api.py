@@ -219,7 +219,15 @@ def test_trials_start_from_equal_weights_even_without_a_seed(tmp_path):
 def test_a_runner_with_a_data_loader_object_is_measured(tmp_path):
     loader = DataLoader(TensorDataset(*tiny_runs.samples()), batch_size=8)
     with Process(RunnerJob(tiny_runs.training(tmp_path, train_dataloader=loader))) as process:
-        assert process.wait_for("warm", 60)["steps_per_epoch"] == 5
+        warm = process.wait_for("warm", 60)
+    assert (warm["steps_per_epoch"], warm["buffered"], warm["accumulate"]) == (5, 0, 1)
+
+
+def test_a_trial_reports_the_batches_that_can_be_buffered_and_the_steps_per_update(tmp_path):
+    cfg = tiny_runs.training(tmp_path, train_dataloader=tiny_runs.loader(num_workers=1, prefetch_factor=3))
+    with Process(RunnerJob(cfg, Setting({"accumulate": 2}))) as process:
+        warm = process.wait_for("warm", 60)
+    assert (warm["buffered"], warm["accumulate"]) == (3, 2)
 
 
 class Stream(IterableDataset):

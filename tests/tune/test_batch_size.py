@@ -32,6 +32,11 @@ def test_fastest_can_be_smaller_than_the_largest(fake_process):
     assert "fastest: 4" in str(found)
 
 
+def test_buffered_batches_are_not_timed_and_cycles_of_accumulation_are_complete(fake_process):
+    search_batch_sizes(lambda setting: Script(buffered=6, accumulate=2), 1, 60, print)
+    assert fake_process.requests == [(4, 7)]
+
+
 def test_the_limit_itself_is_tried(fake_process):
     assert find(max_size=24).largest == 24
     assert find(max_size=1).largest == 1

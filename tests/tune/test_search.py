@@ -52,6 +52,11 @@ def test_all_rounds_contain_the_same_share_of_updates(fake_process):
     assert all(steps % 4 == 0 for steps, _ in fake_process.requests)
 
 
+def test_batches_that_workers_loaded_while_a_trial_waited_are_not_timed(fake_process):
+    search({"": Script(buffered=6)}, ["fused"])
+    assert {untimed for _, untimed in fake_process.requests} == {7}
+
+
 def test_nothing_pays(fake_process):
     outcome = search({"channels_last": Script(0.0999)})
     assert outcome.setting.speed == {}

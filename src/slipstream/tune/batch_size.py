@@ -170,9 +170,8 @@ class _Search:
         try:
             with Process(job, partial(Timer, warmup=_WARMUP)) as process:
                 warm = process.wait_for("warm", left)
-                accumulate = int(warm.get("accumulate") or 1)
-                steps = math.ceil(_TIMED / accumulate) * accumulate
-                timed = process.time(steps, 1, max(self._end - time.monotonic(), 0.1))
+                steps = math.ceil(_TIMED / warm["accumulate"]) * warm["accumulate"]
+                timed = process.time(steps, 1 + warm["buffered"], max(self._end - time.monotonic(), 0.1))
         except TrialError as failure:
             if failure.status == "timed out":
                 raise _OutOfTimeError from None

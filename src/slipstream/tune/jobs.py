@@ -149,6 +149,7 @@ class RunnerJob:
             "sources": dict(runner.speed.sources),
             "steps_per_epoch": min(full, limit) if full and limit else full,
             "num_workers": loader.num_workers,
+            "buffered": _buffered(loader) + (runner.speed.prefetch or 0),
             "auto": _chosen(own, loader),
             "accumulate": runner.speed.accumulate,
         }
@@ -208,6 +209,7 @@ class ObjectsJob:
             "sources": dict(step.plan.sources),
             "steps_per_epoch": _length(loader),
             "num_workers": getattr(loader, "num_workers", 0),
+            "buffered": _buffered(loader),
             "auto": {},
             "accumulate": step.plan.accumulate,
         }
@@ -272,6 +274,11 @@ def _length(loader: Any) -> int | None:
         return len(loader)
     except TypeError:
         return None
+
+
+def _buffered(loader: Any) -> int:
+    """Return the number of batches that the workers of a loader can load while the training waits."""
+    return getattr(loader, "num_workers", 0) * (getattr(loader, "prefetch_factor", None) or 0)
 
 
 def _chosen(cfg: Any, loader: DataLoader[Any]) -> dict[str, int]:

@@ -89,8 +89,8 @@ class _Running:
         self.step = median(process.warmup_seconds[len(process.warmup_seconds) // 2 :])
         self.extra = max(sum(process.warmup_seconds) - len(process.warmup_seconds) * self.step, 0.0)
         """Seconds of the warm-up in addition to its steps."""
-        self.untimed = 1 + 2 * int(warm.get("num_workers") or 0)  # batches loaded while the process waited
-        self.accumulate = int(warm.get("accumulate") or 1)
+        self.untimed = 1 + int(warm["buffered"])  # batches loaded while the process waited take no time
+        self.accumulate = int(warm["accumulate"])
         """Number of steps per update; all timed rounds contain the same share of updates."""
         self.seconds: list[float] = []
         self.peak_mib = float(warm["peak_mib"])
