@@ -12,7 +12,7 @@ import slipstream
 import tiny_runs
 from slipstream.checkpoint import get_random_state
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.hooks import CheckpointHook, ProfilerHook
+from slipstream.hooks import CheckpointHook, Hook, ProfilerHook
 from slipstream.tune import find_batch_size, find_lr, parse_budget, tune, tune_config
 from slipstream.tune.api import config_job
 from slipstream.tune.jobs import ObjectsJob, RunnerJob, Setting
@@ -244,11 +244,51 @@ def test_a_streamed_dataset_is_measured_without_a_limit_of_batches(tmp_path, dat
         assert process.time(3, 1, 60)["seconds"] > 0
 
 
-def test_a_trial_outlasts_the_epochs_of_the_run_and_repeats_their_first_batches(tmp_path):
-    cfg = tiny_runs.training(tmp_path, train_cfg=dict(by_epoch=True, max_epochs=1))
+class Recorder(Hook):
+    """Writes the inputs of all batches to a file, and counts the passes over the loader."""
+
+    def __init__(self, path):
+        self.path, self.inputs, self.epochs = path, [], 0
+
+    def before_train_epoch(self, runner):
+        self.epochs += 1
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        self.inputs.append(data_batch[0].clone())
+        torch.save([self.epochs, self.inputs], self.path)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "length", [dict(by_epoch=True, max_epochs=1), dict(by_epoch=False, max_iters=3)], ids=["epochs", "iters"]
+)
+def test_a_trial_outlasts_the_run_and_repeats_its_first_batches_in_one_pass(tmp_path, length, workers):
+    loader = tiny_runs.loader(tiny_runs.Noisy(80), num_workers=workers)
+    hooks = [Recorder(tmp_path / "seen.pt")]
+    cfg = tiny_runs.training(tmp_path, train_dataloader=loader, train_cfg=length, custom_hooks=hooks)
     with Process(RunnerJob(cfg)) as process:
-        process.wait_for("warm", 60)
-        assert process.time(40, 1, 60)["seconds"] > 0
+        assert process.wait_for("warm", 60)["steps_per_epoch"] == 10
+        process.time(20, 1, 60)
+    epochs, inputs = torch.load(tmp_path / "seen.pt")
+    assert epochs == 1
+    assert len(inputs) == 27
+    for number, batch in enumerate(inputs[6:]):
+        assert torch.equal(batch, inputs[number % 6])  # including the augmentation
+    assert len({float(batch.sum()) for batch in inputs}) == 6
+
+
+def test_a_limit_of_batches_and_a_loader_without_batches_are_measured(tmp_path):
+    data = TensorDataset(*tiny_runs.samples())
+    limited = dict(dataloader=DataLoader(data, batch_size=8), num_batch_per_epoch=3)
+    with Process(RunnerJob(tiny_runs.training(tmp_path, train_dataloader=limited))) as process:
+        assert process.wait_for("warm", 60)["steps_per_epoch"] == 3
+        assert process.time(10, 1, 60)["seconds"] > 0
+    whole = DataLoader(
+        [tuple(part[i : i + 8] for part in data.tensors) for i in range(0, 40, 8)], batch_size=None
+    )
+    with Process(RunnerJob(tiny_runs.training(tmp_path, train_dataloader=whole))) as process:
+        assert process.wait_for("warm", 60)["steps_per_epoch"] == 5
+        assert process.time(10, 1, 60)["seconds"] > 0
 
 
 def test_a_loader_that_ends_is_iterated_again(own):
