@@ -99,6 +99,13 @@ def test_wrong_arguments_are_named(own, index, value, message):
         find_lr(*arguments)
 
 
+def test_several_processes_are_refused_with_the_remedy(own, monkeypatch):
+    monkeypatch.setattr("slipstream.tune.api.get_world_size", lambda: 4)
+    message = r"measures a single process, but the world size is 4\. Start it without torchrun or srun"
+    with pytest.raises(ConfigError, match=message):
+        find_lr(*own)
+
+
 def test_prefetch_names_its_counterpart_for_a_custom_loop(own):
     with pytest.raises(ConfigError, match=r"use feed\(loader, prefetch=2\)"):
         tune(*own, options=["prefetch"])

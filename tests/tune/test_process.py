@@ -108,7 +108,7 @@ def test_a_hang_times_out_and_its_processes_are_killed_even_in_other_sessions():
         time.sleep(600)
 
     with Process(Job(start_and_hang)) as process:
-        with pytest.raises(TrialError, match="0 steps after 3 s") as caught:
+        with pytest.raises(TrialError, match="only 0 steps finished in 3 s") as caught:
             process.wait_for("warm", 3)
         children = descendants(process.pid)
         assert len(children) == 2

@@ -62,6 +62,16 @@ def test_table_contains_ratio_interval_memory_and_reason():
     assert "rejected: different numbers: 1 and 2" in text
 
 
+def test_a_product_of_ratios_has_no_interval():
+    text = result(total_is_product=True).summary()
+    assert "compile=step: 2.00 times the speed of the baseline (product of the single ratios)." in text
+
+
+def test_brackets_in_a_reason_are_printed():
+    text = str(result(rows=[Row("compile=step", "failed", "see [/opt/x] and [red]c++[/red]")]))
+    assert "failed: see [/opt/x] and [red]c++[/red]" in text
+
+
 def test_a_partial_result_says_why():
     assert result(stopped="interrupted").summary().startswith("The search is not complete: interrupted.")
 
@@ -124,7 +134,8 @@ def test_cache_returns_an_equal_result(tmp_path, monkeypatch):
     assert again.cached
     assert again.outcome == result().outcome
     assert again.yaml_text().partition("\nspeed")[2] == result().yaml_text().partition("\nspeed")[2]
-    assert "from the cache" in again.summary()
+    last = "Read from the cache (measured on cpu in 250 s). To measure again, use --no-cache (cache=False)."
+    assert again.summary().splitlines()[-1] == last
 
 
 def test_cache_does_not_keep_partial_results_or_read_damaged_ones(tmp_path, monkeypatch):

@@ -89,7 +89,7 @@ def test_options_on_top_of_low_precision_are_compared_with_it(fake_process):
 
 
 def test_a_budget_that_ends_during_a_round_does_not_count_as_a_failure_of_the_plan(fake_process):
-    late = TrialError("timed out", "no measurement after 0 s")
+    late = TrialError("timed out", "no measurement in 0 s")
     outcome = search({"": Script(fail_when_timed=late), "fused": Script()}, ["fused"])
     assert outcome.rows[0].status == "not measured"
     assert outcome.rows[0].reason == "the budget ended during a round"
@@ -122,7 +122,10 @@ def test_code_that_does_not_compile_is_not_measured_as_compiled(fake_process):
 def test_the_model_is_compiled_only_if_the_step_cannot_be(fake_process):
     rows = by_label(search({"compile=step": Script(0.05, compile_seconds=30)}, ["compile"], budget=600))
     assert rows["compile=step"].compile_seconds == pytest.approx(30)
-    assert (rows["compile=model"].status, rows["compile=model"].reason) == ("skipped", "compile=step works")
+    assert (rows["compile=model"].status, rows["compile=model"].reason) == (
+        "skipped",
+        "not needed, because compile=step works",
+    )
 
 
 def test_options_that_this_machine_does_not_support_are_skipped_with_the_reason(fake_process):

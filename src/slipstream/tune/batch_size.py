@@ -14,6 +14,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.tune.jobs import Setting
@@ -67,7 +68,9 @@ class BatchSizes:
             rate = "" if row.samples_per_second is None else f"{row.samples_per_second:.4g}"
             peak = "" if row.peak_mib is None else f"{row.peak_mib:.0f}"
             status = f"{row.status}: {row.reason}" if row.reason else row.status
-            table.add_row(str(row.batch_size), rate, peak, status)
+            table.add_row(
+                str(row.batch_size), rate, peak, Text(status)
+            )  # brackets in a reason are not markup
         console = Console(file=io.StringIO(), width=140, highlight=False)
         console.print(table)
         file: Any = console.file

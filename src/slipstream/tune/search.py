@@ -66,7 +66,8 @@ class Outcome:
     total: Estimate | None = None
     """Step time of the baseline divided by that of the plan; None if no option is adopted."""
     total_is_product: bool = False
-    """Whether `total` is the product of the ratios of single options instead of a direct measurement."""
+    """Whether `total` is the product of the ratios of single options instead of a direct measurement. Its `low` and
+    `high` are then products too, and do not form an interval of known probability."""
     compile_seconds: float = 0.0
     """Compilation time of the plan, in seconds."""
     steps_per_epoch: int | None = None
@@ -256,7 +257,7 @@ class Search:
             return replace(
                 row,
                 status="not measured",
-                reason=f"{_shown(max(self._remaining, 0))} of the budget are left, but this trial needs about "
+                reason=f"{_shown(max(self._remaining, 0))} of the budget is left, but this trial needs about "
                 f"{_shown(expected)}",
             )
         limit = self._remaining - self._rounds_seconds
@@ -278,7 +279,7 @@ class Search:
         if candidate.option in self._auto:
             return f"already measured by {candidate.option}=auto"
         if candidate.unless in self._working:
-            return f"{candidate.unless} works"
+            return f"not needed, because {candidate.unless} works"
         speed = {**merged_speed(self._speed, self.outcome.setting.speed)}
         return unsupported(candidate.setting, speed, self._capabilities)
 
