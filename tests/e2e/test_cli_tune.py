@@ -13,7 +13,8 @@ import pytest
 from slipstream.cli.configure import load_config
 from slipstream.cli.main import main
 from slipstream.cli.parser import parse
-from slipstream.tune import lr_range, search
+from slipstream.errors import ConfigError
+from slipstream.tune import batch_size, lr_range, search
 from slipstream.tune.process import descendants
 
 RECIPE = "street_scenes_pp_lite_t"
@@ -99,6 +100,21 @@ def test_a_short_search_writes_both_files(tmp_path, monkeypatch, capsys):
     assert [row["label"] for row in rows] == ["fused", "prefetch=2"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tuned.json", "tuned.yaml"]
     assert load_config(RECIPE, ["+speed=tuned.yaml"]).cfg.model
+
+
+@pytest.mark.parametrize("what", ["lr", "batch_size"])
+def test_the_budget_of_a_search_for_one_value_includes_the_start(what, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    left = []
+
+    def stop(*arguments):
+        left.append(next(value for value in reversed(arguments) if isinstance(value, float)))
+        raise ConfigError("stop", "test")
+
+    monkeypatch.setattr(lr_range, "sweep_lr", stop)
+    monkeypatch.setattr(batch_size, "search_batch_sizes", stop)
+    assert main(["tune", RECIPE, *SMALL, "--find", what, "--budget", "5m"]) == 2
+    assert 0 < left[0] < 300
 
 
 def test_a_budget_too_short_names_the_minimum(tmp_path, monkeypatch, capsys):

@@ -1,5 +1,7 @@
 """Fixtures for tests of `slipstream.tune`."""
 
+from typing import ClassVar
+
 import pytest
 from fakes import FakeProcess
 
@@ -11,7 +13,7 @@ def fake_process(monkeypatch):
     """Replace the processes of trials by scripts, and check that all of them are ended."""
 
     class Counted(FakeProcess):
-        pass
+        requests: ClassVar = []
 
     monkeypatch.setattr(search, "Process", Counted)
     monkeypatch.setattr(batch_size, "Process", Counted)

@@ -3,6 +3,7 @@
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from slipstream.speed import Capabilities
 from slipstream.tune.process import TrialError
@@ -27,6 +28,8 @@ class Script:
     compile_seconds: float = 0.0
     sources: dict = field(default_factory=dict)
     peak_mib: float = 100.0
+    accumulate: int = 1
+    buffered: int = 0
     fail_when_timed: BaseException | None = None
 
 
@@ -35,6 +38,7 @@ class FakeProcess:
 
     started = 0
     ended = 0
+    requests: ClassVar = []
 
     def __init__(self, job, make_observer=None):
         type(self).started += 1
@@ -60,9 +64,13 @@ class FakeProcess:
             "sources": script.sources,
             "steps_per_epoch": 100,
             "num_workers": 0,
+            "auto": {},
+            "buffered": self.script.buffered,
+            "accumulate": self.script.accumulate,
         }
 
     def time(self, steps, untimed, seconds):
         if self.script.fail_when_timed is not None:
             raise self.script.fail_when_timed
-        return {"seconds": [self.script.seconds] * steps, "peak_mib": self.script.peak_mib}
+        type(self).requests.append((steps, untimed))
+        return {"seconds": self.script.seconds, "peak_mib": self.script.peak_mib}

@@ -1,6 +1,7 @@
 """`tune`, `find_batch_size` and `find_lr` on real training runs."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ import slipstream
 import tiny_runs
 from slipstream.checkpoint import get_random_state
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.hooks import CheckpointHook, Hook, ProfilerHook
 from slipstream.tune import find_batch_size, find_lr, parse_budget, tune, tune_config
+from slipstream.tune.api import config_job
 from slipstream.tune.jobs import ObjectsJob, RunnerJob, Setting
+from slipstream.tune.lr_range import sweep_lr
 from slipstream.tune.process import WARMUP, Process
 
 
@@ -95,6 +99,13 @@ def test_wrong_arguments_are_named(own, index, value, message):
         find_lr(*arguments)
 
 
+def test_several_processes_are_refused_with_the_remedy(own, monkeypatch):
+    monkeypatch.setattr("slipstream.tune.api.get_world_size", lambda: 4)
+    message = r"measures a single process, but the world size is 4\. Start it without torchrun or srun"
+    with pytest.raises(ConfigError, match=message):
+        find_lr(*own)
+
+
 def test_prefetch_names_its_counterpart_for_a_custom_loop(own):
     with pytest.raises(ConfigError, match=r"use feed\(loader, prefetch=2\)"):
         tune(*own, options=["prefetch"])
@@ -126,6 +137,26 @@ def test_lr_sweep_increases_the_rate_and_leaves_the_objects_unchanged(own):
     assert max(found.losses) > 2 * min(found.losses)  # a rate of 100 diverges
 
 
+class Diverging(tiny_runs.Net):
+    """A model whose loss is NaN in its tenth step, after which a Runner writes a log line."""
+
+    steps = 0
+
+    def forward(self, inputs, targets, mode):
+        self.steps += 1
+        return {
+            name: loss if self.steps < 10 else loss * float("nan")
+            for name, loss in super().forward(inputs, targets, mode).items()
+        }
+
+
+def test_lr_sweep_of_a_runner_ends_at_a_loss_that_is_not_finite(tmp_path):
+    cfg = tiny_runs.training(tmp_path, model=dict(type=Diverging), log_level="INFO")
+    found = sweep_lr(config_job(cfg), 1e-7, 1e-6, 30, 60)
+    assert len(found.losses) == 10
+    assert math.isnan(found.losses[-1])
+
+
 def test_tune_config_measures_a_runner(tmp_path, short_rounds):
     cfg = tiny_runs.training(tmp_path / "never", **tiny_runs.validation())
     result = tune_config(cfg, 300, ["num_workers", "fused"], cache=False)
@@ -139,12 +170,44 @@ def test_tune_config_measures_a_runner(tmp_path, short_rounds):
     assert not (tmp_path / "never").exists()
 
 
+def test_the_number_of_workers_is_chosen_once_for_all_trials(tmp_path, short_rounds, monkeypatch):
+    def choose(options, *_):
+        if options["num_workers"] != "auto":
+            return dict(options)
+        with (tmp_path / "choices").open("a") as file:
+            file.write(f"{options['prefetch_factor']}\n")
+        return {**options, "num_workers": 1, "prefetch_factor": 3}
+
+    monkeypatch.setattr("slipstream.dataset.loading.loader.with_workers", choose)
+    monkeypatch.setattr("slipstream.tune.options.cores", lambda: 2)
+    automatic = tiny_runs.loader(num_workers="auto", prefetch_factor="auto")
+    cfg = tiny_runs.training(tmp_path, train_dataloader=automatic)
+    result = tune_config(cfg, 300, ["num_workers", "fused"], cache=False)
+    assert (tmp_path / "choices").read_text() == "auto\n"
+    workers, fused = result.rows
+    assert (workers.status, workers.reason) == ("skipped", "already measured by num_workers=auto")
+    assert fused.estimate is not None
+    assert "train_dataloader" not in result.yaml_text()
+
+
 def test_a_trial_keeps_the_hooks_that_change_steps_and_drops_those_that_write(tmp_path):
-    hooks = [dict(type="EMAHook"), dict(type="CheckpointHook", interval=1)]
-    cfg = tiny_runs.training(tmp_path, custom_hooks=hooks)
+    hooks = [
+        dict(type="EMAHook"),
+        dict(type="CheckpointHook", interval=1),
+        CheckpointHook(out_dir=str(tmp_path / "elsewhere")),
+        dict(type=ProfilerHook),
+    ]
+    own = dict(second=dict(type="CheckpointHook", by_epoch=False), timer=dict(type="IterTimerHook"))
+    cfg = tiny_runs.training(tmp_path, custom_hooks=hooks, default_hooks=own)
     trial = RunnerJob(cfg, Setting({"fused": True}, num_workers=2, batch_size=4))._trial_cfg(tmp_path)
-    assert [hook["type"] for hook in trial.custom_hooks][:1] == ["EMAHook"]
-    assert trial.default_hooks.checkpoint is None
+    assert trial.custom_hooks == [dict(type="EMAHook")]
+    assert trial.default_hooks == {
+        "second": None,
+        "timer": dict(type="IterTimerHook"),
+        "checkpoint": None,
+        "preemption": None,
+        "report": None,
+    }
     assert trial.speed == {"fused": True}
     loader = trial.train_dataloader
     assert (loader.num_workers, loader.batch_size, loader.persistent_workers) == (2, 4, True)
@@ -160,6 +223,20 @@ def test_trials_start_from_equal_weights_even_without_a_seed(tmp_path):
     assert losses[0] == losses[1]
 
 
+def test_a_runner_with_a_data_loader_object_is_measured(tmp_path):
+    loader = DataLoader(TensorDataset(*tiny_runs.samples()), batch_size=8)
+    with Process(RunnerJob(tiny_runs.training(tmp_path, train_dataloader=loader))) as process:
+        warm = process.wait_for("warm", 60)
+    assert (warm["steps_per_epoch"], warm["buffered"], warm["accumulate"]) == (5, 0, 1)
+
+
+def test_a_trial_reports_the_batches_that_can_be_buffered_and_the_steps_per_update(tmp_path):
+    cfg = tiny_runs.training(tmp_path, train_dataloader=tiny_runs.loader(num_workers=1, prefetch_factor=3))
+    with Process(RunnerJob(cfg, Setting({"accumulate": 2}))) as process:
+        warm = process.wait_for("warm", 60)
+    assert (warm["buffered"], warm["accumulate"]) == (3, 2)
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(TensorDataset(*tiny_runs.samples()))
@@ -171,14 +248,54 @@ def test_a_streamed_dataset_is_measured_without_a_limit_of_batches(tmp_path, dat
     cfg = tiny_runs.training(tmp_path, train_dataloader=loader, train_cfg=dict(by_epoch=False, max_iters=2))
     with Process(RunnerJob(cfg)) as process:
         assert len(process.wait_for("warm", 60)["losses"]) == WARMUP
-        assert len(process.time(3, 1, 60)["seconds"]) == 3
+        assert process.time(3, 1, 60)["seconds"] > 0
 
 
-def test_a_trial_outlasts_the_epochs_of_the_run_and_repeats_their_first_batches(tmp_path):
-    cfg = tiny_runs.training(tmp_path, train_cfg=dict(by_epoch=True, max_epochs=1))
+class Recorder(Hook):
+    """Writes the inputs of all batches to a file, and counts the passes over the loader."""
+
+    def __init__(self, path):
+        self.path, self.inputs, self.epochs = path, [], 0
+
+    def before_train_epoch(self, runner):
+        self.epochs += 1
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        self.inputs.append(data_batch[0].clone())
+        torch.save([self.epochs, self.inputs], self.path)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "length", [dict(by_epoch=True, max_epochs=1), dict(by_epoch=False, max_iters=3)], ids=["epochs", "iters"]
+)
+def test_a_trial_outlasts_the_run_and_repeats_its_first_batches_in_one_pass(tmp_path, length, workers):
+    loader = tiny_runs.loader(tiny_runs.Noisy(80), num_workers=workers)
+    hooks = [Recorder(tmp_path / "seen.pt")]
+    cfg = tiny_runs.training(tmp_path, train_dataloader=loader, train_cfg=length, custom_hooks=hooks)
     with Process(RunnerJob(cfg)) as process:
-        process.wait_for("warm", 60)
-        assert len(process.time(40, 1, 60)["seconds"]) == 40
+        assert process.wait_for("warm", 60)["steps_per_epoch"] == 10
+        process.time(20, 1, 60)
+    epochs, inputs = torch.load(tmp_path / "seen.pt")
+    assert epochs == 1
+    assert len(inputs) == 27
+    for number, batch in enumerate(inputs[6:]):
+        assert torch.equal(batch, inputs[number % 6])  # including the augmentation
+    assert len({float(batch.sum()) for batch in inputs}) == 6
+
+
+def test_a_limit_of_batches_and_a_loader_without_batches_are_measured(tmp_path):
+    data = TensorDataset(*tiny_runs.samples())
+    limited = dict(dataloader=DataLoader(data, batch_size=8), num_batch_per_epoch=3)
+    with Process(RunnerJob(tiny_runs.training(tmp_path, train_dataloader=limited))) as process:
+        assert process.wait_for("warm", 60)["steps_per_epoch"] == 3
+        assert process.time(10, 1, 60)["seconds"] > 0
+    whole = DataLoader(
+        [tuple(part[i : i + 8] for part in data.tensors) for i in range(0, 40, 8)], batch_size=None
+    )
+    with Process(RunnerJob(tiny_runs.training(tmp_path, train_dataloader=whole))) as process:
+        assert process.wait_for("warm", 60)["steps_per_epoch"] == 5
+        assert process.time(10, 1, 60)["seconds"] > 0
 
 
 def test_a_loader_that_ends_is_iterated_again(own):
@@ -187,7 +304,7 @@ def test_a_loader_that_ends_is_iterated_again(own):
     job = ObjectsJob(model, batches, optimizer, loss, None, get_random_state())
     with Process(job) as process:
         process.wait_for("warm", 60)
-        assert len(process.time(10, 1, 60)["seconds"]) == 10
+        assert process.time(10, 1, 60)["seconds"] > 0
 
 
 def test_persistent_workers_of_this_process_keep_working(own):

@@ -5,7 +5,7 @@ from fakes import Script
 
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.tune import batch_size
-from slipstream.tune.batch_size import available_mib, search_batch_sizes
+from slipstream.tune.batch_size import BatchSizeRow, BatchSizes, available_mib, search_batch_sizes
 from slipstream.tune.process import TrialError
 
 OUT = TrialError("out of memory", "full")
@@ -32,6 +32,11 @@ def test_fastest_can_be_smaller_than_the_largest(fake_process):
     assert "fastest: 4" in str(found)
 
 
+def test_buffered_batches_are_not_timed_and_cycles_of_accumulation_are_complete(fake_process):
+    search_batch_sizes(lambda setting: Script(buffered=6, accumulate=2), 1, 60, print)
+    assert fake_process.requests == [(4, 7)]
+
+
 def test_the_limit_itself_is_tried(fake_process):
     assert find(max_size=24).largest == 24
     assert find(max_size=1).largest == 1
@@ -54,6 +59,11 @@ def test_memory_of_the_cpu_bounds_the_size_before_it_is_tried(fake_process, monk
 def test_out_of_memory_at_one_sample_is_an_error(fake_process):
     with pytest.raises(SlipstreamError, match=r"batch size 1: out of memory: full"):
         find(lambda size: False)
+
+
+def test_brackets_in_a_reason_are_printed():
+    rows = [BatchSizeRow(1, "fits", 10.0), BatchSizeRow(2, "failed", reason="shape [2, 3] [/x]")]
+    assert "failed: shape [2, 3] [/x]" in str(BatchSizes(rows))
 
 
 def test_a_model_that_needs_two_samples_is_measured_from_two(fake_process):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from slipstream.errors import ModelError
-from slipstream.tune.observer import total_loss
+from slipstream.tune import observer
+from slipstream.tune.observer import Finished, Timer, total_loss
 
 
 def test_the_minimized_loss_is_compared():
@@ -18,3 +19,36 @@ def test_the_minimized_loss_is_compared():
 def test_a_step_without_a_loss_cannot_be_compared():
     with pytest.raises(ModelError, match=r"returns \['acc'\], but no entry with 'loss' in its name"):
         total_loss({"acc": torch.tensor(1.0)})
+
+
+class Requests:
+    """A connection that requests `steps` steps once, and keeps what it receives."""
+
+    def __init__(self, steps):
+        self.steps, self.received = [steps], []
+
+    def send(self, message):
+        self.received.append(message)
+
+    def recv(self):
+        if not self.steps:
+            raise EOFError
+        return self.steps.pop(), 1
+
+
+def test_rare_slow_steps_are_part_of_the_time(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(observer.time, "perf_counter", lambda: now[0])
+    requests = Requests(8)
+    timer = Timer(requests, warmup=1)
+
+    def train():
+        for step in range(100):
+            now[0] += (
+                1.0 if step % 4 == 0 else 0.2
+            )  # every fourth step waits for data, or updates the weights
+            timer.after_step(torch.tensor(1.0))
+
+    with pytest.raises(Finished):
+        train()
+    assert requests.received[-1]["seconds"] == pytest.approx(0.4)

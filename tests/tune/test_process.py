@@ -42,8 +42,8 @@ def test_a_trial_reports_losses_and_times_requested_steps():
         assert warm["losses"] == [float(i) for i in range(WARMUP)]
         assert len(process.warmup_seconds) == WARMUP
         assert warm["peak_mib"] > 1
-        assert len(process.time(3, 2, 60)["seconds"]) == 3
-        assert len(process.time(4, 1, 60)["seconds"]) == 4
+        assert process.time(3, 2, 60)["seconds"] > 0
+        assert process.time(4, 1, 60)["seconds"] > 0
     assert not alive(process.pid)
 
 
@@ -108,7 +108,7 @@ def test_a_hang_times_out_and_its_processes_are_killed_even_in_other_sessions():
         time.sleep(600)
 
     with Process(Job(start_and_hang)) as process:
-        with pytest.raises(TrialError, match="0 steps after 3 s") as caught:
+        with pytest.raises(TrialError, match="only 0 steps finished in 3 s") as caught:
             process.wait_for("warm", 3)
         children = descendants(process.pid)
         assert len(children) == 2

@@ -3,8 +3,12 @@
 import json
 
 import pytest
+import torch
 import yaml
+from torch import nn
+from torch.utils.data import DataLoader
 
+from slipstream.config import Config
 from slipstream.errors import ConfigError
 from slipstream.tune import cache
 from slipstream.tune.jobs import Setting
@@ -58,6 +62,16 @@ def test_table_contains_ratio_interval_memory_and_reason():
     assert "rejected: different numbers: 1 and 2" in text
 
 
+def test_a_product_of_ratios_has_no_interval():
+    text = result(total_is_product=True).summary()
+    assert "compile=step: 2.00 times the speed of the baseline (product of the single ratios)." in text
+
+
+def test_brackets_in_a_reason_are_printed():
+    text = str(result(rows=[Row("compile=step", "failed", "see [/opt/x] and [red]c++[/red]")]))
+    assert "failed: see [/opt/x] and [red]c++[/red]" in text
+
+
 def test_a_partial_result_says_why():
     assert result(stopped="interrupted").summary().startswith("The search is not complete: interrupted.")
 
@@ -72,6 +86,12 @@ def test_saved_plan_keeps_the_options_of_the_baseline(tmp_path):
     assert [row["label"] for row in rows] == ["compile=step", "precision=bf16"]
     assert rows[0]["estimate"] == {"ratio": 2.0, "low": 1.9, "high": 2.1, "rounds": 6}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tuned.json", "tuned.yaml"]
+
+
+def test_nested_options_of_a_configuration_are_saved(tmp_path):
+    speed = Config({"speed": {"ema": {"decay": 0.9}}}).speed
+    path = TuneResult(Outcome(setting=Setting({"fused": True})), speed).save(tmp_path / "tuned.yaml")
+    assert read_tuned(path) == {"speed": {"ema": {"decay": 0.9}, "fused": True}}
 
 
 def test_auto_stays_in_the_plan():
@@ -114,7 +134,8 @@ def test_cache_returns_an_equal_result(tmp_path, monkeypatch):
     assert again.cached
     assert again.outcome == result().outcome
     assert again.yaml_text().partition("\nspeed")[2] == result().yaml_text().partition("\nspeed")[2]
-    assert "from the cache" in again.summary()
+    last = "Read from the cache (measured on cpu in 250 s). To measure again, use --no-cache (cache=False)."
+    assert again.summary().splitlines()[-1] == last
 
 
 def test_cache_does_not_keep_partial_results_or_read_damaged_ones(tmp_path, monkeypatch):
@@ -137,6 +158,45 @@ def test_cache_distinguishes_runs_options_and_versions(monkeypatch):
     monkeypatch.setattr(cache, "__version__", "0.0.0")
     files.add(cache.cache_file("run", ["fused"], 60.0))
     assert len(files) == 5
+
+
+class Drawing:
+    """A dataset whose samples depend on the global generator."""
+
+    def __init__(self, *shape):
+        self.shape = shape
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.rand(self.shape), index
+
+
+def key(loss=nn.functional.mse_loss, dataset=None):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = DataLoader(dataset or Drawing(2), batch_size=4)
+    state = torch.get_rng_state()
+    described = cache.describe_objects(model, loader, optimizer, loss)
+    assert torch.equal(torch.get_rng_state(), state)
+    return cache.cache_file(described, ["fused"], 60.0)
+
+
+def test_the_cache_distinguishes_constants_of_the_loss_and_shapes_of_samples():
+    def loss(outputs, targets):
+        return (lambda scale: scale * outputs.sum())(2.0)
+
+    def scaled(outputs, targets):
+        return (lambda scale: 3.0 * outputs.sum())(2.0)
+
+    scaled.__qualname__ = loss.__qualname__
+    assert key(loss) == key(loss)
+    assert len({key(loss), key(scaled), key(loss, Drawing(2, 5)), key(loss, [0] * 8)}) == 4
+
+
+def test_a_dataset_whose_first_sample_fails_has_a_key():
+    assert key(dataset=Drawing("wrong")) != key()
 
 
 def test_yaml_comments_contain_the_measured_figures():

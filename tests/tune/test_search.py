@@ -46,6 +46,17 @@ def test_faster_options_are_combined_and_slower_ones_are_not(fake_process):
     assert outcome.total.ratio == pytest.approx(2.0)
 
 
+def test_all_rounds_contain_the_same_share_of_updates(fake_process):
+    search({"": Script(accumulate=4)}, ["fused"])
+    assert fake_process.requests
+    assert all(steps % 4 == 0 for steps, _ in fake_process.requests)
+
+
+def test_batches_that_workers_loaded_while_a_trial_waited_are_not_timed(fake_process):
+    search({"": Script(buffered=6)}, ["fused"])
+    assert {untimed for _, untimed in fake_process.requests} == {7}
+
+
 def test_nothing_pays(fake_process):
     outcome = search({"channels_last": Script(0.0999)})
     assert outcome.setting.speed == {}
@@ -78,7 +89,7 @@ def test_options_on_top_of_low_precision_are_compared_with_it(fake_process):
 
 
 def test_a_budget_that_ends_during_a_round_does_not_count_as_a_failure_of_the_plan(fake_process):
-    late = TrialError("timed out", "no measurement after 0 s")
+    late = TrialError("timed out", "no measurement in 0 s")
     outcome = search({"": Script(fail_when_timed=late), "fused": Script()}, ["fused"])
     assert outcome.rows[0].status == "not measured"
     assert outcome.rows[0].reason == "the budget ended during a round"
@@ -111,7 +122,10 @@ def test_code_that_does_not_compile_is_not_measured_as_compiled(fake_process):
 def test_the_model_is_compiled_only_if_the_step_cannot_be(fake_process):
     rows = by_label(search({"compile=step": Script(0.05, compile_seconds=30)}, ["compile"], budget=600))
     assert rows["compile=step"].compile_seconds == pytest.approx(30)
-    assert (rows["compile=model"].status, rows["compile=model"].reason) == ("skipped", "compile=step works")
+    assert (rows["compile=model"].status, rows["compile=model"].reason) == (
+        "skipped",
+        "not needed, because compile=step works",
+    )
 
 
 def test_options_that_this_machine_does_not_support_are_skipped_with_the_reason(fake_process):
@@ -178,6 +192,19 @@ def test_trials_that_do_not_fit_in_the_budget_are_named(fake_process, monkeypatc
     assert rows["channels_last"].status == "adopted"
     assert rows["precision=bf16"].status == "not measured"
     assert "this trial needs about" in rows["precision=bf16"].reason
+    assert outcome.stopped == "the budget is used up"
+
+
+@pytest.mark.parametrize(
+    ("script", "stopped"),
+    [
+        (Script(error=TrialError("timed out", "6 steps")), "the budget is used up"),
+        (Script(error=TrialError("failed", "why")), ""),
+        (Script(), ""),
+    ],
+)
+def test_a_search_that_the_budget_cut_off_is_not_complete(fake_process, script, stopped):
+    assert search({"fused": script}, ["fused"]).stopped == stopped
 
 
 def test_unknown_option_names_suggest_the_nearest():

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     seconds = parse_budget(args.budget)
     cfg = configure(args)
     if args.find is not None:
-        return _find(args, cfg, seconds)
+        return _find(args, cfg, seconds, start)
     return _tune(args, cfg, seconds, out, start)
 
 
@@ -52,12 +52,15 @@ def _tune(args: argparse.Namespace, cfg: Config, seconds: float, out: Path, star
     return 130 if result.outcome.stopped == "interrupted" else 0
 
 
-def _find(args: argparse.Namespace, cfg: Config, seconds: float) -> int:
+def _find(args: argparse.Namespace, cfg: Config, seconds: float, start: float) -> int:
     from slipstream.extras import is_installed
     from slipstream.tune.api import config_job
     from slipstream.tune.batch_size import search_batch_sizes
     from slipstream.tune.lr_range import sweep_lr
 
+    seconds = max(
+        seconds - (time.monotonic() - start), 0.0
+    )  # reading the configuration is part of the budget
     if args.find == "batch_size":
         sizes = search_batch_sizes(config_job(cfg), args.max_batch_size, seconds, _print_size)
         print(sizes)

@@ -228,5 +228,8 @@ def _objects_job(
 
 
 def _check_one_process() -> None:
-    if get_world_size() > 1:
-        raise ConfigError("measures one process; run it without a launcher", "tune")
+    if (size := get_world_size()) > 1:
+        raise ConfigError(
+            f"measures a single process, but the world size is {size}. Start it without torchrun or srun",
+            "tune",
+        )

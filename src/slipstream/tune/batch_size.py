@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.tune.jobs import Setting
@@ -68,7 +68,9 @@ class BatchSizes:
             rate = "" if row.samples_per_second is None else f"{row.samples_per_second:.4g}"
             peak = "" if row.peak_mib is None else f"{row.peak_mib:.0f}"
             status = f"{row.status}: {row.reason}" if row.reason else row.status
-            table.add_row(str(row.batch_size), rate, peak, status)
+            table.add_row(
+                str(row.batch_size), rate, peak, Text(status)
+            )  # brackets in a reason are not markup
         console = Console(file=io.StringIO(), width=140, highlight=False)
         console.print(table)
         file: Any = console.file
@@ -170,13 +172,14 @@ class _Search:
             raise _OutOfTimeError
         try:
             with Process(job, partial(Timer, warmup=_WARMUP)) as process:
-                process.wait_for("warm", left)
-                timed = process.time(_TIMED, 1, max(self._end - time.monotonic(), 0.1))
+                warm = process.wait_for("warm", left)
+                steps = math.ceil(_TIMED / warm["accumulate"]) * warm["accumulate"]
+                timed = process.time(steps, 1 + warm["buffered"], max(self._end - time.monotonic(), 0.1))
         except TrialError as failure:
             if failure.status == "timed out":
                 raise _OutOfTimeError from None
             return BatchSizeRow(size, failure.status, reason=failure.reason)
-        return BatchSizeRow(size, "fits", size / median(timed["seconds"]), timed["peak_mib"])
+        return BatchSizeRow(size, "fits", size / timed["seconds"], timed["peak_mib"])
 
 
 def available_mib() -> float | None:

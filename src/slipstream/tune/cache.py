@@ -11,11 +11,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import IterableDataset
 
+from slipstream.checkpoint import get_random_state, set_random_state
 from slipstream.cores import cores
 from slipstream.errors import ConfigError
 from slipstream.tune.result import TuneResult, write_text
@@ -80,13 +84,41 @@ def _describe_loader(loader: Any) -> list[Any]:
     names = ("batch_size", "num_workers", "drop_last", "pin_memory", "prefetch_factor")
     dataset = getattr(loader, "dataset", loader)
     size = len(dataset) if hasattr(dataset, "__len__") else None
-    return [type(loader).__name__, type(dataset).__name__, size, [getattr(loader, n, None) for n in names]]
+    options = [getattr(loader, name, None) for name in names]
+    return [type(loader).__name__, type(dataset).__name__, size, options, _describe_sample(dataset)]
+
+
+def _describe_sample(dataset: Any) -> list[str]:
+    """Return the types, shapes and dtypes of the first sample; empty if the dataset has no samples by index."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        return []
+    state = get_random_state()
+    try:
+        leaves = tree_leaves(dataset[0])
+    except Exception:  # the run raises the error
+        return []
+    finally:
+        set_random_state(state)
+    return [
+        f"{type(leaf).__name__} {list(getattr(leaf, 'shape', ()))} {getattr(leaf, 'dtype', '')}"
+        for leaf in leaves
+    ]
 
 
 def _code(function: Any) -> str:
     """Return a digest of a Python function's code; empty for other callables."""
     code = getattr(function, "__code__", None)
-    return "" if code is None else hashlib.sha256(code.co_code + repr(code.co_names).encode()).hexdigest()
+    return "" if code is None else hashlib.sha256(repr(_content(code)).encode()).hexdigest()
+
+
+def _content(code: CodeType) -> list[Any]:
+    constants: list[Any] = []
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            constants.append(_content(value))
+        else:  # the order of a set differs between processes
+            constants.append(sorted(map(repr, value)) if isinstance(value, frozenset) else value)
+    return [code.co_code, code.co_names, constants]
 
 
 def _folder() -> Path:

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from slipstream.checkpoint import set_random_state
 from slipstream.config import Config
-from slipstream.dataset.loading.loader import batch_size, length
+from slipstream.dataset.loading.loader import RunLoader, length
+from slipstream.dataset.loading.samplers import EpochBatchSampler
 from slipstream.errors import ConfigError, DataError
-from slipstream.hooks import Hook
+from slipstream.hooks import CheckpointHook, Hook, ProfilerHook, ReportHook
 from slipstream.model import unwrap_model
-from slipstream.registry import DATASETS, HOOKS
+from slipstream.registry import HOOKS
 from slipstream.speed import Capabilities, SpeedPlan
 from slipstream.step.graph import GraphStep
 from slipstream.tune.observer import Observer, total_loss
@@ -28,6 +30,19 @@ __all__ = ["ObjectsJob", "RunnerJob", "Setting", "merged_speed"]
 
 _REPEATED = 6
 """Number of batches that a Runner's trial repeats, so that all trials read the same samples, from memory if cached."""
+
+_LOADER_OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +56,9 @@ class Setting:
     batch_size: int | None = None
     """Number of samples per batch; None does not change it."""
     constant_lr: bool = False
-    """Whether to remove the learning rate schedule."""
+    """Whether to remove the learning rate schedule and the check of the losses, for the range test."""
+    loader: Mapping[str, int] = field(default_factory=dict)
+    """Values of the training loader's options that are `auto`, as the baseline chose them."""
     compile_cache: str | None = None
     """Folder for compiled code, which is empty at first so that the compilation time can be measured."""
 
@@ -72,7 +89,8 @@ class _Warnings(logging.Handler):
 class RunnerJob:
     """Train a Runner's configuration without validation, checkpoints and logs of trackers.
 
-    An epoch is shortened to its first batches and repeated, with the same augmentation.
+    The first batches of the first epoch are repeated in one pass that does not end, with the same augmentation. If the
+    loader has no batch sampler, and for the learning rate range test, all batches are used.
     """
 
     cfg: Mapping[str, Any]
@@ -92,6 +110,9 @@ class RunnerJob:
                 # A trial must not measure eager steps during compilation.
                 how = replace(how, wait=True, cache=self.setting.compile_cache or how.cache)
                 runner.speed = replace(runner.speed, compile=how)
+            loader = runner.train_dataloader
+            if not self.setting.constant_lr and isinstance(loader.batch_sampler, EpochBatchSampler):
+                runner.train_loop.dataloader = _repeated(loader, loader.batch_sampler)
             runner.register_hook(_StepHook(observer))
             observer.describe = lambda: self._describe(runner, warnings.messages)
             runner.train()
@@ -102,61 +123,56 @@ class RunnerJob:
             for part in ("dataloader", "cfg", "evaluator"):
                 cfg[f"{key}_{part}"] = None
         cfg.work_dir, cfg.resume, cfg.launcher, cfg.visualizer = str(folder / "run"), False, "none", None
-        cfg.default_hooks = {**(cfg.get("default_hooks") or {}), "checkpoint": None, "preemption": None}
+        hooks = cfg.get("default_hooks") or {}
+        kept = {name: None if _writes(_hook_class(hook)) else hook for name, hook in hooks.items()}
+        cfg.default_hooks = {**kept, "checkpoint": None, "preemption": None, "report": None}
         cfg.custom_hooks = [hook for hook in cfg.get("custom_hooks") or () if _acts_on_steps(hook)]
         randomness = cfg.get("randomness") or {}
         if randomness.get("seed") is None:  # all trials must start from the same weights
             cfg.randomness = {**randomness, "seed": 0}
         cfg.speed = merged_speed(cfg.get("speed"), self.setting.speed)
         cfg.train_dataloader = self._loader(cfg.train_dataloader)
-        # The run must not end before the trial, and shortened epochs must not make a schedule end before it begins.
+        # The run must not end before the trial.
         lengths = {"max_epochs": 10**6, "max_iters": 10**9}
         cfg.train_cfg = {**cfg.train_cfg, **{key: lengths[key] for key in lengths if key in cfg.train_cfg}}
         if self.setting.constant_lr:
             cfg.param_scheduler = None
+            # The logger raises an error if a loss is not finite, but this is how a range test ends.
+            cfg.default_hooks["logger"] = None
         return cfg
 
     def _loader(self, loader: Any) -> dict[str, Any]:
         if isinstance(loader, DataLoader):
             loader = {"dataloader": loader}
-        changes: dict[str, Any] = {}
-        # The learning rate range test uses all samples, and the number of batches of a stream cannot be limited.
-        if not self.setting.constant_lr and not _is_streamed(loader):
-            changes["num_batch_per_epoch"] = min(loader.get("num_batch_per_epoch") or _REPEATED, _REPEATED)
+        changes: dict[str, Any] = dict(self.setting.loader)
         for key in ("num_workers", "batch_size"):
             if (value := getattr(self.setting, key)) is not None:
                 changes[key] = value
         if "dataloader" not in loader and changes.get("num_workers", loader.get("num_workers", 0)):
-            changes["persistent_workers"] = True  # the shortened epochs would start workers too often
+            changes["persistent_workers"] = True  # starting workers in a new pass is not part of a step
         return {**loader, **changes}
 
     def _describe(self, runner: Any, warnings: list[str]) -> dict[str, Any]:
         loader, core = runner.train_dataloader, unwrap_model(runner.model)
-        inner = getattr(loader.batch_sampler, "batch_sampler", None)
-        limit = dict(self.cfg["train_dataloader"]).get("num_batch_per_epoch")
-        full = len(inner) if inner is not None and hasattr(inner, "__len__") else length(loader)
         return {
             "problem": _compile_problem(runner.speed, runner.step, core, warnings),
             "capabilities": Capabilities.here(runner.device.type, core),
             "sources": dict(runner.speed.sources),
-            "steps_per_epoch": min(full, limit) if full and limit else full,
-            "batch_size": batch_size(loader),
+            "steps_per_epoch": length(loader),
             "num_workers": loader.num_workers,
+            "buffered": _buffered(loader) + (runner.speed.prefetch or 0),
+            "auto": _chosen(self.cfg["train_dataloader"], loader),
+            "accumulate": runner.speed.accumulate,
         }
 
 
 class _StepHook(Hook):
-    """Calls the observer of a trial, and repeats the first epoch."""
+    """Calls the observer of a trial."""
 
     priority = "LOWEST"
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
-
-    def before_train_epoch(self, runner: Any) -> None:
-        """Continue with the first epoch, so that the order and the augmentation repeat and the run does not end."""
-        if runner.by_epoch:
-            runner.train_loop.resume(0, runner.iter, 0)
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Call the observer before the step."""
@@ -167,6 +183,22 @@ class _StepHook(Hook):
     ) -> None:
         """Call the observer after the step."""
         self._observer.after_step(total_loss(outputs or {}))
+
+
+class _FirstBatches(EpochBatchSampler):
+    """Repeats the first batches of an epoch without an end."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return cycle(list(islice(super().__iter__(), _REPEATED)))
+
+
+def _repeated(loader: DataLoader[Any], batches: EpochBatchSampler) -> DataLoader[Any]:
+    """Return a copy of the loader that repeats its first batches in one pass, so that workers load without a pause."""
+    options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
+    first = _FirstBatches(batches.batch_sampler, batches.seed, batches.samples, batches.stamp, batches.limit)
+    found = RunLoader(loader.dataset, batch_sampler=first, **options)
+    found.stall_warning = getattr(loader, "stall_warning", found.stall_warning)
+    return found
 
 
 @dataclass(frozen=True)
@@ -198,8 +230,10 @@ class ObjectsJob:
             "capabilities": Capabilities.here(next(self.model.parameters()).device.type, self.model),
             "sources": dict(step.plan.sources),
             "steps_per_epoch": _length(loader),
-            "batch_size": getattr(loader, "batch_size", None),
             "num_workers": getattr(loader, "num_workers", 0),
+            "buffered": _buffered(loader),
+            "auto": {},
+            "accumulate": step.plan.accumulate,
         }
         for batch in _endless(loader):
             observer.before_step(step.optim.param_groups)
@@ -264,27 +298,41 @@ def _length(loader: Any) -> int | None:
         return None
 
 
-def _is_streamed(loader: Mapping[str, Any]) -> bool:
-    ready = loader.get("dataloader")
-    dataset = loader.get("dataset") if ready is None else ready.dataset
-    if isinstance(dataset, Mapping):
-        kind = dataset.get("type")
-        target = DATASETS.get(kind) if isinstance(kind, str) else kind
-        return isinstance(target, type) and issubclass(target, IterableDataset)
-    return isinstance(dataset, IterableDataset)
+def _buffered(loader: Any) -> int:
+    """Return the number of batches that the workers of a loader can load while the training waits."""
+    return getattr(loader, "num_workers", 0) * (getattr(loader, "prefetch_factor", None) or 0)
+
+
+def _chosen(cfg: Any, loader: DataLoader[Any]) -> dict[str, int]:
+    """Return the options that are `auto` in the loader's configuration, with the values that were chosen."""
+    own = cfg if isinstance(cfg, Mapping) else {}
+    found = {
+        key: getattr(loader, key) for key in ("num_workers", "prefetch_factor") if own.get(key) == "auto"
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _hook_class(hook: Any) -> Any:
+    """Return the class of a hook or of its configuration; for an invalid one, another value."""
+    if not isinstance(hook, Mapping):
+        return type(hook)
+    kind = hook.get("type")
+    return HOOKS.get(kind) if isinstance(kind, str) else kind
+
+
+def _writes(kind: Any) -> bool:
+    """Return whether hooks of a class write files, possibly outside the folder of the trial."""
+    return isinstance(kind, type) and issubclass(kind, CheckpointHook | ProfilerHook | ReportHook)
 
 
 def _acts_on_steps(hook: Any) -> bool:
     """Return whether a hook takes part in training steps; other hooks write files or validate."""
-    if isinstance(hook, Mapping):
-        kind = hook.get("type")
-        target = HOOKS.get(kind) if isinstance(kind, str) else kind
-        if not isinstance(target, type):
-            return True  # the Runner raises the error
-    else:
-        target = type(hook)
+    kind = _hook_class(hook)
+    if not isinstance(kind, type):
+        return True  # the Runner raises the error
     stages = ("before_train_iter", "after_train_iter", "_before_iter", "_after_iter")
-    return any(getattr(target, stage, None) is not getattr(Hook, stage, None) for stage in stages)
+    acts = any(getattr(kind, stage, None) is not getattr(Hook, stage, None) for stage in stages)
+    return acts and not _writes(kind)
 
 
 def _waiting(speed: dict[str, Any], cache: str | None) -> dict[str, Any]:

@@ -48,11 +48,11 @@ class Timer(Observer):
         self._losses: list[float] = []
         self._untimed = 0
         self._timed = 0
-        self._seconds: list[float] = []
+        self._done = 0
         self._last = time.perf_counter()
 
     def after_step(self, loss: Tensor) -> None:
-        """Record the loss of a warm-up step, or the time of a requested step."""
+        """Record the loss of a warm-up step, or report the mean time of the requested steps."""
         if len(self._losses) < self._warmup:
             self._warm_up(loss)
             return
@@ -62,15 +62,12 @@ class Timer(Observer):
                 _synchronize()
                 self._last = time.perf_counter()
             return
-        self._seconds.append(self._since_last())
-        if len(self._seconds) == self._timed:
+        self._done += 1
+        if self._done == self._timed:
             _synchronize()
-            self._seconds[-1] += self._since_last()
-            if (
-                torch.accelerator.is_available()
-            ):  # single steps only measure how long the host takes to start them
-                self._seconds = [sum(self._seconds) / len(self._seconds)]
-            self.connection.send({"event": "timed", "seconds": self._seconds, "peak_mib": peak_mib()})
+            # A median of single steps would leave out waits for data and, with accumulation, the updates.
+            mean = self._since_last() / self._timed
+            self.connection.send({"event": "timed", "seconds": mean, "peak_mib": peak_mib()})
             self._await_request()
 
     def _warm_up(self, loss: Tensor) -> None:
@@ -86,7 +83,7 @@ class Timer(Observer):
             self._timed, self._untimed = self.connection.recv()
         except EOFError:
             raise Finished from None
-        self._seconds = []
+        self._done = 0
         self._last = time.perf_counter()
 
     def _since_last(self) -> float:

@@ -122,8 +122,12 @@ class Process:
         end = time.monotonic() + seconds
         while True:
             if not self._connection.poll(max(end - time.monotonic(), 0)):
-                done = f"{len(self.warmup_seconds)} steps" if event != "timed" else "no measurement"
-                raise TrialError("timed out", f"{done} after {seconds:.0f} s", tuple(self.warmup_seconds))
+                done = (
+                    f"only {_steps(len(self.warmup_seconds))} finished"
+                    if event != "timed"
+                    else "no measurement"
+                )
+                raise TrialError("timed out", f"{done} in {seconds:.0f} s", tuple(self.warmup_seconds))
             try:
                 message: dict[str, Any] = self._connection.recv()
             except (EOFError, OSError):
@@ -136,7 +140,7 @@ class Process:
                 return message
 
     def time(self, steps: int, untimed: int, seconds: float) -> dict[str, Any]:
-        """Run `untimed` + `steps` steps; return the durations of the last `steps` (`seconds`) and `peak_mib`.
+        """Run `untimed` + `steps` steps; return the mean duration of the last `steps` (`seconds`) and `peak_mib`.
 
         Raises:
             TrialError: see `wait_for`.
@@ -214,6 +218,10 @@ def _kill_tree(pid: int) -> None:
     for kill, target in ((os.killpg, pid), (os.kill, pid), *((os.kill, child) for child in children)):
         with suppress(OSError):
             kill(target, signal.SIGKILL)
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'' if count == 1 else 's'}"
 
 
 def _last_line(log: Path) -> str:

@@ -14,6 +14,7 @@ import yaml
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.files import replacing
@@ -69,7 +70,7 @@ class TuneResult:
         first = f"{1e3 * self.outcome.baseline_seconds:.1f}", f"{self.outcome.baseline_mib:.0f}"
         table.add_row("baseline", "", "1.00", "", *first, "", "")
         for row in self.rows:
-            table.add_row(*_cells(row))
+            table.add_row(*map(Text, _cells(row)))  # brackets in a reason are not markup
         return table
 
     def summary(self) -> str:
@@ -87,14 +88,13 @@ class TuneResult:
             yield f"No measured option makes {self.name} faster on this machine; keep the present options."
         else:
             after = before / total.ratio
-            how = (
+            how = (  # the product of the single intervals is not an interval of the product
                 "product of the single ratios"
                 if outcome.total_is_product
-                else "measured against the baseline"
+                else f"{total.low:.2f} to {total.high:.2f}, measured against the baseline"
             )
             yield (
-                f"Fastest: {' + '.join(outcome.adopted)}: {total.ratio:.2f} times the speed of the baseline "
-                f"({total.low:.2f} to {total.high:.2f}, {how})."
+                f"Fastest: {' + '.join(outcome.adopted)}: {total.ratio:.2f} times the speed of the baseline ({how})."
             )
             if (steps := outcome.steps_per_epoch) is not None:
                 yield (
@@ -107,8 +107,16 @@ class TuneResult:
                     f"The compilation takes {outcome.compile_seconds:.0f} s, which {gained:,} steps of the faster plan "
                     "save."
                 )
-        source = "from the cache; measured" if self.cached else "measured"
-        yield f"Duration: {outcome.seconds:.0f} s of a budget of {outcome.budget:.0f} s ({source} on {outcome.device})."
+        if self.cached:
+            yield (
+                f"Read from the cache (measured on {outcome.device} in {outcome.seconds:.0f} s). To measure again, use "
+                "--no-cache (cache=False)."
+            )
+        else:
+            yield (
+                f"Duration: {outcome.seconds:.0f} s of a budget of {outcome.budget:.0f} s (measured on "
+                f"{outcome.device})."
+            )
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=140, highlight=False)
@@ -125,7 +133,9 @@ class TuneResult:
                 "persistent_workers": self.num_workers > 0,
             }
         lines = [f"# {line}" for line in self.summary().splitlines()]
-        return "\n".join([*lines, yaml.safe_dump(content, sort_keys=False)])
+        # PyYAML refuses subclasses of dict, such as those of a nested configuration.
+        plain = json.loads(json.dumps(content, default=str))
+        return "\n".join([*lines, yaml.safe_dump(plain, sort_keys=False)])
 
     def save(self, path: str | Path) -> Path:
         """Write `path` (YAML, see `read_tuned`) and a `.json` file with all rows next to it, each atomically.

@@ -66,7 +66,8 @@ class Outcome:
     total: Estimate | None = None
     """Step time of the baseline divided by that of the plan; None if no option is adopted."""
     total_is_product: bool = False
-    """Whether `total` is the product of the ratios of single options instead of a direct measurement."""
+    """Whether `total` is the product of the ratios of single options instead of a direct measurement. Its `low` and
+    `high` are then products too, and do not form an interval of known probability."""
     compile_seconds: float = 0.0
     """Compilation time of the plan, in seconds."""
     steps_per_epoch: int | None = None
@@ -89,21 +90,24 @@ class _Running:
         self.step = median(process.warmup_seconds[len(process.warmup_seconds) // 2 :])
         self.extra = max(sum(process.warmup_seconds) - len(process.warmup_seconds) * self.step, 0.0)
         """Seconds of the warm-up in addition to its steps."""
-        self.untimed = 1 + 2 * int(warm.get("num_workers") or 0)  # batches loaded while the process waited
+        self.untimed = 1 + int(warm["buffered"])  # batches loaded while the process waited take no time
+        self.accumulate = int(warm["accumulate"])
+        """Number of steps per update; all timed rounds contain the same share of updates."""
         self.seconds: list[float] = []
         self.peak_mib = float(warm["peak_mib"])
 
     def time(self, seconds: float, timeout: float) -> float:
-        """Run about `seconds` seconds of steps; return the median step time in seconds."""
+        """Run about `seconds` seconds of steps; return the mean step time in seconds."""
         steps = max(2, math.ceil(seconds / max(self.step, 1e-6)))
+        steps = math.ceil(steps / self.accumulate) * self.accumulate
         timed = self.process.time(steps, self.untimed, timeout)
-        self.seconds.append(median(timed["seconds"]))
+        self.seconds.append(timed["seconds"])
         self.step, self.peak_mib = self.seconds[-1], float(timed["peak_mib"])
         return self.step
 
     def round_seconds(self, seconds: float) -> float:
         """Return the expected duration of a round with `seconds` of timed steps."""
-        return max(2 * self.step, seconds + self.step) + self.untimed * self.step
+        return max(2 * self.step, seconds + self.accumulate * self.step) + self.untimed * self.step
 
 
 class Search:
@@ -136,6 +140,7 @@ class Search:
         self._start = time.monotonic() if start is None else start
         self._kept: ExitStack | None = None  # ends the process of the current plan
         self._working: set[str] = set()
+        self._auto: Mapping[str, int] = {}
         self.outcome = Outcome(budget=budget)
 
     def run(self) -> Outcome:
@@ -159,6 +164,7 @@ class Search:
     def _run(self, stack: ExitStack) -> None:
         self._baseline = self._current = self._start_baseline(stack)
         warm = self._baseline.warm
+        self._auto = warm["auto"]
         self._capabilities: Capabilities = warm["capabilities"]
         self.outcome.steps_per_epoch = warm["steps_per_epoch"]
         self.outcome.device = self._capabilities.device
@@ -166,8 +172,6 @@ class Search:
         try:
             for candidate in candidates(self._names, self._capabilities, int(warm["num_workers"] or 0)):
                 self._add(self._try(candidate))
-                if self._remaining <= 0:
-                    self.outcome.stopped = "the budget is used up"
             self._measure_total()
         except _PlanFailedError as error:
             self.outcome.stopped = f"the process of the current plan ended: {error}"
@@ -236,7 +240,8 @@ class Search:
 
     def _launch(self, setting: Setting, stack: ExitStack, timeout: float) -> _Running:
         began = time.monotonic()
-        process = stack.enter_context(Process(self._make_job(replace(setting, compile_cache=self._cache))))
+        setting = replace(setting, loader=self._auto, compile_cache=self._cache)
+        process = stack.enter_context(Process(self._make_job(setting)))
         warm = process.wait_for("warm", timeout)
         return _Running(process, warm, time.monotonic() - began)
 
@@ -252,7 +257,7 @@ class Search:
             return replace(
                 row,
                 status="not measured",
-                reason=f"{_shown(max(self._remaining, 0))} of the budget are left, but this trial needs about "
+                reason=f"{_shown(max(self._remaining, 0))} of the budget is left, but this trial needs about "
                 f"{_shown(expected)}",
             )
         limit = self._remaining - self._rounds_seconds
@@ -271,8 +276,10 @@ class Search:
         own = self._baseline.warm["sources"].get(candidate.option)
         if own is not None:
             return f"already set by the run ({own})"
+        if candidate.option in self._auto:
+            return f"already measured by {candidate.option}=auto"
         if candidate.unless in self._working:
-            return f"{candidate.unless} works"
+            return f"not needed, because {candidate.unless} works"
         speed = {**merged_speed(self._speed, self.outcome.setting.speed)}
         return unsupported(candidate.setting, speed, self._capabilities)
 
@@ -362,10 +369,17 @@ class Search:
     def _summarize(self) -> None:
         seconds = self._baseline.seconds or [self._baseline.step]
         self.outcome.baseline_seconds = median(seconds)
+        if not self.outcome.stopped and any(map(_cut_off, self.outcome.rows)):
+            self.outcome.stopped = "the budget is used up"
 
 
 class _PlanFailedError(Exception):
     """The process of the plan found so far ended."""
+
+
+def _cut_off(row: Row) -> bool:
+    """Return whether a longer budget could change the row."""
+    return row.status in ("not measured", "timed out") or "budget ended" in row.reason
 
 
 def _decided(ratios: Sequence[float]) -> bool:

@@ -14,7 +14,11 @@ _CONFIDENCE = 0.9
 
 @dataclass(frozen=True)
 class Estimate:
-    """The median of ratios, with a confidence interval of at least 90% if there are five or more ratios."""
+    """The median of ratios, with an interval between two order statistics.
+
+    For a fixed number of at least five independent rounds, it would contain the median with a probability of at least
+    90%. Because the measurement ends as soon as the result is clear, the probability is lower.
+    """
 
     ratio: float
     low: float
