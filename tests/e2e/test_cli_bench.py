@@ -201,6 +201,18 @@ def test_cell_sets_its_options_and_removes_those_of_the_recipe():
     assert not plain.custom_hooks
 
 
+def test_cell_keeps_the_other_speed_options_of_the_recipe(tmp_path):
+    own = 'speed = dict(accumulate=2, precision="fp16", compile=True, cuda_graph=True, ema=True)'
+    params = "training_params = dict(speed=dict(fused=True, sync_bn=True), ema=True)"
+    (tmp_path / "tiny.py").write_text(f"{CONFIG}\n{own}\n{params}\n")
+    eager = bench_cell._config(cell(), "w")
+    assert eager.speed.to_dict() == {"accumulate": 2, "precision": "fp32"}
+    assert eager.training_params.to_dict() == {"speed": {"fused": True}}
+    assert bench_cell._config(cell(compiled=True), "w").speed.cuda_graph is True
+    (tmp_path / "tiny.py").write_text(f"{CONFIG}\nspeed = 'auto'\n")
+    assert bench_cell._config(cell(), "w").speed.to_dict() == {"auto": True, "precision": "fp32"}
+
+
 @pytest.mark.parametrize(
     ("count", "low", "high"), [(1, 1, 1), (5, 1, 5), (6, 1, 6), (10, 2, 9), (20, 6, 15), (100, 40, 61)]
 )
