@@ -9,7 +9,7 @@ import torch
 
 from slipstream.cli import bench, bench_cell
 from slipstream.cli.bench_cell import Cell
-from slipstream.cli.bench_report import Measured, median_interval
+from slipstream.cli.bench_report import Measured, block_interval, write_report
 from slipstream.cli.child import Child
 from slipstream.cli.main import main
 from slipstream.cli.step_times import Repeated
@@ -214,16 +214,32 @@ def test_cell_keeps_the_other_speed_options_of_the_recipe(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("count", "low", "high"), [(1, 1, 1), (5, 1, 5), (6, 1, 6), (10, 2, 9), (20, 6, 15), (100, 40, 61)]
+    ("count", "low", "high"), [(6, 1, 6), (8, 1.5, 8), (12, 1.5, 11.5), (20, 2.5, 19), (60, 5.5, 55.5)]
 )
-def test_interval_of_the_median_follows_the_order_statistics(count, low, high):
-    values = [*range(count, 0, -1)]
-    assert median_interval(values) == (low, high)
+def test_interval_is_the_range_of_the_means_of_six_blocks(count, low, high):
+    assert block_interval([*range(count, 0, -1)]) == (low, high)
 
 
-def test_summary_uses_the_median():
-    measured = Measured(cell(), [0.1, 0.2, 9.0], samples_per_step=4)
-    assert measured.summary() == "200.0 ms (100.0 to 9000.0), 20.0 samples/s"
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_fewer_steps_than_blocks_have_no_interval(count):
+    assert block_interval([1.0] * count) is None
+    assert " to " not in Measured(cell(), [1.0] * (count or 1), samples_per_step=4).summary()
+
+
+def test_step_time_includes_updates_and_waits_of_single_steps():
+    steps = [0.1, 0.1, 0.1, 0.5] * 6
+    measured = Measured(cell(), steps, samples_per_step=4)
+    assert measured.summary() == "200.0 (200.0 to 200.0) ms per step, 20.0 samples/s"
+    assert block_interval(steps) == pytest.approx((0.2, 0.2))
+
+
+def test_table_and_picture_allow_rows_without_an_interval(tmp_path):
+    rows = [Measured(cell(), [0.1, 0.3], samples_per_step=4), Measured(cell(amp=True), [9.0, *[0.1] * 19], 4)]
+    files = write_report(tmp_path, dict(cpu="c", device="d", torch="t", date="now"), rows, picture=True)
+    assert len(files) == 3
+    page = files[1].read_text()
+    assert "| tiny.py | eager, 1 device, float32 | 200.0 | 20.0 | 1.00 | 0 |" in page
+    assert "| tiny.py | eager, 1 device, AMP | 545.0 (100.0 to 3066.7) | 7.3 | 0.37 | 0 |" in page
 
 
 def test_repeated_batch_ends():
