@@ -197,6 +197,7 @@ def test_cell_sets_its_options_and_removes_those_of_the_recipe():
     assert set(cfg.training_params) == {"clip_grad_norm"}
     assert list(cfg.train_dataloader.dataset.size) == [64, 128]
     plain = bench_cell._config(cell("street_scenes_pp_lite_t"), "w")
+    assert plain.default_hooks.to_dict() == {"checkpoint": None, "report": None, "preemption": None}
     assert plain.speed.to_dict() == {"precision": "fp32"}
     assert not plain.custom_hooks
 

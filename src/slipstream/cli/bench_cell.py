@@ -148,7 +148,7 @@ def _config(cell: Cell, work_dir: str) -> Config:
     for mode in ("val", "test"):
         for part in ("dataloader", "cfg", "evaluator"):
             cfg[f"{mode}_{part}"] = None
-    cfg.default_hooks = {"checkpoint": None}
+    cfg.default_hooks = {"checkpoint": None, "report": None, "preemption": None}
     cfg.custom_hooks, cfg.visualizer, cfg.resume, cfg.load_from = [], None, False, None
     cfg.launcher = "none" if cell.processes == 1 else "pytorch"
     cfg.work_dir, cfg.log_level = work_dir, "WARNING"
