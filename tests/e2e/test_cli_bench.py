@@ -108,6 +108,25 @@ def test_default_cells_are_five_recipes_with_every_combination(monkeypatch, tmp_
     assert all(environ["OMP_NUM_THREADS"] == str(8 // spec["processes"]) for spec, _, environ in seen)
 
 
+@pytest.mark.parametrize(
+    ("kind", "count", "expected"), [("cpu", 1, [1, 2]), ("cuda", 1, [1]), ("cuda", 2, [1, 2])]
+)
+def test_two_devices_are_measured_only_if_the_machine_has_them(kind, count, expected, monkeypatch):
+    monkeypatch.setattr("slipstream.devices.default_device", lambda: torch.device(kind))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    assert bench._device_counts() == expected
+
+
+@pytest.mark.parametrize(
+    "own", [dict(by_epoch=False, max_iters=2), dict(type="IterBasedTrainLoop", max_iters=2)]
+)
+def test_training_by_iterations_lasts_for_all_steps(tmp_path, own):
+    (tmp_path / "tiny.py").write_text(f"{CONFIG}\ntrain_cfg = {own}\n")
+    status, result = measure(tmp_path)
+    assert status == 0
+    assert len(json.loads(result.read_text())["seconds"]) == 4
+
+
 def test_failed_cell_is_a_row_with_its_reason(tmp_path, capsys):
     assert main(["bench", "tiny.py", "missing_data.py", *ONE, *SHORT]) == 2  # a recipe that does not exist
     assert "missing_data.py" in capsys.readouterr().err

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 def _cells(args: argparse.Namespace) -> Iterator[Cell]:
     """Yield the cells that the options select. Eager cells of a recipe come before compiled ones."""
     modes = [False, True] if args.mode is None else [args.mode == "compiled"]
-    devices = [1, 2] if args.devices is None else [args.devices]
+    devices = _device_counts() if args.devices is None else [args.devices]
     precisions = [False, True] if args.precision is None else [args.precision == "amp"]
     averaging = [False, True] if args.averaging is None else [args.averaging == "on"]
     for recipe in args.recipes or _RECIPES:
@@ -85,6 +85,15 @@ def _cells(args: argparse.Namespace) -> Iterator[Cell]:
         )  # fmt: skip
         for compiled, count, amp, both in itertools.product(modes, devices, precisions, averaging):
             yield replace(base, compiled=compiled, processes=count, amp=amp, averaging=both)
+
+
+def _device_counts() -> list[int]:
+    """Return the numbers of devices to measure by default. Two processes can share the CPU, but not one GPU."""
+    import torch
+
+    from slipstream.devices import default_device
+
+    return [1, 2] if default_device().type == "cpu" or torch.accelerator.device_count() > 1 else [1]
 
 
 def _measure(cell: Cell, timeout: float) -> Measured:

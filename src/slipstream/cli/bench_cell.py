@@ -166,8 +166,9 @@ def _config(cell: Cell, work_dir: str) -> Config:
         params["speed"] = _other_options(params["speed"], cell)
     cfg.training_params = params or None
     cfg.speed = {**_other_options(cfg.get("speed"), cell), **_speed(cell)}
-    if cfg.train_cfg.get("by_epoch", True) and "max_epochs" in cfg.train_cfg:
-        cfg.train_cfg["max_epochs"] = max(cfg.train_cfg["max_epochs"], cell.warmup + cell.steps)
+    for length in ("max_epochs", "max_iters"):
+        if length in cfg.train_cfg:
+            cfg.train_cfg[length] = max(cfg.train_cfg[length], cell.warmup + cell.steps)
     if cell.batch_size is not None:
         cfg.train_dataloader.batch_size = cell.batch_size
     if cell.size is not None:
