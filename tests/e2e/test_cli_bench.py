@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from slipstream.cli.bench_cell import Cell
 from slipstream.cli.bench_report import Measured, block_interval, write_report
 from slipstream.cli.child import Child
 from slipstream.cli.main import main
-from slipstream.cli.step_times import Repeated
+from slipstream.cli.step_times import Repeated, StepTimer
 
 CONFIG = """
 from tiny_runs import Net, loader, samples
@@ -199,6 +200,43 @@ def test_cell_with_a_loss_that_is_not_finite_fails(tmp_path, capsys, monkeypatch
     status, result = measure(tmp_path)
     assert (status, result.exists()) == (1, False)
     assert "the loss of a timed step is not finite" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("names", "error"),
+    [
+        (("loss_a", "b.loss"), ""),
+        (("loss_a", "last_loss"), "the loss of a timed step is not finite"),
+        (("a", "b"), "no entry with 'loss'"),
+    ],
+)
+def test_losses_of_a_custom_training_step_are_summed(tmp_path, capsys, monkeypatch, names, error):
+    monkeypatch.setattr("test_cli_bench.NAN_AT", [7])
+    step = f"""
+import torch
+
+class Custom(Recorded):
+    def train_step(self, data, optim_wrapper):
+        inputs, targets = data
+        loss = super().forward(inputs, targets, "loss")["loss"]
+        optim_wrapper.update_params(loss)
+        return {{name: loss if name == "last_loss" else torch.ones(()) for name in {names}}}
+
+model = dict(type=Custom)
+"""
+    (tmp_path / "tiny.py").write_text(CONFIG + step)
+    status, result = measure(tmp_path)
+    assert (status, result.exists()) == (int(bool(error)), not error)
+    assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_peak_memory_is_in_bytes(monkeypatch, platform, unit):
+    monkeypatch.setattr("slipstream.cli.step_times.sys.platform", platform)
+    monkeypatch.setattr(
+        "slipstream.cli.step_times.resource.getrusage", lambda _: SimpleNamespace(ru_maxrss=3)
+    )
+    assert StepTimer(1, 1, torch.device("cpu")).memory() == 3 * unit
 
 
 def test_cell_sets_its_options_and_removes_those_of_the_recipe():
