@@ -136,12 +136,21 @@ def readme() -> str:
     ):
         speed = median(1 / r[decoder]["all"] for r in rounds)
         rows.append([label, pillow, f"{speed:.1f}", source("data")])
-    return text_table(["what", "compared with", "result", "script in `benchmarks/`, machine, date"], rows)
+    header = ["what", "compared with", "result", "script in `benchmarks/`, machine, date"]
+    return f"{text_table(header, rows)}\n\n{overhead_note()}"
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def overhead_note() -> str:
+    """Return what the results of overhead.py do not contain."""
+    return (
+        "The overhead was measured before reports were added; their stopwatch adds about "
+        f"{median(result('report_overhead')['stopwatch_us']):.0f} µs per step ({machine('report_overhead')})."
+    )
 
 
 def overhead() -> str:
@@ -158,7 +167,7 @@ def overhead() -> str:
     ]
     header = ["milliseconds per step", "hand-written loop", "Slipstream", *versions]
     n = f"{n_of(times['loop'])} of {facts['steps']:,} steps"
-    return f"{table(header, rows)}\n\n{machine('overhead')}; {n}; batch size {facts['batch size']}."
+    return f"{table(header, rows)}\n\n{machine('overhead')}; {n}; batch size {facts['batch size']}. {overhead_note()}"
 
 
 def memory() -> str:
