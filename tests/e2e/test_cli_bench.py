@@ -72,11 +72,12 @@ def results(tmp_path):
     return json.loads((tmp_path / "out/bench.json").read_text())
 
 
-def test_all_variants_are_measured_and_written(tmp_path, capsys):
+def test_all_variants_are_measured_and_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/bin/slipstream", "bench", "a recipe.py", "--steps", "4"])
     assert main(["bench", "tiny.py", "--mode", "eager", "--devices", "1", *SHORT]) == 0
     found = results(tmp_path)
     assert {"date", "cpu", "cores", "torch", "slipstream"} <= found.keys()
-    assert found["command"].startswith("slipstream bench tiny.py --steps 4 --warmup 3")
+    assert found["command"] == "slipstream bench 'a recipe.py' --steps 4"
     assert [(c["cell"]["amp"], c["cell"]["averaging"]) for c in found["cells"]] == [
         (False, False), (False, True), (True, False), (True, True)
     ]  # fmt: skip

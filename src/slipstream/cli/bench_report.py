@@ -87,25 +87,29 @@ def block_interval(seconds: Sequence[float]) -> tuple[float, float] | None:
     return min(means), max(means)
 
 
-def write_report(out: Path, facts: Mapping[str, Any], found: Sequence[Measured], picture: bool) -> list[Path]:
+def write_report(
+    out: Path, environment: Mapping[str, Any], found: Sequence[Measured], picture: bool
+) -> list[Path]:
     """Write `bench.json` and `bench.md`, and with `picture` and matplotlib `bench.png`. Return the files."""
     files = [out / "bench.json", out / "bench.md"]
     cells = [{**asdict(m), "interval": block_interval(m.seconds)} for m in found]
     for path, text in zip(
-        files, [json.dumps({**facts, "cells": cells}, indent=1), _markdown(facts, found)], strict=True
+        files,
+        [json.dumps({**environment, "cells": cells}, indent=1), _markdown(environment, found)],
+        strict=True,
     ):
         with replacing(path) as temporary:
             temporary.write_text(text + "\n", encoding="utf-8")
     if picture and any(m.seconds for m in found):
         if is_installed("matplotlib"):
-            files.append(_draw(out / "bench.png", facts, found))
+            files.append(_draw(out / "bench.png", environment, found))
         else:
             print("No picture, because matplotlib is not installed; run: pip install 'slipstream[plots]'")
     return files
 
 
-def _markdown(facts: Mapping[str, Any], found: Sequence[Measured]) -> str:
-    lines = ["# Training speed", "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
+def _markdown(environment: Mapping[str, Any], found: Sequence[Measured]) -> str:
+    lines = ["# Training speed", "", *(f"- {name}: {value}" for name, value in environment.items()), ""]
     bases = [m for m in found if m.seconds and _is_base(m.cell)]
     eager = {m.cell.recipe: m.seconds_per_step / m.samples_per_step for m in bases}
     lines += [f"| {' | '.join(_COLUMNS)} |", "|---|---|---:|---:|---:|---:|"]
@@ -128,7 +132,7 @@ def _is_base(cell: Cell) -> bool:
     return not (cell.compiled or cell.amp or cell.averaging) and cell.processes == 1
 
 
-def _draw(path: Path, facts: Mapping[str, Any], found: Sequence[Measured]) -> Path:
+def _draw(path: Path, environment: Mapping[str, Any], found: Sequence[Measured]) -> Path:
     """Draw the samples per second of each measured cell with its interval."""
     from matplotlib.figure import Figure
 
@@ -142,7 +146,10 @@ def _draw(path: Path, facts: Mapping[str, Any], found: Sequence[Measured]) -> Pa
     axes.set_yticks(range(len(measured)), labels, fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("samples per second (mean of the steps; interval of block means)")
-    axes.set_title(f"{facts['cpu']}, {facts['device']}, torch {facts['torch']}, {facts['date']}", fontsize=8)
+    axes.set_title(
+        f"{environment['cpu']}, {environment['device']}, torch {environment['torch']}, {environment['date']}",
+        fontsize=8,
+    )
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
     return path

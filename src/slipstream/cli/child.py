@@ -109,8 +109,8 @@ def _reason(returncode: int, lines: Sequence[str]) -> str:
         name = signal.Signals(-returncode).name
         return f"killed by {name}" + ("; did the machine run out of memory?" if name == "SIGKILL" else "")
     errors = [line for line in lines if "error: " in line and line.startswith("slipstream")]
-    said = errors[-1].partition("error: ")[2] if errors else next(filter(None, reversed(lines)), "")
-    return said or f"exited with status {returncode}"
+    text = errors[-1].partition("error: ")[2] if errors else next(filter(None, reversed(lines)), "")
+    return text or f"exited with status {returncode}"
 
 
 @contextmanager

@@ -187,14 +187,14 @@ def _print(runs: Sequence[Run]) -> None:
     rows = []
     for run in runs:
         metrics = [f"{run.metrics[name]:.4g}" if name in run.metrics else "" for name in names]
-        said = (
+        text = (
             "not started"
             if run.status is None
             else f"failed: {run.error}"
             if run.status
             else f"{run.seconds:.0f} s"
         )
-        rows.append([*run.values.values(), *metrics, said])
+        rows.append([*run.values.values(), *metrics, text])
     keys = list(runs[0].values)
     short = [key.rpartition(".")[2] for key in keys]
     print_table([*(short if len(set(short)) == len(keys) else keys), *names, "time"], rows)
