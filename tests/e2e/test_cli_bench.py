@@ -157,7 +157,10 @@ def test_ctrl_c_keeps_the_measured_cells(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--warmup", "2"], "--warmup: must be at least 3"),
+        (
+            ["--warmup", "2"],
+            "--warmup: must be at least 3, because a compiled step is captured and verified in",
+        ),
         (["--out", "tiny.py/out"], "--out: cannot write to the folder"),
         (["street_scenes_regseg"], "did you mean 'street_scenes_regseg48'"),
     ],

@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.warmup < _SHORTEST_WARMUP:
         raise ConfigError(
-            f"must be at least {_SHORTEST_WARMUP}, because a step is compiled in these steps", "--warmup"
+            f"must be at least {_SHORTEST_WARMUP}, because a compiled step is captured and verified in the second step",
+            "--warmup",
         )
     for recipe in args.recipes:
         load_config(recipe, (), args.config_dir, bool(args.trust))

@@ -58,7 +58,8 @@ def sweep(args: argparse.Namespace) -> int:
     values = read_sweep(args.sweep, args.overrides)
     if args.launcher not in (None, "none"):
         raise ConfigError(
-            "`--sweep` starts its runs itself; use `--nproc`, or one job per run, not `--launcher`"
+            "`--sweep` cannot be combined with `--launcher`. For several processes per run, set `--nproc`; on a "
+            "cluster, submit one job per run"
         )
     runs = list(_runs(args, values))
     base = Path(runs[0].folder).parent
