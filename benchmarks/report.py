@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 
+from slipstream.cores import cpu_name
+
 
 def circumstances(packages: Iterable[str] = ()) -> dict[str, Any]:
     """Return the date, command and machine of this process. `load` is the 1-minute load average."""
     return {
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
         "threads": torch.get_num_threads(),
@@ -37,22 +39,13 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
 
 
-def write_result(out: Path, title: str, facts: dict[str, Any], text: str, data: Any) -> None:
+def write_result(out: Path, title: str, environment: dict[str, Any], text: str, data: Any) -> None:
     """Write the report to `out` (`.md`), and all measurements next to it (`.json`)."""
-    facts_text = "\n".join(f"- {name}: {value}" for name, value in facts.items())
+    lines = "\n".join(f"- {name}: {value}" for name, value in environment.items())
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".md").write_text(f"# {title}\n\n{facts_text}\n\n{text}\n", encoding="utf-8")
-    document = json.dumps({**facts, **data}, indent=1)
+    out.with_suffix(".md").write_text(f"# {title}\n\n{lines}\n\n{text}\n", encoding="utf-8")
+    document = json.dumps({**environment, **data}, indent=1)
     out.with_suffix(".json").write_text(document + "\n", encoding="utf-8")
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str:

@@ -1,18 +1,29 @@
-"""The number of CPU cores available to this process."""
+"""The processor, and the number of its cores that are available to this process."""
 
 from __future__ import annotations
 
 import math
 import os
+import platform
 from pathlib import Path
 
-__all__ = ["cores", "quotas"]
+__all__ = ["cores", "cpu_name", "quotas"]
 
 
 def cores() -> int:
     """Return the number of cores this process may use, as limited by its CPU affinity and cgroup (v2) quotas."""
     found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(min([found, *map(math.ceil, quotas())]), 1)
+
+
+def cpu_name() -> str:
+    """Return the name of the processor, or its architecture if the name is unknown."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def quotas() -> list[float]:

@@ -3,16 +3,17 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from slipstream.cli import bench, bench_cell
 from slipstream.cli.bench_cell import Cell
-from slipstream.cli.bench_report import Measured, median_interval
+from slipstream.cli.bench_report import Measured, block_interval, write_report
 from slipstream.cli.child import Child
 from slipstream.cli.main import main
-from slipstream.cli.step_times import Repeated
+from slipstream.cli.step_times import Repeated, StepTimer
 
 CONFIG = """
 from tiny_runs import Net, loader, samples
@@ -71,11 +72,12 @@ def results(tmp_path):
     return json.loads((tmp_path / "out/bench.json").read_text())
 
 
-def test_all_variants_are_measured_and_written(tmp_path, capsys):
+def test_all_variants_are_measured_and_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/bin/slipstream", "bench", "a recipe.py", "--steps", "4"])
     assert main(["bench", "tiny.py", "--mode", "eager", "--devices", "1", *SHORT]) == 0
     found = results(tmp_path)
     assert {"date", "cpu", "cores", "torch", "slipstream"} <= found.keys()
-    assert found["command"].startswith("slipstream bench tiny.py --steps 4 --warmup 3")
+    assert found["command"] == "slipstream bench 'a recipe.py' --steps 4"
     assert [(c["cell"]["amp"], c["cell"]["averaging"]) for c in found["cells"]] == [
         (False, False), (False, True), (True, False), (True, True)
     ]  # fmt: skip
@@ -108,6 +110,25 @@ def test_default_cells_are_five_recipes_with_every_combination(monkeypatch, tmp_
     assert all(environ["OMP_NUM_THREADS"] == str(8 // spec["processes"]) for spec, _, environ in seen)
 
 
+@pytest.mark.parametrize(
+    ("kind", "count", "expected"), [("cpu", 1, [1, 2]), ("cuda", 1, [1]), ("cuda", 2, [1, 2])]
+)
+def test_two_devices_are_measured_only_if_the_machine_has_them(kind, count, expected, monkeypatch):
+    monkeypatch.setattr("slipstream.devices.default_device", lambda: torch.device(kind))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    assert bench._device_counts() == expected
+
+
+@pytest.mark.parametrize(
+    "own", [dict(by_epoch=False, max_iters=2), dict(type="IterBasedTrainLoop", max_iters=2)]
+)
+def test_training_by_iterations_lasts_for_all_steps(tmp_path, own):
+    (tmp_path / "tiny.py").write_text(f"{CONFIG}\ntrain_cfg = {own}\n")
+    status, result = measure(tmp_path)
+    assert status == 0
+    assert len(json.loads(result.read_text())["seconds"]) == 4
+
+
 def test_failed_cell_is_a_row_with_its_reason(tmp_path, capsys):
     assert main(["bench", "tiny.py", "missing_data.py", *ONE, *SHORT]) == 2  # a recipe that does not exist
     assert "missing_data.py" in capsys.readouterr().err
@@ -136,7 +157,10 @@ def test_ctrl_c_keeps_the_measured_cells(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--warmup", "2"], "--warmup: must be at least 3"),
+        (
+            ["--warmup", "2"],
+            "--warmup: must be at least 3, because a compiled step is captured and verified in",
+        ),
         (["--out", "tiny.py/out"], "--out: cannot write to the folder"),
         (["street_scenes_regseg"], "did you mean 'street_scenes_regseg48'"),
     ],
@@ -182,6 +206,43 @@ def test_cell_with_a_loss_that_is_not_finite_fails(tmp_path, capsys, monkeypatch
     assert "the loss of a timed step is not finite" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("names", "error"),
+    [
+        (("loss_a", "b.loss"), ""),
+        (("loss_a", "last_loss"), "the loss of a timed step is not finite"),
+        (("a", "b"), "no entry with 'loss'"),
+    ],
+)
+def test_losses_of_a_custom_training_step_are_summed(tmp_path, capsys, monkeypatch, names, error):
+    monkeypatch.setattr("test_cli_bench.NAN_AT", [7])
+    step = f"""
+import torch
+
+class Custom(Recorded):
+    def train_step(self, data, optim_wrapper):
+        inputs, targets = data
+        loss = super().forward(inputs, targets, "loss")["loss"]
+        optim_wrapper.update_params(loss)
+        return {{name: loss if name == "last_loss" else torch.ones(()) for name in {names}}}
+
+model = dict(type=Custom)
+"""
+    (tmp_path / "tiny.py").write_text(CONFIG + step)
+    status, result = measure(tmp_path)
+    assert (status, result.exists()) == (int(bool(error)), not error)
+    assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_peak_memory_is_in_bytes(monkeypatch, platform, unit):
+    monkeypatch.setattr("slipstream.cli.step_times.sys.platform", platform)
+    monkeypatch.setattr(
+        "slipstream.cli.step_times.resource.getrusage", lambda _: SimpleNamespace(ru_maxrss=3)
+    )
+    assert StepTimer(1, 1, torch.device("cpu")).memory() == 3 * unit
+
+
 def test_cell_sets_its_options_and_removes_those_of_the_recipe():
     cfg = bench_cell._config(
         cell("street_scenes_regseg48", compiled=True, processes=2, amp=True, averaging=True, size=(64, 128)),
@@ -197,21 +258,50 @@ def test_cell_sets_its_options_and_removes_those_of_the_recipe():
     assert set(cfg.training_params) == {"clip_grad_norm"}
     assert list(cfg.train_dataloader.dataset.size) == [64, 128]
     plain = bench_cell._config(cell("street_scenes_pp_lite_t"), "w")
+    assert plain.default_hooks.to_dict() == {"checkpoint": None, "report": None, "preemption": None}
     assert plain.speed.to_dict() == {"precision": "fp32"}
     assert not plain.custom_hooks
 
 
+def test_cell_keeps_the_other_speed_options_of_the_recipe(tmp_path):
+    own = 'speed = dict(accumulate=2, precision="fp16", compile=True, cuda_graph=True, ema=True)'
+    params = "training_params = dict(speed=dict(fused=True, sync_bn=True), ema=True)"
+    (tmp_path / "tiny.py").write_text(f"{CONFIG}\n{own}\n{params}\n")
+    eager = bench_cell._config(cell(), "w")
+    assert eager.speed.to_dict() == {"accumulate": 2, "precision": "fp32"}
+    assert eager.training_params.to_dict() == {"speed": {"fused": True}}
+    assert bench_cell._config(cell(compiled=True), "w").speed.cuda_graph is True
+    (tmp_path / "tiny.py").write_text(f"{CONFIG}\nspeed = 'auto'\n")
+    assert bench_cell._config(cell(), "w").speed.to_dict() == {"auto": True, "precision": "fp32"}
+
+
 @pytest.mark.parametrize(
-    ("count", "low", "high"), [(1, 1, 1), (5, 1, 5), (6, 1, 6), (10, 2, 9), (20, 6, 15), (100, 40, 61)]
+    ("count", "low", "high"), [(6, 1, 6), (8, 1.5, 8), (12, 1.5, 11.5), (20, 2.5, 19), (60, 5.5, 55.5)]
 )
-def test_interval_of_the_median_follows_the_order_statistics(count, low, high):
-    values = [*range(count, 0, -1)]
-    assert median_interval(values) == (low, high)
+def test_interval_is_the_range_of_the_means_of_six_blocks(count, low, high):
+    assert block_interval([*range(count, 0, -1)]) == (low, high)
 
 
-def test_summary_uses_the_median():
-    measured = Measured(cell(), [0.1, 0.2, 9.0], samples_per_step=4)
-    assert measured.summary() == "200.0 ms (100.0 to 9000.0), 20.0 samples/s"
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_fewer_steps_than_blocks_have_no_interval(count):
+    assert block_interval([1.0] * count) is None
+    assert " to " not in Measured(cell(), [1.0] * (count or 1), samples_per_step=4).summary()
+
+
+def test_step_time_includes_updates_and_waits_of_single_steps():
+    steps = [0.1, 0.1, 0.1, 0.5] * 6
+    measured = Measured(cell(), steps, samples_per_step=4)
+    assert measured.summary() == "200.0 (200.0 to 200.0) ms per step, 20.0 samples/s"
+    assert block_interval(steps) == pytest.approx((0.2, 0.2))
+
+
+def test_table_and_picture_allow_rows_without_an_interval(tmp_path):
+    rows = [Measured(cell(), [0.1, 0.3], samples_per_step=4), Measured(cell(amp=True), [9.0, *[0.1] * 19], 4)]
+    files = write_report(tmp_path, dict(cpu="c", device="d", torch="t", date="now"), rows, picture=True)
+    assert len(files) == 3
+    page = files[1].read_text()
+    assert "| tiny.py | eager, 1 device, float32 | 200.0 | 20.0 | 1.00 | 0 |" in page
+    assert "| tiny.py | eager, 1 device, AMP | 545.0 (100.0 to 3066.7) | 7.3 | 0.37 | 0 |" in page
 
 
 def test_repeated_batch_ends():

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.cli import child
 from slipstream.cli.child import ending_on_sigterm, run_child
 
 WITH_CHILD = """
@@ -37,7 +39,11 @@ def ends(pid):
         ("import sys; sys.exit(3)", 3, "exited with status 3"),
         ("raise RuntimeError('two\\nlines')", 1, "lines"),
         ("import sys; sys.exit('slipstream: error: lr: must be positive')", 1, "lr: must be positive"),
-        ("import os; os.kill(os.getpid(), 9)", 137, "killed by SIGKILL; did the machine run out of memory?"),
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            137,
+            "killed by SIGKILL, possibly because the machine ran out of memory",
+        ),
     ],
 )
 def test_status_and_reason_of_a_process(script, status, reason, capfd):
@@ -73,6 +79,27 @@ def test_signal_ends_the_process_and_those_that_it_started(tmp_path, number):
     with pytest.raises((KeyboardInterrupt, SystemExit)), ending_on_sigterm():
         run_child(["-c", WITH_CHILD.format(path=str(path))], grace=1.0, quiet=True)
     assert ends(int(path.read_text()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("ignored", ["", "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"])
+def test_timeout_ends_processes_with_their_own_session(tmp_path, ignored):
+    path = tmp_path / "pid"
+    script = WITH_CHILD.format(path=str(path)).replace('(60)"])', '(60)"], start_new_session=True)')
+    done = run_child(["-c", ignored + script], timeout=2.0, grace=0.5, quiet=True)
+    assert done.reason == "did not end within 2 s"
+    assert ends(int(path.read_text()))
+
+
+def test_process_that_reuses_an_id_is_not_killed():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        child._kill({process.pid: "an earlier start time"})
+        time.sleep(0.1)
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_process_can_save_its_state_when_it_is_interrupted(tmp_path):

@@ -5,6 +5,7 @@ import gzip
 import json
 import re
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -64,6 +65,29 @@ def test_profile_writes_the_trace_and_reports_the_wait_for_data(config, tmp_path
     assert "synchronizations: none: operations on the CPU are synchronous" in printed
     assert sorted(path.name for path in out.iterdir()) == ["memory.csv", "trace.json.gz"]
     assert sorted(path.name for path in out.parent.iterdir()) == ["profile"]  # no logs or checkpoints
+
+
+def test_hooks_that_write_files_do_not_run(config, monkeypatch):
+    hooks = """
+from slipstream.hooks import CheckpointHook, Hook
+
+class Saver(CheckpointHook):
+    pass
+
+class Own(Hook):
+    pass
+
+default_hooks = dict(extra=dict(type=Saver))
+custom_hooks = [dict(type="ProfilerHook"), Saver(), dict(type=Own), dict(type="ReportHook"), Own()]
+"""
+    Path(config).write_text(CONFIG + hooks)
+    seen = []
+    monkeypatch.setattr(
+        "slipstream.runner.Runner.train", lambda self: seen.extend(type(hook).__name__ for hook in self.hooks)
+    )
+    assert main(["profile", config]) == 2  # no step has run
+    assert seen.count("Own") == 2
+    assert not {"Saver", "CheckpointHook", "ProfilerHook", "ReportHook"} & {*seen}
 
 
 def test_training_that_ends_too_early_is_an_error(config, capsys):

@@ -136,7 +136,10 @@ def test_other_options_are_passed_to_each_run(in_process, monkeypatch):
         ([f"{LR}=0.1", "--sweep", f"{LR}=0.2"], "is set twice"),
         (["--sweep", f"{LR}=0.1,0.1"], "contains a value twice"),
         (["--sweep", "optim_wraper.optimizer.lr=0.1"], "did you mean 'optim_wrapper.optimizer.lr'"),
-        (["--sweep", f"{LR}=0.1", "--launcher", "slurm"], "`--launcher`"),
+        (
+            ["--sweep", f"{LR}=0.1", "--launcher", "slurm"],
+            "`--sweep` cannot be combined with `--launcher`. For several",
+        ),
     ],
 )
 def test_invalid_sweep_is_an_error_before_the_first_run(in_process, words, message, capsys):

@@ -6,10 +6,10 @@ import argparse
 import itertools
 import json
 import os
-import platform
+import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +21,7 @@ from slipstream.cli.child import ending_on_sigterm, run_child
 from slipstream.cli.configure import load_config
 from slipstream.cli.profile import writable
 from slipstream.cli.tables import print_table
-from slipstream.cores import cores
+from slipstream.cores import cores, cpu_name
 from slipstream.errors import ConfigError
 
 __all__ = ["run"]
@@ -44,12 +44,13 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.warmup < _SHORTEST_WARMUP:
         raise ConfigError(
-            f"must be at least {_SHORTEST_WARMUP}, because a step is compiled in these steps", "--warmup"
+            f"must be at least {_SHORTEST_WARMUP}, because a compiled step is captured and verified in the second step",
+            "--warmup",
         )
     for recipe in args.recipes:
         load_config(recipe, (), args.config_dir, bool(args.trust))
     out = writable(Path(args.out))
-    facts = _facts(args)
+    environment = _environment(args)
     found: list[Measured] = []
     status = 0
     try:
@@ -59,12 +60,12 @@ def run(args: argparse.Namespace) -> int:
                 print(f"{number}/{len(planned)}  {cell.recipe}: {cell.options}", end="  ", flush=True)
                 found.append(_measure(cell, args.timeout))
                 print(found[-1].summary(), flush=True)
-                write_report(out, facts, found, picture=False)
+                write_report(out, environment, found, picture=False)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = 130
     finally:
-        files = write_report(out, facts, found, picture=True)
+        files = write_report(out, environment, found, picture=True)
         print_table(
             ["recipe", "options", "result"], [[m.cell.recipe, m.cell.options, m.summary()] for m in found]
         )
@@ -75,16 +76,25 @@ def run(args: argparse.Namespace) -> int:
 def _cells(args: argparse.Namespace) -> Iterator[Cell]:
     """Yield the cells that the options select. Eager cells of a recipe come before compiled ones."""
     modes = [False, True] if args.mode is None else [args.mode == "compiled"]
-    devices = [1, 2] if args.devices is None else [args.devices]
+    devices = _device_counts() if args.devices is None else [args.devices]
     precisions = [False, True] if args.precision is None else [args.precision == "amp"]
-    averaging = [False, True] if args.averaging is None else [args.averaging == "on"]
+    averaged = [False, True] if args.averaging is None else [args.averaging == "on"]
     for recipe in args.recipes or _RECIPES:
         base = Cell(
             recipe, False, 1, False, False, args.synthetic, args.warmup, args.steps, args.batch_size, args.size,
             config_dir=args.config_dir, trust=bool(args.trust),
         )  # fmt: skip
-        for compiled, count, amp, both in itertools.product(modes, devices, precisions, averaging):
-            yield replace(base, compiled=compiled, processes=count, amp=amp, averaging=both)
+        for compiled, count, amp, averaging in itertools.product(modes, devices, precisions, averaged):
+            yield replace(base, compiled=compiled, processes=count, amp=amp, averaging=averaging)
+
+
+def _device_counts() -> list[int]:
+    """Return the numbers of devices to measure by default. Two processes can share the CPU, but not one GPU."""
+    import torch
+
+    from slipstream.devices import default_device
+
+    return [1, 2] if default_device().type == "cpu" or torch.accelerator.device_count() > 1 else [1]
 
 
 def _measure(cell: Cell, timeout: float) -> Measured:
@@ -101,16 +111,16 @@ def _measure(cell: Cell, timeout: float) -> Measured:
     return Measured(cell, values["seconds"], values["samples_per_step"], values["memory"], values["threads"])
 
 
-def _facts(args: argparse.Namespace) -> dict[str, Any]:
+def _environment(args: argparse.Namespace) -> dict[str, Any]:
     """Return the command, the date, the machine and the versions."""
     from slipstream.runner.environment import collect_env
     from slipstream.version import __version__
 
     env = {key: value for key, value in collect_env().items() if key not in ("world_size", "cpu_threads")}
     return {
-        "command": " ".join(["slipstream bench", *_words(args)]),
+        "command": shlex.join(["slipstream", *sys.argv[1:]]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "cores": cores(),
         "load": round(os.getloadavg()[0], 2),
         **env,
@@ -119,25 +129,3 @@ def _facts(args: argparse.Namespace) -> dict[str, Any]:
         "timed steps": args.steps,
         "data": "one batch, repeated" if args.synthetic else "the recipe's, loaded as in training",
     }
-
-
-def _words(args: argparse.Namespace) -> Sequence[str]:
-    words = list(args.recipes)
-    for name, value in vars(args).items():
-        if name not in ("command", "recipes", "out", "config_dir") and value not in (None, False):
-            text = (
-                "x".join(map(str, value))
-                if isinstance(value, tuple)
-                else f"{value:g}"
-                if isinstance(value, float)
-                else value
-            )
-            words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {text}"))
-    return words
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())

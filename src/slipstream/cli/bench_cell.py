@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Cell", "main"]
 
+_REPLACED = ("precision", "compile", "parallel", "ema", "sync_bn")
+"""The speed options that a cell sets itself."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -145,7 +148,7 @@ def _config(cell: Cell, work_dir: str) -> Config:
     for mode in ("val", "test"):
         for part in ("dataloader", "cfg", "evaluator"):
             cfg[f"{mode}_{part}"] = None
-    cfg.default_hooks = {"checkpoint": None}
+    cfg.default_hooks = {"checkpoint": None, "report": None, "preemption": None}
     cfg.custom_hooks, cfg.visualizer, cfg.resume, cfg.load_from = [], None, False, None
     cfg.launcher = "none" if cell.processes == 1 else "pytorch"
     cfg.work_dir, cfg.log_level = work_dir, "WARNING"
@@ -159,10 +162,13 @@ def _config(cell: Cell, work_dir: str) -> Config:
         "torch_compile_options",
     ):
         params.pop(option, None)
+    if "speed" in params:
+        params["speed"] = _other_options(params["speed"], cell)
     cfg.training_params = params or None
-    cfg.speed = _speed(cell)
-    if cfg.train_cfg.get("by_epoch", True) and "max_epochs" in cfg.train_cfg:
-        cfg.train_cfg["max_epochs"] = max(cfg.train_cfg["max_epochs"], cell.warmup + cell.steps)
+    cfg.speed = {**_other_options(cfg.get("speed"), cell), **_speed(cell)}
+    for length in ("max_epochs", "max_iters"):
+        if length in cfg.train_cfg:
+            cfg.train_cfg[length] = max(cfg.train_cfg[length], cell.warmup + cell.steps)
     if cell.batch_size is not None:
         cfg.train_dataloader.batch_size = cell.batch_size
     if cell.size is not None:
@@ -173,6 +179,15 @@ def _config(cell: Cell, work_dir: str) -> Config:
             )
         cfg.train_dataloader.dataset.size = list(cell.size)
     return cfg
+
+
+def _other_options(speed: Any, cell: Cell) -> dict[str, Any]:
+    """Return the recipe's speed options that the cell does not replace."""
+    from slipstream.tune.jobs import merged_speed
+
+    # An eager step cannot be captured as a CUDA graph.
+    removed = _REPLACED if cell.compiled else (*_REPLACED, "cuda_graph")
+    return {name: value for name, value in merged_speed(speed, {}).items() if name not in removed}
 
 
 def _speed(cell: Cell) -> dict[str, Any]:

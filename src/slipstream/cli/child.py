@@ -1,4 +1,4 @@
-"""Run a command in a process of its own that does not outlive the caller."""
+"""Run a command in its own process, which is ended when the caller returns or raises."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 from types import FrameType
 from typing import IO
+
+from slipstream.tune.process import descendants
 
 __all__ = ["Child", "ending_on_sigterm", "run_child"]
 
@@ -42,7 +45,8 @@ def run_child(
 ) -> Child:
     """Run `python ARGV` and wait for it. Its standard error is copied to this process's.
 
-    The process and those that it started have ended when this function returns or raises.
+    The process and those in its process group have ended when this function returns or raises. If it must be ended, the
+    processes that it started in other sessions are also ended (Linux only).
 
     Args:
         argv: arguments of the interpreter, such as `["-m", "slipstream", "train", ...]`.
@@ -86,7 +90,8 @@ def _copy(stream: IO[str], last: deque[str], quiet: bool) -> None:
 
 
 def _end(process: subprocess.Popen[str], grace: float) -> None:
-    """End the process, and kill what is left of its process group."""
+    """End the process, and kill what is left of its process group and of the processes that it started."""
+    started = _start_times(descendants(process.pid)) if process.poll() is None else {}
     try:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
@@ -96,9 +101,30 @@ def _end(process: subprocess.Popen[str], grace: float) -> None:
         with suppress(subprocess.TimeoutExpired):
             process.wait(grace)
     finally:
+        if process.poll() is None:
+            started |= _start_times(descendants(process.pid))
         with suppress(ProcessLookupError, PermissionError):  # nothing is left
             os.killpg(process.pid, signal.SIGKILL)
+        _kill(started)  # inductor's workers have their own sessions
         process.wait()
+
+
+def _start_times(pids: Iterable[int]) -> dict[int, str]:
+    """Return the start time of each process that exists, which distinguishes it from a later one with the same id."""
+    found = {}
+    for pid in pids:
+        with suppress(OSError):
+            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+            found[pid] = stat.rpartition(")")[2].split()[19]
+    return found
+
+
+def _kill(started: Mapping[int, str]) -> None:
+    """Kill the processes that still run, given their start times."""
+    for pid, time in _start_times(started).items():
+        if time == started[pid]:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _reason(returncode: int, lines: Sequence[str]) -> str:
@@ -107,10 +133,12 @@ def _reason(returncode: int, lines: Sequence[str]) -> str:
         return ""
     if returncode < 0:
         name = signal.Signals(-returncode).name
-        return f"killed by {name}" + ("; did the machine run out of memory?" if name == "SIGKILL" else "")
+        return f"killed by {name}" + (
+            ", possibly because the machine ran out of memory" if name == "SIGKILL" else ""
+        )
     errors = [line for line in lines if "error: " in line and line.startswith("slipstream")]
-    said = errors[-1].partition("error: ")[2] if errors else next(filter(None, reversed(lines)), "")
-    return said or f"exited with status {returncode}"
+    text = errors[-1].partition("error: ")[2] if errors else next(filter(None, reversed(lines)), "")
+    return text or f"exited with status {returncode}"
 
 
 @contextmanager

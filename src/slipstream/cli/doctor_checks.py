@@ -155,14 +155,14 @@ def _cgroup(machine: Machine) -> Iterator[Row]:
         )
     if limit is None or (machine.memory is not None and limit >= machine.memory):
         return
-    there = f"{limit / _GIB:.1f} GiB"
+    text = f"{limit / _GIB:.1f} GiB"
     if machine.memory is not None:
-        there += f" of the machine's {machine.memory / _GIB:.1f} GiB"
+        text += f" of the machine's {machine.memory / _GIB:.1f} GiB"
     small = limit < _SMALL_MEMORY
     yield (
         WARN if small else NO,
         "cgroup memory",
-        f"{there}, including workers and /dev/shm; a process that exceeds it is killed without an error: "
+        f"{text}, including workers and /dev/shm; a process that exceeds it is killed without an error: "
         + (
             "increase the limit"
             if small
@@ -221,7 +221,7 @@ _CHECKS: tuple[Callable[[Machine], Iterator[Row]], ...] = (
 
 
 def inspect_machine(device: torch.device, workers: Mapping[str, int] | None = None) -> Machine:
-    """Return the facts about this machine. The measurements take a fraction of a second."""
+    """Return the properties of this machine. The measurements take a fraction of a second."""
     shm = Path("/dev/shm")
     total = shutil.disk_usage(shm).total if shm.is_dir() else None
     native = _native_bf16() if device.type == "cpu" else None

@@ -138,7 +138,7 @@ def _report(failures: Mapping[int, Any], said: bool) -> int:
     status = int(first.exitcode)
     if status < 0:
         name = signal.Signals(-status).name
-        hint = "; did the machine run out of memory?" if name == "SIGKILL" else ""
+        hint = ", possibly because the machine ran out of memory" if name == "SIGKILL" else ""
         print(f"slipstream: error: rank {rank} (pid {first.pid}) was killed by {name}{hint}", file=sys.stderr)
         return 128 - status
     if not said or status not in (1, 2):  # exit statuses of `main`

@@ -8,7 +8,7 @@ import gzip
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +67,7 @@ def writable(out: Path) -> Path:
 
 
 def _train(cfg: Config, hook: StepProfiler) -> None:
-    """Train until the hook has recorded its steps, without validation, checkpoints and trackers."""
+    """Train until the hook has recorded its steps, without validation, checkpoints, reports and trackers."""
     from slipstream.cli.profiling import Finished
     from slipstream.runner import Runner
     from slipstream.training.config_paths import at_user_paths
@@ -75,7 +75,9 @@ def _train(cfg: Config, hook: StepProfiler) -> None:
     for mode in ("val", "test"):
         for part in ("dataloader", "cfg", "evaluator"):
             cfg[f"{mode}_{part}"] = None
-    cfg.default_hooks = {**(cfg.get("default_hooks") or {}), "checkpoint": None}
+    hooks = {**(cfg.get("default_hooks") or {}), "checkpoint": None, "report": None}
+    cfg.default_hooks = {name: None if _writes_files(own) else own for name, own in hooks.items()}
+    cfg.custom_hooks = [own for own in cfg.get("custom_hooks") or () if not _writes_files(own)]
     cfg.visualizer, cfg.resume = None, False
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder, at_user_paths(cfg):
         cfg.work_dir = folder  # only the profile is kept
@@ -94,6 +96,16 @@ def _train(cfg: Config, hook: StepProfiler) -> None:
             pass
         finally:
             hook.stop()
+
+
+def _writes_files(hook: Any) -> bool:
+    """Return whether a hook of the configuration saves checkpoints, profiles or reports, which takes time."""
+    from slipstream.hooks import CheckpointHook, ProfilerHook, ReportHook
+    from slipstream.registry import HOOKS
+
+    kind = hook.get("type") if isinstance(hook, Mapping) else type(hook)
+    target = HOOKS.get(kind) if isinstance(kind, str) else kind
+    return isinstance(target, type) and issubclass(target, CheckpointHook | ProfilerHook | ReportHook)
 
 
 def _write_trace(recorded: profile, path: Path) -> list[dict[str, Any]]:

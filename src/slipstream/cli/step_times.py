@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch.utils.data import Dataset
 from slipstream.cli.profiling import Finished
 from slipstream.hooks import Hook
 from slipstream.step.graph import GraphStep
+from slipstream.tune.observer import total_loss
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -49,6 +51,7 @@ class StepTimer(Hook):
 
         Raises:
             Finished: this was the last step.
+            ModelError: the step returns no loss.
         """
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
@@ -56,7 +59,7 @@ class StepTimer(Hook):
         if self.done >= self._warmup:
             self.seconds.append(now - self._last)
             self.used_graph &= isinstance(runner.step, GraphStep) and runner.step.has_graph
-            self.finite &= bool(torch.isfinite((outputs or {})["loss"]).all())
+            self.finite &= bool(torch.isfinite(total_loss(outputs or {})).all())
         self.done += 1
         if self.done == self._warmup + self._steps:
             raise Finished
@@ -68,7 +71,8 @@ class StepTimer(Hook):
         """Return the peak memory in bytes: of the device in the timed steps, or of the whole process on a CPU."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class Repeated(Dataset[Any]):

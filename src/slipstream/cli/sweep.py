@@ -58,7 +58,8 @@ def sweep(args: argparse.Namespace) -> int:
     values = read_sweep(args.sweep, args.overrides)
     if args.launcher not in (None, "none"):
         raise ConfigError(
-            "`--sweep` starts its runs itself; use `--nproc`, or one job per run, not `--launcher`"
+            "`--sweep` cannot be combined with `--launcher`. For several processes per run, set `--nproc`; on a "
+            "cluster, submit one job per run"
         )
     runs = list(_runs(args, values))
     base = Path(runs[0].folder).parent
@@ -187,14 +188,14 @@ def _print(runs: Sequence[Run]) -> None:
     rows = []
     for run in runs:
         metrics = [f"{run.metrics[name]:.4g}" if name in run.metrics else "" for name in names]
-        said = (
+        text = (
             "not started"
             if run.status is None
             else f"failed: {run.error}"
             if run.status
             else f"{run.seconds:.0f} s"
         )
-        rows.append([*run.values.values(), *metrics, said])
+        rows.append([*run.values.values(), *metrics, text])
     keys = list(runs[0].values)
     short = [key.rpartition(".")[2] for key in keys]
     print_table([*(short if len(set(short)) == len(keys) else keys), *names, "time"], rows)
