@@ -12,7 +12,7 @@ import torch
 
 from slipstream.dist import is_main_process
 from slipstream.hooks.hook import Hook
-from slipstream.logging import STEP_PHASES
+from slipstream.logging import STEP_PHASES, PhaseTimes
 from slipstream.model import unwrap_model
 from slipstream.registry import HOOKS
 from slipstream.report import Curve, PhaseSplit, RunRecord, write_report
@@ -60,6 +60,21 @@ class ReportHook(Hook):
         self._speed_at = None
         self._seen = {key: history.total for key, history in runner.message_hub.log_scalars.items()}
 
+    def after_rollback(self, runner: Runner) -> None:
+        """Remove what was recorded after the checkpoint, because the run repeats these steps and evaluations."""
+        loop = runner.train_loop
+        # The evaluation at the iteration of the checkpoint is repeated if the checkpoint was written before it.
+        ahead = not loop.validated or (runner.by_epoch and loop.inner_iter > 0)
+        evaluated = runner.iter - 1 if ahead else runner.iter
+        for key, curve in self._curves.items():
+            curve.truncate(evaluated if key.startswith(("val/", "test/")) else runner.iter)
+        self._curves = {key: curve for key, curve in self._curves.items() if len(curve)}
+        self._confusions = {
+            key: kept for key, kept in self._confusions.items() if kept.iteration <= evaluated
+        }
+        self._seen = {key: history.total for key, history in runner.message_hub.log_scalars.items()}
+        self._speed_at = runner.iter, _seconds_of_steps(runner.phases)
+
     def read_logs(self, runner: Runner) -> None:
         """Add a point to each curve."""
         if self._training and is_main_process():
@@ -91,7 +106,7 @@ class ReportHook(Hook):
 
     def _read(self, runner: Runner) -> None:
         """Add the values since the last call to the curves. All of them are on the host."""
-        at = runner.meter.newest
+        at = runner.meter.newest or self._start or 0
         for key, history in runner.message_hub.log_scalars.items():
             new = history.total - self._seen.get(key, 0)
             if new and key.startswith("train/"):
@@ -106,11 +121,11 @@ class ReportHook(Hook):
         phases = runner.phases
         if phases.steps == 0 or self._start is None:
             return
-        phases.switch(phases.current)
-        spent = sum(phases.seconds.get(phase, 0.0) for phase in STEP_PHASES)
+        spent = _seconds_of_steps(phases)
         before, spent_before = self._speed_at or (self._start + 1, 0.0)
-        if at > before and spent > spent_before:
-            rate = (at - before) * runner.samples_per_step / (spent - spent_before)
+        steps = at - before - sum(before < number <= at for number in runner.rollback.left_out)
+        if steps > 0 and spent > spent_before:
+            rate = steps * runner.samples_per_step / (spent - spent_before)
             self._curve("speed/images_per_second").add(at, [rate])
             self._speed_at = at, spent
         if (now := perf_counter()) - self._memory_at >= _SECONDS_BETWEEN_MEMORY:
@@ -195,6 +210,12 @@ class ReportHook(Hook):
 
 def _is_rate(key: str) -> bool:
     return key == "train/lr" or key.endswith(".lr") or key.startswith("train/lr/")
+
+
+def _seconds_of_steps(phases: PhaseTimes) -> float:
+    """Return the time of training so far, without the first step, validation and checkpoints."""
+    phases.switch(phases.current)
+    return sum(phases.seconds.get(phase, 0.0) for phase in STEP_PHASES)
 
 
 def _named(seconds: Any) -> dict[str, float]:

@@ -233,6 +233,7 @@ class Rollback:
         runner.message_hub.drop_saved()
         runner.resume(path)
         runner.resumed_from = resumed_from
+        runner.meter.newest = runner.iter
         runner.restore_counts()
         for name, buffer in core.named_buffers():
             if name in self._buffers:
