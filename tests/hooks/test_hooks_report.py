@@ -17,6 +17,7 @@ from slipstream.hooks import Hook
 from slipstream.preemption import Preempted
 from slipstream.report import read_run
 from slipstream.runner import Runner
+from slipstream.runner.rollback import Rollback
 from slipstream.training import Trainer
 from tiny_runs import LOCAL, Net, run, samples, training, validation
 
@@ -199,6 +200,7 @@ def test_secrets_are_not_in_the_report(tmp_path):
 def test_hook_can_be_removed(tmp_path):
     runner = run(tmp_path, default_hooks=dict(report=None))
     assert not list(Path(runner.log_dir).glob("report.*"))
+    assert not runner.phases.seconds  # nothing reads the clock
 
 
 def test_only_rank_0_writes(tmp_path, monkeypatch):
@@ -330,3 +332,49 @@ def test_speed_after_a_rollback_counts_only_the_steps_since(tmp_path, monkeypatc
     assert repeated.keys() == whole.keys()
     for at, speed in whole.items():
         assert repeated[at] == pytest.approx(speed, rel=0.1), at
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_settings_are_those_that_the_run_used(tmp_path, fused):
+    optim = dict(optimizer=dict(type="SGD", lr=0.1, fused=fused))
+    checkpoint = dict(type="CheckpointHook", async_save=fused)
+    runner = run(tmp_path, optim_wrapper=optim, default_hooks=dict(checkpoint=checkpoint))
+    made = report(runner)
+    assert made.facts["fused"] is fused
+    assert made.facts["async_save"] is fused
+
+
+def test_roll_backs_and_the_end_of_the_run_are_in_their_phases(tmp_path, monkeypatch):
+    """Each call of the replaced functions takes 1000 s by a clock that stands still elsewhere."""
+    now = [0.0]
+    monkeypatch.setattr("slipstream.logging.phases.perf_counter", lambda: now[0])
+
+    def slow(call):
+        def wrapped(*args, **kwargs):
+            now[0] += 1000.0
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    class Ends(Hook):
+        def after_train(self, runner):
+            now[0] += 7.0
+
+        def after_left_out_iter(self, runner, batch_idx):
+            now[0] += 5.0
+
+    monkeypatch.setattr(Rollback, "recover", slow(Rollback.recover))
+    for name, cfg in {
+        "epochs": dict(by_epoch=True, max_epochs=4),
+        "iters": dict(by_epoch=False, max_iters=20),
+    }.items():
+        runner = run(
+            tmp_path / name,
+            model=Growing([13]),
+            train_cfg=cfg,
+            custom_hooks=[Ends()],
+            default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=10, by_epoch=False)),
+            speed=dict(nan_guard="rollback"),
+        )
+        seconds = {phase: value for phase, value in report(runner).phases.seconds.items() if value}
+        assert seconds == {"checkpoint": 1000.0, "other": 7.0, "hooks": 10.0}

@@ -64,3 +64,11 @@ def test_prefetch_is_recommended_only_where_it_helps():
         for facts in ({"device": "cpu"}, {"device": "cuda"}, {"device": "cuda", "prefetch": 2})
     ]
     assert ["prefetch=2" in text for text in texts] == [False, True, False]
+
+
+def test_background_writes_are_recommended_only_if_they_are_off():
+    phases = split(checkpoint=50.0, forward=50.0)
+    texts = [
+        advice(record(phases=phases, facts={"async_save": on}))[0].text for on in (False, True, None)
+    ]
+    assert ["async_save=True" in text for text in texts] == [True, False, False]

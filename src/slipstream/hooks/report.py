@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slipstream.dist import is_main_process
+from slipstream.hooks.checkpoint import CheckpointHook
 from slipstream.hooks.hook import Hook
 from slipstream.logging import STEP_PHASES, PhaseTimes
 from slipstream.model import unwrap_model
+from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.registry import HOOKS
 from slipstream.report import Curve, PhaseSplit, RunRecord, write_report
 from slipstream.report.config_values import flat_config
@@ -228,9 +230,18 @@ def _facts(runner: Runner) -> dict[str, Any]:
         "device": runner.device.type,
         "num_workers": getattr(runner.train_dataloader, "num_workers", 0),
         "prefetch": plan.prefetch,
-        "fused": bool(plan.fused),
+        "fused": _uses_fused(runner.optim_wrapper),
+        "async_save": all(hook.async_save for hook in runner.hooks if isinstance(hook, CheckpointHook)),
         "compile": plan.compile is not None,
     }
+
+
+def _uses_fused(optim: OptimWrapper | OptimWrapperDict | None) -> bool | None:
+    """Return whether the optimizer uses the fused kernels of torch; None if it has no such option or is not one."""
+    if optim is None or isinstance(optim, OptimWrapperDict):
+        return None
+    states = [group.get("fused") for group in optim.param_groups if "fused" in group]
+    return all(state is True for state in states) if states else None
 
 
 def _describe_step(runner: Runner) -> str:

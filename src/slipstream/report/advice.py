@@ -94,10 +94,11 @@ def _of_data(record: RunRecord, share: dict[str, float]) -> list[Advice]:
 def _of_others(record: RunRecord, share: dict[str, float]) -> list[Advice]:
     # On an accelerator, the host waits for the device where it reads losses: this time is not the cost of logging.
     on_host = record.facts.get("device") == "cpu"
+    background = ", or in the background (async_save=True)" if record.facts.get("async_save") is False else ""
     rules = [
         ("validation", 0.2, True, "is validation", "Validate less often (train_cfg.val_interval)."),
         ("checkpoint", 0.03, True, "is spent in checkpoints",
-         "Save less often (default_hooks.checkpoint.interval), or in the background (async_save=True)."),
+         f"Save less often (default_hooks.checkpoint.interval){background}."),
         ("logging", 0.03, on_host, "is spent in reading losses and in log lines",
          "Log less often (default_hooks.logger.interval)."),
         ("hooks", 0.05, True, "is spent in hooks", "Check the custom hooks, for example with ProfilerHook."),
