@@ -55,7 +55,7 @@ def test_finished_run_records_curves_times_and_settings(tmp_path):
     assert made.curves["val/acc"].last() == pytest.approx(runner.message_hub.get_scalar("val/acc").current())
     assert set(made.curves["train/lr"].mean) == {0.1}
     assert made.config["optim_wrapper.optimizer.lr"] == 0.1
-    assert made.facts["num_workers"] == 0
+    assert made.settings["num_workers"] == 0
     assert made.step == "eager"
     assert made.environment["torch"] == torch.__version__
     assert made.messages == []
@@ -340,8 +340,8 @@ def test_settings_are_those_that_the_run_used(tmp_path, fused):
     checkpoint = dict(type="CheckpointHook", async_save=fused)
     runner = run(tmp_path, optim_wrapper=optim, default_hooks=dict(checkpoint=checkpoint))
     made = report(runner)
-    assert made.facts["fused"] is fused
-    assert made.facts["async_save"] is fused
+    assert made.settings["fused"] is fused
+    assert made.settings["async_save"] is fused
 
 
 def test_roll_backs_and_the_end_of_the_run_are_in_their_phases(tmp_path, monkeypatch):

@@ -466,7 +466,9 @@ def with_huge_update(folder, interval):
 def test_checkpoint_with_the_bad_update_is_not_restored_again(tmp_path):
     runner = with_huge_update(tmp_path, 3)
     log = next(tmp_path.glob("*/*.log")).read_text()
-    targets = [line.split(" (iteration ")[1].split(";")[0] for line in log.splitlines() if "Rolling back" in line]
+    targets = [
+        line.split(" (iteration ")[1].split(";")[0] for line in log.splitlines() if "Rolling back" in line
+    ]
     assert targets == ["9", "6"]  # iter_9.pth contains the update of step 9
     assert runner.rollback.left_out == {9, 10, 11}
     assert runner.iter == 20

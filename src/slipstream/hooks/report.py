@@ -18,6 +18,7 @@ from slipstream.model import unwrap_model
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.registry import HOOKS
 from slipstream.report import Curve, PhaseSplit, RunRecord, write_report
+from slipstream.report.charts import is_rate
 from slipstream.report.config_values import flat_config
 from slipstream.report.log_files import log_file, read_log
 from slipstream.report.record import Confusion, OptionRow, Status
@@ -113,7 +114,7 @@ class ReportHook(Hook):
             new = history.total - self._seen.get(key, 0)
             if new and key.startswith("train/"):
                 # A learning rate is also recorded for checkpoints and at the end of a run.
-                values = history.newest(new)[:1] if _is_rate(key) else history.newest(new)
+                values = history.newest(new)[:1] if is_rate(key) else history.newest(new)
                 self._curve(key).add(at, values)
             self._seen[key] = history.total
         self._read_speed(runner, at)
@@ -190,7 +191,7 @@ class ReportHook(Hook):
             started=log.started if log else "",
             seconds=sum(phases.seconds.values()) + sum(phases.first.values()),
             environment={"slipstream": __version__, **(log.environment if log else {})},
-            facts=_facts(runner) if trained else {"device": runner.device.type},
+            settings=_settings(runner) if trained else {"device": runner.device.type},
             step=_describe_step(runner) if trained else "",
             iteration=runner.iter,
             max_iterations=runner.max_iters if trained else 0,
@@ -210,10 +211,6 @@ class ReportHook(Hook):
         )
 
 
-def _is_rate(key: str) -> bool:
-    return key == "train/lr" or key.endswith(".lr") or key.startswith("train/lr/")
-
-
 def _seconds_of_steps(phases: PhaseTimes) -> float:
     """Return the time of training so far, without the first step, validation and checkpoints."""
     phases.switch(phases.current)
@@ -224,7 +221,7 @@ def _named(seconds: Any) -> dict[str, float]:
     return {str(phase): round(max(value, 0.0), 6) for phase, value in seconds.items()}
 
 
-def _facts(runner: Runner) -> dict[str, Any]:
+def _settings(runner: Runner) -> dict[str, Any]:
     plan = runner.speed
     return {
         "device": runner.device.type,
