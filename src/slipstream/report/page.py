@@ -196,8 +196,8 @@ def _split_notes(record: RunRecord) -> list[str]:
     if record.settings.get("device", "cpu") != "cpu":
         notes.append(
             f"Kernels on the {record.settings['device']} device run asynchronously. The host does not observe "
-            "when they run: forward, backward and optimizer contain the time to launch kernels, and the time that the host "
-            "waits for the device is in the phase in which it waits, usually reading losses."
+            "when they run: forward, backward and optimizer contain the time to launch kernels, and the time "
+            "that the host waits for the device is in the phase in which it waits, usually reading losses."
         )
     if record.settings.get("prefetch"):
         notes.append("With prefetch, the copy to the device starts while the loop waits for data.")
