@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "report"))
 
 from records import curve, parsed, record, text_of
 
-from slipstream.report import read_run, write_report
+from slipstream.report import find_runs, read_run, write_report
 
 BAD = "[red]bad[/red]"
 LOG = """\
@@ -172,7 +172,8 @@ def test_comparison_shows_differences_and_labels_of_all_runs(runs, tmp_path, cap
     assert main(["report", *folders, "--out", str(out), "--csv", str(table)]) == 0
     html = out.read_text(encoding="utf-8")
     text = " ".join(text_of(html).split())
-    assert "optim_wrapper.optimizer.lr 0.1 0.2 not set" in text
+    assert "optim_wrapper.optimizer.lr 0.1 0.2 unknown" in text
+    assert "train_dataloader.batch_size 8 not set unknown" in text
     assert "The configuration is unknown" in text
     assert 'class="dot s0"' in html
     assert 'class="dot s2"' in html
@@ -240,3 +241,33 @@ def test_wrong_runs_are_errors_with_a_remedy(tmp_path, capsys):
     assert "at most 8 runs" in capsys.readouterr().err
     assert main(["report", str(run), "--out", str(tmp_path / "no" / "x.html")]) == 2
     assert "cannot write" in capsys.readouterr().err
+
+
+def test_run_without_a_configuration_has_no_different_settings(tmp_path):
+    reported(tmp_path, "one", environment={})
+    logged(tmp_path)
+    out = tmp_path / "both.html"
+    assert main(["report", str(tmp_path / "one"), str(tmp_path / "killed"), "--out", str(out)]) == 0
+    assert "The recorded settings are equal" in text_of(out.read_text(encoding="utf-8"))
+
+
+def test_newest_run_of_a_work_dir_is_the_one_that_started_last(tmp_path, capsys):
+    new = reported(tmp_path, "a_new", started="2026-02-02 00:00:00")
+    reported(tmp_path, "b_old", started="2026-01-01 00:00:00")  # written later
+    assert main(["report", str(tmp_path)]) == 0
+    assert str(new / "report.html") in capsys.readouterr().out
+
+
+def test_reasons_are_listed_if_no_run_can_be_read(tmp_path, capsys):
+    damaged = reported(tmp_path, "damaged")
+    (damaged / "report.json").write_text('{"format": 1', encoding="utf-8")
+    lines = rows(capsys, tmp_path)
+    assert any("unreadable" in line for line in lines)
+    assert any("Delete" in line for line in lines)
+
+
+def test_speed_of_a_run_is_the_mean_that_its_report_shows(tmp_path):
+    run = reported(tmp_path, "one")
+    (row,) = find_runs(tmp_path)
+    assert row.value("images_per_second") == pytest.approx(100 * 8 / 60)
+    assert "13.33" in text_of((run / "report.html").read_text(encoding="utf-8"))

@@ -93,11 +93,34 @@ def test_history_continues_after_a_resume():
     assert len(watched([9.0], runner=resumed)) == 1
 
 
-@pytest.mark.parametrize("saved", [3, [[], []], [["x"], 0], [[1.0], -1], [{}, 1]])
+@pytest.mark.parametrize("saved", [3, [[], []], [["x"], 0, 1], [[1.0], -1, 1], [[1.0], 1, "x"], [{}, 1, 1]])
 def test_damaged_history_is_ignored(saved):
     runner = FakeRunner()
     runner.message_hub.update_info("loss_spike/loss", saved)
     assert watched([9.0] * 60, runner=runner) == []
+
+
+@pytest.mark.parametrize("read_every", [1, 7, 100])
+def test_first_step_is_known_if_steps_between_have_no_finite_loss(read_every):
+    class Rolling(FakeRunner):
+        def __init__(self):
+            super().__init__()
+            self.rollback = type("Rollback", (), {"enable": lambda *_: None, "disable": lambda *_: None})()
+            self.meter.tolerant = True
+
+    hook, runner = LossSpikeHook(action="rollback", patience=3), Rolling()
+    hook.before_run(runner)
+
+    def read():
+        for number, loss in enumerate([*noisy(60), 9.0, math.nan, math.inf, 9.0, 9.0], 1):
+            runner.meter.record({"loss": torch.tensor(loss)}, number)
+            if number % read_every == 0 or number == 65:
+                runner.meter.flush()
+                hook.read_logs(runner)
+
+    with pytest.raises(LossSpikeError) as raised:
+        read()
+    assert raised.value.iteration == 61
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from slipstream.hooks import Hook
 from slipstream.preemption import Preempted
 from slipstream.report import read_run
 from slipstream.runner import Runner
+from slipstream.runner.rollback import Rollback
 from slipstream.training import Trainer
 from tiny_runs import LOCAL, Net, run, samples, training, validation
 
@@ -54,7 +55,7 @@ def test_finished_run_records_curves_times_and_settings(tmp_path):
     assert made.curves["val/acc"].last() == pytest.approx(runner.message_hub.get_scalar("val/acc").current())
     assert set(made.curves["train/lr"].mean) == {0.1}
     assert made.config["optim_wrapper.optimizer.lr"] == 0.1
-    assert made.facts["num_workers"] == 0
+    assert made.settings["num_workers"] == 0
     assert made.step == "eager"
     assert made.environment["torch"] == torch.__version__
     assert made.messages == []
@@ -199,6 +200,7 @@ def test_secrets_are_not_in_the_report(tmp_path):
 def test_hook_can_be_removed(tmp_path):
     runner = run(tmp_path, default_hooks=dict(report=None))
     assert not list(Path(runner.log_dir).glob("report.*"))
+    assert not runner.phases.seconds  # nothing reads the clock
 
 
 def test_only_rank_0_writes(tmp_path, monkeypatch):
@@ -262,3 +264,117 @@ def test_damaged_report_is_an_error_with_a_remedy(tmp_path):
     path.write_text(path.read_text(encoding="utf-8")[:-100], encoding="utf-8")
     with pytest.raises(DataError, match=r"Delete .*report\.json to rebuild"):
         report(runner)
+
+
+class Growing(Net):
+    """A model whose loss is NaN in the calls in `broken`; calls are not repeated after a roll-back."""
+
+    def __init__(self, broken):
+        super().__init__()
+        self.broken, self.calls = broken, 0
+
+    def forward(self, inputs, targets, mode):
+        if mode == "predict":
+            masks = targets[:, None, None].expand(-1, 2, 2)
+            return {"preds": masks, "targets": masks}
+        self.calls += 1
+        losses = super().forward(inputs, targets, mode)
+        return {"loss": losses["loss"] * (float("nan") if self.calls in self.broken else 1)}
+
+
+@pytest.mark.parametrize("by_epoch", [False, True])
+@pytest.mark.parametrize("broken", [13, 18])
+def test_steps_that_are_repeated_after_a_rollback_are_recorded_once(tmp_path, by_epoch, broken):
+    """Checkpoints after step 10, before the second of four validations; the fault is found after steps 15 or 20."""
+    runner = run(
+        tmp_path,
+        model=Growing([broken]),
+        **validation(dict(type=IoUMetric, num_classes=3)),
+        train_cfg=dict(by_epoch=True, max_epochs=4),
+        default_hooks=dict(
+            checkpoint=dict(type="CheckpointHook", interval=2 if by_epoch else 10, by_epoch=by_epoch),
+            logger=dict(type="LoggerHook", interval=7),
+        ),
+        speed=dict(nan_guard="rollback"),
+    )
+    left_out = len(runner.rollback.left_out)
+    assert left_out == 2
+    made = report(runner)
+    for name, each in made.curves.items():
+        assert each.x == sorted(each.x), name
+    assert sum(made.curves["train/loss"].count) == 20 - left_out
+    assert sum(made.curves["train/loss"].bad) == 0
+    assert made.curves["val/mIoU"].x == [5, 10, 15, 20]
+    assert not [name for name in made.curves if "second evaluation" in name]
+    assert [confusion.iteration for confusion in made.confusions] == [20]
+
+
+def test_speed_after_a_rollback_counts_only_the_steps_since(tmp_path, monkeypatch):
+    """Each reading of the clock is one second later, so that the speed depends only on the counted steps."""
+    seconds = iter(range(10**6))
+    monkeypatch.setattr("slipstream.logging.phases.perf_counter", lambda: float(next(seconds)))
+
+    def speeds(name, broken):
+        runner = run(
+            tmp_path / name,
+            model=Growing(broken),
+            train_cfg=dict(by_epoch=False, max_iters=40),
+            default_hooks=dict(
+                checkpoint=dict(type="CheckpointHook", interval=10, by_epoch=False),
+                logger=dict(type="LoggerHook", interval=10),
+            ),
+            speed=dict(nan_guard="rollback"),
+        )
+        curve = report(runner).curves["speed/images_per_second"]
+        return dict(zip(curve.x, curve.mean, strict=True))
+
+    whole, repeated = speeds("whole", []), speeds("repeated", [18])
+    assert repeated.keys() == whole.keys()
+    for at, speed in whole.items():
+        assert repeated[at] == pytest.approx(speed, rel=0.1), at
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_settings_are_those_that_the_run_used(tmp_path, fused):
+    optim = dict(optimizer=dict(type="SGD", lr=0.1, fused=fused))
+    checkpoint = dict(type="CheckpointHook", async_save=fused)
+    runner = run(tmp_path, optim_wrapper=optim, default_hooks=dict(checkpoint=checkpoint))
+    made = report(runner)
+    assert made.settings["fused"] is fused
+    assert made.settings["async_save"] is fused
+
+
+def test_roll_backs_and_the_end_of_the_run_are_in_their_phases(tmp_path, monkeypatch):
+    """Each call of the replaced functions takes 1000 s by a clock that stands still elsewhere."""
+    now = [0.0]
+    monkeypatch.setattr("slipstream.logging.phases.perf_counter", lambda: now[0])
+
+    def slow(call):
+        def wrapped(*args, **kwargs):
+            now[0] += 1000.0
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    class Ends(Hook):
+        def after_train(self, runner):
+            now[0] += 7.0
+
+        def after_left_out_iter(self, runner, batch_idx):
+            now[0] += 5.0
+
+    monkeypatch.setattr(Rollback, "recover", slow(Rollback.recover))
+    for name, cfg in {
+        "epochs": dict(by_epoch=True, max_epochs=4),
+        "iters": dict(by_epoch=False, max_iters=20),
+    }.items():
+        runner = run(
+            tmp_path / name,
+            model=Growing([13]),
+            train_cfg=cfg,
+            custom_hooks=[Ends()],
+            default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=10, by_epoch=False)),
+            speed=dict(nan_guard="rollback"),
+        )
+        seconds = {phase: value for phase, value in report(runner).phases.seconds.items() if value}
+        assert seconds == {"checkpoint": 1000.0, "other": 7.0, "hooks": 10.0}

@@ -22,7 +22,7 @@ def record(**changes):
         "started": "2026-01-02 03:04:05",
         "seconds": 70.0,
         "environment": {"torch": "2.13"},
-        "facts": {"device": "cpu", "num_workers": 2, "fused": False},
+        "settings": {"device": "cpu", "num_workers": 2, "fused": False},
         "step": "eager",
         "iteration": 101,
         "max_iterations": 101,

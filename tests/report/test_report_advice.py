@@ -53,14 +53,20 @@ def test_wait_for_an_accelerator_is_not_called_logging():
         "is spent in reading losses and in log lines",
         "is spent in the optimizer",
     }
-    on_gpu = record(phases=phases, facts={"device": "cuda", "fused": False})
+    on_gpu = record(phases=phases, settings={"device": "cuda", "fused": False})
     assert advice(on_gpu) == []
 
 
 def test_prefetch_is_recommended_only_where_it_helps():
     phases = split(preprocess=50.0, forward=50.0)
     texts = [
-        advice(record(phases=phases, facts=facts))[0].text
-        for facts in ({"device": "cpu"}, {"device": "cuda"}, {"device": "cuda", "prefetch": 2})
+        advice(record(phases=phases, settings=each))[0].text
+        for each in ({"device": "cpu"}, {"device": "cuda"}, {"device": "cuda", "prefetch": 2})
     ]
     assert ["prefetch=2" in text for text in texts] == [False, True, False]
+
+
+def test_background_writes_are_recommended_only_if_they_are_off():
+    phases = split(checkpoint=50.0, forward=50.0)
+    texts = [advice(record(phases=phases, settings={"async_save": on}))[0].text for on in (False, True, None)]
+    assert ["async_save=True" in text for text in texts] == [True, False, False]

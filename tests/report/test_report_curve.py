@@ -82,3 +82,14 @@ def test_json_keeps_seven_digits():
 def test_damaged_json_is_an_error_with_its_place(broken):
     with pytest.raises(DataError, match="the place"):
         Curve.from_json(broken, "the place")
+
+
+def test_truncated_curve_ends_at_the_iteration():
+    made = Curve()
+    for x in (5, 10, 15):
+        made.add(x, [float(x)])
+    made.truncate(10)
+    assert (made.x, made.mean, made.count) == ([5, 10], [5.0, 10.0], [1, 1])
+    made.truncate(4)
+    assert len(made) == 0
+    assert made.last() is None

@@ -28,7 +28,7 @@ def test_all_text_of_a_run_is_escaped():
         error=EVIL,
         status="failed",
         environment={EVIL: EVIL},
-        facts={"device": EVIL, "num_workers": EVIL, "compile": True},
+        settings={"device": EVIL, "num_workers": EVIL, "compile": True},
         step=EVIL,
         resumed_from=EVIL,
         curves={f"train/{EVIL}": curve([1.0, math.nan]), f"val/{EVIL}": curve([1.0])},
@@ -128,14 +128,14 @@ def test_messages_show_fallbacks_and_the_number_that_is_left_out():
 
 
 def test_accelerator_page_says_what_the_host_cannot_observe():
-    text = text_of(page(record(facts={"device": "cuda"})))
+    text = text_of(page(record(settings={"device": "cuda"})))
     assert "asynchronously" in text
     assert "asynchronously" not in text_of(page(record()))
 
 
 def test_one_graph_is_not_split():
     made = record(
-        step="one compiled graph", phases=PhaseSplit({"step": 9.0}, {}, 20), facts={"compile": True}
+        step="one compiled graph", phases=PhaseSplit({"step": 9.0}, {}, 20), settings={"compile": True}
     )
     text = text_of(page(made))
     assert "training step: one compiled graph" in text

@@ -443,3 +443,38 @@ def test_batch_indices_are_unknown_for_samplers_of_the_user():
     data = TensorDataset(torch.arange(40))
     made = build_dataloader(dict(dataset=data, sampler=Own()), 5, "train_dataloader", training=True)
     assert batch_indices(made, 0, 0) is None
+
+
+class Huge(Net):
+    """A model whose weights become huge but finite in the update of a batch that contains 777."""
+
+    def forward(self, inputs, targets, mode):
+        out = super().forward(inputs, targets, mode)
+        if mode == "loss" and (inputs == 777).any():
+            out["loss"] = out["loss"] + sum((w - w.detach()).sum() for w in self.parameters()) * 1e38
+        return out
+
+
+def with_huge_update(folder, interval):
+    """Train without the batch of step 9 only after the fault that it causes in step 10."""
+    inputs, targets = samples(160)
+    inputs[64, 0] = 777
+    data = TensorDataset(inputs, targets)
+    return recovering(folder, interval, Huge(), train_cfg=ITERS, train_dataloader=loader(data, shuffle=False))
+
+
+def test_checkpoint_with_the_bad_update_is_not_restored_again(tmp_path):
+    runner = with_huge_update(tmp_path, 3)
+    log = next(tmp_path.glob("*/*.log")).read_text()
+    targets = [
+        line.split(" (iteration ")[1].split(";")[0] for line in log.splitlines() if "Rolling back" in line
+    ]
+    assert targets == ["9", "6"]  # iter_9.pth contains the update of step 9
+    assert runner.rollback.left_out == {9, 10, 11}
+    assert runner.iter == 20
+    assert all(value.abs().max() < 1e6 for value in weights(runner).values())
+
+
+def test_run_stops_if_all_checkpoints_contain_the_bad_update(tmp_path):
+    with pytest.raises(NonFiniteLossError, match="used all of its roll-backs"):
+        with_huge_update(tmp_path, 9)

@@ -28,10 +28,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"No runs in {folder}")
         return 0
     key = args.sort.removesuffix("-")
-    if all(row.value(key) is None for row in rows):
+    readable = [row for row in rows if row.record is not None]
+    if readable and all(row.value(key) is None for row in rows):
         raise ConfigError(f"no run has a value '{key}' to sort by{_hint(key, rows)}", "--sort")
     for name, _ in args.filter:
-        if all(row.value(name) is None for row in rows):
+        if readable and all(row.value(name) is None for row in rows):
             raise ConfigError(f"no run has a value '{name}'{_hint(name, rows)}", "--filter")
     rows = [row for row in rows if all(_equals(row.value(name), text) for name, text in args.filter)]
     _print(folder, _sorted(rows, key, args.sort.endswith("-")), args.columns)
@@ -43,8 +44,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _hint(key: str, rows: Sequence[RunRow]) -> str:
     from slipstream.errors import did_you_mean
+    from slipstream.report.find import COLUMNS
 
-    known = {"run", "status", "started", "iteration", "seconds", "loss", "images_per_second"}
+    known = set(COLUMNS)
     for row in rows:
         if row.record is not None:
             known |= {

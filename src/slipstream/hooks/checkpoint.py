@@ -98,6 +98,11 @@ class CheckpointHook(Hook):
             if monitor != "auto":
                 better(monitor, rule)
 
+    @property
+    def async_save(self) -> bool:
+        """Whether checkpoints are written in a thread while training continues."""
+        return bool(self._content["background"])
+
     def _check_names(self) -> None:
         try:
             fields = [spec for _, _, spec, _ in Formatter().parse(self.filename_tmpl or "") if spec]

@@ -92,6 +92,7 @@ class LossSpikeHook(Hook):
         self._undo = ExitStack()
         self._losses: deque[float] = deque(maxlen=window)
         self._above = 0  # number of consecutive losses above the limit
+        self._first = 0  # the step of the first of them
         self._read: list[tuple[int, float]] = []
         self._names: set[str] = set()
 
@@ -118,10 +119,11 @@ class LossSpikeHook(Hook):
 
     def _restore(self, runner: Runner) -> None:
         saved = runner.message_hub.get_info(self._key)
-        losses, above = saved if matches(saved, list[Any]) and len(saved) == 2 else ([], 0)
+        losses, above, first = saved if matches(saved, list[Any]) and len(saved) == 3 else ([], 0, 0)
         self._losses.clear()
         self._losses.extend(losses if matches(losses, list[float]) else ())
-        self._above = above if matches(above, NonNegativeInt) else 0
+        known = matches(above, NonNegativeInt) and matches(first, PositiveInt)
+        self._above, self._first = (above, first) if known else (0, 0)
         self._read = []
 
     @property
@@ -152,13 +154,14 @@ class LossSpikeHook(Hook):
         for number, loss in steps:
             limit = self._limit()
             if loss > limit:
+                self._first = number if self._above == 0 else self._first
                 self._above += 1
                 if self._above == self.patience and found is None:
-                    found = (number - self.patience + 1, self._describe(number, loss))
+                    found = (self._first, self._describe(number, loss))
             else:
                 self._above = 0
             self._losses.append(loss)
-        runner.message_hub.update_info(self._key, [list(self._losses), self._above])
+        runner.message_hub.update_info(self._key, [list(self._losses), self._above, self._first])
         if found is None:
             return
         if self.action == "rollback":

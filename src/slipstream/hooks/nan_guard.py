@@ -104,7 +104,8 @@ class NanGuardHook(Hook):
         dropped, runner.meter.dropped = runner.meter.dropped, []
         for iteration in dropped[:_LOGGED]:
             samples = runner.rollback.describe(iteration)
-            text = f"The loss of iteration {iteration} is not finite{f'; its batch contains {samples}' * bool(samples)}"
+            batch = f"; its batch contains {samples}" if samples else ""
+            text = f"The loss of iteration {iteration} is not finite{batch}"
             if get_rank() == 0:
                 runner.logger.warning(text)
             else:  # only errors of other ranks are printed

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slipstream.dist import is_main_process
+from slipstream.hooks.checkpoint import CheckpointHook
 from slipstream.hooks.hook import Hook
-from slipstream.logging import STEP_PHASES
+from slipstream.logging import STEP_PHASES, PhaseTimes
 from slipstream.model import unwrap_model
+from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.registry import HOOKS
 from slipstream.report import Curve, PhaseSplit, RunRecord, write_report
+from slipstream.report.charts import is_rate
 from slipstream.report.config_values import flat_config
 from slipstream.report.log_files import log_file, read_log
 from slipstream.report.record import Confusion, OptionRow, Status
@@ -60,6 +63,21 @@ class ReportHook(Hook):
         self._speed_at = None
         self._seen = {key: history.total for key, history in runner.message_hub.log_scalars.items()}
 
+    def after_rollback(self, runner: Runner) -> None:
+        """Remove what was recorded after the checkpoint, because the run repeats these steps and evaluations."""
+        loop = runner.train_loop
+        # The evaluation at the iteration of the checkpoint is repeated if the checkpoint was written before it.
+        ahead = not loop.validated or (runner.by_epoch and loop.inner_iter > 0)
+        evaluated = runner.iter - 1 if ahead else runner.iter
+        for key, curve in self._curves.items():
+            curve.truncate(evaluated if key.startswith(("val/", "test/")) else runner.iter)
+        self._curves = {key: curve for key, curve in self._curves.items() if len(curve)}
+        self._confusions = {
+            key: kept for key, kept in self._confusions.items() if kept.iteration <= evaluated
+        }
+        self._seen = {key: history.total for key, history in runner.message_hub.log_scalars.items()}
+        self._speed_at = runner.iter, _seconds_of_steps(runner.phases)
+
     def read_logs(self, runner: Runner) -> None:
         """Add a point to each curve."""
         if self._training and is_main_process():
@@ -91,12 +109,12 @@ class ReportHook(Hook):
 
     def _read(self, runner: Runner) -> None:
         """Add the values since the last call to the curves. All of them are on the host."""
-        at = runner.meter.newest
+        at = runner.meter.newest or self._start or 0
         for key, history in runner.message_hub.log_scalars.items():
             new = history.total - self._seen.get(key, 0)
             if new and key.startswith("train/"):
                 # A learning rate is also recorded for checkpoints and at the end of a run.
-                values = history.newest(new)[:1] if _is_rate(key) else history.newest(new)
+                values = history.newest(new)[:1] if is_rate(key) else history.newest(new)
                 self._curve(key).add(at, values)
             self._seen[key] = history.total
         self._read_speed(runner, at)
@@ -106,11 +124,11 @@ class ReportHook(Hook):
         phases = runner.phases
         if phases.steps == 0 or self._start is None:
             return
-        phases.switch(phases.current)
-        spent = sum(phases.seconds.get(phase, 0.0) for phase in STEP_PHASES)
+        spent = _seconds_of_steps(phases)
         before, spent_before = self._speed_at or (self._start + 1, 0.0)
-        if at > before and spent > spent_before:
-            rate = (at - before) * runner.samples_per_step / (spent - spent_before)
+        steps = at - before - sum(before < number <= at for number in runner.rollback.left_out)
+        if steps > 0 and spent > spent_before:
+            rate = steps * runner.samples_per_step / (spent - spent_before)
             self._curve("speed/images_per_second").add(at, [rate])
             self._speed_at = at, spent
         if (now := perf_counter()) - self._memory_at >= _SECONDS_BETWEEN_MEMORY:
@@ -173,7 +191,7 @@ class ReportHook(Hook):
             started=log.started if log else "",
             seconds=sum(phases.seconds.values()) + sum(phases.first.values()),
             environment={"slipstream": __version__, **(log.environment if log else {})},
-            facts=_facts(runner) if trained else {"device": runner.device.type},
+            settings=_settings(runner) if trained else {"device": runner.device.type},
             step=_describe_step(runner) if trained else "",
             iteration=runner.iter,
             max_iterations=runner.max_iters if trained else 0,
@@ -193,23 +211,34 @@ class ReportHook(Hook):
         )
 
 
-def _is_rate(key: str) -> bool:
-    return key == "train/lr" or key.endswith(".lr") or key.startswith("train/lr/")
+def _seconds_of_steps(phases: PhaseTimes) -> float:
+    """Return the time of training so far, without the first step, validation and checkpoints."""
+    phases.switch(phases.current)
+    return sum(phases.seconds.get(phase, 0.0) for phase in STEP_PHASES)
 
 
 def _named(seconds: Any) -> dict[str, float]:
     return {str(phase): round(max(value, 0.0), 6) for phase, value in seconds.items()}
 
 
-def _facts(runner: Runner) -> dict[str, Any]:
+def _settings(runner: Runner) -> dict[str, Any]:
     plan = runner.speed
     return {
         "device": runner.device.type,
         "num_workers": getattr(runner.train_dataloader, "num_workers", 0),
         "prefetch": plan.prefetch,
-        "fused": bool(plan.fused),
+        "fused": _uses_fused(runner.optim_wrapper),
+        "async_save": all(hook.async_save for hook in runner.hooks if isinstance(hook, CheckpointHook)),
         "compile": plan.compile is not None,
     }
+
+
+def _uses_fused(optim: OptimWrapper | OptimWrapperDict | None) -> bool | None:
+    """Return whether the optimizer uses the fused kernels of torch; None if it has no such option or is not one."""
+    if optim is None or isinstance(optim, OptimWrapperDict):
+        return None
+    states = [group.get("fused") for group in optim.param_groups if "fused" in group]
+    return all(state is True for state in states) if states else None
 
 
 def _describe_step(runner: Runner) -> str:

@@ -103,7 +103,8 @@ class IterTimerHook(Hook):
         if self._steps:
             images = self._steps * runner.samples_per_step
             runner.logger.info(
-                f"Trained for {self._steps} steps in {self._spent:.1f} s: {images / self._spent:.1f} images/s"
+                f"Trained for {self._steps} steps in {self._spent:.1f} s: {images / self._spent:.1f} images/s "
+                "(with the first step)"
             )
             runner.message_hub.update_info("images_per_second", images / self._spent, resumed=False)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from slipstream.report.record import RunRecord
 
-__all__ = ["OUTSIDE", "Advice", "advice", "training_seconds", "trusted_split"]
+__all__ = ["OUTSIDE", "Advice", "advice", "mean_speed", "training_seconds", "trusted_split"]
 
 OUTSIDE = ("other", "test")
 """The phases of a run that do not belong to training."""
@@ -51,6 +51,16 @@ def training_seconds(record: RunRecord) -> float:
     return sum(seconds for phase, seconds in record.phases.seconds.items() if phase not in OUTSIDE)
 
 
+def mean_speed(record: RunRecord) -> float | None:
+    """Return the mean training speed in images/s without the first step, validation and checkpoints, or None."""
+    outside = ("validation", "checkpoint", *OUTSIDE)
+    seconds = sum(value for phase, value in record.phases.seconds.items() if phase not in outside)
+    steps = record.phases.steps - 1
+    if steps <= 0 or seconds <= 0 or not record.samples_per_step:
+        return None
+    return steps * record.samples_per_step / seconds
+
+
 def advice(record: RunRecord) -> list[Advice]:
     """Return the recommendations for a run, the largest share first.
 
@@ -71,7 +81,7 @@ def advice(record: RunRecord) -> list[Advice]:
 def _of_data(record: RunRecord, share: dict[str, float]) -> list[Advice]:
     found = []
     if (waits := share.get("data", 0.0)) >= 0.05:
-        workers = record.facts.get("num_workers")
+        workers = record.settings.get("num_workers")
         more = f"num_workers is {workers}. " if isinstance(workers, int) else ""
         found.append(
             Advice(
@@ -82,8 +92,8 @@ def _of_data(record: RunRecord, share: dict[str, float]) -> list[Advice]:
             )
         )
     if (copies := share.get("preprocess", 0.0)) >= 0.05:
-        on_device = record.facts.get("device") != "cpu"
-        prefetch = on_device and not record.facts.get("prefetch")
+        on_device = record.settings.get("device") != "cpu"
+        prefetch = on_device and not record.settings.get("prefetch")
         remedy = (
             "Try prefetch=2, which copies batches ahead." if prefetch else "Simplify the data preprocessor."
         )
@@ -93,15 +103,18 @@ def _of_data(record: RunRecord, share: dict[str, float]) -> list[Advice]:
 
 def _of_others(record: RunRecord, share: dict[str, float]) -> list[Advice]:
     # On an accelerator, the host waits for the device where it reads losses: this time is not the cost of logging.
-    on_host = record.facts.get("device") == "cpu"
+    on_host = record.settings.get("device") == "cpu"
+    background = (
+        ", or in the background (async_save=True)" if record.settings.get("async_save") is False else ""
+    )
     rules = [
         ("validation", 0.2, True, "is validation", "Validate less often (train_cfg.val_interval)."),
         ("checkpoint", 0.03, True, "is spent in checkpoints",
-         "Save less often (default_hooks.checkpoint.interval), or in the background (async_save=True)."),
+         f"Save less often (default_hooks.checkpoint.interval){background}."),
         ("logging", 0.03, on_host, "is spent in reading losses and in log lines",
          "Log less often (default_hooks.logger.interval)."),
         ("hooks", 0.05, True, "is spent in hooks", "Check the custom hooks, for example with ProfilerHook."),
-        ("optimizer", 0.15, on_host and record.facts.get("fused") is False, "is spent in the optimizer",
+        ("optimizer", 0.15, on_host and record.settings.get("fused") is False, "is spent in the optimizer",
          "Try fused=True, which computes the update in fewer kernels."),
     ]  # fmt: skip
     return [

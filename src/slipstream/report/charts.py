@@ -9,7 +9,7 @@ from slipstream.report.record import RunRecord
 from slipstream.report.style import table
 from slipstream.report.svg import STYLES, Line, line_chart, number
 
-__all__ = ["MOST_CHARTS", "curve_charts", "figure", "is_per_class"]
+__all__ = ["MOST_CHARTS", "curve_charts", "figure", "is_per_class", "is_rate"]
 
 MOST_CHARTS = 24
 """Number of charts on a page; further scalars are listed in a table."""
@@ -38,7 +38,7 @@ def curve_charts(record: RunRecord) -> str:
 def _groups(record: RunRecord) -> Iterator[tuple[str, str, list[str]]]:
     """Yield title, unit and curves of each chart, the most important first."""
     names = list(record.curves)
-    rates = [name for name in names if _is_rate(name)]
+    rates = [name for name in names if is_rate(name)]
     training = [name for name in names if name.startswith("train/") and name not in rates]
     times = [name for name in training if name in ("train/time", "train/data_time")]
     if "train/loss" in names:
@@ -61,7 +61,8 @@ def _groups(record: RunRecord) -> Iterator[tuple[str, str, list[str]]]:
             yield name, "", [name]
 
 
-def _is_rate(name: str) -> bool:
+def is_rate(name: str) -> bool:
+    """Return whether a scalar is a learning rate: `train/lr`, `train/lr/...` or `train/<optimizer>.lr`."""
     return (
         name == "train/lr"
         or name.startswith("train/lr/")

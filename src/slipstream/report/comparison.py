@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -14,13 +14,14 @@ from slipstream.report.advice import OUTSIDE, training_seconds
 from slipstream.report.charts import MOST_CHARTS, figure
 from slipstream.report.curve import Curve
 from slipstream.report.record import RunRecord
-from slipstream.report.style import document, table
+from slipstream.report.style import document, section, table
 from slipstream.report.svg import STYLES, Line, line_chart, number
 
 __all__ = ["MOST_RUNS", "ComparedRun", "compare", "comparison_csv", "comparison_page"]
 
 MOST_RUNS = STYLES
 """Number of runs that can be compared, because each has a separate line style."""
+_UNKNOWN = "unknown"
 _SETTINGS_OF_A_RUN = ("work_dir", "experiment_name", "resume", "load_from")
 
 
@@ -50,19 +51,15 @@ def comparison_page(runs: Sequence[ComparedRun]) -> str:
     numeric = tuple(range(1, len(runs) + 1))
     sections = [
         f"<h1>Comparison of {len(runs)} runs</h1>",
-        _section(
+        section(
             "Results",
             table(["", *labels], [[name, *map(_shown, row)] for name, row in _results(runs)], numeric),
         ),
-        _section("Time split, percent of training", _split(runs)),
-        _section("Different settings", _settings(runs)),
-        _section("Curves", _charts(runs)),
+        section("Time split, percent of training", _split(runs)),
+        section("Different settings", _settings(runs)),
+        section("Curves", _charts(runs)),
     ]
     return document(f"{', '.join(labels)} – Slipstream comparison", "\n".join(filter(None, sections)))
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>\n{body}</section>" if body else ""
 
 
 def comparison_csv(runs: Sequence[ComparedRun]) -> str:
@@ -142,13 +139,26 @@ def _split(runs: Sequence[ComparedRun]) -> str:
 
 
 def _differences(runs: Sequence[ComparedRun]) -> list[tuple[str, list[Any]]]:
-    """Return the settings and versions that are not the same in all runs; None if a run does not have one."""
+    """Return the settings and versions that are not the same in all runs whose settings are known.
+
+    A value is None if a run does not have the setting, and `unknown` if a run has no configuration or no versions.
+    """
     records = [run.record for run in runs]
     keys = sorted({key for record in records for key in record.config} - set(_SETTINGS_OF_A_RUN))
-    rows = [(key, [record.config.get(key) for record in records]) for key in keys]
+    rows = [(key, [_setting(record.config, key) for record in records]) for key in keys]
     names = sorted({name for record in records for name in record.environment})
-    rows += [(f"environment: {name}", [record.environment.get(name) for record in records]) for name in names]
-    return [(key, row) for key, row in rows if any((type(v), v) != (type(row[0]), row[0]) for v in row)]
+    rows += [
+        (f"environment: {name}", [_setting(record.environment, name) for record in records]) for name in names
+    ]
+    return [(key, row) for key, row in rows if _differ([value for value in row if value is not _UNKNOWN])]
+
+
+def _setting(values: Mapping[str, Any], key: str) -> Any:
+    return values.get(key) if values else _UNKNOWN
+
+
+def _differ(values: Sequence[Any]) -> bool:
+    return any((type(value), value) != (type(values[0]), values[0]) for value in values)
 
 
 def _settings(runs: Sequence[ComparedRun]) -> str:

@@ -58,6 +58,12 @@ class Curve:
         if len(self) >= self.limit:
             self._merge()
 
+    def truncate(self, x: float) -> None:
+        """Remove the points whose newest value is after iteration `x`."""
+        kept = sum(each <= x for each in self.x)
+        for name in _LISTS:
+            del getattr(self, name)[kept:]
+
     def points(self, most: int) -> Curve:
         """Return a curve with at most `most` points (at least 2), merged from this one."""
         merged = Curve(max(self.limit, len(self) + 1), **{name: list(getattr(self, name)) for name in _LISTS})

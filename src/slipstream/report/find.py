@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ConfigError, DataError
+from slipstream.report.advice import mean_speed
 from slipstream.report.files import JSON, read_run
 from slipstream.report.log_files import log_file
 from slipstream.report.record import RunRecord
 
-__all__ = ["RunRow", "find_runs", "is_run", "row_of", "run_folder"]
+__all__ = ["COLUMNS", "RunRow", "find_runs", "is_run", "row_of", "run_folder"]
 
 _DEPTH = 5
 """Number of folder levels that are searched."""
@@ -103,23 +104,13 @@ def run_folder(path: Path) -> Path:
         raise ConfigError(
             f"{path} contains no run: neither report.json nor a log; to search subfolders, use slipstream runs {path}"
         )
-    return max(runs, key=lambda run: (run.stat().st_mtime, run.name))
+    return max(runs, key=lambda run: (row_of(run).value("started") or "", run.name))
 
 
 def value_of(record: RunRecord, key: str) -> Any:
     """Return a value of a record by name, or None: see `RunRow.value`."""
-    columns = {
-        "name": record.name,
-        "started": record.started,
-        "iteration": record.iteration,
-        "epoch": record.epoch,
-        "seconds": record.seconds,
-        "step": record.step,
-        "loss": _last(record, "train/loss"),
-        "images_per_second": _last(record, "speed/images_per_second"),
-    }
-    if key in columns:
-        return columns[key]
+    if key in _OF_RECORD:
+        return _OF_RECORD[key](record)
     for name in (key, f"val/{key}", f"test/{key}", f"train/{key}"):
         if name in record.curves:
             return _last(record, name)
@@ -129,3 +120,17 @@ def value_of(record: RunRecord, key: str) -> Any:
 def _last(record: RunRecord, name: str) -> float | None:
     curve = record.curves.get(name)
     return None if curve is None else curve.last()
+
+
+_OF_RECORD: dict[str, Callable[[RunRecord], Any]] = {
+    "name": lambda record: record.name,
+    "started": lambda record: record.started,
+    "iteration": lambda record: record.iteration,
+    "epoch": lambda record: record.epoch,
+    "seconds": lambda record: record.seconds,
+    "step": lambda record: record.step,
+    "loss": lambda record: _last(record, "train/loss"),
+    "images_per_second": mean_speed,
+}
+COLUMNS = ("run", "folder", "status", *_OF_RECORD)
+"""The names of the columns, which `RunRow.value` accepts besides scalars and configuration values."""

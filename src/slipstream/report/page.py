@@ -6,11 +6,11 @@ import base64
 from html import escape
 from pathlib import Path
 
-from slipstream.report.advice import OUTSIDE, advice, training_seconds, trusted_split
+from slipstream.report.advice import OUTSIDE, advice, mean_speed, training_seconds, trusted_split
 from slipstream.report.charts import curve_charts, is_per_class
 from slipstream.report.classes import confusion_section
 from slipstream.report.record import RunRecord
-from slipstream.report.style import document, table
+from slipstream.report.style import document, section, table
 from slipstream.report.svg import number
 
 __all__ = ["DESCRIPTIONS", "duration", "page"]
@@ -48,22 +48,16 @@ def page(record: RunRecord, folder: Path | None = None) -> str:
     """
     sections = [
         _head(record),
-        _section("Recommendations", _advice(record)),
-        _section("Time", _split(record)),
-        _section("Curves", curve_charts(record)),
-        *(_section(*confusion_section(each)) for each in record.confusions),
-        _section("Predictions", _picture(folder)),
-        _section("Messages", _messages(record)),
-        _section("Speed options", _options(record)),
-        _section("Configuration", _config(record)),
+        section("Recommendations", _advice(record)),
+        section("Time", _split(record)),
+        section("Curves", curve_charts(record)),
+        *(section(*confusion_section(each)) for each in record.confusions),
+        section("Predictions", _picture(folder)),
+        section("Messages", _messages(record)),
+        section("Speed options", _options(record)),
+        section("Configuration", _config(record)),
     ]
-    return document(
-        f"{record.name} – Slipstream report", "\n".join(section for section in sections if section)
-    )
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>\n{body}</section>" if body else ""
+    return document(f"{record.name} – Slipstream report", "\n".join(filter(None, sections)))
 
 
 def _head(record: RunRecord) -> str:
@@ -108,8 +102,8 @@ def _tiles(record: RunRecord) -> str:
     if (loss := record.curves.get("train/loss")) is not None:
         first = next((value for value in loss.mean if value is not None), None)
         tiles.append(("train/loss", number(loss.last()), f"first {number(first)}"))
-    if (speed := _mean_speed(record)) is not None:
-        tiles.append(("images/s", number(speed), "mean, training only"))
+    if (speed := mean_speed(record)) is not None:
+        tiles.append(("images/s", number(speed), "mean without the first step, training only"))
     for name, label in (("memory/device_peak_mib", "device memory"), ("memory/host_mib", "host memory")):
         highs = (
             [value for value in record.curves[name].high if value is not None]
@@ -125,18 +119,6 @@ def _tiles(record: RunRecord) -> str:
         for label, value, note in tiles
     )
     return f'<ul class="tiles">{"".join(items)}</ul>'
-
-
-def _mean_speed(record: RunRecord) -> float | None:
-    """Return the mean training speed without the first step, validation and checkpoints."""
-    outside = ("validation", "test", "checkpoint", "other")
-    seconds = sum(value for phase, value in record.phases.seconds.items() if phase not in outside)
-    steps = record.phases.steps - 1
-    return (
-        steps * record.samples_per_step / seconds
-        if steps > 0 and seconds > 0 and record.samples_per_step
-        else None
-    )
 
 
 def duration(seconds: float) -> str:
@@ -211,15 +193,15 @@ def _split_notes(record: RunRecord) -> list[str]:
     ]
     if record.step:
         notes.append(f"Training step: {record.step}.")
-    if record.facts.get("device", "cpu") != "cpu":
+    if record.settings.get("device", "cpu") != "cpu":
         notes.append(
-            f"Kernels on the {record.facts['device']} device run asynchronously. The host does not observe when they "
-            "run: forward, backward and optimizer contain the time to launch kernels, and the time that the host "
-            "waits for the device is in the phase in which it waits, usually reading losses."
+            f"Kernels on the {record.settings['device']} device run asynchronously. The host does not observe "
+            "when they run: forward, backward and optimizer contain the time to launch kernels, and the time "
+            "that the host waits for the device is in the phase in which it waits, usually reading losses."
         )
-    if record.facts.get("prefetch"):
+    if record.settings.get("prefetch"):
         notes.append("With prefetch, the copy to the device starts while the loop waits for data.")
-    if "step" in record.phases.seconds and record.facts.get("compile"):
+    if "step" in record.phases.seconds and record.settings.get("compile"):
         notes.append(
             "A step that is compiled as one graph is not split. Its time includes the compilation and verification of "
             "the graph after the first step."

@@ -83,7 +83,7 @@ class RunRecord:
     """Duration of the run."""
     environment: dict[str, str] = field(default_factory=dict)
     """Versions, device and number of processes."""
-    facts: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     """Settings that the recommendations depend on, such as the number of workers."""
     step: str = ""
     """How the training step was computed at the end of the run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-__all__ = ["document", "table"]
+__all__ = ["document", "section", "table"]
 
 _STYLE = """
 :root{color-scheme:light dark;--bg:#fff;--card:#f6f7f9;--ink:#1c2127;--soft:#5b6570;--rule:#d9dee4;--good:#0b6b3a;
@@ -76,6 +76,11 @@ def document(title: str, body: str) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
     )
+
+
+def section(title: str, body: str) -> str:
+    """Return a section with a heading, or an empty string if `body` is empty; only `title` is escaped."""
+    return f"<section><h2>{escape(title)}</h2>\n{body}</section>" if body else ""
 
 
 def table(header: list[str], rows: list[list[str]], numeric: tuple[int, ...] = ()) -> str:

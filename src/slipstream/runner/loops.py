@@ -249,7 +249,8 @@ class _TrainLoop(BaseLoop):
                 return
             except rollback.faults as error:
                 fault = error
-            rollback.recover(fault)
+            with runner.phases.during("checkpoint"):
+                rollback.recover(fault)
 
     def _train_on(self, idx: int, data_batch: Any) -> None:
         """Train on one batch, or leave it out if it caused a fault."""
@@ -257,11 +258,13 @@ class _TrainLoop(BaseLoop):
             self.run_iter(idx, data_batch)
             return
         runner = self._runner
+        runner.phases.switch("hooks")
         runner.rollback.leave_out()
         self.inner_iter = idx + 1
         for hook in runner.hooks_at("after_left_out_iter"):
             hook(runner, batch_idx=idx)
         self._iter += 1
+        runner.phases.switch("data")
 
     def run_iter(self, idx: int, data_batch: Any) -> None:
         """Train on one batch and call the hooks before and after it."""
@@ -407,6 +410,7 @@ class EpochBasedTrainLoop(_TrainLoop):
         warn_of_single_sample(runner.model, self.dataloader, runner.logger.warning)
         with self._annotate_errors():
             self._recover(self._run_epochs)
+        runner.phases.switch("other")
         runner.call_hook("after_train")
         return runner.model
 
@@ -475,6 +479,7 @@ class IterBasedTrainLoop(_TrainLoop):
         runner.model.train()
         with self._annotate_errors():
             self._recover(self._run_iters)
+        runner.phases.switch("other")
         self._log_skipped()
         runner.call_hook("after_train_epoch")
         runner.call_hook("after_train")

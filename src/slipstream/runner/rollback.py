@@ -77,9 +77,14 @@ class Rollback:
     """Restores the state of a run from its last good checkpoint, and leaves out the batches that caused a fault.
 
     A checkpoint is only written after all losses up to its step have been read and all weights have been checked.
-    Therefore a checkpoint from before the first bad loss is good. A non-finite or high loss can be caused by its own
-    batch, or by the update before it. Therefore the batches of both updates are left out: with gradient accumulation,
-    the accumulation window of the bad loss and the previous one.
+    Therefore a checkpoint from before the first bad loss is usually good. A non-finite or high loss can be caused by
+    its own batch, or by the update before it. Therefore the batches of both updates are left out: with gradient
+    accumulation, the accumulation window of the bad loss and the previous one.
+
+    A checkpoint between the bad update and the bad loss contains weights that are large but finite. The next loss after
+    the roll-back is then also bad. Therefore, if a fault follows directly after steps that are left out, the run goes
+    back to a checkpoint from before the update that precedes these steps, and leaves out this update as well. If there
+    is no such checkpoint, the newest one is used again, until `max_rollbacks` is reached.
 
     A batch that is left out still counts as a step: iterations, epochs, schedules and the order of the data stay the
     same as in a run without a fault. Its accumulation window makes no update.
@@ -156,8 +161,9 @@ class Rollback:
                 f"{error}. The run has used all of its roll-backs (max_rollbacks={policy.max_rollbacks})",
             )
             raise error
-        first, last = self._range(error, policy.skip_before)
-        target = self._choose(error.iteration - 1, first - 1 if policy.skip_before else error.iteration - 1)
+        first, last, again = self._range(error, policy.skip_before)
+        earlier = policy.skip_before or again
+        target = self._choose(error.iteration - 1, first - 1 if earlier else error.iteration - 1)
         if target is None:
             error.args = (
                 f"{error}. The run cannot go back, because no complete checkpoint from before iteration "
@@ -175,18 +181,23 @@ class Rollback:
         self._set(ranges, count)
         runner.call_hook("after_rollback")
 
-    def _range(self, error: Fault, skip_before: int) -> tuple[int, int]:
-        """Return the first and the last step to leave out, if the checkpoint is old enough."""
+    def _range(self, error: Fault, skip_before: int) -> tuple[int, int, bool]:
+        """Return the first and the last step to leave out, and whether the fault follows steps that are left out.
+
+        Such a fault can be caused by the update before these steps, which made the weights large but finite. Then the
+        checkpoint after this update is not good, so the run goes back further, and this update is also left out.
+        """
         assert error.iteration is not None
         optim = self._runner.optim_wrapper
         assert optim is not None
         window = optim.accumulative_counts
         end = error.last if isinstance(error, LossSpikeError) else error.iteration
         first = ((error.iteration - 1) // window - 1) * window + 1
-        while first in self.left_out:  # the update before the bad loss is an earlier one
+        previous = first
+        while any(step in self.left_out for step in range(first - window, first + window)):
             first -= window
         last = ((end - 1) // window + 1) * window
-        return first - skip_before, min(last, self._runner.max_iters)
+        return first - skip_before, min(last, self._runner.max_iters), first < previous
 
     def _choose(self, done: int, wanted: int) -> tuple[int, Path] | None:
         """Return the newest intact checkpoint after at most `wanted` steps; if there is none, after at most `done`."""
@@ -233,6 +244,7 @@ class Rollback:
         runner.message_hub.drop_saved()
         runner.resume(path)
         runner.resumed_from = resumed_from
+        runner.meter.newest = runner.iter
         runner.restore_counts()
         for name, buffer in core.named_buffers():
             if name in self._buffers:

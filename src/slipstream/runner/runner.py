@@ -271,7 +271,8 @@ class Runner:
             finally:
                 if isinstance(self.step, GraphStep):
                     self.step.pause()
-            self._writer.wait()
+            with self.phases.during("checkpoint"):
+                self._writer.wait()
             self.read_logs()
             self.call_hook("after_run")
         return self.model
@@ -330,7 +331,8 @@ class Runner:
         """Activate the run's logger, hub and options; close log files and hooks on exit, even after an error."""
         set_random_state(self._random_state)
         self.error = None
-        self.phases.start()
+        if any(isinstance(hook, ReportHook) for hook in self._hooks):  # otherwise nothing reads the times
+            self.phases.start()
         try:
             with (
                 self._build_context(),
