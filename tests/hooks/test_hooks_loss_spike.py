@@ -206,3 +206,13 @@ def test_unknown_loss_is_rejected(tmp_path):
         ConfigError, match=r"custom_hooks\[0\].monitor: the model returns no 'los'; did you mean 'loss'"
     ):
         train(tmp_path, monitor="los")
+
+
+def test_each_spike_is_reported_if_several_are_read_at_once():
+    losses = noisy(120)
+    losses[80] = losses[90] = 9.0
+    assert len(watched(losses, read_every=50)) == 2
+
+
+def test_losses_that_are_mostly_zero_have_no_spikes():
+    assert watched([0.0] * 100 + [0.002] * 3) == []

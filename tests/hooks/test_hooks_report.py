@@ -378,3 +378,12 @@ def test_roll_backs_and_the_end_of_the_run_are_in_their_phases(tmp_path, monkeyp
         )
         seconds = {phase: value for phase, value in report(runner).phases.seconds.items() if value}
         assert seconds == {"checkpoint": 1000.0, "other": 7.0, "hooks": 10.0}
+
+
+@pytest.mark.parametrize("value", [lambda: 1, torch.ones(2, 2).numpy(), [[0.5]]])
+def test_another_attribute_named_confusion_does_not_fail_the_run(value, tmp_path):
+    class Own(IoUMetric):
+        confusion = property(lambda metric: value, lambda metric, counts: None)
+
+    runner = run(tmp_path, model=Pixels(), **validation([dict(type=Own, num_classes=3)]))
+    assert report(runner).confusions == []

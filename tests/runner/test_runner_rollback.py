@@ -478,3 +478,30 @@ def test_checkpoint_with_the_bad_update_is_not_restored_again(tmp_path):
 def test_run_stops_if_all_checkpoints_contain_the_bad_update(tmp_path):
     with pytest.raises(NonFiniteLossError, match="used all of its roll-backs"):
         with_huge_update(tmp_path, 9)
+
+
+class Grows(Breaks):
+    """A model with a cache that is not saved and grows with the calls."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, inputs, targets, mode):
+        if len(self.cache) < 4:
+            self.cache = torch.arange(4.0)
+        assert self.cache.tolist() == [0, 1, 2, 3]
+        return super().forward(inputs, targets, mode)
+
+
+def test_buffer_that_changed_its_shape_is_replaced(tmp_path):
+    runner = recovering(tmp_path, model=Grows(broken=[8]))
+    assert runner.rollback.left_out == {7, 8}
+
+
+def test_replaced_file_is_an_earlier_checkpoint_no_more(tmp_path):
+    hooks = saving(3)
+    hooks["checkpoint"]["filename_tmpl"] = "latest.pth"
+    runner = recovering(tmp_path, 3, Breaks(broken=[11]), dict(skip_before=4), default_hooks=hooks)
+    assert "latest.pth (iteration 9;" in next(tmp_path.glob("*/*.log")).read_text()
+    assert runner.rollback.left_out == {10, 11}

@@ -1,12 +1,17 @@
 """The learning rate range test."""
 
 import math
+import random
 
 import pytest
+import torch
 from PIL import Image
+from torch import nn
+from torch.optim import SGD
 
 from slipstream.errors import ConfigError
 from slipstream.tune.lr_range import LrRange, sweep_lr
+from slipstream.tune.observer import Finished, LrSweep
 
 
 def rates(count=100):
@@ -50,3 +55,31 @@ def test_plot_is_a_png_file(tmp_path):
 def test_invalid_ranges_are_refused(start, end, steps):
     with pytest.raises(ConfigError, match="find_lr: requires"):
         sweep_lr(lambda setting: None, start, end, steps, 60)
+
+
+class Sent(list):
+    """The sending end of a connection."""
+
+    send = list.append
+
+
+@pytest.mark.parametrize("offset", [0.0, -100.0])
+def test_noisy_and_negative_losses_do_not_end_the_sweep(offset):
+    generator, sent = random.Random(0), Sent()
+    sweep = LrSweep(sent, 1e-7, 1.0, 100)
+    weight = nn.Parameter(torch.zeros(1))
+    for rate in rates():
+        sweep.before_step(SGD([weight], lr=0.1).param_groups)
+        try:
+            sweep.after_step(torch.tensor(curve(rate) * generator.choice([0.3, 1.7]) + offset))
+        except Finished:
+            break
+    assert len(sent[-1]["losses"]) == 100
+
+
+def test_divergence_ends_the_sweep():
+    sweep = LrSweep(Sent(), 1e-7, 1.0, 100)
+    for _ in range(30):
+        sweep.after_step(torch.tensor(1.0))
+    with pytest.raises(Finished):
+        sweep.after_step(torch.tensor(100.0))

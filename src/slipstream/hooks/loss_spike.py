@@ -150,31 +150,32 @@ class LossSpikeHook(Hook):
             )
         read, self._read = self._read, []
         steps = _mean_by_step(all_gather_object(read))
-        found: tuple[int, str] | None = None
+        found: list[tuple[int, str]] = []
         for number, loss in steps:
             limit = self._limit()
             if loss > limit:
                 self._first = number if self._above == 0 else self._first
                 self._above += 1
-                if self._above == self.patience and found is None:
-                    found = (self._first, self._describe(number, loss))
+                if self._above == self.patience:
+                    found.append((self._first, self._describe(number, loss)))
             else:
                 self._above = 0
             self._losses.append(loss)
         runner.message_hub.update_info(self._key, [list(self._losses), self._above, self._first])
-        if found is None:
-            return
-        if self.action == "rollback":
-            raise LossSpikeError(found[1], found[0], steps[-1][0])
-        runner.logger.warning(found[1])
+        if found and self.action == "rollback":
+            first, text = found[0]
+            raise LossSpikeError(text, first, steps[-1][0])
+        for _, text in found:
+            runner.logger.warning(text)
 
     def _limit(self) -> float:
-        """Return the limit for the next loss, or infinity if there are too few losses."""
+        """Return the limit for the next loss, or infinity if there are too few losses or most of them are 0."""
         if len(self._losses) < self.min_history:
             return math.inf
         middle = median(self._losses)
         spread = median(abs(loss - middle) for loss in self._losses)
-        return middle + self.threshold * max(_NORMAL * spread, _SMALLEST * abs(middle))
+        scale = max(_NORMAL * spread, _SMALLEST * abs(middle))
+        return middle + self.threshold * scale if scale else math.inf
 
     def _describe(self, number: int, loss: float) -> str:
         steps = f" for {self.patience} steps" if self.patience > 1 else ""

@@ -25,6 +25,7 @@ from slipstream.report.record import Confusion, OptionRow, Status
 from slipstream.speed.table import option_rows
 from slipstream.step import EagerStep
 from slipstream.step.graph import GraphStep
+from slipstream.typecheck import matches
 from slipstream.version import __version__
 
 if TYPE_CHECKING:
@@ -144,14 +145,19 @@ class ReportHook(Hook):
                 self._curve(self._evaluated(f"{mode}/{name}", runner.iter)).add(runner.iter, [value])
         loop = runner.val_loop if mode == "val" else runner.test_loop
         for metric in getattr(getattr(loop, "evaluator", None), "metrics", ()):  # a user's loop may have none
-            matrix = getattr(metric, "confusion", None)
-            if matrix is None or len(matrix) > _MOST_CLASSES or self._known(mode, runner.iter, matrix):
+            matrix: Any = getattr(metric, "confusion", None)
+            # A user's metric may have other attributes with these names.
+            if not matches(matrix, list[list[int]]) or len(matrix) > _MOST_CLASSES:
+                continue
+            if self._known(mode, runner.iter, matrix):
                 continue
             name = f"{metric.prefix} {type(metric).__name__}" if metric.prefix else type(metric).__name__
             named = getattr(metric, "class_names", None)
             if (mode, name) in self._confusions and self._confusions[mode, name].iteration == runner.iter:
                 continue
-            names = list(map(str, range(len(matrix)) if named is None else named()))
+            names = list(map(str, named() if callable(named) else ()))
+            if len(names) != len(matrix):
+                names = list(map(str, range(len(matrix))))
             self._confusions[mode, name] = Confusion(name, mode, runner.iter, names, matrix)
 
     def _evaluated(self, key: str, at: int) -> str:

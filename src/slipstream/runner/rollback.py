@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from slipstream.checkpoint import mark_last_checkpoint
@@ -128,7 +128,8 @@ class Rollback:
 
     def add(self, iteration: int, path: Path) -> None:
         """Remember a complete checkpoint of this run, written after `iteration` steps."""
-        self._saved.append((iteration, path))
+        kept = (entry for entry in self._saved if entry[1] != path)  # the file of such an entry was replaced
+        self._saved = deque((*kept, (iteration, path)), maxlen=_REMEMBERED)
 
     def agree(self, error: NonFiniteLossError | None) -> NonFiniteLossError | None:
         """Return the earliest error of any rank on all ranks. Every rank must call this."""
@@ -246,9 +247,8 @@ class Rollback:
         runner.resumed_from = resumed_from
         runner.meter.newest = runner.iter
         runner.restore_counts()
-        for name, buffer in core.named_buffers():
-            if name in self._buffers:
-                buffer.detach().copy_(self._buffers[name])
+        for name, initial in self._buffers.items():
+            _restore_buffer(core, name, initial)
         runner.train_loop.stop_training = False
         newer = [entry for entry in self._saved if entry[0] > runner.iter]
         if newer:
@@ -295,6 +295,17 @@ class Rollback:
             drop_unsharded_gradients(unwrap_model(runner.model))
             optim.zero_grad()
             optim.count_batch()
+
+
+def _restore_buffer(core: nn.Module, name: str, initial: Tensor) -> None:
+    """Restore a buffer in place, or replace it if the model has changed its shape or dtype, as a cache that grows."""
+    owner, _, leaf = name.rpartition(".")
+    buffers = core.get_submodule(owner)._buffers
+    current = buffers.get(leaf)
+    if current is None or (current.shape, current.dtype) != (initial.shape, initial.dtype):
+        buffers[leaf] = initial.clone()
+    else:
+        current.detach().copy_(initial)
 
 
 def _is_valid(info: Any) -> bool:

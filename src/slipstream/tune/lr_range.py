@@ -13,12 +13,11 @@ from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.extras import extra
 from slipstream.files import replacing
 from slipstream.tune.jobs import Setting
-from slipstream.tune.observer import LrSweep
+from slipstream.tune.observer import SETTLING, SMOOTHING, LrSweep
 from slipstream.tune.process import Job, Process, TrialError
 
 __all__ = ["LrRange", "sweep_lr"]
 
-_SMOOTHING = 0.9
 _FEWEST = 10
 _SMALLEST_FALL = 1e-3
 """Relative fall of the smoothed loss below which there is no suggestion."""
@@ -38,18 +37,19 @@ class LrRange:
         """The finite losses, as an exponential moving average with bias correction."""
         average, found = 0.0, []
         for step, loss in enumerate(filter(math.isfinite, self.losses), start=1):
-            average = _SMOOTHING * average + (1 - _SMOOTHING) * loss
-            found.append(average / (1 - _SMOOTHING**step))
+            average = SMOOTHING * average + (1 - SMOOTHING) * loss
+            found.append(average / (1 - SMOOTHING**step))
         return found
 
     @property
     def suggestion(self) -> float | None:
         """The learning rate at which the smoothed loss falls fastest per factor of the rate; None if it never falls."""
         losses = self.smoothed
-        if len(losses) < _FEWEST or losses[0] - min(losses) <= _SMALLEST_FALL * abs(losses[0]):
+        first = min(SETTLING, len(losses) // 4)
+        if len(losses) < _FEWEST or losses[first] - min(losses) <= _SMALLEST_FALL * abs(losses[first]):
             return None
         lowest = losses.index(min(losses))
-        steps = range(1, min(lowest, len(losses) - 2) + 1)
+        steps = range(max(first, 1), min(lowest, len(losses) - 2) + 1)
         # The rates increase by a constant factor, so differences of losses are proportional to the derivative.
         falls = {step: losses[step - 1] - losses[step + 1] for step in steps}
         best = max(falls, key=lambda step: falls[step], default=None)

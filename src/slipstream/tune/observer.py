@@ -92,17 +92,24 @@ class Timer(Observer):
         return seconds
 
 
+SMOOTHING = 0.9
+"""Decay of the exponential moving average of the losses in a learning rate range test."""
+SETTLING = 10
+"""Number of steps after which this average hardly depends on single batches."""
+
+
 class LrSweep(Observer):
     """Increase the learning rate exponentially from step to step, and report the losses.
 
-    The sweep ends after `steps` steps, at a loss that is not finite, or at a loss above `limit` times the smallest one.
+    The sweep ends after `steps` steps, at a loss that is not finite, or if it diverges: if the smoothed loss `s` rises
+    above `best + (limit - 1) * abs(best)`, where `best` is the smallest `s` after the first ten steps.
 
     Args:
         connection: connection to the parent process.
         start, end: first and last learning rate of the group with the largest configured rate. The ratios between
             groups do not change.
         steps: number of steps.
-        limit: largest ratio between a loss and the smallest loss so far.
+        limit: largest ratio between the smoothed loss and its smallest value.
     """
 
     def __init__(
@@ -112,6 +119,7 @@ class LrSweep(Observer):
         self._rates = [start * (end / start) ** (i / (steps - 1)) for i in range(steps)]
         self._limit = limit
         self._losses: list[float] = []
+        self._average, self._best = 0.0, float("inf")
         self._scales: list[float] = []
 
     def before_step(self, param_groups: Sequence[dict[str, Any]]) -> None:
@@ -133,11 +141,20 @@ class LrSweep(Observer):
         self._losses.append(value)
         self.connection.send({"event": "step", "seconds": 0.0})
         finite = -float("inf") < value < float("inf")
-        diverged = not finite or (len(self._losses) > 1 and value > self._limit * min(self._losses))
-        if diverged or len(self._losses) == len(self._rates):
+        if not finite or self._diverges(value) or len(self._losses) == len(self._rates):
             rates = self._rates[: len(self._losses)]
             self.connection.send({"event": "sweep", "rates": rates, "losses": self._losses})
             raise Finished
+
+    def _diverges(self, loss: float) -> bool:
+        # The losses of single batches are too noisy to compare.
+        steps = len(self._losses)
+        self._average = SMOOTHING * self._average + (1 - SMOOTHING) * loss
+        smoothed = self._average / (1 - SMOOTHING**steps)
+        if steps <= SETTLING:
+            return False
+        self._best = min(self._best, smoothed)
+        return smoothed > self._best + (self._limit - 1) * abs(self._best)
 
 
 def total_loss(logs: Mapping[str, Any]) -> Tensor:
