@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from networks import RECIPES, Case
-from report import circumstances, table, write_result
 from torch import nn
 
+from networks import RECIPES, Case
+from report import circumstances, table, write_result
 from slipstream.speed.accelerate import TrainStep, accelerate
 
 SLICE, PAIRS = 2.0, 8

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from report import circumstances, table, write_result
 from torch import nn
 
+from report import circumstances, table, write_result
 from slipstream.checkpoint import BackgroundWriter, load_checkpoint, write_checkpoint
 
 LAYERS, WIDTH = 24, 2048

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from report import circumstances, table, write_result
 from torch import Tensor, nn
 
+from report import circumstances, table, write_result
 from slipstream.speed.compile import CompileOptions, compile_model
 from slipstream.speed.compile_cache import use_cache
 from slipstream.speed.compile_report import CompileReport

@@ -40,9 +40,9 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image, ImageEnhance, ImageOps
-from report import circumstances, table, write_result
 from torch.utils.data import default_collate
 
+from report import circumstances, table, write_result
 from slipstream.apps.street_scenes.folder import write_street_folder
 from slipstream.dataset import SampleIndex
 from slipstream.dataset.sources import decode

@@ -12,10 +12,10 @@ from statistics import median
 from time import perf_counter
 
 import torch
-from report import circumstances, table, write_result
 from torch import nn
 from torch.optim import Optimizer
 
+from report import circumstances, table, write_result
 from slipstream.speed.fused import fuse
 
 KINDS: dict[str, Callable[..., Optimizer]] = {

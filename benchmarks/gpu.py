@@ -24,12 +24,13 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from gpu_contenders import EAGER, Clock, Setting, Train, contenders
-from networks import RECIPES
-from report import circumstances, table, write_result
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
+
+from gpu_contenders import EAGER, Clock, Setting, Train, contenders
+from networks import RECIPES
+from report import circumstances, table, write_result
 
 SHAPES = {
     "pp_lite_t_seg75": ((768, 768), 8),

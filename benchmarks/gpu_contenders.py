@@ -13,9 +13,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from networks import Case
 from torch import Tensor, nn
 
+from networks import Case
 from slipstream import accelerate
 
 Batch = Sequence[Tensor]

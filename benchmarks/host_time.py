@@ -25,10 +25,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import torch
 import torch.nn.functional as F
-from overhead import conv_net, mlp
-from report import circumstances, table, write_result
 from torch import Tensor, nn
 
+from overhead import conv_net, mlp
+from report import circumstances, table, write_result
 from slipstream import accelerate
 
 JAX = importlib.util.find_spec("jax") is not None

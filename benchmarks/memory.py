@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from report import circumstances, table, write_result
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from report import circumstances, table, write_result
 from slipstream.hooks import Hook
 from slipstream.model import BaseModel
 from slipstream.runner import Runner

@@ -14,9 +14,9 @@ from statistics import median
 from time import perf_counter, process_time
 
 import torch
-from fused import make
 from torch import nn
 
+from fused import make
 from report import circumstances, table, write_result
 from slipstream.optim import OptimWrapper
 from slipstream.speed.nan_guard import StepGuard

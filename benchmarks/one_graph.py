@@ -28,12 +28,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from networks import RECIPES, Case
-from overhead import conv_net, mlp
-from report import circumstances, table, write_result
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from networks import RECIPES, Case
+from overhead import conv_net, mlp
+from report import circumstances, table, write_result
 from slipstream import accelerate
 
 CHECKED = 4

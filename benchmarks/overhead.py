@@ -23,10 +23,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from contenders import COMPILED, CONTENDERS, Work, installed
-from report import circumstances, table, write_result
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from contenders import COMPILED, CONTENDERS, Work, installed
+from report import circumstances, table, write_result
 
 BATCH_SIZE = 8
 CLASSES = 4

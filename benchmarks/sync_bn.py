@@ -19,9 +19,9 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from report import circumstances, table, write_result
 from torch import nn
 
+from report import circumstances, table, write_result
 from slipstream.model import convert_sync_batchnorm, sync_batchnorm
 
 WAYS = {"two per direction": 0, "one per direction": sync_batchnorm._ONE_MESSAGE}
