@@ -15,6 +15,8 @@ from slipstream.model import convert_sync_batchnorm, sync_batchnorm
 from slipstream.speed.activation_checkpointing import ActivationCheckpointingOptions, checkpoint_activations
 from slipstream.step.dynamo import why_not_recomputed
 
+pytestmark = pytest.mark.slow  # starts processes and takes more than ten seconds
+
 BLOCKS = ActivationCheckpointingOptions(["Block"])
 AMP = dict(SGD, type="AmpOptimWrapper", dtype="bfloat16")
 

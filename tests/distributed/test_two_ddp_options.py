@@ -13,6 +13,8 @@ from two_trainings import Labeled, LossOfEachStep, SteppedNet, train
 from slipstream.dist import get_rank, own_or_mean
 from slipstream.model import BaseModel, MMDistributedDataParallel, MMSeparateDistributedDataParallel
 
+pytestmark = pytest.mark.slow  # starts processes and takes more than ten seconds
+
 ACCUMULATED = dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9), accumulative_counts=4)
 BF16 = dict(ACCUMULATED, type="AmpOptimWrapper", dtype="bfloat16")
 

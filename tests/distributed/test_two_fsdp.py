@@ -8,6 +8,8 @@ from two_processes import run_in_two
 from slipstream.errors import ModelError, SlipstreamError
 from slipstream.optim import OptimWrapper
 
+pytestmark = pytest.mark.slow  # starts processes and takes more than ten seconds
+
 AMP = dict(SGD, type="AmpOptimWrapper", dtype="bfloat16")
 
 

@@ -14,6 +14,8 @@ from slipstream.speed.accelerate import accelerate
 from slipstream.speed.steps import Training, build_step
 from slipstream.step.sync import GradientSync
 
+pytestmark = pytest.mark.slow  # starts processes and takes more than ten seconds
+
 STEPS, BATCH = 20, 8
 EAGER = dict(backend="eager")
 OPTIONS = dict(sync_bn=True, accumulate=2, clip_grad=dict(max_norm=0.3), ema=dict(decay=0.9, type="constant"))

@@ -16,6 +16,8 @@ from slipstream.model import BaseModel, unwrap_model
 from slipstream.model.sync_batchnorm import convert_sync_batchnorm
 from slipstream.optim import OptimWrapper
 
+pytestmark = pytest.mark.slow  # starts processes and takes more than ten seconds
+
 WINDOWS = dict(SGD, accumulative_counts=2)
 EMA = dict(type="EMAHook", momentum=0.2)
 SCALED = dict(

@@ -12,6 +12,8 @@ from slipstream.model import unwrap_model
 from slipstream.runner import Runner
 from slipstream.speed.accelerate import accelerate
 
+pytestmark = pytest.mark.slow  # starts processes and takes more than ten seconds
+
 GRAPH = dict(scope="step", backend="aot_eager", cache=False)
 TOGETHER = dict(accumulate=2, clip_grad=dict(max_norm=0.3), ema=dict(type="swa", interval=2))
 OPTIONS = {

@@ -12,6 +12,8 @@ from two_trainings import train
 from slipstream.hooks import Hook
 from slipstream.preemption import Preempted, Preemption
 
+pytestmark = pytest.mark.slow  # starts processes and takes more than ten seconds
+
 
 class SignalToRank1(Hook):
     """Send SIGUSR1 to rank 1 after a step."""

@@ -9,6 +9,8 @@ from slipstream.training.optimizers import optim_wrapper
 from slipstream.training.params import TrainingParams
 from slipstream.training.schedules import lr_schedules
 
+pytestmark = pytest.mark.slow  # starts processes and takes more than ten seconds
+
 RATES = {"first": 0.01, "middle": 0.05, "default": 0.2}
 PARAMS = TrainingParams.read(
     dict(

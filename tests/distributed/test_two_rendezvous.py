@@ -9,6 +9,8 @@ from ranks import job, run_jobs
 
 from ports import free_port
 
+pytestmark = pytest.mark.slow  # starts processes and takes more than ten seconds
+
 JOIN = """
 from slipstream import dist
 dist.init_dist({launcher!r}, timeout=60, init_timeout={seconds})

@@ -11,6 +11,8 @@ from slipstream.dist.sharding import whole
 from slipstream.hooks import Hook
 from tiny_runs import Net, run
 
+pytestmark = pytest.mark.slow  # starts processes and takes more than ten seconds
+
 
 class Breaks(Net):
     """A model whose loss on rank 1 is NaN in the calls in `broken`."""

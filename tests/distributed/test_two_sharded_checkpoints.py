@@ -15,6 +15,8 @@ from two_processes import run_in_two
 from slipstream.checkpoint import consolidate, find_latest_checkpoint, load_checkpoint, verify_checkpoint
 from slipstream.errors import CheckpointError, NonFiniteLossError
 
+pytestmark = pytest.mark.slow  # starts processes and takes more than ten seconds
+
 SAVE = dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1)), optim=ADAMW, ema=True)
 BY_ITER = dict(
     optim=ACCUMULATED,

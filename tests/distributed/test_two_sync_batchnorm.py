@@ -10,6 +10,8 @@ from two_processes import run_in_two
 from slipstream.dist import get_rank, init_dist
 from slipstream.model import convert_sync_batchnorm, sync_batchnorm
 
+pytestmark = pytest.mark.slow  # starts processes and takes more than ten seconds
+
 SHARDS = (slice(0, 5), slice(5, 8))  # batch sizes differ between ranks
 
 

@@ -10,9 +10,9 @@ from matrix_options import IN_NUMBERS, OPTIONS, TOLERANCES, everything, pairs, p
 from matrix_runs import train
 
 
-def cases(kind):
+def cases(kind, marks=()):
     return [
-        pytest.param(net, options, id=f"{net}-{'+'.join(options)}")
+        pytest.param(net, options, id=f"{net}-{'+'.join(options)}", marks=marks)
         for net in NETS
         for options in kind(1, net)
     ]
@@ -34,8 +34,11 @@ def compiled(processes, net):
     return [without_sam, everything(1, net, left_out=left_out)] if net == "conv" else [without_sam]
 
 
-@pytest.mark.parametrize(("net", "options"), [*cases(alone), *cases(pairs), *cases(all_options)])
-def test_option_pairs_match_a_hand_written_loop(net, options, tmp_path):
+@pytest.mark.parametrize(
+    ("net", "options"),
+    [*cases(alone), *cases(pairs, marks=pytest.mark.matrix), *cases(all_options, marks=pytest.mark.matrix)],
+)
+def test_options_match_a_hand_written_loop(net, options, tmp_path):
     check(net, options, [train(net, options, tmp_path)])
 
 
