@@ -205,7 +205,7 @@ class ReportHook(Hook):
             max_epochs=runner.max_epochs if trained and runner.by_epoch else 0,
             by_epoch=runner.by_epoch,
             start_iteration=self._start or 0,
-            resumed_from=runner.resumed_from.name if runner.resumed_from else "",
+            resumed_from=runner.checkpoints.resumed_from.name if runner.checkpoints.resumed_from else "",
             samples_per_step=runner.samples_per_step if trained else 0,
             phases=PhaseSplit(_named(phases.seconds), _named(phases.first), phases.steps),
             curves=self._curves,

@@ -286,11 +286,11 @@ class _TrainLoop(BaseLoop):
     def _run_missed_validation(self) -> None:
         """Validate if the resumed run stopped between a checkpoint and its validation."""
         if not self._validated:
-            self._runner.restore_random_state()
+            self._runner.checkpoints.restore_random_state()
             self._validate()
             # In the middle of an epoch, the loader drew its random numbers before the checkpoint was written.
             # Therefore this state is restored again after the loader starts.
-            self._runner.resumed_random_state = get_random_state()
+            self._runner.checkpoints.random_state = get_random_state()
 
     def _validate(self) -> None:
         progress = self._progress
@@ -308,13 +308,14 @@ class _TrainLoop(BaseLoop):
         used, self._used = self._used, 0
         self.passes.begin(self._iter, self._epoch, start, used)
         if start == 0:
-            self._runner.restore_random_state()  # before the loader draws its random numbers for a new epoch
+            # before the loader draws its random numbers for a new epoch
+            self._runner.checkpoints.restore_random_state()
         set_epoch(self.dataloader, self._epoch, start, used)
         batches: Iterator[Any] = iter(self._load())
         if start and not isinstance(self.dataloader.batch_sampler, EpochBatchSampler):
             # This sampler cannot seek: load the finished batches to skip them.
             next(islice(batches, start - 1, None), None)
-        self._runner.restore_random_state()
+        self._runner.checkpoints.restore_random_state()
         if self._runner.speed.prefetch and can_draw_ahead(self.dataloader):
             batches = DeviceFeed(self.dataloader, self._runner.device, self._runner.speed.prefetch).ahead(
                 batches

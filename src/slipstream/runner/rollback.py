@@ -238,15 +238,15 @@ class Rollback:
     def _restore(self, path: Path) -> None:
         runner = self._runner
         core = unwrap_model(runner.model)
-        optim, resumed_from = runner.optim_wrapper, runner.resumed_from
+        optim, resumed_from = runner.optim_wrapper, runner.checkpoints.resumed_from
         assert optim is not None
         drop_unsharded_gradients(core)
         optim.zero_grad()  # of an unfinished accumulation window
         runner.message_hub.drop_saved()
         runner.resume(path)
-        runner.resumed_from = resumed_from
+        runner.checkpoints.resumed_from = resumed_from
         runner.meter.newest = runner.iter
-        runner.restore_counts()
+        runner.checkpoints.restore_counts()
         for name, initial in self._buffers.items():
             _restore_buffer(core, name, initial)
         runner.train_loop.stop_training = False
