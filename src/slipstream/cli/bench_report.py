@@ -12,7 +12,7 @@ from typing import Any
 
 from slipstream.cli.bench_cell import Cell
 from slipstream.extras import is_installed
-from slipstream.files import replacing
+from slipstream.files import replacing, write_text
 from slipstream.tune.statistics import median_interval
 
 __all__ = ["Measured", "block_interval", "write_report"]
@@ -98,8 +98,7 @@ def write_report(
         [json.dumps({**environment, "cells": cells}, indent=1), _markdown(environment, found)],
         strict=True,
     ):
-        with replacing(path) as temporary:
-            temporary.write_text(text + "\n", encoding="utf-8")
+        write_text(path, text + "\n")
     if picture and any(m.seconds for m in found):
         if is_installed("matplotlib"):
             files.append(_draw(out / "bench.png", environment, found))

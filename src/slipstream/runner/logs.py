@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.checkpoint import write_text
 from slipstream.config import Config
 from slipstream.dist import broadcast_object_list, get_rank, is_main_process
 from slipstream.errors import ConfigError
 from slipstream.extras import is_installed
+from slipstream.files import write_text
 from slipstream.logging import MessageHub, Meter, MMLogger, build_logger
 from slipstream.redaction import Redactor
 from slipstream.registry import LOG_PROCESSORS, VISUALIZERS
