@@ -47,6 +47,7 @@ class ReportHook(Hook):
     """
 
     priority = "VERY_LOW"
+    reads_phases = True
 
     def __init__(self) -> None:
         self._curves: dict[str, Curve] = {}
@@ -92,8 +93,8 @@ class ReportHook(Hook):
         """Add the metrics to their curves, and keep the confusion matrices."""
         self._read_metrics(runner, "test", metrics)
 
-    def write(self, runner: Runner) -> None:
-        """Write the report. The Runner calls this at the end of each run, even after an error."""
+    def release(self, runner: Runner) -> None:
+        """Write the report."""
         if not is_main_process():
             return
         try:

@@ -7,14 +7,6 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from slipstream.checkpoint import get_random_state, set_random_state
-from slipstream.hooks import (
-    GcHook,
-    LossSpikeHook,
-    NanGuardHook,
-    PreemptionHook,
-    ProgressBarHook,
-    ReportHook,
-)
 from slipstream.redaction import Redactor, redact_errors
 from slipstream.registry import default_scope
 from slipstream.runner.user_config import add_config_path
@@ -57,7 +49,7 @@ class RunContext:
         assert self._random_state is not None
         set_random_state(self._random_state)
         runner.error = None
-        if any(isinstance(hook, ReportHook) for hook in runner.hooks):  # otherwise nothing reads the times
+        if any(hook.reads_phases for hook in runner.hooks):
             runner.phases.start()
         try:
             with (
@@ -96,7 +88,4 @@ class RunContext:
             stack.callback(runner.checkpoints.close)
             stack.callback(runner.loops.end_workers)
             for hook in runner.hooks:
-                if isinstance(hook, ProgressBarHook | GcHook | LossSpikeHook | NanGuardHook | PreemptionHook):
-                    stack.callback(hook.close)
-                elif isinstance(hook, ReportHook):
-                    stack.callback(hook.write, runner)
+                stack.callback(hook.release, runner)
