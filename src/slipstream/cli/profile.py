@@ -9,6 +9,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,12 +85,8 @@ def _train(cfg: Config, hook: StepProfiler) -> None:
                 "The step is compiled in the background, so the recorded steps may be eager. To record compiled "
                 "steps, set 'speed.compile={wait: true}'"
             )
-        try:
+        with suppress(Finished):
             runner.train()
-        except Finished:
-            pass
-        finally:
-            hook.stop()
 
 
 def _write_trace(recorded: profile, path: Path) -> list[dict[str, Any]]:
