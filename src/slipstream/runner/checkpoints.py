@@ -97,8 +97,18 @@ class Checkpoints:
         map_location: str | torch.device,
     ) -> None:
         """Continue training at the step after the checkpoint."""
+        checkpoint = self._read(source, map_location, resume.STRIP_WRAPPER)
+        self.restore(checkpoint, source, resume_optimizer, resume_param_scheduler)
+
+    def restore(
+        self,
+        checkpoint: dict[str, Any],
+        source: str | Path,
+        resume_optimizer: bool = True,
+        resume_param_scheduler: bool = True,
+    ) -> None:
+        """Continue training at the step after a checkpoint that has been read from `source`."""
         runner, warn = self._runner, self._runner.logger.warning
-        checkpoint = self._read(source, map_location, ((r"^module\.", ""),))
         resume_check.check_content(checkpoint, source)
         self.resumed_from = Path(source).absolute()
         self.resuming = True
@@ -113,7 +123,7 @@ class Checkpoints:
                     "the averaged weights"
                 )
             self._load_weights(checkpoint, True, source)
-            self._restore(checkpoint, source, optim, schedulers)
+            self._restore_parts(checkpoint, source, optim, schedulers)
         finally:
             self.resuming = False
         runner.rollback.load()
@@ -131,7 +141,7 @@ class Checkpoints:
                 logger.warning(f"Loading {source}: {line}")
         logger.info(f"Loaded {source}")
 
-    def _restore(
+    def _restore_parts(
         self, checkpoint: Mapping[str, Any], source: str | Path, optim: OptimWrapper | None, schedulers: Any
     ) -> None:
         """Restore everything except the weights."""

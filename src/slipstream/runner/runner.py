@@ -313,7 +313,7 @@ class Runner:
         filename: str | Path,
         map_location: str | torch.device = "cpu",
         strict: bool = False,
-        revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
+        revise_keys: Sequence[tuple[str, str]] = resume.STRIP_WRAPPER,
     ) -> dict[str, Any]:
         """Load the weights of a checkpoint into the model and return the checkpoint."""
         return self.checkpoints.load(filename, map_location, strict, revise_keys)
