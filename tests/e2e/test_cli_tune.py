@@ -15,7 +15,7 @@ from slipstream.cli.main import main
 from slipstream.cli.parser import parse
 from slipstream.errors import ConfigError
 from slipstream.tune import batch_size, lr_range, search
-from slipstream.tune.process import descendants
+from slipstream.process_tree import descendants
 
 RECIPE = "street_scenes_pp_lite_t"
 SMALL = ["train_dataloader.dataset.size=[32,64]", "train_dataloader.dataset.length=24"]

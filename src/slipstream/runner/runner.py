@@ -39,6 +39,7 @@ from slipstream.runner.environment import (
 from slipstream.runner.folder_lock import FolderLock
 from slipstream.runner.lazy_loops import LazyLoops
 from slipstream.runner.logs import config_text, name_run, open_logs, write_config
+from slipstream.runner.resume import STRIP_WRAPPER
 from slipstream.runner.rollback import Rollback
 from slipstream.runner.run_context import RunContext
 from slipstream.runner.user_config import (
@@ -313,7 +314,7 @@ class Runner:
         filename: str | Path,
         map_location: str | torch.device = "cpu",
         strict: bool = False,
-        revise_keys: Sequence[tuple[str, str]] = resume.STRIP_WRAPPER,
+        revise_keys: Sequence[tuple[str, str]] = STRIP_WRAPPER,
     ) -> dict[str, Any]:
         """Load the weights of a checkpoint into the model and return the checkpoint."""
         return self.checkpoints.load(filename, map_location, strict, revise_keys)
