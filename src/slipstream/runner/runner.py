@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from slipstream.config import Config, options
 from slipstream.devices import default_device
 from slipstream.dist import get_rank, get_world_size, is_distributed, is_main_process
-from slipstream.errors import ConfigError, did_you_mean
+from slipstream.errors import ConfigError
 from slipstream.hooks import (
     Hook,
     HookList,
@@ -32,13 +32,12 @@ from slipstream.runner.checkpoints import Checkpoints
 from slipstream.runner.environment import (
     EnvOptions,
     Randomness,
-    collect_env,
     set_random_seed,
     setup_env,
 )
 from slipstream.runner.folder_lock import FolderLock
 from slipstream.runner.lazy_loops import LazyLoops
-from slipstream.runner.logs import config_text, name_run, open_logs, write_config
+from slipstream.runner.logs import config_text, log_start, name_run, open_logs, write_config
 from slipstream.runner.resume import STRIP_WRAPPER
 from slipstream.runner.rollback import Rollback
 from slipstream.runner.run_context import RunContext
@@ -46,6 +45,7 @@ from slipstream.runner.user_config import (
     AutoScaleLr,
     add_config_path,
     check_arguments,
+    constructor_arguments,
     unread_keys,
     with_defaults,
 )
@@ -185,10 +185,8 @@ class Runner:
             self.model: nn.Module = prepare_model(model, self.speed, self.device)
         self._training["optim_wrapper"] = plan_optim(arguments["optim_wrapper"], self.speed, self.device)
         self._hooks = HookList()
-        for hook in [
-            *with_defaults(arguments["default_hooks"], self.by_epoch),
-            *planning.plan_hooks(self.speed),
-        ]:
+        defaults = with_defaults(arguments["default_hooks"], self.by_epoch)
+        for hook in [*defaults, *planning.plan_hooks(self.speed)]:
             self._hooks.register(hook)
         if self.logger.console.is_terminal and is_main_process():
             self._hooks.register(ProgressBarHook())
@@ -205,12 +203,8 @@ class Runner:
             ConfigError: the configuration has no `model` or `work_dir`, or a value is invalid.
         """
         cfg = cfg if isinstance(cfg, Config) else Config(dict(cfg))
-        for required in ("model", "work_dir"):
-            if required not in cfg:
-                hint = did_you_mean(required, cfg)
-                raise ConfigError(f"the configuration has no '{required}', which is required{hint}")
         names = [name for name in inspect.signature(cls).parameters if name != "cfg"]
-        runner = cls(**{name: cfg[name] for name in names if name in cfg}, cfg=cfg)
+        runner = cls(**constructor_arguments(cfg, names), cfg=cfg)
         for line in unread_keys(cfg, [*names, *CFG_OPTIONS]):
             runner.logger.warning(line)
         return runner
@@ -452,12 +446,7 @@ class Runner:
         self.json_log = f"{name.timestamp}.json"
         self.logger, self.message_hub, self.meter = logs.logger, logs.hub, logs.meter
         self.log_processor, self.visualizer = logs.processor, logs.visualizer
-        self.logger.info("Environment: " + ", ".join(f"{k} {v}" for k, v in collect_env().items()))
-        self.logger.info(f"Seed: {self.seed}; work_dir: {self.work_dir}")
-        if self._replaced_seed is not None:
-            self.logger.warning(
-                f"The seed {self.seed} of the resumed run replaces the configured seed {self._replaced_seed}"
-            )
+        log_start(self.logger, self.seed, self._replaced_seed, self.work_dir)
 
     # ---- state -----------------------------------------------------------------------------------------
 
