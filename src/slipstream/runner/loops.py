@@ -34,13 +34,13 @@ from slipstream.dataset.loading.samples import skipped_samples
 from slipstream.dataset.loading.waiting import Loading, explain_worker_errors
 from slipstream.dataset.loading.workers import end_workers
 from slipstream.dist import get_rank, get_world_size, report_progress
-from slipstream.errors import ConfigError, DataError, NonFiniteLossError
+from slipstream.errors import ConfigError, DataError
 from slipstream.evaluator import Evaluator
 from slipstream.logging import Phase
 from slipstream.model import unwrap_model
 from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.registry import EVALUATOR, LOOPS
-from slipstream.runner.checks import error_notes, warn_of_single_sample
+from slipstream.runner.checks import add_notes, warn_of_single_sample
 from slipstream.runner.rollback import Passes
 from slipstream.typecheck import NonNegativeInt, PositiveInt, check
 
@@ -340,13 +340,7 @@ class _TrainLoop(BaseLoop):
             with explain_worker_errors(self._name):
                 yield
         except Exception as error:
-            rank = f"on rank {get_rank()} of {get_world_size()}, " if get_world_size() > 1 else ""
-            error.add_note(f"({rank}in {self._where()})")
-            for note in error_notes(error):
-                error.add_note(note)
-            iteration = error.iteration if isinstance(error, NonFiniteLossError) else None
-            if iteration is not None and (samples := self._runner.rollback.describe(iteration)):
-                error.add_note(f"(the batch of iteration {iteration} contains {samples})")
+            add_notes(error, self._where(), self._runner.rollback.describe)
             raise
         report_progress(None)
 
