@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.files import remove_temporary_files, replacing
+from slipstream.files import remove_temporary_files, replacing, write_text
 
 
 def test_old_file_is_kept_until_the_new_one_is_complete(tmp_path):
@@ -62,3 +62,20 @@ def test_renamed_file_and_its_folder_are_synced_in_this_order(tmp_path, monkeypa
     with replacing(tmp_path / "a.txt") as temporary:
         temporary.write_text("new")
     assert calls == [str(temporary), str(tmp_path)]
+
+
+def test_text_replaces_the_file_as_utf_8_without_changes(tmp_path):
+    path = tmp_path / "a.txt"
+    write_text(path, "a long text")
+    write_text(path, "ü\r\n")
+    assert path.read_bytes() == b"\xc3\xbc\r\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_text_that_utf_8_cannot_represent_is_written_only_if_it_may_be_replaced(tmp_path):
+    path = tmp_path / "a.txt"
+    with pytest.raises(UnicodeEncodeError):
+        write_text(path, "\udcff")
+    assert not list(tmp_path.iterdir())
+    write_text(path, "\udcff", errors="replace")
+    assert path.read_bytes() == b"?"

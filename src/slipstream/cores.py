@@ -7,7 +7,9 @@ import os
 import platform
 from pathlib import Path
 
-__all__ = ["cores", "cpu_name", "quotas"]
+from slipstream.cgroups import quotas
+
+__all__ = ["cores", "cpu_features", "cpu_name"]
 
 
 def cores() -> int:
@@ -18,24 +20,18 @@ def cores() -> int:
 
 def cpu_name() -> str:
     """Return the name of the processor, or its architecture if the name is unknown."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    names = (line.partition(":")[2].strip() for line in _cpu_lines() if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
 
 
-def quotas() -> list[float]:
-    """Return the CPU quotas, in cores, of this process's cgroup and its parents."""
-    root, found = Path("/sys/fs/cgroup"), []
+def cpu_features() -> list[str]:
+    """Return lines that identify the model and the instructions of the processor; empty if they are unknown."""
+    names = ("model name", "flags", "Features", "CPU part")
+    return sorted({line for line in _cpu_lines() if line.startswith(names)})
+
+
+def _cpu_lines() -> list[str]:
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-    inside = next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), "")
-    for folder in (root / inside, *(root / inside).parents):
-        if folder.is_relative_to(root) and (file := folder / "cpu.max").is_file():
-            quota, period = file.read_text().split()
-            found += [] if quota == "max" else [int(quota) / int(period)]
-    return found

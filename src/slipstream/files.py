@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slipstream.errors import ConfigError
 
-__all__ = ["check_name", "remove_temporary_files", "replacing", "sync_folder"]
+__all__ = ["check_name", "remove_temporary_files", "replacing", "sync_folder", "write_text"]
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
@@ -50,6 +50,18 @@ def replacing(path: Path) -> Iterator[Path]:
         sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str, errors: str = "strict") -> None:
+    """Write a text file as UTF-8 with `replacing`.
+
+    Args:
+        path: the file.
+        text: the content; the characters for the ends of lines are not changed.
+        errors: what to do with characters that UTF-8 cannot represent, see `str.encode`.
+    """
+    with replacing(path) as temporary:
+        temporary.write_bytes(text.encode("utf-8", errors))
 
 
 def sync_folder(folder: Path) -> None:

@@ -17,7 +17,6 @@ from slipstream.checkpoint import (
     plain,
     remove_checkpoint,
     save_checkpoint,
-    write_text,
 )
 from slipstream.errors import CheckpointError
 
@@ -184,12 +183,6 @@ def test_save_checkpoint_creates_the_folder_and_respects_the_umask(tmp_path):
     reference = tmp_path / "reference"
     reference.touch()
     assert path.stat().st_mode == reference.stat().st_mode
-
-
-def test_write_text_replaces_the_file(tmp_path):
-    write_text(tmp_path / "a", "long text")
-    write_text(tmp_path / "a", "short")
-    assert (tmp_path / "a").read_text() == "short"
 
 
 def test_file_with_pickled_objects_is_rejected(tmp_path):

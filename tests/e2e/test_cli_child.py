@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.cli import child
+from slipstream import process_tree
 from slipstream.cli.child import ending_on_sigterm, run_child
 
 WITH_CHILD = """
@@ -94,7 +94,7 @@ def test_timeout_ends_processes_with_their_own_session(tmp_path, ignored):
 def test_process_that_reuses_an_id_is_not_killed():
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        child._kill({process.pid: "an earlier start time"})
+        process_tree.kill({process.pid: "an earlier start time"})
         time.sleep(0.1)
         assert process.poll() is None
     finally:

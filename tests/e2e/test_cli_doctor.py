@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slipstream.cli import doctor_checks
-from slipstream.cli.doctor_checks import NO, WARN, Machine, inspect_machine, memory_limit, problems
+from slipstream.cli.doctor_checks import NO, WARN, Machine, inspect_machine, problems
 from slipstream.cli.main import main
 
 GIB = 2**30
@@ -96,31 +96,6 @@ def test_problem_is_reported_with_its_remedy(changes, mark, name, said):
 )
 def test_settings_without_effect_are_not_reported(changes):
     assert found(**changes) == []
-
-
-@pytest.mark.parametrize(
-    ("lines", "files", "expected"),
-    [
-        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "5000"}, 5000),
-        ("0::/a/b\n", {"a/b/memory.max": "4000", "a/memory.max": "5000"}, 4000),
-        ("0::/\n", {"memory.max": "max"}, None),
-        ("4:memory:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "3000"}, 3000),
-        ("4:cpu,memory:/a\n", {"memory/a/memory.limit_in_bytes": "9223372036854771712"}, None),
-        ("3:cpuset:/a\n", {"memory/a/memory.limit_in_bytes": "3000"}, None),
-    ],
-)
-def test_memory_limit_is_the_smallest_of_the_cgroup_and_its_parents(tmp_path, lines, files, expected):
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text(lines)
-    for name, text in files.items():
-        file = tmp_path / "sys/fs/cgroup" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text + "\n")
-    assert memory_limit(tmp_path) == expected
-
-
-def test_machine_without_cgroups_has_no_memory_limit(tmp_path):
-    assert memory_limit(tmp_path) is None
 
 
 def test_write_speed_is_measured_and_nothing_is_left(tmp_path, monkeypatch):

@@ -50,7 +50,8 @@ def config(tmp_path, monkeypatch):
 
 
 def test_profile_writes_the_trace_and_reports_the_wait_for_data(config, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("slipstream.cli.profiling.perf_counter", lambda: CLOCK[0])
+    for module in ("cli.profiling", "logging.phases"):
+        monkeypatch.setattr(f"slipstream.{module}.perf_counter", lambda: CLOCK[0])
     assert main(["profile", config, "--steps", "2", "--warmup", "1"]) == 0
     out = tmp_path / "work_dirs" / "tiny" / "profile"
     events = json.loads(gzip.decompress((out / "trace.json.gz").read_bytes()))["traceEvents"]

@@ -14,8 +14,8 @@ from slipstream.cli.configure import load_config
 from slipstream.cli.main import main
 from slipstream.cli.parser import parse
 from slipstream.errors import ConfigError
+from slipstream.process_tree import descendants
 from slipstream.tune import batch_size, lr_range, search
-from slipstream.tune.process import descendants
 
 RECIPE = "street_scenes_pp_lite_t"
 SMALL = ["train_dataloader.dataset.size=[32,64]", "train_dataloader.dataset.length=24"]

@@ -70,7 +70,7 @@ def state_of(runner):
         "message_hub": runner.message_hub.state_dict(),
         "gradients": gradients,
         "meta": {"epoch": runner.epoch, "iter": runner.iter, "seed": runner.seed},
-        "random_state": runner.resumed_random_state,
+        "random_state": runner.checkpoints.random_state,
     }
     return copy.deepcopy(state)
 

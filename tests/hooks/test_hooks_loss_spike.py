@@ -34,7 +34,7 @@ def watched(losses, read_every=7, runner=None, **options):
         if number % read_every == 0 or number == len(losses):
             runner.meter.flush()
             hook.read_logs(runner)
-    hook.close()
+    hook.release(runner)
     assert not runner.meter.on_read
     return runner.warnings
 

@@ -8,9 +8,10 @@ from torch.utils.data import TensorDataset
 
 from slipstream.errors import ConfigError
 from slipstream.evaluator import BaseMetric
+from slipstream.hooks import Hook
 from slipstream.hooks.schedule import better
 from slipstream.runner import Runner
-from tiny_runs import Net, samples
+from tiny_runs import Net, run, samples
 
 
 @pytest.mark.parametrize(
@@ -104,3 +105,31 @@ def test_training_weights_are_restored_after_a_failed_validation(tmp_path):
     ):
         assert torch.equal(now, wanted)
         assert not torch.equal(averaged, wanted)
+
+
+class Releases(Hook):
+    """A hook that holds something in a run, and can fail in a step or when it releases it."""
+
+    def __init__(self, released, name, fails_in=()):
+        self.released, self.name, self.fails_in = released, name, fails_in
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if "step" in self.fails_in:
+            raise ValueError("in a step")
+
+    def release(self, runner):
+        self.released.append((self.name, type(runner.error).__name__))
+        if "release" in self.fails_in:
+            raise ValueError("in release")
+
+
+@pytest.mark.parametrize(
+    ("fails_in", "error", "message"),
+    [(("step",), "ValueError", "in a step"), (("release",), "NoneType", "in release")],
+)
+def test_all_hooks_release_what_they_hold_after_an_error(tmp_path, fails_in, error, message):
+    released = []
+    hooks = [Releases(released, "a"), Releases(released, "b", fails_in), Releases(released, "c")]
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, custom_hooks=hooks, train_cfg=dict(by_epoch=True, max_epochs=1))
+    assert released == [("c", error), ("b", error), ("a", error)]

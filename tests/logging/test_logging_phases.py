@@ -56,6 +56,7 @@ def test_first_step_is_separate_from_the_others(ticks):
     phases.stop()  # 63
     assert phases.steps == 2
     assert phases.first == {"data": 2.0, "step": 4.0}
+    assert phases.total("data") == 2.0 + phases.seconds["data"]
     assert phases.seconds == {"other": 1.0, "data": 8.0 + 32.0, "step": 16.0}
 
 

@@ -377,11 +377,14 @@ def test_search_for_a_checkpoint_ignores_dangling_links_and_finds_the_out_dir(tm
     (work_dir / "best.pth").symlink_to(work_dir / "gone.pth")
     latest = out_dir / "run" / "epoch_2.pth"
     latest.write_bytes(latest.read_bytes()[:-500])
-    assert Runner(**training(work_dir, resume=True, **hooks))._resume_from == out_dir / "run" / "epoch_1.pth"
+    assert (
+        Runner(**training(work_dir, resume=True, **hooks)).checkpoints.resume_from
+        == out_dir / "run" / "epoch_1.pth"
+    )
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"x" * 5000], ids=["binary", "long"])
 def test_damaged_last_checkpoint_is_skipped(tmp_path, content):
     run(tmp_path)
     (tmp_path / "last_checkpoint").write_bytes(content)
-    assert Runner(**training(tmp_path, resume=True))._resume_from == tmp_path / "epoch_2.pth"
+    assert Runner(**training(tmp_path, resume=True)).checkpoints.resume_from == tmp_path / "epoch_2.pth"

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from slipstream.dataset.loading import samplers
 from slipstream.dataset.loading.loader import build_dataloader, set_epoch
-from slipstream.dataset.loading.order import batch_indices
+from slipstream.dataset.loading.order import Drawn, batch_indices
 from slipstream.errors import NonFiniteLossError
 from slipstream.hooks import EMAHook, Hook
 from tiny_runs import (
@@ -325,6 +326,13 @@ def test_run_stops_after_max_rollbacks(tmp_path):
         recovering(tmp_path, 1, Breaks(broken=range(8, 100)), dict(max_rollbacks=2))
 
 
+def test_checkpoint_is_read_once(tmp_path, monkeypatch):
+    read, load = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda path, **options: read.append(path) or load(path, **options))
+    recovering(tmp_path)
+    assert read == [tmp_path / "iter_6.pth"]
+
+
 def test_damaged_checkpoint_is_not_the_last_good_one(tmp_path):
     class Damage(Hook):
         priority = "LOWEST"
@@ -430,6 +438,20 @@ def test_batch_indices_match_the_batches_that_a_loader_yields(options, epoch, st
         if number == start + 9:
             break
     assert number > start + 1
+
+
+def test_order_of_an_epoch_is_drawn_once_for_ascending_batches(monkeypatch):
+    draws, order = [], samplers._order
+    monkeypatch.setattr(samplers, "_order", lambda *args: draws.append(args) or order(*args))
+    options = dict(dataset=TensorDataset(torch.arange(40)), batch_size=7, sampler=dict(type="DefaultSampler"))
+    made = build_dataloader(options, 5, "train_dataloader", training=True)
+    asked = [(0, 0), (0, 1), (0, 3), (0, 9), (1, 0), (1, 4), (0, 2)]
+    expected = [batch_indices(made, *batch) for batch in asked]
+    assert expected[3] is None  # after the end of the epoch
+    draws.clear()
+    drawn = Drawn()
+    assert [batch_indices(made, *batch, drawn) for batch in asked] == expected
+    assert len(draws) == 3
 
 
 def test_batch_indices_are_unknown_for_samplers_of_the_user():

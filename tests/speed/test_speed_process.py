@@ -184,12 +184,12 @@ def test_run_shorter_than_the_warmup_does_not_change_gc(tmp_path):
     assert all(watch.automatic)
 
 
-def test_close_restores_gc_after_a_failure(tmp_path):
+def test_release_restores_gc_after_a_failure(tmp_path):
     hook = GcHook(interval=3, warmup=0)
     runner = Runner(**training(tmp_path, custom_hooks=[hook, Watch(fail_at=4)], train_dataloader=loader()))
     with pytest.raises(RuntimeError, match="diverged"):
         runner.train()
-    hook.close()
+    hook.release(runner)
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
 

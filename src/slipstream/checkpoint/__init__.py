@@ -8,7 +8,6 @@ from slipstream.checkpoint.files import (
     plain,
     remove_checkpoint,
     save_checkpoint,
-    write_text,
 )
 from slipstream.checkpoint.matching import check_like, check_optimizer, check_tensors, restoring
 from slipstream.checkpoint.random_state import get_random_state, set_random_state
@@ -65,5 +64,4 @@ __all__ = [
     "verify_checkpoint",
     "weights_in",
     "write_checkpoint",
-    "write_text",
 ]

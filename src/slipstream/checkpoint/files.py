@@ -20,7 +20,7 @@ from torch import Tensor
 from slipstream.checkpoint.integrity import check_size, verified
 from slipstream.dist.sharding import is_sharded
 from slipstream.errors import CheckpointError, did_you_mean
-from slipstream.files import replacing
+from slipstream.files import replacing, write_text
 from slipstream.redaction import Reference
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
     "replaced_name",
     "save_checkpoint",
     "tied",
-    "write_text",
 ]
 
 LAST = "last_checkpoint"
@@ -50,12 +49,6 @@ def save_checkpoint(checkpoint: Mapping[str, Any], path: str | Path, warn: Calla
     content = plain(checkpoint, warn)
     with replacing(path) as temporary:
         torch.save(content, temporary)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a small text file atomically."""
-    with replacing(path) as temporary:
-        temporary.write_text(text)
 
 
 def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str, Any]:
@@ -130,7 +123,7 @@ def find_latest_checkpoint(folder: str | Path) -> Path | None:
     if not pointer.is_file():
         return None
     try:
-        latest = Path(pointer.read_text().strip())
+        latest = Path(pointer.read_text(encoding="utf-8").strip())
         # The second candidate supports a work_dir that was moved, the third a run that was killed while replacing a
         # folder.
         for candidate in (latest, Path(folder) / latest.name, replaced_name(Path(folder) / latest.name)):

@@ -143,15 +143,13 @@ def _config(cell: Cell, work_dir: str) -> Config:
     """Return the recipe's configuration with the cell's options, and without validation, hooks and files."""
     from slipstream.cli.configure import load_config
     from slipstream.errors import ConfigError
+    from slipstream.tune.measured_config import keep_training_only
 
     cfg = load_config(cell.recipe, cell.overrides, cell.config_dir, cell.trust).cfg
-    for mode in ("val", "test"):
-        for part in ("dataloader", "cfg", "evaluator"):
-            cfg[f"{mode}_{part}"] = None
-    cfg.default_hooks = {"checkpoint": None, "report": None, "preemption": None}
-    cfg.custom_hooks, cfg.visualizer, cfg.resume, cfg.load_from = [], None, False, None
+    cfg.default_hooks, cfg.custom_hooks, cfg.load_from = {"preemption": None}, [], None
+    keep_training_only(cfg, work_dir)
     cfg.launcher = "none" if cell.processes == 1 else "pytorch"
-    cfg.work_dir, cfg.log_level = work_dir, "WARNING"
+    cfg.log_level = "WARNING"
     params = dict(cfg.get("training_params") or {})
     for option in (
         "ema",

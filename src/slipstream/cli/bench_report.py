@@ -12,7 +12,8 @@ from typing import Any
 
 from slipstream.cli.bench_cell import Cell
 from slipstream.extras import is_installed
-from slipstream.files import replacing
+from slipstream.files import replacing, write_text
+from slipstream.tune.statistics import median_interval
 
 __all__ = ["Measured", "block_interval", "write_report"]
 
@@ -25,7 +26,7 @@ _COLUMNS = (
     "memory, MiB",
 )
 _BLOCKS = 6
-"""The range of 6 independent values contains the median of their distribution with a probability of 96.9%."""
+"""The smallest number of independent values whose range contains the median with a probability of 95%."""
 _NOTE = (
     "Each row is a process (or several) of its own. A step time is the mean of all timed steps. The steps are divided "
     f"into {_BLOCKS} blocks of consecutive steps, and the interval is the range of the means of the blocks. It "
@@ -70,7 +71,7 @@ class Measured:
 
 
 def block_interval(seconds: Sequence[float]) -> tuple[float, float] | None:
-    """Return the smallest and the largest mean of 6 blocks of consecutive steps, which contain all steps.
+    """Return the interval of the means of 6 blocks of consecutive steps, which contain all steps: their range.
 
     The lengths of the blocks differ by at most one step.
 
@@ -83,8 +84,7 @@ def block_interval(seconds: Sequence[float]) -> tuple[float, float] | None:
     if len(seconds) < _BLOCKS:
         return None
     bounds = [number * len(seconds) // _BLOCKS for number in range(_BLOCKS + 1)]
-    means = [fmean(seconds[start:stop]) for start, stop in pairwise(bounds)]
-    return min(means), max(means)
+    return median_interval([fmean(seconds[start:stop]) for start, stop in pairwise(bounds)], 0.95)
 
 
 def write_report(
@@ -98,8 +98,7 @@ def write_report(
         [json.dumps({**environment, "cells": cells}, indent=1), _markdown(environment, found)],
         strict=True,
     ):
-        with replacing(path) as temporary:
-            temporary.write_text(text + "\n", encoding="utf-8")
+        write_text(path, text + "\n")
     if picture and any(m.seconds for m in found):
         if is_installed("matplotlib"):
             files.append(_draw(out / "bench.png", environment, found))

@@ -8,15 +8,14 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 from types import FrameType
 from typing import IO
 
-from slipstream.tune.process import descendants
+from slipstream.process_tree import descendants, end_group
 
 __all__ = ["Child", "ending_on_sigterm", "run_child"]
 
@@ -91,7 +90,7 @@ def _copy(stream: IO[str], last: deque[str], quiet: bool) -> None:
 
 def _end(process: subprocess.Popen[str], grace: float) -> None:
     """End the process, and kill what is left of its process group and of the processes that it started."""
-    started = _start_times(descendants(process.pid)) if process.poll() is None else {}
+    started = descendants(process.pid) if process.poll() is None else {}
     try:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
@@ -102,29 +101,9 @@ def _end(process: subprocess.Popen[str], grace: float) -> None:
             process.wait(grace)
     finally:
         if process.poll() is None:
-            started |= _start_times(descendants(process.pid))
-        with suppress(ProcessLookupError, PermissionError):  # nothing is left
-            os.killpg(process.pid, signal.SIGKILL)
-        _kill(started)  # inductor's workers have their own sessions
+            started |= descendants(process.pid)
+        end_group(process.pid, started)
         process.wait()
-
-
-def _start_times(pids: Iterable[int]) -> dict[int, str]:
-    """Return the start time of each process that exists, which distinguishes it from a later one with the same id."""
-    found = {}
-    for pid in pids:
-        with suppress(OSError):
-            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-            found[pid] = stat.rpartition(")")[2].split()[19]
-    return found
-
-
-def _kill(started: Mapping[int, str]) -> None:
-    """Kill the processes that still run, given their start times."""
-    for pid, time in _start_times(started).items():
-        if time == started[pid]:
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
 
 
 def _reason(returncode: int, lines: Sequence[str]) -> str:

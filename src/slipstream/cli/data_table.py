@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from slipstream.cli.tables import print_table
+
 __all__ = ["print_statistics", "written_size"]
 
 _MOST_SIZES = 8
@@ -12,18 +14,8 @@ _MOST_SIZES = 8
 
 def print_statistics(found: Mapping[str, Any]) -> None:
     """Print the statistics of one dataset."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     print(f"{found['place']}: {found['samples']:,} samples of {found['dataset']}, {_sizes(found['sizes'])}")
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for name in ("id", "class", "share", "samples"):
-        table.add_column(name, justify="left" if name == "class" else "right")
-    for row in _rows(found):
-        table.add_row(*row)
-    console = Console()
-    Console(width=max(console.width, 80), highlight=False).print(table)
+    print_table(("id", "class", "share", "samples"), _rows(found), 80, right=("id", "share", "samples"))
     for line in _lines(found):
         print(line)
     print()

@@ -14,11 +14,12 @@ from time import perf_counter
 
 import torch
 
-from slipstream.cores import cores, quotas
+from slipstream.cgroups import memory_limit, quotas
+from slipstream.cores import cores
 from slipstream.dist import infer_launcher
 from slipstream.speed.compile import inductor_problem
 
-__all__ = ["NO", "OK", "WARN", "Machine", "Row", "inspect_machine", "memory_limit", "problems"]
+__all__ = ["NO", "OK", "WARN", "Machine", "Row", "inspect_machine", "problems"]
 
 Row = tuple[str, str, str]  # mark, name, description
 OK, NO, WARN = "ok", "--", "!!"
@@ -250,32 +251,6 @@ def inspect_machine(device: torch.device, workers: Mapping[str, int] | None = No
         workers=workers or {},
         environ=os.environ,
     )
-
-
-def memory_limit(root: Path = Path("/")) -> int | None:
-    """Return the smallest memory limit in bytes of this process's cgroups (v1 and v2), or None."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    top, found = root / "sys/fs/cgroup", []
-    for line in lines:
-        _, controllers, inside = line.split(":", 2)
-        if controllers == "":
-            base, name = top, "memory.max"
-        elif "memory" in controllers.split(","):
-            base, name = top / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        folder = base / inside.strip("/")
-        for file in [
-            folder / name,
-            *(parent / name for parent in folder.parents if parent.is_relative_to(base)),
-        ]:
-            text = file.read_text(encoding="utf-8").strip() if file.is_file() else "max"
-            found += [int(text)] if text.isdecimal() else []
-    # Version 1 writes a number close to 2**63 for "no limit".
-    return min((limit for limit in found if limit < 2**60), default=None)
 
 
 def _memory() -> int | None:

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from slipstream.cli.configure import configure
+from slipstream.cli.tables import print_table
 
 if TYPE_CHECKING:
     from torch import nn
 
     from slipstream.config import Config
-    from slipstream.speed import Capabilities, SpeedPlan
+    from slipstream.speed import Capabilities
 
 __all__ = ["run"]
 
@@ -30,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the speed plan as a table, followed by the options that this machine does not support."""
     from slipstream.registry import default_scope
     from slipstream.runner.planning import capabilities_of, read_plan
+    from slipstream.speed.table import option_rows
 
     cfg = configure(args)
     plan = read_plan(cfg, cfg)
@@ -37,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     with default_scope(cfg.get("default_scope", "slipstream")):
         capabilities = capabilities_of(_model(cfg), cfg.get("optim_wrapper"), deterministic)
     plan = plan.complete(capabilities)
-    _print_table(plan, capabilities)
+    print_table(("option", "value", "from", "why"), option_rows(plan, capabilities), 110)
     said = {**plan.sources, **plan.notes}
     print("Off: " + ", ".join(option for option in plan.options() if option not in said))
     if limits := [f"  {word}: {why}" for word, why in _limits(capabilities)]:
@@ -57,22 +59,6 @@ def _model(cfg: Config) -> nn.Module:
             return build_model(cfg.model, cfg.get("data_preprocessor"))
     except SlipstreamError:
         return build_model(cfg.model, cfg.get("data_preprocessor"))
-
-
-def _print_table(plan: SpeedPlan, capabilities: Capabilities) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    from slipstream.speed.table import option_rows
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for name in ("option", "value", "from", "why"):
-        table.add_column(name, overflow="fold")
-    for row in option_rows(plan, capabilities):
-        table.add_row(*row)
-    console = Console()
-    Console(width=max(console.width, 110), highlight=False).print(table)
 
 
 def _limits(capabilities: Capabilities) -> Iterator[tuple[str, str]]:

@@ -22,12 +22,16 @@ from slipstream.apps.scaling import (
     segformer_1b,
 )
 from slipstream.apps.scaling.presets import SUSTAINED_FLOPS, SUSTAINED_LINK
+from slipstream.cli.tables import print_table
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.recipes import find_recipe, recipes
 
 __all__ = ["run"]
 
 _SIZE, _BATCH = (768, 768), 8
+_HEADER = (
+    "GPUs", "best", "step ms", "samples/s", "eff.", "exposed ms", "wait ms", "GB", "DDP ms", "HSDP ms", "FSDP2 ms",
+)  # fmt: skip
 _FORMULAS = {"segformer_1b": segformer_1b}
 
 
@@ -44,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         f"{model.name}: {model.parameters / 1e6:,.1f} million parameters, {size[0]} x {size[1]} pixels, "
         f"{model.flops / 1e9:,.1f} GFLOP forward; {batch} samples per GPU"
     )
-    _print_table(found)
+    print_table(_HEADER, map(list, map(_cells, found)), 110, right=[n for n in _HEADER if n != "best"])
     print(_assumptions(args))
     return 0
 
@@ -107,21 +111,6 @@ def _predict(model: Model, cluster: Cluster, batch: int, args: argparse.Namespac
         for kind in ("ddp", "hsdp", "fsdp2")
         if kind != "hsdp" or 1 < cluster.local < cluster.gpus  # otherwise HSDP equals DDP or FSDP2
     ]
-
-
-def _print_table(found: list[list[Prediction]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for name in ("GPUs", "best", "step ms", "samples/s", "eff.", "exposed ms", "wait ms", "GB",
-                 "DDP ms", "HSDP ms", "FSDP2 ms"):  # fmt: skip
-        table.add_column(name, justify="left" if name == "best" else "right", no_wrap=True)
-    for predictions in found:
-        table.add_row(*_cells(predictions))
-    console = Console()
-    Console(width=max(console.width, 110), highlight=False).print(table)
 
 
 def _cells(predictions: list[Prediction]) -> Iterator[str]:

@@ -216,7 +216,7 @@ def _was_preempted(work_dir: str) -> bool:
 
     pointer = Path(work_dir) / "last_checkpoint"
     before = (Path(os.environ[_FOLDER]) / _PROGRESS).read_text()
-    return _progress(work_dir) != before and Path(pointer.read_text()).stem == CHECKPOINT_NAME
+    return _progress(work_dir) != before and Path(pointer.read_text(encoding="utf-8")).stem == CHECKPOINT_NAME
 
 
 def _progress(work_dir: str) -> str:

@@ -8,7 +8,8 @@ import gzip
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,16 +72,10 @@ def _train(cfg: Config, hook: StepProfiler) -> None:
     from slipstream.cli.profiling import Finished
     from slipstream.runner import Runner
     from slipstream.training.config_paths import at_user_paths
+    from slipstream.tune.measured_config import keep_training_only
 
-    for mode in ("val", "test"):
-        for part in ("dataloader", "cfg", "evaluator"):
-            cfg[f"{mode}_{part}"] = None
-    hooks = {**(cfg.get("default_hooks") or {}), "checkpoint": None, "report": None}
-    cfg.default_hooks = {name: None if _writes_files(own) else own for name, own in hooks.items()}
-    cfg.custom_hooks = [own for own in cfg.get("custom_hooks") or () if not _writes_files(own)]
-    cfg.visualizer, cfg.resume = None, False
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder, at_user_paths(cfg):
-        cfg.work_dir = folder  # only the profile is kept
+        keep_training_only(cfg, folder)  # only the profile is kept
         runner = Runner.from_cfg(cfg)
         runner.register_hook(hook)
         compile = runner.speed.compile
@@ -90,22 +85,8 @@ def _train(cfg: Config, hook: StepProfiler) -> None:
                 "The step is compiled in the background, so the recorded steps may be eager. To record compiled "
                 "steps, set 'speed.compile={wait: true}'"
             )
-        try:
+        with suppress(Finished):
             runner.train()
-        except Finished:
-            pass
-        finally:
-            hook.stop()
-
-
-def _writes_files(hook: Any) -> bool:
-    """Return whether a hook of the configuration saves checkpoints, profiles or reports, which takes time."""
-    from slipstream.hooks import CheckpointHook, ProfilerHook, ReportHook
-    from slipstream.registry import HOOKS
-
-    kind = hook.get("type") if isinstance(hook, Mapping) else type(hook)
-    target = HOOKS.get(kind) if isinstance(kind, str) else kind
-    return isinstance(target, type) and issubclass(target, CheckpointHook | ProfilerHook | ReportHook)
 
 
 def _write_trace(recorded: profile, path: Path) -> list[dict[str, Any]]:

@@ -98,6 +98,7 @@ class StepProfiler(ProfilerHook):
     """
 
     priority = "LOWEST"
+    reads_phases = True
 
     def __init__(self, warmup: int, steps: int, stacks: bool, device: torch.device) -> None:
         super().__init__(
@@ -121,7 +122,7 @@ class StepProfiler(ProfilerHook):
         self.synchronizations = Synchronizations(device)
         self._timed = range(warmup, warmup + steps)
         self._device = device
-        self._start = self._last = 0.0
+        self._start = self._waited = 0.0
         self._counting = ExitStack()
 
     def _trace_handler(self, runner: Runner) -> Callable[[profile], None]:
@@ -131,11 +132,6 @@ class StepProfiler(ProfilerHook):
 
         self.samples_per_step = runner.samples_per_step
         return keep
-
-    def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
-        """Add the time for which the host waited for the batch."""
-        if self.done in self._timed:
-            self.wait_seconds += perf_counter() - self._last
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
@@ -149,8 +145,9 @@ class StepProfiler(ProfilerHook):
         if self.done == self._timed.stop:
             self._wait_for_device()
             self.seconds = perf_counter() - self._start
+            self.wait_seconds = runner.phases.total("data") - self._waited
         if self.done == self.needed:
-            self.stop()
+            self.release(runner)
         super().after_train_iter(runner, batch_idx, data_batch, outputs)  # advances the profiler
         if self.done == self.needed:
             raise Finished
@@ -158,13 +155,12 @@ class StepProfiler(ProfilerHook):
             self._counting.enter_context(self.synchronizations.counting())
         if self.done == self._timed.start:
             self._wait_for_device()
-            self._start = perf_counter()
-        self._last = perf_counter()
+            self._start, self._waited = perf_counter(), runner.phases.total("data")
 
     def _wait_for_device(self) -> None:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
 
-    def stop(self) -> None:
+    def release(self, runner: Runner) -> None:
         """Stop counting synchronizations."""
         self._counting.close()

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.cli.tables import print_table
+
 if TYPE_CHECKING:
     from slipstream.report.find import RunRow
 
@@ -80,24 +82,13 @@ def _rank(value: Any) -> tuple[bool, float, str]:
 
 
 def _print(folder: Path, rows: Sequence[RunRow], columns: Sequence[str]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     keys = ["status", "started", "iteration", "loss", *_metrics(rows), "images_per_second", *columns]
-    table.add_column("run", overflow="fold")
-    for key in keys:
-        table.add_column(
-            key.replace("images_per_second", "images/s"), justify="left" if key in keys[:2] else "right"
-        )
-    for row in rows:
-        name = row.folder.relative_to(folder) if row.folder != folder else row.folder.name
-        # Text does not interpret brackets in names as markup.
-        table.add_row(Text(str(name)), *(Text(_shown(row.value(key))) for key in keys))
-    console = Console()
-    Console(width=max(console.width, 110), highlight=False).print(table)
+    header = ["run", *(key.replace("images_per_second", "images/s") for key in keys)]
+    names = [row.folder.relative_to(folder) if row.folder != folder else row.folder.name for row in rows]
+    cells = [
+        [str(name), *(_shown(row.value(key)) for key in keys)] for name, row in zip(names, rows, strict=True)
+    ]
+    print_table(header, cells, 110, right=header[3:])
 
 
 def _metrics(rows: Sequence[RunRow]) -> list[str]:

@@ -159,7 +159,7 @@ def _preempted() -> int:
 
 def write_result(path: str, runner: Runner) -> None:
     """Write the last metrics of a run for the sweep that started it."""
-    from slipstream.files import replacing
+    from slipstream.files import write_text
 
     scalars = {name: history.current() for name, history in runner.message_hub.log_scalars.items()}
     found = {
@@ -171,16 +171,14 @@ def write_result(path: str, runner: Runner) -> None:
         found["loss"] = scalars["train/loss"]
     if speed := runner.message_hub.get_info("images_per_second"):
         found["images/s"] = speed
-    with replacing(Path(path)) as temporary:
-        temporary.write_text(json.dumps(found), encoding="utf-8")
+    write_text(Path(path), json.dumps(found))
 
 
 def _write(base: Path, runs: Sequence[Run]) -> None:
-    from slipstream.files import replacing
+    from slipstream.files import write_text
 
     base.mkdir(parents=True, exist_ok=True)
-    with replacing(base / "sweep.json") as temporary:
-        temporary.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n", encoding="utf-8")
+    write_text(base / "sweep.json", json.dumps([asdict(run) for run in runs], indent=1) + "\n")
 
 
 def _print(runs: Sequence[Run]) -> None:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 __all__ = ["print_table"]
 
 
-def print_table(header: Sequence[str], rows: Iterable[Sequence[str]], width: int = 100) -> None:
-    """Print a table, at least `width` characters wide if the terminal is narrower."""
-    from rich import box
+def print_table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], width: int = 100, right: Collection[str] = ()
+) -> None:
+    """Print a table, at least `width` characters wide if the terminal is narrower; see `make_table`."""
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for name in header:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))  # Text: brackets are not markup
+    from slipstream.tables import make_table
+
     console = Console()
-    Console(width=max(console.width, width), highlight=False).print(table)
+    Console(width=max(console.width, width), highlight=False).print(make_table(header, rows, right))

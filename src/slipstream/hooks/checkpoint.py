@@ -149,7 +149,7 @@ class CheckpointHook(Hook):
         self._folder = self._folder_of(runner)
         runner.folder_lock.lock(self._folder, "out_dir")
         self._check_other_hooks(runner)
-        resumed = runner.resumed_from and runner.resumed_from.parent.resolve()
+        resumed = runner.checkpoints.resumed_from and runner.checkpoints.resumed_from.parent.resolve()
         # A checkpoint in another folder names the files of another run.
         self._saved_best: set[str] = set()
         self._owns_files = resumed in (None, self._folder.resolve(), Path(runner.work_dir).resolve())
@@ -165,7 +165,7 @@ class CheckpointHook(Hook):
 
     def _remove_surplus(self, runner: Runner) -> None:
         """Remove the files that the resumed checkpoint replaced, if the run was killed before it removed them."""
-        path = runner.resumed_from
+        path = runner.checkpoints.resumed_from
         if path is None or not is_main_process():
             return
         written = path.stat().st_mtime

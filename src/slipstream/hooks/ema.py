@@ -186,7 +186,7 @@ class EMAHook(Hook):
         The average changes in `before_train`, after all entries of the checkpoint have been checked.
         """
         self._resumed = None
-        if not runner.resuming:
+        if not runner.checkpoints.resuming:
             return
         if "ema_state_dict" not in checkpoint:
             self._warn_if_missing(runner, checkpoint["meta"])

@@ -64,10 +64,10 @@ class GcHook(Hook):
 
     def after_train(self, runner: Runner) -> None:
         """Restore the garbage collector."""
-        self.close()
+        self.release(runner)
 
-    def close(self) -> None:
-        """Restore the state of the garbage collector. The Runner also calls this after an error."""
+    def release(self, runner: Runner) -> None:
+        """Restore the state of the garbage collector."""
         if self._was_enabled is None:
             return
         gc.unfreeze()

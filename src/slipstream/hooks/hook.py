@@ -56,6 +56,8 @@ class Hook:
     priority: int | str = "NORMAL"
     runs_last: ClassVar[bool] = False
     """Whether the hook runs after the hooks of all priorities, because it may end the run."""
+    reads_phases: ClassVar[bool] = False
+    """Whether the hook reads `runner.phases`, which otherwise are not measured."""
     source: Mapping[str, Any] | None = None
     """The configuration that the hook was built from, used to locate errors in the user config."""
     stages: ClassVar[tuple[str, ...]] = (
@@ -165,6 +167,9 @@ class Hook:
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None, mode: str = "train"
     ) -> None:
         pass
+
+    def release(self, runner: Runner) -> None:
+        """Called at the end of each run, even after an error: release what the hook holds."""
 
     # ---- intervals ------------------------------------------------------------------------------------
 

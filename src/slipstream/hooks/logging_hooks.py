@@ -133,10 +133,10 @@ class ProgressBarHook(Hook):
 
     def after_train(self, runner: Runner) -> None:
         """Remove the bar."""
-        self.close()
+        self.release(runner)
 
-    def close(self) -> None:
-        """Remove the bar. The Runner also calls this after an error."""
+    def release(self, runner: Runner) -> None:
+        """Remove the bar."""
         if self._bar is not None:
             with suppress(OSError):  # the terminal may be closed
                 self._bar.stop()

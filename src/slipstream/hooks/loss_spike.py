@@ -98,7 +98,7 @@ class LossSpikeHook(Hook):
 
     def before_run(self, runner: Runner) -> None:
         """Subscribe to the losses that are read for the log."""
-        self.close()
+        self.release(runner)
         if runner.optim_wrapper is None:
             return
         runner.meter.on_read.append(self._collect)
@@ -185,12 +185,8 @@ class LossSpikeHook(Hook):
             "rate or clip the gradients (clip_grad=dict(max_norm=1.0)), or check the data"
         )
 
-    def after_run(self, runner: Runner) -> None:
+    def release(self, runner: Runner) -> None:
         """Unsubscribe."""
-        self.close()
-
-    def close(self) -> None:
-        """Unsubscribe. The Runner also calls this after an error."""
         self._undo.close()
 
 

@@ -60,7 +60,7 @@ class NanGuardHook(Hook):
             raise self.wrong(
                 "'skip' supports only one optimizer, but this model has several; use 'stop'", "action"
             )
-        self.close()
+        self.release(runner)
         if self.options.action == "skip":
             optim.guard = self.guard = StepGuard(model, runner.device, self.options.max_skipped)
             meter.tolerant = True
@@ -121,11 +121,7 @@ class NanGuardHook(Hook):
         if self.locator is not None:
             self.locator.report()
 
-    def after_run(self, runner: Runner) -> None:
+    def release(self, runner: Runner) -> None:
         """Uninstall the guard and the locator."""
-        self.close()
-
-    def close(self) -> None:
-        """Uninstall the guard and the locator. The Runner also calls this after an error."""
         self._undo.close()
         self.guard = self.locator = None

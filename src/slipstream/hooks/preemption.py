@@ -35,7 +35,7 @@ class PreemptionHook(Hook):
 
     def before_train(self, runner: Runner) -> None:
         """Start to handle signals."""
-        self.close()
+        self.release(runner)
         self._preemption = self._active.enter_context(Preemption())
 
     def after_train_iter(
@@ -60,8 +60,8 @@ class PreemptionHook(Hook):
 
     def after_train(self, runner: Runner) -> None:
         """Restore the signal handlers."""
-        self.close()
+        self.release(runner)
 
-    def close(self) -> None:
-        """Restore the signal handlers. The Runner also calls this after an error."""
+    def release(self, runner: Runner) -> None:
+        """Restore the signal handlers."""
         self._active.close()

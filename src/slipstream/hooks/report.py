@@ -47,6 +47,7 @@ class ReportHook(Hook):
     """
 
     priority = "VERY_LOW"
+    reads_phases = True
 
     def __init__(self) -> None:
         self._curves: dict[str, Curve] = {}
@@ -92,8 +93,8 @@ class ReportHook(Hook):
         """Add the metrics to their curves, and keep the confusion matrices."""
         self._read_metrics(runner, "test", metrics)
 
-    def write(self, runner: Runner) -> None:
-        """Write the report. The Runner calls this at the end of each run, even after an error."""
+    def release(self, runner: Runner) -> None:
+        """Write the report."""
         if not is_main_process():
             return
         try:
@@ -205,7 +206,7 @@ class ReportHook(Hook):
             max_epochs=runner.max_epochs if trained and runner.by_epoch else 0,
             by_epoch=runner.by_epoch,
             start_iteration=self._start or 0,
-            resumed_from=runner.resumed_from.name if runner.resumed_from else "",
+            resumed_from=runner.checkpoints.resumed_from.name if runner.checkpoints.resumed_from else "",
             samples_per_step=runner.samples_per_step if trained else 0,
             phases=PhaseSplit(_named(phases.seconds), _named(phases.first), phases.steps),
             curves=self._curves,

@@ -62,6 +62,10 @@ class PhaseTimes:
         self.seconds[self.current] += now - self._since
         self.current, self._since = phase, now
 
+    def total(self, phase: Phase) -> float:
+        """Return the seconds in a phase that has ended, with those of the first step."""
+        return self.seconds.get(phase, 0.0) + self.first.get(phase, 0.0)
+
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
         """Switch to `phase` inside the `with` block, and then back; blocks may be nested."""

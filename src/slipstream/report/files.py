@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from slipstream.errors import DataError
-from slipstream.files import replacing
+from slipstream.files import write_text
 from slipstream.report.log_files import record_from_logs
 from slipstream.report.record import RunRecord
 
@@ -62,6 +62,5 @@ def write_report(record: RunRecord, folder: Path) -> Path:
 
 def write_page(path: Path, text: str) -> None:
     """Write a text file atomically."""
-    with replacing(path) as temporary:
-        # Text of a run may contain characters that UTF-8 cannot represent, for example from a file name.
-        temporary.write_bytes(text.encode("utf-8", errors="replace"))
+    # Text of a run may contain characters that UTF-8 cannot represent, for example from a file name.
+    write_text(path, text, errors="replace")

@@ -10,11 +10,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
 from slipstream.dataset.loading.loader import batch_size, last_batch_size
-from slipstream.dist import get_world_size
-from slipstream.errors import SlipstreamError
+from slipstream.dist import get_rank, get_world_size
+from slipstream.errors import NonFiniteLossError, SlipstreamError
 from slipstream.model.sync_batchnorm import SyncBatchNorm
 
-__all__ = ["error_notes", "warn_of_single_sample"]
+__all__ = ["add_notes", "warn_of_single_sample"]
 
 _NOTES = {
     "find_unused_parameters": "(set it with cfg=dict(find_unused_parameters=True))",
@@ -34,10 +34,23 @@ _NOTES = {
 """Notes by a part of torch's message."""
 
 
-def error_notes(error: Exception) -> list[str]:
-    """Return the notes that name a remedy for an error of torch."""
+def add_notes(error: Exception, where: str, describe_batch: Callable[[int], str]) -> None:
+    """Add to an error where it was raised, a remedy for an error of torch, and the samples of a non-finite loss.
+
+    Args:
+        error: an error raised in training or validation.
+        where: the current step.
+        describe_batch: `describe_batch(iteration)` returns the samples in the batch of a step, or an empty string.
+    """
+    rank = f"on rank {get_rank()} of {get_world_size()}, " if get_world_size() > 1 else ""
+    error.add_note(f"({rank}in {where})")
     text = "" if isinstance(error, SlipstreamError) else str(error)
-    return [note for part, note in _NOTES.items() if part in text]
+    for part, note in _NOTES.items():
+        if part in text:
+            error.add_note(note)
+    iteration = error.iteration if isinstance(error, NonFiniteLossError) else None
+    if iteration is not None and (samples := describe_batch(iteration)):
+        error.add_note(f"(the batch of iteration {iteration} contains {samples})")
 
 
 def warn_of_single_sample(model: nn.Module, loader: DataLoader[Any], warn: Callable[[str], None]) -> None:

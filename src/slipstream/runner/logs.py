@@ -9,20 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.checkpoint import write_text
 from slipstream.config import Config
 from slipstream.dist import broadcast_object_list, get_rank, is_main_process
 from slipstream.errors import ConfigError
 from slipstream.extras import is_installed
+from slipstream.files import write_text
 from slipstream.logging import MessageHub, Meter, MMLogger, build_logger
 from slipstream.redaction import Redactor
 from slipstream.registry import LOG_PROCESSORS, VISUALIZERS
+from slipstream.runner.environment import collect_env
 from slipstream.runner.log_processor import LogProcessor
 from slipstream.runner.user_config import add_config_path
 from slipstream.typecheck import shown
 from slipstream.visualization import Visualizer, default_backends
 
-__all__ = ["Logs", "RunName", "config_text", "name_run", "open_logs", "write_config"]
+__all__ = ["Logs", "RunName", "config_text", "log_start", "name_run", "open_logs", "write_config"]
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,14 @@ def open_logs(
     if without_tensorboard:
         logger.info("TensorBoard is not installed. To log to it, run: pip install 'slipstream[tensorboard]'")
     return Logs(logger, hub, Meter(hub), processor, visualizer)
+
+
+def log_start(logger: MMLogger, seed: int, replaced_seed: int | None, work_dir: str) -> None:
+    """Log the environment, the seed and the folder of a run, with a warning if it does not use the configured seed."""
+    logger.info("Environment: " + ", ".join(f"{k} {v}" for k, v in collect_env().items()))
+    logger.info(f"Seed: {seed}; work_dir: {work_dir}")
+    if replaced_seed is not None:
+        logger.warning(f"The seed {seed} of the resumed run replaces the configured seed {replaced_seed}")
 
 
 def write_config(

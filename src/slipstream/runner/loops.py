@@ -34,13 +34,13 @@ from slipstream.dataset.loading.samples import skipped_samples
 from slipstream.dataset.loading.waiting import Loading, explain_worker_errors
 from slipstream.dataset.loading.workers import end_workers
 from slipstream.dist import get_rank, get_world_size, report_progress
-from slipstream.errors import ConfigError, DataError, NonFiniteLossError
+from slipstream.errors import ConfigError, DataError
 from slipstream.evaluator import Evaluator
 from slipstream.logging import Phase
 from slipstream.model import unwrap_model
 from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.registry import EVALUATOR, LOOPS
-from slipstream.runner.checks import error_notes, warn_of_single_sample
+from slipstream.runner.checks import add_notes, warn_of_single_sample
 from slipstream.runner.rollback import Passes
 from slipstream.typecheck import NonNegativeInt, PositiveInt, check
 
@@ -286,11 +286,11 @@ class _TrainLoop(BaseLoop):
     def _run_missed_validation(self) -> None:
         """Validate if the resumed run stopped between a checkpoint and its validation."""
         if not self._validated:
-            self._runner.restore_random_state()
+            self._runner.checkpoints.restore_random_state()
             self._validate()
             # In the middle of an epoch, the loader drew its random numbers before the checkpoint was written.
             # Therefore this state is restored again after the loader starts.
-            self._runner.resumed_random_state = get_random_state()
+            self._runner.checkpoints.random_state = get_random_state()
 
     def _validate(self) -> None:
         progress = self._progress
@@ -308,13 +308,14 @@ class _TrainLoop(BaseLoop):
         used, self._used = self._used, 0
         self.passes.begin(self._iter, self._epoch, start, used)
         if start == 0:
-            self._runner.restore_random_state()  # before the loader draws its random numbers for a new epoch
+            # before the loader draws its random numbers for a new epoch
+            self._runner.checkpoints.restore_random_state()
         set_epoch(self.dataloader, self._epoch, start, used)
         batches: Iterator[Any] = iter(self._load())
         if start and not isinstance(self.dataloader.batch_sampler, EpochBatchSampler):
             # This sampler cannot seek: load the finished batches to skip them.
             next(islice(batches, start - 1, None), None)
-        self._runner.restore_random_state()
+        self._runner.checkpoints.restore_random_state()
         if self._runner.speed.prefetch and can_draw_ahead(self.dataloader):
             batches = DeviceFeed(self.dataloader, self._runner.device, self._runner.speed.prefetch).ahead(
                 batches
@@ -339,13 +340,7 @@ class _TrainLoop(BaseLoop):
             with explain_worker_errors(self._name):
                 yield
         except Exception as error:
-            rank = f"on rank {get_rank()} of {get_world_size()}, " if get_world_size() > 1 else ""
-            error.add_note(f"({rank}in {self._where()})")
-            for note in error_notes(error):
-                error.add_note(note)
-            iteration = error.iteration if isinstance(error, NonFiniteLossError) else None
-            if iteration is not None and (samples := self._runner.rollback.describe(iteration)):
-                error.add_note(f"(the batch of iteration {iteration} contains {samples})")
+            add_notes(error, self._where(), self._runner.rollback.describe)
             raise
         report_progress(None)
 

@@ -43,13 +43,17 @@ from slipstream.model.wrappers import (
 )
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 
+STRIP_WRAPPER = ((r"^module\.", ""),)
+"""The pattern and the replacement that remove a wrapper's prefix from the names of weights."""
+
 __all__ = [
+    "STRIP_WRAPPER",
     "check_weights",
-    "find_problem",
     "find_resume",
     "init_weights",
     "optimizer_state",
     "read_checkpoint",
+    "read_if_intact",
     "restore_counts",
     "restore_optimizer",
     "restore_schedulers",
@@ -110,10 +114,7 @@ def _intact(path: Path) -> tuple[dict[str, Any], CheckpointError | None]:
     """Return the `meta` entry of a checkpoint that is intact, or the reason why it is not; equal on all ranks."""
     found: list[Any] = [{}, None]
     try:
-        if not path.exists() and not is_main_process():
-            raise CheckpointError(
-                f"rank {get_rank()} cannot access {path}; put the work_dir on a shared file system"
-            )
+        _check_access(path)
         if is_main_process():
             found[0] = read_meta(path)
             check(found[0], META, path, "meta")
@@ -125,9 +126,29 @@ def _intact(path: Path) -> tuple[dict[str, Any], CheckpointError | None]:
     return meta[0], problems[0] if problems else None
 
 
-def find_problem(path: Path) -> CheckpointError | None:
-    """Return the reason why a checkpoint cannot be read on a rank, or None; equal on all ranks."""
-    return _intact(path)[1]
+def _check_access(path: Path) -> None:
+    if not path.exists() and not is_main_process():
+        raise CheckpointError(
+            f"rank {get_rank()} cannot access {path}; put the work_dir on a shared file system"
+        )
+
+
+def read_if_intact(
+    model: nn.Module, path: Path
+) -> tuple[dict[str, Any], None] | tuple[None, CheckpointError]:
+    """Return a checkpoint for the unwrapped `model`, or the reason why a rank cannot read it, equal on all ranks."""
+    problem = checkpoint = None
+    try:
+        _check_access(path)
+        checkpoint = read_checkpoint(model, path, "cpu", STRIP_WRAPPER)
+        check(checkpoint.get("meta", {}), META, path, "meta")
+    except CheckpointError as error:
+        problem = error
+    problems = [found for found in all_gather_object(problem) if found is not None]
+    if problems:
+        return None, problems[0]
+    assert checkpoint is not None
+    return checkpoint, None
 
 
 def init_weights(model: nn.Module) -> None:

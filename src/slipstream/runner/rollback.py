@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from slipstream.checkpoint import mark_last_checkpoint
-from slipstream.dataset.loading.order import batch_indices
+from slipstream.dataset.loading.order import Drawn, batch_indices
 from slipstream.dist import all_gather_object, broadcast_object_list, get_world_size, is_main_process
 from slipstream.errors import CheckpointError, LossSpikeError, NonFiniteLossError
 from slipstream.model import unwrap_model
@@ -50,12 +50,14 @@ class Passes:
     def __init__(self, loader: DataLoader[Any], count: int) -> None:
         self._loader = loader
         self._passes: deque[tuple[int, int, int, int]] = deque(maxlen=count)
+        self._drawn = Drawn()
 
     def begin(self, done: int, epoch: int, start: int, used: int = 0) -> None:
         """Store that, after `done` steps, a pass begins at batch `start` of an epoch, after `used` samples of it."""
         while self._passes and self._passes[-1][0] >= done:  # repeated after a roll-back
             self._passes.pop()
         self._passes.append((done, epoch, start, used))
+        self._drawn = Drawn()  # releases the memory
 
     def samples(self, iteration: int) -> list[int] | None:
         """Return the indices of this rank's samples in step `iteration` (from 1), or None if they are unknown."""
@@ -63,7 +65,7 @@ class Passes:
         if index < 0:
             return None
         done, epoch, start, used = self._passes[index]
-        found = batch_indices(self._loader, epoch, start + iteration - 1 - done)
+        found = batch_indices(self._loader, epoch, start + iteration - 1 - done, self._drawn)
         return found if found is None or iteration > done + 1 else found[used:]
 
 
@@ -178,7 +180,7 @@ class Rollback:
             f"{policy.max_rollbacks}). Training continues without {_named(first, last)}"
         )
         self._log_samples(first, last)
-        self._restore(target[1])
+        self._restore(target[1], target[2])
         self._set(ranges, count)
         runner.call_hook("after_rollback")
 
@@ -200,8 +202,12 @@ class Rollback:
         last = ((end - 1) // window + 1) * window
         return first - skip_before, min(last, self._runner.max_iters), first < previous
 
-    def _choose(self, done: int, wanted: int) -> tuple[int, Path] | None:
-        """Return the newest intact checkpoint after at most `wanted` steps; if there is none, after at most `done`."""
+    def _choose(self, done: int, wanted: int) -> tuple[int, Path, dict[str, Any]] | None:
+        """Return the newest intact checkpoint after at most `wanted` steps; if there is none, after at most `done`.
+
+        Returns:
+            The number of steps, the path and the content, or None if no checkpoint is intact.
+        """
         found: list[Any] = [None]
         if is_main_process():
             found = [[entry for entry in self._saved if entry[0] <= done and entry[1].exists()]]
@@ -209,9 +215,9 @@ class Rollback:
         newest = list(reversed(found[0]))
         early = [entry for entry in newest if entry[0] <= wanted]
         for iteration, path in [*early, *(entry for entry in newest if entry not in early)]:
-            problem = resume.find_problem(path)
-            if problem is None:
-                return iteration, path
+            checkpoint, problem = resume.read_if_intact(unwrap_model(self._runner.model), path)
+            if checkpoint is not None:
+                return iteration, path, checkpoint
             self._runner.logger.warning(f"{problem}; trying an earlier checkpoint")
         return None
 
@@ -235,18 +241,18 @@ class Rollback:
             return f"samples {_listed(parts[0])}"
         return "; ".join(f"samples {_listed(part)} on rank {rank}" for rank, part in enumerate(parts))
 
-    def _restore(self, path: Path) -> None:
+    def _restore(self, path: Path, checkpoint: dict[str, Any]) -> None:
         runner = self._runner
         core = unwrap_model(runner.model)
-        optim, resumed_from = runner.optim_wrapper, runner.resumed_from
+        optim, resumed_from = runner.optim_wrapper, runner.checkpoints.resumed_from
         assert optim is not None
         drop_unsharded_gradients(core)
         optim.zero_grad()  # of an unfinished accumulation window
         runner.message_hub.drop_saved()
-        runner.resume(path)
-        runner.resumed_from = resumed_from
+        runner.checkpoints.restore(checkpoint, path)
+        runner.checkpoints.resumed_from = resumed_from
         runner.meter.newest = runner.iter
-        runner.restore_counts()
+        runner.checkpoints.restore_counts()
         for name, initial in self._buffers.items():
             _restore_buffer(core, name, initial)
         runner.train_loop.stop_training = False

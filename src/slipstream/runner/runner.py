@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,65 +12,47 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from slipstream.checkpoint import (
-    BackgroundWriter,
-    get_random_state,
-    load_weights,
-    mark_last_checkpoint,
-    restoring,
-    set_random_state,
-    weights_in,
-    write_checkpoint,
-)
 from slipstream.config import Config, options
 from slipstream.devices import default_device
-from slipstream.dist import all_gather_object, get_rank, get_world_size, is_distributed, is_main_process
-from slipstream.dist.sharding import mesh_of
-from slipstream.errors import CheckpointError, ConfigError, NonFiniteLossError, did_you_mean
+from slipstream.dist import get_rank, get_world_size, is_distributed, is_main_process
+from slipstream.errors import ConfigError
 from slipstream.hooks import (
-    GcHook,
     Hook,
     HookList,
-    LossSpikeHook,
-    NanGuardHook,
-    PreemptionHook,
     ProgressBarHook,
-    ReportHook,
 )
 from slipstream.logging import PhaseTimes
 from slipstream.model import unwrap_model
-from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.optim import OptimWrapper
 from slipstream.preemption import Preempted
-from slipstream.redaction import Redactor, redact, redact_errors
-from slipstream.registry import LOOPS, RUNNERS, default_scope
-from slipstream.runner import builders, planning, resume, resume_check
+from slipstream.redaction import Redactor, redact
+from slipstream.registry import RUNNERS
+from slipstream.runner import builders, planning, resume
+from slipstream.runner.checkpoints import Checkpoints
 from slipstream.runner.environment import (
     EnvOptions,
     Randomness,
-    collect_env,
     set_random_seed,
     setup_env,
 )
 from slipstream.runner.folder_lock import FolderLock
-from slipstream.runner.logs import config_text, name_run, open_logs, write_config
-from slipstream.runner.loops import BaseLoop
+from slipstream.runner.lazy_loops import LazyLoops
+from slipstream.runner.logs import config_text, log_start, name_run, open_logs, write_config
+from slipstream.runner.resume import STRIP_WRAPPER
 from slipstream.runner.rollback import Rollback
+from slipstream.runner.run_context import RunContext
 from slipstream.runner.user_config import (
-    TRIPLES,
     AutoScaleLr,
     add_config_path,
-    add_loop_path,
     check_arguments,
-    loop_options,
+    constructor_arguments,
     unread_keys,
     with_defaults,
 )
 from slipstream.speed import CFG_OPTIONS, compile_model
-from slipstream.speed.apply import add_parts, compiling, fuse_optim, plan_optim, prepare_model, switches
+from slipstream.speed.apply import add_parts, fuse_optim, plan_optim, prepare_model, switches
 from slipstream.step import Step
 from slipstream.step.graph import GraphStep
-from slipstream.version import __version__
 
 if TYPE_CHECKING:
     from slipstream.config_types import (
@@ -163,42 +143,37 @@ class Runner:
         self.cfg = cfg if isinstance(cfg, Config) else Config(dict(cfg or {}))
         # Build errors report their path in this configuration.
         self._user_cfg = {**self.cfg, **{k: v for k, v in arguments.items() if k != "cfg" and v is not None}}
-        self._scope = default_scope
         self._redactor = Redactor(self._user_cfg)
         self.optim_wrapper: OptimWrapper | None = None
         self.param_schedulers: list[Any] | dict[str, list[Any]] | None = None
         self.step: Step
-        self.resumed_random_state: dict[str, Any] | None = None
-        self.is_training = self.resuming = self._loaded = self._compiled = self._preempted = False
-        self.resumed_from: Path | None = None
+        self.is_training = self._compiled = self._preempted = False
         self.phases = PhaseTimes()
         self.error: BaseException | None = None
         """The error that ended the last run, or None."""
-        self._resumed_counts: dict[str, int] = {}
-        with self._build_context():
+        self._context = RunContext(self, self._user_cfg, default_scope, self._redactor)
+        with self._context.constructing():
             self._init_parts(arguments)
-        # Each Runner keeps its own random state, so several Runners in one process do not affect each other.
-        self._random_state = get_random_state()
 
     def _init_parts(self, arguments: dict[str, Any]) -> None:
         scale_lr = check_arguments(arguments)
-        self._loops: dict[str, Any] = {mode: loop_options(mode, arguments) for mode in TRIPLES}
+        self.loops = LazyLoops(self, arguments)
         self._training = {k: arguments[k] for k in ("optim_wrapper", "param_scheduler")}
         self._training["auto_scale_lr"] = scale_lr
         plan = planning.read_plan(arguments, self.cfg)
         self._randomness = options(Randomness, arguments["randomness"], "randomness")
         setup_env(arguments["launcher"], options(EnvOptions, arguments["env_cfg"], "env_cfg"))
         self.work_dir = str(Path(arguments["work_dir"]).expanduser().absolute())
-        self._resume_from, seed, problems = resume.find_resume(
-            arguments["resume"], arguments["load_from"], self.work_dir
-        )
-        self._load_from = arguments["load_from"]
+        load_from = arguments["load_from"]
+        source, seed, problems = resume.find_resume(arguments["resume"], load_from, self.work_dir)
         self._set_seed(seed)
         self._open_logs(arguments)
+        if arguments["resume"] is True and source is None:
+            self.logger.info(f"No checkpoint found in {self.work_dir}; starting a new run")
         for line in problems:
             self.logger.warning(line)
         self.folder_lock = FolderLock(self.logger.warning)
-        self._writer = BackgroundWriter()
+        self.checkpoints = Checkpoints(self, load_from, source, self._redactor)
         self.rollback = Rollback(self)
         self.device = default_device()
         model = builders.build_model(arguments["model"], arguments["data_preprocessor"])
@@ -210,10 +185,8 @@ class Runner:
             self.model: nn.Module = prepare_model(model, self.speed, self.device)
         self._training["optim_wrapper"] = plan_optim(arguments["optim_wrapper"], self.speed, self.device)
         self._hooks = HookList()
-        for hook in [
-            *with_defaults(arguments["default_hooks"], self.by_epoch),
-            *planning.plan_hooks(self.speed),
-        ]:
+        defaults = with_defaults(arguments["default_hooks"], self.by_epoch)
+        for hook in [*defaults, *planning.plan_hooks(self.speed)]:
             self._hooks.register(hook)
         if self.logger.console.is_terminal and is_main_process():
             self._hooks.register(ProgressBarHook())
@@ -230,12 +203,8 @@ class Runner:
             ConfigError: the configuration has no `model` or `work_dir`, or a value is invalid.
         """
         cfg = cfg if isinstance(cfg, Config) else Config(dict(cfg))
-        for required in ("model", "work_dir"):
-            if required not in cfg:
-                hint = did_you_mean(required, cfg)
-                raise ConfigError(f"the configuration has no '{required}', which is required{hint}")
         names = [name for name in inspect.signature(cls).parameters if name != "cfg"]
-        runner = cls(**{name: cfg[name] for name in names if name in cfg}, cfg=cfg)
+        runner = cls(**constructor_arguments(cfg, names), cfg=cfg)
         for line in unread_keys(cfg, [*names, *CFG_OPTIONS]):
             runner.logger.warning(line)
         return runner
@@ -244,9 +213,9 @@ class Runner:
 
     def train(self) -> nn.Module:
         """Train and return the model."""
-        if self._loops["train"] is None:
+        if "train" not in self.loops:
             raise ConfigError("training requires train_dataloader, train_cfg and optim_wrapper", "Runner")
-        with self._run_context():
+        with self._context.running():
             if self._preempted:
                 raise ConfigError(
                     "this Runner was stopped by a signal; build a new one with resume=True", "Runner"
@@ -254,11 +223,11 @@ class Runner:
             self.folder_lock.lock(Path(self.work_dir), "work_dir")
             self._build_training()
             self.call_hook("before_run")
-            if not self._loaded:
+            if not self.checkpoints.loaded:
                 resume.init_weights(unwrap_model(self.model))
             self.load_or_resume()
             assert self.optim_wrapper is not None
-            self.restore_counts()
+            self.checkpoints.restore_counts()
             self.step = planning.make_step(
                 self.model, self.optim_wrapper, self.speed, self.logger.warning, self.logger.info
             )
@@ -272,7 +241,7 @@ class Runner:
                 if isinstance(self.step, GraphStep):
                     self.step.pause()
             with self.phases.during("checkpoint"):
-                self._writer.wait()
+                self.checkpoints.wait()
             self.read_logs()
             self.call_hook("after_run")
         return self.model
@@ -286,12 +255,12 @@ class Runner:
         return self._evaluate("test")
 
     def _evaluate(self, mode: str) -> dict[str, float]:
-        if self._loops[mode] is None:
+        if mode not in self.loops:
             raise ConfigError(
                 f"{mode}() requires {mode}_dataloader, {mode}_cfg and {mode}_evaluator", "Runner"
             )
-        with self._run_context():
-            loop = self._loop(mode)
+        with self._context.running():
+            loop = self.loops.get(mode)
             self.call_hook("before_run")
             self.load_or_resume()
             self._compile()
@@ -300,7 +269,7 @@ class Runner:
         return metrics
 
     def _build_training(self) -> None:
-        loop = self._loop("train")
+        loop = self.loops.get("train")
         if self.optim_wrapper is None:
             with add_config_path(self._user_cfg, "optim_wrapper"):
                 self.optim_wrapper = builders.build_optim(self.model, self._training["optim_wrapper"])
@@ -310,8 +279,7 @@ class Runner:
             self.scale_lr(self.optim_wrapper, self._training["auto_scale_lr"])
             schedulers = self._training["param_scheduler"]
             self.param_schedulers = builders.build_schedulers(schedulers, self.optim_wrapper, loop)
-        if self._loops["val"] is not None:
-            self._loop("val")
+        self.loops.get("val")  # builds the loop
 
     def scale_lr(
         self, optim_wrapper: OptimWrapper, auto_scale_lr: AutoScaleLr | Mapping[str, Any] | None
@@ -326,68 +294,6 @@ class Runner:
             compile_model(unwrap_model(self.model), self.speed.compile, self.logger.warning)
         self._compiled = True
 
-    @contextmanager
-    def _run_context(self) -> Iterator[None]:
-        """Activate the run's logger, hub and options; close log files and hooks on exit, even after an error."""
-        set_random_state(self._random_state)
-        self.error = None
-        if any(isinstance(hook, ReportHook) for hook in self._hooks):  # otherwise nothing reads the times
-            self.phases.start()
-        try:
-            with (
-                self._build_context(),
-                self.logger.as_current(),
-                self.message_hub.as_current(),
-                switches(self.speed, self.device, self.logger.warning),
-                compiling(self.speed, self.model, self.logger),
-            ):
-                yield
-        except BaseException as error:
-            self.error = error
-            if isinstance(error, Exception):
-                # DEBUG records are written only to the log file; the caller reports the error on the console.
-                self.logger.debug(f"{type(error).__name__}: {error}", exc_info=True)
-            raise
-        finally:
-            self._random_state = get_random_state()
-            self.is_training = False
-            self.phases.stop()
-            self._close()
-
-    def _close(self) -> None:
-        """Release everything that a run holds, even if one of the calls fails."""
-        with ExitStack() as stack:  # calls the functions in reverse order
-            stack.callback(self.logger.close)
-            stack.callback(self.visualizer.flush)
-            stack.callback(self.folder_lock.release)
-            stack.callback(self._close_writer)
-            stack.callback(self._end_workers)
-            for hook in self._hooks:
-                if isinstance(hook, ProgressBarHook | GcHook | LossSpikeHook | NanGuardHook | PreemptionHook):
-                    stack.callback(hook.close)
-                elif isinstance(hook, ReportHook):
-                    stack.callback(hook.write, self)
-
-    def _close_writer(self) -> None:
-        self._wait_for_writer()  # raises nothing that would replace the error of the run
-        self._writer.close()
-
-    def _wait_for_writer(self) -> None:
-        try:
-            self._writer.wait()
-        except CheckpointError as error:
-            self.logger.error(f"{error}. Training does not stop, because the next checkpoint may be written")
-
-    @contextmanager
-    def _build_context(self) -> Iterator[None]:
-        """Search the run's registry scope first, add config paths to errors, and remove secrets from them."""
-        with (
-            redact_errors(self._redactor),
-            add_config_path(self._user_cfg),
-            default_scope(self._scope),
-        ):
-            yield
-
     # ---- checkpoints ---------------------------------------------------------------------------------
 
     def load_or_resume(self) -> None:
@@ -395,33 +301,17 @@ class Runner:
 
         A run without training loads only the weights.
         """
-        if self._resume_from is not None and self.optim_wrapper is not None:
-            self.resume(self._resume_from)
-            self._resume_from = None
-        elif not self._loaded and (source := self._resume_from or self._load_from):
-            # Training can start from a subset of the weights; evaluation requires all of them.
-            self.load_checkpoint(source, strict=self.optim_wrapper is None)
-        self._loaded = True
+        self.checkpoints.load_or_resume()
 
     def load_checkpoint(
         self,
         filename: str | Path,
         map_location: str | torch.device = "cpu",
         strict: bool = False,
-        revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
+        revise_keys: Sequence[tuple[str, str]] = STRIP_WRAPPER,
     ) -> dict[str, Any]:
         """Load the weights of a checkpoint into the model and return the checkpoint."""
-        checkpoint = resume.read_checkpoint(unwrap_model(self.model), filename, map_location, revise_keys)
-        self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
-        self._load_weights(checkpoint, strict, filename)
-        return checkpoint
-
-    def _load_weights(self, checkpoint: Mapping[str, Any], strict: bool, filename: str | Path) -> None:
-        state = weights_in(checkpoint, filename)
-        with restoring("state_dict", filename):
-            for line in load_weights(unwrap_model(self.model), state, strict, str(filename)):
-                self.logger.warning(f"Loading {filename}: {line}")
-        self.logger.info(f"Loaded {filename}")
+        return self.checkpoints.load(filename, map_location, strict, revise_keys)
 
     def resume(
         self,
@@ -436,51 +326,7 @@ class Runner:
             CheckpointError: an entry of the checkpoint is missing, invalid, or belongs to a different run. The message
                 names its key. Nothing is changed in the run, unless the message says so.
         """
-        keys = ((r"^module\.", ""),)
-        checkpoint = resume.read_checkpoint(unwrap_model(self.model), filename, map_location, keys)
-        resume_check.check_content(checkpoint, filename)
-        self.resumed_from = Path(filename).absolute()
-        self.resuming = True
-        try:
-            self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
-            optim = self.optim_wrapper if resume_optimizer else None
-            schedulers = self.param_schedulers if resume_param_scheduler else None
-            resume_check.check_matches(
-                checkpoint, filename, self.model, optim, schedulers, self.logger.warning
-            )
-            if "ema_state_dict" in checkpoint:  # an EMAHook removes this key
-                self.logger.warning(
-                    "The checkpoint contains averaged weights, but the Runner has no EMAHook: training continues from "
-                    "the averaged weights"
-                )
-            self._load_weights(checkpoint, True, filename)
-            self._restore(checkpoint, filename, optim, schedulers)
-        finally:
-            self.resuming = False
-        self.rollback.load()
-        self.rollback.add(self.iter, Path(filename).absolute())
-
-    def _restore(
-        self, checkpoint: Mapping[str, Any], filename: str | Path, optim: OptimWrapper | None, schedulers: Any
-    ) -> None:
-        """Restore everything except the weights."""
-        if checkpoint.get("message_hub"):
-            with restoring("message_hub", filename):
-                self.message_hub.load_state_dict(checkpoint["message_hub"])
-        if optim is not None:
-            with restoring("optimizer", filename):
-                resume.restore_optimizer(self.model, optim, checkpoint)
-            # A single wrapper normally counts iterations, whose number changes with the batch size.
-            counts, iteration = checkpoint.get("batches", {}), checkpoint["meta"]["iter"]
-            self._resumed_counts = {name: n for name, n in counts.items() if name or n != iteration}
-        if schedulers:
-            with restoring("param_schedulers", filename):
-                resume.restore_schedulers(schedulers, checkpoint)
-        with restoring("meta", filename):
-            self.train_loop.resume_at(checkpoint["meta"])
-        states = checkpoint["meta"].get("random_state")
-        if states and len(states) == get_world_size():
-            self.resumed_random_state = states[get_rank()]
+        self.checkpoints.resume(filename, resume_optimizer, resume_param_scheduler, map_location)
 
     def save_checkpoint(
         self,
@@ -516,36 +362,11 @@ class Runner:
         """
         with self.phases.during("checkpoint"):
             self.read_logs()  # raises an error if a loss is not finite, before earlier checkpoints are replaced
-            checkpoint = self._state(by_epoch, save_optimizer, save_param_scheduler)
+            checkpoint = self.checkpoints.state(by_epoch, save_optimizer, save_param_scheduler)
             checkpoint["meta"].update(meta or {})
             self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
-            self._write(checkpoint, Path(out_dir) / filename, mark_last, consolidate, background, on_saved)
-
-    def _write(
-        self,
-        checkpoint: dict[str, Any],
-        target: Path,
-        mark_last: bool,
-        consolidate: bool,
-        background: bool,
-        on_saved: Callable[[], None] | None,
-    ) -> None:
-        """Write a checkpoint; see `save_checkpoint` for the arguments."""
-
-        def finish(path: Path) -> None:
-            if mark_last:
-                self.rollback.add(checkpoint["meta"]["iter"], path)
-            if mark_last and is_main_process():
-                mark_last_checkpoint(self.work_dir, path)
-            if on_saved is not None and is_main_process():
-                on_saved()
-
-        warn = self.logger.warning
-        if background and not (consolidate and mesh_of(self.model) is not None):
-            self._writer.write(checkpoint, target, warn, finish)
-        else:
-            self._wait_for_writer()  # keep the order of checkpoints
-            finish(write_checkpoint(checkpoint, target, warn, consolidate))
+            target = Path(out_dir) / filename
+            self.checkpoints.write(checkpoint, target, mark_last, consolidate, background, on_saved)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the last checkpoint is written; see `save_checkpoint(background=True)`.
@@ -553,62 +374,7 @@ class Runner:
         Raises:
             CheckpointError: it could not be written.
         """
-        self._writer.wait()
-
-    def _state(
-        self, by_epoch: bool | None, save_optimizer: bool, save_param_scheduler: bool
-    ) -> dict[str, Any]:
-        """Return the run's state in MMEngine's checkpoint layout; see `save_checkpoint` for the arguments."""
-        self._check_weights(self.iter + (by_epoch is False))
-        if self.is_training:
-            average_batchnorm(self.model)
-        hub = self.message_hub.state_dict()
-        state: dict[str, Any] = {
-            "meta": self._meta(by_epoch),
-            "state_dict": unwrap_model(self.model).state_dict(),
-            "message_hub": {**hub, "runtime_info": self._redactor.tree(hub["runtime_info"])},
-        }
-        if save_optimizer and self.optim_wrapper is not None:
-            state |= resume.optimizer_state(self.model, self.optim_wrapper)
-        if save_param_scheduler and self.param_schedulers is not None:
-            state["param_schedulers"] = resume.scheduler_states(self.param_schedulers)
-        return state
-
-    def _check_weights(self, iteration: int) -> None:
-        error = None
-        try:
-            resume.check_weights(unwrap_model(self.model), iteration)
-        except NonFiniteLossError as found:
-            error = found
-        if NonFiniteLossError in self.rollback.faults:
-            error = self.rollback.agree(error)
-        if error is not None:
-            raise error
-
-    def _meta(self, by_epoch: bool | None) -> dict[str, Any]:
-        dataset = getattr(self.train_dataloader, "dataset", None) if self.is_training else None
-        return {
-            **self.train_loop.position(by_epoch),
-            "seed": self.seed,
-            "random_state": all_gather_object(get_random_state()),
-            "experiment_name": self.experiment_name,
-            "time": time.strftime("%Y%m%d_%H%M%S"),
-            "slipstream_version": __version__,
-            "cfg": self.cfg_text,
-            "dataset_meta": getattr(dataset, "metainfo", None),
-        }
-
-    def restore_counts(self) -> None:
-        """Set the number of batches that the optimizer wrappers have counted, after a resume."""
-        assert self.optim_wrapper is not None
-        self.optim_wrapper.initialize_count_status(self.model, self.iter, self.max_iters)
-        resume.restore_counts(self.model, self.optim_wrapper, self._resumed_counts)
-
-    def restore_random_state(self) -> None:
-        """Restore the random state of the resumed checkpoint just before the first step. Later calls have no effect."""
-        if self.resumed_random_state is not None:
-            set_random_state(self.resumed_random_state)
-            self.resumed_random_state = None
+        self.checkpoints.wait()
 
     def _set_seed(self, resumed: int | None) -> None:
         configured = self._randomness.seed
@@ -680,47 +446,24 @@ class Runner:
         self.json_log = f"{name.timestamp}.json"
         self.logger, self.message_hub, self.meter = logs.logger, logs.hub, logs.meter
         self.log_processor, self.visualizer = logs.processor, logs.visualizer
-        self.logger.info("Environment: " + ", ".join(f"{k} {v}" for k, v in collect_env().items()))
-        self.logger.info(f"Seed: {self.seed}; work_dir: {self.work_dir}")
-        if self._replaced_seed is not None:
-            self.logger.warning(
-                f"The seed {self.seed} of the resumed run replaces the configured seed {self._replaced_seed}"
-            )
-        if arguments["resume"] is True and self._resume_from is None:
-            self.logger.info(f"No checkpoint found in {self.work_dir}; starting a new run")
+        log_start(self.logger, self.seed, self._replaced_seed, self.work_dir)
 
-    # ---- state: loops are built on first access -------------------------------------------------------
-
-    def _loop(self, mode: str) -> Any:
-        """Return the loop of `mode`; the first call builds it."""
-        loop = self._loops[mode]
-        if isinstance(loop, Mapping):
-            try:
-                loop = self._loops[mode] = LOOPS.build(loop, default_args={"runner": self})
-            except ConfigError as error:
-                add_loop_path(error, mode)
-                raise
-        return loop
-
-    def _end_workers(self) -> None:
-        for loop in self._loops.values():
-            if isinstance(loop, BaseLoop):
-                loop.end_loading()
+    # ---- state -----------------------------------------------------------------------------------------
 
     @property
     def train_loop(self) -> Any:
         """The training loop."""
-        return self._loop("train")
+        return self.loops.get("train")
 
     @property
     def val_loop(self) -> Any:
         """The validation loop, or None."""
-        return self._loop("val")
+        return self.loops.get("val")
 
     @property
     def test_loop(self) -> Any:
         """The test loop, or None."""
-        return self._loop("test")
+        return self.loops.get("test")
 
     @property
     def train_dataloader(self) -> Any:
@@ -740,16 +483,12 @@ class Runner:
     @property
     def by_epoch(self) -> bool:
         """Whether training is epoch-based; True if there is no training loop."""
-        loop = self._loops["train"]
-        kind = loop["type"] if isinstance(loop, Mapping) else type(loop)
-        counts: bool = getattr(kind, "counts_epochs", True)
-        return counts
+        return self.loops.by_epoch
 
     @property
     def _position(self) -> Any:
         """The training loop, or None if it has not been built."""
-        loop = self._loops["train"]
-        return None if isinstance(loop, Mapping) else loop
+        return self.loops.built("train")
 
     @property
     def epoch(self) -> int:

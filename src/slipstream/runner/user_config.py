@@ -25,6 +25,7 @@ __all__ = [
     "add_config_path",
     "add_loop_path",
     "check_arguments",
+    "constructor_arguments",
     "loop_options",
     "unread_keys",
     "with_defaults",
@@ -97,6 +98,19 @@ def check_arguments(arguments: Mapping[str, Any]) -> AutoScaleLr:
                 f"must be a hook, a dict with a 'type', or None, not {shown(hook)}", f"default_hooks.{name}"
             )
     return options(AutoScaleLr, arguments["auto_scale_lr"], "auto_scale_lr")
+
+
+def constructor_arguments(cfg: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return the Runner's arguments in a configuration, given the names of all arguments.
+
+    Raises:
+        ConfigError: the configuration has no `model` or `work_dir`.
+    """
+    for required in ("model", "work_dir"):
+        if required not in cfg:
+            hint = did_you_mean(required, cfg)
+            raise ConfigError(f"the configuration has no '{required}', which is required{hint}")
+    return {name: cfg[name] for name in names if name in cfg}
 
 
 def with_defaults(hooks: Mapping[str, Any] | None, by_epoch: bool) -> list[Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slipstream.cores import cpu_features
 from slipstream.errors import ConfigError
 from slipstream.speed.compile import CompileOptions
 from slipstream.version import __version__
@@ -109,12 +110,7 @@ def _machine(model: nn.Module) -> str:
         accelerator = torch.cuda.get_device_name(tensor.device)
     else:
         accelerator = "cpu" if tensor is None else tensor.device.type
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = [platform.processor()]
-    features = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
-    return f"{accelerator} {platform.machine()} {sorted(features)}"
+    return f"{accelerator} {platform.machine()} {cpu_features()}"
 
 
 def _chosen_by_user() -> bool:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slipstream.optim.optim_wrapper import OptimWrapper
     from slipstream.step.cuda_graph import CapturedCalls
 
-__all__ = ["CapturedStep", "Shapes", "check_batch", "shapes"]
+__all__ = ["CapturedStep", "Changes", "Shapes", "check_batch", "shapes"]
 
 _GLOBAL_HOOKS = (
     modules._global_forward_pre_hooks,
@@ -33,6 +33,10 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _MIN_BATCHES = 2
 """A graph that is used for this many batches or fewer is not worth compiling."""
+_REBUILDS = 8
+"""Maximum number of changes that may invalidate the graph; equal to torch's recompile limit."""
+_SETTING_CHANGES = 2
+"""After this many changes to settings that graphs treat as constants, the optimizer runs outside the graph."""
 
 
 class CapturedStep:
@@ -305,3 +309,29 @@ class Shapes:
             return True
         self._others += 1
         return self._others >= 8 and self._others * 8 >= self._steps
+
+
+class Changes:
+    """Counts the changes that invalidate a step's graphs."""
+
+    def __init__(self) -> None:
+        self.rebuilds = 0
+        self._of_settings = 0
+
+    def count(self, changed: str, captured: CapturedStep | None) -> None:
+        """Count a change, given its description and the step that it invalidates."""
+        self.rebuilds += 1
+        if captured is None or captured.update is None:
+            return
+        if changed in captured.update.optimizer.param_groups[0]:
+            self._of_settings += 1
+
+    @property
+    def too_many(self) -> bool:
+        """Whether no further graph is worth compiling."""
+        return self.rebuilds > _REBUILDS
+
+    @property
+    def allow_update_inside(self) -> bool:
+        """Whether the next graph may contain the optimizer's update, whose settings it treats as constants."""
+        return self._of_settings < _SETTING_CHANGES

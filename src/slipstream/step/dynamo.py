@@ -10,7 +10,15 @@ from torch import fx
 
 from slipstream.step.verification import NotCapturedError, OnlyEagerError
 
-__all__ = ["has_side_effects", "refuse_checkpoint", "refuse_python_random", "tracing", "why_not_recomputed"]
+__all__ = [
+    "has_side_effects",
+    "needs_autograd_engine",
+    "refuse_checkpoint",
+    "refuse_python_random",
+    "refuse_uncompiled",
+    "tracing",
+    "why_not_recomputed",
+]
 
 
 def tracing() -> AbstractContextManager[Any]:
@@ -25,6 +33,12 @@ def tracing() -> AbstractContextManager[Any]:
         use_numpy_random_stream=True,
     )
     return settings
+
+
+def needs_autograd_engine() -> bool:
+    """Return whether anomaly detection or hooks for saved tensors are active, which a graph does not support."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch.is_anomaly_enabled() or hooks is not None
 
 
 def _translator() -> Any:
@@ -42,6 +56,18 @@ def has_side_effects() -> bool:
     return bool(effects.tensor_hooks or effects.save_for_backward) or any(
         not isinstance(variable.mutation_type, new) for variable in changed
     )
+
+
+def refuse_uncompiled() -> None:
+    """Check, inside the step, that Dynamo traces it and has not skipped it.
+
+    Raises:
+        NotCapturedError: the step runs without compilation.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        raise NotCapturedError(
+            "torch.compile is disabled, or an active TorchDispatchMode does not support it"
+        )
 
 
 def refuse_python_random() -> None:

@@ -17,14 +17,21 @@ import torch
 from torch import Tensor, fx, nn
 
 from slipstream.step.background import BackgroundCompiler
-from slipstream.step.captured import CapturedStep, Shapes, check_batch, shapes
+from slipstream.step.captured import CapturedStep, Changes, Shapes, check_batch, shapes
 from slipstream.step.direct import DirectCalls, Outputs
-from slipstream.step.dynamo import has_side_effects, refuse_checkpoint, refuse_python_random, tracing
+from slipstream.step.dynamo import (
+    has_side_effects,
+    needs_autograd_engine,
+    refuse_checkpoint,
+    refuse_python_random,
+    refuse_uncompiled,
+    tracing,
+)
 from slipstream.step.eager import EagerStep, Losses, sum_losses
 from slipstream.step.numerics import all_finite, only_if
 from slipstream.step.parts import apply_update, has_gradients
 from slipstream.step.sync import GradientSync
-from slipstream.step.update import is_stateless
+from slipstream.step.update import infer_trained
 from slipstream.step.verification import (
     Compiled,
     NotCapturedError,
@@ -40,11 +47,6 @@ if TYPE_CHECKING:
     from slipstream.step.cuda_graph import CapturedCalls
 
 __all__ = ["GraphStep"]
-
-_REBUILDS = 8
-"""Maximum number of changes that may invalidate the graph; equal to torch's recompile limit."""
-_SETTING_CHANGES = 2
-"""After this many changes to settings that graphs treat as constants, the optimizer runs outside the graph."""
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -120,7 +122,7 @@ class GraphStep:
         self._step: CapturedStep | None = None
         self._compiling: tuple[Any, ...] | None = None
         self._compiled_in: float | None = None
-        self._rebuilds = self._setting_changes = 0
+        self._changes = Changes()
         self._failed: tuple[Exception, list[nn.Parameter]] | None = None
         infer = weakref.WeakMethod(self._infer_trained)
 
@@ -167,20 +169,18 @@ class GraphStep:
         else:
             changed = None if all(p.requires_grad for p in self._trained) else "requires_grad of parameters"
         if changed is not None:
-            self._count_change(changed)
-            if self._rebuilds > _REBUILDS:
-                error = NotCapturedError(f"{changed} changed {self._rebuilds} times")
+            self._changes.count(changed, self._step)
+            self._reset()
+            if self._changes.too_many:
+                error = NotCapturedError(f"{changed} changed {self._changes.rebuilds} times")
                 return self._fall_back(error, inputs)
         if self._step is None and not self._trained:
             if self._started or self.optim.batches == 0:
                 self._started = True
                 return self._observe(inputs)
             self._infer_trained()
-        if self.sync is None and (
-            torch.is_anomaly_enabled()
-            or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        ):
-            return self.eager.train(inputs)  # only the autograd engine checks for NaN and calls these hooks
+        if self.sync is None and needs_autograd_engine():
+            return self.eager.train(inputs)
         if has_gradients(self.optim.parameters()):
             if self.optim.accumulative_counts == 1 and not self.optim.overrides_zero_grad:
                 return self.eager.train(inputs)  # this update includes gradients that the user has set
@@ -216,10 +216,8 @@ class GraphStep:
 
         def step(inputs: Any, held: list[Tensor] | None, ends: bool) -> Outputs:
             """Train on `inputs`, and update the accumulated gradients in `held` in place."""
-            if compiled and not torch.compiler.is_dynamo_compiling():  # Dynamo skipped the function
-                raise NotCapturedError(
-                    "torch.compile is disabled, or an active TorchDispatchMode does not support it"
-                )
+            if compiled:
+                refuse_uncompiled()
             grads, logs = gradients(inputs)
             if repeats is not None:
                 first = grads if sync is None else sync(grads)
@@ -431,8 +429,8 @@ class GraphStep:
         Raises:
             NotCapturedError: the model has hooks or parameters that a graph does not support.
         """
-        inside = self._setting_changes < _SETTING_CHANGES
-        captured = CapturedStep(self.model, self.optim, self._trained, inside, (self.loss_of, self.reduce))
+        inside, called = self._changes.allow_update_inside, (self.loss_of, self.reduce)
+        captured = CapturedStep(self.model, self.optim, self._trained, inside, called)
         captured.check_hooks()
         captured.check_params()
         captured.function = self._define(captured)
@@ -564,17 +562,6 @@ class GraphStep:
 
     # ---- invalidate the graph ----------------------------------------------------------------------------
 
-    def _count_change(self, changed: str) -> None:
-        """Drop the graph after a change; if settings change often, the next graph does not contain the update."""
-        self._rebuilds += 1
-        if (
-            self._step is not None
-            and self._step.update is not None
-            and changed in self._step.update.optimizer.param_groups[0]
-        ):
-            self._setting_changes += 1
-        self._reset()
-
     def _reset(self) -> None:
         if self._step is not None:  # torch does not release the compiled code of a function automatically
             torch._C._dynamo.eval_frame.reset_code(self._step.function.__code__)
@@ -582,18 +569,11 @@ class GraphStep:
         self._step, self._trained, self._inferred = None, [], False
 
     def _infer_trained(self) -> None:
-        """Infer the trained parameters from a loaded optimizer state, so that a resumed run uses the graph immediately.
-
-        These are the parameters with a state, or all parameters if the optimizer is stateless.
-        """
+        """Infer the trained parameters from a loaded optimizer state, so that a resumed run starts with the graph."""
         self._reset()
-        optimizer = self.optim.optimizer
-        state = optimizer.state
-        if not state and not is_stateless(optimizer):
-            return  # the next step is the optimizer's first, which may differ from later steps
-        params = [param for param in self.optim.parameters() if param.requires_grad]
-        self._trained = [param for param in params if param in state] or params
-        self._inferred = True
+        found = infer_trained(self.optim.optimizer, self.optim.parameters())
+        if found is not None:
+            self._trained, self._inferred = found, True
 
     def _replace(self, error: Exception) -> None:
         self._fallback = self.recover(error)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from slipstream.step.numerics import precise_dtype
 
-__all__ = ["GraphUpdate", "can_trace", "is_hooked", "is_stateless", "plain_settings"]
+__all__ = ["GraphUpdate", "can_trace", "infer_trained", "is_hooked", "plain_settings"]
 
 _AS_TENSORS = ("lr", "betas")
 """Settings that torch's optimizers accept as tensors; changing them does not recompile the graph."""
@@ -35,9 +35,16 @@ def can_trace(optimizer: Optimizer) -> bool:
     return supported and not is_hooked(optimizer) and _is_defined_by_torch(kind.step)
 
 
-def is_stateless(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer has no state for any parameter."""
-    return type(optimizer) is SGD and not any(group["momentum"] for group in optimizer.param_groups)
+def infer_trained(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter] | None:
+    """Return the trained parameters of a run, or None if the optimizer has made no step yet.
+
+    These are the parameters with a state, or all parameters if the optimizer is stateless.
+    """
+    stateless = type(optimizer) is SGD and not any(group["momentum"] for group in optimizer.param_groups)
+    if not optimizer.state and not stateless:
+        return None  # the optimizer's first step may differ from later steps
+    trainable = [param for param in params if param.requires_grad]
+    return [param for param in trainable if param in optimizer.state] or trainable
 
 
 def _is_defined_by_torch(function: Any) -> bool:

@@ -25,7 +25,7 @@ class NewOptimizerHook(Hook):
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
         """Replace the saved optimizer state with the initial state, but keep the saved learning rates."""
-        if not runner.resuming or "optimizer" not in checkpoint:
+        if not runner.checkpoints.resuming or "optimizer" not in checkpoint:
             return
         assert runner.optim_wrapper is not None, "training requires an optim_wrapper"
         fresh = runner.optim_wrapper.state_dict()

@@ -5,18 +5,17 @@ from __future__ import annotations
 import io
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from slipstream.cgroups import available_memory
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.tables import make_table
 from slipstream.tune.jobs import Setting
 from slipstream.tune.observer import Timer
 from slipstream.tune.process import Job, Process, TrialError
@@ -61,21 +60,18 @@ class BatchSizes:
         ).batch_size
 
     def __str__(self) -> str:
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-        for name in ("batch size", "samples/s", "peak MiB", "status"):
-            table.add_column(name, overflow="fold")
-        for row in sorted(self.rows, key=lambda row: row.batch_size):
-            rate = "" if row.samples_per_second is None else f"{row.samples_per_second:.4g}"
-            peak = "" if row.peak_mib is None else f"{row.peak_mib:.0f}"
-            status = f"{row.status}: {row.reason}" if row.reason else row.status
-            table.add_row(
-                str(row.batch_size), rate, peak, Text(status)
-            )  # brackets in a reason are not markup
+        table = make_table(("batch size", "samples/s", "peak MiB", "status"), self._cells())
         console = Console(file=io.StringIO(), width=140, highlight=False)
         console.print(table)
         file: Any = console.file
         note = f"The search is not complete: {self.stopped}.\n" if self.stopped else ""
         return f"{file.getvalue()}{note}Largest that fits: {self.largest}; fastest: {self.fastest}."
+
+    def _cells(self) -> Iterator[tuple[str, str, str, str]]:
+        for row in sorted(self.rows, key=lambda row: row.batch_size):
+            rate = "" if row.samples_per_second is None else f"{row.samples_per_second:.4g}"
+            peak = "" if row.peak_mib is None else f"{row.peak_mib:.0f}"
+            yield str(row.batch_size), rate, peak, f"{row.status}: {row.reason}" if row.reason else row.status
 
 
 def search_batch_sizes(
@@ -188,8 +184,9 @@ def available_mib() -> float | None:
 
     if torch.accelerator.is_available():
         return None
-    found = [value for value in (_meminfo(), _cgroup()) if value is not None]
-    return min(found, default=None)
+    limited = available_memory()
+    found = [_meminfo(), None if limited is None else limited / 2**20]
+    return min((value for value in found if value is not None), default=None)
 
 
 def _meminfo() -> float | None:
@@ -198,18 +195,3 @@ def _meminfo() -> float | None:
     except OSError:
         return None
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def _cgroup() -> float | None:
-    folder = Path("/sys/fs/cgroup")
-    try:
-        limit = (folder / "memory.max").read_text().strip()
-        used = int((folder / "memory.current").read_text())
-        cached = sum(
-            int(line.split()[1])
-            for line in (folder / "memory.stat").read_text().splitlines()
-            if line.startswith(("inactive_file ", "active_file "))
-        )
-    except (OSError, ValueError):
-        return None
-    return None if limit == "max" or not math.isfinite(float(limit)) else (int(limit) - used + cached) / 2**20

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -20,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
 from slipstream.checkpoint import get_random_state, set_random_state
-from slipstream.cores import cores
-from slipstream.errors import ConfigError
-from slipstream.tune.result import TuneResult, write_text
+from slipstream.cores import cores, cpu_features
+from slipstream.files import write_text
+from slipstream.tune.result import TuneResult
 from slipstream.version import __version__
 
 __all__ = ["cache_file", "describe_objects", "load", "store"]
@@ -53,7 +52,7 @@ def store(file: Path, result: TuneResult) -> None:
     """Store a result if its search is complete. Without write access, nothing is stored."""
     if result.outcome.stopped:
         return
-    with suppress(OSError, ConfigError):
+    with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_text(file, json.dumps(result.to_dict(), default=str))
 
@@ -128,17 +127,10 @@ def _folder() -> Path:
     return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "slipstream" / "tune"
 
 
-def _machine() -> Mapping[str, Any]:
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        cpu = sorted({line for line in lines if line.startswith(("model name", "flags", "CPU part"))})
-        return {"cpu": cpu, **_rest_of_machine()}
-    return {"cpu": platform.processor(), **_rest_of_machine()}
-
-
-def _rest_of_machine() -> dict[str, Any]:
+def _machine() -> dict[str, Any]:
     count = torch.cuda.device_count()
     return {
+        "cpu": cpu_features() or platform.processor(),
         "cores": cores(),
         "threads": torch.get_num_threads(),
         "system": platform.platform(),

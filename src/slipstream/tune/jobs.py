@@ -19,11 +19,11 @@ from slipstream.config import Config
 from slipstream.dataset.loading.loader import RunLoader, length
 from slipstream.dataset.loading.samplers import EpochBatchSampler
 from slipstream.errors import ConfigError, DataError
-from slipstream.hooks import CheckpointHook, Hook, ProfilerHook, ReportHook
+from slipstream.hooks import Hook
 from slipstream.model import unwrap_model
-from slipstream.registry import HOOKS
 from slipstream.speed import Capabilities, SpeedPlan
 from slipstream.step.graph import GraphStep
+from slipstream.tune.measured_config import hook_class, keep_training_only
 from slipstream.tune.observer import Observer, total_loss
 
 __all__ = ["ObjectsJob", "RunnerJob", "Setting", "merged_speed"]
@@ -119,14 +119,10 @@ class RunnerJob:
 
     def _trial_cfg(self, folder: Path) -> Config:
         cfg = Config(copy.deepcopy(dict(self.cfg)))
-        for key in ("val", "test"):
-            for part in ("dataloader", "cfg", "evaluator"):
-                cfg[f"{key}_{part}"] = None
-        cfg.work_dir, cfg.resume, cfg.launcher, cfg.visualizer = str(folder / "run"), False, "none", None
-        hooks = cfg.get("default_hooks") or {}
-        kept = {name: None if _writes(_hook_class(hook)) else hook for name, hook in hooks.items()}
-        cfg.default_hooks = {**kept, "checkpoint": None, "preemption": None, "report": None}
+        cfg.launcher = "none"
+        cfg.default_hooks = {**(cfg.get("default_hooks") or {}), "preemption": None}
         cfg.custom_hooks = [hook for hook in cfg.get("custom_hooks") or () if _acts_on_steps(hook)]
+        keep_training_only(cfg, folder / "run")
         randomness = cfg.get("randomness") or {}
         if randomness.get("seed") is None:  # all trials must start from the same weights
             cfg.randomness = {**randomness, "seed": 0}
@@ -312,27 +308,13 @@ def _chosen(cfg: Any, loader: DataLoader[Any]) -> dict[str, int]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _hook_class(hook: Any) -> Any:
-    """Return the class of a hook or of its configuration; for an invalid one, another value."""
-    if not isinstance(hook, Mapping):
-        return type(hook)
-    kind = hook.get("type")
-    return HOOKS.get(kind) if isinstance(kind, str) else kind
-
-
-def _writes(kind: Any) -> bool:
-    """Return whether hooks of a class write files, possibly outside the folder of the trial."""
-    return isinstance(kind, type) and issubclass(kind, CheckpointHook | ProfilerHook | ReportHook)
-
-
 def _acts_on_steps(hook: Any) -> bool:
     """Return whether a hook takes part in training steps; other hooks write files or validate."""
-    kind = _hook_class(hook)
+    kind = hook_class(hook)
     if not isinstance(kind, type):
         return True  # the Runner raises the error
     stages = ("before_train_iter", "after_train_iter", "_before_iter", "_after_iter")
-    acts = any(getattr(kind, stage, None) is not getattr(Hook, stage, None) for stage in stages)
-    return acts and not _writes(kind)
+    return any(getattr(kind, stage, None) is not getattr(Hook, stage, None) for stage in stages)
 
 
 def _waiting(speed: dict[str, Any], cache: str | None) -> dict[str, Any]:

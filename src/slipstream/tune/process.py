@@ -25,9 +25,10 @@ from typing import Any, Protocol
 import torch
 
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.process_tree import descendants, end_group, kill
 from slipstream.tune.observer import Finished, Observer, Timer
 
-__all__ = ["WARMUP", "Job", "Process", "TrialError", "descendants"]
+__all__ = ["WARMUP", "Job", "Process", "TrialError"]
 
 WARMUP = 6
 """Number of steps whose losses are compared; then a trial is timed."""
@@ -153,8 +154,9 @@ class Process:
 
     def end(self) -> None:
         """Kill the process and all its descendants."""
-        if self._process.pid is not None:
-            _kill_tree(self._process.pid)
+        if self.pid is not None:
+            end_group(self.pid, descendants(self.pid))
+            self._process.kill()  # it has no group of its own until it starts a session
             self._process.join()
         self._connection.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -169,16 +171,6 @@ class Process:
             f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exited with status {code}"
         )
         return TrialError("failed", f"{name}{': ' + last if last else ''}", tuple(self.warmup_seconds))
-
-
-def descendants(pid: int) -> list[int]:
-    """Return the ids of all descendants of a process (Linux only; elsewhere, an empty list)."""
-    found: list[int] = []
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            for child in map(int, file.read_text().split()):
-                found += [child, *descendants(child)]
-    return found
 
 
 @contextmanager
@@ -210,14 +202,6 @@ def _pickled(job: Job, make_observer: Any) -> bytes:
             f"the model, the loader, the optimizer and the loss cannot be copied to another process ({error}); on this "
             "platform, they must be defined in a module, and not in a function or as a lambda"
         ) from error
-
-
-def _kill_tree(pid: int) -> None:
-    """Kill a process, its group and all its descendants: inductor's workers have their own sessions."""
-    children = descendants(pid)
-    for kill, target in ((os.killpg, pid), (os.kill, pid), *((os.kill, child) for child in children)):
-        with suppress(OSError):
-            kill(target, signal.SIGKILL)
 
 
 def _steps(count: int) -> str:
@@ -253,9 +237,7 @@ def _main(connection: Connection, work: Any, folder: Path, threads: int, forked:
         with suppress(BaseException):
             sys.stdout.flush()
             sys.stderr.flush()
-        for child in descendants(os.getpid()):
-            with suppress(OSError):
-                os.kill(child, signal.SIGKILL)
+        kill(descendants(os.getpid()))
         os._exit(0)
 
 

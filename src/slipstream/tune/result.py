@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from slipstream.errors import ConfigError, did_you_mean
-from slipstream.files import replacing
+from slipstream.files import write_text
+from slipstream.tables import make_table
 from slipstream.tune.jobs import Setting, merged_speed
 from slipstream.tune.search import Outcome, Row
 from slipstream.tune.statistics import Estimate
 
-__all__ = ["TuneResult", "read_tuned", "write_text"]
+__all__ = ["TuneResult", "read_tuned"]
 
 _LOADER_KEYS = ("num_workers", "persistent_workers")
 
@@ -55,8 +54,7 @@ class TuneResult:
 
     def table(self) -> Table:
         """Return a table with the ratio, the interval, the memory and the status of each option."""
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-        for name in (
+        header = (
             "option",
             "compared with",
             "ratio",
@@ -65,13 +63,9 @@ class TuneResult:
             "peak MiB",
             "compile s",
             "status",
-        ):
-            table.add_column(name, overflow="fold")
+        )
         first = f"{1e3 * self.outcome.baseline_seconds:.1f}", f"{self.outcome.baseline_mib:.0f}"
-        table.add_row("baseline", "", "1.00", "", *first, "", "")
-        for row in self.rows:
-            table.add_row(*map(Text, _cells(row)))  # brackets in a reason are not markup
-        return table
+        return make_table(header, [("baseline", "", "1.00", "", *first, "", ""), *map(_cells, self.rows)])
 
     def summary(self) -> str:
         """Return the improvement, the time per epoch before and after, and when the compilation has paid off."""
@@ -144,8 +138,12 @@ class TuneResult:
             ConfigError: the folder does not exist or is not writable.
         """
         path = Path(path)
-        write_text(path, self.yaml_text())
-        write_text(path.with_suffix(".json"), json.dumps(self.to_dict(), indent=2, default=str) + "\n")
+        details = json.dumps(self.to_dict(), indent=2, default=str) + "\n"
+        for file, text in ((path, self.yaml_text()), (path.with_suffix(".json"), details)):
+            try:
+                write_text(file, text)
+            except OSError as error:
+                raise ConfigError(f"cannot write '{file}': {error.strerror or error}") from error
         return path
 
     def to_dict(self) -> dict[str, Any]:
@@ -206,19 +204,6 @@ def read_tuned(path: str | Path) -> dict[str, dict[str, Any]]:
                     f"'{path}': unknown key '{key}.{name}'{did_you_mean(str(name), _LOADER_KEYS)}", "speed"
                 )
     return {key: dict(section) for key, section in content.items()}
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically.
-
-    Raises:
-        ConfigError: the folder does not exist or is not writable.
-    """
-    try:
-        with replacing(path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write '{path}': {error.strerror or error}") from error
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import comb
 from statistics import median
 
-__all__ = ["Estimate", "difference", "estimate"]
+__all__ = ["Estimate", "difference", "estimate", "median_interval"]
 
 _CONFIDENCE = 0.9
 
@@ -32,20 +32,30 @@ class Estimate:
 
 
 def estimate(ratios: Sequence[float]) -> Estimate:
-    """Return the median of the ratios and its distribution-free confidence interval.
-
-    The interval is between two order statistics: it assumes only that the ratios are independent. With fewer than five
-    ratios, it is their range, whose confidence is lower than 90%.
+    """Return the median of the ratios and its confidence interval, see `median_interval`.
 
     Args:
         ratios: at least one positive number.
     """
-    ordered = sorted(ratios)
+    return Estimate(median(ratios), *median_interval(ratios, _CONFIDENCE), len(ratios))
+
+
+def median_interval(values: Sequence[float], confidence: float) -> tuple[float, float]:
+    """Return the distribution-free confidence interval of the median.
+
+    The interval is between two order statistics: it assumes only that the values are independent. If even their range
+    does not have this confidence (for 90%, with fewer than five values), the result is the range.
+
+    Args:
+        values: at least one number.
+        confidence: the minimum probability with which the interval contains the median of the distribution.
+    """
+    ordered = sorted(values)
     count, cut = len(ordered), 0
     # The median is below the k-th smallest of n values with probability sum(comb(n, i) for i < k) / 2**n.
-    while cut + 1 < count / 2 and _coverage(count, cut + 1) >= _CONFIDENCE:
+    while cut + 1 < count / 2 and _coverage(count, cut + 1) >= confidence:
         cut += 1
-    return Estimate(median(ordered), ordered[cut], ordered[count - 1 - cut], count)
+    return ordered[cut], ordered[count - 1 - cut]
 
 
 def _coverage(count: int, cut: int) -> float:

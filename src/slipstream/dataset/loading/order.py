@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -11,10 +12,12 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from slipstream.dataset.loading.samplers import EpochBatchSampler, InfiniteSampler, uses_own_generator
 
-__all__ = ["batch_indices"]
+__all__ = ["Drawn", "batch_indices"]
 
 
-def batch_indices(loader: DataLoader[Any], epoch: int, number: int) -> list[int] | None:
+def batch_indices(
+    loader: DataLoader[Any], epoch: int, number: int, drawn: Drawn | None = None
+) -> list[int] | None:
     """Return the indices of this rank's samples in a batch, or None if the order cannot be computed again.
 
     The order is a function of (seed, epoch, index) for `DefaultSampler`, `InfiniteSampler` and the samplers of torch in
@@ -24,6 +27,7 @@ def batch_indices(loader: DataLoader[Any], epoch: int, number: int) -> list[int]
         loader: a loader of `build_dataloader`. An iteration over it is not disturbed.
         epoch: epoch (pass over the data) of the batch, from 0; 0 for an endless sampler.
         number: number of the batch in the epoch, from 0.
+        drawn: the order that an earlier call with this loader has drawn, which this call uses or replaces.
     """
     batches = loader.batch_sampler
     if not isinstance(batches, EpochBatchSampler) or not uses_own_generator(batches):
@@ -46,4 +50,21 @@ def batch_indices(loader: DataLoader[Any], epoch: int, number: int) -> list[int]
         limit=batches.limit,
     )
     again.set_epoch(epoch)
-    return next(islice(iter(again), number, None), None)
+    return (drawn or Drawn()).batch(again, number)
+
+
+class Drawn:
+    """The order of an epoch, which is drawn once for batches with ascending numbers."""
+
+    def __init__(self) -> None:
+        self._epoch: int | None = None
+        self._next = 0
+        self._rest: Iterator[list[int]] = iter(())
+
+    def batch(self, batches: EpochBatchSampler, number: int) -> list[int] | None:
+        """Return a batch of the sampler's epoch, or None if the epoch has fewer batches."""
+        if batches.epoch != self._epoch or number < self._next:
+            self._epoch, self._next, self._rest = batches.epoch, 0, iter(batches)
+        found = next(islice(self._rest, number - self._next, None), None)
+        self._next = number + 1
+        return found

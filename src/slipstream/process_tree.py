@@ -1,0 +1,55 @@
+"""End a process together with the processes that it started."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["descendants", "end_group", "kill"]
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Return the start time of each descendant of a process by its id (Linux only; elsewhere, an empty dict).
+
+    The start time distinguishes a process from a later one with the same id.
+    """
+    found: dict[int, str] = {}
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, file.read_text().split()):
+                if (time := _start_time(child)) is not None:
+                    found[child] = time
+                found |= descendants(child)
+    return found
+
+
+def kill(started: Mapping[int, str]) -> None:
+    """Kill the processes that `descendants` has returned and that still run."""
+    for pid, time in started.items():
+        if _start_time(pid) == time:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def end_group(group: int, started: Mapping[int, str]) -> None:
+    """Kill a process group, and descendants of its leader that are in other groups, such as inductor's workers.
+
+    Args:
+        group: id of the group; it may not exist.
+        started: the descendants, found while the leader was running.
+    """
+    with suppress(OSError):
+        os.killpg(group, signal.SIGKILL)
+    kill(started)
+
+
+def _start_time(pid: int) -> str | None:
+    """Return the start time of a process, or None if it does not exist."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return stat.rpartition(")")[2].split()[19]

@@ -1,0 +1,272 @@
+"""Save the state of a run in checkpoints, and load or resume it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slipstream.checkpoint import (
+    BackgroundWriter,
+    get_random_state,
+    load_weights,
+    mark_last_checkpoint,
+    restoring,
+    set_random_state,
+    weights_in,
+    write_checkpoint,
+)
+from slipstream.dist import all_gather_object, get_rank, get_world_size, is_main_process
+from slipstream.dist.sharding import mesh_of
+from slipstream.errors import CheckpointError, NonFiniteLossError
+from slipstream.model import unwrap_model
+from slipstream.model.sync_batchnorm import average_batchnorm
+from slipstream.optim import OptimWrapper
+from slipstream.redaction import Redactor
+from slipstream.runner import resume, resume_check
+from slipstream.version import __version__
+
+if TYPE_CHECKING:
+    from slipstream.runner.runner import Runner
+
+__all__ = ["Checkpoints"]
+
+
+class Checkpoints:
+    """Saves, loads and resumes the state of a run. The Runner's methods of the same names document the arguments.
+
+    Args:
+        runner: the run.
+        load_from: a checkpoint to load weights from.
+        resume_from: the checkpoint to resume from, or None.
+        redactor: removes secrets from the state that is saved.
+    """
+
+    def __init__(
+        self, runner: Runner, load_from: str | Path | None, resume_from: Path | None, redactor: Redactor
+    ) -> None:
+        self._runner, self._redactor = runner, redactor
+        self._load_from = load_from
+        self.resume_from = resume_from
+        """The checkpoint that `load_or_resume` resumes training from; None after that."""
+        self._writer = BackgroundWriter()
+        self._counts: dict[str, int] = {}
+        self.loaded = False
+        """Whether `load_or_resume` was called."""
+        self.resuming = False
+        """Whether a checkpoint is being resumed: the hooks then restore their state from it."""
+        self.resumed_from: Path | None = None
+        """The checkpoint that the run was resumed from."""
+        self.random_state: dict[str, Any] | None = None
+        """The random state to restore just before the next step."""
+
+    # ---- load and resume -------------------------------------------------------------------------------
+
+    def load_or_resume(self) -> None:
+        """Resume from the checkpoint found at construction, or load `load_from`. Later calls have no effect."""
+        runner = self._runner
+        if self.resume_from is not None and runner.optim_wrapper is not None:
+            runner.resume(self.resume_from)
+            self.resume_from = None
+        elif not self.loaded and (source := self.resume_from or self._load_from):
+            # Training can start from a subset of the weights; evaluation requires all of them.
+            runner.load_checkpoint(source, strict=runner.optim_wrapper is None)
+        self.loaded = True
+
+    def load(
+        self,
+        source: str | Path,
+        map_location: str | torch.device,
+        strict: bool,
+        revise_keys: Sequence[tuple[str, str]],
+    ) -> dict[str, Any]:
+        """Load the weights of a checkpoint into the model and return the checkpoint."""
+        checkpoint = self._read(source, map_location, revise_keys)
+        self._runner.call_hook("after_load_checkpoint", checkpoint=checkpoint)
+        self._load_weights(checkpoint, strict, source)
+        return checkpoint
+
+    def resume(
+        self,
+        source: str | Path,
+        resume_optimizer: bool,
+        resume_param_scheduler: bool,
+        map_location: str | torch.device,
+    ) -> None:
+        """Continue training at the step after the checkpoint."""
+        checkpoint = self._read(source, map_location, resume.STRIP_WRAPPER)
+        self.restore(checkpoint, source, resume_optimizer, resume_param_scheduler)
+
+    def restore(
+        self,
+        checkpoint: dict[str, Any],
+        source: str | Path,
+        resume_optimizer: bool = True,
+        resume_param_scheduler: bool = True,
+    ) -> None:
+        """Continue training at the step after a checkpoint that has been read from `source`."""
+        runner, warn = self._runner, self._runner.logger.warning
+        resume_check.check_content(checkpoint, source)
+        self.resumed_from = Path(source).absolute()
+        self.resuming = True
+        try:
+            runner.call_hook("after_load_checkpoint", checkpoint=checkpoint)
+            optim = runner.optim_wrapper if resume_optimizer else None
+            schedulers = runner.param_schedulers if resume_param_scheduler else None
+            resume_check.check_matches(checkpoint, source, runner.model, optim, schedulers, warn)
+            if "ema_state_dict" in checkpoint:  # an EMAHook removes this key
+                warn(
+                    "The checkpoint contains averaged weights, but the Runner has no EMAHook: training continues from "
+                    "the averaged weights"
+                )
+            self._load_weights(checkpoint, True, source)
+            self._restore_parts(checkpoint, source, optim, schedulers)
+        finally:
+            self.resuming = False
+        runner.rollback.load()
+        runner.rollback.add(runner.iter, Path(source).absolute())
+
+    def _read(
+        self, source: str | Path, map_location: str | torch.device, revise_keys: Sequence[tuple[str, str]]
+    ) -> dict[str, Any]:
+        return resume.read_checkpoint(unwrap_model(self._runner.model), source, map_location, revise_keys)
+
+    def _load_weights(self, checkpoint: Mapping[str, Any], strict: bool, source: str | Path) -> None:
+        logger, state = self._runner.logger, weights_in(checkpoint, source)
+        with restoring("state_dict", source):
+            for line in load_weights(unwrap_model(self._runner.model), state, strict, str(source)):
+                logger.warning(f"Loading {source}: {line}")
+        logger.info(f"Loaded {source}")
+
+    def _restore_parts(
+        self, checkpoint: Mapping[str, Any], source: str | Path, optim: OptimWrapper | None, schedulers: Any
+    ) -> None:
+        """Restore everything except the weights."""
+        if checkpoint.get("message_hub"):
+            with restoring("message_hub", source):
+                self._runner.message_hub.load_state_dict(checkpoint["message_hub"])
+        if optim is not None:
+            with restoring("optimizer", source):
+                resume.restore_optimizer(self._runner.model, optim, checkpoint)
+            # A single wrapper normally counts iterations, whose number changes with the batch size.
+            counts, iteration = checkpoint.get("batches", {}), checkpoint["meta"]["iter"]
+            self._counts = {name: n for name, n in counts.items() if name or n != iteration}
+        if schedulers:
+            with restoring("param_schedulers", source):
+                resume.restore_schedulers(schedulers, checkpoint)
+        with restoring("meta", source):
+            self._runner.train_loop.resume_at(checkpoint["meta"])
+        states = checkpoint["meta"].get("random_state")
+        if states and len(states) == get_world_size():
+            self.random_state = states[get_rank()]
+
+    def restore_counts(self) -> None:
+        """Set the number of batches that the optimizer wrappers have counted, after a resume."""
+        runner = self._runner
+        assert runner.optim_wrapper is not None
+        runner.optim_wrapper.initialize_count_status(runner.model, runner.iter, runner.max_iters)
+        resume.restore_counts(runner.model, runner.optim_wrapper, self._counts)
+
+    def restore_random_state(self) -> None:
+        """Restore the random state of the resumed checkpoint just before the first step. Later calls have no effect."""
+        if self.random_state is not None:
+            set_random_state(self.random_state)
+            self.random_state = None
+
+    # ---- save ------------------------------------------------------------------------------------------
+
+    def state(
+        self, by_epoch: bool | None, save_optimizer: bool, save_param_scheduler: bool
+    ) -> dict[str, Any]:
+        """Return the run's state in MMEngine's checkpoint layout."""
+        runner = self._runner
+        self._check_weights(runner.iter + (by_epoch is False))
+        if runner.is_training:
+            average_batchnorm(runner.model)
+        hub = runner.message_hub.state_dict()
+        state: dict[str, Any] = {
+            "meta": self._meta(by_epoch),
+            "state_dict": unwrap_model(runner.model).state_dict(),
+            "message_hub": {**hub, "runtime_info": self._redactor.tree(hub["runtime_info"])},
+        }
+        if save_optimizer and runner.optim_wrapper is not None:
+            state |= resume.optimizer_state(runner.model, runner.optim_wrapper)
+        if save_param_scheduler and runner.param_schedulers is not None:
+            state["param_schedulers"] = resume.scheduler_states(runner.param_schedulers)
+        return state
+
+    def _check_weights(self, iteration: int) -> None:
+        error, rollback = None, self._runner.rollback
+        try:
+            resume.check_weights(unwrap_model(self._runner.model), iteration)
+        except NonFiniteLossError as found:
+            error = found
+        if NonFiniteLossError in rollback.faults:
+            error = rollback.agree(error)
+        if error is not None:
+            raise error
+
+    def _meta(self, by_epoch: bool | None) -> dict[str, Any]:
+        runner = self._runner
+        dataset = getattr(runner.train_dataloader, "dataset", None) if runner.is_training else None
+        return {
+            **runner.train_loop.position(by_epoch),
+            "seed": runner.seed,
+            "random_state": all_gather_object(get_random_state()),
+            "experiment_name": runner.experiment_name,
+            "time": time.strftime("%Y%m%d_%H%M%S"),
+            "slipstream_version": __version__,
+            "cfg": runner.cfg_text,
+            "dataset_meta": getattr(dataset, "metainfo", None),
+        }
+
+    def write(
+        self,
+        checkpoint: dict[str, Any],
+        target: Path,
+        mark_last: bool,
+        consolidate: bool,
+        background: bool,
+        on_saved: Callable[[], None] | None,
+    ) -> None:
+        """Write a checkpoint that `state` has returned."""
+        runner = self._runner
+
+        def finish(path: Path) -> None:
+            if mark_last:
+                runner.rollback.add(checkpoint["meta"]["iter"], path)
+            if mark_last and is_main_process():
+                mark_last_checkpoint(runner.work_dir, path)
+            if on_saved is not None and is_main_process():
+                on_saved()
+
+        warn = runner.logger.warning
+        if background and not (consolidate and mesh_of(runner.model) is not None):
+            self._writer.write(checkpoint, target, warn, finish)
+        else:
+            self._wait_or_log()  # keep the order of checkpoints
+            finish(write_checkpoint(checkpoint, target, warn, consolidate))
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self._writer.wait()
+
+    def _wait_or_log(self) -> None:
+        try:
+            self.wait()
+        except CheckpointError as error:
+            self._runner.logger.error(
+                f"{error}. Training does not stop, because the next checkpoint may be written"
+            )
+
+    def close(self) -> None:
+        """Wait for the last checkpoint, without an error that would replace the error of the run."""
+        self._wait_or_log()
+        self._writer.close()

@@ -1,0 +1,65 @@
+"""The training, validation and test loops of a run, each built on first access."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from slipstream.errors import ConfigError
+from slipstream.registry import LOOPS
+from slipstream.runner.loops import BaseLoop
+from slipstream.runner.user_config import TRIPLES, add_loop_path, loop_options
+
+if TYPE_CHECKING:
+    from slipstream.runner.runner import Runner
+
+__all__ = ["LazyLoops"]
+
+
+class LazyLoops:
+    """The loops that a Runner's arguments define.
+
+    Args:
+        runner: the Runner that owns the loops.
+        arguments: the Runner's arguments.
+
+    Raises:
+        ConfigError: see `loop_options`.
+    """
+
+    def __init__(self, runner: Runner, arguments: Mapping[str, Any]) -> None:
+        self._runner = runner
+        self._loops: dict[str, Any] = {mode: loop_options(mode, arguments) for mode in TRIPLES}
+
+    def __contains__(self, mode: str) -> bool:
+        return self._loops[mode] is not None
+
+    def get(self, mode: str) -> Any:
+        """Return the loop of `mode`, or None if the arguments do not define it; the first call builds it."""
+        loop = self._loops[mode]
+        if isinstance(loop, Mapping):
+            try:
+                loop = self._loops[mode] = LOOPS.build(loop, default_args={"runner": self._runner})
+            except ConfigError as error:
+                add_loop_path(error, mode)
+                raise
+        return loop
+
+    def built(self, mode: str) -> Any:
+        """Return the loop of `mode`, or None if it has not been built."""
+        loop = self._loops[mode]
+        return None if isinstance(loop, Mapping) else loop
+
+    @property
+    def by_epoch(self) -> bool:
+        """Whether training is epoch-based; True if there is no training loop."""
+        loop = self._loops["train"]
+        kind = loop["type"] if isinstance(loop, Mapping) else type(loop)
+        counts: bool = getattr(kind, "counts_epochs", True)
+        return counts
+
+    def end_workers(self) -> None:
+        """Stop the worker processes of all loaders."""
+        for loop in self._loops.values():
+            if isinstance(loop, BaseLoop):
+                loop.end_loading()

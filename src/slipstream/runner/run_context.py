@@ -1,0 +1,91 @@
+"""What is active while a Runner builds objects or runs, and what it releases afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from slipstream.checkpoint import get_random_state, set_random_state
+from slipstream.redaction import Redactor, redact_errors
+from slipstream.registry import default_scope
+from slipstream.runner.user_config import add_config_path
+from slipstream.speed.apply import compiling, switches
+
+if TYPE_CHECKING:
+    from slipstream.runner.runner import Runner
+
+__all__ = ["RunContext"]
+
+
+class RunContext:
+    """The context in which a Runner builds its objects, and the context of its runs.
+
+    Each Runner keeps its own random state, so several Runners in one process do not affect each other.
+
+    Args:
+        runner: the Runner.
+        user_cfg: the configuration in which errors report their path.
+        scope: the registry scope to search first.
+        redactor: removes secrets from errors.
+    """
+
+    def __init__(self, runner: Runner, user_cfg: Mapping[str, Any], scope: str, redactor: Redactor) -> None:
+        self._runner, self._user_cfg = runner, user_cfg
+        self._scope, self._redactor = scope, redactor
+        self._random_state: dict[str, Any] | None = None
+
+    @contextmanager
+    def constructing(self) -> Iterator[None]:
+        """The context of the Runner's constructor; stores the random state after it."""
+        with self._building():
+            yield
+        self._random_state = get_random_state()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Activate the run's logger, hub and options; close log files and hooks on exit, even after an error."""
+        runner = self._runner
+        assert self._random_state is not None
+        set_random_state(self._random_state)
+        runner.error = None
+        if any(hook.reads_phases for hook in runner.hooks):
+            runner.phases.start()
+        try:
+            with (
+                self._building(),
+                runner.logger.as_current(),
+                runner.message_hub.as_current(),
+                switches(runner.speed, runner.device, runner.logger.warning),
+                compiling(runner.speed, runner.model, runner.logger),
+            ):
+                yield
+        except BaseException as error:
+            runner.error = error
+            if isinstance(error, Exception):
+                # DEBUG records are written only to the log file; the caller reports the error on the console.
+                runner.logger.debug(f"{type(error).__name__}: {error}", exc_info=True)
+            raise
+        finally:
+            self._random_state = get_random_state()
+            runner.is_training = False
+            runner.phases.stop()
+            self._close()
+
+    @contextmanager
+    def _building(self) -> Iterator[None]:
+        """Search the run's registry scope first, add config paths to errors, and remove secrets from them."""
+        with redact_errors(self._redactor), add_config_path(self._user_cfg), default_scope(self._scope):
+            yield
+
+    def _close(self) -> None:
+        """Release everything that a run holds, even if one of the calls fails."""
+        runner = self._runner
+        with ExitStack() as stack:  # calls the functions in reverse order
+            stack.callback(runner.logger.close)
+            stack.callback(runner.visualizer.flush)
+            stack.callback(runner.folder_lock.release)
+            stack.callback(runner.checkpoints.close)
+            stack.callback(runner.loops.end_workers)
+            for hook in runner.hooks:
+                stack.callback(hook.release, runner)

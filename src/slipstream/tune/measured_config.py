@@ -1,0 +1,43 @@
+"""Reduce a configuration to the training steps that a measurement times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import Config
+from slipstream.hooks import CheckpointHook, ProfilerHook, ReportHook
+from slipstream.registry import HOOKS
+
+__all__ = ["hook_class", "keep_training_only"]
+
+
+def keep_training_only(cfg: Config, work_dir: str | Path) -> None:
+    """Remove validation, tests, checkpoints, profiles, reports, trackers and resuming from a configuration, in place.
+
+    Args:
+        cfg: the configuration of a Runner.
+        work_dir: the folder for the remaining files.
+    """
+    for mode in ("val", "test"):
+        for part in ("dataloader", "cfg", "evaluator"):
+            cfg[f"{mode}_{part}"] = None
+    hooks = {**(cfg.get("default_hooks") or {}), "checkpoint": None, "report": None}
+    cfg.default_hooks = {name: None if _writes_files(hook) else hook for name, hook in hooks.items()}
+    cfg.custom_hooks = [hook for hook in cfg.get("custom_hooks") or () if not _writes_files(hook)]
+    cfg.visualizer, cfg.resume, cfg.work_dir = None, False, str(work_dir)
+
+
+def hook_class(hook: Any) -> Any:
+    """Return the class of a hook or of its configuration; for an invalid one, another value."""
+    if not isinstance(hook, Mapping):
+        return type(hook)
+    kind = hook.get("type")
+    return HOOKS.get(kind) if isinstance(kind, str) else kind
+
+
+def _writes_files(hook: Any) -> bool:
+    """Return whether a hook saves checkpoints, profiles or reports, possibly outside the work_dir."""
+    kind = hook_class(hook)
+    return isinstance(kind, type) and issubclass(kind, CheckpointHook | ProfilerHook | ReportHook)

@@ -1,0 +1,68 @@
+import pytest
+
+from slipstream.cgroups import available_memory, memory_limit, quotas
+
+
+def write(root, lines, files):
+    """Write the cgroups of a process, given as /proc/self/cgroup and the files below /sys/fs/cgroup."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(lines)
+    for name, text in files.items():
+        file = root / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+
+
+def test_quotas_of_the_cgroup_and_its_parents_apply(tmp_path):
+    files = {"job/step/cpu.max": "max 100000", "job/cpu.max": "150000 100000", "memory/cpu.max": "1 1"}
+    write(tmp_path, "4:memory:/other\n0::/job/step\n", files)
+    assert quotas(tmp_path) == [1.5]
+
+
+def test_machine_without_cgroups_has_no_limits(tmp_path):
+    assert quotas(tmp_path) == []
+    assert memory_limit(tmp_path) is None
+    assert available_memory(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "files", "expected"),
+    [
+        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "5000"}, 5000),
+        ("0::/a/b\n", {"a/b/memory.max": "4000", "a/memory.max": "5000"}, 4000),
+        ("0::/\n", {"memory.max": "max"}, None),
+        ("4:memory:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "3000"}, 3000),
+        ("4:cpu,memory:/a\n", {"memory/a/memory.limit_in_bytes": "9223372036854771712"}, None),
+        ("3:cpuset:/a\n", {"memory/a/memory.limit_in_bytes": "3000"}, None),
+    ],
+)
+def test_memory_limit_is_the_smallest_of_the_cgroup_and_its_parents(tmp_path, lines, files, expected):
+    write(tmp_path, lines, files)
+    assert memory_limit(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("lines", "folder", "names", "prefix"),
+    [
+        ("0::/a/b\n", "", ("memory.max", "memory.current"), ""),
+        ("4:memory:/a/b\n", "memory/", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"),
+    ],
+)
+def test_available_memory_is_what_the_fullest_cgroup_leaves_without_cached_files(
+    tmp_path, lines, folder, names, prefix
+):
+    stat = f"anon 7\n{prefix}inactive_file 100\n{prefix}active_file 20"
+    files = {}
+    for path, limit, used in (("a/b", 5000, 1000), ("a", 6000, 4500)):
+        values = (str(limit), str(used), stat)
+        files |= {
+            f"{folder}{path}/{name}": v for name, v in zip((*names, "memory.stat"), values, strict=True)
+        }
+    write(tmp_path, lines, files)
+    assert available_memory(tmp_path) == 6000 - 4500 + 120
+
+
+def test_cgroup_without_a_limit_does_not_bound_the_available_memory(tmp_path):
+    files = {"memory.max": "max", "memory.current": "10", "memory.stat": "inactive_file 1"}
+    write(tmp_path, "0::/\n", files)
+    assert available_memory(tmp_path) is None
