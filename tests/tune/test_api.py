@@ -199,7 +199,7 @@ def test_a_trial_keeps_the_hooks_that_change_steps_and_drops_those_that_write(tm
     ]
     own = dict(second=dict(type="CheckpointHook", by_epoch=False), timer=dict(type="IterTimerHook"))
     cfg = tiny_runs.training(tmp_path, custom_hooks=hooks, default_hooks=own)
-    trial = RunnerJob(cfg, Setting({"fused": True}, num_workers=2, batch_size=4))._trial_cfg(tmp_path)
+    trial = RunnerJob(cfg, Setting({"fused": True}, num_workers=2, batch_size=4)).trial_config(tmp_path)
     assert trial.custom_hooks == [dict(type="EMAHook")]
     assert trial.default_hooks == {
         "second": None,

@@ -16,7 +16,7 @@ from slipstream.checkpoint import get_random_state
 from slipstream.dist import get_world_size
 from slipstream.errors import ConfigError
 from slipstream.tune.batch_size import BatchSizeRow, BatchSizes, search_batch_sizes
-from slipstream.tune.cache import cache_file, describe_objects, load, store
+from slipstream.tune.cache import cache_file, describe_config, describe_objects, load, store
 from slipstream.tune.jobs import ObjectsJob, RunnerJob, Setting
 from slipstream.tune.lr_range import LrRange, sweep_lr
 from slipstream.tune.options import OPTIONS, check_names
@@ -95,7 +95,7 @@ def tune_config(
     _check_one_process()
     seconds = parse_budget(budget)
     run = {key: value for key, value in cfg.items() if key not in ("work_dir", "resume", "launcher")}
-    file = cache_file(run, names, seconds)
+    file = cache_file(describe_config(run), names, seconds)
     return _tune(config_job(cfg), cfg.get("speed"), names, seconds, name, file, cache, report, start)
 
 

@@ -26,7 +26,7 @@ from slipstream.speed import Capabilities, SpeedPlan
 from slipstream.step.graph import GraphStep
 from slipstream.tune.observer import Observer, total_loss
 
-__all__ = ["ObjectsJob", "RunnerJob", "Setting", "merged_speed"]
+__all__ = ["ObjectsJob", "RunnerJob", "Setting", "WarningLog", "compile_problem", "merged_speed"]
 
 _REPEATED = 6
 """Number of batches that a Runner's trial repeats, so that all trials read the same samples, from memory if cached."""
@@ -74,7 +74,7 @@ def merged_speed(speed: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
     return {**own, **changes}
 
 
-class _Warnings(logging.Handler):
+class WarningLog(logging.Handler):
     """Keeps the warnings of a run, which contain the reason if an option is not in effect."""
 
     def __init__(self) -> None:
@@ -101,10 +101,10 @@ class RunnerJob:
         from slipstream.runner import Runner
         from slipstream.training.config_paths import at_user_paths
 
-        cfg = self._trial_cfg(folder)
+        cfg = self.trial_config(folder)
         with at_user_paths(cfg):
             runner = Runner.from_cfg(cfg)
-            warnings = _Warnings()
+            warnings = WarningLog()
             runner.logger.addHandler(warnings)
             if (how := runner.speed.compile) is not None:
                 # A trial must not measure eager steps during compilation.
@@ -117,7 +117,8 @@ class RunnerJob:
             observer.describe = lambda: self._describe(runner, warnings.messages)
             runner.train()
 
-    def _trial_cfg(self, folder: Path) -> Config:
+    def trial_config(self, folder: Path) -> Config:
+        """Return the configuration of the trial, which writes only to `folder`."""
         cfg = Config(copy.deepcopy(dict(self.cfg)))
         for key in ("val", "test"):
             for part in ("dataloader", "cfg", "evaluator"):
@@ -155,7 +156,7 @@ class RunnerJob:
     def _describe(self, runner: Any, warnings: list[str]) -> dict[str, Any]:
         loader, core = runner.train_dataloader, unwrap_model(runner.model)
         return {
-            "problem": _compile_problem(runner.speed, runner.step, core, warnings),
+            "problem": compile_problem(runner.speed, runner.step, core, warnings),
             "capabilities": Capabilities.here(runner.device.type, core),
             "sources": dict(runner.speed.sources),
             "steps_per_epoch": length(loader),
@@ -218,7 +219,7 @@ class ObjectsJob:
         from slipstream.speed.accelerate import accelerate
 
         set_random_state(self.random_state)
-        warnings = _Warnings()
+        warnings = WarningLog()
         logging.getLogger("slipstream").addHandler(warnings)
         _detach_workers(self.loader)
         loader = changed_loader(self.loader, self.setting)
@@ -226,7 +227,7 @@ class ObjectsJob:
         self.model.train()
         step = accelerate(self.model, self.optimizer, self.loss_fn, speed=speed)
         observer.describe = lambda: {
-            "problem": _compile_problem(step.plan, step._step, unwrap_model(step.model), warnings.messages),
+            "problem": compile_problem(step.plan, step._step, unwrap_model(step.model), warnings.messages),
             "capabilities": Capabilities.here(next(self.model.parameters()).device.type, self.model),
             "sources": dict(step.plan.sources),
             "steps_per_epoch": _length(loader),
@@ -344,7 +345,7 @@ def _waiting(speed: dict[str, Any], cache: str | None) -> dict[str, Any]:
     return {**speed, "compile": {"cache": cache or True, **options, "wait": True}}
 
 
-def _compile_problem(plan: SpeedPlan, step: Any, core: nn.Module, warnings: list[str]) -> str | None:
+def compile_problem(plan: SpeedPlan, step: Any, core: nn.Module, warnings: list[str]) -> str | None:
     """Return the reason that the compiled code of the plan is not in use, or None."""
     if plan.compile is None:
         return None

@@ -67,7 +67,9 @@ class Timer(Observer):
             _synchronize()
             # A median of single steps would leave out waits for data and, with accumulation, the updates.
             mean = self._since_last() / self._timed
-            self.connection.send({"event": "timed", "seconds": mean, "peak_mib": peak_mib()})
+            self.connection.send(
+                {"event": "timed", "seconds": mean, "peak_mib": peak_mib(), "loss": float(loss)}
+            )
             self._await_request()
 
     def _warm_up(self, loss: Tensor) -> None:

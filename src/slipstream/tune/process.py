@@ -152,7 +152,9 @@ class Process:
         return self.wait_for("timed", seconds)
 
     def end(self) -> None:
-        """Kill the process and all its descendants."""
+        """Kill the process and all its descendants. Further calls do nothing."""
+        if self._connection.closed:
+            return  # another process may have the same id by now
         if self._process.pid is not None:
             _kill_tree(self._process.pid)
             self._process.join()
