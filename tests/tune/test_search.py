@@ -1,11 +1,14 @@
 """The greedy search, with scripted trials."""
 
+import time
+
 import pytest
-from fakes import Script
+import torch
+from fakes import FakeProcess, Script, alive
 
 from slipstream.errors import ConfigError, NonFiniteLossError, SlipstreamError
 from slipstream.tune.options import check_names
-from slipstream.tune.process import TrialError
+from slipstream.tune.process import Process, TrialError
 from slipstream.tune.search import Search
 
 
@@ -157,6 +160,37 @@ def test_a_plan_whose_process_dies_ends_the_search_with_the_reason(fake_process)
     assert outcome.setting.speed == {}
 
 
+class Steps:
+    """A run whose steps take a time in seconds."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def train(self, observer, folder):
+        observer.describe = lambda: FakeProcess(Script()).wait_for("warm", 1)
+        while True:
+            time.sleep(self.seconds)
+            observer.after_step(torch.tensor(1.0))
+
+
+def test_a_real_trial_that_hangs_is_ended_at_the_deadline_and_is_a_row(monkeypatch):
+    started = []
+
+    class Recorded(Process):
+        def __init__(self, job):
+            super().__init__(job)
+            started.append(self.pid)
+
+    monkeypatch.setattr("slipstream.tune.search.Process", Recorded)
+    jobs = lambda setting: Steps(1000 if setting.speed else 0.001)  # noqa: E731
+    outcome = Search(jobs, None, ["channels_last", "fused"], 12).run()
+    assert outcome.stopped == "the budget is used up"
+    assert [row.status for row in outcome.rows] == ["timed out", "not measured"]
+    assert "only 0 steps finished" in outcome.rows[0].reason
+    assert len(started) == 2
+    assert not any(map(alive, started))
+
+
 def test_a_budget_too_short_for_one_trial_names_the_minimum(fake_process):
     with pytest.raises(
         ConfigError, match=r"^budget: 2 s is too short for one trial; the minimum found is \d+ s"
@@ -187,12 +221,52 @@ def test_trials_that_do_not_fit_in_the_budget_are_named(fake_process, monkeypatc
     monkeypatch.setattr(
         "slipstream.tune.search.time.monotonic", lambda: now.__setitem__(0, now[0] + 0.5) or now[0]
     )
-    outcome = search({"": Script(1.0), "channels_last": Script(0.5)}, budget=33)
+    outcome = search({"": Script(1.0), "channels_last": Script(0.5)}, budget=36)
     rows = by_label(outcome)
     assert rows["channels_last"].status == "adopted"
     assert rows["precision=bf16"].status == "not measured"
     assert "this trial needs about" in rows["precision=bf16"].reason
     assert outcome.stopped == "the budget is used up"
+
+
+@pytest.mark.parametrize("budget", [40, 60, 100, 300, 1000])
+def test_a_search_ends_within_its_budget_and_records_the_trial_that_hangs(clocked_process, budget):
+    scripts = {
+        "": Script(0.2, startup=5),
+        "channels_last": Script(0.1, startup=5),
+        "channels_last+fused": Script(0.15, startup=5),
+        "channels_last+compile=step": Script(0.05, startup=10**6),
+    }
+    outcome = search(scripts, ["channels_last", "fused", "precision", "compile"], budget)
+    assert outcome.seconds <= budget
+    assert clocked_process.now[0] <= budget
+    rows = by_label(outcome)
+    begun = [row.label for row in outcome.rows if row.status not in ("not measured", "skipped")]
+    # Only the compilation, whose time is not known in advance, is ended at the deadline.
+    assert clocked_process.hung == ([scripts["channels_last+compile=step"]] if "compile=step" in begun else [])
+    if "compile=step" in begun:
+        assert rows["compile=step"].status == "timed out"
+        assert rows["compile=model"].status == "not measured"
+    if budget >= 300:
+        assert begun == ["channels_last", "fused", "precision=bf16", "compile=step"]
+
+
+def test_slow_ends_of_processes_are_part_of_the_budget(clocked_process):
+    clocked_process.end_seconds = 6.0
+    names = ["channels_last", "fused", "precision"]
+    assert search({"": Script(0.2, startup=5)}, names, 110).seconds <= 110
+
+
+def test_a_compilation_that_was_measured_is_not_begun_again_if_it_cannot_end(clocked_process):
+    compiled = Script(0.3, startup=100, compile_seconds=100)
+    scripts = {"": Script(0.2, startup=2), "compile=step": compiled, "compile=model": compiled}
+    broken = {**scripts, "compile=step": Script(0.3, startup=100, compile_seconds=100, losses=(9.0, 9.0, 9.0))}
+    outcome = search(broken, ["compile"], 200)
+    rows = by_label(outcome)
+    assert rows["compile=step"].status == "rejected"
+    assert rows["compile=model"].status == "not measured"
+    assert "this trial needs about 1" in rows["compile=model"].reason
+    assert clocked_process.hung == []
 
 
 @pytest.mark.parametrize(

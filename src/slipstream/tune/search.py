@@ -22,8 +22,10 @@ __all__ = ["Outcome", "Row", "Search"]
 
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 12
 _LONGEST_ROUND = 2.0
-_MARGIN = 0.02
-"""Fraction of the budget that is left for ending processes and writing files (at most 5 s)."""
+_MARGIN, _LONGEST_MARGIN = 0.02, 5.0
+"""Fraction of the budget, and the most seconds, that are left for ending processes and writing files."""
+_LIVING = 3
+"""Number of processes to end at the deadline: of the baseline, of the plan and of a trial."""
 _MIN_GAIN = 1.01
 """Smallest ratio for which an option is adopted."""
 _CLEARLY_WORSE = 0.8
@@ -138,6 +140,7 @@ class Search:
         self._round = min(budget / 200, _LONGEST_ROUND)  # seconds of timed steps per round
         self._report = report
         self._start = time.monotonic() if start is None else start
+        self._slowest_end = 0.0
         self._kept: ExitStack | None = None  # ends the process of the current plan
         self._working: set[str] = set()
         self._auto: Mapping[str, int] = {}
@@ -180,7 +183,9 @@ class Search:
 
     @property
     def _remaining(self) -> float:
-        return self._budget - min(_MARGIN * self._budget, 5.0) - (time.monotonic() - self._start)
+        """Seconds until the deadline, which leaves time for ending the processes that run."""
+        margin = min(_MARGIN * self._budget, _LONGEST_MARGIN) + _LIVING * self._slowest_end
+        return self._budget - margin - (time.monotonic() - self._start)
 
     @property
     def _rounds_seconds(self) -> float:
@@ -195,7 +200,7 @@ class Search:
 
     def _start_baseline(self, stack: ExitStack) -> _Running:
         try:
-            running = self._launch(Setting(), stack, self._budget)
+            running = self._launch(Setting(), stack, 0.0)
         except TrialError as failure:
             if failure.status != "timed out":
                 raise SlipstreamError(
@@ -238,12 +243,21 @@ class Search:
 
     # ---- trials ------------------------------------------------------------------------------------------------
 
-    def _launch(self, setting: Setting, stack: ExitStack, timeout: float) -> _Running:
+    def _launch(self, setting: Setting, stack: ExitStack, reserve: float) -> _Running:
+        """Start a process and wait until it is warm, at most until `reserve` seconds before the deadline."""
         began = time.monotonic()
         setting = replace(setting, loader=self._auto, compile_cache=self._cache)
         process = stack.enter_context(Process(self._make_job(setting)))
-        warm = process.wait_for("warm", timeout)
+        stack.callback(self._time_end, process)  # called before the process is ended
+        # Starting a process takes seconds on a busy machine.
+        warm = process.wait_for("warm", max(self._remaining - reserve, 0.0))
         return _Running(process, warm, time.monotonic() - began)
+
+    def _time_end(self, process: Process) -> None:
+        """End a process, and record the longest time that this has taken."""
+        began = time.monotonic()
+        process.end()
+        self._slowest_end = max(self._slowest_end, time.monotonic() - began)
 
     def _try(self, candidate: Candidate) -> Row:
         plan = " + ".join(self.outcome.adopted) or "baseline"
@@ -252,7 +266,7 @@ class Search:
             return replace(row, reason=reason)
         # Time for the final measurement of a plan with several options, which is taken from additional rounds only.
         reserve = self._rounds_seconds if self.outcome.adopted else 0.0
-        expected = self._current.startup + self._rounds_seconds
+        expected = self._startup(candidate) + self._rounds_seconds
         if self._remaining < expected:
             return replace(
                 row,
@@ -260,10 +274,10 @@ class Search:
                 reason=f"{_shown(max(self._remaining, 0))} of the budget is left, but this trial needs about "
                 f"{_shown(expected)}",
             )
-        limit = self._remaining - self._rounds_seconds
         with ExitStack() as stack:
             try:
-                trial = self._launch(self.outcome.setting.plus(candidate.setting), stack, limit)
+                setting = self.outcome.setting.plus(candidate.setting)
+                trial = self._launch(setting, stack, self._rounds_seconds)
                 row = self._compare(candidate, trial, row, reserve)
             except TrialError as failure:
                 return replace(row, status=failure.status, reason=failure.reason)
@@ -271,6 +285,12 @@ class Search:
                 self._adopt(candidate, trial, row)
                 self._keep(stack.pop_all())
         return row
+
+    def _startup(self, candidate: Candidate) -> float:
+        """Expected seconds until a trial is warm: those of the plan, and of a compilation that was measured before."""
+        compiled = [row.compile_seconds or 0.0 for row in self.outcome.rows]
+        own = "compile" in candidate.setting.speed and "compile" not in self.outcome.setting.speed
+        return self._current.startup + (max(compiled, default=0.0) if own else 0.0)
 
     def _why_skipped(self, candidate: Candidate) -> str | None:
         own = self._baseline.warm["sources"].get(candidate.option)
