@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from slipstream.checkpoint import get_random_state
 from slipstream.dist import get_world_size
 from slipstream.errors import ConfigError
+from slipstream.registry import default_scope
 from slipstream.tune.batch_size import BatchSizeRow, BatchSizes, search_batch_sizes
 from slipstream.tune.cache import cache_file, describe_config, describe_objects, load, store
 from slipstream.tune.jobs import ObjectsJob, RunnerJob, Setting
@@ -95,7 +96,8 @@ def tune_config(
     _check_one_process()
     seconds = parse_budget(budget)
     run = {key: value for key, value in cfg.items() if key not in ("work_dir", "resume", "launcher")}
-    file = cache_file(describe_config(run), names, seconds)
+    with default_scope(cfg.get("default_scope")):
+        file = cache_file(describe_config(run), names, seconds)
     return _tune(config_job(cfg), cfg.get("speed"), names, seconds, name, file, cache, report, start)
 
 

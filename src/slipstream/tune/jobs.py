@@ -101,6 +101,8 @@ class RunnerJob:
         from slipstream.runner import Runner
         from slipstream.training.config_paths import at_user_paths
 
+        if isinstance(self.cfg["train_dataloader"], DataLoader):
+            _detach_workers(self.cfg["train_dataloader"])
         cfg = self.trial_config(folder)
         with at_user_paths(cfg):
             runner = Runner.from_cfg(cfg)
