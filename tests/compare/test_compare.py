@@ -54,9 +54,7 @@ def expected_losses(found, steps):
 
 
 PEERS = [
-    pytest.param(
-        name, marks=pytest.mark.skipif(find_spec(contender.package) is None, reason="not installed")
-    )
+    pytest.param(name, marks=pytest.mark.skipif(find_spec(contender.package) is None, reason="not installed"))
     for name, contender in CONTENDERS.items()
     if "compiled" not in name and name != "slipstream_auto"
 ]
@@ -69,12 +67,12 @@ def test_each_contender_trains_like_plain_pytorch(tmp_path, name):
     found, recorder = subject(tmp_path, **changes), Recorder()
     loader = DataLoader(Batches(found.batches, length=8), batch_size=None)
     folder = tmp_path / "files"
-    work = Work(
-        found.model, loader, model_loss, lambda net: found.optimizer, str(folder), observer=recorder
-    )
+    work = Work(found.model, loader, model_loss, lambda net: found.optimizer, str(folder), observer=recorder)
     assert CONTENDERS[name].train(work) > 0
     assert recorder.losses == pytest.approx(expected, rel=1e-5)
-    assert expected[-1] != pytest.approx(expected[1], rel=1e-2)  # the batches are the same, the weights are not
+    assert expected[-1] != pytest.approx(
+        expected[1], rel=1e-2
+    )  # the batches are the same, the weights are not
 
 
 def test_the_loop_and_slipstream_are_timed_in_turns_with_equal_losses(tmp_path):
@@ -142,7 +140,9 @@ def broken(work):
         (broken, "failed", "ValueError: no such method"),
     ],
 )
-def test_a_contender_that_computes_something_else_or_fails_is_marked(tmp_path, monkeypatch, train, status, reason):
+def test_a_contender_that_computes_something_else_or_fails_is_marked(
+    tmp_path, monkeypatch, train, status, reason
+):
     monkeypatch.setitem(CONTENDERS, "slipstream", Contender("other", "torch", train))
     lines = []
     hard = subject(tmp_path, optim_wrapper=dict(optimizer=dict(type="SGD", lr=1.0)))
@@ -254,7 +254,9 @@ optim_wrapper = dict(optimizer=dict(type="SGD", lr=0.1))
 def test_the_command_prints_a_table_and_writes_files(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.py").write_text(CONFIG)
-    status = main(["compare", "tiny.py", "--with", "loop", "--steps", "2", "--rounds", "2", "--out", "out", "--trust"])
+    status = main(
+        ["compare", "tiny.py", "--with", "loop", "--steps", "2", "--rounds", "2", "--out", "out", "--trust"]
+    )
     assert status == 0
     assert "Slipstream" in capsys.readouterr().out
     document = json.loads((tmp_path / "out/compare.json").read_text())

@@ -31,6 +31,9 @@ class Script:
     accumulate: int = 1
     buffered: int = 0
     fail_when_timed: BaseException | None = None
+    batch_size: int | None = 8
+    shapes: int = 1
+    counted: bool = False
     startup: float = 0.0
     """Seconds of the clock until the trial is warm, in addition to its steps."""
 
@@ -69,6 +72,9 @@ class FakeProcess:
             "sources": script.sources,
             "steps_per_epoch": 100,
             "num_workers": 0,
+            "batch_size": script.batch_size,
+            "shapes": script.shapes,
+            "counted": script.counted,
             "auto": {},
             "buffered": self.script.buffered,
             "accumulate": self.script.accumulate,

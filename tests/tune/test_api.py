@@ -2,6 +2,8 @@
 
 import copy
 import math
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from slipstream.tune import find_batch_size, find_lr, parse_budget, tune, tune_c
 from slipstream.tune.api import config_job
 from slipstream.tune.jobs import ObjectsJob, RunnerJob, Setting
 from slipstream.tune.lr_range import sweep_lr
+from slipstream.tune.observer import Timer
 from slipstream.tune.process import WARMUP, Process
 
 
@@ -296,6 +299,49 @@ def test_a_limit_of_batches_and_a_loader_without_batches_are_measured(tmp_path):
     with Process(RunnerJob(tiny_runs.training(tmp_path, train_dataloader=whole))) as process:
         assert process.wait_for("warm", 60)["steps_per_epoch"] == 5
         assert process.time(10, 1, 60)["seconds"] > 0
+
+
+def halves(process):
+    """Return the means of the losses of two half batches each."""
+    losses = process.wait_for("warm", 60)["losses"]
+    return [sum(losses[i : i + 2]) / 2 for i in range(0, len(losses), 2)]
+
+
+SPLIT = Setting({"accumulate": 2}, batch_size=4, split=2)
+
+
+def test_half_batches_of_a_runner_have_the_samples_and_losses_of_the_whole_batches(tmp_path):
+    cfg = tiny_runs.training(tmp_path, train_dataloader=tiny_runs.loader(tiny_runs.Noisy(80)))
+    with Process(RunnerJob(cfg)) as process:
+        warm = process.wait_for("warm", 60)
+    assert (warm["batch_size"], warm["shapes"], warm["counted"]) == (8, 1, False)
+    with Process(RunnerJob(cfg, SPLIT), partial(Timer, warmup=2 * WARMUP)) as process:
+        assert halves(process) == pytest.approx(warm["losses"], rel=1e-5)
+
+
+def test_half_batches_of_a_custom_loop_have_the_samples_and_losses_of_the_whole_batches(own):
+    _, loader, _, loss = own
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))  # BatchNorm and dropout depend on the batch
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    job = ObjectsJob(plain, loader, optimizer, loss, None, get_random_state())
+    with Process(job) as process:
+        warm = process.wait_for("warm", 60)
+    assert (warm["batch_size"], warm["shapes"]) == (8, 1)
+    with Process(replace(job, setting=SPLIT), partial(Timer, warmup=2 * WARMUP)) as process:
+        assert halves(process) == pytest.approx(warm["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "counted"),
+    [
+        (dict(param_scheduler=[dict(type="LinearLR", by_epoch=False)]), True),
+        (dict(param_scheduler=dict(type="StepLR", step_size=3)), False),
+        (dict(train_cfg=dict(by_epoch=False, max_iters=9)), True),
+    ],
+)
+def test_a_run_that_counts_steps_is_reported(tmp_path, changes, counted):
+    with Process(RunnerJob(tiny_runs.training(tmp_path, **changes))) as process:
+        assert process.wait_for("warm", 60)["counted"] is counted
 
 
 def test_a_loader_that_ends_is_iterated_again(own):

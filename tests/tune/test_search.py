@@ -7,6 +7,7 @@ import torch
 from fakes import FakeProcess, Script, alive
 
 from slipstream.errors import ConfigError, NonFiniteLossError, SlipstreamError
+from slipstream.tune.jobs import Setting
 from slipstream.tune.options import check_names
 from slipstream.tune.process import Process, TrialError
 from slipstream.tune.search import Search
@@ -18,7 +19,7 @@ def search(scripts, names=("channels_last", "fused", "precision"), budget=60, sp
     def make_job(setting):
         keys = [*setting.speed, *(["num_workers"] if setting.num_workers else [])]
         named = "+".join(
-            sorted(key if key != "compile" else f"compile={setting.speed[key]['scope']}" for key in keys)
+            sorted(key if key != "compile" else f"compile={setting.speed[key].get('scope')}" for key in keys)
         )
         return scripts.get(named, scripts.get("", Script()))
 
@@ -177,8 +178,8 @@ def test_a_real_trial_that_hangs_is_ended_at_the_deadline_and_is_a_row(monkeypat
     started = []
 
     class Recorded(Process):
-        def __init__(self, job):
-            super().__init__(job)
+        def __init__(self, job, make_observer):
+            super().__init__(job, make_observer)
             started.append(self.pid)
 
     monkeypatch.setattr("slipstream.tune.search.Process", Recorded)
@@ -243,7 +244,9 @@ def test_a_search_ends_within_its_budget_and_records_the_trial_that_hangs(clocke
     rows = by_label(outcome)
     begun = [row.label for row in outcome.rows if row.status not in ("not measured", "skipped")]
     # Only the compilation, whose time is not known in advance, is ended at the deadline.
-    assert clocked_process.hung == ([scripts["channels_last+compile=step"]] if "compile=step" in begun else [])
+    assert clocked_process.hung == (
+        [scripts["channels_last+compile=step"]] if "compile=step" in begun else []
+    )
     if "compile=step" in begun:
         assert rows["compile=step"].status == "timed out"
         assert rows["compile=model"].status == "not measured"
@@ -260,7 +263,10 @@ def test_slow_ends_of_processes_are_part_of_the_budget(clocked_process):
 def test_a_compilation_that_was_measured_is_not_begun_again_if_it_cannot_end(clocked_process):
     compiled = Script(0.3, startup=100, compile_seconds=100)
     scripts = {"": Script(0.2, startup=2), "compile=step": compiled, "compile=model": compiled}
-    broken = {**scripts, "compile=step": Script(0.3, startup=100, compile_seconds=100, losses=(9.0, 9.0, 9.0))}
+    broken = {
+        **scripts,
+        "compile=step": Script(0.3, startup=100, compile_seconds=100, losses=(9.0, 9.0, 9.0)),
+    }
     outcome = search(broken, ["compile"], 200)
     rows = by_label(outcome)
     assert rows["compile=step"].status == "rejected"
@@ -279,6 +285,59 @@ def test_a_compilation_that_was_measured_is_not_begun_again_if_it_cannot_end(clo
 )
 def test_a_search_that_the_budget_cut_off_is_not_complete(fake_process, script, stopped):
     assert search({"fused": script}, ["fused"]).stopped == stopped
+
+
+def test_a_mode_is_measured_on_top_of_an_adopted_scope_only(fake_process):
+    names = ["compile", "compile_mode", "compile_dynamic"]
+    slower = by_label(search({"compile=step": Script(0.2), "compile=model": Script(0.2)}, names))
+    assert slower["compile.mode=max-autotune-no-cudagraphs"].reason == "compile is not part of the plan"
+    outcome = search({"compile=step": Script(0.05)}, names)
+    rows = by_label(outcome)
+    assert rows["compile.mode=max-autotune-no-cudagraphs"].against == "compile=step"
+    assert rows["compile.mode=max-autotune-no-cudagraphs"].status == "no gain"
+    assert rows["compile.dynamic=True"].reason == "all measured batches have the same shape"
+    assert outcome.setting.speed == {"compile": {"scope": "step"}}
+
+
+def test_dynamic_shapes_are_measured_if_the_shapes_of_the_batches_differ(fake_process):
+    varying = Script(0.05, shapes=3)
+    rows = by_label(search({"": Script(shapes=3), "compile=step": varying}, ["compile", "compile_dynamic"]))
+    assert {rows[f"compile.dynamic={value}"].status for value in (True, False)} == {"no gain"}
+
+
+def test_single_options_of_compile_are_combined():
+    scope = Setting({"compile": {"scope": "step"}, "fused": True})
+    mode = Setting({"compile": {"mode": "default"}})
+    assert scope.plus(mode).speed == {"compile": {"scope": "step", "mode": "default"}, "fused": True}
+
+
+def test_accumulation_is_compared_for_the_samples_of_one_batch_of_the_baseline(fake_process):
+    # Two half batches take 0.16 s, and the mean of their losses is the loss of the whole batch.
+    halves = Script(0.08, losses=(1.9, 2.1, 1.4, 1.6, 0.9, 1.1))
+    outcome = search({"": Script(0.2), "accumulate": halves}, ["accumulate"])
+    (row,) = outcome.rows
+    assert row.status == "adopted"
+    assert row.estimate.ratio == pytest.approx(0.2 / 0.16)
+    assert row.step_seconds == pytest.approx(0.16)
+    assert row.loss_difference == pytest.approx((0, 0), abs=1e-12)
+    assert (outcome.setting.speed, outcome.setting.batch_size) == ({"accumulate": 2}, 4)
+    other = Script(0.08, losses=(1.9, 2.2, 1.4, 1.6, 0.9, 1.1))
+    assert search({"": Script(0.2), "accumulate": other}, ["accumulate"]).rows[0].status == "rejected"
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (Script(batch_size=5), "requires an even batch size that can be changed, not 5"),
+        (Script(batch_size=None), "requires an even batch size that can be changed, not None"),
+        (Script(counted=True), "the run or its learning rate schedule counts steps"),
+        (Script(sources={"accumulate": "speed.accumulate"}), "already set by the run"),
+    ],
+)
+def test_accumulation_that_would_change_the_run_is_skipped(fake_process, script, reason):
+    (row,) = search({"": script}, ["accumulate"]).rows
+    assert row.status == "skipped"
+    assert row.reason.startswith(reason)
 
 
 def test_unknown_option_names_suggest_the_nearest():

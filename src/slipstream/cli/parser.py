@@ -230,7 +230,9 @@ def _add_compare(commands: _Commands) -> None:
                         help="batch size of a network (default: 4)")  # fmt: skip
     parser.add_argument("--timeout", type=_seconds, default=900.0, metavar="SECONDS",
                         help="limit of the start and of each turn of a contender (default: 900)")  # fmt: skip
-    parser.add_argument("--out", default="work_dirs/compare", metavar="DIR", help="default: work_dirs/compare")
+    parser.add_argument(
+        "--out", default="work_dirs/compare", metavar="DIR", help="default: work_dirs/compare"
+    )
 
 
 def _add_tune(commands: _Commands) -> None:

@@ -72,7 +72,7 @@ def hand_written(work: Work, compiled: bool = False) -> float:
         for batch in work.loader:
             loss = work.loss(net, batch)
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]  # torch's method has no annotations
+            loss.backward()
             optimizer.step()
             if work.observer is not None:
                 work.observer.after_step(loss.detach())
@@ -179,7 +179,7 @@ def _with_runner(work: Work, base_model: Any, base_hook: Any, runner: Any, **opt
     MMEngine's sampler hook, which runs once per epoch, does not support loaders of precomputed batches.
     """
 
-    class Model(base_model):  # type: ignore[misc]  # the base class is an argument
+    class Model(base_model):
         def __init__(self) -> None:
             super().__init__()
             self.net = work.net
@@ -190,14 +190,14 @@ def _with_runner(work: Work, base_model: Any, base_hook: Any, runner: Any, **opt
         def init_weights(self) -> None:
             """Keep the weights, which all contenders share."""
 
-    class Epochs(base_hook):  # type: ignore[misc]
+    class Epochs(base_hook):
         def before_train_epoch(self, runner: Any) -> None:
             clock.start()
 
         def after_train_epoch(self, runner: Any) -> None:
             clock.stop()
 
-    class Steps(base_hook):  # type: ignore[misc]
+    class Steps(base_hook):
         priority = "LOWEST"
 
         def after_train_iter(
@@ -263,7 +263,9 @@ CONTENDERS = {
         'Slipstream, speed="auto"', "slipstream", partial(with_slipstream, speed="auto")
     ),
     "slipstream_compiled": Contender(
-        "Slipstream, compile=step", "slipstream", partial(with_slipstream, speed={"compile": {"scope": "step"}})
+        "Slipstream, compile=step",
+        "slipstream",
+        partial(with_slipstream, speed={"compile": {"scope": "step"}}),
     ),
 }
 """The contenders by the names that `slipstream compare --with` accepts."""

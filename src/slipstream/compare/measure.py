@@ -150,9 +150,7 @@ def compare(
 
 
 class _Measurement:
-    def __init__(
-        self, subject: Subject, steps: int, timeout: float, report: Callable[[str], None]
-    ) -> None:
+    def __init__(self, subject: Subject, steps: int, timeout: float, report: Callable[[str], None]) -> None:
         self._subject, self._steps, self._timeout, self._report = subject, steps, timeout, report
         self._running: dict[str, _Running] = {}
         self._ended: dict[str, Entry] = {}
@@ -202,7 +200,9 @@ class _Measurement:
 
     def _fail(self, entry: Entry, failure: TrialError) -> None:
         if entry.name == "loop":
-            raise SlipstreamError(f"the hand-written loop does not train ({failure.status}): {failure.reason}")
+            raise SlipstreamError(
+                f"the hand-written loop does not train ({failure.status}): {failure.reason}"
+            )
         self._end(replace(entry, status=failure.status, reason=failure.reason))
 
     def _end(self, entry: Entry) -> None:
@@ -242,4 +242,3 @@ def _difference(running: _Running, loop: _Running, count: int) -> str:
     if not final <= FINAL_TOLERANCE:
         return f"the final loss differs by {final:.2g} of the first loss (allowed: {FINAL_TOLERANCE:g})"
     return ""
-

@@ -43,7 +43,10 @@ def markdown(found: Comparison, environment: Mapping[str, Any]) -> str:
 
 def as_dict(found: Comparison) -> dict[str, Any]:
     """Return all values as built-in types; times are in seconds and memory in MiB."""
-    return {**asdict(found), "entries": [{**asdict(e), "step": e.step and asdict(e.step)} for e in found.entries]}
+    return {
+        **asdict(found),
+        "entries": [{**asdict(e), "step": e.step and asdict(e.step)} for e in found.entries],
+    }
 
 
 def write(found: Comparison, environment: Mapping[str, Any], folder: Path) -> list[Path]:

@@ -136,7 +136,9 @@ def network_subject(name: str, size: tuple[int, int] = (128, 256), batch_size: i
     dense = (outputs[0] if isinstance(outputs, tuple | list) else outputs).dim() == 4
     shape = (batch_size, *size) if dense else (batch_size,)
     targets = [torch.randint(0, _CLASSES, shape, generator=generator) for _ in range(_BATCHES)]
-    kind = {"type": "Segmentor", "loss": {"type": "MultiHeadCrossEntropy"}} if dense else {"type": "Classifier"}
+    kind = (
+        {"type": "Segmentor", "loss": {"type": "MultiHeadCrossEntropy"}} if dense else {"type": "Classifier"}
+    )
     model = MODELS.build({**kind, "network": network}).to(device).train()
     batches = [(x.to(device), y.to(device)) for x, y in zip(images, targets, strict=True)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

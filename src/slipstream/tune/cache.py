@@ -59,7 +59,7 @@ def store(file: Path, result: TuneResult) -> None:
 def describe_objects(
     model: nn.Module, loader: Any, optimizer: torch.optim.Optimizer, loss_fn: Any
 ) -> dict[str, Any]:
-    """Return the code and the structure of the user's objects: everything that changes a step, but no weights or data."""
+    """Return the code and the structure of the user's objects, which change a step, but no weights and no data."""
     groups = [
         {**{key: value for key, value in group.items() if key != "params"}, "params": len(group["params"])}
         for group in optimizer.param_groups

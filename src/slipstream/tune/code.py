@@ -25,7 +25,7 @@ _Seen = set[int]
 
 
 def digest(value: Any) -> str:
-    """Return a hash of a value that `json` can write. Addresses in texts are left out: they differ between processes."""
+    """Return a hash of a value that `json` can write. Addresses in texts are removed, as they differ between runs."""
     text = re.sub(r" at 0x[0-9a-f]+", "", json.dumps(value, sort_keys=True, default=repr))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -33,13 +33,15 @@ def digest(value: Any) -> str:
 def describe_model(model: nn.Module) -> dict[str, Any]:
     """Return everything about a model that changes its step, except the values of its tensors.
 
-    The description contains the structure, shapes, dtypes, strides and `requires_grad` of the tensors, which of them are
-    shared, settings of the modules (`extra_repr` and attributes that are numbers, texts, functions or lists of them),
-    hooks, and the code of all classes that are not part of torch.
+    The description contains the structure, the shapes, dtypes, strides and `requires_grad` of the tensors, which of
+    them are shared, settings of the modules (`extra_repr` and attributes that are numbers, texts, functions or lists of
+    them), hooks, and the code of all classes that are not part of torch.
     """
     seen: _Seen = set()
     first: dict[int, str] = {}
-    tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    tensors = chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
     return {
         "tensors": [
             [
@@ -124,7 +126,11 @@ def _describe_class(kind: type, seen: _Seen) -> list[Any]:
 
 def _functions(value: Any) -> Iterator[FunctionType]:
     """Yield the Python functions of an attribute of a class: of a method, a property, or a static or class method."""
-    parts = (value, getattr(value, "__func__", None), *(getattr(value, n, None) for n in ("fget", "fset", "func")))
+    parts = (
+        value,
+        getattr(value, "__func__", None),
+        *(getattr(value, n, None) for n in ("fget", "fset", "func")),
+    )
     for part in parts:
         while part is not None and hasattr(part, "__wrapped__"):
             part = part.__wrapped__
@@ -160,7 +166,9 @@ def _cell(cell: Any) -> Any:
 
 def _followed(value: Any) -> bool:
     plain = isinstance(value, bool | int | float | str)
-    return plain or (isinstance(value, FunctionType | type) and not _covered(value, "") and not _installed(value))
+    return plain or (
+        isinstance(value, FunctionType | type) and not _covered(value, "") and not _installed(value)
+    )
 
 
 def _covered(value: Any, own: str) -> bool:

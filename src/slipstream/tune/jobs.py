@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
@@ -12,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from slipstream.checkpoint import set_random_state
 from slipstream.config import Config
@@ -24,7 +25,7 @@ from slipstream.model import unwrap_model
 from slipstream.registry import HOOKS
 from slipstream.speed import Capabilities, SpeedPlan
 from slipstream.step.graph import GraphStep
-from slipstream.tune.observer import Observer, total_loss
+from slipstream.tune.observer import Observer, shapes_of, total_loss
 
 __all__ = ["ObjectsJob", "RunnerJob", "Setting", "WarningLog", "compile_problem", "merged_speed"]
 
@@ -55,6 +56,8 @@ class Setting:
     """Number of worker processes of the training loader; None does not change it."""
     batch_size: int | None = None
     """Number of samples per batch; None does not change it."""
+    split: int = 1
+    """Number of batches with the samples of one batch of the baseline, in the same order."""
     constant_lr: bool = False
     """Whether to remove the learning rate schedule and the check of the losses, for the range test."""
     loader: Mapping[str, int] = field(default_factory=dict)
@@ -63,9 +66,15 @@ class Setting:
     """Folder for compiled code, which is empty at first so that the compilation time can be measured."""
 
     def plus(self, other: Setting) -> Setting:
-        """Return both changes; those of `other` take precedence."""
+        """Return both changes; those of `other` take precedence, and single options of `compile` are combined."""
         workers = self.num_workers if other.num_workers is None else other.num_workers
-        return replace(self, speed={**self.speed, **other.speed}, num_workers=workers)
+        size = self.batch_size if other.batch_size is None else other.batch_size
+        speed = {**self.speed, **other.speed}
+        if "compile" in self.speed and "compile" in other.speed:
+            speed["compile"] = {**self.speed["compile"], **other.speed["compile"]}
+        return replace(
+            self, speed=speed, num_workers=workers, batch_size=size, split=self.split * other.split
+        )
 
 
 def merged_speed(speed: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,6 +91,7 @@ class WarningLog(logging.Handler):
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Keep the message."""
         self.messages.append(record.getMessage())
 
 
@@ -114,9 +124,11 @@ class RunnerJob:
                 runner.speed = replace(runner.speed, compile=how)
             loader = runner.train_dataloader
             if not self.setting.constant_lr and isinstance(loader.batch_sampler, EpochBatchSampler):
-                runner.train_loop.dataloader = _repeated(loader, loader.batch_sampler)
-            runner.register_hook(_StepHook(observer))
-            observer.describe = lambda: self._describe(runner, warnings.messages)
+                count = _REPEATED * self.setting.split
+                runner.train_loop.dataloader = _repeated(loader, loader.batch_sampler, count)
+            hook = _StepHook(observer)
+            runner.register_hook(hook)
+            observer.describe = lambda: self._describe(runner, warnings.messages, hook.shapes)
             runner.train()
 
     def trial_config(self, folder: Path) -> Config:
@@ -155,7 +167,10 @@ class RunnerJob:
             changes["persistent_workers"] = True  # starting workers in a new pass is not part of a step
         return {**loader, **changes}
 
-    def _describe(self, runner: Any, warnings: list[str]) -> dict[str, Any]:
+    def _describe(self, runner: Any, warnings: list[str], shapes: set[Any]) -> dict[str, Any]:
+        size = getattr(
+            getattr(runner.train_dataloader.batch_sampler, "batch_sampler", None), "batch_size", None
+        )
         loader, core = runner.train_dataloader, unwrap_model(runner.model)
         return {
             "problem": compile_problem(runner.speed, runner.step, core, warnings),
@@ -166,7 +181,19 @@ class RunnerJob:
             "buffered": _buffered(loader) + (runner.speed.prefetch or 0),
             "auto": _chosen(self.cfg["train_dataloader"], loader),
             "accumulate": runner.speed.accumulate,
+            "shapes": len(shapes),
+            "batch_size": None if "dataloader" in self._loader(self.cfg["train_dataloader"]) else size,
+            "counted": _counts_steps(self.cfg),
         }
+
+
+def _counts_steps(cfg: Mapping[str, Any]) -> bool:
+    """Return whether the length of a run or its schedule is a number of steps instead of epochs."""
+    schedulers = cfg.get("param_scheduler") or ()
+    every = schedulers if isinstance(schedulers, list | tuple) else [schedulers]
+    by_epoch = [isinstance(each, Mapping) and each.get("by_epoch", True) for each in every]
+    train: Any = cfg.get("train_cfg")
+    return not all(by_epoch) or not isinstance(train, Mapping) or "max_iters" in train
 
 
 class _StepHook(Hook):
@@ -176,9 +203,12 @@ class _StepHook(Hook):
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
+        self.shapes: set[Any] = set()
+        """The shapes of all batches."""
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Call the observer before the step."""
+        self.shapes.add(shapes_of(data_batch))
         self._observer.before_step(runner.optim_wrapper.param_groups)
 
     def after_train_iter(
@@ -189,16 +219,19 @@ class _StepHook(Hook):
 
 
 class _FirstBatches(EpochBatchSampler):
-    """Repeats the first batches of an epoch without an end."""
+    """Repeats the first `count` batches of an epoch without an end."""
+
+    count = _REPEATED
 
     def __iter__(self) -> Iterator[list[int]]:
-        return cycle(list(islice(super().__iter__(), _REPEATED)))
+        return cycle(list(islice(super().__iter__(), self.count)))
 
 
-def _repeated(loader: DataLoader[Any], batches: EpochBatchSampler) -> DataLoader[Any]:
+def _repeated(loader: DataLoader[Any], batches: EpochBatchSampler, count: int) -> DataLoader[Any]:
     """Return a copy of the loader that repeats its first batches in one pass, so that workers load without a pause."""
     options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
     first = _FirstBatches(batches.batch_sampler, batches.seed, batches.samples, batches.stamp, batches.limit)
+    first.count = count
     found = RunLoader(loader.dataset, batch_sampler=first, **options)
     found.stall_warning = getattr(loader, "stall_warning", found.stall_warning)
     return found
@@ -237,8 +270,13 @@ class ObjectsJob:
             "buffered": _buffered(loader),
             "auto": {},
             "accumulate": step.plan.accumulate,
+            "shapes": len(shapes),
+            "batch_size": _divisible_size(self.loader),
+            "counted": False,
         }
+        shapes: set[Any] = set()
         for batch in _endless(loader):
+            shapes.add(shapes_of(batch))
             observer.before_step(step.optim.param_groups)
             observer.after_step(total_loss(step(batch)))
 
@@ -258,7 +296,9 @@ def changed_loader(loader: Any, setting: Setting) -> Any:
         )
     workers = loader.num_workers if setting.num_workers is None else setting.num_workers
     batches: dict[str, Any] = {"batch_sampler": loader.batch_sampler}
-    if setting.batch_size is not None:
+    if setting.split > 1:
+        batches = {"batch_sampler": _Divided(loader.batch_sampler, setting.split)}
+    elif setting.batch_size is not None:
         count = max(setting.batch_size * _REPEATED, len(loader.dataset))  # type: ignore[arg-type]
         indices = [i % len(loader.dataset) for i in range(count)]  # type: ignore[arg-type]
         batches = {"sampler": indices, "batch_size": setting.batch_size, "drop_last": True}
@@ -272,6 +312,27 @@ def changed_loader(loader: Any, setting: Setting) -> Any:
         generator=loader.generator,
         persistent_workers=workers > 0,
     )
+
+
+class _Divided(Sampler[list[int]]):
+    """Divides each batch of a batch sampler into batches with the same samples in the same order."""
+
+    def __init__(self, batches: Any, parts: int) -> None:
+        self._batches, self._parts = batches, parts
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self._batches:
+            size = math.ceil(len(batch) / self._parts)
+            yield from (batch[i : i + size] for i in range(0, len(batch), size))
+
+    def __len__(self) -> int:
+        return len(self._batches) * self._parts
+
+
+def _divisible_size(loader: Any) -> int | None:
+    """Return the batch size of a loader that `changed_loader` can divide into smaller batches."""
+    plain = type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)
+    return loader.batch_size if plain else None
 
 
 def _detach_workers(loader: Any) -> None:

@@ -8,14 +8,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from statistics import median
+from functools import partial
+from statistics import fmean, median
 from typing import Any
 
 from slipstream.errors import ConfigError, NonFiniteLossError, SlipstreamError
 from slipstream.speed import Capabilities
 from slipstream.tune.jobs import Setting, merged_speed
-from slipstream.tune.options import LOW_PRECISION, Candidate, candidates, unsupported
-from slipstream.tune.process import Job, Process, TrialError
+from slipstream.tune.observer import Timer
+from slipstream.tune.options import LOW_PRECISION, Batches, Candidate, candidates, unsupported
+from slipstream.tune.process import WARMUP, Job, Process, TrialError
 from slipstream.tune.statistics import Estimate, difference, estimate
 
 __all__ = ["Outcome", "Row", "Search"]
@@ -52,6 +54,8 @@ class Row:
     compile_seconds: float | None = None
     loss_difference: tuple[float, float] | None = None
     """Relative differences of the first loss and of the mean loss."""
+    setting: Setting = field(default_factory=Setting)
+    """The changes of this trial alone."""
 
 
 @dataclass
@@ -84,8 +88,12 @@ class Outcome:
 class _Running:
     """A warm trial process, with what it reported."""
 
-    def __init__(self, process: Process, warm: Mapping[str, Any], startup: float) -> None:
+    def __init__(self, process: Process, warm: Mapping[str, Any], startup: float, split: int) -> None:
         self.process = process
+        self.split = split
+        """Number of steps for one batch of the baseline."""
+        self.losses = [fmean(warm["losses"][i : i + split]) for i in range(0, len(warm["losses"]), split)]
+        """The losses of the first batches of the baseline."""
         self.warm = warm
         self.startup = startup
         """Seconds from the start of the process to the end of its warm-up."""
@@ -173,7 +181,10 @@ class Search:
         self.outcome.device = self._capabilities.device
         self._check_budget()
         try:
-            for candidate in candidates(self._names, self._capabilities, int(warm["num_workers"] or 0)):
+            batches = Batches(
+                int(warm["num_workers"] or 0), warm["batch_size"], warm["shapes"], warm["counted"]
+            )
+            for candidate in candidates(self._names, self._capabilities, batches):
                 self._add(self._try(candidate))
             self._measure_total()
         except _PlanFailedError as error:
@@ -247,11 +258,12 @@ class Search:
         """Start a process and wait until it is warm, at most until `reserve` seconds before the deadline."""
         began = time.monotonic()
         setting = replace(setting, loader=self._auto, compile_cache=self._cache)
-        process = stack.enter_context(Process(self._make_job(setting)))
+        observer = partial(Timer, warmup=WARMUP * setting.split)
+        process = stack.enter_context(Process(self._make_job(setting), observer))
         stack.callback(self._time_end, process)  # called before the process is ended
         # Starting a process takes seconds on a busy machine.
         warm = process.wait_for("warm", max(self._remaining - reserve, 0.0))
-        return _Running(process, warm, time.monotonic() - began)
+        return _Running(process, warm, time.monotonic() - began, setting.split)
 
     def _time_end(self, process: Process) -> None:
         """End a process, and record the longest time that this has taken."""
@@ -261,7 +273,7 @@ class Search:
 
     def _try(self, candidate: Candidate) -> Row:
         plan = " + ".join(self.outcome.adopted) or "baseline"
-        row = Row(candidate.label, "skipped", against=plan)
+        row = Row(candidate.label, "skipped", against=plan, setting=candidate.setting)
         if reason := self._why_skipped(candidate):
             return replace(row, reason=reason)
         # Time for the final measurement of a plan with several options, which is taken from additional rounds only.
@@ -300,13 +312,17 @@ class Search:
             return f"already measured by {candidate.option}=auto"
         if candidate.unless in self._working:
             return f"not needed, because {candidate.unless} works"
-        speed = {**merged_speed(self._speed, self.outcome.setting.speed)}
+        if candidate.needs and candidate.needs not in self.outcome.setting.speed:
+            return f"{candidate.needs} is not part of the plan"
+        if candidate.refused:
+            return candidate.refused
+        speed = merged_speed(self._speed, self.outcome.setting.plus(candidate.setting).speed)
         return unsupported(candidate.setting, speed, self._capabilities)
 
     def _compare(self, candidate: Candidate, trial: _Running, row: Row, reserve: float) -> Row:
         if trial.warm["problem"]:
             return replace(row, status="failed", reason=trial.warm["problem"], peak_mib=trial.peak_mib)
-        first, mean = difference(trial.warm["losses"], self._current.warm["losses"])
+        first, mean = difference(trial.losses, self._current.losses)
         combined = {**self._baseline.warm["sources"], **self.outcome.setting.speed}
         # Low precision amplifies the rounding differences of the other options.
         allowed = LOW_PRECISION if "precision" in combined else candidate.tolerance
@@ -318,13 +334,13 @@ class Search:
                 row,
                 status="rejected",
                 reason=f"different numbers: the first loss differs by {first:.2g} (allowed: {allowed.first:g}), and "
-                f"the mean of {len(trial.warm['losses'])} losses by {mean:.2g} (allowed: {allowed.mean:g})",
+                f"the mean of {len(trial.losses)} losses by {mean:.2g} (allowed: {allowed.mean:g})",
             )
         self._working.add(candidate.label)
         found = self._alternate(self._current, trial, reserve)
         row = replace(row, estimate=found, peak_mib=trial.peak_mib)
         if trial.seconds:
-            row = replace(row, step_seconds=median(trial.seconds))
+            row = replace(row, step_seconds=median(trial.seconds) * trial.split)
         return _judged(row, found)
 
     def _alternate(self, current: _Running, trial: _Running, reserve: float) -> Estimate | None:
@@ -336,7 +352,7 @@ class Search:
             if self._remaining - (reserve if len(ratios) >= _MIN_ROUNDS else 0.0) < expected:
                 break
             pair = (current, trial) if len(ratios) % 2 == 0 else (trial, current)
-            times = {id(each): self._time(each, current) for each in pair}
+            times = {id(each): self._time(each, current) * each.split for each in pair}
             ratios.append(times[id(current)] / times[id(trial)])
             if _decided(ratios):
                 break
