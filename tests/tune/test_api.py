@@ -140,6 +140,44 @@ def test_lr_sweep_increases_the_rate_and_leaves_the_objects_unchanged(own):
     assert max(found.losses) > 2 * min(found.losses)  # a rate of 100 diverges
 
 
+@pytest.mark.parametrize(
+    "measure",
+    [
+        lambda own: find_lr(*own, start=1e-2, end=10.0, steps=10, budget=60),
+        lambda own: find_batch_size(*own, max_size=2, budget=60),
+        lambda own: tune(*own, budget=60, options=["cudnn_benchmark"], cache=False),
+    ],
+    ids=["find_lr", "find_batch_size", "tune"],
+)
+def test_weights_and_optimizer_state_in_shared_memory_are_unchanged(own, measure):
+    model, _, optimizer, _ = own
+    flat = torch.cat([p.detach().flatten() for p in model[0].parameters()]).share_memory_()
+    size = model[0].weight.numel()
+    model[0].weight.data, model[0].bias.data = flat[:size].view(8, 4), flat[size:]  # two views of one storage
+    model.share_memory()
+    for value in optimizer.state.values():
+        for tensor in value.values():
+            tensor.share_memory_()
+    before, grads = state(own), [p.grad.clone() for p in model.parameters()]
+    measure(own)
+    assert_unchanged(before, own)
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
+    assert model[0].weight.is_shared()
+    assert model[0].weight.data_ptr() == flat.data_ptr()
+
+
+def test_tensors_that_leave_shared_memory_keep_their_values_and_common_storage(own):
+    model, loader, optimizer, loss = own
+    flat = torch.arange(12.0).share_memory_()
+    model[0].weight.data, model[0].bias.data = flat[:8].view(2, 4).t(), flat[8:]
+    ObjectsJob(model, loader, optimizer, loss, None, get_random_state())._unshare()
+    assert torch.equal(model[0].weight, flat[:8].view(2, 4).t())
+    assert torch.equal(model[0].bias, flat[8:])
+    assert not model[0].weight.is_shared()
+    assert model[0].weight.untyped_storage().data_ptr() == model[0].bias.untyped_storage().data_ptr()
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight
+
+
 class Diverging(tiny_runs.Net):
     """A model whose loss is NaN in its tenth step, after which a Runner writes a log line."""
 

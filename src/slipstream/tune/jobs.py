@@ -11,8 +11,10 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from slipstream.checkpoint import set_random_state
@@ -253,6 +255,7 @@ class ObjectsJob:
         """Train until the observer ends the trial; see `Job`."""
         from slipstream.speed.accelerate import accelerate
 
+        self._unshare()
         set_random_state(self.random_state)
         warnings = WarningLog()
         logging.getLogger("slipstream").addHandler(warnings)
@@ -279,6 +282,24 @@ class ObjectsJob:
             shapes.add(shapes_of(batch))
             observer.before_step(step.optim.param_groups)
             observer.after_step(total_loss(step(batch)))
+
+    def _unshare(self) -> None:
+        """Move tensors out of shared memory, in which a forked process would train the model of the caller."""
+        modules = [part for part in (self.model, self.loss_fn) if isinstance(part, nn.Module)]
+        tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        tensors += [tensor for group in self.optimizer.param_groups for tensor in group["params"]]
+        tensors += [tensor.grad for tensor in tensors if tensor.grad is not None]
+        values = [*self.optimizer.state.values(), *self.optimizer.param_groups]
+        tensors += [leaf for value in values for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        copies: dict[int, Any] = {}
+        for tensor in tensors:
+            if tensor.device.type == "cpu" and tensor.is_shared():
+                storage = tensor.untyped_storage()
+                # Tensors that share a storage, such as views of one flat tensor, also share the copy.
+                if (key := storage.data_ptr()) not in copies:
+                    copies[key] = storage.clone()
+                place = tensor.storage_offset(), tensor.shape, tensor.stride()
+                tensor.data = torch.empty(0, dtype=tensor.dtype).set_(copies[key], *place)
 
 
 def changed_loader(loader: Any, setting: Setting) -> Any:
