@@ -7,12 +7,14 @@ from functools import partial
 
 import pytest
 import torch
+from fakes import alive
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import slipstream
 import tiny_runs
 from slipstream.checkpoint import get_random_state
+from slipstream.dist import get_rank
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.hooks import CheckpointHook, Hook, ProfilerHook
 from slipstream.tune import find_batch_size, find_lr, parse_budget, tune, tune_config
@@ -20,7 +22,7 @@ from slipstream.tune.api import config_job
 from slipstream.tune.jobs import ObjectsJob, RunnerJob, Setting
 from slipstream.tune.lr_range import sweep_lr
 from slipstream.tune.observer import Timer
-from slipstream.tune.process import WARMUP, Process
+from slipstream.tune.process import WARMUP, Process, TrialError, descendants
 
 
 @pytest.fixture
@@ -367,6 +369,39 @@ def test_half_batches_of_a_custom_loop_have_the_samples_and_losses_of_the_whole_
     assert (warm["batch_size"], warm["shapes"]) == (8, 1)
     with Process(replace(job, setting=SPLIT), partial(Timer, warmup=2 * WARMUP)) as process:
         assert halves(process) == pytest.approx(warm["losses"], rel=1e-5)
+
+
+def test_data_parallel_processes_have_the_losses_of_the_global_batch(tmp_path):
+    model = dict(type=tiny_runs.Net, norm=True)
+    data = tiny_runs.loader(tiny_runs.Noisy(80))
+    cfg = tiny_runs.training(tmp_path, model=model, train_dataloader=data)
+    with Process(RunnerJob(cfg)) as process:
+        losses = process.wait_for("warm", 60)["losses"]
+    parallel = Setting({"parallel": "ddp", "sync_bn": True}, batch_size=4, processes=2)
+    with Process(RunnerJob(cfg, parallel)) as process:
+        warm = process.wait_for("warm", 120)
+        assert process.time(3, 1, 60)["seconds"] > 0
+        children = descendants(process.pid)
+    assert warm["losses"] == pytest.approx(losses, rel=1e-4)
+    assert len(children) >= 1
+    assert not any(map(alive, children))
+
+
+def test_an_error_in_another_rank_ends_the_trial(tmp_path):
+    cfg = tiny_runs.training(tmp_path, model=dict(type=FailsOnRankOne))
+    parallel = Setting({"parallel": "ddp"}, batch_size=4, processes=2)
+    with Process(RunnerJob(cfg, parallel)) as process, pytest.raises(TrialError) as caught:
+        process.wait_for("warm", 120)
+    assert caught.value.status == "failed"
+
+
+class FailsOnRankOne(tiny_runs.Net):
+    """A model that fails in the second process."""
+
+    def forward(self, inputs, targets, mode):
+        if get_rank() == 1:
+            raise RuntimeError("rank 1 fails")
+        return super().forward(inputs, targets, mode)
 
 
 @pytest.mark.parametrize(

@@ -325,6 +325,27 @@ def test_accumulation_is_compared_for_the_samples_of_one_batch_of_the_baseline(f
     assert search({"": Script(0.2), "accumulate": other}, ["accumulate"]).rows[0].status == "rejected"
 
 
+def test_data_parallelism_is_reported_with_its_command_but_not_adopted(fake_process, monkeypatch):
+    monkeypatch.setattr("slipstream.tune.options.cores", lambda: 4)
+    scripts = {"": Script(0.2), "parallel+sync_bn": Script(0.1)}
+    outcome = search(scripts, ["data_parallel"])
+    (row,) = outcome.rows
+    assert (row.label, row.status) == ("parallel=ddp, 2 processes", "faster")
+    assert row.estimate.ratio == pytest.approx(2.0)
+    assert "--nproc 2 speed.parallel=ddp speed.sync_bn=true train_dataloader.batch_size=4" in row.reason
+    assert (outcome.setting, outcome.adopted, outcome.total) == (Setting(), [], None)
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "reason"),
+    [(1, 8, "requires several cores"), (4, 7, "requires a batch size that 2 processes can share, not 7")],
+)
+def test_data_parallelism_that_is_not_possible_is_skipped(fake_process, monkeypatch, count, size, reason):
+    monkeypatch.setattr("slipstream.tune.options.cores", lambda: count)
+    (row,) = search({"": Script(batch_size=size)}, ["data_parallel"]).rows
+    assert (row.status, row.reason) == ("skipped", reason)
+
+
 @pytest.mark.parametrize(
     ("script", "reason"),
     [

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 def _subject(args: argparse.Namespace) -> Subject:
     from slipstream.compare import config_subject, network_subject
 
-    name: str = args.config
+    name: str = args.model
     if name in recipes() or Path(name).suffix or args.config_dir:
         cfg = load_config(name, args.overrides, args.config_dir, bool(args.trust)).cfg
         return config_subject(cfg, Path(name).stem)

@@ -213,7 +213,7 @@ def _add_compare(commands: _Commands) -> None:
     parser = commands.add_parser(
         "compare", help="compare the training step with other frameworks (docs/compare.md)"
     )
-    parser.add_argument("config", nargs="?", default="street_scenes_pp_lite_t", metavar="RECIPE_OR_NETWORK",
+    parser.add_argument("model", nargs="?", default="street_scenes_pp_lite_t", metavar="RECIPE_OR_NETWORK",
                         help="recipe, configuration file or network (default: street_scenes_pp_lite_t)")  # fmt: skip
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values of the recipe to override")
     parser.add_argument("--config-dir", metavar="FOLDER", help="folder with your recipes")

@@ -27,7 +27,8 @@ from slipstream.tune.search import Row, Search
 
 __all__ = ["config_job", "find_batch_size", "find_lr", "parse_budget", "tune", "tune_config"]
 
-_IN_OWN_LOOP = tuple(name for name in OPTIONS if name != "prefetch")  # `feed` prefetches in a custom loop
+# `feed` prefetches in a custom loop, and only a Runner's configuration can be built again in each process.
+_IN_OWN_LOOP = tuple(name for name in OPTIONS if name not in ("prefetch", "data_parallel"))
 LossFn = Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
 
 
@@ -65,6 +66,8 @@ def tune(
         raise ConfigError(
             "'prefetch' requires a Runner; in your own loop, use feed(loader, prefetch=2)", "options"
         )
+    if "data_parallel" in names:
+        raise ConfigError("'data_parallel' requires a Runner's configuration", "options")
     _check_one_process()
     seconds = parse_budget(budget)
     file = cache_file([describe_objects(model, loader, optimizer, loss_fn), speed], names, seconds)

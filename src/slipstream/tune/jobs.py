@@ -60,6 +60,8 @@ class Setting:
     """Number of samples per batch; None does not change it."""
     split: int = 1
     """Number of batches with the samples of one batch of the baseline, in the same order."""
+    processes: int = 1
+    """Number of processes that train data parallel; `batch_size` is that of one process."""
     constant_lr: bool = False
     """Whether to remove the learning rate schedule and the check of the losses, for the range test."""
     loader: Mapping[str, int] = field(default_factory=dict)
@@ -70,12 +72,18 @@ class Setting:
     def plus(self, other: Setting) -> Setting:
         """Return both changes; those of `other` take precedence, and single options of `compile` are combined."""
         workers = self.num_workers if other.num_workers is None else other.num_workers
+        processes = max(self.processes, other.processes)
         size = self.batch_size if other.batch_size is None else other.batch_size
         speed = {**self.speed, **other.speed}
         if "compile" in self.speed and "compile" in other.speed:
             speed["compile"] = {**self.speed["compile"], **other.speed["compile"]}
         return replace(
-            self, speed=speed, num_workers=workers, batch_size=size, split=self.split * other.split
+            self,
+            speed=speed,
+            num_workers=workers,
+            batch_size=size,
+            split=self.split * other.split,
+            processes=processes,
         )
 
 
@@ -110,6 +118,14 @@ class RunnerJob:
 
     def train(self, observer: Observer, folder: Path) -> None:
         """Train until the observer ends the trial; see `Job`."""
+        if self.setting.processes > 1:
+            from slipstream.tune.parallel import launch
+
+            launch(self._train, observer, folder, self.setting.processes)
+        else:
+            self._train(observer, folder)
+
+    def _train(self, observer: Observer, folder: Path) -> None:
         from slipstream.runner import Runner
         from slipstream.training.config_paths import at_user_paths
 
@@ -139,7 +155,8 @@ class RunnerJob:
         for key in ("val", "test"):
             for part in ("dataloader", "cfg", "evaluator"):
                 cfg[f"{key}_{part}"] = None
-        cfg.work_dir, cfg.resume, cfg.launcher, cfg.visualizer = str(folder / "run"), False, "none", None
+        cfg.work_dir, cfg.resume, cfg.visualizer = str(folder / "run"), False, None
+        cfg.launcher = "none" if self.setting.processes == 1 else "pytorch"
         hooks = cfg.get("default_hooks") or {}
         kept = {name: None if _writes(_hook_class(hook)) else hook for name, hook in hooks.items()}
         cfg.default_hooks = {**kept, "checkpoint": None, "preemption": None, "report": None}

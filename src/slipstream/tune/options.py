@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from slipstream.cores import cores
 from slipstream.errors import UnknownNameError, did_you_mean
 from slipstream.speed import Capabilities, SpeedPlan
@@ -12,6 +14,7 @@ from slipstream.speed.plan import REFUSED, idle
 from slipstream.tune.jobs import Setting
 
 __all__ = [
+    "DATA_PARALLEL",
     "EXACT",
     "LOW_PRECISION",
     "OPTIONS",
@@ -39,6 +42,10 @@ EXACT = Tolerance(first=1e-4, mean=2e-2)
 LOW_PRECISION = Tolerance(first=2e-2, mean=5e-2)
 """Of options that compute in 16 bits or TF32."""
 
+DATA_PARALLEL = Tolerance(first=1e-2, mean=5e-2)
+"""Of data parallelism. The mean over processes of mean losses differs from the mean over all samples if their numbers
+of elements differ, such as pixels that are not ignored."""
+
 _MOST_WORKERS = 8
 
 OPTIONS = (
@@ -54,6 +61,7 @@ OPTIONS = (
     "cuda_graph",
     "activation_checkpointing",
     "accumulate",
+    "data_parallel",
 )
 """The options in the order in which they are measured. Compilation takes minutes, so it follows the options that it
 compiles."""
@@ -123,6 +131,9 @@ def _values(name: str, capabilities: Capabilities, batches: Batches) -> Iterator
         yield from _compilations(name, batches)
     elif name == "accumulate":
         yield _smaller_batches(batches)
+    elif name == "data_parallel":
+        for kind in ("ddp",) if capabilities.device == "cpu" else ("ddp", "fsdp2"):
+            yield _data_parallel(kind, capabilities, batches)
     elif name == "num_workers":
         count = min(cores(), _MOST_WORKERS)
         if count != batches.num_workers:
@@ -164,6 +175,21 @@ def _smaller_batches(batches: Batches) -> Candidate:
         why = "the run or its learning rate schedule counts steps, of which there would be twice as many"
     setting = Setting({"accumulate": 2}, batch_size=None if size is None else size // 2, split=2)
     return Candidate("accumulate", "accumulate=2, half the batch size", setting, refused=why)
+
+
+def _data_parallel(kind: str, capabilities: Capabilities, batches: Batches) -> Candidate:
+    """Return data parallelism on all devices, or in two processes on a CPU, with the same global batch."""
+    on_cpu = capabilities.device == "cpu"
+    count = min(cores(), 2) if on_cpu else torch.accelerator.device_count()
+    size, why = batches.size, ""
+    if count < 2:
+        why = f"requires several {'cores' if on_cpu else 'devices'}"
+    elif size is None or size % count:
+        why = f"requires a batch size that {count} processes can share, not {size}"
+    share = None if size is None else size // max(count, 1)
+    # The statistics of BatchNorm must be those of the global batch.
+    setting = Setting({"parallel": kind, "sync_bn": True}, batch_size=share, processes=max(count, 1))
+    return Candidate("parallel", f"parallel={kind}, {count} processes", setting, DATA_PARALLEL, refused=why)
 
 
 def unsupported(setting: Setting, speed: dict[str, object], capabilities: Capabilities) -> str | None:

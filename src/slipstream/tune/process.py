@@ -27,7 +27,7 @@ import torch
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.tune.observer import Finished, Observer, Timer
 
-__all__ = ["WARMUP", "Job", "Process", "TrialError", "descendants"]
+__all__ = ["WARMUP", "Job", "Process", "TrialError", "descendants", "forks"]
 
 WARMUP = 6
 """Number of steps whose losses are compared; then a trial is timed."""
@@ -77,7 +77,7 @@ class Process:
 
     def __init__(self, job: Job, make_observer: Any = None) -> None:
         make_observer = make_observer or partial(Timer, warmup=WARMUP)
-        fork = _forks()
+        fork = forks()
         context: Any = multiprocessing.get_context("fork" if fork else "spawn")
         # A forked process has copies of all objects. Otherwise, plain pickle copies tensors, but the pickler of
         # torch.multiprocessing would share their memory, and the trial would train the user's model.
@@ -199,7 +199,7 @@ def _deferred_interrupt() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
 
-def _forks() -> bool:
+def forks() -> bool:
     """Return whether trials are forked. A forked process cannot use an accelerator."""
     return sys.platform == "linux" and not torch.accelerator.is_available()
 

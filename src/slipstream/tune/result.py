@@ -112,6 +112,9 @@ class TuneResult:
                     f"The compilation takes {outcome.compile_seconds:.0f} s, which {gained:,} steps of the faster plan "
                     "save."
                 )
+        for row in outcome.rows:
+            if row.status == "faster" and row.estimate is not None:
+                yield f"{row.label} is {row.estimate.ratio:.2f} times as fast; {row.reason}"
         if self.cached:
             yield (
                 f"Read from the cache (measured on {outcome.device} in {outcome.seconds:.0f} s). To measure again, use "

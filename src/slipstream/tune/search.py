@@ -42,8 +42,8 @@ class Row:
 
     label: str
     status: str
-    """`adopted`, `slower`, `no gain`, `inconclusive`, `rejected`, `failed`, `out of memory`, `timed out`, `skipped` or
-    `not measured`."""
+    """`adopted`, `faster` (not part of the plan), `slower`, `no gain`, `inconclusive`, `rejected`, `failed`,
+    `out of memory`, `timed out`, `skipped` or `not measured`."""
     reason: str = ""
     against: str = "baseline"
     """The options of the plan that the trial was compared with."""
@@ -293,6 +293,8 @@ class Search:
                 row = self._compare(candidate, trial, row, reserve)
             except TrialError as failure:
                 return replace(row, status=failure.status, reason=failure.reason)
+            if row.status == "adopted" and candidate.setting.processes > 1:
+                return replace(row, status="faster", reason=_how_to_launch(candidate.setting))
             if row.status == "adopted":
                 self._adopt(candidate, trial, row)
                 self._keep(stack.pop_all())
@@ -316,6 +318,8 @@ class Search:
             return f"{candidate.needs} is not part of the plan"
         if candidate.refused:
             return candidate.refused
+        if candidate.setting.processes > 1:
+            return None  # the capabilities are those of one process
         speed = merged_speed(self._speed, self.outcome.setting.plus(candidate.setting).speed)
         return unsupported(candidate.setting, speed, self._capabilities)
 
@@ -411,6 +415,14 @@ class Search:
 
 class _PlanFailedError(Exception):
     """The process of the plan found so far ended."""
+
+
+def _how_to_launch(setting: Setting) -> str:
+    options = " ".join(f"speed.{name}={str(value).lower()}" for name, value in setting.speed.items())
+    return (
+        f"not part of the plan, because it needs {setting.processes} processes: slipstream train ... "
+        f"--nproc {setting.processes} {options} train_dataloader.batch_size={setting.batch_size}"
+    )
 
 
 def _cut_off(row: Row) -> bool:
