@@ -37,7 +37,7 @@ class Recorder:
         self.losses = []
 
     def after_step(self, loss):
-        self.losses.append(float(loss))
+        self.losses.append(loss.item())
 
 
 def expected_losses(found, steps):
@@ -49,7 +49,7 @@ def expected_losses(found, steps):
         loss = found.model(inputs, targets, mode="loss")["loss"]
         loss.backward()
         found.optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses
 
 

@@ -361,6 +361,10 @@ def test_accumulation_that_would_change_the_run_is_skipped(fake_process, script,
     assert row.reason.startswith(reason)
 
 
+def test_data_parallelism_divides_the_batches_of_the_baseline():
+    assert check_names(["accumulate", "data_parallel"]) == ["data_parallel", "accumulate"]
+
+
 def test_unknown_option_names_suggest_the_nearest():
     with pytest.raises(
         ConfigError, match=r"'chanels_last' is not an option .*; did you mean 'channels_last'\?"
