@@ -374,6 +374,7 @@ def compare() -> str:
     return (
         f"{text_table(header, rows)}\n\n`{facts['command']}`, {machine('compare', facts['cpu_threads'])}, load at the "
         f"start {facts['load']}; {versions}; medians of {facts['rounds']} interleaved rounds."
+        + (" The machine was busy, so the intervals are wide." if facts["load"] > facts["cores"] else "")
     )
 
 

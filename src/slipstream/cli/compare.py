@@ -81,7 +81,7 @@ def _environment(args: argparse.Namespace) -> dict[str, Any]:
     from slipstream.runner.environment import collect_env
     from slipstream.version import __version__
 
-    env = {key: value for key, value in collect_env().items() if key != "world_size"}
+    env = {key: value for key, value in collect_env().items() if key not in ("world_size", "platform")}
     return {
         "command": shlex.join(["slipstream", *sys.argv[1:]]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
