@@ -356,8 +356,30 @@ def scaling() -> str:
     return f"{text}\n\n{machine('scaling')}; minima of {facts['n (rounds)']} rounds."
 
 
+def compare() -> str:
+    facts = result("compare")
+    rows = []
+    for entry in facts["entries"]:
+        cells = ["", ""]
+        if entry["ratio"] is not None:
+            step, speed = (
+                [entry[key][part] for part in ("ratio", "low", "high")] for key in ("step", "ratio")
+            )
+            cells = [f"{1e3 * step[0]:.1f} ({1e3 * step[1]:.1f} to {1e3 * step[2]:.1f})"]
+            cells += [f"{speed[0]:.2f} ({speed[1]:.2f} to {speed[2]:.2f})"]
+        status = f"{entry['status']}: {entry['reason']}" if entry["reason"] else entry["status"]
+        rows.append([entry["label"], *cells, status])
+    versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "accelerate", "lightning", "mmengine"))
+    header = [facts["name"], "ms per step (interval)", "speed relative to the loop (interval)", "losses"]
+    return (
+        f"{text_table(header, rows)}\n\n`{facts['command']}`, {machine('compare', facts['cpu_threads'])}, load at the "
+        f"start {facts['load']}; {versions}; medians of {facts['rounds']} interleaved rounds."
+        + (" The machine was busy, so the intervals are wide." if facts["load"] > facts["cores"] else "")
+    )
+
+
 FUNCTIONS = (readme, overhead, memory, one_graph_tiny, one_graph, channels_last, host_time, data, fused, nan_guard,
-             sync_bn, background, compile_cache, checkpoint, scaling)  # fmt: skip
+             sync_bn, background, compile_cache, checkpoint, scaling, compare)  # fmt: skip
 REGIONS: dict[str, Callable[[], str]] = {f.__name__.replace("_", " "): f for f in FUNCTIONS}
 
 

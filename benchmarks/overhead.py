@@ -26,8 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from contenders import COMPILED, CONTENDERS, Work, installed
+from contenders import COMPILED, CONTENDERS, installed
 from report import circumstances, table, write_result
+from slipstream.compare import Work
 
 BATCH_SIZE = 8
 CLASSES = 4
@@ -104,6 +105,10 @@ def make_loader(kind: str, shape: tuple[int, ...], steps: int, shuffle: bool) ->
     return LOADERS[kind](inputs, targets, shuffle)
 
 
+def sgd(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+
+
 def train(
     contender: Callable[[Work], float],
     network: str,
@@ -116,7 +121,9 @@ def train(
     net, threads = NETWORKS[network][0](), torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder, quiet():
         gc.collect()
-        seconds = contender(Work(net, loader, criterion, folder, epochs))
+        seconds = contender(
+            Work(net, loader, lambda net, batch: criterion(net(batch[0]), batch[1]), sgd, folder, epochs)
+        )
     assert torch.get_num_threads() == threads, "a framework changed the number of threads"
     return seconds, net
 

@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 import pytest
-from fakes import FakeProcess
+from fakes import ClockedProcess, FakeProcess
 
 from slipstream.tune import batch_size, search
 
@@ -19,6 +19,20 @@ def fake_process(monkeypatch):
     monkeypatch.setattr(batch_size, "Process", Counted)
     yield Counted
     assert Counted.started == Counted.ended
+
+
+@pytest.fixture
+def clocked_process(monkeypatch):
+    """Replace the processes of trials by scripts whose time passes on a clock of their own."""
+
+    class Clocked(ClockedProcess):
+        now: ClassVar = [0.0]
+        hung: ClassVar = []
+
+    monkeypatch.setattr(search, "Process", Clocked)
+    monkeypatch.setattr(search.time, "monotonic", lambda: Clocked.now[0])
+    yield Clocked
+    assert Clocked.started == Clocked.ended
 
 
 @pytest.fixture

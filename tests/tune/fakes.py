@@ -31,6 +31,11 @@ class Script:
     accumulate: int = 1
     buffered: int = 0
     fail_when_timed: BaseException | None = None
+    batch_size: int | None = 8
+    shapes: int = 1
+    counted: bool = False
+    startup: float = 0.0
+    """Seconds of the clock until the trial is warm, in addition to its steps."""
 
 
 class FakeProcess:
@@ -51,6 +56,9 @@ class FakeProcess:
     def __exit__(self, *_):
         type(self).ended += 1
 
+    def end(self):
+        """Called in addition to `__exit__`, to record the time that this takes."""
+
     def wait_for(self, event, seconds):
         script = self.script
         if script.error is not None:
@@ -64,6 +72,9 @@ class FakeProcess:
             "sources": script.sources,
             "steps_per_epoch": 100,
             "num_workers": 0,
+            "batch_size": script.batch_size,
+            "shapes": script.shapes,
+            "counted": script.counted,
             "auto": {},
             "buffered": self.script.buffered,
             "accumulate": self.script.accumulate,
@@ -74,3 +85,39 @@ class FakeProcess:
             raise self.script.fail_when_timed
         type(self).requests.append((steps, untimed))
         return {"seconds": self.script.seconds, "peak_mib": self.script.peak_mib}
+
+
+class ClockedProcess(FakeProcess):
+    """A process whose trials take the time of their script on a clock that `now` stands in for."""
+
+    now: ClassVar = [0.0]
+    end_seconds = 0.5
+    hung: ClassVar = []
+    """The scripts that were ended by a timeout."""
+
+    def __init__(self, job, make_observer=None):
+        super().__init__(job)
+        self.living = True
+
+    def pass_time(self, needed, seconds):
+        self.now[0] += min(needed, seconds)
+        if needed > seconds:
+            self.hung.append(self.script)
+            raise TrialError("timed out", f"no result in {seconds:.0f} s")
+
+    def wait_for(self, event, seconds):
+        self.pass_time(self.script.startup + 8 * self.script.seconds, seconds)
+        return super().wait_for(event, seconds)
+
+    def time(self, steps, untimed, seconds):
+        self.pass_time((steps + untimed) * self.script.seconds, seconds)
+        return super().time(steps, untimed, seconds)
+
+    def end(self):
+        if self.living:
+            self.now[0] += self.end_seconds
+        self.living = False
+
+    def __exit__(self, *_):
+        self.end()
+        super().__exit__()

@@ -2,22 +2,27 @@
 
 import copy
 import math
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from fakes import alive
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import slipstream
 import tiny_runs
 from slipstream.checkpoint import get_random_state
+from slipstream.dist import get_rank
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.hooks import CheckpointHook, Hook, ProfilerHook
 from slipstream.tune import find_batch_size, find_lr, parse_budget, tune, tune_config
 from slipstream.tune.api import config_job
 from slipstream.tune.jobs import ObjectsJob, RunnerJob, Setting
 from slipstream.tune.lr_range import sweep_lr
-from slipstream.tune.process import WARMUP, Process
+from slipstream.tune.observer import Timer
+from slipstream.tune.process import WARMUP, Process, TrialError, descendants
 
 
 @pytest.fixture
@@ -137,6 +142,44 @@ def test_lr_sweep_increases_the_rate_and_leaves_the_objects_unchanged(own):
     assert max(found.losses) > 2 * min(found.losses)  # a rate of 100 diverges
 
 
+@pytest.mark.parametrize(
+    "measure",
+    [
+        lambda own: find_lr(*own, start=1e-2, end=10.0, steps=10, budget=60),
+        lambda own: find_batch_size(*own, max_size=2, budget=60),
+        lambda own: tune(*own, budget=60, options=["cudnn_benchmark"], cache=False),
+    ],
+    ids=["find_lr", "find_batch_size", "tune"],
+)
+def test_weights_and_optimizer_state_in_shared_memory_are_unchanged(own, measure):
+    model, _, optimizer, _ = own
+    flat = torch.cat([p.detach().flatten() for p in model[0].parameters()]).share_memory_()
+    size = model[0].weight.numel()
+    model[0].weight.data, model[0].bias.data = flat[:size].view(8, 4), flat[size:]  # two views of one storage
+    model.share_memory()
+    for value in optimizer.state.values():
+        for tensor in value.values():
+            tensor.share_memory_()
+    before, grads = state(own), [p.grad.clone() for p in model.parameters()]
+    measure(own)
+    assert_unchanged(before, own)
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
+    assert model[0].weight.is_shared()
+    assert model[0].weight.data_ptr() == flat.data_ptr()
+
+
+def test_tensors_that_leave_shared_memory_keep_their_values_and_common_storage(own):
+    model, loader, optimizer, loss = own
+    flat = torch.arange(12.0).share_memory_()
+    model[0].weight.data, model[0].bias.data = flat[:8].view(2, 4).t(), flat[8:]
+    ObjectsJob(model, loader, optimizer, loss, None, get_random_state())._unshare()
+    assert torch.equal(model[0].weight, flat[:8].view(2, 4).t())
+    assert torch.equal(model[0].bias, flat[8:])
+    assert not model[0].weight.is_shared()
+    assert model[0].weight.untyped_storage().data_ptr() == model[0].bias.untyped_storage().data_ptr()
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight
+
+
 class Diverging(tiny_runs.Net):
     """A model whose loss is NaN in its tenth step, after which a Runner writes a log line."""
 
@@ -199,7 +242,7 @@ def test_a_trial_keeps_the_hooks_that_change_steps_and_drops_those_that_write(tm
     ]
     own = dict(second=dict(type="CheckpointHook", by_epoch=False), timer=dict(type="IterTimerHook"))
     cfg = tiny_runs.training(tmp_path, custom_hooks=hooks, default_hooks=own)
-    trial = RunnerJob(cfg, Setting({"fused": True}, num_workers=2, batch_size=4))._trial_cfg(tmp_path)
+    trial = RunnerJob(cfg, Setting({"fused": True}, num_workers=2, batch_size=4)).trial_config(tmp_path)
     assert trial.custom_hooks == [dict(type="EMAHook")]
     assert trial.default_hooks == {
         "second": None,
@@ -296,6 +339,82 @@ def test_a_limit_of_batches_and_a_loader_without_batches_are_measured(tmp_path):
     with Process(RunnerJob(tiny_runs.training(tmp_path, train_dataloader=whole))) as process:
         assert process.wait_for("warm", 60)["steps_per_epoch"] == 5
         assert process.time(10, 1, 60)["seconds"] > 0
+
+
+def halves(process):
+    """Return the means of the losses of two half batches each."""
+    losses = process.wait_for("warm", 60)["losses"]
+    return [sum(losses[i : i + 2]) / 2 for i in range(0, len(losses), 2)]
+
+
+SPLIT = Setting({"accumulate": 2}, batch_size=4, split=2)
+
+
+def test_half_batches_of_a_runner_have_the_samples_and_losses_of_the_whole_batches(tmp_path):
+    cfg = tiny_runs.training(tmp_path, train_dataloader=tiny_runs.loader(tiny_runs.Noisy(80)))
+    with Process(RunnerJob(cfg)) as process:
+        warm = process.wait_for("warm", 60)
+    assert (warm["batch_size"], warm["shapes"], warm["counted"]) == (8, 1, False)
+    with Process(RunnerJob(cfg, SPLIT), partial(Timer, warmup=2 * WARMUP)) as process:
+        assert halves(process) == pytest.approx(warm["losses"], rel=1e-5)
+
+
+def test_half_batches_of_a_custom_loop_have_the_samples_and_losses_of_the_whole_batches(own):
+    _, loader, _, loss = own
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))  # BatchNorm and dropout depend on the batch
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    job = ObjectsJob(plain, loader, optimizer, loss, None, get_random_state())
+    with Process(job) as process:
+        warm = process.wait_for("warm", 60)
+    assert (warm["batch_size"], warm["shapes"]) == (8, 1)
+    with Process(replace(job, setting=SPLIT), partial(Timer, warmup=2 * WARMUP)) as process:
+        assert halves(process) == pytest.approx(warm["losses"], rel=1e-5)
+
+
+def test_data_parallel_processes_have_the_losses_of_the_global_batch(tmp_path):
+    model = dict(type=tiny_runs.Net, norm=True)
+    data = tiny_runs.loader(tiny_runs.Noisy(80))
+    cfg = tiny_runs.training(tmp_path, model=model, train_dataloader=data)
+    with Process(RunnerJob(cfg)) as process:
+        losses = process.wait_for("warm", 60)["losses"]
+    parallel = Setting({"parallel": "ddp", "sync_bn": True}, batch_size=4, processes=2)
+    with Process(RunnerJob(cfg, parallel)) as process:
+        warm = process.wait_for("warm", 120)
+        assert process.time(3, 1, 60)["seconds"] > 0
+        children = descendants(process.pid)
+    assert warm["losses"] == pytest.approx(losses, rel=1e-4)
+    assert len(children) >= 1
+    assert not any(map(alive, children))
+
+
+def test_an_error_in_another_rank_ends_the_trial(tmp_path):
+    cfg = tiny_runs.training(tmp_path, model=dict(type=FailsOnRankOne))
+    parallel = Setting({"parallel": "ddp"}, batch_size=4, processes=2)
+    with Process(RunnerJob(cfg, parallel)) as process, pytest.raises(TrialError) as caught:
+        process.wait_for("warm", 120)
+    assert caught.value.status == "failed"
+
+
+class FailsOnRankOne(tiny_runs.Net):
+    """A model that fails in the second process."""
+
+    def forward(self, inputs, targets, mode):
+        if get_rank() == 1:
+            raise RuntimeError("rank 1 fails")
+        return super().forward(inputs, targets, mode)
+
+
+@pytest.mark.parametrize(
+    ("changes", "counted"),
+    [
+        (dict(param_scheduler=[dict(type="LinearLR", by_epoch=False)]), True),
+        (dict(param_scheduler=dict(type="StepLR", step_size=3)), False),
+        (dict(train_cfg=dict(by_epoch=False, max_iters=9)), True),
+    ],
+)
+def test_a_run_that_counts_steps_is_reported(tmp_path, changes, counted):
+    with Process(RunnerJob(tiny_runs.training(tmp_path, **changes))) as process:
+        assert process.wait_for("warm", 60)["counted"] is counted
 
 
 def test_a_loader_that_ends_is_iterated_again(own):

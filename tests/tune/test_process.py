@@ -153,7 +153,7 @@ def test_a_trial_does_not_change_the_objects_of_this_process():
 
 
 def test_a_pickled_trial_copies_tensors_instead_of_sharing_them(monkeypatch):
-    monkeypatch.setattr(module, "_forks", lambda: False)
+    monkeypatch.setattr(module, "forks", lambda: False)
     with pytest.raises(ValueError, match="cannot be copied to another process"):
         Process(Job(lambda: None))
     job = Adding(torch.zeros(2))

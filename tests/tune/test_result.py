@@ -50,6 +50,19 @@ def test_summary_reports_epochs_and_when_the_compilation_has_paid_off():
     assert "takes 30 s, which 600 steps of the faster plan save" in text
 
 
+def test_summary_names_what_is_faster_but_not_part_of_the_plan():
+    row = Row("parallel=ddp, 2 processes", "faster", "use --nproc 2", "baseline", FASTER)
+    text = result(rows=[row]).summary()
+    assert "parallel=ddp, 2 processes is 2.00 times as fast; use --nproc 2" in text
+
+
+def test_the_batch_size_of_an_accumulation_is_written_and_read(tmp_path):
+    halves = result(setting=Setting({"accumulate": 2}, batch_size=4, split=2))
+    assert halves.batch_size == 4
+    tuned = read_tuned(halves.save(tmp_path / "tuned.yaml"))
+    assert tuned == {"speed": {"accumulate": 2}, "train_dataloader": {"batch_size": 4}}
+
+
 def test_summary_says_when_nothing_pays():
     text = result(total=None, setting=Setting(), adopted=[]).summary()
     assert "No measured option makes a_recipe faster on this machine; keep the present options." in text

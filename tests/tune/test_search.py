@@ -1,11 +1,15 @@
 """The greedy search, with scripted trials."""
 
+import time
+
 import pytest
-from fakes import Script
+import torch
+from fakes import FakeProcess, Script, alive
 
 from slipstream.errors import ConfigError, NonFiniteLossError, SlipstreamError
+from slipstream.tune.jobs import Setting
 from slipstream.tune.options import check_names
-from slipstream.tune.process import TrialError
+from slipstream.tune.process import Process, TrialError
 from slipstream.tune.search import Search
 
 
@@ -15,7 +19,7 @@ def search(scripts, names=("channels_last", "fused", "precision"), budget=60, sp
     def make_job(setting):
         keys = [*setting.speed, *(["num_workers"] if setting.num_workers else [])]
         named = "+".join(
-            sorted(key if key != "compile" else f"compile={setting.speed[key]['scope']}" for key in keys)
+            sorted(key if key != "compile" else f"compile={setting.speed[key].get('scope')}" for key in keys)
         )
         return scripts.get(named, scripts.get("", Script()))
 
@@ -157,6 +161,37 @@ def test_a_plan_whose_process_dies_ends_the_search_with_the_reason(fake_process)
     assert outcome.setting.speed == {}
 
 
+class Steps:
+    """A run whose steps take a time in seconds."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def train(self, observer, folder):
+        observer.describe = lambda: FakeProcess(Script()).wait_for("warm", 1)
+        while True:
+            time.sleep(self.seconds)
+            observer.after_step(torch.tensor(1.0))
+
+
+def test_a_real_trial_that_hangs_is_ended_at_the_deadline_and_is_a_row(monkeypatch):
+    started = []
+
+    class Recorded(Process):
+        def __init__(self, job, make_observer):
+            super().__init__(job, make_observer)
+            started.append(self.pid)
+
+    monkeypatch.setattr("slipstream.tune.search.Process", Recorded)
+    jobs = lambda setting: Steps(1000 if setting.speed else 0.001)  # noqa: E731
+    outcome = Search(jobs, None, ["channels_last", "fused"], 12).run()
+    assert outcome.stopped == "the budget is used up"
+    assert [row.status for row in outcome.rows] == ["timed out", "not measured"]
+    assert "only 0 steps finished" in outcome.rows[0].reason
+    assert len(started) == 2
+    assert not any(map(alive, started))
+
+
 def test_a_budget_too_short_for_one_trial_names_the_minimum(fake_process):
     with pytest.raises(
         ConfigError, match=r"^budget: 2 s is too short for one trial; the minimum found is \d+ s"
@@ -187,12 +222,57 @@ def test_trials_that_do_not_fit_in_the_budget_are_named(fake_process, monkeypatc
     monkeypatch.setattr(
         "slipstream.tune.search.time.monotonic", lambda: now.__setitem__(0, now[0] + 0.5) or now[0]
     )
-    outcome = search({"": Script(1.0), "channels_last": Script(0.5)}, budget=33)
+    outcome = search({"": Script(1.0), "channels_last": Script(0.5)}, budget=36)
     rows = by_label(outcome)
     assert rows["channels_last"].status == "adopted"
     assert rows["precision=bf16"].status == "not measured"
     assert "this trial needs about" in rows["precision=bf16"].reason
     assert outcome.stopped == "the budget is used up"
+
+
+@pytest.mark.parametrize("budget", [40, 60, 100, 300, 1000])
+def test_a_search_ends_within_its_budget_and_records_the_trial_that_hangs(clocked_process, budget):
+    scripts = {
+        "": Script(0.2, startup=5),
+        "channels_last": Script(0.1, startup=5),
+        "channels_last+fused": Script(0.15, startup=5),
+        "channels_last+compile=step": Script(0.05, startup=10**6),
+    }
+    outcome = search(scripts, ["channels_last", "fused", "precision", "compile"], budget)
+    assert outcome.seconds <= budget
+    assert clocked_process.now[0] <= budget
+    rows = by_label(outcome)
+    begun = [row.label for row in outcome.rows if row.status not in ("not measured", "skipped")]
+    # Only the compilation, whose time is not known in advance, is ended at the deadline.
+    assert clocked_process.hung == (
+        [scripts["channels_last+compile=step"]] if "compile=step" in begun else []
+    )
+    if "compile=step" in begun:
+        assert rows["compile=step"].status == "timed out"
+        assert rows["compile=model"].status == "not measured"
+    if budget >= 300:
+        assert begun == ["channels_last", "fused", "precision=bf16", "compile=step"]
+
+
+def test_slow_ends_of_processes_are_part_of_the_budget(clocked_process):
+    clocked_process.end_seconds = 6.0
+    names = ["channels_last", "fused", "precision"]
+    assert search({"": Script(0.2, startup=5)}, names, 110).seconds <= 110
+
+
+def test_a_compilation_that_was_measured_is_not_begun_again_if_it_cannot_end(clocked_process):
+    compiled = Script(0.3, startup=100, compile_seconds=100)
+    scripts = {"": Script(0.2, startup=2), "compile=step": compiled, "compile=model": compiled}
+    broken = {
+        **scripts,
+        "compile=step": Script(0.3, startup=100, compile_seconds=100, losses=(9.0, 9.0, 9.0)),
+    }
+    outcome = search(broken, ["compile"], 200)
+    rows = by_label(outcome)
+    assert rows["compile=step"].status == "rejected"
+    assert rows["compile=model"].status == "not measured"
+    assert "this trial needs about 1" in rows["compile=model"].reason
+    assert clocked_process.hung == []
 
 
 @pytest.mark.parametrize(
@@ -205,6 +285,84 @@ def test_trials_that_do_not_fit_in_the_budget_are_named(fake_process, monkeypatc
 )
 def test_a_search_that_the_budget_cut_off_is_not_complete(fake_process, script, stopped):
     assert search({"fused": script}, ["fused"]).stopped == stopped
+
+
+def test_a_mode_is_measured_on_top_of_an_adopted_scope_only(fake_process):
+    names = ["compile", "compile_mode", "compile_dynamic"]
+    slower = by_label(search({"compile=step": Script(0.2), "compile=model": Script(0.2)}, names))
+    assert slower["compile.mode=max-autotune-no-cudagraphs"].reason == "compile is not part of the plan"
+    outcome = search({"compile=step": Script(0.05)}, names)
+    rows = by_label(outcome)
+    assert rows["compile.mode=max-autotune-no-cudagraphs"].against == "compile=step"
+    assert rows["compile.mode=max-autotune-no-cudagraphs"].status == "no gain"
+    assert rows["compile.dynamic=True"].reason == "all measured batches have the same shape"
+    assert outcome.setting.speed == {"compile": {"scope": "step"}}
+
+
+def test_dynamic_shapes_are_measured_if_the_shapes_of_the_batches_differ(fake_process):
+    varying = Script(0.05, shapes=3)
+    rows = by_label(search({"": Script(shapes=3), "compile=step": varying}, ["compile", "compile_dynamic"]))
+    assert {rows[f"compile.dynamic={value}"].status for value in (True, False)} == {"no gain"}
+
+
+def test_single_options_of_compile_are_combined():
+    scope = Setting({"compile": {"scope": "step"}, "fused": True})
+    mode = Setting({"compile": {"mode": "default"}})
+    assert scope.plus(mode).speed == {"compile": {"scope": "step", "mode": "default"}, "fused": True}
+
+
+def test_accumulation_is_compared_for_the_samples_of_one_batch_of_the_baseline(fake_process):
+    # Two half batches take 0.16 s, and the mean of their losses is the loss of the whole batch.
+    halves = Script(0.08, losses=(1.9, 2.1, 1.4, 1.6, 0.9, 1.1))
+    outcome = search({"": Script(0.2), "accumulate": halves}, ["accumulate"])
+    (row,) = outcome.rows
+    assert row.status == "adopted"
+    assert row.estimate.ratio == pytest.approx(0.2 / 0.16)
+    assert row.step_seconds == pytest.approx(0.16)
+    assert row.loss_difference == pytest.approx((0, 0), abs=1e-12)
+    assert (outcome.setting.speed, outcome.setting.batch_size) == ({"accumulate": 2}, 4)
+    other = Script(0.08, losses=(1.9, 2.2, 1.4, 1.6, 0.9, 1.1))
+    assert search({"": Script(0.2), "accumulate": other}, ["accumulate"]).rows[0].status == "rejected"
+
+
+def test_data_parallelism_is_reported_with_its_command_but_not_adopted(fake_process, monkeypatch):
+    monkeypatch.setattr("slipstream.tune.options.cores", lambda: 4)
+    scripts = {"": Script(0.2), "parallel+sync_bn": Script(0.1)}
+    outcome = search(scripts, ["data_parallel"])
+    (row,) = outcome.rows
+    assert (row.label, row.status) == ("parallel=ddp, 2 processes", "faster")
+    assert row.estimate.ratio == pytest.approx(2.0)
+    assert "--nproc 2 speed.parallel=ddp speed.sync_bn=true train_dataloader.batch_size=4" in row.reason
+    assert (outcome.setting, outcome.adopted, outcome.total) == (Setting(), [], None)
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "reason"),
+    [(1, 8, "requires several cores"), (4, 7, "requires a batch size that 2 processes can share, not 7")],
+)
+def test_data_parallelism_that_is_not_possible_is_skipped(fake_process, monkeypatch, count, size, reason):
+    monkeypatch.setattr("slipstream.tune.options.cores", lambda: count)
+    (row,) = search({"": Script(batch_size=size)}, ["data_parallel"]).rows
+    assert (row.status, row.reason) == ("skipped", reason)
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (Script(batch_size=5), "requires an even batch size that can be changed, not 5"),
+        (Script(batch_size=None), "requires an even batch size that can be changed, not None"),
+        (Script(counted=True), "the run or its learning rate schedule counts steps"),
+        (Script(sources={"accumulate": "speed.accumulate"}), "already set by the run"),
+    ],
+)
+def test_accumulation_that_would_change_the_run_is_skipped(fake_process, script, reason):
+    (row,) = search({"": script}, ["accumulate"]).rows
+    assert row.status == "skipped"
+    assert row.reason.startswith(reason)
+
+
+def test_data_parallelism_divides_the_batches_of_the_baseline():
+    assert check_names(["accumulate", "data_parallel"]) == ["data_parallel", "accumulate"]
 
 
 def test_unknown_option_names_suggest_the_nearest():

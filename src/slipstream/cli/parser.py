@@ -66,6 +66,7 @@ def _build_parser() -> argparse.ArgumentParser:
         _add_explain,
         _add_profile,
         _add_bench,
+        _add_compare,
         _add_tune,
         _add_data,
         _add_consolidate,
@@ -206,6 +207,32 @@ def _add_bench(commands: _Commands) -> None:
     parser.add_argument("--out", default="work_dirs/bench", metavar="DIR", help="default: work_dirs/bench")
     parser.add_argument("--config-dir", metavar="FOLDER", help="folder with your recipes")
     _add_trust(parser)
+
+
+def _add_compare(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "compare", help="compare the training step with other frameworks (docs/compare.md)"
+    )
+    parser.add_argument("model", nargs="?", default="street_scenes_pp_lite_t", metavar="RECIPE_OR_NETWORK",
+                        help="recipe, configuration file or network (default: street_scenes_pp_lite_t)")  # fmt: skip
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values of the recipe to override")
+    parser.add_argument("--config-dir", metavar="FOLDER", help="folder with your recipes")
+    _add_trust(parser)
+    parser.add_argument("--steps", type=_count, default=10, metavar="N",
+                        help="timed steps per round (default: 10)")  # fmt: skip
+    parser.add_argument("--rounds", type=_count, default=9, metavar="R", help="default: 9")
+    parser.add_argument("--with", dest="contenders", type=_words, metavar="NAME,NAME,...",
+                        help="contenders in addition to loop and slipstream: accelerate, lightning, mmengine, "
+                             "loop_compiled, slipstream_auto, slipstream_compiled (default: all)")  # fmt: skip
+    parser.add_argument("--size", type=_size, default=(128, 256), metavar="HxW",
+                        help="size of the images of a network (default: 128x256)")  # fmt: skip
+    parser.add_argument("--batch-size", type=_count, default=4, metavar="N",
+                        help="batch size of a network (default: 4)")  # fmt: skip
+    parser.add_argument("--timeout", type=_seconds, default=900.0, metavar="SECONDS",
+                        help="limit of the start and of each turn of a contender (default: 900)")  # fmt: skip
+    parser.add_argument(
+        "--out", default="work_dirs/compare", metavar="DIR", help="default: work_dirs/compare"
+    )
 
 
 def _add_tune(commands: _Commands) -> None:

@@ -22,7 +22,7 @@ __all__ = ["run"]
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print a table, and write the plan. Return 130 if the search was interrupted."""
-    start = time.monotonic()
+    start: float = args.start
     from slipstream.tune.api import parse_budget
 
     out = Path(args.out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -71,6 +71,7 @@ if TYPE_CHECKING:
         SpeedCfg,
         TrainableModel,
     )
+    from slipstream.tune import Row, TuneResult
 
 __all__ = ["Runner"]
 
@@ -245,6 +246,32 @@ class Runner:
             self.read_logs()
             self.call_hook("after_run")
         return self.model
+
+    def tune(
+        self,
+        budget: float | str = "5m",
+        options: Iterable[str] | None = None,
+        cache: bool = True,
+        report: Callable[[Row], None] = lambda row: None,
+    ) -> TuneResult:
+        """Measure the speed options for this Runner's configuration, and return the fastest combination.
+
+        Each trial builds a Runner of its own in a process of its own. This Runner, its model and all random states are
+        unchanged; to use the result, build a new Runner with `speed=result.speed`.
+
+        Args:
+            budget: time limit: a number of seconds, or a text such as `5m` or `1h30m`.
+            options: names of `slipstream.tune.OPTIONS` to measure; None means all.
+            cache: whether to return the stored result of an equal configuration on an equal machine.
+            report: called with each row as soon as it is measured.
+
+        Raises:
+            ConfigError: the budget is too short for one trial, an argument is invalid, or this Runner does not train.
+            SlipstreamError: the configuration does not train.
+        """
+        from slipstream.tune.api import tune_config
+
+        return tune_config(self._user_cfg, budget, options, self.model_name, cache, report)
 
     def val(self) -> dict[str, float]:
         """Validate and return the metrics."""

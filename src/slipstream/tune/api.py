@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from slipstream.checkpoint import get_random_state
 from slipstream.dist import get_world_size
 from slipstream.errors import ConfigError
+from slipstream.registry import default_scope
 from slipstream.tune.batch_size import BatchSizeRow, BatchSizes, search_batch_sizes
-from slipstream.tune.cache import cache_file, describe_objects, load, store
+from slipstream.tune.cache import cache_file, describe_config, describe_objects, load, store
 from slipstream.tune.jobs import ObjectsJob, RunnerJob, Setting
 from slipstream.tune.lr_range import LrRange, sweep_lr
 from slipstream.tune.options import OPTIONS, check_names
@@ -26,7 +27,8 @@ from slipstream.tune.search import Row, Search
 
 __all__ = ["config_job", "find_batch_size", "find_lr", "parse_budget", "tune", "tune_config"]
 
-_IN_OWN_LOOP = tuple(name for name in OPTIONS if name != "prefetch")  # `feed` prefetches in a custom loop
+# `feed` prefetches in a custom loop, and only a Runner's configuration can be built again in each process.
+_IN_OWN_LOOP = tuple(name for name in OPTIONS if name not in ("prefetch", "data_parallel"))
 LossFn = Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
 
 
@@ -64,6 +66,8 @@ def tune(
         raise ConfigError(
             "'prefetch' requires a Runner; in your own loop, use feed(loader, prefetch=2)", "options"
         )
+    if "data_parallel" in names:
+        raise ConfigError("'data_parallel' requires a Runner's configuration", "options")
     _check_one_process()
     seconds = parse_budget(budget)
     file = cache_file([describe_objects(model, loader, optimizer, loss_fn), speed], names, seconds)
@@ -95,7 +99,8 @@ def tune_config(
     _check_one_process()
     seconds = parse_budget(budget)
     run = {key: value for key, value in cfg.items() if key not in ("work_dir", "resume", "launcher")}
-    file = cache_file(run, names, seconds)
+    with default_scope(cfg.get("default_scope")):
+        file = cache_file(describe_config(run), names, seconds)
     return _tune(config_job(cfg), cfg.get("speed"), names, seconds, name, file, cache, report, start)
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
-import re
+from collections.abc import Mapping
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import torch
@@ -21,23 +18,25 @@ from torch.utils.data import IterableDataset
 from slipstream.checkpoint import get_random_state, set_random_state
 from slipstream.cores import cores, cpu_features
 from slipstream.files import write_text
+from slipstream.registry import DATASETS, HOOKS, MODELS, OPTIM_WRAPPERS, OPTIMIZERS
+from slipstream.tune.code import describe_callable, describe_model, digest
 from slipstream.tune.result import TuneResult
 from slipstream.version import __version__
 
-__all__ = ["cache_file", "describe_objects", "load", "store"]
+__all__ = ["cache_file", "describe_config", "describe_objects", "load", "store"]
+
+_REGISTRIES = (MODELS, DATASETS, HOOKS, OPTIMIZERS, OPTIM_WRAPPERS)
 
 
 def cache_file(run: Any, names: list[str], budget: float) -> Path:
     """Return the file for the results of a search.
 
     Args:
-        run: the configuration, or the description of the objects; anything with a stable `repr` or JSON form.
+        run: the description of the configuration or of the objects; anything with a stable `repr` or JSON form.
         names: the measured options.
         budget: the time limit in seconds.
     """
-    key = json.dumps([run, names, budget, _machine(), _versions()], sort_keys=True, default=repr)
-    key = re.sub(r" at 0x[0-9a-f]+", "", key)  # addresses differ between processes
-    return _folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    return _folder() / f"{digest([run, names, budget, _machine(), _versions()])[:32]}.json"
 
 
 def load(file: Path) -> TuneResult | None:
@@ -60,23 +59,42 @@ def store(file: Path, result: TuneResult) -> None:
 def describe_objects(
     model: nn.Module, loader: Any, optimizer: torch.optim.Optimizer, loss_fn: Any
 ) -> dict[str, Any]:
-    """Return the structure of the user's objects: classes, options, shapes and dtypes, but no weights or data."""
+    """Return the code and the structure of the user's objects, which change a step, but no weights and no data."""
     groups = [
-        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        {**{key: value for key, value in group.items() if key != "params"}, "params": len(group["params"])}
+        for group in optimizer.param_groups
     ]
-    tensors = chain(model.named_parameters(), model.named_buffers())
     return {
-        "model": repr(model),
-        "tensors": [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors],
-        "optimizer": [type(optimizer).__name__, repr(groups)],
-        "loss": [
-            getattr(loss_fn, "__qualname__", ""),
-            repr(loss_fn),
-            _code(loss_fn),
-            _code(type(model).forward),
-        ],
-        "loader": _describe_loader(loader),
+        "model": describe_model(model),
+        "optimizer": [describe_callable(type(optimizer)), repr(groups)],
+        "loss": [repr(loss_fn), describe_callable(loss_fn)],
+        "loader": [*_describe_loader(loader), describe_callable(getattr(loader, "collate_fn", None))],
     }
+
+
+def describe_config(cfg: Any) -> Any:
+    """Return a Runner's configuration with the code of its classes and functions instead of their names."""
+    if isinstance(cfg, Mapping):
+        found = {str(key): describe_config(value) for key, value in cfg.items()}
+        if isinstance(kind := cfg.get("type"), str):
+            found["type"] = [kind, *(describe_callable(value) for value in _registered(kind))]
+        return found
+    if isinstance(cfg, list | tuple):
+        return [describe_config(value) for value in cfg]
+    if isinstance(cfg, nn.Module):
+        return describe_model(cfg)
+    if isinstance(cfg, torch.utils.data.DataLoader):
+        return [*_describe_loader(cfg), describe_callable(cfg.collate_fn)]
+    if cfg is None or isinstance(cfg, bool | int | float | str):
+        return cfg
+    return [repr(cfg), describe_callable(cfg)]
+
+
+def _registered(name: str) -> list[Any]:
+    """Return the objects with this name in the registries whose objects take part in training steps."""
+    with suppress(Exception):  # an unknown scope or a failing import: the run raises the error
+        return [found for registry in _REGISTRIES if (found := registry.get(name)) is not None]
+    return []
 
 
 def _describe_loader(loader: Any) -> list[Any]:
@@ -102,22 +120,6 @@ def _describe_sample(dataset: Any) -> list[str]:
         f"{type(leaf).__name__} {list(getattr(leaf, 'shape', ()))} {getattr(leaf, 'dtype', '')}"
         for leaf in leaves
     ]
-
-
-def _code(function: Any) -> str:
-    """Return a digest of a Python function's code; empty for other callables."""
-    code = getattr(function, "__code__", None)
-    return "" if code is None else hashlib.sha256(repr(_content(code)).encode()).hexdigest()
-
-
-def _content(code: CodeType) -> list[Any]:
-    constants: list[Any] = []
-    for value in code.co_consts:
-        if isinstance(value, CodeType):
-            constants.append(_content(value))
-        else:  # the order of a set differs between processes
-            constants.append(sorted(map(repr, value)) if isinstance(value, frozenset) else value)
-    return [code.co_code, code.co_names, constants]
 
 
 def _folder() -> Path:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from slipstream.checkpoint import set_random_state
 from slipstream.config import Config
@@ -24,9 +27,9 @@ from slipstream.model import unwrap_model
 from slipstream.speed import Capabilities, SpeedPlan
 from slipstream.step.graph import GraphStep
 from slipstream.tune.measured_config import hook_class, keep_training_only
-from slipstream.tune.observer import Observer, total_loss
+from slipstream.tune.observer import Observer, shapes_of, total_loss
 
-__all__ = ["ObjectsJob", "RunnerJob", "Setting", "merged_speed"]
+__all__ = ["ObjectsJob", "RunnerJob", "Setting", "WarningLog", "compile_problem", "merged_speed"]
 
 _REPEATED = 6
 """Number of batches that a Runner's trial repeats, so that all trials read the same samples, from memory if cached."""
@@ -55,6 +58,10 @@ class Setting:
     """Number of worker processes of the training loader; None does not change it."""
     batch_size: int | None = None
     """Number of samples per batch; None does not change it."""
+    split: int = 1
+    """Number of batches with the samples of one batch of the baseline, in the same order."""
+    processes: int = 1
+    """Number of processes that train data parallel; `batch_size` is that of one process."""
     constant_lr: bool = False
     """Whether to remove the learning rate schedule and the check of the losses, for the range test."""
     loader: Mapping[str, int] = field(default_factory=dict)
@@ -63,9 +70,21 @@ class Setting:
     """Folder for compiled code, which is empty at first so that the compilation time can be measured."""
 
     def plus(self, other: Setting) -> Setting:
-        """Return both changes; those of `other` take precedence."""
+        """Return both changes; those of `other` take precedence, and single options of `compile` are combined."""
         workers = self.num_workers if other.num_workers is None else other.num_workers
-        return replace(self, speed={**self.speed, **other.speed}, num_workers=workers)
+        processes = max(self.processes, other.processes)
+        size = self.batch_size if other.batch_size is None else other.batch_size
+        speed = {**self.speed, **other.speed}
+        if "compile" in self.speed and "compile" in other.speed:
+            speed["compile"] = {**self.speed["compile"], **other.speed["compile"]}
+        return replace(
+            self,
+            speed=speed,
+            num_workers=workers,
+            batch_size=size,
+            split=self.split * other.split,
+            processes=processes,
+        )
 
 
 def merged_speed(speed: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,7 +93,7 @@ def merged_speed(speed: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
     return {**own, **changes}
 
 
-class _Warnings(logging.Handler):
+class WarningLog(logging.Handler):
     """Keeps the warnings of a run, which contain the reason if an option is not in effect."""
 
     def __init__(self) -> None:
@@ -82,6 +101,7 @@ class _Warnings(logging.Handler):
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Keep the message."""
         self.messages.append(record.getMessage())
 
 
@@ -98,13 +118,23 @@ class RunnerJob:
 
     def train(self, observer: Observer, folder: Path) -> None:
         """Train until the observer ends the trial; see `Job`."""
+        if self.setting.processes > 1:
+            from slipstream.tune.parallel import launch
+
+            launch(self._train, observer, folder, self.setting.processes)
+        else:
+            self._train(observer, folder)
+
+    def _train(self, observer: Observer, folder: Path) -> None:
         from slipstream.runner import Runner
         from slipstream.training.config_paths import at_user_paths
 
-        cfg = self._trial_cfg(folder)
+        if isinstance(self.cfg["train_dataloader"], DataLoader):
+            _detach_workers(self.cfg["train_dataloader"])
+        cfg = self.trial_config(folder)
         with at_user_paths(cfg):
             runner = Runner.from_cfg(cfg)
-            warnings = _Warnings()
+            warnings = WarningLog()
             runner.logger.addHandler(warnings)
             if (how := runner.speed.compile) is not None:
                 # A trial must not measure eager steps during compilation.
@@ -112,14 +142,17 @@ class RunnerJob:
                 runner.speed = replace(runner.speed, compile=how)
             loader = runner.train_dataloader
             if not self.setting.constant_lr and isinstance(loader.batch_sampler, EpochBatchSampler):
-                runner.train_loop.dataloader = _repeated(loader, loader.batch_sampler)
-            runner.register_hook(_StepHook(observer))
-            observer.describe = lambda: self._describe(runner, warnings.messages)
+                count = _REPEATED * self.setting.split
+                runner.train_loop.dataloader = _repeated(loader, loader.batch_sampler, count)
+            hook = _StepHook(observer)
+            runner.register_hook(hook)
+            observer.describe = lambda: self._describe(runner, warnings.messages, hook.shapes)
             runner.train()
 
-    def _trial_cfg(self, folder: Path) -> Config:
+    def trial_config(self, folder: Path) -> Config:
+        """Return the configuration of the trial, which writes only to `folder`."""
         cfg = Config(copy.deepcopy(dict(self.cfg)))
-        cfg.launcher = "none"
+        cfg.launcher = "none" if self.setting.processes == 1 else "pytorch"
         cfg.default_hooks = {**(cfg.get("default_hooks") or {}), "preemption": None}
         cfg.custom_hooks = [hook for hook in cfg.get("custom_hooks") or () if _acts_on_steps(hook)]
         keep_training_only(cfg, folder / "run")
@@ -148,10 +181,13 @@ class RunnerJob:
             changes["persistent_workers"] = True  # starting workers in a new pass is not part of a step
         return {**loader, **changes}
 
-    def _describe(self, runner: Any, warnings: list[str]) -> dict[str, Any]:
+    def _describe(self, runner: Any, warnings: list[str], shapes: set[Any]) -> dict[str, Any]:
+        size = getattr(
+            getattr(runner.train_dataloader.batch_sampler, "batch_sampler", None), "batch_size", None
+        )
         loader, core = runner.train_dataloader, unwrap_model(runner.model)
         return {
-            "problem": _compile_problem(runner.speed, runner.step, core, warnings),
+            "problem": compile_problem(runner.speed, runner.step, core, warnings),
             "capabilities": Capabilities.here(runner.device.type, core),
             "sources": dict(runner.speed.sources),
             "steps_per_epoch": length(loader),
@@ -159,7 +195,19 @@ class RunnerJob:
             "buffered": _buffered(loader) + (runner.speed.prefetch or 0),
             "auto": _chosen(self.cfg["train_dataloader"], loader),
             "accumulate": runner.speed.accumulate,
+            "shapes": len(shapes),
+            "batch_size": None if "dataloader" in self._loader(self.cfg["train_dataloader"]) else size,
+            "counted": _counts_steps(self.cfg),
         }
+
+
+def _counts_steps(cfg: Mapping[str, Any]) -> bool:
+    """Return whether the length of a run or its schedule is a number of steps instead of epochs."""
+    schedulers = cfg.get("param_scheduler") or ()
+    every = schedulers if isinstance(schedulers, list | tuple) else [schedulers]
+    by_epoch = [isinstance(each, Mapping) and each.get("by_epoch", True) for each in every]
+    train: Any = cfg.get("train_cfg")
+    return not all(by_epoch) or not isinstance(train, Mapping) or "max_iters" in train
 
 
 class _StepHook(Hook):
@@ -169,9 +217,12 @@ class _StepHook(Hook):
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
+        self.shapes: set[Any] = set()
+        """The shapes of all batches."""
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Call the observer before the step."""
+        self.shapes.add(shapes_of(data_batch))
         self._observer.before_step(runner.optim_wrapper.param_groups)
 
     def after_train_iter(
@@ -182,16 +233,19 @@ class _StepHook(Hook):
 
 
 class _FirstBatches(EpochBatchSampler):
-    """Repeats the first batches of an epoch without an end."""
+    """Repeats the first `count` batches of an epoch without an end."""
+
+    count = _REPEATED
 
     def __iter__(self) -> Iterator[list[int]]:
-        return cycle(list(islice(super().__iter__(), _REPEATED)))
+        return cycle(list(islice(super().__iter__(), self.count)))
 
 
-def _repeated(loader: DataLoader[Any], batches: EpochBatchSampler) -> DataLoader[Any]:
+def _repeated(loader: DataLoader[Any], batches: EpochBatchSampler, count: int) -> DataLoader[Any]:
     """Return a copy of the loader that repeats its first batches in one pass, so that workers load without a pause."""
     options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
     first = _FirstBatches(batches.batch_sampler, batches.seed, batches.samples, batches.stamp, batches.limit)
+    first.count = count
     found = RunLoader(loader.dataset, batch_sampler=first, **options)
     found.stall_warning = getattr(loader, "stall_warning", found.stall_warning)
     return found
@@ -213,8 +267,9 @@ class ObjectsJob:
         """Train until the observer ends the trial; see `Job`."""
         from slipstream.speed.accelerate import accelerate
 
+        self._unshare()
         set_random_state(self.random_state)
-        warnings = _Warnings()
+        warnings = WarningLog()
         logging.getLogger("slipstream").addHandler(warnings)
         _detach_workers(self.loader)
         loader = changed_loader(self.loader, self.setting)
@@ -222,7 +277,7 @@ class ObjectsJob:
         self.model.train()
         step = accelerate(self.model, self.optimizer, self.loss_fn, speed=speed)
         observer.describe = lambda: {
-            "problem": _compile_problem(step.plan, step._step, unwrap_model(step.model), warnings.messages),
+            "problem": compile_problem(step.plan, step._step, unwrap_model(step.model), warnings.messages),
             "capabilities": Capabilities.here(next(self.model.parameters()).device.type, self.model),
             "sources": dict(step.plan.sources),
             "steps_per_epoch": _length(loader),
@@ -230,10 +285,33 @@ class ObjectsJob:
             "buffered": _buffered(loader),
             "auto": {},
             "accumulate": step.plan.accumulate,
+            "shapes": len(shapes),
+            "batch_size": _divisible_size(self.loader),
+            "counted": False,
         }
+        shapes: set[Any] = set()
         for batch in _endless(loader):
+            shapes.add(shapes_of(batch))
             observer.before_step(step.optim.param_groups)
             observer.after_step(total_loss(step(batch)))
+
+    def _unshare(self) -> None:
+        """Move tensors out of shared memory, in which a forked process would train the model of the caller."""
+        modules = [part for part in (self.model, self.loss_fn) if isinstance(part, nn.Module)]
+        tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        tensors += [tensor for group in self.optimizer.param_groups for tensor in group["params"]]
+        tensors += [tensor.grad for tensor in tensors if tensor.grad is not None]
+        values = [*self.optimizer.state.values(), *self.optimizer.param_groups]
+        tensors += [leaf for value in values for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        copies: dict[int, Any] = {}
+        for tensor in tensors:
+            if tensor.device.type == "cpu" and tensor.is_shared():
+                storage = tensor.untyped_storage()
+                # Tensors that share a storage, such as views of one flat tensor, also share the copy.
+                if (key := storage.data_ptr()) not in copies:
+                    copies[key] = storage.clone()
+                place = tensor.storage_offset(), tensor.shape, tensor.stride()
+                tensor.data = torch.empty(0, dtype=tensor.dtype).set_(copies[key], *place)
 
 
 def changed_loader(loader: Any, setting: Setting) -> Any:
@@ -251,7 +329,9 @@ def changed_loader(loader: Any, setting: Setting) -> Any:
         )
     workers = loader.num_workers if setting.num_workers is None else setting.num_workers
     batches: dict[str, Any] = {"batch_sampler": loader.batch_sampler}
-    if setting.batch_size is not None:
+    if setting.split > 1:
+        batches = {"batch_sampler": _Divided(loader.batch_sampler, setting.split)}
+    elif setting.batch_size is not None:
         count = max(setting.batch_size * _REPEATED, len(loader.dataset))  # type: ignore[arg-type]
         indices = [i % len(loader.dataset) for i in range(count)]  # type: ignore[arg-type]
         batches = {"sampler": indices, "batch_size": setting.batch_size, "drop_last": True}
@@ -265,6 +345,27 @@ def changed_loader(loader: Any, setting: Setting) -> Any:
         generator=loader.generator,
         persistent_workers=workers > 0,
     )
+
+
+class _Divided(Sampler[list[int]]):
+    """Divides each batch of a batch sampler into batches with the same samples in the same order."""
+
+    def __init__(self, batches: Any, parts: int) -> None:
+        self._batches, self._parts = batches, parts
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self._batches:
+            size = math.ceil(len(batch) / self._parts)
+            yield from (batch[i : i + size] for i in range(0, len(batch), size))
+
+    def __len__(self) -> int:
+        return len(self._batches) * self._parts
+
+
+def _divisible_size(loader: Any) -> int | None:
+    """Return the batch size of a loader that `changed_loader` can divide into smaller batches."""
+    plain = type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)
+    return loader.batch_size if plain else None
 
 
 def _detach_workers(loader: Any) -> None:
@@ -326,7 +427,7 @@ def _waiting(speed: dict[str, Any], cache: str | None) -> dict[str, Any]:
     return {**speed, "compile": {"cache": cache or True, **options, "wait": True}}
 
 
-def _compile_problem(plan: SpeedPlan, step: Any, core: nn.Module, warnings: list[str]) -> str | None:
+def compile_problem(plan: SpeedPlan, step: Any, core: nn.Module, warnings: list[str]) -> str | None:
     """Return the reason that the compiled code of the plan is not in use, or None."""
     if plan.compile is None:
         return None

@@ -1,12 +1,16 @@
-"""Learning rate range test (Smith 2017, Cyclical Learning Rates): the loss while the learning rate increases."""
+"""Learning rate range test: the loss while the learning rate increases.
+
+Smith, "Cyclical Learning Rates for Training Neural Networks", WACV 2017 (arXiv:1506.01186).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from slipstream.errors import ConfigError, SlipstreamError
@@ -19,6 +23,8 @@ from slipstream.tune.process import Job, Process, TrialError
 __all__ = ["LrRange", "sweep_lr"]
 
 _FEWEST = 10
+_SPAN = 8
+"""Number of steps on each side of a step from which the slope of the smoothed loss is estimated."""
 _SMALLEST_FALL = 1e-3
 """Relative fall of the smoothed loss below which there is no suggestion."""
 
@@ -34,12 +40,12 @@ class LrRange:
 
     @property
     def smoothed(self) -> list[float]:
-        """The finite losses, as an exponential moving average with bias correction."""
-        average, found = 0.0, []
-        for step, loss in enumerate(filter(math.isfinite, self.losses), start=1):
-            average = SMOOTHING * average + (1 - SMOOTHING) * loss
-            found.append(average / (1 - SMOOTHING**step))
-        return found
+        """The finite losses, as an exponential moving average with bias correction.
+
+        The average is computed forward and then backward, because the average of one direction is delayed by about
+        1 / (1 - decay) steps, which would increase the suggestion.
+        """
+        return _average(_average([loss for loss in self.losses if math.isfinite(loss)])[::-1])[::-1]
 
     @property
     def suggestion(self) -> float | None:
@@ -48,12 +54,14 @@ class LrRange:
         first = min(SETTLING, len(losses) // 4)
         if len(losses) < _FEWEST or losses[first] - min(losses) <= _SMALLEST_FALL * abs(losses[first]):
             return None
-        lowest = losses.index(min(losses))
-        steps = range(max(first, 1), min(lowest, len(losses) - 2) + 1)
-        # The rates increase by a constant factor, so differences of losses are proportional to the derivative.
-        falls = {step: losses[step - 1] - losses[step + 1] for step in steps}
-        best = max(falls, key=lambda step: falls[step], default=None)
-        return None if best is None or falls[best] <= 0 else self.rates[best]
+        lowest = losses.index(min(losses[first:]))
+        # The rates increase by a constant factor, so slopes over the steps are proportional to the derivative with
+        # respect to the logarithm of the rate. Differences of neighboring steps are too noisy for small batches.
+        slopes = {
+            step: _slope(losses[max(step - _SPAN, 0) : step + _SPAN + 1]) for step in range(first, lowest + 1)
+        }
+        best = min(slopes, key=lambda step: slopes[step])
+        return None if slopes[best] >= 0 else self.rates[best]
 
     def __str__(self) -> str:
         found = self.suggestion
@@ -88,6 +96,22 @@ class LrRange:
         with replacing(path) as temporary:
             figure.savefig(temporary, format="png", dpi=120)
         return path
+
+
+def _average(losses: Sequence[float]) -> list[float]:
+    """Return the exponential moving average of the losses, with bias correction."""
+    average, found = 0.0, []
+    for step, loss in enumerate(losses, start=1):
+        average = SMOOTHING * average + (1 - SMOOTHING) * loss
+        found.append(average / (1 - SMOOTHING**step))
+    return found
+
+
+def _slope(values: Sequence[float]) -> float:
+    """Return the slope of the line with the least squared distance to the values, per step."""
+    middle, mean = (len(values) - 1) / 2, fmean(values)
+    covariance = sum((i - middle) * (value - mean) for i, value in enumerate(values))
+    return covariance / sum((i - middle) ** 2 for i in range(len(values)))
 
 
 def sweep_lr(

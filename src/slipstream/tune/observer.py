@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from slipstream.errors import ModelError
 
-__all__ = ["Finished", "LrSweep", "Observer", "Timer", "total_loss"]
+__all__ = ["Finished", "LrSweep", "Observer", "Timer", "shapes_of", "total_loss"]
 
 
 class Finished(BaseException):
@@ -67,7 +68,9 @@ class Timer(Observer):
             _synchronize()
             # A median of single steps would leave out waits for data and, with accumulation, the updates.
             mean = self._since_last() / self._timed
-            self.connection.send({"event": "timed", "seconds": mean, "peak_mib": peak_mib()})
+            self.connection.send(
+                {"event": "timed", "seconds": mean, "peak_mib": peak_mib(), "loss": float(loss)}
+            )
             self._await_request()
 
     def _warm_up(self, loss: Tensor) -> None:
@@ -172,6 +175,11 @@ def total_loss(logs: Mapping[str, Any]) -> Tensor:
             "so that their values can be compared"
         )
     return torch.stack([loss.detach().sum() for loss in losses]).sum()
+
+
+def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the tensors in a batch."""
+    return tuple(tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
 def peak_mib() -> float:

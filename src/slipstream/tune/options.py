@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from slipstream.cores import cores
 from slipstream.errors import UnknownNameError, did_you_mean
 from slipstream.speed import Capabilities, SpeedPlan
@@ -12,9 +14,11 @@ from slipstream.speed.plan import REFUSED, idle
 from slipstream.tune.jobs import Setting
 
 __all__ = [
+    "DATA_PARALLEL",
     "EXACT",
     "LOW_PRECISION",
     "OPTIONS",
+    "Batches",
     "Candidate",
     "Tolerance",
     "candidates",
@@ -38,6 +42,10 @@ EXACT = Tolerance(first=1e-4, mean=2e-2)
 LOW_PRECISION = Tolerance(first=2e-2, mean=5e-2)
 """Of options that compute in 16 bits or TF32."""
 
+DATA_PARALLEL = Tolerance(first=1e-2, mean=5e-2)
+"""Of data parallelism. The mean over processes of mean losses differs from the mean over all samples if their numbers
+of elements differ, such as pixels that are not ignored."""
+
 _MOST_WORKERS = 8
 
 OPTIONS = (
@@ -48,11 +56,15 @@ OPTIONS = (
     "prefetch",
     "cudnn_benchmark",
     "compile",
+    "compile_mode",
+    "compile_dynamic",
     "cuda_graph",
     "activation_checkpointing",
+    "data_parallel",
+    "accumulate",
 )
 """The options in the order in which they are measured. Compilation takes minutes, so it follows the options that it
-compiles."""
+compiles. Data parallelism is never adopted; it divides the batches of the baseline, so it precedes accumulation."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,24 @@ class Candidate:
     tolerance: Tolerance = EXACT
     unless: str = ""
     """Skip this value if this other value of the option was measured and works."""
+    needs: str = ""
+    """Skip this value if this option is not part of the plan."""
+    refused: str = ""
+    """Why this value cannot be measured; empty if it can."""
+
+
+@dataclass(frozen=True)
+class Batches:
+    """What the baseline reports about its batches."""
+
+    num_workers: int = 0
+    """Number of worker processes of the loader."""
+    size: int | None = None
+    """Samples per batch; None if the loader cannot be divided into smaller batches."""
+    shapes: int = 1
+    """Number of different shapes among the first batches."""
+    counted: bool = False
+    """Whether the length of the run or its learning rate schedule is a number of steps."""
 
 
 def check_names(names: Iterable[str]) -> list[str]:
@@ -84,27 +114,29 @@ def check_names(names: Iterable[str]) -> list[str]:
     return [name for name in OPTIONS if name in names]
 
 
-def candidates(names: Sequence[str], capabilities: Capabilities, num_workers: int) -> Iterator[Candidate]:
+def candidates(names: Sequence[str], capabilities: Capabilities, batches: Batches) -> Iterator[Candidate]:
     """Yield the values to measure.
 
     Args:
         names: options, from `check_names`.
         capabilities: of the machine and the model.
-        num_workers: number of worker processes of the baseline's loader.
+        batches: the batches of the baseline.
     """
     for name in names:
-        yield from _values(name, capabilities, num_workers)
+        yield from _values(name, capabilities, batches)
 
 
-def _values(name: str, capabilities: Capabilities, num_workers: int) -> Iterator[Candidate]:
-    if name == "compile":
-        yield Candidate(name, "compile=step", Setting({"compile": {"scope": "step"}}))
-        yield Candidate(
-            name, "compile=model", Setting({"compile": {"scope": "model"}}), unless="compile=step"
-        )
+def _values(name: str, capabilities: Capabilities, batches: Batches) -> Iterator[Candidate]:
+    if name in ("compile", "compile_mode", "compile_dynamic"):
+        yield from _compilations(name, batches)
+    elif name == "accumulate":
+        yield _smaller_batches(batches)
+    elif name == "data_parallel":
+        for kind in ("ddp",) if capabilities.device == "cpu" else ("ddp", "fsdp2"):
+            yield _data_parallel(kind, capabilities, batches)
     elif name == "num_workers":
         count = min(cores(), _MOST_WORKERS)
-        if count != num_workers:
+        if count != batches.num_workers:
             yield Candidate(name, f"num_workers={count}", Setting(num_workers=count))
     elif name == "precision":
         for dtype in ("bf16",) if capabilities.device == "cpu" else ("tf32", "bf16", "fp16"):
@@ -115,18 +147,63 @@ def _values(name: str, capabilities: Capabilities, num_workers: int) -> Iterator
         yield Candidate(name, name, Setting({name: True}))
 
 
+def _compilations(name: str, batches: Batches) -> Iterator[Candidate]:
+    """Yield the scopes, or values of the plan's scope. The mode with CUDA graphs is the option `cuda_graph`."""
+    if name == "compile":
+        yield Candidate(name, "compile=step", Setting({"compile": {"scope": "step"}}))
+        yield Candidate(
+            name, "compile=model", Setting({"compile": {"scope": "model"}}), unless="compile=step"
+        )
+    elif name == "compile_mode":
+        mode = "max-autotune-no-cudagraphs"
+        yield Candidate(
+            "compile", f"compile.mode={mode}", Setting({"compile": {"mode": mode}}), needs="compile"
+        )
+    else:
+        same = "all measured batches have the same shape" if batches.shapes == 1 else ""
+        for value in (True, False):
+            setting = Setting({"compile": {"dynamic": value}})
+            yield Candidate("compile", f"compile.dynamic={value}", setting, needs="compile", refused=same)
+
+
+def _smaller_batches(batches: Batches) -> Candidate:
+    """Return the accumulation of two batches of half the size, which has the same effective batch size."""
+    size, why = batches.size, ""
+    if size is None or size % 2:
+        why = f"requires an even batch size that can be changed, not {size}"
+    elif batches.counted:
+        why = "the run or its learning rate schedule counts steps, of which there would be twice as many"
+    setting = Setting({"accumulate": 2}, batch_size=None if size is None else size // 2, split=2)
+    return Candidate("accumulate", "accumulate=2, half the batch size", setting, refused=why)
+
+
+def _data_parallel(kind: str, capabilities: Capabilities, batches: Batches) -> Candidate:
+    """Return data parallelism on all devices, or in two processes on a CPU, with the same global batch."""
+    on_cpu = capabilities.device == "cpu"
+    count = min(cores(), 2) if on_cpu else torch.accelerator.device_count()
+    size, why = batches.size, ""
+    if count < 2:
+        why = f"requires several {'cores' if on_cpu else 'devices'}"
+    elif size is None or size % count:
+        why = f"requires a batch size that {count} processes can share, not {size}"
+    share = None if size is None else size // max(count, 1)
+    # The statistics of BatchNorm must be those of the global batch.
+    setting = Setting({"parallel": kind, "sync_bn": True}, batch_size=share, processes=max(count, 1))
+    return Candidate("parallel", f"parallel={kind}, {count} processes", setting, DATA_PARALLEL, refused=why)
+
+
 def unsupported(setting: Setting, speed: dict[str, object], capabilities: Capabilities) -> str | None:
     """Return the reason that an option is refused or has no effect on this machine, or None.
 
     Args:
         setting: the changes of a candidate.
-        speed: the options that are already in use.
+        speed: the options of the trial: those that are already in use, and the candidate's.
         capabilities: of the machine and the model.
 
     Raises:
         ConfigError: a value in `speed` is invalid.
     """
-    plan = SpeedPlan.read({**speed, **setting.speed}, device=capabilities.device)
+    plan = SpeedPlan.read(speed, device=capabilities.device)
     reasons = [refusal.message for refusal in REFUSED if refusal.when(plan, capabilities)]
     reasons += [why for option, why in idle(plan, capabilities) if option in setting.speed]
     return reasons[0] if reasons else None

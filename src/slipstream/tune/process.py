@@ -28,7 +28,7 @@ from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.process_tree import descendants, end_group, kill
 from slipstream.tune.observer import Finished, Observer, Timer
 
-__all__ = ["WARMUP", "Job", "Process", "TrialError"]
+__all__ = ["WARMUP", "Job", "Process", "TrialError", "forks"]
 
 WARMUP = 6
 """Number of steps whose losses are compared; then a trial is timed."""
@@ -78,7 +78,7 @@ class Process:
 
     def __init__(self, job: Job, make_observer: Any = None) -> None:
         make_observer = make_observer or partial(Timer, warmup=WARMUP)
-        fork = _forks()
+        fork = forks()
         context: Any = multiprocessing.get_context("fork" if fork else "spawn")
         # A forked process has copies of all objects. Otherwise, plain pickle copies tensors, but the pickler of
         # torch.multiprocessing would share their memory, and the trial would train the user's model.
@@ -153,7 +153,9 @@ class Process:
         return self.wait_for("timed", seconds)
 
     def end(self) -> None:
-        """Kill the process and all its descendants."""
+        """Kill the process and all its descendants. Further calls do nothing."""
+        if self._connection.closed:
+            return  # another process may have the same id by now
         if self.pid is not None:
             end_group(self.pid, descendants(self.pid))
             self._process.kill()  # it has no group of its own until it starts a session
@@ -189,7 +191,7 @@ def _deferred_interrupt() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
 
-def _forks() -> bool:
+def forks() -> bool:
     """Return whether trials are forked. A forked process cannot use an accelerator."""
     return sys.platform == "linux" and not torch.accelerator.is_available()
 

@@ -23,7 +23,7 @@ from slipstream.tune.statistics import Estimate
 
 __all__ = ["TuneResult", "read_tuned"]
 
-_LOADER_KEYS = ("num_workers", "persistent_workers")
+_LOADER_KEYS = ("num_workers", "persistent_workers", "batch_size")
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,11 @@ class TuneResult:
     def num_workers(self) -> int | None:
         """The number of worker processes of the training loader; None if the present number is the fastest."""
         return self.outcome.setting.num_workers
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples per batch for the plan's `accumulate`, with the same effective batch size; None: the present one."""
+        return self.outcome.setting.batch_size
 
     @property
     def rows(self) -> list[Row]:
@@ -101,6 +106,9 @@ class TuneResult:
                     f"The compilation takes {outcome.compile_seconds:.0f} s, which {gained:,} steps of the faster plan "
                     "save."
                 )
+        for row in outcome.rows:
+            if row.status == "faster" and row.estimate is not None:
+                yield f"{row.label} is {row.estimate.ratio:.2f} times as fast; {row.reason}"
         if self.cached:
             yield (
                 f"Read from the cache (measured on {outcome.device} in {outcome.seconds:.0f} s). To measure again, use "
@@ -121,11 +129,13 @@ class TuneResult:
     def yaml_text(self) -> str:
         """Return the content of `tuned.yaml`: the keys `speed` and `train_dataloader` of a configuration."""
         content: dict[str, Any] = {"speed": self.speed}
+        loader: dict[str, Any] = {}
         if self.num_workers is not None:
-            content["train_dataloader"] = {
-                "num_workers": self.num_workers,
-                "persistent_workers": self.num_workers > 0,
-            }
+            loader |= {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
+        if self.batch_size is not None:
+            loader["batch_size"] = self.batch_size
+        if loader:
+            content["train_dataloader"] = loader
         lines = [f"# {line}" for line in self.summary().splitlines()]
         # PyYAML refuses subclasses of dict, such as those of a nested configuration.
         plain = json.loads(json.dumps(content, default=str))
@@ -169,6 +179,7 @@ class TuneResult:
                     **row,
                     "estimate": _estimate(row["estimate"]),
                     "loss_difference": _pair(row["loss_difference"]),
+                    "setting": Setting(**row["setting"]),
                 }
             )
             for row in fields.pop("rows")

@@ -8,22 +8,26 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from statistics import median
+from functools import partial
+from statistics import fmean, median
 from typing import Any
 
 from slipstream.errors import ConfigError, NonFiniteLossError, SlipstreamError
 from slipstream.speed import Capabilities
 from slipstream.tune.jobs import Setting, merged_speed
-from slipstream.tune.options import LOW_PRECISION, Candidate, candidates, unsupported
-from slipstream.tune.process import Job, Process, TrialError
+from slipstream.tune.observer import Timer
+from slipstream.tune.options import LOW_PRECISION, Batches, Candidate, candidates, unsupported
+from slipstream.tune.process import WARMUP, Job, Process, TrialError
 from slipstream.tune.statistics import Estimate, difference, estimate
 
 __all__ = ["Outcome", "Row", "Search"]
 
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 12
 _LONGEST_ROUND = 2.0
-_MARGIN = 0.02
-"""Fraction of the budget that is left for ending processes and writing files (at most 5 s)."""
+_MARGIN, _LONGEST_MARGIN = 0.02, 5.0
+"""Fraction of the budget, and the most seconds, that are left for ending processes and writing files."""
+_LIVING = 3
+"""Number of processes to end at the deadline: of the baseline, of the plan and of a trial."""
 _MIN_GAIN = 1.01
 """Smallest ratio for which an option is adopted."""
 _CLEARLY_WORSE = 0.8
@@ -38,8 +42,8 @@ class Row:
 
     label: str
     status: str
-    """`adopted`, `slower`, `no gain`, `inconclusive`, `rejected`, `failed`, `out of memory`, `timed out`, `skipped` or
-    `not measured`."""
+    """`adopted`, `faster` (not part of the plan), `slower`, `no gain`, `inconclusive`, `rejected`, `failed`,
+    `out of memory`, `timed out`, `skipped` or `not measured`."""
     reason: str = ""
     against: str = "baseline"
     """The options of the plan that the trial was compared with."""
@@ -50,6 +54,8 @@ class Row:
     compile_seconds: float | None = None
     loss_difference: tuple[float, float] | None = None
     """Relative differences of the first loss and of the mean loss."""
+    setting: Setting = field(default_factory=Setting)
+    """The changes of this trial alone."""
 
 
 @dataclass
@@ -82,8 +88,12 @@ class Outcome:
 class _Running:
     """A warm trial process, with what it reported."""
 
-    def __init__(self, process: Process, warm: Mapping[str, Any], startup: float) -> None:
+    def __init__(self, process: Process, warm: Mapping[str, Any], startup: float, split: int) -> None:
         self.process = process
+        self.split = split
+        """Number of steps for one batch of the baseline."""
+        self.losses = [fmean(warm["losses"][i : i + split]) for i in range(0, len(warm["losses"]), split)]
+        """The losses of the first batches of the baseline."""
         self.warm = warm
         self.startup = startup
         """Seconds from the start of the process to the end of its warm-up."""
@@ -138,6 +148,7 @@ class Search:
         self._round = min(budget / 200, _LONGEST_ROUND)  # seconds of timed steps per round
         self._report = report
         self._start = time.monotonic() if start is None else start
+        self._slowest_end = 0.0
         self._kept: ExitStack | None = None  # ends the process of the current plan
         self._working: set[str] = set()
         self._auto: Mapping[str, int] = {}
@@ -170,7 +181,10 @@ class Search:
         self.outcome.device = self._capabilities.device
         self._check_budget()
         try:
-            for candidate in candidates(self._names, self._capabilities, int(warm["num_workers"] or 0)):
+            batches = Batches(
+                int(warm["num_workers"] or 0), warm["batch_size"], warm["shapes"], warm["counted"]
+            )
+            for candidate in candidates(self._names, self._capabilities, batches):
                 self._add(self._try(candidate))
             self._measure_total()
         except _PlanFailedError as error:
@@ -180,7 +194,9 @@ class Search:
 
     @property
     def _remaining(self) -> float:
-        return self._budget - min(_MARGIN * self._budget, 5.0) - (time.monotonic() - self._start)
+        """Seconds until the deadline, which leaves time for ending the processes that run."""
+        margin = min(_MARGIN * self._budget, _LONGEST_MARGIN) + _LIVING * self._slowest_end
+        return self._budget - margin - (time.monotonic() - self._start)
 
     @property
     def _rounds_seconds(self) -> float:
@@ -195,7 +211,7 @@ class Search:
 
     def _start_baseline(self, stack: ExitStack) -> _Running:
         try:
-            running = self._launch(Setting(), stack, self._budget)
+            running = self._launch(Setting(), stack, 0.0)
         except TrialError as failure:
             if failure.status != "timed out":
                 raise SlipstreamError(
@@ -238,21 +254,31 @@ class Search:
 
     # ---- trials ------------------------------------------------------------------------------------------------
 
-    def _launch(self, setting: Setting, stack: ExitStack, timeout: float) -> _Running:
+    def _launch(self, setting: Setting, stack: ExitStack, reserve: float) -> _Running:
+        """Start a process and wait until it is warm, at most until `reserve` seconds before the deadline."""
         began = time.monotonic()
         setting = replace(setting, loader=self._auto, compile_cache=self._cache)
-        process = stack.enter_context(Process(self._make_job(setting)))
-        warm = process.wait_for("warm", timeout)
-        return _Running(process, warm, time.monotonic() - began)
+        observer = partial(Timer, warmup=WARMUP * setting.split)
+        process = stack.enter_context(Process(self._make_job(setting), observer))
+        stack.callback(self._time_end, process)  # called before the process is ended
+        # Starting a process takes seconds on a busy machine.
+        warm = process.wait_for("warm", max(self._remaining - reserve, 0.0))
+        return _Running(process, warm, time.monotonic() - began, setting.split)
+
+    def _time_end(self, process: Process) -> None:
+        """End a process, and record the longest time that this has taken."""
+        began = time.monotonic()
+        process.end()
+        self._slowest_end = max(self._slowest_end, time.monotonic() - began)
 
     def _try(self, candidate: Candidate) -> Row:
         plan = " + ".join(self.outcome.adopted) or "baseline"
-        row = Row(candidate.label, "skipped", against=plan)
+        row = Row(candidate.label, "skipped", against=plan, setting=candidate.setting)
         if reason := self._why_skipped(candidate):
             return replace(row, reason=reason)
         # Time for the final measurement of a plan with several options, which is taken from additional rounds only.
         reserve = self._rounds_seconds if self.outcome.adopted else 0.0
-        expected = self._current.startup + self._rounds_seconds
+        expected = self._startup(candidate) + self._rounds_seconds
         if self._remaining < expected:
             return replace(
                 row,
@@ -260,17 +286,25 @@ class Search:
                 reason=f"{_shown(max(self._remaining, 0))} of the budget is left, but this trial needs about "
                 f"{_shown(expected)}",
             )
-        limit = self._remaining - self._rounds_seconds
         with ExitStack() as stack:
             try:
-                trial = self._launch(self.outcome.setting.plus(candidate.setting), stack, limit)
+                setting = self.outcome.setting.plus(candidate.setting)
+                trial = self._launch(setting, stack, self._rounds_seconds)
                 row = self._compare(candidate, trial, row, reserve)
             except TrialError as failure:
                 return replace(row, status=failure.status, reason=failure.reason)
+            if row.status == "adopted" and candidate.setting.processes > 1:
+                return replace(row, status="faster", reason=_how_to_launch(candidate.setting))
             if row.status == "adopted":
                 self._adopt(candidate, trial, row)
                 self._keep(stack.pop_all())
         return row
+
+    def _startup(self, candidate: Candidate) -> float:
+        """Expected seconds until a trial is warm: those of the plan, and of a compilation that was measured before."""
+        compiled = [row.compile_seconds or 0.0 for row in self.outcome.rows]
+        own = "compile" in candidate.setting.speed and "compile" not in self.outcome.setting.speed
+        return self._current.startup + (max(compiled, default=0.0) if own else 0.0)
 
     def _why_skipped(self, candidate: Candidate) -> str | None:
         own = self._baseline.warm["sources"].get(candidate.option)
@@ -280,13 +314,19 @@ class Search:
             return f"already measured by {candidate.option}=auto"
         if candidate.unless in self._working:
             return f"not needed, because {candidate.unless} works"
-        speed = {**merged_speed(self._speed, self.outcome.setting.speed)}
+        if candidate.needs and candidate.needs not in self.outcome.setting.speed:
+            return f"{candidate.needs} is not part of the plan"
+        if candidate.refused:
+            return candidate.refused
+        if candidate.setting.processes > 1:
+            return None  # the capabilities are those of one process
+        speed = merged_speed(self._speed, self.outcome.setting.plus(candidate.setting).speed)
         return unsupported(candidate.setting, speed, self._capabilities)
 
     def _compare(self, candidate: Candidate, trial: _Running, row: Row, reserve: float) -> Row:
         if trial.warm["problem"]:
             return replace(row, status="failed", reason=trial.warm["problem"], peak_mib=trial.peak_mib)
-        first, mean = difference(trial.warm["losses"], self._current.warm["losses"])
+        first, mean = difference(trial.losses, self._current.losses)
         combined = {**self._baseline.warm["sources"], **self.outcome.setting.speed}
         # Low precision amplifies the rounding differences of the other options.
         allowed = LOW_PRECISION if "precision" in combined else candidate.tolerance
@@ -298,13 +338,13 @@ class Search:
                 row,
                 status="rejected",
                 reason=f"different numbers: the first loss differs by {first:.2g} (allowed: {allowed.first:g}), and "
-                f"the mean of {len(trial.warm['losses'])} losses by {mean:.2g} (allowed: {allowed.mean:g})",
+                f"the mean of {len(trial.losses)} losses by {mean:.2g} (allowed: {allowed.mean:g})",
             )
         self._working.add(candidate.label)
         found = self._alternate(self._current, trial, reserve)
         row = replace(row, estimate=found, peak_mib=trial.peak_mib)
         if trial.seconds:
-            row = replace(row, step_seconds=median(trial.seconds))
+            row = replace(row, step_seconds=median(trial.seconds) * trial.split)
         return _judged(row, found)
 
     def _alternate(self, current: _Running, trial: _Running, reserve: float) -> Estimate | None:
@@ -316,7 +356,7 @@ class Search:
             if self._remaining - (reserve if len(ratios) >= _MIN_ROUNDS else 0.0) < expected:
                 break
             pair = (current, trial) if len(ratios) % 2 == 0 else (trial, current)
-            times = {id(each): self._time(each, current) for each in pair}
+            times = {id(each): self._time(each, current) * each.split for each in pair}
             ratios.append(times[id(current)] / times[id(trial)])
             if _decided(ratios):
                 break
@@ -375,6 +415,14 @@ class Search:
 
 class _PlanFailedError(Exception):
     """The process of the plan found so far ended."""
+
+
+def _how_to_launch(setting: Setting) -> str:
+    options = " ".join(f"speed.{name}={str(value).lower()}" for name, value in setting.speed.items())
+    return (
+        f"not part of the plan, because it needs {setting.processes} processes: slipstream train ... "
+        f"--nproc {setting.processes} {options} train_dataloader.batch_size={setting.batch_size}"
+    )
 
 
 def _cut_off(row: Row) -> bool:

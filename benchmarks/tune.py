@@ -1,0 +1,235 @@
+"""Check the plans of `slipstream tune`: each one is measured again, against every single option and `speed="auto"`.
+
+    python benchmarks/tune.py --limit 25m --budget 4m --out benchmarks/results/tune.md
+
+For each recipe, the search runs once, without its cache. Then the plan, the baseline, `speed="auto"` and each
+option that the search measured run in processes of their own, in turns. The order rotates between rounds, and ratios
+are computed within a round. Each recipe gets an equal part of the time that is left; what does not fit is a row
+without a result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from report import circumstances, table, write_result
+from slipstream.cli.configure import load_config
+from slipstream.tune import TuneResult, parse_budget, tune_config
+from slipstream.tune.jobs import RunnerJob, Setting
+from slipstream.tune.process import Process, TrialError
+from slipstream.tune.statistics import estimate
+
+RECIPES = (
+    "street_scenes_pp_lite_t",
+    "street_scenes_regseg48",
+    "street_scenes_stdc1_seg",
+    "street_scenes_ddrnet_23_slim",
+)
+PLAN, AUTO, BASELINE = "plan", 'speed="auto"', "baseline"
+ROUND_SECONDS = 1.0
+MOST_ROUNDS = 9
+SEARCH_PART = 0.55
+"""Largest fraction of a recipe's time for the search; the rest is for measuring its plan again."""
+MEASURED = ("adopted", "slower", "no gain", "inconclusive")
+END_SECONDS = 5.0
+"""Time that is left for ending processes."""
+
+
+@dataclass
+class Contender:
+    """A plan that is measured again."""
+
+    name: str
+    setting: Setting
+    seconds: list[float] = field(default_factory=list)
+    """Time per batch of the baseline in each round."""
+    problem: str = ""
+    process: Process | None = None
+    steps: int = 2
+    untimed: int = 1
+    accumulate: int = 1
+
+    def start(self, cfg: Mapping[str, Any], stack: ExitStack, end: float) -> None:
+        """Start the process and train the warm-up steps, until the time `end`."""
+        process = stack.enter_context(Process(RunnerJob(cfg, self.setting)))
+        print(f"    {self.name}", end=": ", flush=True)
+        try:
+            warm = process.wait_for("warm", max(end - time.monotonic(), 0.0))
+        except TrialError as failure:
+            process.end()
+            self.problem = f"{failure.status}: {failure.reason}"
+            return
+        if warm["problem"]:
+            process.end()
+            self.problem = warm["problem"]
+            return
+        step = sorted(process.warmup_seconds)[len(process.warmup_seconds) // 2]
+        self.accumulate, self.untimed = warm["accumulate"], 1 + warm["buffered"]
+        steps = max(2, math.ceil(ROUND_SECONDS / step))
+        self.steps = math.ceil(steps / self.accumulate) * self.accumulate
+        self.process = process
+
+    def time(self, end: float) -> bool:
+        """Time one round. Return whether it was complete before the time `end`."""
+        assert self.process is not None
+        try:
+            timed = self.process.time(self.steps, self.untimed, max(end - time.monotonic(), 0.0))
+        except TrialError as failure:
+            if failure.status != "timed out":
+                self.problem = f"{failure.status}: {failure.reason}"
+            return False
+        self.seconds.append(timed["seconds"] * self.setting.split)
+        return True
+
+
+def single_options(result: TuneResult) -> dict[str, Setting]:
+    """Return the options that the search measured, each on its own, the fastest first."""
+    rows = [row for row in result.rows if row.status in MEASURED and row.estimate is not None]
+    rows.sort(key=lambda row: row.estimate.ratio if row.estimate else 0.0, reverse=True)
+    return {row.label: row.setting for row in rows}
+
+
+def contenders(result: TuneResult) -> list[Contender]:
+    """Return the plan and everything it is compared with, without repetitions of the plan."""
+    outcome = result.outcome
+    plan = Contender(PLAN, outcome.setting)
+    others = {BASELINE: Setting(), AUTO: Setting({"auto": True}), **single_options(result)}
+    same = (outcome.setting.speed, outcome.setting.num_workers, outcome.setting.batch_size)
+    return [plan] + [
+        Contender(name, setting)
+        for name, setting in others.items()
+        if (setting.speed, setting.num_workers, setting.batch_size) != same
+    ]
+
+
+def measure(cfg: Mapping[str, Any], every: Sequence[Contender], end: float) -> None:
+    """Start all contenders, and time them in turns until the time `end`."""
+    with ExitStack() as stack:
+        cache = stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-tune-"))
+        for number, contender in enumerate(every):
+            # Five rounds need time, too: a part of it for each contender.
+            reserve = 5 * 1.5 * ROUND_SECONDS * (number + 1)
+            contender.setting = replace(contender.setting, compile_cache=cache)
+            contender.start(cfg, stack, end - reserve)
+            print(contender.problem or "ready", flush=True)
+        running = [contender for contender in every if contender.process is not None]
+        for number in range(MOST_ROUNDS):
+            turn = number % max(len(running), 1)
+            complete = [contender.time(end) for contender in running[turn:] + running[:turn]]
+            if not all(complete):
+                break
+    for contender in every:
+        contender.process = None
+
+
+def ratios(plan: Contender, other: Contender) -> dict[str, Any] | None:
+    """Return the time of `other` divided by that of the plan, within each round; above 1, the plan is faster."""
+    count = min(len(plan.seconds), len(other.seconds))
+    found = [b / a for a, b in zip(plan.seconds[:count], other.seconds[:count], strict=True)]
+    return asdict(estimate(found)) if found else None
+
+
+def verdict(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return "not measured"
+    if found["rounds"] < 5:
+        return "too few rounds"
+    return "faster" if found["low"] > 1 else "slower" if found["high"] < 1 else "not distinguishable"
+
+
+def run(recipe: str, budget: float, end: float, options: Sequence[str] | None) -> dict[str, Any]:
+    """Tune a recipe and measure its plan again, until the time `end`."""
+    share = end - time.monotonic()
+    seconds = min(budget, SEARCH_PART * share)
+    cfg = load_config(recipe, trust=Path(recipe).suffix == ".py").cfg
+    print(f"{recipe}: search with a budget of {seconds:.0f} s", flush=True)
+    began = time.monotonic()
+    result = tune_config(cfg, seconds, options, recipe, cache=False, start=began)
+    took = time.monotonic() - began
+    print(result, flush=True)
+    every = contenders(result)
+    measure(cfg, every, end - END_SECONDS)
+    plan = every[0]
+    return {
+        "recipe": recipe,
+        "budget": seconds,
+        "search seconds": took,
+        "adopted": result.outcome.adopted,
+        "stopped": result.outcome.stopped,
+        "rows": [[row.label, row.status, row.reason] for row in result.rows],
+        "plan seconds": plan.seconds,
+        "plan problem": plan.problem,
+        "compared": [
+            {
+                "name": other.name,
+                "seconds": other.seconds,
+                "problem": other.problem,
+                "ratio": (found := ratios(plan, other)),
+                "plan is": verdict(found),
+            }
+            for other in every[1:]
+        ],
+    }
+
+
+def describe(case: dict[str, Any]) -> str:
+    """Return the Markdown section of a recipe."""
+    rows = []
+    for other in case["compared"]:
+        found = other["ratio"]
+        cells = (
+            [f"{found['ratio']:.2f} ({found['low']:.2f} to {found['high']:.2f})", found["rounds"]]
+            if found
+            else ["", 0]
+        )
+        rows.append(
+            [other["name"], *cells, other["plan is"] + (f" ({other['problem']})" if other["problem"] else "")]
+        )
+    plan = " + ".join(case["adopted"]) or "no option"
+    stopped = f" {case['stopped']}." if case["stopped"] else ""
+    within = "within" if case["search seconds"] <= case["budget"] else "LONGER than"
+    return (
+        f"## {case['recipe']}\n\nPlan: {plan}. The search took {case['search seconds']:.0f} s, {within} its budget of "
+        f"{case['budget']:.0f} s.{stopped}\n\n"
+        + table(
+            ["compared with", "speed of the plan relative to it (interval)", "rounds", "the plan is"], rows
+        )
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("recipes", nargs="*", default=list(RECIPES), help="recipes or configuration files")
+    parser.add_argument("--budget", default="5m", help="largest budget of a search (default: 5m)")
+    parser.add_argument("--limit", default="25m", help="time limit of the whole command (default: 25m)")
+    parser.add_argument("--options", help="options to measure, separated by commas (default: all)")
+    parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
+    args = parser.parse_args(argv)
+    end = time.monotonic() + parse_budget(args.limit)
+    budget = parse_budget(args.budget)
+    options = args.options.split(",") if args.options else None
+    facts = circumstances()
+    cases: list[dict[str, Any]] = []
+    for number, recipe in enumerate(args.recipes):
+        share = (end - time.monotonic()) / (len(args.recipes) - number)
+        cases.append(run(recipe, budget, time.monotonic() + share, options))
+        text = "\n\n".join(map(describe, cases))
+        print(describe(cases[-1]), flush=True)
+        if args.out:
+            write_result(
+                args.out, "Plans of `slipstream tune`, measured again", facts, text, {"cases": cases}
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""`slipstream compare`: the training step of a hand-written loop, Slipstream and other frameworks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.cli.child import ending_on_sigterm
+from slipstream.cli.configure import load_config
+from slipstream.cli.profile import writable
+from slipstream.cli.tables import print_table
+from slipstream.cores import cores, cpu_name
+from slipstream.errors import UnknownNameError, did_you_mean
+from slipstream.recipes import recipes
+
+if TYPE_CHECKING:
+    from slipstream.compare import Subject
+
+__all__ = ["run"]
+
+_PEERS = ("accelerate", "lightning", "mmengine")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print a table, and write the files.
+
+    Returns:
+        0 if all installed contenders were measured with equal losses, 1 otherwise, and 130 after Ctrl-C.
+
+    Raises:
+        ConfigError: a name is unknown, or the output folder is not writable.
+        SlipstreamError: the hand-written loop does not train.
+    """
+    from slipstream.compare import CONTENDERS, compare
+    from slipstream.compare.result import HEADER, rows, write
+
+    names = list(CONTENDERS) if args.contenders is None else args.contenders
+    for name in names:
+        if name not in CONTENDERS:
+            raise UnknownNameError(
+                f"'{name}' is not a contender{did_you_mean(name, CONTENDERS)} (choose from {', '.join(CONTENDERS)})",
+                "--with",
+            )
+    names += [name for name in ("loop", "slipstream") if name not in names]
+    out, subject = writable(Path(args.out)), _subject(args)
+    environment = _environment(args)
+    with ending_on_sigterm():
+        found = compare(subject, names, args.steps, args.rounds, args.timeout, _print_line)
+    print_table(HEADER, rows(found), width=140)
+    print(f"Results: {', '.join(map(str, write(found, environment, out)))}")
+    if found.stopped:
+        print(found.stopped, file=sys.stderr)
+        return 130
+    return int(any(entry.status not in ("same losses", "not installed") for entry in found.entries))
+
+
+def _subject(args: argparse.Namespace) -> Subject:
+    from slipstream.compare import config_subject, network_subject
+
+    name: str = args.model
+    if name in recipes() or Path(name).suffix or args.config_dir:
+        cfg = load_config(name, args.overrides, args.config_dir, bool(args.trust)).cfg
+        return config_subject(cfg, Path(name).stem)
+    if args.overrides:
+        raise UnknownNameError(f"no recipe is named '{name}'{did_you_mean(name, recipes())}", "compare")
+    return network_subject(name, args.size, args.batch_size)
+
+
+def _print_line(line: str) -> None:
+    print(line, flush=True)
+
+
+def _environment(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the command, the date, the machine and the versions."""
+    from slipstream.runner.environment import collect_env
+    from slipstream.version import __version__
+
+    env = {key: value for key, value in collect_env().items() if key not in ("world_size", "platform")}
+    return {
+        "command": shlex.join(["slipstream", *sys.argv[1:]]),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "cpu": cpu_name(),
+        "cores": cores(),
+        "load": round(os.getloadavg()[0], 2),
+        **env,
+        "slipstream": __version__,
+        **{package: _version(package) for package in _PEERS},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,98 @@
+"""The result of a comparison as a table, Markdown and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from slipstream.compare.measure import FINAL_TOLERANCE, WARMUP, Comparison, Entry
+from slipstream.files import replacing
+from slipstream.tune.options import EXACT, LOW_PRECISION
+from slipstream.tune.statistics import Estimate
+
+__all__ = ["HEADER", "as_dict", "markdown", "rows", "write"]
+
+HEADER = (
+    "contender",
+    "ms per step, median (interval)",
+    "speed relative to the loop (interval)",
+    "samples/s",
+    "peak MiB",
+    "final loss",
+    "losses",
+)
+
+
+def rows(found: Comparison) -> Iterator[list[str]]:
+    """Yield the cells of each contender."""
+    for entry in found.entries:
+        yield [entry.label, *_measured(entry, found.samples_per_step), _status(entry)]
+
+
+def markdown(found: Comparison, environment: Mapping[str, Any]) -> str:
+    """Return the result as a Markdown page."""
+    lines = [f"# Comparison of training steps: {found.name}", ""]
+    lines += [f"- {name}: {value}" for name, value in environment.items()]
+    lines += ["", f"| {' | '.join(HEADER)} |", "|---|---:|---:|---:|---:|---:|---|"]
+    lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows(found)]
+    return "\n".join([*lines, "", _note(found), ""])
+
+
+def as_dict(found: Comparison) -> dict[str, Any]:
+    """Return all values as built-in types; times are in seconds and memory in MiB."""
+    return {
+        **asdict(found),
+        "entries": [{**asdict(e), "step": e.step and asdict(e.step)} for e in found.entries],
+    }
+
+
+def write(found: Comparison, environment: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write `compare.json` and `compare.md` to an existing folder, and return their paths."""
+    content = json.dumps({**environment, **as_dict(found)}, indent=1)
+    files = {folder / "compare.json": f"{content}\n", folder / "compare.md": markdown(found, environment)}
+    for path, text in files.items():
+        with replacing(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    return list(files)
+
+
+def _measured(entry: Entry, samples: int) -> list[str]:
+    if entry.step is None or entry.ratio is None:
+        return [""] * 5
+    final = "" if entry.final_loss is None else f"{entry.final_loss:.6g}"
+    rate = f"{samples / entry.step.ratio:.1f}"
+    return [_milliseconds(entry.step), _ratio(entry.ratio), rate, f"{entry.peak_mib:.0f}", final]
+
+
+def _ratio(found: Estimate) -> str:
+    return f"{found.ratio:.2f} ({found.low:.2f} to {found.high:.2f})"
+
+
+def _milliseconds(found: Estimate) -> str:
+    middle, low, high = (f"{1e3 * value:.4g}" for value in (found.ratio, found.low, found.high))
+    return f"{middle} ({low} to {high})"
+
+
+def _status(entry: Entry) -> str:
+    if entry.status == "same losses":
+        return "same as the loop"
+    return f"{entry.status}: {entry.reason}" if entry.reason else entry.status
+
+
+def _note(found: Comparison) -> str:
+    stopped = f" The measurement is not complete: {found.stopped}." if found.stopped else ""
+    count = max((len(entry.seconds) for entry in found.entries), default=0)
+    return (
+        f"n = {count} rounds of {found.steps} steps. In each round, every contender trains once, in rotating order, "
+        "while the processes of the others wait. The ratio is the median of the ratios within a round. Each interval "
+        "is between two order statistics and contains the median with a probability of at least 90% for five or more "
+        "independent rounds; with fewer, it is the range. All contenders start from the same weights and train on the "
+        "same prepared batches, which are repeated, so that loading is not part of the times. The losses are the same "
+        f"if the first one differs from the loop's by at most {EXACT.first:g} (relative), the mean of the first "
+        f"{WARMUP} by at most {EXACT.mean:g}, and the final one by at most {FINAL_TOLERANCE:g} of the first loss. With "
+        f"low precision, the first two are {LOW_PRECISION.first:g} and {LOW_PRECISION.mean:g}. The peak memory is that "
+        f"of the process on a CPU, and of torch's allocator on a GPU.{stopped}"
+    )

@@ -1,0 +1,157 @@
+"""What all contenders train: a model with its weights, prepared batches, and an optimizer."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from slipstream.config import Config
+from slipstream.devices import default_device
+from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
+from slipstream.model import unwrap_model
+from slipstream.model.base_model import run_forward
+from slipstream.registry import MODELS
+from slipstream.step.eager import sum_losses
+from slipstream.tune.jobs import RunnerJob, Setting
+
+__all__ = ["Batches", "Subject", "config_subject", "model_loss", "network_subject"]
+
+_BATCHES = 6
+"""Number of batches, which are repeated."""
+_CLASSES = 19
+_STEPS = 10**9
+_TRAINING_PARAMS = (
+    "ema",
+    "ema_params",
+    "sync_bn",
+    "mixed_precision",
+    "torch_compile",
+    "torch_compile_options",
+    "speed",
+)
+"""SuperGradients' keys of options that change how the step is computed."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, batches on its device, and an optimizer of its parameters."""
+
+    name: str
+    model: nn.Module
+    """A `BaseModel`."""
+    batches: list[Any]
+    """Preprocessed batches: arguments of the model."""
+    optimizer: Optimizer
+    samples_per_step: int
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return next(self.model.parameters()).device
+
+
+class Batches(Dataset[Any]):
+    """A dataset whose samples are batches, which are repeated."""
+
+    def __init__(self, batches: list[Any], length: int = _STEPS) -> None:
+        self._batches, self._length = batches, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < self._length:
+            raise IndexError(index)
+        return self._batches[index % len(self._batches)]
+
+
+def model_loss(net: Any, batch: Any) -> Tensor:
+    """Return the sum of the losses that a `BaseModel` computes for a preprocessed batch."""
+    return sum_losses(run_forward(net, batch, "loss"))[0]
+
+
+def config_subject(cfg: Mapping[str, Any], name: str) -> Subject:
+    """Return the model, the first batches and the optimizer of a Runner's configuration.
+
+    Speed options, hooks, clipping of gradients, schedules and the weight average are left out, because the frameworks
+    implement them differently. The batches are loaded and preprocessed once.
+
+    Raises:
+        ConfigError: the configuration does not train, or its optimizer wrapper has several optimizers.
+    """
+    from slipstream.runner import Runner
+    from slipstream.runner.builders import build_optim
+    from slipstream.runner.resume import init_weights
+    from slipstream.training.config_paths import at_user_paths
+
+    for key in ("train_dataloader", "train_cfg", "optim_wrapper"):
+        if cfg.get(key) is None:
+            raise ConfigError("is required to measure training", key)
+    with tempfile.TemporaryDirectory(prefix="slipstream-compare-") as folder:
+        plain = _plain(cfg, Path(folder))
+        with at_user_paths(plain):
+            runner = Runner.from_cfg(plain)
+            model: Any = unwrap_model(runner.model)
+            init_weights(model)
+            optimizer = getattr(build_optim(model, plain.optim_wrapper), "optimizer", None)
+            if not isinstance(optimizer, Optimizer):
+                raise ConfigError("must have one optimizer to be compared", "optim_wrapper")
+            loaded = islice(iter(runner.train_dataloader), _BATCHES)
+            batches = [model.data_preprocessor(batch, True) for batch in loaded]
+            samples = runner.samples_per_step
+            runner.visualizer.close()
+    return Subject(name, model, batches, optimizer, samples)
+
+
+def network_subject(name: str, size: tuple[int, int] = (128, 256), batch_size: int = 4) -> Subject:
+    """Return a network of the registry with random images, class ids and SGD.
+
+    Args:
+        name: name of a network in `MODELS`.
+        size: height and width of the images in pixels.
+        batch_size: images per batch.
+
+    Raises:
+        UnknownNameError: no network has this name.
+    """
+    if MODELS.get(name) is None:
+        known = MODELS.names()
+        raise UnknownNameError(f"no recipe or network is named '{name}'{did_you_mean(name, known)}")
+    device, generator = default_device(), torch.Generator().manual_seed(0)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = MODELS.build({"type": name, "num_classes": _CLASSES})
+    images = [torch.randn(batch_size, 3, *size, generator=generator) for _ in range(_BATCHES)]
+    with torch.random.fork_rng(), torch.no_grad():
+        outputs = network.eval()(images[0][:1])
+    dense = (outputs[0] if isinstance(outputs, tuple | list) else outputs).dim() == 4
+    shape = (batch_size, *size) if dense else (batch_size,)
+    targets = [torch.randint(0, _CLASSES, shape, generator=generator) for _ in range(_BATCHES)]
+    kind = (
+        {"type": "Segmentor", "loss": {"type": "MultiHeadCrossEntropy"}} if dense else {"type": "Classifier"}
+    )
+    model = MODELS.build({**kind, "network": network}).to(device).train()
+    batches = [(x.to(device), y.to(device)) for x, y in zip(images, targets, strict=True)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    return Subject(name, model, batches, optimizer, batch_size)
+
+
+def _plain(cfg: Mapping[str, Any], folder: Path) -> Config:
+    """Return the configuration without options and hooks, which writes only to `folder`."""
+    plain = RunnerJob(cfg, Setting()).trial_config(folder)
+    plain.speed, plain.custom_hooks, plain.param_scheduler = None, [], None
+    params = {k: v for k, v in (plain.get("training_params") or {}).items() if k not in _TRAINING_PARAMS}
+    plain.training_params = params or None
+    for key in ("compile", "model_wrapper_cfg"):
+        plain.pop(key, None)
+    plain.log_level = "WARNING"
+    return plain

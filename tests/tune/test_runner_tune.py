@@ -1,0 +1,87 @@
+"""`Runner.tune()` measures a Runner's configuration and leaves the Runner unchanged."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import tiny_runs
+from slipstream.errors import ConfigError
+from slipstream.runner import Runner
+from slipstream.tune import TuneResult
+
+
+def state(runner):
+    optim = runner.optim_wrapper
+    return copy.deepcopy(
+        [
+            runner.model.state_dict(),
+            {} if optim is None else optim.state_dict(),
+            [runner.model.training, runner.iter, runner.epoch, runner.is_training],
+            runner._random_state,
+            [torch.get_rng_state(), np.random.get_state(), random.getstate()],
+        ]
+    )
+
+
+def equal(before, after):
+    if isinstance(before, torch.Tensor | np.ndarray):
+        return bool((before == after).all())
+    if isinstance(before, dict):
+        return before.keys() == after.keys() and all(equal(before[key], after[key]) for key in before)
+    if isinstance(before, list | tuple):
+        return len(before) == len(after) and all(map(equal, before, after))
+    return before == after
+
+
+def objects(folder):
+    """Return a Runner whose model, loader and optimizer are objects, with workers that stay."""
+    model = tiny_runs.Net(dropout=0.1, norm=True)
+    loader = DataLoader(
+        TensorDataset(*tiny_runs.samples()), batch_size=8, num_workers=1, persistent_workers=True
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    changes = dict(model=model, train_dataloader=loader, optim_wrapper=dict(optimizer=optimizer))
+    return Runner(**tiny_runs.training(folder, **changes))
+
+
+def configuration(folder):
+    changes = dict(model=dict(type=tiny_runs.Net, dropout=0.1, norm=True), speed={"accumulate": 2})
+    return Runner(**tiny_runs.training(folder, **changes, **tiny_runs.validation()))
+
+
+@pytest.mark.parametrize("make", [configuration, objects])
+@pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
+def test_the_runner_and_all_random_states_are_unchanged(tmp_path, short_rounds, make, trained):
+    runner = make(tmp_path)
+    if trained:
+        runner.train()
+    before, files, rows = state(runner), sorted(tmp_path.rglob("*")), []
+    result = runner.tune(120, ["fused"], cache=False, report=rows.append)
+    assert equal(before, state(runner))
+    assert sorted(tmp_path.rglob("*")) == files
+    assert isinstance(result, TuneResult)
+    assert result.rows == rows
+    assert rows[0].status in ("adopted", "slower", "no gain", "inconclusive")
+    assert result.name == "Net"
+    assert result.speed.get("accumulate") == (2 if make is configuration else None)
+    assert result.outcome.steps_per_epoch == 5
+
+
+def test_a_runner_trains_the_same_after_tuning(tmp_path, short_rounds):
+    weights = []
+    for tuned in (False, True):
+        runner = configuration(tmp_path / str(tuned))
+        if tuned:
+            runner.tune(120, ["fused"], cache=False)
+        weights.append(runner.train().state_dict())
+    assert equal(*weights)
+
+
+def test_a_runner_that_does_not_train_is_refused(tmp_path):
+    runner = Runner(tiny_runs.Net(), str(tmp_path), log_level="ERROR")
+    with pytest.raises(ConfigError, match="train_dataloader: is required to measure training"):
+        runner.tune(60)
