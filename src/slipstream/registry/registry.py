@@ -387,7 +387,13 @@ def _check_types(target: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def _is_like_number(value: Any, hint: Any) -> bool:
-    """Return whether `value` can be used as a number other than NaN, or the annotation is not a number."""
+    """Return whether `value` can be used as a number other than NaN, or the annotation is not a number.
+
+    torch.nn uses a bool as 0 or 1, also in place of an int in a size (`int | tuple[int, int]`).
+    """
+    accepted = typing.get_args(hint) or (hint,)
+    if isinstance(value, bool) and bool not in accepted:
+        return not {int, float} & set(accepted)
     if hint not in (int, float, int | None, float | None):
         return True
     number = hasattr(value, "__float__") or hasattr(value, "__index__")
