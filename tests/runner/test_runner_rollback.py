@@ -505,3 +505,41 @@ def test_replaced_file_is_an_earlier_checkpoint_no_more(tmp_path):
     runner = recovering(tmp_path, 3, Breaks(broken=[11]), dict(skip_before=4), default_hooks=hooks)
     assert "latest.pth (iteration 9;" in next(tmp_path.glob("*/*.log")).read_text()
     assert runner.rollback.left_out == {10, 11}
+
+
+def overflowing(index=17):
+    """Return samples of which one makes a running variance infinite; the loss stays finite."""
+    inputs, targets = samples()
+    inputs = inputs.clone()
+    inputs[index] = 1e25
+    return TensorDataset(inputs, targets)
+
+
+def test_infinite_batchnorm_statistics_are_never_saved(tmp_path):
+    """The loss stays finite: it is computed with the statistics of the batch."""
+    with pytest.raises(
+        NonFiniteLossError, match=r"running statistic 'norm\.running_var' is NaN or infinite at iteration 4\."
+    ):
+        run(
+            tmp_path,
+            model=Net(norm=True),
+            train_dataloader=loader(overflowing(), shuffle=False),
+            default_hooks=saving(2),
+        )
+    saved = torch.load(tmp_path / "iter_2.pth")["state_dict"]
+    assert all(value.isfinite().all() for value in saved.values())
+    assert not (tmp_path / "iter_4.pth").exists()
+
+
+def test_all_batches_since_the_checkpoint_are_left_out_if_a_statistic_is_infinite(tmp_path):
+    """The fault is found only when a checkpoint is written, so each of these batches can have caused it."""
+    runner = recovering(
+        tmp_path,
+        2,
+        Net(norm=True),
+        train_cfg=dict(by_epoch=True, max_epochs=1),
+        train_dataloader=loader(overflowing(), shuffle=False),
+    )
+    assert runner.rollback.left_out == {3, 4}
+    assert runner.iter == 5
+    assert all(value.isfinite().all() for value in weights(runner).values())

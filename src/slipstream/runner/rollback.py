@@ -135,12 +135,12 @@ class Rollback:
         """Return the earliest error of any rank on all ranks. Every rank must call this."""
         if get_world_size() == 1:
             return error
-        own = None if error is None else (error.iteration or 0, str(error))
+        own = None if error is None else (error.iteration or 0, str(error), error.located)
         found = [(*other, rank) for rank, other in enumerate(all_gather_object(own)) if other is not None]
         if not found:
             return None
-        iteration, text, rank = min(found, key=lambda entry: (entry[0], entry[2]))
-        return NonFiniteLossError(f"on rank {rank}: {text}", iteration)
+        iteration, text, located, rank = min(found, key=lambda entry: (entry[0], entry[3]))
+        return NonFiniteLossError(f"on rank {rank}: {text}", iteration, located)
 
     # ---- recover -----------------------------------------------------------------------------------------
 
@@ -171,7 +171,8 @@ class Rollback:
                 f"{error.iteration} exists; save checkpoints more often (default_hooks.checkpoint.interval)",
             )
             raise error
-        first = max(first, target[0] + 1)
+        located = isinstance(error, LossSpikeError) or error.located
+        first = max(first, target[0] + 1) if located else target[0] + 1
         ranges, count = [*self._ranges, (first, last)], self._count + 1
         runner.logger.warning(
             f"{error}. Rolling back to {target[1]} (iteration {target[0]}; roll-back {count} of at most "
