@@ -1,10 +1,12 @@
 """A run with `nan_guard='rollback'` ends as a run that left out the same batches from the start."""
 
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import Sampler, TensorDataset
 
 from slipstream.dataset.loading.loader import build_dataloader, set_epoch
 from slipstream.dataset.loading.order import batch_indices
@@ -543,3 +545,65 @@ def test_all_batches_since_the_checkpoint_are_left_out_if_a_statistic_is_infinit
     assert runner.rollback.left_out == {3, 4}
     assert runner.iter == 5
     assert all(value.isfinite().all() for value in weights(runner).values())
+
+
+class OwnState(Sampler):
+    """A sampler that draws from a generator of its own, or starts at a position that it stores."""
+
+    def __init__(self, generator=None):
+        self.rng, self.position = generator, 0
+
+    def __iter__(self):
+        if self.rng is None:
+            self.position += 3
+            return iter([(index + self.position) % 40 for index in range(40)])
+        if isinstance(self.rng, torch.Generator):
+            return iter(torch.randperm(40, generator=self.rng).tolist())
+        order = list(range(40))
+        self.rng.shuffle(order)
+        return iter(order)
+
+    def __len__(self):
+        return 40
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: random.Random(5),
+        lambda: np.random.default_rng(5),
+        lambda: np.random.RandomState(5),
+        lambda: torch.Generator().manual_seed(5),
+    ],
+)
+def test_generator_of_a_sampler_of_the_user_is_restored(tmp_path, make):
+    def trained(name, broken, *hooks):
+        torch.manual_seed(0)
+        data = dict(batch_size=8, dataset=TensorDataset(*samples()), sampler=OwnState(make()))
+        return recovering(
+            tmp_path / name, 5, Breaks(broken=broken), train_dataloader=data, custom_hooks=list(hooks)
+        )
+
+    one, other = trained("one", [12]), trained("other", [], LeaveOut(11, 12))
+    assert_same(weights(one), weights(other))
+    assert "keeps state" not in next((tmp_path / "one").glob("*/*.log")).read_text()
+
+
+def test_generator_of_a_sampler_gives_each_epoch_another_order_and_the_first_one_its_own():
+    data = TensorDataset(torch.arange(40))
+    options = dict(dataset=data, batch_size=40)
+    made = build_dataloader(dict(**options, sampler=OwnState(random.Random(5))), 5, "x", training=True)
+    orders = []
+    for epoch in (0, 1, 2, 0, 1):
+        set_epoch(made, epoch)
+        orders += [batch[0].tolist() for batch in made]
+    assert orders[0] == list(OwnState(random.Random(5)))
+    assert orders[3:] == orders[:2]
+    assert len(set(map(tuple, orders))) == 3
+
+
+def test_other_state_of_a_sampler_is_named_in_a_warning(tmp_path):
+    data = dict(batch_size=8, dataset=TensorDataset(*samples()), sampler=OwnState())
+    recovering(tmp_path, train_dataloader=data)
+    log = next(tmp_path.glob("*/*.log")).read_text()
+    assert log.count("sampler keeps state that cannot be restored (OwnState.position)") == 1
