@@ -119,6 +119,13 @@ class Rollback:
         """The classes of the errors to recover from."""
         return tuple(self._policies)
 
+    @property
+    def oldest(self) -> int | None:
+        """The iteration of the earliest checkpoint to which the run can go back, or None if there is none."""
+        if not self._policies:
+            return None
+        return min((iteration for iteration, path in self._saved if path.exists()), default=None)
+
     def begin(self) -> None:
         """Copy the buffers that checkpoints do not contain, which a resumed run initializes again."""
         if not self._policies:
