@@ -59,7 +59,10 @@ class Blocks(BaseModel):
         return loss if mode == "loss" else (scores, targets)
 
 
-ABOUT_DATA = "is out of bounds|stack expects each tensor to be equal size|is out of range|index out of bounds"
+ABOUT_DATA = (
+    "is out of bounds|stack expects each tensor to be equal size|is out of range|index out of bounds"
+    r"|expected input.* to have \d+ channels|Kernel size can't be greater than actual input size"
+)
 """Errors of torch about the content of batches, which depend on the data and not on a single key."""
 
 

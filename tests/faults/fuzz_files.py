@@ -146,7 +146,8 @@ def compose_with_overrides(seed: int) -> Finding | None:
     if recipe not in _KEYS:
         _KEYS[recipe] = [*_dotted(load_config(recipe).cfg.to_dict()), *_SUPERGRADIENTS_KEYS]
     given = [override(_KEYS[recipe], rng) for _ in range(rng.choice([1, 1, 2]))]
-    words = [word for text in given for word in re.split(r"[=.\[\]@+~]", text.partition("=")[0]) if word]
+    keys = [text.partition("=")[0] for text in given]
+    words = [word for key in keys for word in (key, *re.split(r"[=.\[\]@+~]", key)) if word]
     return _tried(lambda: load_config(recipe, given), f"{recipe} {given}", [recipe, *words, *given])
 
 

@@ -7,6 +7,7 @@ import pytest
 from faults import fuzz_config, fuzz_files
 from faults.fuzz_config import BASES, inputs, prepare, run, tried
 from faults.mutations import copied, misspelled, mutated
+from slipstream.cli.configure import load_config
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,6 +29,29 @@ def test_errors_for_damaged_files_name_the_file(seed):
 @pytest.mark.parametrize("seed", range(0, 30, 15))
 def test_errors_for_random_overrides_name_the_recipe_or_a_key(seed):
     assert list(filter(None, map(fuzz_files.compose_with_overrides, range(seed, seed + 15)))) == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given"),
+    [
+        ("cityscapes_regseg48", ["=" + "1" * 400]),  # too long for a file name
+        ("street_scenes_pp_lite_t", ["++=["]),
+        ("street_scenes_pp_lite_t", ["+=" + "1" * 400]),
+        ("street_scenes_pp_lite_t", ["@=["]),
+    ],
+)
+def test_overrides_that_the_fuzzer_has_found_are_errors_that_name_them(recipe, given):
+    names = [recipe, given[0].partition("=")[0] or given[0]]
+    assert fuzz_files._tried(lambda: load_config(recipe, given), "", names) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("in_channels", True), ("out_channels", 0), ("kernel_size", False), ("kernel_size", 0)]
+)
+def test_values_of_layers_that_the_fuzzer_has_found_are_errors_that_name_the_key(key, value):
+    cfg = fuzz_config.segmentation()
+    cfg["model"]["network"][key] = value
+    assert tried(cfg, [], "segmentation") is None
 
 
 def test_same_seed_gives_the_same_input():

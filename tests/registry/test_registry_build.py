@@ -252,6 +252,7 @@ CONV = {"type": "Conv2d", "in_channels": 3, "out_channels": 2, "kernel_size": 1}
         ({"type": "CrossEntropyLoss", "label_smoothing": {"a": 1}}, "label_smoothing: must be finite float"),
         ({"type": "CrossEntropyLoss", "ignore_index": "255"}, "ignore_index: must be int"),
         (CONV | {"in_channels": True}, "in_channels: must be int, not True"),
+        (CONV | {"out_channels": 0}, "out_channels: must be at least 1, not 0"),
         (CONV | {"kernel_size": False}, "kernel_size: must be int or tuple"),
         ({"type": "Dropout", "p": True}, "p: must be finite float, not True"),
     ],

@@ -381,9 +381,15 @@ def _check_types(target: Any, arguments: Mapping[str, Any]) -> None:
         return
     for key, value in arguments.items():
         hint = _hint(target, key)
-        fits = matches(value, hint) if module.startswith("slipstream.") else _is_like_number(value, hint)
-        if not fits:
+        own = module.startswith("slipstream.")
+        if not (matches(value, hint) if own else _is_like_number(value, hint)):
             raise BuildError(f"must be {describe(hint)}, not {shown(value)}", key)
+        if not own and key in _SIZES and isinstance(value, int) and value < 1:
+            raise BuildError(f"must be at least 1, not {value}", key)
+
+
+_SIZES = ("in_channels", "out_channels", "kernel_size", "stride", "dilation", "groups")
+"""Parameters of torch.nn's convolutions and pooling layers that torch checks only in the forward pass, or not at all."""
 
 
 def _is_like_number(value: Any, hint: Any) -> bool:
