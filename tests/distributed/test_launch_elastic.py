@@ -34,7 +34,9 @@ def wait_for_step(folder, step, *runs):
 
 def interleaved(ranks):
     """Return the samples of one step in the order of the sampler, from {rank: indices}."""
-    return [index for column in zip(*(ranks[rank] for rank in sorted(ranks)), strict=True) for index in column]
+    return [
+        index for column in zip(*(ranks[rank] for rank in sorted(ranks)), strict=True) for index in column
+    ]
 
 
 def used(recorded, done):
@@ -62,7 +64,9 @@ def test_machine_that_dies_does_not_end_the_run_and_no_sample_is_lost(machines, 
     # One process makes two steps for each step of two processes.
     done, rest = divmod(starts[0]["start"], 2)
     assert rest == 0
-    assert done >= 2, "the steps before the fault are not repeated, except for those since the last checkpoint"
+    assert done >= 2, (
+        "the steps before the fault are not repeated, except for those since the last checkpoint"
+    )
     orders = used(recorded, done)
     assert sorted(orders) == list(range(EPOCHS))
     for epoch, order in orders.items():

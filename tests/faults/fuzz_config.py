@@ -30,6 +30,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from faults.fuzz_results import summary
 from faults.mutations import Mutation, every_replacement, mutated, paths
 from slipstream.errors import SlipstreamError
 from slipstream.hooks import Hook
@@ -414,7 +415,10 @@ def main() -> int:
                         finding.message,
                         flush=True,
                     )
-    return report(found)
+    status = report(found)
+    bad = sum(finding.kind != "accepted" for finding in found)
+    print(summary("fuzz_config", args.count, bad))
+    return status
 
 
 def report(found: list[Finding]) -> int:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from faults.fuzz_results import summary
 from faults.mutations import misspelled
 from slipstream.cli.configure import load_config
 from slipstream.config import Config
@@ -215,7 +216,7 @@ def main() -> int:
         print(f"\n{count} x {kind}: {where}")
         for finding in [f for f in found if (f.kind, f.where) == (kind, where)][:3]:
             print(f"    {finding.given!r:.400}\n        {finding.message}")
-    print(f"{len(found)} findings")
+    print(summary("fuzz_files", args.count * len(args.kind or KINDS), len(found)))
     return 1 if found else 0
 
 

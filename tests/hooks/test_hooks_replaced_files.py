@@ -88,9 +88,7 @@ def test_epochs_of_abandoned_steps_are_not_averaged(tmp_path):
     made = options([*BEFORE, *AFTER, 0.0], states, average)
     run(tmp_path, **made)
     assert [path.name for path in (tmp_path / "average_best").iterdir()] == ["epoch_2.pth"]
-    assert_same(
-        torch.load(tmp_path / "average_model.pth", weights_only=True)["state_dict"], states.after[2]
-    )
+    assert_same(torch.load(tmp_path / "average_model.pth", weights_only=True)["state_dict"], states.after[2])
 
 
 class Stop(Hook):

@@ -404,7 +404,9 @@ def test_step_pre_hook_that_changes_the_strides_of_gradients_does_not_change_fus
     for fused in (True, False):
         weight = nn.Parameter(torch.arange(12.0).reshape(3, 4))
         wrapper = OptimWrapper(torch.optim.SGD([weight], lr=0.1, fused=fused))
-        register = register_optimizer_step_pre_hook if everywhere else wrapper.optimizer.register_step_pre_hook
+        register = (
+            register_optimizer_step_pre_hook if everywhere else wrapper.optimizer.register_step_pre_hook
+        )
         for _ in range(2):
             hook = register(transpose)  # registered again, after the wrapper's own hook
             wrapper.update_params((weight * torch.arange(12.0).reshape(3, 4)).sum())

@@ -327,7 +327,9 @@ class CheckpointHook(Hook):
         hub.update_info(f"best_ckpt/{key}", name)
         # The name of the previous one comes from the checkpoint, so it may name a file that this hook did not write.
         own = key in self._saved_best or self._owns_files
-        surplus = self._replace(runner, previous, name) if own and previous and self._is_best(previous) else []
+        surplus = (
+            self._replace(runner, previous, name) if own and previous and self._is_best(previous) else []
+        )
         self._saved_best[key] = name
         message = f"Saved the best checkpoint ({key} {value:.4f}) to {name}"
         # by_epoch=None, because the epoch (or step) is already counted.

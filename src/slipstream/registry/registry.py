@@ -389,7 +389,7 @@ def _check_types(target: Any, arguments: Mapping[str, Any]) -> None:
 
 
 _SIZES = ("in_channels", "out_channels", "kernel_size", "stride", "dilation", "groups")
-"""Parameters of torch.nn's convolutions and pooling layers that torch checks only in the forward pass, or not at all."""
+"""Parameters of torch.nn's convolutions and pooling layers that torch checks late or not at all."""
 
 
 def _is_like_number(value: Any, hint: Any) -> bool:

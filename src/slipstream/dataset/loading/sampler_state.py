@@ -90,9 +90,7 @@ _KINDS: dict[type, _Kind] = {
         np.random.RandomState.get_state, np.random.RandomState.set_state, np.random.RandomState.seed
     ),
     np.random.Generator: _Kind(lambda generator: generator.bit_generator.state, _set_bits, _seed_bits),
-    torch.Generator: _Kind(
-        torch.Generator.get_state, torch.Generator.set_state, torch.Generator.manual_seed
-    ),
+    torch.Generator: _Kind(torch.Generator.get_state, torch.Generator.set_state, torch.Generator.manual_seed),
 }
 
 
