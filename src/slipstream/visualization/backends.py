@@ -16,7 +16,6 @@ import numpy.typing as npt
 from slipstream.errors import ConfigError
 from slipstream.extras import extra, is_installed
 from slipstream.files import check_name, disk_problem
-from slipstream.logging import print_log
 from slipstream.registry import VISBACKENDS
 from slipstream.visualization.values import as_json, as_text, check_image, scalars_in
 
@@ -145,6 +144,8 @@ class LocalVisBackend(BaseVisBackend):
                 self._files.pop(name).close()
             _drop_partial_line(path)
             if name not in self._reported:
+                from slipstream.logging import print_log  # imports torch
+
                 self._reported.add(name)
                 problem = disk_problem(error, self.save_dir) or str(error)
                 print_log(f"Scalars cannot be written to {path}: {problem}", "current", logging.WARNING)
@@ -160,7 +161,8 @@ class LocalVisBackend(BaseVisBackend):
 def _drop_partial_line(path: Path) -> None:
     """Remove the end of a file after its last newline, which was written before the disk was full."""
     with contextlib.suppress(OSError):
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        if path.is_file():  # not a device
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 @VISBACKENDS.register_module()
