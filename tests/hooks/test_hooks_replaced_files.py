@@ -1,11 +1,15 @@
 """After a roll-back, the best checkpoints are those of the history that counts."""
 
 import math
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from slipstream.hooks import Hook
+from slipstream.hooks.replaced_files import ReplacedFiles
+from slipstream.logging import MessageHub
 from slipstream.runner import Runner
 from tiny_runs import Net, Scripted, assert_same, run, training, validation, weights
 
@@ -124,3 +128,24 @@ def test_replaced_checkpoints_are_removed_with_the_checkpoints_that_name_them(tm
     run(tmp_path, **made | dict(model=Net(), train_cfg=dict(by_epoch=True, max_epochs=8)))
     assert count.most <= 3
     assert len(list(tmp_path.glob("best*"))) == 1
+
+
+def test_folder_of_a_sharded_checkpoint_is_brought_back(tmp_path):
+    hub = MessageHub("x")
+    rollback = SimpleNamespace(oldest=1, faults=(ValueError,))
+    runner = SimpleNamespace(
+        iter=10, message_hub=hub, rollback=rollback, wait_for_checkpoint=lambda: None, logger=None
+    )
+    files = ReplacedFiles("replaced_ckpts/acc", lambda name: True)
+    files.load(runner, tmp_path)
+    folder = tmp_path / "best.sharded"
+    for text in ("one", "two"):  # written to a new folder, as `write_checkpoint` does
+        if folder.exists():
+            files.set_aside(runner, "best.sharded")
+            shutil.rmtree(folder)
+        folder.mkdir()
+        (folder / "shard").write_text(text)
+    hub.drop_saved()  # as for a checkpoint that was written before the replacement
+    files.restore(runner, ["best.sharded"], ["best.sharded"])
+    assert [path.name for path in tmp_path.iterdir()] == ["best.sharded"]
+    assert (folder / "shard").read_text() == "one"
