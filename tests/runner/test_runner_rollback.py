@@ -589,19 +589,6 @@ def test_generator_of_a_sampler_of_the_user_is_restored(tmp_path, make):
     assert "keeps state" not in next((tmp_path / "one").glob("*/*.log")).read_text()
 
 
-def test_generator_of_a_sampler_gives_each_epoch_another_order_and_the_first_one_its_own():
-    data = TensorDataset(torch.arange(40))
-    options = dict(dataset=data, batch_size=40)
-    made = build_dataloader(dict(**options, sampler=OwnState(random.Random(5))), 5, "x", training=True)
-    orders = []
-    for epoch in (0, 1, 2, 0, 1):
-        set_epoch(made, epoch)
-        orders += [batch[0].tolist() for batch in made]
-    assert orders[0] == list(OwnState(random.Random(5)))
-    assert orders[3:] == orders[:2]
-    assert len(set(map(tuple, orders))) == 3
-
-
 def test_other_state_of_a_sampler_is_named_in_a_warning(tmp_path):
     data = dict(batch_size=8, dataset=TensorDataset(*samples()), sampler=OwnState())
     recovering(tmp_path, train_dataloader=data)
