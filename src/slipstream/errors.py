@@ -84,14 +84,15 @@ class LossError(SlipstreamError, TypeError, ValueError):
 
 
 class NonFiniteLossError(SlipstreamError, FloatingPointError):
-    """A loss or a weight became NaN or infinite.
+    """A loss, a weight or a running statistic became NaN or infinite.
 
-    `iteration` is the number of the first step (from 1) with such a value, or None if it is unknown.
+    `iteration` is the number of the first step (from 1) with such a value, or None if it is unknown. If `located` is
+    False, any batch since the last checkpoint can have caused the value.
     """
 
-    def __init__(self, message: str, iteration: int | None = None) -> None:
+    def __init__(self, message: str, iteration: int | None = None, located: bool = True) -> None:
         super().__init__(message)
-        self.iteration = iteration
+        self.iteration, self.located = iteration, located
 
 
 class LossSpikeError(SlipstreamError, FloatingPointError):

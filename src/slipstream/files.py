@@ -1,18 +1,29 @@
-"""Atomic file writes, and checks of file names."""
+"""Atomic file writes, the reason why a file cannot be written, and checks of file names."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from slipstream.errors import ConfigError
 
-__all__ = ["check_name", "remove_temporary_files", "replacing", "sync_folder", "write_text"]
+__all__ = [
+    "check_name",
+    "check_space",
+    "disk_problem",
+    "remove_temporary_files",
+    "replacing",
+    "sync_folder",
+    "write_text",
+]
 
+_PROBED_BLOCKS, _PROBED_BYTES = 16, 2**16
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 
@@ -62,6 +73,29 @@ def write_text(path: Path, text: str, errors: str = "strict") -> None:
     """
     with replacing(path) as temporary:
         temporary.write_bytes(text.encode("utf-8", errors))
+
+
+def check_space(path: Path) -> None:
+    """Raise the OSError of a disk that is full, if no more data can be written to the file `path`.
+
+    The writers of some libraries do not report why they fail. The file must not be used afterwards.
+    """
+    with path.open("ab", buffering=0) as file:
+        for _ in range(_PROBED_BLOCKS):
+            file.write(bytes(_PROBED_BYTES))
+        os.fsync(file.fileno())
+
+
+def disk_problem(error: BaseException, folder: Path) -> str | None:
+    """Return a description with a remedy if `error` says that the disk of `folder` is full, otherwise None."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    free = ""
+    if folder.is_dir():
+        usage = shutil.disk_usage(folder)
+        free = f" ({usage.free / 2**20:.0f} MiB of {usage.total / 2**20:.0f} MiB are free)"
+    what = "the quota is used up" if error.errno == errno.EDQUOT else "the disk is full"
+    return f"{what} in {folder}{free}"
 
 
 def sync_folder(folder: Path) -> None:

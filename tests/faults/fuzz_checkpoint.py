@@ -20,6 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from faults.fuzz_results import summary
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.hooks import EMAHook, Hook
 from slipstream.runner import Runner
@@ -329,7 +330,7 @@ def main():
             if problem is not None:
                 found += 1
                 print(f"--- seed {number}: {path} {change}\n{problem.strip()}", flush=True)
-    print(f"{options.count} inputs, {found} problems")
+    print(summary("fuzz_checkpoint", options.count, found))
     return found > 0
 
 

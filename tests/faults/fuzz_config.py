@@ -30,6 +30,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from faults.fuzz_results import summary
 from faults.mutations import Mutation, every_replacement, mutated, paths
 from slipstream.errors import SlipstreamError
 from slipstream.hooks import Hook
@@ -59,7 +60,10 @@ class Blocks(BaseModel):
         return loss if mode == "loss" else (scores, targets)
 
 
-ABOUT_DATA = "is out of bounds|stack expects each tensor to be equal size|is out of range|index out of bounds"
+ABOUT_DATA = (
+    "is out of bounds|stack expects each tensor to be equal size|is out of range|index out of bounds"
+    r"|expected input.* to have \d+ channels|Kernel size can't be greater than actual input size"
+)
 """Errors of torch about the content of batches, which depend on the data and not on a single key."""
 
 
@@ -411,7 +415,11 @@ def main() -> int:
                         finding.message,
                         flush=True,
                     )
-    return report(found)
+    status = report(found)
+    bad = sum(finding.kind != "accepted" for finding in found)
+    if not args.every:
+        print(summary("fuzz_config", args.count, bad))
+    return status
 
 
 def report(found: list[Finding]) -> int:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from faults.fuzz_results import summary
 from faults.mutations import misspelled
 from slipstream.cli.configure import load_config
 from slipstream.config import Config
@@ -146,7 +147,8 @@ def compose_with_overrides(seed: int) -> Finding | None:
     if recipe not in _KEYS:
         _KEYS[recipe] = [*_dotted(load_config(recipe).cfg.to_dict()), *_SUPERGRADIENTS_KEYS]
     given = [override(_KEYS[recipe], rng) for _ in range(rng.choice([1, 1, 2]))]
-    words = [word for text in given for word in re.split(r"[=.\[\]@+~]", text.partition("=")[0]) if word]
+    keys = [text.partition("=")[0] for text in given]
+    words = [word for key in keys for word in (key, *re.split(r"[=.\[\]@+~]", key)) if word]
     return _tried(lambda: load_config(recipe, given), f"{recipe} {given}", [recipe, *words, *given])
 
 
@@ -214,7 +216,7 @@ def main() -> int:
         print(f"\n{count} x {kind}: {where}")
         for finding in [f for f in found if (f.kind, f.where) == (kind, where)][:3]:
             print(f"    {finding.given!r:.400}\n        {finding.message}")
-    print(f"{len(found)} findings")
+    print(summary("fuzz_files", args.count * len(args.kind or KINDS), len(found)))
     return 1 if found else 0
 
 

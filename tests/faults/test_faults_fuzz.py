@@ -4,9 +4,10 @@ import random
 
 import pytest
 
-from faults import fuzz_config, fuzz_files
+from faults import fuzz_config, fuzz_files, fuzz_results
 from faults.fuzz_config import BASES, inputs, prepare, run, tried
 from faults.mutations import copied, misspelled, mutated
+from slipstream.cli.configure import load_config
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,6 +29,29 @@ def test_errors_for_damaged_files_name_the_file(seed):
 @pytest.mark.parametrize("seed", range(0, 30, 15))
 def test_errors_for_random_overrides_name_the_recipe_or_a_key(seed):
     assert list(filter(None, map(fuzz_files.compose_with_overrides, range(seed, seed + 15)))) == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given"),
+    [
+        ("cityscapes_regseg48", ["=" + "1" * 400]),  # too long for a file name
+        ("street_scenes_pp_lite_t", ["++=["]),
+        ("street_scenes_pp_lite_t", ["+=" + "1" * 400]),
+        ("street_scenes_pp_lite_t", ["@=["]),
+    ],
+)
+def test_overrides_that_the_fuzzer_has_found_are_errors_that_name_them(recipe, given):
+    names = [recipe, given[0].partition("=")[0] or given[0]]
+    assert fuzz_files._tried(lambda: load_config(recipe, given), "", names) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("in_channels", True), ("out_channels", 0), ("kernel_size", False), ("kernel_size", 0)]
+)
+def test_values_of_layers_that_the_fuzzer_has_found_are_errors_that_name_the_key(key, value):
+    cfg = fuzz_config.segmentation()
+    cfg["model"]["network"][key] = value
+    assert tried(cfg, [], "segmentation") is None
 
 
 def test_same_seed_gives_the_same_input():
@@ -67,3 +91,17 @@ def test_foreign_errors_and_errors_without_a_key_are_found(monkeypatch):
     monkeypatch.setattr(fuzz_config, "run", fail(fuzz_config.SlipstreamError("lr: must be positive")))
     assert tried({"lr": 1}, [], "base") is None
     monkeypatch.setattr(fuzz_config, "run", run)
+
+
+def test_results_of_the_fuzzers_are_summed_by_fuzzer(tmp_path):
+    logs = [tmp_path / name for name in ("a", "b", "c")]
+    logs[0].write_text(f"x\n{fuzz_results.summary('fuzz_files', 30, 2)}\n")
+    logs[1].write_text(f"{fuzz_results.summary('fuzz_files', 12, 1)}\n")
+    logs[2].write_text("#9 NEW\nDone 500 runs in 3 second(s)\n")
+    table = fuzz_results.markdown(fuzz_results.read(logs))
+    assert "| `fuzz_files` | damaged files, and overrides | 42 | 3 | none |" in table
+    assert "| 500 | none | none |" in table
+    assert "| all | | 542 | 3 | none | |" in table
+    logs[2].write_text("#9 NEW\n")
+    with pytest.raises(SystemExit, match="not the complete output"):
+        fuzz_results.read(logs)

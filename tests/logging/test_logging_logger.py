@@ -3,6 +3,7 @@ import logging
 import pickle
 import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -156,3 +157,15 @@ def test_print_log_rejects_other_values():
         print_log("x", "nmaed")
     with pytest.raises(ConfigError, match="not int"):
         print_log("x", 3)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="requires /dev/full")
+def test_log_file_on_a_full_disk_is_reported_once(capsys):
+    logger = build_logger("a", "/dev/full")
+    for _ in range(3):
+        logger.info("a line")
+    logger.close()
+    captured = capsys.readouterr()
+    assert captured.out.count("a line") == 3
+    assert captured.out.count("The log file /dev/full cannot be written: the disk is full in /dev") == 1
+    assert "Traceback" not in captured.err

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from slipstream.errors import ConfigError, LossError, ModelError
 from slipstream.optim import GradClip, OptimWrapper
@@ -388,3 +389,29 @@ def test_repr_contains_optimizer_and_options():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     assert repr(OptimWrapper(optimizer, 2)) == "OptimWrapper(SGD, accumulative_counts=2)"
     assert "max_norm=3" in repr(OptimWrapper(optimizer, clip_grad={"max_norm": 3}))
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_step_pre_hook_that_changes_the_strides_of_gradients_does_not_change_fused_steps(everywhere):
+    """A fused kernel reads gradients as flat arrays, in the order of the parameter's elements in memory."""
+
+    def transpose(optimizer, args, kwargs):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = param.grad.t().contiguous().t()
+
+    trained = []
+    for fused in (True, False):
+        weight = nn.Parameter(torch.arange(12.0).reshape(3, 4))
+        wrapper = OptimWrapper(torch.optim.SGD([weight], lr=0.1, fused=fused))
+        register = (
+            register_optimizer_step_pre_hook if everywhere else wrapper.optimizer.register_step_pre_hook
+        )
+        for _ in range(2):
+            hook = register(transpose)  # registered again, after the wrapper's own hook
+            wrapper.update_params((weight * torch.arange(12.0).reshape(3, 4)).sum())
+            hook.remove()
+        wrapper.update_params(weight.sum())
+        trained.append(weight.detach())
+        assert not wrapper.optimizer._optimizer_step_pre_hooks, "a compiled step does not support hooks"
+    torch.testing.assert_close(*trained, rtol=0, atol=0)

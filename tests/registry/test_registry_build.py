@@ -242,12 +242,19 @@ def test_locate_compares_by_identity(tree, path):
     assert locate(target, tree(target)) == path
 
 
+CONV = {"type": "Conv2d", "in_channels": 3, "out_channels": 2, "kernel_size": 1}
+
+
 @pytest.mark.parametrize(
     ("cfg", "path"),
     [
         ({"type": "Dropout", "p": math.nan}, "p: must be finite float"),
         ({"type": "CrossEntropyLoss", "label_smoothing": {"a": 1}}, "label_smoothing: must be finite float"),
         ({"type": "CrossEntropyLoss", "ignore_index": "255"}, "ignore_index: must be int"),
+        (CONV | {"in_channels": True}, "in_channels: must be int, not True"),
+        (CONV | {"out_channels": 0}, "out_channels: must be at least 1, not 0"),
+        (CONV | {"kernel_size": False}, "kernel_size: must be int or tuple"),
+        ({"type": "Dropout", "p": True}, "p: must be finite float, not True"),
     ],
 )
 def test_numbers_of_torch_modules_are_checked(cfg, path):

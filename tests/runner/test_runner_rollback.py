@@ -1,10 +1,12 @@
 """A run with `nan_guard='rollback'` ends as a run that left out the same batches from the start."""
 
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import Sampler, TensorDataset
 
 from slipstream.dataset.loading import samplers
 from slipstream.dataset.loading.loader import build_dataloader, set_epoch
@@ -527,3 +529,90 @@ def test_replaced_file_is_an_earlier_checkpoint_no_more(tmp_path):
     runner = recovering(tmp_path, 3, Breaks(broken=[11]), dict(skip_before=4), default_hooks=hooks)
     assert "latest.pth (iteration 9;" in next(tmp_path.glob("*/*.log")).read_text()
     assert runner.rollback.left_out == {10, 11}
+
+
+def overflowing(index=17):
+    """Return samples of which one makes a running variance infinite; the loss stays finite."""
+    inputs, targets = samples()
+    inputs = inputs.clone()
+    inputs[index] = 1e25
+    return TensorDataset(inputs, targets)
+
+
+def test_infinite_batchnorm_statistics_are_never_saved(tmp_path):
+    """The loss stays finite: it is computed with the statistics of the batch."""
+    with pytest.raises(
+        NonFiniteLossError, match=r"running statistic 'norm\.running_var' is NaN or infinite at iteration 4\."
+    ):
+        run(
+            tmp_path,
+            model=Net(norm=True),
+            train_dataloader=loader(overflowing(), shuffle=False),
+            default_hooks=saving(2),
+        )
+    saved = torch.load(tmp_path / "iter_2.pth")["state_dict"]
+    assert all(value.isfinite().all() for value in saved.values())
+    assert not (tmp_path / "iter_4.pth").exists()
+
+
+def test_all_batches_since_the_checkpoint_are_left_out_if_a_statistic_is_infinite(tmp_path):
+    """The fault is found only when a checkpoint is written, so each of these batches can have caused it."""
+    runner = recovering(
+        tmp_path,
+        2,
+        Net(norm=True),
+        train_cfg=dict(by_epoch=True, max_epochs=1),
+        train_dataloader=loader(overflowing(), shuffle=False),
+    )
+    assert runner.rollback.left_out == {3, 4}
+    assert runner.iter == 5
+    assert all(value.isfinite().all() for value in weights(runner).values())
+
+
+class OwnState(Sampler):
+    """A sampler that draws from a generator of its own, or starts at a position that it stores."""
+
+    def __init__(self, generator=None):
+        self.rng, self.position = generator, 0
+
+    def __iter__(self):
+        if self.rng is None:
+            self.position += 3
+            return iter([(index + self.position) % 40 for index in range(40)])
+        if isinstance(self.rng, torch.Generator):
+            return iter(torch.randperm(40, generator=self.rng).tolist())
+        order = list(range(40))
+        self.rng.shuffle(order)
+        return iter(order)
+
+    def __len__(self):
+        return 40
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: random.Random(5),
+        lambda: np.random.default_rng(5),
+        lambda: np.random.RandomState(5),
+        lambda: torch.Generator().manual_seed(5),
+    ],
+)
+def test_generator_of_a_sampler_of_the_user_is_restored(tmp_path, make):
+    def trained(name, broken, *hooks):
+        torch.manual_seed(0)
+        data = dict(batch_size=8, dataset=TensorDataset(*samples()), sampler=OwnState(make()))
+        return recovering(
+            tmp_path / name, 5, Breaks(broken=broken), train_dataloader=data, custom_hooks=list(hooks)
+        )
+
+    one, other = trained("one", [12]), trained("other", [], LeaveOut(11, 12))
+    assert_same(weights(one), weights(other))
+    assert "keeps state" not in next((tmp_path / "one").glob("*/*.log")).read_text()
+
+
+def test_other_state_of_a_sampler_is_named_in_a_warning(tmp_path):
+    data = dict(batch_size=8, dataset=TensorDataset(*samples()), sampler=OwnState())
+    recovering(tmp_path, train_dataloader=data)
+    log = next(tmp_path.glob("*/*.log")).read_text()
+    assert log.count("sampler keeps state that cannot be restored (OwnState.position)") == 1

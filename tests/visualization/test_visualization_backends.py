@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from slipstream.errors import ConfigError, DataError
 from slipstream.visualization import BaseVisBackend, LocalVisBackend, TensorboardVisBackend
+from slipstream.visualization.backends import _drop_partial_line
 
 
 class FakeConfig:
@@ -37,6 +39,25 @@ def test_local_scalars_are_json_lines_readable_during_the_run(tmp_path):
         {"step": 2, "val/mIoU": 0.25},
     ]
     backend.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="requires /dev/full")
+def test_full_disk_is_reported_once_and_does_not_end_the_run(tmp_path, capsys):
+    (tmp_path / "scalars.json").symlink_to("/dev/full")
+    backend = LocalVisBackend(tmp_path)
+    for step in range(3):
+        backend.add_scalar("loss", 0.5, step)
+    backend.close()
+    lines = [line for line in capsys.readouterr().err.splitlines() if "Scalars cannot be written to" in line]
+    assert len(lines) == 1
+    assert f"{tmp_path / 'scalars.json'}: the disk is full in {tmp_path}" in lines[0]
+
+
+def test_incomplete_last_line_is_removed(tmp_path):
+    path = tmp_path / "scalars.json"
+    path.write_text('{"step": 1}\n{"st')
+    _drop_partial_line(path)
+    assert json_lines(path) == [{"step": 1}]
 
 
 def test_values_without_json_equivalent_become_null_lists_or_text(tmp_path):

@@ -20,7 +20,7 @@ from torch import Tensor
 from slipstream.checkpoint.integrity import check_size, verified
 from slipstream.dist.sharding import is_sharded
 from slipstream.errors import CheckpointError, did_you_mean
-from slipstream.files import replacing, write_text
+from slipstream.files import check_space, replacing, write_text
 from slipstream.redaction import Reference
 
 __all__ = [
@@ -48,7 +48,11 @@ def save_checkpoint(checkpoint: Mapping[str, Any], path: str | Path, warn: Calla
     path.parent.mkdir(parents=True, exist_ok=True)
     content = plain(checkpoint, warn)
     with replacing(path) as temporary:
-        torch.save(content, temporary)
+        try:
+            torch.save(content, temporary)
+        except RuntimeError:  # torch's writer does not report why it fails
+            check_space(temporary)
+            raise
 
 
 def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str, Any]:

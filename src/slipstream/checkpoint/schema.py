@@ -222,6 +222,7 @@ _INFOS: Mapping[str, Rule] = {
     "best_ckpt/": _optional(_file),
     "kept_ckpts/": _each(_file),
     "surplus_ckpts/": _each(_file),
+    "replaced_ckpts/": _each(_tuple(_file, _count, _file)),
     "average_best": _each(_tuple(_not_nan, _file)),
     "early_stopping/": _tuple(_not_nan, _count),
 }

@@ -25,7 +25,7 @@ from slipstream.checkpoint.integrity import verify
 from slipstream.dist import all_gather_object, broadcast_object_list, is_main_process
 from slipstream.dist.sharding import is_sharded, placements_on, whole
 from slipstream.errors import CheckpointError
-from slipstream.files import sync_folder
+from slipstream.files import disk_problem, sync_folder
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
@@ -274,7 +274,7 @@ def _write_folder(
     except CheckpointException as error:  # raised on every rank if one of them failed
         if is_main_process():
             shutil.rmtree(temporary, ignore_errors=True)  # free the space, because the disk may be full
-        raise CheckpointError(f"{folder} cannot be written: {_reason(error)}") from error
+        raise CheckpointError(f"{folder} cannot be written: {_reason(error, folder.parent)}") from error
     _on_main(commit, folder, group)
 
 
@@ -286,7 +286,7 @@ def _on_main(action: Callable[[], None], path: Path, group: dist.ProcessGroup | 
             action()
         except Exception as error:
             failure = error
-    problem = [failure and repr(failure)]
+    problem = [failure and _described(failure, path.parent)]
     broadcast_object_list(problem, group=group)
     if problem[0] is not None:
         raise CheckpointError(f"{path} cannot be written: {problem[0]}") from failure
@@ -306,9 +306,17 @@ def _index(metadata: Metadata, places: Mapping[Any, Any], paths: dict[str, list[
     return index
 
 
-def _reason(error: CheckpointException) -> str:
+def _reason(error: CheckpointException, folder: Path) -> str:
     """Return the errors of the failed ranks, without their tracebacks."""
-    return "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in error.failures.items())
+    return "; ".join(
+        f"rank {rank}: {_described(failure[0], folder)}" for rank, failure in error.failures.items()
+    )
+
+
+def _described(error: BaseException, folder: Path) -> str:
+    if (problem := disk_problem(error, folder)) is None:
+        return repr(error)
+    return f"{problem}. Earlier checkpoints are kept. Free space, and continue with resume=True"
 
 
 # ---- reading --------------------------------------------------------------------------------------------
@@ -331,7 +339,7 @@ def _read(folder: Path, index: Mapping[str, Any], tensors: dict[str, Tensor]) ->
         try:  # no_dist: each process independently reads the shards it requires
             load(tensors, storage_reader=_reader(folder, _metadata(index)), no_dist=True)
         except CheckpointException as error:  # derives from BaseException, not from Exception
-            raise ValueError(_reason(error)) from error
+            raise ValueError(_reason(error, folder)) from error
 
 
 def _metadata(index: Mapping[str, Any]) -> Metadata:

@@ -89,8 +89,9 @@ def _load(name: str, overrides: Sequence[str], config_dir: str | None, trust: bo
 
     cfg = Config.fromfile(path, trust=trust)
     known = [name for name in inspect.signature(Runner).parameters if name != "cfg"]
-    # Hydra marks a new key with a leading +.
-    cfg.override([word.lstrip("+") for word in overrides], known=[*known, *CFG_OPTIONS, *_OPEN])
+    # Hydra marks a new key with a leading +. A word without a key is passed on as it is, for the error.
+    words = [word if (stripped := word.lstrip("+")).startswith("=") else stripped for word in overrides]
+    cfg.override(words, known=[*known, *CFG_OPTIONS, *_OPEN])
     return Configured(cfg, gpus=1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,6 @@ from torch import Tensor
 from slipstream.checkpoint import (
     check_tensors,
     load_checkpoint,
-    remove_checkpoint,
     weights_in,
     write_checkpoint,
 )
@@ -23,6 +23,7 @@ from slipstream.errors import CheckpointError
 from slipstream.files import check_name
 from slipstream.hooks.ema import validation_weights
 from slipstream.hooks.hook import Hook
+from slipstream.hooks.replaced_files import ReplacedFiles
 from slipstream.hooks.schedule import better, pick
 from slipstream.registry import HOOKS
 from slipstream.typecheck import PositiveInt, check
@@ -67,10 +68,19 @@ class AverageBestHook(Hook):
         check_name(filename, "filename")
         self.metric, self.count, self.filename = metric, count, filename
         self.greater = better(metric, rule) == "greater"
+        self._replaced = ReplacedFiles(
+            f"replaced_ckpts/{FOLDER}", lambda name: re.fullmatch(r"(epoch|iter)_\d+\.pth", name) is not None
+        )
 
     def before_train(self, runner: Runner) -> None:
         """Restore the list of best epochs of a resumed run."""
         self._folder = Path(runner.work_dir) / FOLDER
+        self._restore(runner)
+        resumed = runner.checkpoints.resumed_from and runner.checkpoints.resumed_from.parent.resolve()
+        own = resumed in (None, Path(runner.work_dir).resolve())
+        self._replaced.load(runner, self._folder, own)
+
+    def _restore(self, runner: Runner) -> None:
         kept = [
             (value, name)
             for value, name in runner.message_hub.get_info(FOLDER, [])
@@ -88,8 +98,11 @@ class AverageBestHook(Hook):
                 )
 
     def after_rollback(self, runner: Runner) -> None:
-        """Restore the list of best epochs of the checkpoint."""
-        self.before_train(runner)
+        """Restore the list of best epochs of the checkpoint, and remove those of the abandoned steps."""
+        abandoned = [name for _, name in self._best]
+        current = [name for _, name in runner.message_hub.get_info(FOLDER, [])]
+        self._replaced.restore(runner, abandoned, current)
+        self._restore(runner)
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
         """Save the weights if this epoch is among the best."""
@@ -111,11 +124,13 @@ class AverageBestHook(Hook):
             write_checkpoint(content, self._folder / entry[1], runner.logger.warning, consolidate=True)
         self._best = ranked[: self.count]
         runner.message_hub.update_info(FOLDER, [list(kept) for kept in self._best])
-        for _, name in ranked[self.count :] if is_main_process() else ():
-            remove_checkpoint(self._folder, name)
+        for _, name in ranked[self.count :]:
+            self._replaced.add(runner, name)
+        self._replaced.remove_unused(runner)
 
     def after_train(self, runner: Runner) -> None:
         """Save and validate the average, and log its metrics under `average_model/`."""
+        self._replaced.remove_all()
         if not self._best:
             runner.logger.warning(
                 f"AverageBestHook: no epoch was saved because no validation run returned a finite '{self.metric}'; "

@@ -15,6 +15,7 @@ from slipstream.dist.sharding import mesh_of
 from slipstream.errors import ConfigError
 from slipstream.files import check_name
 from slipstream.hooks.hook import Hook
+from slipstream.hooks.replaced_files import ASIDE, ReplacedFiles
 from slipstream.hooks.schedule import better, pick
 from slipstream.registry import HOOKS
 from slipstream.typecheck import matches
@@ -94,6 +95,7 @@ class CheckpointHook(Hook):
             "consolidate": consolidate,
             "background": async_save,
         }
+        self._replaced = ReplacedFiles(f"replaced_ckpts/{','.join(self.monitors)}", self._is_best)
         for monitor in self.monitors:
             if monitor != "auto":
                 better(monitor, rule)
@@ -151,14 +153,23 @@ class CheckpointHook(Hook):
         self._check_other_hooks(runner)
         resumed = runner.checkpoints.resumed_from and runner.checkpoints.resumed_from.parent.resolve()
         # A checkpoint in another folder names the files of another run.
-        self._saved_best: set[str] = set()
+        self._saved_best: dict[str, str] = {}
         self._owns_files = resumed in (None, self._folder.resolve(), Path(runner.work_dir).resolve())
         self._restore_kept(runner)
         self._remove_surplus(runner)
+        self._replaced.load(runner, self._folder, self._owns_files)
 
     def after_rollback(self, runner: Runner) -> None:
-        """Restore the list of kept checkpoints of the checkpoint."""
+        """Restore the list of kept checkpoints, and the best checkpoints, of the checkpoint."""
         self._restore_kept(runner)
+        saved = self._saved_best
+        best = {key: runner.message_hub.get_info(f"best_ckpt/{key}") for key in saved}
+        self._replaced.restore(runner, saved.values(), filter(None, best.values()))
+        self._saved_best = {key: name for key, name in best.items() if name is not None}
+
+    def after_train(self, runner: Runner) -> None:
+        """Remove the best checkpoints that better ones have replaced."""
+        self._replaced.remove_all()
 
     def _restore_kept(self, runner: Runner) -> None:
         self._kept: list[str] = self._names_in(runner, self._kept_key)
@@ -264,7 +275,7 @@ class CheckpointHook(Hook):
             runner,
             name,
             f"Saved checkpoint {name}",
-            surplus,
+            [*surplus, *self._replaced.unused(runner)],
             by_epoch=self.by_epoch,
             mark_last=self.is_complete,
         )
@@ -316,12 +327,34 @@ class CheckpointHook(Hook):
         hub.update_info(f"best_ckpt/{key}", name)
         # The name of the previous one comes from the checkpoint, so it may name a file that this hook did not write.
         own = key in self._saved_best or self._owns_files
-        surplus = [previous] if own and previous and previous != name and previous.startswith(prefix) else []
-        self._saved_best.add(key)
+        surplus = (
+            self._replace(runner, previous, name) if own and previous and self._is_best(previous) else []
+        )
+        self._saved_best[key] = name
         message = f"Saved the best checkpoint ({key} {value:.4f}) to {name}"
         # by_epoch=None, because the epoch (or step) is already counted.
         self._save(runner, name, message, surplus, by_epoch=None)
         return True
+
+    def _replace(self, runner: Runner, previous: str, name: str) -> list[str]:
+        """Return the checkpoints to remove when `name`, which replaces `previous`, is complete."""
+        if not runner.rollback.faults:
+            return [previous] if previous != name else []
+        runner.wait_for_checkpoint()
+        if previous == name:
+            self._replaced.set_aside(runner, name)
+        else:
+            self._replaced.add(runner, previous)
+        return self._replaced.unused(runner)
+
+    def _is_best(self, name: str) -> bool:
+        """Return whether a best checkpoint of this hook can have this name."""
+        keys = [".+" if key == "auto" else re.escape(key.replace("/", "_")) for key in self.monitors]
+        stems = [rf"best_{key}_(epoch|iter)_\d+" for key in keys]
+        if self.best_filename is not None:
+            stems.append(re.escape(Path(self.best_filename).with_suffix("").as_posix()))
+        stem = Path(name).with_suffix("").as_posix()
+        return re.fullmatch(rf"({'|'.join(stems)})({ASIDE}\d+)?", stem) is not None
 
     def _rule(self, key: str) -> str:
         try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -11,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
+from slipstream.files import disk_problem
 from slipstream.redaction import Redactor
 
 if TYPE_CHECKING:
@@ -110,6 +113,28 @@ class _ConsoleHandler(logging.Handler):
         self.console.print(text, soft_wrap=True)
 
 
+class _FileHandler(logging.FileHandler):
+    """Write records to the log file. A file that cannot be written is reported once and does not end the run."""
+
+    def __init__(self, path: str | Path, console: Console) -> None:
+        super().__init__(path, encoding="utf-8")
+        self.setFormatter(logging.Formatter(_FORMAT, _DATE_FORMAT))
+        self._console, self._reported = console, False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._reported:
+            self._reported = True
+            problem = disk_problem(error, Path(self.baseFilename).parent) or str(error)
+            self._console.file.write(f"The log file {self.baseFilename} cannot be written: {problem}\n")
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # reported by `handleError`
+            super().close()
+
+
 def build_logger(
     name: str,
     log_file: str | Path | None = None,
@@ -134,9 +159,7 @@ def build_logger(
     logger.addFilter(redactor or Redactor())
     if log_file is not None:
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)
-        file_handler = logging.FileHandler(log_file, encoding="utf-8")
-        file_handler.setFormatter(logging.Formatter(_FORMAT, _DATE_FORMAT))
-        logger.addHandler(file_handler)
+        logger.addHandler(_FileHandler(log_file, logger.console))
     return logger
 
 

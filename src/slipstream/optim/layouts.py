@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils.hooks import RemovableHandle
 
 from slipstream.dist.sharding import is_sharded
 
@@ -34,7 +36,8 @@ class FusedLayouts:
     """Converts gradients and states to the strides of their parameters before each step with fused kernels.
 
     Autograd creates gradients with these strides, and the optimizer its states. The strides change if code sets
-    `p.grad`, loads states, or changes the memory format of the model between two steps.
+    `p.grad`, loads states, or changes the memory format of the model between two steps. A step pre-hook can also set
+    `p.grad`. Therefore, if the optimizer has such hooks, the gradients are converted again after the last of them.
 
     Args:
         optimizer: the optimizer.
@@ -44,12 +47,32 @@ class FusedLayouts:
         self._optimizer = optimizer
         self._strides: list[tuple[int, ...]] = []
         self._states: Any = None
+        self._last: RemovableHandle | None = None
 
     def __call__(self) -> None:
         """Convert gradients and states whose strides differ."""
         groups = [group for group in self._optimizer.param_groups if group.get("fused")]
-        if not groups:
+        self._register_after_others(bool(groups))
+        if groups:
+            self._convert(groups)
+
+    def _register_after_others(self, fused: bool) -> None:
+        """Make `_after_hooks` the last pre-hook of the step, or remove it if there are no other pre-hooks."""
+        hooks = getattr(self._optimizer, "_optimizer_step_pre_hooks", {})
+        own = None if self._last is None else self._last.id
+        others = bool(_global_optimizer_pre_hooks) or any(number != own for number in hooks)
+        if fused and others and own is not None and own == next(reversed(hooks), None):
             return
+        if self._last is not None:
+            self._last.remove()
+            self._last = None
+        if fused and others:
+            self._last = self._optimizer.register_step_pre_hook(self._after_hooks)
+
+    def _after_hooks(self, *_: Any) -> None:
+        self._convert([group for group in self._optimizer.param_groups if group.get("fused")])
+
+    def _convert(self, groups: list[dict[str, Any]]) -> None:
         params = [param for group in groups for param in group["params"]]
         strides = list(map(Tensor.stride, params))
         # `Optimizer.load_state_dict` replaces the dict of states.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -63,7 +64,8 @@ def _option_files(folders: Iterable[Path], group: str, option: str) -> list[tupl
         return [(file, group) for folder in folders for file in sorted((folder / group).glob("*.yaml"))]
     inner = "/".join(filter(None, [group, option.rpartition("/")[0]]))
     files = [folder / group / f"{option.removesuffix('.yaml')}.yaml" for folder in folders if option]
-    return [(file, inner) for file in files if file.is_file()]
+    # `Path.is_file` raises an error for names that are too long for the file system.
+    return [(file, inner) for file in files if os.path.isfile(file)]  # noqa: PTH113
 
 
 def check_search_path(entries: Iterable[str], path: Path) -> None:

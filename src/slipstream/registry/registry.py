@@ -381,13 +381,25 @@ def _check_types(target: Any, arguments: Mapping[str, Any]) -> None:
         return
     for key, value in arguments.items():
         hint = _hint(target, key)
-        fits = matches(value, hint) if module.startswith("slipstream.") else _is_like_number(value, hint)
-        if not fits:
+        own = module.startswith("slipstream.")
+        if not (matches(value, hint) if own else _is_like_number(value, hint)):
             raise BuildError(f"must be {describe(hint)}, not {shown(value)}", key)
+        if not own and key in _SIZES and isinstance(value, int) and value < 1:
+            raise BuildError(f"must be at least 1, not {value}", key)
+
+
+_SIZES = ("in_channels", "out_channels", "kernel_size", "stride", "dilation", "groups")
+"""Parameters of torch.nn's convolutions and pooling layers that torch checks late or not at all."""
 
 
 def _is_like_number(value: Any, hint: Any) -> bool:
-    """Return whether `value` can be used as a number other than NaN, or the annotation is not a number."""
+    """Return whether `value` can be used as a number other than NaN, or the annotation is not a number.
+
+    torch.nn uses a bool as 0 or 1, also in place of an int in a size (`int | tuple[int, int]`).
+    """
+    accepted = typing.get_args(hint) or (hint,)
+    if isinstance(value, bool) and bool not in accepted:
+        return not {int, float} & set(accepted)
     if hint not in (int, float, int | None, float | None):
         return True
     number = hasattr(value, "__float__") or hasattr(value, "__index__")

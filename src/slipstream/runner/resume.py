@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from slipstream.checkpoint import (
     META,
@@ -260,20 +261,26 @@ def _pending_gradients(model: nn.Module) -> dict[str, Any]:
 
 
 def check_weights(model: nn.Module, iteration: int) -> None:
-    """Check that all weights are finite. A non-finite weight affects the loss only one step later.
+    """Check that all weights, and the running statistics of BatchNorm layers, are finite.
+
+    A non-finite weight affects the loss only one step later. Non-finite running statistics do not affect the training
+    loss, but they affect validation, and they remain NaN or infinite in all later steps.
 
     Args:
         model: the model, unwrapped.
         iteration: number of finished steps.
 
     Raises:
-        NonFiniteLossError: a weight is NaN or infinite.
+        NonFiniteLossError: a weight or a running statistic is NaN or infinite.
     """
-    named = [(n, p.detach()) for n, p in model.named_parameters() if p.requires_grad]
+    named = [
+        *((f"weight '{name}'", p.detach()) for name, p in model.named_parameters() if p.requires_grad),
+        *((f"running statistic '{name}'", buffer) for name, buffer in _running_statistics(model)),
+    ]
     if not named:
         return
-    flags = torch.stack([local(p).isfinite().all() for _, p in named])
-    if any(is_sharded(p) for _, p in named):  # all ranks must reach the same result
+    flags = torch.stack([local(tensor).isfinite().all() for _, tensor in named])
+    if any(is_sharded(tensor) for _, tensor in named):  # all ranks must reach the same result
         whole_flags = flags.float()
         all_reduce(whole_flags, "min")
         flags = whole_flags > 0
@@ -281,8 +288,18 @@ def check_weights(model: nn.Module, iteration: int) -> None:
     if not all(finite):
         name = named[finite.index(False)][0]
         raise NonFiniteLossError(
-            f"the weight '{name}' is NaN or infinite at iteration {iteration}. No checkpoint is written; "
-            "earlier checkpoints are kept. Lower the learning rate, add a warm-up, or clip the gradients "
+            f"the {name} is NaN or infinite at iteration {iteration}. No checkpoint is written; earlier checkpoints "
+            "are kept. Lower the learning rate, add a warm-up, or clip the gradients "
             "(clip_grad=dict(max_norm=1.0))",
             iteration,
+            located=not name.startswith("running"),
         )
+
+
+def _running_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the running statistics of BatchNorm and InstanceNorm layers, with their names."""
+    for prefix, module in model.named_modules():
+        for name in ("running_mean", "running_var"):
+            statistic = getattr(module, name, None) if isinstance(module, _NormBase) else None
+            if statistic is not None:
+                yield f"{prefix}.{name}".lstrip("."), statistic

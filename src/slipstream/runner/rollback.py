@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from slipstream.checkpoint import mark_last_checkpoint
 from slipstream.dataset.loading.order import Drawn, batch_indices
+from slipstream.dataset.loading.samplers import EpochBatchSampler
 from slipstream.dist import all_gather_object, broadcast_object_list, get_world_size, is_main_process
 from slipstream.errors import CheckpointError, LossSpikeError, NonFiniteLossError
 from slipstream.model import unwrap_model
@@ -120,6 +121,13 @@ class Rollback:
         """The classes of the errors to recover from."""
         return tuple(self._policies)
 
+    @property
+    def oldest(self) -> int | None:
+        """The iteration of the earliest checkpoint to which the run can go back, or None if there is none."""
+        if not self._policies:
+            return None
+        return min((iteration for iteration, path in self._saved if path.exists()), default=None)
+
     def begin(self) -> None:
         """Copy the buffers that checkpoints do not contain, which a resumed run initializes again."""
         if not self._policies:
@@ -137,12 +145,12 @@ class Rollback:
         """Return the earliest error of any rank on all ranks. Every rank must call this."""
         if get_world_size() == 1:
             return error
-        own = None if error is None else (error.iteration or 0, str(error))
+        own = None if error is None else (error.iteration or 0, str(error), error.located)
         found = [(*other, rank) for rank, other in enumerate(all_gather_object(own)) if other is not None]
         if not found:
             return None
-        iteration, text, rank = min(found, key=lambda entry: (entry[0], entry[2]))
-        return NonFiniteLossError(f"on rank {rank}: {text}", iteration)
+        iteration, text, located, rank = min(found, key=lambda entry: (entry[0], entry[3]))
+        return NonFiniteLossError(f"on rank {rank}: {text}", iteration, located)
 
     # ---- recover -----------------------------------------------------------------------------------------
 
@@ -173,16 +181,27 @@ class Rollback:
                 f"{error.iteration} exists; save checkpoints more often (default_hooks.checkpoint.interval)",
             )
             raise error
-        first = max(first, target[0] + 1)
+        located = isinstance(error, LossSpikeError) or error.located
+        first = max(first, target[0] + 1) if located else target[0] + 1
         ranges, count = [*self._ranges, (first, last)], self._count + 1
         runner.logger.warning(
             f"{error}. Rolling back to {target[1]} (iteration {target[0]}; roll-back {count} of at most "
             f"{policy.max_rollbacks}). Training continues without {_named(first, last)}"
         )
         self._log_samples(first, last)
+        self._warn_of_samplers()
         self._restore(target[1], target[2])
         self._set(ranges, count)
         runner.call_hook("after_rollback")
+
+    def _warn_of_samplers(self) -> None:
+        batches = self._runner.train_dataloader.batch_sampler
+        changed = batches.changed_state() if isinstance(batches, EpochBatchSampler) else []
+        if changed:
+            self._runner.logger.warning(
+                f"The training loader's sampler keeps state that cannot be restored ({', '.join(changed)}), so the "
+                "order of the repeated batches can differ; compute the order from set_epoch(epoch)"
+            )
 
     def _range(self, error: Fault, skip_before: int) -> tuple[int, int, bool]:
         """Return the first and the last step to leave out, and whether the fault follows steps that are left out.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +15,7 @@ import numpy.typing as npt
 
 from slipstream.errors import ConfigError
 from slipstream.extras import extra, is_installed
-from slipstream.files import check_name
+from slipstream.files import check_name, disk_problem
 from slipstream.registry import VISBACKENDS
 from slipstream.visualization.values import as_json, as_text, check_image, scalars_in
 
@@ -96,6 +99,7 @@ class LocalVisBackend(BaseVisBackend):
         self.config_save_file = self.save_dir / _with_suffix(config_save_file, ".py", "config_save_file")
         self.scalar_save_file = _with_suffix(scalar_save_file, ".json", "scalar_save_file")
         self._files: dict[str, TextIO] = {}
+        self._reported: set[str] = set()
 
     def add_config(self, config: Any) -> None:
         """Write the configuration as Python text."""
@@ -111,9 +115,9 @@ class LocalVisBackend(BaseVisBackend):
     ) -> None:
         """Append a JSON line with the values and `step` to the scalars file and, if set, `save_dir/file_path`."""
         line = as_json({"step": step, **scalar_dict}) + "\n"
-        self._file(self.scalar_save_file).write(line)
+        self._append(self.scalar_save_file, line)
         if file_path is not None:
-            self._file(_with_suffix(file_path, ".json", "file_path")).write(line)
+            self._append(_with_suffix(file_path, ".json", "file_path"), line)
 
     def add_image(self, name: str, image: npt.NDArray[np.uint8], step: int = 0) -> None:
         """Write `<img_save_dir>/<name>_<step>.png`."""
@@ -130,12 +134,35 @@ class LocalVisBackend(BaseVisBackend):
             file.close()
         self._files.clear()
 
+    def _append(self, name: str, line: str) -> None:
+        """Append a line. A file that cannot be written is reported once and does not end the run."""
+        try:
+            self._file(name).write(line)
+        except OSError as error:
+            path = self.save_dir / name
+            with contextlib.suppress(OSError):
+                self._files.pop(name).close()
+            _drop_partial_line(path)
+            if name not in self._reported:
+                from slipstream.logging import print_log  # imports torch
+
+                self._reported.add(name)
+                problem = disk_problem(error, self.save_dir) or str(error)
+                print_log(f"Scalars cannot be written to {path}: {problem}", "current", logging.WARNING)
+
     def _file(self, name: str) -> TextIO:
         if name not in self._files:
             self.save_dir.mkdir(parents=True, exist_ok=True)
             # Line buffering keeps the file complete up to the last line, even if the run is killed.
             self._files[name] = (self.save_dir / name).open("a", buffering=1, encoding="utf-8")
         return self._files[name]
+
+
+def _drop_partial_line(path: Path) -> None:
+    """Remove the end of a file after its last newline, which was written before the disk was full."""
+    with contextlib.suppress(OSError):
+        if path.is_file():  # not a device
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 @VISBACKENDS.register_module()

@@ -1,11 +1,12 @@
 import itertools
+import random
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
 from slipstream.dataset.loading import samplers
 from slipstream.dataset.loading.samplers import DefaultSampler, EpochBatchSampler, InfiniteSampler
@@ -185,3 +186,29 @@ def test_non_integer_keys_are_kept_and_tensors_become_indices():
     first, second = list(sampler)
     assert first == ["a", ("b", 1)]
     assert (second[0], second[0].seed) == (3, 0)
+
+
+class Shuffled(Sampler):
+    """A sampler with a generator of its own."""
+
+    def __init__(self):
+        self.rng = random.Random(5)
+
+    def __iter__(self):
+        order = list(range(40))
+        self.rng.shuffle(order)
+        return iter(order)
+
+    def __len__(self):
+        return 40
+
+
+def test_sampler_with_its_own_generator_starts_each_epoch_with_the_same_state():
+    made = EpochBatchSampler(BatchSampler(Shuffled(), 40, False), 7, 40)
+    orders = []
+    for epoch in (0, 1, 2, 0, 1):
+        made.set_epoch(epoch)
+        orders += list(made)
+    assert orders[0] == list(Shuffled())
+    assert orders[3:] == orders[:2]
+    assert len(set(map(tuple, orders))) == 3

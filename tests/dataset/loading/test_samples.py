@@ -10,6 +10,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, Te
 
 from slipstream.dataset import ClassBalancedDataset, ImageMaskFolder, RepeatDataset
 from slipstream.dataset.loading.loader import build_dataloader, set_epoch
+from slipstream.dataset.loading.order import batch_indices
 from slipstream.dataset.loading.sample_index import SampleIndex
 from slipstream.dataset.loading.samples import describe_sample, skipped_samples
 from slipstream.dataset.loading.waiting import stop_workers
@@ -168,6 +169,27 @@ def test_replacement_depends_only_on_seed_epoch_and_index():
     for loader in (one, two):
         assert skipped_samples(loader.dataset) == "3 of 20 samples: 3, 4, 11", "counted across processes"
     end_workers(two)
+
+
+class FailsInFirstEpoch(Samples):
+    def __getitem__(self, index):
+        if index.epoch > 0 and index != 11:
+            return int(index), 0.0
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("sampler", ["DefaultSampler", "InfiniteSampler"])
+def test_batch_indices_name_the_samples_that_were_used_instead_of_failing_ones(workers, sampler):
+    options = dict(sampler=dict(type=sampler, shuffle=True), num_batch_per_epoch=7)
+    loader = build(FailsInFirstEpoch([3, 4, 11]), skip_errors=3, num_workers=workers, **options)
+    replaced = 0
+    for epoch in (0, 1):
+        batches = [[index for index, _ in batch] for batch in content(loader, epoch)]
+        assert [batch_indices(loader, epoch, number) for number in range(len(batches))] == batches
+        drawn = build(Samples(), **options)
+        replaced += sum(batch_indices(drawn, epoch, number) != batch for number, batch in enumerate(batches))
+    assert replaced
 
 
 @pytest.mark.parametrize("workers", [0, 1])

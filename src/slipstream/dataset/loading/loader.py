@@ -351,7 +351,8 @@ def _loader(
             options["pin_memory"] = False  # only CPU memory can be pinned
         dataset, options["collate_fn"] = TensorBatches(dataset), _identity
     elif skip_errors or collate is not default_collate or not getattr(dataset, "draws_nothing_global", False):
-        dataset, options["collate_fn"] = SeededDataset(dataset, collate, skip_errors), _identity
+        dataset = SeededDataset(dataset, collate, skip_errors, options.get("num_workers", 0))
+        options["collate_fn"] = _identity
     options = with_workers(options, dataset, batches, name)
     return RunLoader(dataset, batch_sampler=batches, **_defaults(options, seed))
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from slipstream.dataset.loading.samplers import EpochBatchSampler, InfiniteSampler, uses_own_generator
+from slipstream.dataset.loading.samples import SeededDataset
 
 __all__ = ["Drawn", "batch_indices"]
 
@@ -19,6 +20,8 @@ def batch_indices(
     loader: DataLoader[Any], epoch: int, number: int, drawn: Drawn | None = None
 ) -> list[int] | None:
     """Return the indices of this rank's samples in a batch, or None if the order cannot be computed again.
+
+    If `skip_errors` has replaced a sample of the batch, its replacement is returned.
 
     The order is a function of (seed, epoch, index) for `DefaultSampler`, `InfiniteSampler` and the samplers of torch in
     a `BatchSampler`. Other samplers and iterable datasets may depend on state that a second iteration would change.
@@ -32,6 +35,16 @@ def batch_indices(
     batches = loader.batch_sampler
     if not isinstance(batches, EpochBatchSampler) or not uses_own_generator(batches):
         return None
+    found = _drawn(batches, epoch, number, drawn or Drawn())
+    if found is not None and isinstance(loader.dataset, SeededDataset):
+        # An endless sampler makes several passes over the dataset, which count as epochs.
+        passes = number * batches.batch_sampler.batch_size // batches.samples
+        return loader.dataset.used(epoch + passes, found)
+    return found
+
+
+def _drawn(batches: EpochBatchSampler, epoch: int, number: int, drawn: Drawn) -> list[int] | None:
+    """Return the indices that the sampler draws for a batch."""
     inner, sampler = batches.batch_sampler, batches.sampler
     if isinstance(sampler, InfiniteSampler):
         first = number * inner.batch_size
@@ -50,7 +63,7 @@ def batch_indices(
         limit=batches.limit,
     )
     again.set_epoch(epoch)
-    return (drawn or Drawn()).batch(again, number)
+    return drawn.batch(again, number)
 
 
 class Drawn:

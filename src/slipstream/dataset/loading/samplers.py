@@ -20,6 +20,7 @@ from torch.utils.data import (
 
 from slipstream.dataset.loading.generators import isolate_random_state
 from slipstream.dataset.loading.sample_index import SampleIndex
+from slipstream.dataset.loading.sampler_state import SamplerState
 from slipstream.dist import get_dist_info
 from slipstream.errors import DataError
 from slipstream.registry import DATA_SAMPLERS
@@ -127,7 +128,8 @@ class EpochBatchSampler(Sampler[list[int]]):
 
     If an iteration starts in the middle of an epoch, the skipped indices are drawn, but their samples are not loaded.
     The `generator` of a sampler is seeded from the seed and the epoch. If a sampler draws from the global generators,
-    they are seeded in the same way and restored afterwards.
+    they are seeded in the same way and restored afterwards. Other generators of a sampler are set for each epoch (see
+    `SamplerState`).
 
     Args:
         batch_sampler: iterable of lists of indices.
@@ -146,6 +148,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         self.samples = max(samples, 1)
         self.stamp = stamp
         self.limit = limit
+        self._state = SamplerState([self.sampler, batch_sampler])
         self.epoch = 0
         self.start = 0
         self.used = 0
@@ -156,6 +159,10 @@ class EpochBatchSampler(Sampler[list[int]]):
         for sampler in (self.sampler, self.batch_sampler):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
+
+    def changed_state(self) -> list[str]:
+        """Return the names of the sampler's attributes that an iteration has changed and that cannot be restored."""
+        return [] if uses_own_generator(self) else self._state.changed()
 
     @property
     def endless(self) -> bool:
@@ -183,6 +190,7 @@ class EpochBatchSampler(Sampler[list[int]]):
                 generator.manual_seed(self.seed + self.epoch)
         if uses_own_generator(self):
             return iter(self.batch_sampler)
+        self._state.set_epoch(self.epoch)
         return isolate_random_state(self.batch_sampler, (self.seed, self.epoch))
 
     def _stamped(self, index: Any, epoch: int) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from slipstream.dataset.loading.generators import IsolatedGenerators, hash_numbers, seed_generators
+from slipstream.dataset.loading.replacements import Replacements
 from slipstream.dataset.loading.sample_index import SampleIndex
 from slipstream.dataset.transforms.device_transforms import check_same_params
 from slipstream.errors import DataError
@@ -42,14 +43,18 @@ class SeededDataset(Dataset[Any]):
         collate: function that returns the batch for a list of samples.
         skip_errors: maximum number of different samples that may raise an error in this process and its workers.
             A failing sample is replaced by a different one, which depends only on (seed, epoch, index).
+        workers: number of worker processes.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], skip_errors: int = 0) -> None:
+    def __init__(
+        self, dataset: Any, collate: Callable[[list[Any]], Any], skip_errors: int = 0, workers: int = 0
+    ) -> None:
         self.dataset = dataset
         self.collate = collate
         self.skip_errors = skip_errors
         # One flag per sample, in shared memory: the workers set them, and the process of the run reads them.
         self.failed = torch.zeros(len(dataset), dtype=torch.bool).share_memory_() if skip_errors else None
+        self._replacements = Replacements(skip_errors, workers) if skip_errors else None
         self._generators = IsolatedGenerators()
 
     def __len__(self) -> int:
@@ -59,6 +64,10 @@ class SeededDataset(Dataset[Any]):
         if name == "dataset":  # unpickling reads it before it is set
             raise AttributeError(name)
         return getattr(self.dataset, name)
+
+    def used(self, epoch: int, indices: Sequence[int]) -> list[int]:
+        """Return the indices of the samples in a batch: those of `indices`, or of the samples that replaced them."""
+        return list(indices) if self._replacements is None else self._replacements.used(epoch, indices)
 
     def __getitem__(self, index: Any) -> Any:
         with self._generators:
@@ -82,9 +91,13 @@ class SeededDataset(Dataset[Any]):
             self._count(index, error)
         for other in self._others(index):
             try:
-                return self._read(other)
+                sample = self._read(other)
             except Exception as error:
                 self._count(other, error)
+                continue
+            assert self._replacements is not None
+            self._replacements.add(other.epoch, int(index), int(other))
+            return sample
         raise DataError(f"all {len(self)} samples of {type(self.dataset).__name__} raise errors")
 
     def _read(self, index: Any) -> Any:

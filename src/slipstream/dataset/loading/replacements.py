@@ -1,0 +1,47 @@
+"""Remember which samples were replaced because they raised an error, in memory that worker processes share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.utils.data import get_worker_info
+
+__all__ = ["Replacements"]
+
+_EPOCHS = 8
+"""Replacements of at least this many epochs are remembered."""
+_MAX_ROWS = 4096
+
+
+class Replacements:
+    """The replaced samples of recent epochs.
+
+    Each process writes to rows of its own, so no lock is required. When its rows are full, it overwrites the oldest.
+
+    Args:
+        samples: maximum number of different samples that can be replaced.
+        workers: number of worker processes.
+    """
+
+    def __init__(self, samples: int, workers: int) -> None:
+        self._rows = min(_EPOCHS * samples, _MAX_ROWS)
+        # The first row of each process is the number of rows written; others are (epoch + 1, index, replacement).
+        self._table = torch.zeros(workers + 1, self._rows + 1, 3, dtype=torch.int64).share_memory_()
+
+    def add(self, epoch: int, index: int, replacement: int) -> None:
+        """Store that `replacement` was used in place of the sample `index`."""
+        worker = get_worker_info()
+        table = self._table[0 if worker is None else (worker.id + 1) % len(self._table)]
+        count = int(table[0, 0])
+        row = table[1 + count % self._rows]
+        row[0] = 0  # another process must not read a row that is partly written
+        row[1:] = torch.tensor([index, replacement])
+        row[0] = epoch + 1
+        table[0, 0] = count + 1
+
+    def used(self, epoch: int, indices: Sequence[int]) -> list[int]:
+        """Return the indices of the samples that were used in this epoch for `indices`."""
+        rows = self._table[:, 1:].reshape(-1, 3)
+        found = {index: other for _, index, other in rows[rows[:, 0] == epoch + 1].tolist()}
+        return [found.get(int(index), int(index)) for index in indices]

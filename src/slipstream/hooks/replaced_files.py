@@ -1,0 +1,158 @@
+"""Keep files that newer ones have replaced while a run can go back to a checkpoint that names them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from slipstream.checkpoint import remove_checkpoint
+from slipstream.dist import is_main_process
+from slipstream.typecheck import matches
+
+if TYPE_CHECKING:
+    from slipstream.runner import Runner
+
+__all__ = ["ASIDE", "ReplacedFiles"]
+
+ASIDE = "_until_iter_"
+"""Part of the names of files that were set aside, before the number of the step."""
+
+
+class _File(NamedTuple):
+    """A file that was replaced in step `iteration`; `original` is its name before it was set aside."""
+
+    name: str
+    iteration: int
+    original: str
+
+
+class ReplacedFiles:
+    """The files of a run (such as best checkpoints) that newer files have replaced.
+
+    Without roll-backs, they are removed at once. With roll-backs, a replaced file is kept until no checkpoint to which
+    the run can go back is older than the replacement. After a roll-back, the files that the restored checkpoint names
+    exist, and those of the abandoned steps are removed. The list is part of each checkpoint, so a resumed run removes
+    the files that it no longer needs. Only rank 0 changes files.
+
+    Args:
+        key: name of the list in the message hub.
+        is_own: whether a file name in a checkpoint, which may be untrusted, can be the name of such a file.
+    """
+
+    def __init__(self, key: str, is_own: Callable[[str], bool]) -> None:
+        self._key, self._is_own = key, is_own
+        self._files: list[_File] = []
+        self._folder = Path()
+
+    def load(self, runner: Runner, folder: Path, own: bool = True) -> None:
+        """Read the list of a resumed run, whose files are in `folder`, and remove what is not needed.
+
+        If `own` is False, the list belongs to a different run and is ignored.
+        """
+        self._folder = folder
+        self._files = self._stored(runner) if own else []
+        self.remove_unused(runner)
+
+    def add(self, runner: Runner, name: str) -> None:
+        """Add a file that is being replaced by one with a different name."""
+        self._add(runner, _File(name, runner.iter, name))
+
+    def set_aside(self, runner: Runner, name: str) -> None:
+        """Keep a copy of a file that is being overwritten. A hard link is used if the file system supports it."""
+        path = Path(name)
+        copy = path.with_name(f"{path.stem}{ASIDE}{runner.iter}{path.suffix}").as_posix()
+        if is_main_process():
+            remove_checkpoint(self._folder, copy)
+            _copy(self._folder / name, self._folder / copy)
+        self._add(runner, _File(copy, runner.iter, name))
+
+    def _add(self, runner: Runner, file: _File) -> None:
+        self._files = [*(other for other in self._files if other.name != file.name), file]
+        self._store(runner)
+
+    def unused(self, runner: Runner) -> list[str]:
+        """Return the names of the files that can be removed."""
+        if not self._files:
+            return []
+        if runner.rollback.faults:
+            runner.wait_for_checkpoint()  # the run can also go back to a checkpoint that is being written
+        oldest = runner.rollback.oldest
+        unused = [file for file in self._files if oldest is None or file.iteration < oldest]
+        # A file stays in the list until it is removed, because the run can be killed before.
+        self._files = [
+            file for file in self._files if file not in unused or (self._folder / file.name).exists()
+        ]
+        self._store(runner)
+        return [file.name for file in unused]
+
+    def remove_unused(self, runner: Runner) -> None:
+        """Remove the files that can be removed."""
+        if unused := self.unused(runner):
+            self._remove(unused)
+            self._files = [file for file in self._files if file.name not in unused]
+            self._store(runner)
+
+    def remove_all(self) -> None:
+        """Remove all files at the end of a run, which cannot go back any more."""
+        self._remove(file.name for file in self._files)
+
+    def restore(self, runner: Runner, abandoned: Iterable[str], current: Iterable[str]) -> None:
+        """Restore the files that a checkpoint names, after the run has gone back to it.
+
+        Args:
+            runner: the run, whose message hub is that of the checkpoint.
+            abandoned: the current files before the roll-back.
+            current: the current files of the checkpoint.
+        """
+        stored, pending = self._stored(runner), set(current)
+        kept = pending | {file.name for file in stored}
+        for file in self._files:
+            if file in stored:
+                continue
+            if file.original in pending:  # the first replacement after the checkpoint
+                pending.remove(file.original)
+                self._bring_back(file)
+            elif file.name not in kept:
+                self._remove([file.name])
+        self._remove(name for name in abandoned if name not in kept)
+        self._files = stored
+
+    def _bring_back(self, file: _File) -> None:
+        source, target = self._folder / file.name, self._folder / file.original
+        if source == target or not is_main_process() or not source.exists():
+            return
+        if source.is_dir():  # a folder cannot be replaced atomically
+            remove_checkpoint(self._folder, file.original)
+        source.replace(target)
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            if is_main_process():
+                remove_checkpoint(self._folder, name)
+
+    def _store(self, runner: Runner) -> None:
+        runner.message_hub.update_info(self._key, [list(file) for file in self._files])
+
+    def _stored(self, runner: Runner) -> list[_File]:
+        listed = runner.message_hub.get_info(self._key, [])
+        if not matches(listed, list[tuple[str, int, str]]):
+            return []
+        files = [_File(*entry) for entry in listed]
+        return [file for file in files if self._is_own(file.name) and self._is_own(file.original)]
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_dir():
+        shutil.copytree(source, target, copy_function=_link)
+    elif source.exists():
+        _link(source, target)
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # not every file system supports hard links
+        shutil.copy2(source, target)
