@@ -113,10 +113,7 @@ def _of(record: RunRecord, name: str, kind: str) -> float | None:
     curve = record.curves.get(name)
     if curve is None:
         return None
-    if kind == "last":
-        return curve.last()
-    values = [value for value in (curve.low if kind == "min" else curve.high) if value is not None]
-    return (min(values) if kind == "min" else max(values)) if values else None
+    return {"last": curve.last, "min": curve.lowest, "max": curve.highest}[kind]()
 
 
 def _shares(runs: Sequence[ComparedRun]) -> list[tuple[str, list[Any]]]:
