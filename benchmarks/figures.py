@@ -356,8 +356,17 @@ def scaling() -> str:
     return f"{text}\n\n{machine('scaling')}; minima of {facts['n (rounds)']} rounds."
 
 
+def report_overhead() -> str:
+    from report_overhead import summary
+
+    facts = result("report_overhead")
+    n = facts["n (rounds)"]
+    return f"{summary(facts)}\n\n`{facts['recipe']}`; {machine('report_overhead')}; medians of {n} measurements."
+
+
 FUNCTIONS = (readme, overhead, memory, one_graph_tiny, one_graph, channels_last, host_time, data, fused, nan_guard,
-             sync_bn, background, compile_cache, checkpoint, scaling)  # fmt: skip
+             sync_bn, background, compile_cache, checkpoint, scaling,
+             report_overhead)  # fmt: skip
 REGIONS: dict[str, Callable[[], str]] = {f.__name__.replace("_", " "): f for f in FUNCTIONS}
 
 
