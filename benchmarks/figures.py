@@ -361,7 +361,9 @@ def report_overhead() -> str:
 
     facts = result("report_overhead")
     n = facts["n (rounds)"]
-    return f"{summary(facts)}\n\n`{facts['recipe']}`; {machine('report_overhead')}; medians of {n} measurements."
+    return (
+        f"{summary(facts)}\n\n`{facts['recipe']}`; {machine('report_overhead')}; medians of {n} measurements."
+    )
 
 
 FUNCTIONS = (readme, overhead, memory, one_graph_tiny, one_graph, channels_last, host_time, data, fused, nan_guard,

@@ -111,7 +111,9 @@ def reading_us(runner: Runner, hook: ReportHook, interval: int, repeats: int) ->
         for history in histories:
             for value in range(interval):
                 history.update(float(value))
-        hook._memory_at = float("-inf")  # training takes longer than the time between two readings of the memory
+        hook._memory_at = float(
+            "-inf"
+        )  # training takes longer than the time between two readings of the memory
         runner.phases.samples += interval * runner.samples_per_step
         start = process_time()
         hook.read_logs(runner)
@@ -137,7 +139,9 @@ def main() -> None:
         for number in range(args.rounds):
             stopwatch.append(stopwatch_us(clock.phases, args.repeats))
             reading.append(reading_us(runner, hook, interval, args.repeats // 10))
-            print(f"round {number + 1}/{args.rounds}: {stopwatch[-1]:.2f} µs, {reading[-1]:.1f} µs", flush=True)
+            print(
+                f"round {number + 1}/{args.rounds}: {stopwatch[-1]:.2f} µs, {reading[-1]:.1f} µs", flush=True
+            )
         start = process_time()
         hook.write(runner)
         write_ms = 1e3 * (process_time() - start)
@@ -166,8 +170,8 @@ def summary(data: dict[str, Any]) -> str:
     ]
     header = ["work of the report", "µs of CPU time per step (minimum to maximum)", "relative to the step"]
     return (
-        f"{table(header, rows)}\n\nThe median step takes {step / 1e3:.0f} ms of CPU time; the work of the report is 1 % of "
-        f"a step of {median(both) / 10:.1f} ms. At the end of the run, writing the report takes "
+        f"{table(header, rows)}\n\nThe median step takes {step / 1e3:.0f} ms of CPU time; the work of the report is "
+        f"1 % of a step of {median(both) / 10:.1f} ms. At the end of the run, writing the report takes "
         f"{data['write_ms']:.0f} ms."
     )
 

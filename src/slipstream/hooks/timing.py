@@ -63,7 +63,7 @@ class IterTimerHook(Hook):
         self._new, self._last = [], perf_counter()
 
     def read_logs(self, runner: Runner) -> None:
-        """Write the step times since the last call and the remaining time to the message hub."""
+        """Write the step times since the last call, their speed and the remaining time to the message hub."""
         new, self._new = self._new, []
         if new:
             # Reading the losses waited for the device. Add this time to the last step, not to the next batch.
@@ -76,6 +76,12 @@ class IterTimerHook(Hook):
             self._spent += spent
             self._samples += samples
         self._steps += len(new)
+        if (spent := sum(step[1] for step in new)) > 0:
+            speed = sum(step[2] for step in new) / spent
+            waiting = sum(step[0] for step in new) / spent
+            runner.message_hub.update_info(
+                "recent_speed", {"images_per_second": speed, "waiting_for_data": waiting}, resumed=False
+            )
         if new and self._steps:
             left = runner.max_iters - runner.iter - 1
             runner.message_hub.update_info("eta", self._spent / self._steps * left, resumed=False)

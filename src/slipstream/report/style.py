@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-__all__ = ["document", "section", "table"]
+__all__ = ["document", "section", "svg_document", "table"]
 
 _STYLE = """
 :root{color-scheme:light dark;--bg:#fff;--card:#f6f7f9;--ink:#1c2127;--soft:#5b6570;--rule:#d9dee4;--good:#0b6b3a;
@@ -76,6 +76,13 @@ def document(title: str, body: str) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
     )
+
+
+def svg_document(svg: str) -> str:
+    """Return a chart of `line_chart` as an SVG file with its style."""
+    style = f"<style>{_STYLE}svg{{background:var(--bg)}}</style>"
+    head, _, rest = svg.partition(">")
+    return f'{head} xmlns="http://www.w3.org/2000/svg" font-family="system-ui,sans-serif">{style}{rest}'
 
 
 def section(title: str, body: str) -> str:

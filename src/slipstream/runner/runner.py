@@ -35,9 +35,11 @@ from slipstream.hooks import (
     HookList,
     LossSpikeHook,
     NanGuardHook,
+    NotebookHook,
     PreemptionHook,
     ProgressBarHook,
     ReportHook,
+    in_notebook,
 )
 from slipstream.logging import PhaseTimes
 from slipstream.model import unwrap_model
@@ -215,7 +217,9 @@ class Runner:
             *planning.plan_hooks(self.speed),
         ]:
             self._hooks.register(hook)
-        if self.logger.console.is_terminal and is_main_process():
+        if is_main_process() and in_notebook():
+            self._hooks.register(NotebookHook())
+        elif is_main_process() and self.logger.console.is_terminal:
             self._hooks.register(ProgressBarHook())
         self.register_custom_hooks(arguments["custom_hooks"] or ())
         write_config(self.cfg, self.visualizer, self.logger, self.work_dir, self.timestamp)
