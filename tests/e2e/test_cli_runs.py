@@ -184,6 +184,7 @@ def test_comparison_shows_differences_and_labels_of_all_runs(runs, tmp_path, cap
     assert [line["val/mIoU, last"] for line in lines] == ["40.0", "20.0", "33.5"]
     assert [line["status"] for line in lines] == ["finished", "failed", "incomplete"]
     assert lines[0]["time % data"] == "33.33"
+    assert [line["images/s, mean"] for line in lines] == [str(797 / 60), str(797 / 60), ""]
 
 
 def test_metric_that_ends_with_nan_is_nan_in_lists_and_comparisons(tmp_path, capsys):

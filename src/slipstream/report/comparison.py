@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from slipstream.report.advice import OUTSIDE, training_seconds
+from slipstream.report.advice import OUTSIDE, mean_speed, training_seconds
 from slipstream.report.charts import MOST_CHARTS, figure
 from slipstream.report.curve import Curve
 from slipstream.report.record import RunRecord
@@ -97,6 +97,7 @@ def _results(runs: Sequence[ComparedRun]) -> list[tuple[str, list[Any]]]:
         ("status", [record.status for record in records]),
         ("iteration", [record.iteration for record in records]),
         ("duration, s", [round(record.seconds, 3) for record in records]),
+        ("images/s, mean", [mean_speed(record) for record in records]),
     ]
     names = dict.fromkeys(name for record in records for name in record.curves)
     for name in names:
