@@ -359,6 +359,15 @@ def test_images_per_second_count_the_samples_of_a_smaller_last_batch(tmp_path, m
     assert runner.message_hub.get_info("images_per_second") == pytest.approx(1.0)
 
 
+def test_classification_has_a_confusion_matrix(tmp_path):
+    made = report(run(tmp_path, **validation(dict(type="Accuracy", num_classes=3))))
+    (confusion,) = made.confusions
+    assert (confusion.metric, confusion.mode, confusion.iteration) == ("accuracy Accuracy", "val", 10)
+    assert [sum(row) for row in confusion.matrix] == samples()[1].bincount(minlength=3).tolist()
+    hits = sum(confusion.matrix[index][index] for index in range(3))
+    assert made.curves["val/accuracy/top1"].last() == pytest.approx(100 * hits / 40)
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_settings_are_those_that_the_run_used(tmp_path, fused):
     optim = dict(optimizer=dict(type="SGD", lr=0.1, fused=fused))
