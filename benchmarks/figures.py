@@ -378,8 +378,19 @@ def compare() -> str:
     )
 
 
+def report_overhead() -> str:
+    from report_overhead import summary
+
+    facts = result("report_overhead")
+    n = facts["n (rounds)"]
+    return (
+        f"{summary(facts)}\n\n`{facts['recipe']}`; {machine('report_overhead')}; medians of {n} measurements."
+    )
+
+
 FUNCTIONS = (readme, overhead, memory, one_graph_tiny, one_graph, channels_last, host_time, data, fused, nan_guard,
-             sync_bn, background, compile_cache, checkpoint, scaling, compare)  # fmt: skip
+             sync_bn, background, compile_cache, checkpoint, scaling, compare,
+             report_overhead)  # fmt: skip
 REGIONS: dict[str, Callable[[], str]] = {f.__name__.replace("_", " "): f for f in FUNCTIONS}
 
 

@@ -1,197 +1,179 @@
-"""Time that the run report adds to training: the stopwatch in the loop, the hook, and writing the files.
+"""Time that the run report adds to a training step of the recipe street_scenes_pp_lite_t on a CPU.
 
-    python benchmarks/report_overhead.py --steps 200 --rounds 9 --out benchmarks/results/report_overhead.md
+    python benchmarks/report_overhead.py --steps 60 --rounds 15 --out benchmarks/results/report_overhead.md
 
-Each round trains the same MLP twice in this process: with the report, and without it. "Without" removes the hook and
-replaces the stopwatch by an object whose methods do nothing. The order alternates, and ratios are computed within a
-round, so that changes in machine speed affect both runs equally.
+The difference between runs with and without the report is smaller than the noise of their times. Therefore, the work of
+the report is measured directly: the recipe trains with one thread, and each round repeats the work of the report in one
+step many times.
+
+- The stopwatch: the calls of one step, in the order recorded in the run.
+- The hook: one reading of the losses, with new values of each scalar and the memory of the process. Its time is divided
+  by the log interval.
+
+All times are CPU times, because other programs may use the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter, process_time
+from time import process_time
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from report import circumstances, table, write_result
-from slipstream.hooks import Hook
+from slipstream.cli.configure import load_config
+from slipstream.hooks import Hook, LoggerHook, ReportHook
 from slipstream.logging import PhaseTimes
-from slipstream.model import BaseModel
 from slipstream.runner import Runner
+from slipstream.training.config_paths import at_user_paths
 
-WIDTHS = {"width 360, batch 64": (64, 360), "width 32, batch 8": (8, 32)}
-"""Batch size and width of the network of each case."""
+RECIPE = "street_scenes_pp_lite_t"
 
 
-class Net(BaseModel):
-    def __init__(self, width: int) -> None:
+class Recorder(PhaseTimes):
+    """A stopwatch that stores the phases of the current step, and of the last finished step."""
+
+    def __init__(self) -> None:
         super().__init__()
-        layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())]
-        self.layers = nn.Sequential(*layers, nn.Linear(width, 4))
+        self.calls: list[str] = []
+        self.step: tuple[str, ...] = ()
 
-    def forward(self, inputs: Tensor, targets: Tensor, mode: str) -> Any:
-        scores = self.layers(inputs)
-        return {"loss": F.cross_entropy(scores, targets)} if mode == "loss" else scores
+    def switch(self, phase: Any) -> None:
+        self.calls.append(phase)
+        super().switch(phase)
 
-
-class NoTimes:
-    """A stopwatch whose methods do nothing."""
-
-    seconds: dict[str, float] = {}  # noqa: RUF012
-    first: dict[str, float] = {}  # noqa: RUF012
-    steps, current = 0, "other"
-
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
-    def switch(self, phase: str) -> None: ...
-    def end_step(self) -> None: ...
-
-    @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        yield
+    def end_step(self) -> None:
+        super().end_step()
+        self.step, self.calls = tuple(self.calls[:-1]), []  # the last call is that of end_step
 
 
 class Clock(Hook):
-    """Measures wall time and CPU time from the first step to the end of training, and to the end of the run."""
+    """Stores the CPU time at the end of each step, and the phases of a step without a log line."""
 
-    priority = "HIGHEST"
+    priority = "LOWEST"
 
-    def before_train(self, runner: Runner) -> None:
-        self.start = perf_counter(), process_time()
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.phases: tuple[str, ...] = ()
 
-    def after_train(self, runner: Runner) -> None:
-        self.trained = perf_counter(), process_time()
+    def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
+        steps = runner.phases.step
+        self.phases = min((p for p in (self.phases, steps) if p), key=len, default=())
+
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
+    ) -> None:
+        self.times.append(process_time())
 
 
-def train(case: str, steps: int, with_report: bool) -> dict[str, float]:
-    """Return the milliseconds per step (wall and CPU time), and from the last step to the end of `train`."""
-    batch, width = WIDTHS[case]
-    generator = torch.Generator().manual_seed(0)
-    data = TensorDataset(
-        torch.randn(batch * 20, width, generator=generator),
-        torch.randint(0, 4, (batch * 20,), generator=generator),
-    )
+def trained(steps: int, folder: str) -> tuple[Runner, Clock]:
+    """Train the recipe, and return its Runner and the times of its steps."""
+    batches = f"train_dataloader.dataset.length={4 * steps}"
+    cfg = load_config(RECIPE, ["train_cfg.max_epochs=1", batches, "param_scheduler=null"], None, True).cfg
+    for mode in ("val", "test"):
+        for part in ("dataloader", "cfg", "evaluator"):
+            cfg[f"{mode}_{part}"] = None
+    cfg.default_hooks = {**cfg.default_hooks, "checkpoint": None}
+    cfg.work_dir, cfg.log_level = folder, "ERROR"
     clock = Clock()
-    with tempfile.TemporaryDirectory() as folder:
-        runner = Runner(
-            model=Net(width),
-            work_dir=folder,
-            train_dataloader=DataLoader(data, batch),
-            train_cfg={"by_epoch": False, "max_iters": steps},
-            optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.01, "momentum": 0.9}},
-            default_hooks={"checkpoint": None, **({} if with_report else {"report": None})},
-            custom_hooks=[clock],
-            visualizer={"vis_backends": [{"type": "LocalVisBackend"}]},
-            randomness={"seed": 0},
-            log_level="ERROR",
-        )
-        if not with_report:
-            runner.phases = NoTimes()
-        runner.train()
-        end = perf_counter()
-        assert bool(list(Path(runner.log_dir).glob("report.json"))) == with_report
-    wall, cpu = (after - before for before, after in zip(clock.start, clock.trained, strict=True))
-    return {"wall": 1e3 * wall / steps, "cpu": 1e3 * cpu / steps, "end": 1e3 * (end - clock.trained[0])}
+    with at_user_paths(cfg):
+        runner = Runner.from_cfg(cfg)
+    runner.phases = Recorder()
+    runner.register_hook(clock)
+    runner.train()
+    return runner, clock
 
 
-def measure(case: str, steps: int, rounds: int) -> dict[str, list[dict[str, float]]]:
-    times: dict[str, list[dict[str, float]]] = {"with": [], "without": []}
-    for both in (True, False):  # warm-up
-        train(case, max(steps // 10, 20), both)
-    for number in range(rounds):
-        for with_report in (True, False) if number % 2 else (False, True):
-            times["with" if with_report else "without"].append(train(case, steps, with_report))
-        line = ", ".join(f"{name} {values[-1]['cpu']:.3f}" for name, values in times.items())
-        print(f"{case}, round {number + 1}/{rounds}: CPU ms per step {line}", flush=True)
-    return times
+def stopwatch_us(step: tuple[str, ...], repeats: int) -> float:
+    """Return the microseconds of CPU time that the calls of one step take."""
+    phases: Any = PhaseTimes()
+    phases.start()
+    start = process_time()
+    for _ in range(repeats):
+        for phase in step:
+            phases.switch(phase)
+        phases.end_step()
+    return 1e6 * (process_time() - start) / repeats
 
 
-def stopwatch_us(repeats: int = 20_000) -> list[float]:
-    """Return the microseconds of CPU time that the stopwatch calls of one eager step take, in 9 measurements."""
-    found = []
-    for _ in range(9):
-        phases = PhaseTimes()
-        phases.start()
-        start = process_time()
-        for _ in range(repeats):
-            # the calls of run_iter, of the data preprocessor, and of EagerStep with an optimizer update
-            for phase in (
-                "hooks",
-                "step",
-                "preprocess",
-                "step",
-                "forward",
-                "backward",
-                "optimizer",
-                "backward",
-            ):
-                phases.switch(phase)
-            for phase in ("step", "logging", "hooks"):
-                phases.switch(phase)
-            phases.end_step()
-        found.append(1e6 * (process_time() - start) / repeats)
-    return found
-
-
-def summary(case: str, times: dict[str, list[dict[str, float]]]) -> list[str]:
-    def ratio(key: str) -> str:
-        ratios = [a[key] / b[key] for a, b in zip(times["with"], times["without"], strict=True)]
-        return f"{median(ratios):.4f} ({min(ratios):.3f} to {max(ratios):.3f})"
-
-    def middle(name: str, key: str) -> float:
-        return median(values[key] for values in times[name])
-
-    differences = [a["cpu"] - b["cpu"] for a, b in zip(times["with"], times["without"], strict=True)]
-    return [
-        case,
-        f"{middle('without', 'cpu'):.3f}",
-        f"{middle('with', 'cpu'):.3f}",
-        f"{1e3 * median(differences):+.1f}",
-        ratio("cpu"),
-        ratio("wall"),
-        f"{middle('with', 'end') - middle('without', 'end'):.0f}",
+def reading_us(runner: Runner, hook: ReportHook, interval: int, repeats: int) -> float:
+    """Return the microseconds of CPU time that one call of `read_logs` takes after `interval` steps."""
+    histories = [
+        history for key, history in runner.message_hub.log_scalars.items() if key.startswith("train/")
     ]
+    hook.before_train(runner)
+    spent = 0.0
+    for _ in range(repeats):
+        for history in histories:
+            for value in range(interval):
+                history.update(float(value))
+        hook._memory_at = float(
+            "-inf"
+        )  # training takes longer than the time between two readings of the memory
+        runner.phases.samples += interval * runner.samples_per_step
+        start = process_time()
+        hook.read_logs(runner)
+        spent += process_time() - start
+    return 1e6 * spent / repeats
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=400, help="training steps per run")
-    parser.add_argument("--rounds", type=int, default=15, help="number of pairs of runs per case")
+    parser.add_argument("--steps", type=int, default=60, help="training steps of the recipe")
+    parser.add_argument("--rounds", type=int, default=15, help="number of measurements of the report's work")
+    parser.add_argument("--repeats", type=int, default=5000, help="repetitions in each measurement")
     parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    facts = circumstances() | {"steps": args.steps, "n (pairs)": args.rounds}
-    run = partial(measure, rounds=args.rounds)
-    times = {
-        case: run(case, steps=args.steps * (1 if width > 100 else 5)) for case, (_, width) in WIDTHS.items()
-    }
-    calls = stopwatch_us()
-    header = [
-        "", "CPU ms per step, without", "with", "median difference, µs", "CPU time, with / without",
-        "wall time, with / without", "ms to write the report",
-    ]  # fmt: skip
-    text = table(header, [summary(case, values) for case, values in times.items()]) + (
-        "\n\nEach row contains medians; ratios are medians of pairs, with their range. The time to write the report "
-        "is the difference between the medians of the times from the last step to the end of `Runner.train`.\n\n"
-        f"The stopwatch calls of one eager step take {median(calls):.2f} µs of CPU time (median of {len(calls)}), "
-        f"{median(calls) / 50:.2f} % of a step of 5 ms."
-    )
+    facts = circumstances() | {"recipe": RECIPE, "steps": args.steps, "n (rounds)": args.rounds}
+    with tempfile.TemporaryDirectory() as folder:
+        runner, clock = trained(args.steps, folder)
+        hook = next(hook for hook in runner.hooks if isinstance(hook, ReportHook))
+        interval = next(hook.interval for hook in runner.hooks if isinstance(hook, LoggerHook))
+        step_ms = [1e3 * (end - start) for start, end in zip(clock.times[1:], clock.times[2:], strict=False)]
+        stopwatch, reading = [], []
+        for number in range(args.rounds):
+            stopwatch.append(stopwatch_us(clock.phases, args.repeats))
+            reading.append(reading_us(runner, hook, interval, args.repeats // 10))
+            print(
+                f"round {number + 1}/{args.rounds}: {stopwatch[-1]:.2f} µs, {reading[-1]:.1f} µs", flush=True
+            )
+        start = process_time()
+        hook.release(runner)
+        write_ms = 1e3 * (process_time() - start)
+    data = {"interval": interval, "phases of a step": clock.phases, "step_ms": step_ms, "stopwatch_us": stopwatch,
+            "reading_us": reading, "write_ms": write_ms}  # fmt: skip
+    text = summary(data)
     print(text)
     if args.out:
-        write_result(
-            args.out, "Overhead of the run report", facts, text, {"times": times, "stopwatch_us": calls}
-        )
+        write_result(args.out, "Overhead of the run report", facts, text, data)
+
+
+def summary(data: dict[str, Any]) -> str:
+    """Return the table of the result."""
+    interval, step = data["interval"], 1e3 * median(data["step_ms"])
+    per_step = [value / interval for value in data["reading_us"]]
+    both = [a + b for a, b in zip(data["stopwatch_us"], per_step, strict=True)]
+
+    def row(name: str, values: list[float]) -> list[str]:
+        share = f"{100 * median(values) / step:.4f} %"
+        return [name, f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})", share]
+
+    rows = [
+        row(f"stopwatch, {len(data['phases of a step']) + 1} readings of the clock", data["stopwatch_us"]),
+        row(f"hook, one reading every {interval} steps, divided by {interval}", per_step),
+        row("both", both),
+    ]
+    header = ["work of the report", "µs of CPU time per step (minimum to maximum)", "relative to the step"]
+    return (
+        f"{table(header, rows)}\n\nThe median step takes {step / 1e3:.0f} ms of CPU time; the work of the report is "
+        f"1 % of a step of {median(both) / 10:.1f} ms. At the end of the run, writing the report takes "
+        f"{data['write_ms']:.0f} ms."
+    )
 
 
 if __name__ == "__main__":

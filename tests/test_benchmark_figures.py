@@ -59,6 +59,15 @@ def test_readme_compares_the_same_work_of_all_decoders(monkeypatch):
     assert figures.readme() == before  # the time of the workers alone leaves out a part of Slipstream's work
 
 
+def test_report_takes_less_than_one_percent_of_a_step():
+    found = figures.result("report_overhead")
+    per_step = [
+        stopwatch + reading / found["interval"]
+        for stopwatch, reading in zip(found["stopwatch_us"], found["reading_us"], strict=True)
+    ]
+    assert max(per_step) < 0.01 * 1000 * min(found["step_ms"])
+
+
 def test_ratio_is_computed_within_rounds():
     assert figures.ratio([1.0, 8.0, 3.0], [2.0, 4.0, 3.0]) == "1.00 (0.50 to 2.00)"
     with pytest.raises(ValueError, match="argument 2"):

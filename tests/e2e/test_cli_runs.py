@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -183,6 +184,25 @@ def test_comparison_shows_differences_and_labels_of_all_runs(runs, tmp_path, cap
     assert [line["val/mIoU, last"] for line in lines] == ["40.0", "20.0", "33.5"]
     assert [line["status"] for line in lines] == ["finished", "failed", "incomplete"]
     assert lines[0]["time % data"] == "33.33"
+    assert [line["images/s, mean"] for line in lines] == [str(797 / 60), str(797 / 60), ""]
+
+
+def test_metric_that_ends_with_nan_is_nan_in_lists_and_comparisons(tmp_path, capsys):
+    for name, values in dict(good=[10.0, 30.0], diverged=[20.0, math.nan]).items():
+        reported(tmp_path, name, curves={"val/mIoU": curve(values)})
+    assert [line.split()[0] for line in rows(capsys, tmp_path, "--sort", "mIoU") if "finished" in line] == [
+        "good",
+        "diverged",
+    ]
+    (line,) = [line for line in rows(capsys, tmp_path, "--filter", "mIoU=nan") if "finished" in line]
+    assert line.split()[0] == "diverged"
+    assert "NaN" in line
+    out, table = tmp_path / "both.html", tmp_path / "both.csv"
+    folders = [str(tmp_path / name) for name in ("good", "diverged")]
+    assert main(["report", *folders, "--out", str(out), "--csv", str(table)]) == 0
+    assert "val/mIoU, last 30 NaN" in text_of(out.read_text(encoding="utf-8"))
+    with table.open(encoding="utf-8", newline="") as file:
+        assert [line["val/mIoU, last"] for line in csv.DictReader(file)] == ["30.0", "nan"]
 
 
 def test_runs_with_equal_names_are_labeled_by_their_folders(tmp_path):
@@ -269,5 +289,5 @@ def test_reasons_are_listed_if_no_run_can_be_read(tmp_path, capsys):
 def test_speed_of_a_run_is_the_mean_that_its_report_shows(tmp_path):
     run = reported(tmp_path, "one")
     (row,) = find_runs(tmp_path)
-    assert row.value("images_per_second") == pytest.approx(100 * 8 / 60)
-    assert "13.33" in text_of((run / "report.html").read_text(encoding="utf-8"))
+    assert row.value("images_per_second") == pytest.approx(797 / 60)
+    assert "13.28" in text_of((run / "report.html").read_text(encoding="utf-8"))

@@ -140,6 +140,8 @@ def test_other_options_are_passed_to_each_run(in_process, monkeypatch):
             ["--sweep", f"{LR}=0.1", "--launcher", "slurm"],
             "`--sweep` cannot be combined with `--launcher`. For several",
         ),
+        (["--multirun", f"{LR}=0.1"], "no override lists several values"),
+        (["--multirun", f"{LR}=0.1,0.1"], "contains a value twice"),
     ],
 )
 def test_invalid_sweep_is_an_error_before_the_first_run(in_process, words, message, capsys):
@@ -157,6 +159,19 @@ def test_commas_in_brackets_and_quotes_do_not_separate_values():
     }
     with pytest.raises(ConfigError, match="twice"):
         read_sweep(["lr=1"], overrides=["+lr=2"])
+
+
+def test_multirun_trains_once_per_value_of_each_override(in_process, monkeypatch):
+    monkeypatch.setattr(module, "run_child", lambda argv: in_process.append(argv) or Child(0, "", 1.0))
+    words = [f"{LR}=0.1,0.2", "train_cfg.max_epochs=2", "optim_wrapper.optimizer.type=SGD,Adam"]
+    assert main(["train", "tiny.py", "--multirun", *words]) == 0
+    assert len(in_process) == 4
+    for argv in in_process:
+        assert "train_cfg.max_epochs=2" in argv
+        assert "--multirun" not in argv
+        assert not [word for word in argv if "," in word and "=" in word and "work_dirs" not in word]
+    rates = [word for argv in in_process for word in argv if word.startswith(f"{LR}=")]
+    assert rates == [f"{LR}=0.1", f"{LR}=0.1", f"{LR}=0.2", f"{LR}=0.2"]
 
 
 def test_shortcuts_of_recipes_can_be_swept(in_process, monkeypatch, tmp_path):

@@ -124,3 +124,27 @@ def test_device_counts_match_cpu_without_synchronization():
     with no_waiting():
         metric.process(None, on_device)
     assert metric.evaluate(64) == _evaluate(scores, targets, topk=(1, 5))
+
+
+@pytest.mark.parametrize("as_scores", [True, False])
+def test_confusion_matrix_counts_pairs_of_target_and_prediction(as_scores):
+    metric = Accuracy(num_classes=3)
+    targets, preds = torch.tensor([0, 0, 1, 2, 2, 2]), torch.tensor([0, 1, 1, 2, 2, 0])
+    for part in (slice(0, 4), slice(4, 6)):
+        shown = torch.nn.functional.one_hot(preds[part], 3).float() if as_scores else preds[part]
+        metric.process(None, dict(preds=shown, targets=targets[part]))
+    assert metric.evaluate(6) == {"accuracy/top1": pytest.approx(100 * 4 / 6)}
+    assert metric.confusion == [[1, 1, 0], [0, 1, 0], [1, 0, 2]]
+    assert metric.class_names() == ["0", "1", "2"]
+
+
+def test_confusion_matrix_requires_the_number_of_classes():
+    metric = Accuracy(num_classes=3)
+    with pytest.raises(DataError, match="scores of 4 classes, but its num_classes is 3"):
+        metric.process(None, dict(preds=torch.zeros(2, 4), targets=torch.tensor([0, 1])))
+    with pytest.raises(ConfigError, match="num_classes"):
+        Accuracy(num_classes=0)
+    metric = Accuracy(num_classes=3)
+    metric.process(None, dict(preds=torch.tensor([0, 3]), targets=torch.tensor([0, 1])))
+    with pytest.raises(DataError, match="1 of 2 targets or predictions"):
+        metric.evaluate(2)

@@ -16,10 +16,11 @@ from slipstream.evaluator import IoUMetric
 from slipstream.hooks import Hook
 from slipstream.preemption import Preempted
 from slipstream.report import read_run
+from slipstream.report.advice import mean_speed
 from slipstream.runner import Runner
 from slipstream.runner.rollback import Rollback
 from slipstream.training import Trainer
-from tiny_runs import LOCAL, Net, run, samples, training, validation
+from tiny_runs import LOCAL, Net, loader, run, samples, training, validation
 
 
 def report(runner):
@@ -332,6 +333,39 @@ def test_speed_after_a_rollback_counts_only_the_steps_since(tmp_path, monkeypatc
     assert repeated.keys() == whole.keys()
     for at, speed in whole.items():
         assert repeated[at] == pytest.approx(speed, rel=0.1), at
+
+
+def test_images_per_second_count_the_samples_of_a_smaller_last_batch(tmp_path, monkeypatch):
+    """The clock advances only in training steps: one second per sample, so every correct speed is 1 image/s."""
+    now = [0.0]
+    for module in ("logging.phases", "hooks.timing"):
+        monkeypatch.setattr(f"slipstream.{module}.perf_counter", lambda: now[0])
+
+    class Slow(Net):
+        def forward(self, inputs, targets, mode):
+            now[0] += len(inputs)
+            return super().forward(inputs, targets, mode)
+
+    runner = run(
+        tmp_path,
+        model=Slow(),
+        train_dataloader=loader(TensorDataset(*samples(19))),  # 8, 8 and 3 samples
+        default_hooks=dict(logger=dict(type="LoggerHook", interval=1)),
+    )
+    made = report(runner)
+    assert made.phases.samples == 19 + 11  # without the first step
+    assert set(made.curves["speed/images_per_second"].mean) == {1.0}
+    assert mean_speed(made) == pytest.approx(1.0)
+    assert runner.message_hub.get_info("images_per_second") == pytest.approx(1.0)
+
+
+def test_classification_has_a_confusion_matrix(tmp_path):
+    made = report(run(tmp_path, **validation(dict(type="Accuracy", num_classes=3))))
+    (confusion,) = made.confusions
+    assert (confusion.metric, confusion.mode, confusion.iteration) == ("accuracy Accuracy", "val", 10)
+    assert [sum(row) for row in confusion.matrix] == samples()[1].bincount(minlength=3).tolist()
+    hits = sum(confusion.matrix[index][index] for index in range(3))
+    assert made.curves["val/accuracy/top1"].last() == pytest.approx(100 * hits / 40)
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -28,7 +28,7 @@ def record(**changes):
         "max_iterations": 101,
         "samples_per_step": 8,
         "phases": PhaseSplit(
-            {"data": 20.0, "forward": 20.0, "backward": 20.0, "other": 5.0}, {"data": 5.0}, 101
+            {"data": 20.0, "forward": 20.0, "backward": 20.0, "other": 5.0}, {"data": 5.0}, 101, 797
         ),
         "curves": {"train/loss": curve([2.0, 1.0, 0.5]), "val/mIoU": curve([10.0, 30.0, 20.0])},
         "config": {"optim_wrapper.optimizer.lr": 0.1, "train_dataloader.batch_size": 8},

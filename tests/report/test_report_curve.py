@@ -24,7 +24,8 @@ def test_nan_and_infinity_are_counted_but_not_averaged():
     made.add(4, [1.0, math.nan, math.inf, 3.0])
     made.add(5, [math.nan])
     assert (made.mean, made.bad) == ([2.0, None], [2, 1])
-    assert made.last() == 2.0
+    assert math.isnan(made.last())
+    assert (made.lowest(), made.highest()) == (1.0, 3.0)
 
 
 def test_long_curve_is_bounded_and_keeps_its_extremes_and_its_end():
@@ -49,8 +50,9 @@ def test_merging_never_loses_values(values, most):
     finite = [value for value in values if math.isfinite(value)]
     assert sum(merged.count) == len(finite)
     assert sum(merged.bad) == len(values) - len(finite)
-    assert min((low for low in merged.low if low is not None), default=None) == min(finite, default=None)
-    assert max((high for high in merged.high if high is not None), default=None) == max(finite, default=None)
+    assert merged.lowest() == min(finite, default=None)
+    assert merged.highest() == max(finite, default=None)
+    assert merged.last() == values[-1] or math.isnan(values[-1])
 
 
 def test_points_does_not_change_the_curve():
@@ -64,6 +66,14 @@ def test_json_keeps_seven_digits():
     copied = Curve.from_json(json.loads(json.dumps(made.to_json(), allow_nan=False)), "c")
     assert copied.mean == [0.3333333, None, 1e-30]
     assert copied.bad == [0, 1, 0]
+    assert str(copied.newest) == "[0.3333333, nan, 1e-30]"
+    assert Curve.from_json(json.loads(json.dumps(curve([-math.inf]).to_json())), "c").last() == -math.inf
+
+
+def test_reports_of_earlier_versions_can_be_read():
+    data = curve([1.0, math.nan]).to_json()
+    del data["newest"]
+    assert str(Curve.from_json(data, "c").newest) == "[1.0, nan]"
 
 
 @pytest.mark.parametrize(
@@ -77,6 +87,14 @@ def test_json_keeps_seven_digits():
         {**curve([1.0]).to_json(), "x": [None]},
         {**curve([1.0]).to_json(), "count": [True]},
         {**curve([1.0]).to_json(), "low": "1"},
+        {**curve([1.0]).to_json(), "newest": ["1"]},
+        {**curve([1.0]).to_json(), "mean": ["nan"]},
+        {**curve([1.0]).to_json(), "high": [10**400]},
+        {**curve([1.0]).to_json(), "high": [math.inf]},
+        {**curve([1.0]).to_json(), "x": [1e300]},
+        {**curve([1.0]).to_json(), "x": [math.nan]},
+        {**curve([1.0]).to_json(), "count": [-1]},
+        {**curve([1.0]).to_json(), "bad": [0.5]},
     ],
 )
 def test_damaged_json_is_an_error_with_its_place(broken):

@@ -22,6 +22,20 @@ def test_page_shows_the_results_and_the_split():
         assert part in text, part
 
 
+def test_tile_of_a_long_curve_shows_its_raw_values():
+    """More than 1,000 points are merged into means, which must not replace the best and the last value."""
+    values = [50.0, *([40.0, 60.0] * 600), 12.5]
+    values[700] = 99.25
+    text = text_of(page(record(curves={"val/mIoU": curve(values)})))
+    assert "val/mIoU 12.5 lowest 12.5, highest 99.25" in text
+
+
+def test_metric_that_ends_with_nan_is_shown_as_nan():
+    text = text_of(page(record(curves={"val/mIoU": curve([10.0, math.nan]), "val/loss": curve([math.inf])})))
+    assert "val/mIoU NaN lowest 10, highest 10, 1 NaN or infinite" in text
+    assert "val/loss infinity" in text
+
+
 def test_all_text_of_a_run_is_escaped():
     evil = record(
         name=EVIL,
@@ -165,6 +179,7 @@ def test_durations_are_short(seconds, text):
     [
         (None, "–"), (0.0, "0"), (1.0, "1"), (0.12345, "0.1235"), (1234.56, "1,235"), (2e-4, "2e-4"),
         (1.234e7, "1.234e7"), (-0.5, "-0.5"), (100.0, "100"), (1e-300, "1e-300"),
+        (math.nan, "NaN"), (math.inf, "infinity"), (-math.inf, "-infinity"),
     ],
 )  # fmt: skip
 def test_numbers_have_four_digits(value, text):

@@ -89,6 +89,8 @@ def _add_train(commands: _Commands) -> None:
                         help="resume from CHECKPOINT, or from the last checkpoint in the work_dir")  # fmt: skip
     parser.add_argument("--sweep", action="append", default=[], metavar="key=value,value,...",
                         help="train once per value, one run after the other; repeat for combinations")  # fmt: skip
+    parser.add_argument("--multirun", action="store_true",
+                        help="like --sweep for each override that lists several values (Hydra's syntax)")  # fmt: skip
     parser.add_argument("--result", help=argparse.SUPPRESS)  # file for the metrics of a run of a sweep
 
 

@@ -106,7 +106,7 @@ def _summary(hook: StepProfiler, steps: int) -> str:
     """Return the step time, the wait for data, the slowest operations and the synchronizations."""
     per_step = hook.seconds / steps
     lines = [
-        f"Step: {per_step * 1e3:.1f} ms, {hook.samples_per_step / per_step:.1f} samples/s "
+        f"Step: {per_step * 1e3:.1f} ms, {hook.samples / hook.seconds:.1f} samples/s "
         f"(mean of {steps} steps without the profiler)",
         f"Waiting for data: {hook.wait_seconds / hook.seconds:.1%} of this time "
         f"({hook.wait_seconds / steps * 1e3:.2f} ms per step)",

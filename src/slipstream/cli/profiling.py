@@ -117,7 +117,8 @@ class StepProfiler(ProfilerHook):
         """Duration of the timed steps, including the waits for their batches."""
         self.wait_seconds = 0.0
         """The part of `seconds` for which the host waited for batches."""
-        self.samples_per_step = 0
+        self.samples = 0
+        """Number of samples in the timed steps, summed over all processes."""
         self.profile: profile | None = None
         self.synchronizations = Synchronizations(device)
         self._timed = range(warmup, warmup + steps)
@@ -130,7 +131,6 @@ class StepProfiler(ProfilerHook):
             if self.done == self.needed:  # otherwise training ended early, and too few steps were recorded
                 self.profile = recorded
 
-        self.samples_per_step = runner.samples_per_step
         return keep
 
     def after_train_iter(
@@ -141,6 +141,8 @@ class StepProfiler(ProfilerHook):
         Raises:
             Finished: the last step was recorded.
         """
+        if self.done in self._timed:
+            self.samples += runner.train_loop.step_samples
         self.done += 1
         if self.done == self._timed.stop:
             self._wait_for_device()

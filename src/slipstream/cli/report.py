@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from slipstream.cli.tables import printable
 from slipstream.errors import ConfigError
 
 __all__ = ["run"]
@@ -16,10 +17,13 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.report.comparison import MOST_RUNS, compare, comparison_csv, comparison_page
     from slipstream.report.page import page
 
-    folders = [run_folder(Path(name)) for name in args.runs]
-    if len(folders) > MOST_RUNS:
-        raise ConfigError(f"at most {MOST_RUNS} runs can be compared, not {len(folders)}")
-    records = [read_run(folder) for folder in folders]
+    if len(args.runs) > MOST_RUNS:
+        raise ConfigError(f"at most {MOST_RUNS} runs can be compared, not {len(args.runs)}")
+    try:
+        folders = [run_folder(Path(name)) for name in args.runs]
+        records = [read_run(folder) for folder in folders]
+    except OSError as error:
+        raise ConfigError(f"cannot read '{error.filename}': {error.strerror or error}") from error
     compared = compare(list(zip(folders, records, strict=True)))
     if len(folders) == 1 and args.out is None:
         try:
@@ -28,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"cannot write to {folders[0]}: {error.strerror}; choose a file with --out"
             ) from error
-        print(f"Wrote {path}")
+        print(printable(f"Wrote {path}"))
     else:
         text = page(records[0], folders[0]) if len(folders) == 1 else comparison_page(compared)
         _write(Path(args.out or "comparison.html"), text)
@@ -44,4 +48,4 @@ def _write(path: Path, text: str) -> None:
         write_page(path, text)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-    print(f"Wrote {path}")
+    print(printable(f"Wrote {path}"))

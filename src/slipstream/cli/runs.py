@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.tables import print_table
+from slipstream.cli.tables import print_table, printable
 
 if TYPE_CHECKING:
     from slipstream.report.find import RunRow
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     _print(folder, _sorted(rows, key, args.sort.endswith("-")), args.columns)
     for row in rows:
         if row.problem:
-            print(f"{row.folder}: {row.problem}")
+            print(printable(f"{row.folder}: {row.problem}"))
     return 0
 
 
@@ -63,17 +63,22 @@ def _equals(value: Any, text: str) -> bool:
     """Return whether a value is the one that the user wrote; numbers are compared as numbers."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         try:
-            return math.isclose(value, float(text), rel_tol=1e-9)
+            other = float(text)
+            return math.isclose(value, other, rel_tol=1e-9) or (math.isnan(value) and math.isnan(other))
         except ValueError:
             return False
     return str(value).lower() == text.lower()
 
 
 def _sorted(rows: Sequence[RunRow], key: str, descending: bool) -> list[RunRow]:
-    """Return the rows sorted by a value: numbers before text, and rows without the value at the end."""
-    known = [row for row in rows if row.value(key) is not None]
+    """Return the rows sorted by a value: numbers before text, and rows whose value is missing or NaN at the end."""
+    known = [row for row in rows if not _is_missing(row.value(key))]
     known.sort(key=lambda row: _rank(row.value(key)), reverse=descending)
-    return [*known, *(row for row in rows if row.value(key) is None)]
+    return [*known, *(row for row in rows if _is_missing(row.value(key)))]
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _rank(value: Any) -> tuple[bool, float, str]:
@@ -86,7 +91,8 @@ def _print(folder: Path, rows: Sequence[RunRow], columns: Sequence[str]) -> None
     header = ["run", *(key.replace("images_per_second", "images/s") for key in keys)]
     names = [row.folder.relative_to(folder) if row.folder != folder else row.folder.name for row in rows]
     cells = [
-        [str(name), *(_shown(row.value(key)) for key in keys)] for name, row in zip(names, rows, strict=True)
+        [printable(str(name)), *(_shown(row.value(key)) for key in keys)]
+        for name, row in zip(names, rows, strict=True)
     ]
     print_table(header, cells, 110, right=header[3:])
 
@@ -106,4 +112,4 @@ def _shown(value: Any) -> str:
 
     if value is None:
         return "–"
-    return number(value) if isinstance(value, float) else str(value)
+    return number(value) if isinstance(value, float) else printable(str(value))

@@ -1,4 +1,4 @@
-"""`slipstream train --sweep`: train once for each combination of values, one run after the other."""
+"""`slipstream train --sweep` and `--multirun`: train once for each combination of values, one run after the other."""
 
 from __future__ import annotations
 
@@ -47,6 +47,8 @@ class Run:
 def sweep(args: argparse.Namespace) -> int:
     """Train once for each combination of the values in `args.sweep`, and print a table.
 
+    With `args.multirun`, the overrides that list several values are added to them.
+
     A failed run is a row of the table; the other runs continue.
 
     Returns:
@@ -55,6 +57,8 @@ def sweep(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: a sweep or a configuration is invalid. No run has started.
     """
+    if args.multirun:
+        args = _with_overrides(args)
     values = read_sweep(args.sweep, args.overrides)
     if args.launcher not in (None, "none"):
         raise ConfigError(
@@ -104,6 +108,21 @@ def read_sweep(words: Sequence[str], overrides: Sequence[str] = ()) -> dict[str,
             raise ConfigError(f"'{word}' contains a value twice", "--sweep")
         found[key] = values
     return found
+
+
+def _with_overrides(args: argparse.Namespace) -> argparse.Namespace:
+    """Return arguments whose `sweep` contains the overrides that list several values.
+
+    Raises:
+        ConfigError: nothing lists several values.
+    """
+    listed = [word for word in args.overrides if len(_split(word.partition("=")[2])) > 1]
+    if not listed and not args.sweep:
+        raise ConfigError("no override lists several values, such as lr=1e-4,3e-4", "--multirun")
+    overrides = [word for word in args.overrides if word not in listed]
+    return argparse.Namespace(
+        **{**vars(args), "overrides": overrides, "sweep": [*args.sweep, *listed], "multirun": False}
+    )
 
 
 def _split(text: str) -> list[str]:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-__all__ = ["print_table"]
+__all__ = ["print_table", "printable"]
+
+
+def printable(text: str) -> str:
+    """Return text in which characters that a terminal cannot display, or would interpret, are replaced.
+
+    Names of files may contain bytes that are not UTF-8, and control characters.
+    """
+    return "".join(character if character.isprintable() else "\ufffd" for character in text)
 
 
 def print_table(

@@ -18,8 +18,8 @@ __all__ = ["run", "summary"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, and print a summary. With `--sweep`, train several times."""
-    if args.sweep:
+    """Train, and print a summary. With `--sweep` or `--multirun`, train several times."""
+    if args.sweep or args.multirun:
         from slipstream.cli.sweep import sweep
 
         return sweep(args)

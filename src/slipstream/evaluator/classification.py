@@ -11,6 +11,7 @@ from slipstream.errors import ConfigError, DataError
 from slipstream.evaluator.counting import CountingMetric
 from slipstream.evaluator.samples import describe
 from slipstream.registry import METRICS
+from slipstream.typecheck import PositiveInt, check
 
 __all__ = ["Accuracy"]
 
@@ -24,10 +25,12 @@ class Accuracy(CountingMetric):
 
     Args:
         topk: the values of k.
+        num_classes: the number of classes. If it is given, the metric also counts the confusion matrix, which the
+            report of a run shows with a table per class.
         collect_device, prefix, collect_dir: see `BaseMetric`.
 
     Raises:
-        ConfigError: `topk` is empty or contains a value below 1.
+        ConfigError: `topk` is empty or contains a value below 1, or `num_classes` is below 1.
         DataError: the shapes do not match, there are fewer classes than k, or (in `evaluate`) class ids are out of
             range.
     """
@@ -40,15 +43,18 @@ class Accuracy(CountingMetric):
         collect_device: str = "cpu",
         prefix: str | None = None,
         collect_dir: str | None = None,
+        num_classes: PositiveInt | None = None,
     ) -> None:
+        check(num_classes, PositiveInt | None, "num_classes")
         super().__init__(collect_device, prefix, collect_dir)
         self.topk = (topk,) if isinstance(topk, int) else tuple(topk)
         if not self.topk or min(self.topk) < 1:
             raise ConfigError(f"must be one or more integers of at least 1, got {topk!r}", "topk")
+        self.num_classes = num_classes
 
     def num_counts(self) -> int:
-        """Return the number of counts: one for each k, plus samples and targets out of range."""
-        return len(self.topk) + 2
+        """Return the number of counts: one for each k, samples, ids out of range, and the confusion matrix."""
+        return len(self.topk) + 2 + (self.num_classes or 0) ** 2
 
     def count(self, counts: Tensor, preds: Tensor, targets: Tensor) -> None:
         """Add the samples of one batch."""
@@ -61,9 +67,31 @@ class Accuracy(CountingMetric):
         bad = targets < 0
         if preds.ndim == 2:
             bad = bad | (targets >= preds.shape[1])
-        counts[:-2].add_(torch.stack([hits[:, :k].sum() for k in self.topk]))
-        counts[-2].add_(len(targets))
-        counts[-1].add_(bad.sum())
+        if self.num_classes is not None:
+            bad = bad | self._count_pairs(counts[len(self.topk) + 2 :], preds, targets, self.num_classes)
+        counts[: len(self.topk)].add_(torch.stack([hits[:, :k].sum() for k in self.topk]))
+        counts[len(self.topk)].add_(len(targets))
+        counts[len(self.topk) + 1].add_(bad.sum())
+
+    def _count_pairs(self, counts: Tensor, preds: Tensor, targets: Tensor, classes: int) -> Tensor:
+        """Add the pairs (target, prediction) to the confusion matrix; return where an id is out of range."""
+        if preds.ndim == 2:
+            if preds.shape[1] != classes:
+                raise DataError(
+                    f"Accuracy got scores of {preds.shape[1]} classes, but its num_classes is {classes}; set it to "
+                    "the model's number of classes"
+                )
+            preds = preds.argmax(1)
+        bad = (targets < 0) | (targets >= classes) | (preds < 0) | (preds >= classes)
+        cells = torch.where(bad, 0, targets * classes + preds)
+        counts.scatter_add_(0, cells.long(), (~bad).to(counts.dtype))
+        return bad
+
+    def class_names(self) -> list[str]:
+        """Return the dataset's class names, or the class ids if the number of names differs."""
+        names = list((self.dataset_meta or {}).get("classes") or ())
+        classes = self.num_classes or 0
+        return names if len(names) == classes else [str(index) for index in range(classes)]
 
     def _hits(self, preds: Tensor, targets: Tensor) -> Tensor:
         """Return a bool tensor `(N, max k)`, True where the class at that rank is the target."""
@@ -79,17 +107,21 @@ class Accuracy(CountingMetric):
         return preds.topk(widest, dim=1).indices == targets[:, None]
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
-        """Return the accuracies in percent from the counts; NaN if there are no samples.
+        """Return the accuracies in percent from the counts, and set `confusion`; NaN if there are no samples.
 
         Raises:
-            DataError: targets out of range were counted.
+            DataError: ids out of range were counted.
         """
-        *right, total, bad = results
+        right, (total, bad, *cells) = results[: len(self.topk)], results[len(self.topk) :]
         if bad:
+            what = "targets" if self.num_classes is None else "targets or predictions"
             raise DataError(
-                f"{bad} of {total} targets are not classes of the model (found by Accuracy); map the dataset's labels "
+                f"{bad} of {total} {what} are not classes of the model (found by Accuracy); map the dataset's labels "
                 "to 0..classes-1, or set the model's number of classes to that of the dataset"
             )
+        if self.num_classes is not None:
+            rows = range(0, len(cells), self.num_classes)
+            self.confusion = [cells[row : row + self.num_classes] for row in rows]
         return {
             f"top{k}": 100 * n / total if total else float("nan")
             for k, n in zip(self.topk, right, strict=True)

@@ -10,6 +10,7 @@ from slipstream.hooks.hook_list import HookList
 from slipstream.hooks.logging_hooks import LoggerHook, ProgressBarHook
 from slipstream.hooks.loss_spike import LossSpikeHook
 from slipstream.hooks.nan_guard import NanGuardHook
+from slipstream.hooks.notebook import NotebookHook, in_notebook
 from slipstream.hooks.pictures import SegVisualizationHook
 from slipstream.hooks.precise_bn import PreciseBNHook
 from slipstream.hooks.preemption import PreemptionHook
@@ -34,6 +35,7 @@ __all__ = [
     "LoggerHook",
     "LossSpikeHook",
     "NanGuardHook",
+    "NotebookHook",
     "ParamSchedulerHook",
     "PreciseBNHook",
     "PreemptionHook",
@@ -45,4 +47,5 @@ __all__ = [
     "SegVisualizationHook",
     "SyncBuffersHook",
     "get_priority",
+    "in_notebook",
 ]

@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from slipstream.hooks.hook import Hook
+from slipstream.hooks.live_values import LiveValues
 from slipstream.logging import ProgressBar
 from slipstream.registry import HOOKS
 from slipstream.typecheck import PositiveInt, check
@@ -107,17 +108,24 @@ class LoggerHook(Hook):
 
 @HOOKS.register_module()
 class ProgressBarHook(Hook):
-    """Show a progress bar below the log lines. The Runner registers this hook on rank 0 if its output is a terminal."""
+    """Show a progress bar below the log lines. The Runner registers this hook on rank 0 if its output is a terminal.
+
+    Besides the progress, the bar shows the loss, the learning rate, a metric, the training speed, and the part of the
+    time for which training waits for data. They change when the Runner reads the losses, and after a validation.
+    """
 
     priority = "LOWEST"
 
     def __init__(self) -> None:
         self._bar: ProgressBar | None = None
+        self._values = LiveValues()
+        self._text = ""
 
     def before_train(self, runner: Runner) -> None:
         """Show the bar."""
         self._bar = ProgressBar(runner.logger.console)
         self._bar.start(runner.max_iters, "training")
+        self._values, self._text = LiveValues(), ""
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
@@ -125,11 +133,23 @@ class ProgressBarHook(Hook):
         """Update the bar."""
         if self._bar is not None:
             with suppress(OSError):  # the terminal may be closed
-                self._bar.update(runner.iter + 1, f"epoch {runner.epoch + 1}")
+                self._bar.update(runner.iter + 1, self._text)
 
     def after_left_out_iter(self, runner: Runner, batch_idx: int) -> None:
         """Update the bar."""
         self.after_train_iter(runner, batch_idx)
+
+    def read_logs(self, runner: Runner) -> None:
+        """Read the newest values."""
+        names = {"images/s": "{} images/s", "waiting for data": "{} waiting for data"}
+        rows = self._values.rows(runner) if self._bar is not None else []
+        self._text = "  ".join(names.get(name, f"{name} {{}}").format(value) for name, value in rows)
+
+    def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
+        """Read the metric of a validation during training."""
+        if self._bar is not None:
+            self._values.add_metrics(runner, metrics)
+            self.read_logs(runner)
 
     def after_train(self, runner: Runner) -> None:
         """Remove the bar."""

@@ -52,7 +52,7 @@ class ReportHook(Hook):
     def __init__(self) -> None:
         self._curves: dict[str, Curve] = {}
         self._seen: dict[str, int] = {}
-        self._speed_at: tuple[int, float] | None = None
+        self._speed_at = 0, 0.0  # samples and seconds, without the first step
         self._memory_at = -math.inf
         self._confusions: dict[tuple[str, str], Confusion] = {}
         self._start: int | None = None
@@ -62,7 +62,7 @@ class ReportHook(Hook):
     def before_train(self, runner: Runner) -> None:
         """Store where training starts, and skip the values that a resumed run has loaded."""
         self._start, self._training = runner.iter, True
-        self._speed_at = None
+        self._speed_at = runner.phases.samples, _seconds_of_steps(runner.phases)
         self._seen = {key: history.total for key, history in runner.message_hub.log_scalars.items()}
 
     def after_rollback(self, runner: Runner) -> None:
@@ -78,7 +78,7 @@ class ReportHook(Hook):
             key: kept for key, kept in self._confusions.items() if kept.iteration <= evaluated
         }
         self._seen = {key: history.total for key, history in runner.message_hub.log_scalars.items()}
-        self._speed_at = runner.iter, _seconds_of_steps(runner.phases)
+        self._speed_at = runner.phases.samples, _seconds_of_steps(runner.phases)
 
     def read_logs(self, runner: Runner) -> None:
         """Add a point to each curve."""
@@ -124,15 +124,14 @@ class ReportHook(Hook):
     def _read_speed(self, runner: Runner, at: int) -> None:
         """Add the training speed since the last call, without validation and checkpoints, and the memory."""
         phases = runner.phases
-        if phases.steps == 0 or self._start is None:
+        if phases.steps == 0:
             return
-        spent = _seconds_of_steps(phases)
-        before, spent_before = self._speed_at or (self._start + 1, 0.0)
-        steps = at - before - sum(before < number <= at for number in runner.rollback.left_out)
-        if steps > 0 and spent > spent_before:
-            rate = steps * runner.samples_per_step / (spent - spent_before)
+        samples, spent = phases.samples, _seconds_of_steps(phases)
+        samples_before, spent_before = self._speed_at
+        if samples > samples_before and spent > spent_before:
+            rate = (samples - samples_before) / (spent - spent_before)
             self._curve("speed/images_per_second").add(at, [rate])
-            self._speed_at = at, spent
+            self._speed_at = samples, spent
         if (now := perf_counter()) - self._memory_at >= _SECONDS_BETWEEN_MEMORY:
             self._memory_at = now
             for name, mebibytes in _memory(runner.device).items():
@@ -208,7 +207,7 @@ class ReportHook(Hook):
             start_iteration=self._start or 0,
             resumed_from=runner.checkpoints.resumed_from.name if runner.checkpoints.resumed_from else "",
             samples_per_step=runner.samples_per_step if trained else 0,
-            phases=PhaseSplit(_named(phases.seconds), _named(phases.first), phases.steps),
+            phases=PhaseSplit(_named(phases.seconds), _named(phases.first), phases.steps, phases.samples),
             curves=self._curves,
             confusions=list(self._confusions.values()),
             options=[OptionRow(*row) for row in option_rows(runner.speed, runner.capabilities)],

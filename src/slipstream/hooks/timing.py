@@ -27,13 +27,15 @@ class IterTimerHook(Hook):
 
     def __init__(self) -> None:
         self._last = self._ready = 0.0
-        self._new: list[tuple[float, float]] = []  # data_time and time of the steps since the last read
+        self._new: list[
+            tuple[float, float, int]
+        ] = []  # data_time, time and samples of the steps not yet read
         self._spent = 0.0
-        self._steps = 0
+        self._steps = self._samples = 0
 
     def before_train(self, runner: Runner) -> None:
-        """Reset the total time and the step count."""
-        self._spent, self._steps = 0.0, 0
+        """Reset the total time, and the number of steps and samples."""
+        self._spent, self._steps, self._samples = 0.0, 0, 0
 
     def _before_epoch(self, runner: Runner, mode: str = "train") -> None:
         self._last = perf_counter()
@@ -47,7 +49,7 @@ class IterTimerHook(Hook):
     ) -> None:
         """Store the step's times; `read_logs` writes them to the message hub."""
         now = perf_counter()
-        self._new.append((self._ready - self._last, now - self._last))
+        self._new.append((self._ready - self._last, now - self._last, runner.train_loop.step_samples))
         self._last = now
         if len(self._new) == _MOST_UNREAD:
             self.read_logs(runner)
@@ -61,18 +63,25 @@ class IterTimerHook(Hook):
         self._new, self._last = [], perf_counter()
 
     def read_logs(self, runner: Runner) -> None:
-        """Write the step times since the last call and the remaining time to the message hub."""
+        """Write the step times since the last call, their speed and the remaining time to the message hub."""
         new, self._new = self._new, []
         if new:
             # Reading the losses waited for the device. Add this time to the last step, not to the next batch.
             now = perf_counter()
-            new[-1] = (new[-1][0], new[-1][1] + now - self._last)
+            new[-1] = (new[-1][0], new[-1][1] + now - self._last, new[-1][2])
             self._last = now
-        for data_time, spent in new:
+        for data_time, spent, samples in new:
             runner.message_hub.update_scalar("train/data_time", data_time)
             runner.message_hub.update_scalar("train/time", spent)
             self._spent += spent
+            self._samples += samples
         self._steps += len(new)
+        if (spent := sum(step[1] for step in new)) > 0:
+            speed = sum(step[2] for step in new) / spent
+            waiting = sum(step[0] for step in new) / spent
+            runner.message_hub.update_info(
+                "recent_speed", {"images_per_second": speed, "waiting_for_data": waiting}, resumed=False
+            )
         if new and self._steps:
             left = runner.max_iters - runner.iter - 1
             runner.message_hub.update_info("eta", self._spent / self._steps * left, resumed=False)
@@ -101,12 +110,11 @@ class IterTimerHook(Hook):
         """Log the training speed."""
         runner.read_logs()
         if self._steps:
-            images = self._steps * runner.samples_per_step
+            speed = self._samples / self._spent
             runner.logger.info(
-                f"Trained for {self._steps} steps in {self._spent:.1f} s: {images / self._spent:.1f} images/s "
-                "(with the first step)"
+                f"Trained for {self._steps} steps in {self._spent:.1f} s: {speed:.1f} images/s (with the first step)"
             )
-            runner.message_hub.update_info("images_per_second", images / self._spent, resumed=False)
+            runner.message_hub.update_info("images_per_second", speed, resumed=False)
 
 
 @HOOKS.register_module()

@@ -35,6 +35,7 @@ class PhaseTimes:
         first: the host time of the first step in each phase, in seconds. It is separate because it includes the start
             of worker processes, memory allocation and compilation.
         steps: number of finished training steps, including the first one.
+        samples: number of samples of all processes in the training steps, without the first step.
         current: the current phase.
     """
 
@@ -42,6 +43,7 @@ class PhaseTimes:
         self.seconds: defaultdict[Phase, float] = defaultdict(float)
         self.first: dict[Phase, float] = {}
         self.steps = 0
+        self.samples = 0
         self.current: Phase = "other"
         self._since: float | None = None
 
@@ -81,4 +83,5 @@ class PhaseTimes:
         self.switch("data")
         self.steps += 1
         if self.steps == 1:
+            self.samples = 0
             self.first = {phase: self.seconds.pop(phase) for phase in STEP_PHASES if phase in self.seconds}

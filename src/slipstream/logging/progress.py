@@ -52,13 +52,15 @@ class ProgressBar:
 
 def _progress(console: Console) -> Progress:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
 
     return Progress(
         TextColumn("{task.description}", markup=False),
-        BarColumn(),
+        BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[text]}", markup=False),
+        # On a narrow terminal, the text continues on the next line.
+        TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=False)),
         console=console,
         # update() draws the bar and limits the rate, so no refresh thread is required.
         auto_refresh=False,

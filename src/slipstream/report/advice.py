@@ -55,10 +55,7 @@ def mean_speed(record: RunRecord) -> float | None:
     """Return the mean training speed in images/s without the first step, validation and checkpoints, or None."""
     outside = ("validation", "checkpoint", *OUTSIDE)
     seconds = sum(value for phase, value in record.phases.seconds.items() if phase not in outside)
-    steps = record.phases.steps - 1
-    if steps <= 0 or seconds <= 0 or not record.samples_per_step:
-        return None
-    return steps * record.samples_per_step / seconds
+    return record.phases.samples / seconds if record.phases.samples and seconds > 0 else None
 
 
 def advice(record: RunRecord) -> list[Advice]:

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from slipstream.report.advice import OUTSIDE, training_seconds
+from slipstream.report.advice import OUTSIDE, mean_speed, training_seconds
 from slipstream.report.charts import MOST_CHARTS, figure
 from slipstream.report.curve import Curve
 from slipstream.report.record import RunRecord
@@ -97,6 +97,7 @@ def _results(runs: Sequence[ComparedRun]) -> list[tuple[str, list[Any]]]:
         ("status", [record.status for record in records]),
         ("iteration", [record.iteration for record in records]),
         ("duration, s", [round(record.seconds, 3) for record in records]),
+        ("images/s, mean", [mean_speed(record) for record in records]),
     ]
     names = dict.fromkeys(name for record in records for name in record.curves)
     for name in names:
@@ -113,10 +114,7 @@ def _of(record: RunRecord, name: str, kind: str) -> float | None:
     curve = record.curves.get(name)
     if curve is None:
         return None
-    if kind == "last":
-        return curve.last()
-    values = [value for value in (curve.low if kind == "min" else curve.high) if value is not None]
-    return (min(values) if kind == "min" else max(values)) if values else None
+    return {"last": curve.last, "min": curve.lowest, "max": curve.highest}[kind]()
 
 
 def _shares(runs: Sequence[ComparedRun]) -> list[tuple[str, list[Any]]]:

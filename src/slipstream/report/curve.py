@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ class Curve:
         low, high: the minimum and maximum of the point's finite values; None if there are none.
         count: number of the point's finite values.
         bad: number of the point's values that are NaN or infinite.
+        newest: the point's newest value, which may be NaN or infinite.
     """
 
     limit: int = 1000
@@ -36,6 +38,7 @@ class Curve:
     high: list[float | None] = field(default_factory=list)
     count: list[int] = field(default_factory=list)
     bad: list[int] = field(default_factory=list)
+    newest: list[float] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.x)
@@ -55,6 +58,7 @@ class Curve:
         self.high.append(max(finite, default=None))
         self.count.append(len(finite))
         self.bad.append(len(every) - len(finite))
+        self.newest.append(every[-1])
         if len(self) >= self.limit:
             self._merge()
 
@@ -72,11 +76,19 @@ class Curve:
         return merged
 
     def last(self) -> float | None:
-        """Return the mean of the newest point that has finite values."""
-        return next((value for value in reversed(self.mean) if value is not None), None)
+        """Return the newest value, which may be NaN or infinite; None if the curve is empty."""
+        return self.newest[-1] if self.newest else None
+
+    def lowest(self) -> float | None:
+        """Return the minimum of all finite values."""
+        return min(_finite(self.low), default=None)
+
+    def highest(self) -> float | None:
+        """Return the maximum of all finite values."""
+        return max(_finite(self.high), default=None)
 
     def to_json(self) -> dict[str, list[Any]]:
-        """Return the lists, with numbers rounded to 7 significant digits."""
+        """Return the lists, with numbers rounded to 7 significant digits, and with NaN and infinity as text."""
         return {name: [_rounded(value) for value in getattr(self, name)] for name in _LISTS}
 
     @classmethod
@@ -89,13 +101,16 @@ class Curve:
         if not isinstance(data, Mapping):
             raise DataError(f"{path} must be an object, not {type(data).__name__}")
         lists = {name: data.get(name) for name in _LISTS}
+        newest = data.get("newest", data.get("mean"))  # reports of earlier versions have no `newest`
+        if isinstance(newest, list):
+            lists["newest"] = [_parsed(value) for value in newest]
         lengths = {len(values) if isinstance(values, list) else -1 for values in lists.values()}
         if len(lengths) > 1 or -1 in lengths:
             raise DataError(f"{path} must contain lists of the same length: {', '.join(_LISTS)}")
         for name, values in lists.items():
-            optional = name in ("mean", "low", "high")
-            if not all((value is None and optional) or _is_number(value) for value in values or ()):
-                raise DataError(f"{path}.{name} must contain finite numbers")
+            if not all(_ACCEPTS[name](value) for value in values or ()):
+                kind = "finite numbers" if name in _VALUES else f"numbers between 0 and {_MOST}"
+                raise DataError(f"{path}.{name} must contain {kind}")
         return cls(**lists)  # type: ignore[arg-type]
 
     def _append(self, *values: Any) -> None:
@@ -121,19 +136,49 @@ class Curve:
                 max(_finite(old["high"][pair]), default=None),
                 total,
                 sum(old["bad"][pair]),
+                old["newest"][pair][-1],
             )
 
 
-_LISTS = ("x", "mean", "low", "high", "count", "bad")
+_VALUES = ("mean", "low", "high")
+_MOST = 2**53
+"""Largest number of steps or values: the largest integers that a float represents exactly."""
+_LISTS = ("x", "mean", "low", "high", "count", "bad", "newest")
+_NON_FINITE = ("nan", "inf", "-inf")
 
 
 def _finite(values: Sequence[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
+def _parsed(value: Any) -> Any:
+    """Return the value that `_rounded` wrote; None, which earlier versions wrote, becomes NaN."""
+    if value is None:
+        return math.nan
+    return float(value) if isinstance(value, str) and value in _NON_FINITE else value
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _rounded(value: float | None) -> float | None:
-    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+def _is_finite_or_none(value: Any) -> bool:
+    # Larger integers cannot be converted to float.
+    return value is None or (_is_number(value) and abs(value) <= sys.float_info.max)
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and 0 <= value <= _MOST and value == int(value)
+
+
+_ACCEPTS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("x", "count", "bad"), _is_count),
+    **dict.fromkeys(_VALUES, _is_finite_or_none),
+    "newest": _is_number,
+}
+
+
+def _rounded(value: float | None) -> float | str | None:
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else str(value)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from slipstream.errors import DataError
 from slipstream.files import write_text
-from slipstream.report.log_files import record_from_logs
+from slipstream.report.log_files import check_file, record_from_logs
+from slipstream.report.parsing import parse_json
 from slipstream.report.record import RunRecord
 
 __all__ = ["HTML", "JSON", "read_run", "write_page", "write_report"]
@@ -23,10 +24,11 @@ def read_run(folder: Path) -> RunRecord:
     A record with the status `incomplete` is read again from the log files, because the run may have continued.
 
     Raises:
-        DataError: `report.json` is damaged; the message names the file and the remedy.
+        DataError: a file is damaged, is not a file, or must not be read; the message names it and the remedy.
     """
     path = folder / JSON
-    if not path.is_file():
+    check_file(path)
+    if not path.exists():
         return record_from_logs(folder)
     try:
         record = _read(path)
@@ -39,16 +41,12 @@ def _read(path: Path) -> RunRecord:
     try:
         if path.stat().st_size > _LARGEST:
             raise DataError(f"{path} is larger than {_LARGEST // 2**20} MiB")
-        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
-    except (OSError, ValueError, RecursionError) as error:
+        data = parse_json(path.read_text(encoding="utf-8"), allow_nan=False)
+    except (OSError, ValueError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{path} cannot be read: {error}") from error
     return RunRecord.from_json(data, str(path))
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def write_report(record: RunRecord, folder: Path) -> Path:

@@ -43,7 +43,7 @@ class RunRow:
 def is_run(folder: Path) -> bool:
     """Return whether a folder is the log folder of a run."""
     try:
-        return (folder / JSON).is_file() or (folder / "vis_data").is_dir() or _has_own_log(folder)
+        return os.path.lexists(folder / JSON) or (folder / "vis_data").is_dir() or _has_own_log(folder)
     except OSError:
         return False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,18 +10,20 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from slipstream.errors import DataError
 from slipstream.report.curve import Curve
+from slipstream.report.parsing import parse_json
 from slipstream.report.record import LogMessage, RunRecord
 
-__all__ = ["MOST_MESSAGES", "LogFile", "log_file", "read_log", "record_from_logs"]
+__all__ = ["MOST_MESSAGES", "LogFile", "check_file", "log_file", "read_log", "record_from_logs"]
 
 MOST_MESSAGES = 200
 """Number of warnings and errors that are kept."""
 _LONGEST = 4000
 """Number of characters that are kept of a message."""
 _RECORD = re.compile(r"^(\d{4}/\d\d/\d\d \d\d:\d\d:\d\d) - (DEBUG|INFO|WARNING|ERROR|CRITICAL) - (.*)$")
+_SCALARS = "scalars.json"
 _COUNTERS = ("step", "iter", "epoch")
-_TIME = "%Y/%m/%d %H:%M:%S"
 _EPOCH = re.compile(r"^Epoch\(train\)\s+\[\s*\d+\]")
 
 
@@ -54,9 +56,10 @@ def log_file(folder: Path) -> Path | None:
 def read_log(path: Path) -> LogFile:
     """Return the contents of a log file; lines of a different form and missing files are skipped."""
     found = LogFile()
-    first = last = ""
+    first = last = None
     for time, level, text in _records(path):
-        first, last = first or time, time
+        if (read := _parsed_time(time)) is not None:
+            first, last = first or read, read
         if level == "INFO" and text.startswith("Environment: "):
             found.environment = found.environment or _environment(text)
         found.by_epoch = found.by_epoch or (level == "INFO" and _EPOCH.match(text) is not None)
@@ -65,11 +68,18 @@ def read_log(path: Path) -> LogFile:
                 found.messages.append(LogMessage(time, level, text[:_LONGEST]))
             else:
                 found.dropped += 1
-    if first:
-        begin, end = datetime.strptime(first, _TIME), datetime.strptime(last, _TIME)
-        found.started = begin.isoformat(" ")
-        found.seconds = max((end - begin).total_seconds(), 0.0)
+    if first is not None and last is not None:
+        found.started = first.isoformat(" ")
+        found.seconds = max((last - first).total_seconds(), 0.0)
     return found
+
+
+def _parsed_time(text: str) -> datetime | None:
+    """Return the time of a line, or None if it does not exist, such as 2026/02/30."""
+    try:
+        return datetime.fromisoformat(text.replace("/", "-"))
+    except ValueError:
+        return None
 
 
 def _records(path: Path) -> Iterator[tuple[str, str, str]]:
@@ -100,7 +110,12 @@ def record_from_logs(folder: Path) -> RunRecord:
     """Return what the log files of a run folder contain, with the status `incomplete`.
 
     Logged metrics are recorded over the step that the log contains: the epoch or the iteration.
+
+    Raises:
+        DataError: a log file is a folder or something else than a file, or must not be read.
     """
+    check_file(folder / f"{folder.name}.log")
+    check_file(folder / "vis_data" / _SCALARS)
     path = log_file(folder)
     log = read_log(path) if path is not None else LogFile()
     record = RunRecord(
@@ -118,14 +133,29 @@ def record_from_logs(folder: Path) -> RunRecord:
     return record
 
 
+def check_file(path: Path) -> None:
+    """Check that a path is a file that can be read, or does not exist.
+
+    Raises:
+        DataError: otherwise.
+    """
+    if not os.path.lexists(path):
+        return
+    if not path.is_file():
+        kind = "a folder" if path.is_dir() else "not a file"
+        raise DataError(f"{path} is {kind}, but a run has a file of this name; remove or rename it")
+    if not os.access(path, os.R_OK):
+        raise DataError(f"{path} cannot be read, because its permissions do not allow it; change them")
+
+
 def _json_lines(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects in the scalars file; damaged lines, such as an incomplete last line, are skipped."""
-    path = folder / "scalars.json"
+    path = folder / _SCALARS
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for text in file:
                 try:
-                    line = json.loads(text)
+                    line = parse_json(text)
                 except ValueError:
                     continue
                 if isinstance(line, dict):

@@ -9,6 +9,7 @@ from pathlib import Path
 from slipstream.report.advice import OUTSIDE, advice, mean_speed, training_seconds, trusted_split
 from slipstream.report.charts import curve_charts, is_per_class
 from slipstream.report.classes import confusion_section
+from slipstream.report.curve import Curve
 from slipstream.report.record import RunRecord
 from slipstream.report.style import document, section, table
 from slipstream.report.svg import number
@@ -92,26 +93,18 @@ def _progress(record: RunRecord) -> str:
 
 
 def _tiles(record: RunRecord) -> str:
-    tiles = []
-    for name, curve in record.curves.items():
-        if name.startswith(("val/", "test/")) and not is_per_class(record, name) and curve.last() is not None:
-            known = [value for value in curve.mean if value is not None]
-            spread = f"lowest {number(min(known))}, highest {number(max(known))}" if len(known) > 1 else ""
-            tiles.append((name, number(curve.last()), spread))
-    tiles = tiles[:6]
+    tiles = [
+        (name, number(curve.last()), _spread(curve))
+        for name, curve in record.curves.items()
+        if name.startswith(("val/", "test/")) and not is_per_class(record, name)
+    ][:6]
     if (loss := record.curves.get("train/loss")) is not None:
-        first = next((value for value in loss.mean if value is not None), None)
-        tiles.append(("train/loss", number(loss.last()), f"first {number(first)}"))
+        tiles.append(("train/loss, last step", number(loss.last()), _spread(loss)))
     if (speed := mean_speed(record)) is not None:
         tiles.append(("images/s", number(speed), "mean without the first step, training only"))
     for name, label in (("memory/device_peak_mib", "device memory"), ("memory/host_mib", "host memory")):
-        highs = (
-            [value for value in record.curves[name].high if value is not None]
-            if name in record.curves
-            else []
-        )
-        if highs:
-            tiles.append((label, f"{number(max(highs), 3)} MiB", "largest recorded"))
+        if name in record.curves and (most := record.curves[name].highest()) is not None:
+            tiles.append((label, f"{number(most, 3)} MiB", "largest recorded"))
     if record.seconds:
         tiles.append(("duration", duration(record.seconds), ""))
     items = (
@@ -119,6 +112,14 @@ def _tiles(record: RunRecord) -> str:
         for label, value, note in tiles
     )
     return f'<ul class="tiles">{"".join(items)}</ul>'
+
+
+def _spread(curve: Curve) -> str:
+    """Return the extremes of a curve's values, and how many of them are NaN or infinite."""
+    bad = sum(curve.bad)
+    parts = [f"lowest {number(curve.lowest())}", f"highest {number(curve.highest())}"]
+    parts = parts if sum(curve.count) + bad > 1 else []
+    return ", ".join([*parts, *([f"{bad:,} NaN or infinite"] if bad else [])])
 
 
 def duration(seconds: float) -> str:

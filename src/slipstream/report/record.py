@@ -29,6 +29,8 @@ class PhaseSplit:
     """The first training step."""
     steps: NonNegativeInt = 0
     """Number of training steps, including the first one."""
+    samples: NonNegativeInt = 0
+    """Number of samples of all processes in these steps, without the first step; 0 if unknown."""
 
 
 @dataclass
@@ -96,7 +98,7 @@ class RunRecord:
     """The iteration that a resumed run started from."""
     resumed_from: str = ""
     samples_per_step: NonNegativeInt = 0
-    """Number of samples per training step, summed over all processes; 0 if unknown."""
+    """Number of samples of a full batch, summed over all processes; 0 if unknown."""
     phases: PhaseSplit = field(default_factory=PhaseSplit)
     curves: dict[str, Curve] = field(default_factory=dict)
     """Scalars over iterations: `train/loss`, `val/mIoU`, `speed/images_per_second`, `memory/host_mib`, ..."""

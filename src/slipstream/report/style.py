@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-__all__ = ["document", "section", "table"]
+__all__ = ["document", "section", "svg_document", "table"]
 
 _STYLE = """
 :root{color-scheme:light dark;--bg:#fff;--card:#f6f7f9;--ink:#1c2127;--soft:#5b6570;--rule:#d9dee4;--good:#0b6b3a;
@@ -52,10 +52,12 @@ svg .dot.dot{fill:var(--bg);stroke-width:1.4;stroke-dasharray:none}
 table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums}
 th,td{padding:4px 10px;text-align:left;vertical-align:top;border-bottom:1px solid var(--rule);overflow-wrap:anywhere}
 th{font-weight:600;color:var(--soft)}
-td.num,th.num{text-align:right;white-space:nowrap}
+td.num,th.num{text-align:right;min-width:5.5em}
+td.num{white-space:nowrap}
+td:first-child,th:first-child{min-width:8.5em}
 td.wide{min-width:180px;width:42%}
 .bar{display:block;height:12px;margin-top:5px;background:var(--bar);border-radius:2px;min-width:1px}
-.matrix td,.matrix th{padding:3px 6px;text-align:right;border:1px solid var(--rule);white-space:nowrap}
+.matrix td,.matrix th{padding:3px 6px;text-align:right;border:1px solid var(--rule);white-space:nowrap;min-width:0}
 .matrix td.hit{font-weight:700;outline:2px solid var(--soft);outline-offset:-2px}
 .advice li{margin:6px 0;max-width:92ch}
 .message{white-space:pre-wrap;overflow-wrap:anywhere;margin:2px 0;
@@ -63,6 +65,8 @@ font:13px/1.45 ui-monospace,"DejaVu Sans Mono",monospace}
 .error{border-left:4px solid var(--bad);padding:4px 12px;background:var(--card)}
 img{max-width:100%;height:auto;border:1px solid var(--rule);border-radius:8px}
 details{margin-top:8px}summary{cursor:pointer;color:var(--soft)}
+@media(max-width:600px){body{padding:14px 12px 40px}td,th{padding:4px 6px}td.wide{min-width:70px}
+.tiles li{flex:1 1 40%;min-width:0}.advice{padding-left:20px}}
 @media print{body{max-width:none}figure,tr{break-inside:avoid}}
 """
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -76,6 +80,13 @@ def document(title: str, body: str) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
     )
+
+
+def svg_document(svg: str) -> str:
+    """Return a chart of `line_chart` as an SVG file with its style."""
+    style = f"<style>{_STYLE}svg{{background:var(--bg)}}</style>"
+    head, _, rest = svg.partition(">")
+    return f'{head} xmlns="http://www.w3.org/2000/svg" font-family="system-ui,sans-serif">{style}{rest}'
 
 
 def section(title: str, body: str) -> str:

@@ -34,6 +34,8 @@ def number(value: float | None, digits: int = 4) -> str:
     """Return a number as short text, with `digits` significant digits; a dash for None."""
     if value is None:
         return "–"
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "infinity" if value > 0 else "-infinity"
     if value and not 1e-3 <= abs(value) < 1e6:
         mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"

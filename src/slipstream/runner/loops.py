@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from slipstream.checkpoint import get_random_state
+from slipstream.dataset.loading.counting import BatchSizes
 from slipstream.dataset.loading.feed import DeviceFeed, can_draw_ahead
 from slipstream.dataset.loading.loader import (
     batch_size,
@@ -139,6 +140,9 @@ class _TrainLoop(BaseLoop):
         self._start = 0
         self._used = 0  # number of this rank's samples in the next batch that were used before a resume
         self._validated = True
+        self._sizes = BatchSizes(self.dataloader)
+        self.step_samples = 0
+        """Number of samples in the newest step, summed over all processes."""
         self.inner_iter = 0
         """Number of finished batches of the current epoch (or pass over the data)."""
 
@@ -172,7 +176,7 @@ class _TrainLoop(BaseLoop):
 
     @property
     def samples_per_step(self) -> int:
-        """Number of samples per step, summed over all processes."""
+        """Number of samples of a full batch, summed over all processes."""
         return (batch_size(self.dataloader) or 1) * get_world_size()
 
     def position(self, by_epoch: bool | None) -> dict[str, Any]:
@@ -273,7 +277,9 @@ class _TrainLoop(BaseLoop):
         for hook in runner.hooks_at("before_train_iter"):
             hook(runner, batch_idx=idx, data_batch=data_batch)
         phases.switch("step")
+        self.step_samples = self._sizes.at(idx, data_batch) * get_world_size()
         outputs = runner.step(data_batch)
+        phases.samples += self.step_samples
         phases.switch("logging")
         runner.meter.record(outputs, self._iter + 1)
         self.inner_iter = idx + 1
@@ -307,6 +313,7 @@ class _TrainLoop(BaseLoop):
         start, self._start = self._start, 0
         used, self._used = self._used, 0
         self.passes.begin(self._iter, self._epoch, start, used)
+        self._sizes = BatchSizes(self.dataloader, start, used)
         if start == 0:
             # before the loader draws its random numbers for a new epoch
             self._runner.checkpoints.restore_random_state()

@@ -19,7 +19,9 @@ from slipstream.errors import ConfigError
 from slipstream.hooks import (
     Hook,
     HookList,
+    NotebookHook,
     ProgressBarHook,
+    in_notebook,
 )
 from slipstream.logging import PhaseTimes
 from slipstream.model import unwrap_model
@@ -189,7 +191,9 @@ class Runner:
         defaults = with_defaults(arguments["default_hooks"], self.by_epoch)
         for hook in [*defaults, *planning.plan_hooks(self.speed)]:
             self._hooks.register(hook)
-        if self.logger.console.is_terminal and is_main_process():
+        if is_main_process() and in_notebook():
+            self._hooks.register(NotebookHook())
+        elif is_main_process() and self.logger.console.is_terminal:
             self._hooks.register(ProgressBarHook())
         self.register_custom_hooks(arguments["custom_hooks"] or ())
         write_config(self.cfg, self.visualizer, self.logger, self.work_dir, self.timestamp)

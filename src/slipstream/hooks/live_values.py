@@ -1,0 +1,52 @@
+"""The newest values of a run for its progress bar, and for its table in a notebook."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slipstream.hooks.checkpoint import CheckpointHook
+from slipstream.report.charts import is_rate
+from slipstream.report.svg import number
+
+if TYPE_CHECKING:
+    from slipstream.runner import Runner
+
+__all__ = ["LiveValues"]
+
+_LOSSES = 10
+"""Number of losses that are averaged, as in log lines by default."""
+
+
+class LiveValues:
+    """The newest loss, learning rate, metric, training speed and time spent waiting for data, as text.
+
+    All values are on the host: they change when the Runner reads the losses, and after a validation.
+    """
+
+    def __init__(self) -> None:
+        self._metric: tuple[str, str] | None = None
+
+    def add_metrics(self, runner: Runner, metrics: dict[str, float] | None) -> None:
+        """Store the metric of a validation: the one that `CheckpointHook.save_best` names, or the first one."""
+        values = {name: value for name, value in (metrics or {}).items() if isinstance(value, int | float)}
+        monitored = (
+            name for hook in runner.hooks if isinstance(hook, CheckpointHook) for name in hook.monitors
+        )
+        name = next((name for name in monitored if name in values), next(iter(values), None))
+        if name is not None:
+            self._metric = name, number(values[name])
+
+    def rows(self, runner: Runner) -> list[tuple[str, str]]:
+        """Return pairs (name, value) of the values that are known."""
+        hub = runner.message_hub
+        rows = []
+        if "train/loss" in hub.log_scalars:
+            rows.append(("loss", number(hub.get_scalar("train/loss").mean(_LOSSES))))
+        if (rate := next((key for key in hub.log_scalars if is_rate(key)), None)) is not None:
+            rows.append(("lr", number(float(hub.get_scalar(rate).current()), 3)))
+        if self._metric is not None:
+            rows.append(self._metric)
+        if (speed := hub.get_info("recent_speed")) is not None:
+            rows.append(("images/s", number(speed["images_per_second"], 3)))
+            rows.append(("waiting for data", f"{speed['waiting_for_data']:.0%}"))
+        return rows

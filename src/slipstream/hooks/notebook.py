@@ -1,0 +1,124 @@
+"""Show a run as a table with curves in a Jupyter notebook."""
+
+from __future__ import annotations
+
+import base64
+import sys
+from html import escape
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from slipstream.hooks.hook import Hook
+from slipstream.hooks.live_values import LiveValues
+from slipstream.registry import HOOKS
+from slipstream.report import Curve
+from slipstream.report.style import svg_document
+from slipstream.report.svg import Line, line_chart
+
+if TYPE_CHECKING:
+    from slipstream.runner import Runner
+
+__all__ = ["NotebookHook", "in_notebook"]
+
+_SECONDS_BETWEEN_DRAWS = 0.5
+_CHARTS = 4
+
+
+def in_notebook() -> bool:
+    """Return whether this process is the kernel of a Jupyter notebook. Nothing is imported outside of one."""
+    if "ipykernel" not in sys.modules or "IPython" not in sys.modules:
+        return False
+    shell = sys.modules["IPython"].get_ipython()
+    return shell is not None and getattr(shell, "kernel", None) is not None
+
+
+@HOOKS.register_module()
+class NotebookHook(Hook):
+    """Show the newest values of a run, and the curves of its loss and metrics, below the cell of a notebook.
+
+    The Runner registers this hook on rank 0 if it runs in a notebook. The output is updated when the Runner reads the
+    losses, at most twice per second, and after each validation.
+    """
+
+    priority = "LOWEST"
+
+    def __init__(self) -> None:
+        self._values = LiveValues()
+        self._curves: dict[str, Curve] = {}
+        self._seen = 0
+        self._next_draw = 0.0
+        self._shown: Any = None
+
+    def before_train(self, runner: Runner) -> None:
+        """Show an empty table."""
+        self._values, self._curves, self._shown = LiveValues(), {}, None
+        self._seen = self._losses(runner)
+        self._draw(runner)
+
+    def read_logs(self, runner: Runner) -> None:
+        """Add the losses since the last call, and update the table."""
+        if self._shown is None:
+            return
+        new, self._seen = self._losses(runner) - self._seen, self._losses(runner)
+        if new > 0:
+            losses = runner.message_hub.get_scalar("train/loss").newest(new)
+            self._curves.setdefault("train/loss", Curve()).add(runner.meter.newest or runner.iter, losses)
+        if perf_counter() >= self._next_draw:
+            self._draw(runner)
+
+    def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
+        """Add the metrics, and update the table."""
+        if self._shown is None:
+            return
+        self._values.add_metrics(runner, metrics)
+        for name, value in (metrics or {}).items():
+            if isinstance(value, int | float):
+                self._curves.setdefault(f"val/{name}", Curve()).add(runner.iter, [value])
+        self._draw(runner)
+
+    def after_rollback(self, runner: Runner) -> None:
+        """Remove the points that the run repeats."""
+        for curve in self._curves.values():
+            curve.truncate(runner.iter)
+        self._seen = self._losses(runner)
+
+    def after_train(self, runner: Runner) -> None:
+        """Show the last values."""
+        if self._shown is not None:
+            self._draw(runner)
+            self._shown = None
+
+    def _losses(self, runner: Runner) -> int:
+        history = runner.message_hub.log_scalars.get("train/loss")
+        return 0 if history is None else history.total
+
+    def _draw(self, runner: Runner) -> None:
+        from IPython.display import display
+
+        self._next_draw = perf_counter() + _SECONDS_BETWEEN_DRAWS
+        rows = [("iteration", f"{runner.iter:,} of {runner.max_iters:,}"), *self._values.rows(runner)]
+        content = {
+            "text/html": _table(rows) + "".join(_chart(name, curve) for name, curve in self._drawn()),
+            "text/plain": "  ".join(f"{name} {value}" for name, value in rows),
+        }
+        if self._shown is None:
+            self._shown = display(content, raw=True, display_id=True)
+        else:
+            self._shown.update(content, raw=True)
+
+    def _drawn(self) -> list[tuple[str, Curve]]:
+        return [(name, curve) for name, curve in self._curves.items() if len(curve)][:_CHARTS]
+
+
+def _table(rows: list[tuple[str, str]]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name, _ in rows)
+    cells = "".join(f"<td>{escape(value)}</td>" for _, value in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody><tr>{cells}</tr></tbody></table>"
+
+
+def _chart(name: str, curve: Curve) -> str:
+    """Return a chart as an image, so that its style does not change that of the notebook."""
+    svg = svg_document(line_chart(name, [Line(name, curve)], "iteration", name))
+    encoded = base64.b64encode(svg.encode("utf-8", errors="replace")).decode("ascii")
+    title = escape(name, quote=True)
+    return f'<img alt="{title} over iterations" width="420" src="data:image/svg+xml;base64,{encoded}">'

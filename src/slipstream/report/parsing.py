@@ -1,0 +1,45 @@
+"""Parse JSON of files that may be damaged, or that another program wrote."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+__all__ = ["parse_json"]
+
+_MOST_DIGITS = 300
+"""Larger integers cannot be converted to float."""
+
+
+def parse_json(text: str, allow_nan: bool = True) -> Any:
+    """Return the value of a JSON text, whose numbers can be converted to finite floats.
+
+    Raises:
+        ValueError: the text is not JSON, is nested too deeply, or contains a number that is too large.
+    """
+    try:
+        return json.loads(
+            text,
+            parse_int=_integer,
+            parse_float=_float,
+            parse_constant=float if allow_nan else _no_constant,
+        )
+    except RecursionError:
+        raise ValueError("the values are nested too deeply") from None
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"an integer has {len(text)} digits")
+    return int(text)
+
+
+def _float(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"the number {text[:20]} is too large")
+    return value
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,90 @@
+"""The number of samples in each batch."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from slipstream.dataset.loading.counting import BatchSizes, count_samples
+from slipstream.dataset.loading.loader import build_dataloader, set_epoch
+from slipstream.hooks import Hook
+from tiny_runs import loader, run, samples
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(TensorDataset(*samples(19)))
+
+
+class Growing:
+    """A batch sampler whose batches have 1, 2, 3, ... samples."""
+
+    def __iter__(self):
+        return iter([[0], [1, 2], [3, 4, 5], [6]])
+
+    def __len__(self):
+        return 4
+
+
+def build(cfg):
+    return build_dataloader(cfg, 0, "train_dataloader", training=True)
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        loader(TensorDataset(*samples(19))),
+        loader(TensorDataset(*samples(16))),
+        loader(TensorDataset(*samples(19)), drop_last=True),
+        loader(TensorDataset(*samples(19)), num_batch_per_epoch=2),
+        dict(dataset=Stream(), batch_size=8),
+        DataLoader(TensorDataset(*samples(19)), batch_sampler=Growing()),
+        DataLoader([samples(4), samples(2)], batch_size=None),
+    ],
+    ids=["last is smaller", "all are full", "drop_last", "limit", "stream", "batch sampler", "ready batches"],
+)
+def test_sizes_are_those_of_the_batches(cfg):
+    made = build(cfg)
+    sizes = BatchSizes(made)
+    found = [(sizes.at(number, batch), batch[0]) for number, batch in enumerate(made)]
+    assert found
+    for size, inputs in found:
+        assert size == len(inputs)
+
+
+def test_samples_that_a_resumed_run_leaves_out_are_not_counted():
+    made = build(loader(TensorDataset(*samples(19)), shuffle=False))
+    sizes = BatchSizes(made, start=1, used=3)
+    set_epoch(made, 0, 1, 3)
+    assert [(sizes.at(1 + index, batch), len(batch[0])) for index, batch in enumerate(made)] == [
+        (5, 5),
+        (3, 3),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("batch", "count"),
+    [
+        (torch.zeros(4, 2), 4),
+        ([torch.zeros(4, 2), torch.zeros(4)], 4),
+        (dict(name=["a", "b"], image=torch.zeros(2, 3)), 2),
+        (dict(inputs=[torch.zeros(3, 5, 5)] * 6, data_samples=[{}] * 6), 6),
+        (([torch.zeros(3, 5, 5)] * 6, [{}] * 6), 6),
+        (torch.tensor(1.0), None),
+        (object(), None),
+        ({}, None),
+    ],
+)
+def test_structure_of_a_batch_shows_its_samples(batch, count):
+    assert count_samples(batch) == count
+
+
+def test_run_counts_each_step(tmp_path):
+    class Counts(Hook):
+        found = ()
+
+        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            self.found += ((runner.train_loop.step_samples, len(data_batch[0])),)
+
+    counts = Counts()
+    run(tmp_path, train_dataloader=loader(TensorDataset(*samples(19))), custom_hooks=[counts])
+    assert counts.found == ((8, 8), (8, 8), (3, 3)) * 2
