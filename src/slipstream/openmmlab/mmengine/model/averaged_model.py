@@ -1,0 +1,5 @@
+"""Classes of modules."""
+
+from slipstream.model import BaseAveragedModel, ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage
+
+__all__ = ["BaseAveragedModel", "ExponentialMovingAverage", "MomentumAnnealingEMA", "StochasticWeightAverage"]
