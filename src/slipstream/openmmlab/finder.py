@@ -32,7 +32,9 @@ class _AliasLoader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has replaced it; relative imports in the module use it
+        module.__spec__ = (
+            self._spec
+        )  # the import system has replaced it; relative imports in the module use it
 
 
 class _Finder(MetaPathFinder):

@@ -28,7 +28,18 @@ ROOT_SCOPE = "slipstream"
 _ROOT_ALIASES = ("mmengine", "super_gradients")
 
 # Scopes whose child registries are created by the module `registry` of the package with this name.
-_LIBRARIES = ("mmaction", "mmagic", "mmdet", "mmdet3d", "mmocr", "mmpose", "mmpretrain", "mmrotate", "mmseg", "mmyolo")
+_LIBRARIES = (
+    "mmaction",
+    "mmagic",
+    "mmdet",
+    "mmdet3d",
+    "mmocr",
+    "mmpose",
+    "mmpretrain",
+    "mmrotate",
+    "mmseg",
+    "mmyolo",
+)
 
 # Extras of this distribution that install the package of a namespace.
 _EXTRAS = {"pytorch_optimizer": "optimizers", "torchmetrics": "metrics"}
@@ -238,7 +249,8 @@ class Registry:
         if found is None and scope in _LIBRARIES and importlib.util.find_spec(scope) is not None:
             importlib.import_module(f"{scope}.registry")  # creates the library's child registries
             # A library has child registries only of some kinds; for the others, it uses MMEngine's.
-            found = next(filter(None.__ne__, map(self.root._descendant, (scope, "mmengine"))), None)
+            found = self.root._descendant(scope)
+            found = self.root._descendant("mmengine") if found is None else found
         return self.root if found is None and scope in _ROOT_ALIASES else found
 
     def _descendant(self, scope: str) -> Registry | None:

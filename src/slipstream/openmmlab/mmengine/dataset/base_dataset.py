@@ -217,10 +217,10 @@ class BaseDataset(Dataset[Any]):
     def get_data_info(self, idx: int) -> dict[str, Any]:
         """Return a copy of the description of a sample, with its number as `sample_idx`."""
         if self.serialize_data:
-            info = pickle.loads(memoryview(self.data_bytes[self._span(idx)]))
+            info = pickle.loads(self.data_bytes[self._span(idx)].tobytes())
         else:
             info = copy.deepcopy(self.data_list[idx])
-        info["sample_idx"] = idx if idx >= 0 else len(self) + idx
+        info["sample_idx"] = int(idx) if idx >= 0 else len(self) + int(idx)
         return info  # type: ignore[no-any-return]
 
     def prepare_data(self, idx: int) -> Any:
@@ -269,16 +269,16 @@ class BaseDataset(Dataset[Any]):
 
     def _span(self, idx: int) -> slice:
         position = range(len(self.data_address))[idx]
-        return slice(int(self.data_address[position - 1]) if position else 0, int(self.data_address[position]))
+        return slice(
+            int(self.data_address[position - 1]) if position else 0, int(self.data_address[position])
+        )
 
     def _serialize_data(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
         packed = _Packed([pickle.dumps(sample, protocol=4) for sample in self.data_list])
         self.data_list.clear()
         return packed.data, packed.ends
 
-    def _get_serialized_subset(
-        self, indices: Indices
-    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    def _get_serialized_subset(self, indices: Indices) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
         chosen = _positions(indices, len(self.data_address))
         packed = _Packed([self.data_bytes[self._span(position)].tobytes() for position in chosen])
         return packed.data, packed.ends

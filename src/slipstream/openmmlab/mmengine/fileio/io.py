@@ -137,9 +137,7 @@ def dict_from_file(
 ) -> dict[Any, Any]:
     """Return the entries of a text file whose lines are a key followed by one or several values."""
     found: dict[Any, Any] = {}
-    for line in list_from_file(
-        filename, encoding=encoding, backend_args=backend_args or file_client_args
-    ):
+    for line in list_from_file(filename, encoding=encoding, backend_args=backend_args or file_client_args):
         key, *values = line.split()
         found[key_type(key)] = values if len(values) > 1 else values[0]
     return found
@@ -237,7 +235,11 @@ _ALLOWED = {
     ("collections", "OrderedDict"),
     ("numpy", "dtype"),
     ("numpy", "ndarray"),
-    *((f"numpy.{core}.multiarray", name) for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
+    *(
+        (f"numpy.{core}.multiarray", name)
+        for core in ("core", "_core")
+        for name in ("_reconstruct", "scalar")
+    ),
     *((f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")),
     *(("builtins", name) for name in ("set", "frozenset", "complex", "bytearray", "slice", "range")),
     ("_codecs", "encode"),

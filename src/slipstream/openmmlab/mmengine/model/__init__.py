@@ -13,7 +13,11 @@ from slipstream.model import (
 )
 from slipstream.model.base_module import BaseModule
 from slipstream.model.wrappers import MMFullyShardedDataParallel, is_model_wrapper
-from slipstream.openmmlab.mmengine.model.base_model import BaseDataPreprocessor, BaseModel, ImgDataPreprocessor
+from slipstream.openmmlab.mmengine.model.base_model import (
+    BaseDataPreprocessor,
+    BaseModel,
+    ImgDataPreprocessor,
+)
 from slipstream.openmmlab.mmengine.model.test_time_aug import BaseTTAModel
 from slipstream.openmmlab.mmengine.model.utils import (
     convert_sync_batchnorm,

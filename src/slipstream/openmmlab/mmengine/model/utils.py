@@ -34,13 +34,17 @@ def stack_batch(tensor_list: list[Tensor], pad_size_divisor: int = 1, pad_value:
     """
     assert isinstance(tensor_list, list), f"tensor_list must be a list, not {type(tensor_list)}"
     assert tensor_list, "tensor_list must not be empty"
-    assert len({tensor.ndim for tensor in tensor_list}) == 1, "the tensors have different numbers of dimensions"
+    assert len({tensor.ndim for tensor in tensor_list}) == 1, (
+        "the tensors have different numbers of dimensions"
+    )
     largest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensor_list), strict=True)]
     common = [math.ceil(size / pad_size_divisor) * pad_size_divisor for size in largest]
 
     def padded(tensor: Tensor) -> Tensor:
         missing = [target - size for target, size in zip(common, tensor.shape[1:], strict=True)]
-        pairs = [amount for end in reversed(missing) for amount in (0, end)]  # F.pad starts with the last dimension
+        pairs = [
+            amount for end in reversed(missing) for amount in (0, end)
+        ]  # F.pad starts with the last dimension
         return F.pad(tensor, pairs, value=pad_value) if any(missing) else tensor
 
     return torch.stack([padded(tensor) for tensor in tensor_list])

@@ -51,7 +51,9 @@ class CheckpointLoader:
         def register(function: Loader) -> Loader:
             for prefix in [prefixes] if isinstance(prefixes, str) else prefixes:
                 if prefix in cls._schemes and not force:
-                    raise CheckpointError(f"the prefix '{prefix}' is registered; set force=True to replace it")
+                    raise CheckpointError(
+                        f"the prefix '{prefix}' is registered; set force=True to replace it"
+                    )
                 cls._schemes[prefix] = function
             return function
 

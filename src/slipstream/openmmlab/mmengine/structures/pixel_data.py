@@ -23,7 +23,9 @@ class PixelData(BaseDataElement):
         if name in _PRIVATE:
             super().__setattr__(name, value)
             return
-        assert isinstance(value, torch.Tensor | np.ndarray), f"must be a tensor or an array, not {type(value)}"
+        assert isinstance(value, torch.Tensor | np.ndarray), (
+            f"must be a tensor or an array, not {type(value)}"
+        )
         size = tuple(value.shape[-2:])
         if self.shape:
             assert size == self.shape, f"the size is {size}, but the PixelData has the size {self.shape}"

@@ -43,7 +43,9 @@ class ManagerMixin(metaclass=ManagerMeta):
             if name not in cls._instance_dict:
                 cls._instance_dict[name] = cls(name=name, **kwargs)
             elif kwargs:
-                warnings.warn(f"{cls.__name__} '{name}' exists, so the other arguments are ignored", stacklevel=2)
+                warnings.warn(
+                    f"{cls.__name__} '{name}' exists, so the other arguments are ignored", stacklevel=2
+                )
             instance: Self = cls._instance_dict[name]
             return instance
 

@@ -125,7 +125,9 @@ def apply_to(data: Any, expr: Callable[[Any], bool], apply_func: Callable[[Any],
     return data
 
 
-def import_modules_from_strings(imports: str | Sequence[str] | None, allow_failed_imports: bool = False) -> Any:
+def import_modules_from_strings(
+    imports: str | Sequence[str] | None, allow_failed_imports: bool = False
+) -> Any:
     """Import modules by name; with `allow_failed_imports`, a failed import is a warning and returns None."""
     if not imports:
         return None
@@ -223,7 +225,9 @@ def deprecated_api_warning(name_dict: dict[str, str], cls_name: str | None = Non
                 if old not in kwargs:
                     continue
                 assert new not in kwargs, f"{label} got both '{old}' and '{new}'; use '{new}'"
-                warnings.warn(f"'{old}' of {label} is deprecated; use '{new}'", DeprecationWarning, stacklevel=2)
+                warnings.warn(
+                    f"'{old}' of {label} is deprecated; use '{new}'", DeprecationWarning, stacklevel=2
+                )
                 kwargs[new] = kwargs.pop(old)
             return function(*args, **kwargs)
 

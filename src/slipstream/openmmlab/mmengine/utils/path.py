@@ -17,7 +17,7 @@ def is_filepath(x: Any) -> bool:
 
 def is_abs(path: str) -> bool:
     """Return whether a path is absolute, or the address of a remote file."""
-    return os.path.isabs(path) or path.startswith(("http://", "https://", "s3://"))
+    return Path(path).is_absolute() or path.startswith(("http://", "https://", "s3://"))
 
 
 def fopen(filepath: str | Path, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,9 @@ class ProgressBar:
         file: where to print.
     """
 
-    def __init__(self, task_num: int = 0, bar_width: int = 50, start: bool = True, file: TextIO | None = None) -> None:
+    def __init__(
+        self, task_num: int = 0, bar_width: int = 50, start: bool = True, file: TextIO | None = None
+    ) -> None:
         self.task_num, self.bar_width, self.completed = task_num, bar_width, 0
         self.file = file or sys.stdout
         self.start_time = time.monotonic()

@@ -7,8 +7,21 @@ import subprocess
 
 __all__ = ["digit_version", "get_git_hash"]
 
-_VERSION = re.compile(r"v?(\d+(?:\.\d+)*)(?:[._-]?(a|alpha|b|beta|rc|c|dev|post|rev|r)[._-]?(\d*))?", re.IGNORECASE)
-_RANKS = {"dev": -4, "a": -3, "alpha": -3, "b": -2, "beta": -2, "rc": -1, "c": -1, "post": 1, "rev": 1, "r": 1}
+_VERSION = re.compile(
+    r"v?(\d+(?:\.\d+)*)(?:[._-]?(a|alpha|b|beta|rc|c|dev|post|rev|r)[._-]?(\d*))?", re.IGNORECASE
+)
+_RANKS = {
+    "dev": -4,
+    "a": -3,
+    "alpha": -3,
+    "b": -2,
+    "beta": -2,
+    "rc": -1,
+    "c": -1,
+    "post": 1,
+    "rev": 1,
+    "r": 1,
+}
 
 
 def digit_version(version_str: str, length: int = 4) -> tuple[int, ...]:

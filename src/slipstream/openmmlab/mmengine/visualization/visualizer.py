@@ -60,9 +60,10 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         self._default_font_size = 10.0
         if image is not None:
             self.set_image(image)
-        for kind in {type(self), Visualizer}:
-            kind._instance_dict.pop(name, None)
-            kind._instance_dict[name] = self
+        # `Visualizer.get_current_instance` also returns instances of subclasses.
+        for instances in (type(self)._instance_dict, Visualizer._instance_dict):
+            instances.pop(name, None)
+            instances[name] = self
 
     @property
     def _vis_backends(self) -> dict[str, Any]:
@@ -140,7 +141,9 @@ class Visualizer(OwnVisualizer, ManagerMixin):
 
     # ---- shapes ----------------------------------------------------------------------------------------
 
-    def draw_points(self, positions: Any, colors: Any = "g", marker: str | None = None, sizes: Any = None) -> Self:
+    def draw_points(
+        self, positions: Any, colors: Any = "g", marker: str | None = None, sizes: Any = None
+    ) -> Self:
         """Draw points (N, 2)."""
         points = tensor2ndarray(positions).reshape(-1, 2)
         size = None if sizes is None else tensor2ndarray(sizes)
@@ -186,7 +189,10 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         ends = np.stack([tensor2ndarray(v).reshape(-1, 2) for v in (x_datas, y_datas)], axis=-1)
         self.ax_save.add_collection(
             LineCollection(
-                list(ends), colors=color_val_matplotlib(colors), linestyles=line_styles, linewidths=line_widths
+                list(ends),
+                colors=color_val_matplotlib(colors),
+                linestyles=line_styles,
+                linewidths=line_widths,
             )
         )
         return self
@@ -231,7 +237,9 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         )
         return self
 
-    def draw_binary_masks(self, binary_masks: Any, colors: Any = "g", alphas: float | list[float] = 0.8) -> Self:
+    def draw_binary_masks(
+        self, binary_masks: Any, colors: Any = "g", alphas: float | list[float] = 0.8
+    ) -> Self:
         """Color the pixels of bool masks (N, H, W) or (H, W)."""
         masks = tensor2ndarray(binary_masks)
         assert masks.dtype == np.bool_, f"masks must have the type bool, not {masks.dtype}"

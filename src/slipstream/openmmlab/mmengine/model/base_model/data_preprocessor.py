@@ -104,6 +104,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
 
     def _pad(self, images: Tensor) -> Tensor:
         bottom, right = (
-            math.ceil(size / self.pad_size_divisor) * self.pad_size_divisor - size for size in images.shape[-2:]
+            math.ceil(size / self.pad_size_divisor) * self.pad_size_divisor - size
+            for size in images.shape[-2:]
         )
         return F.pad(images, (0, right, 0, bottom), value=self.pad_value)
