@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SRC = str(Path(__file__).parents[2] / "src")
 
 
@@ -65,3 +67,44 @@ def test_a_script_runs_with_its_arguments_and_its_folder(tmp_path):
 def test_a_missing_script_is_an_error_in_one_line():
     done = run("-m", "slipstream.openmmlab", "nowhere.py", code=1)
     assert done.stderr.splitlines()[-1].startswith("error: 'nowhere.py' is not a file; use python -m")
+
+
+@pytest.mark.parametrize("opt_in", [True, False])
+def test_the_command_needs_the_environment_variable(tmp_path, monkeypatch, opt_in):
+    (tmp_path / "parts.py").write_text(
+        "import torch, mmengine\n"
+        "from mmengine.model import BaseModel\n"
+        "from mmengine.registry import DATASETS, MODELS\n"
+        "@DATASETS.register_module()\n"
+        "def Ones(): return [{'inputs': torch.ones(2)}] * 4\n"
+        "@MODELS.register_module()\n"
+        "class Sum(BaseModel):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.scale = torch.nn.Parameter(torch.ones(2))\n"
+        "    def forward(self, inputs, mode):\n"
+        "        assert isinstance(inputs, list), 'pseudo_collate makes lists'\n"
+        "        return {'loss': (self.scale * inputs[0]).sum()}\n"
+    )
+    (tmp_path / "config.py").write_text(
+        "custom_imports = dict(imports=['parts'])\n"
+        f"work_dir = {str(tmp_path / 'work')!r}\n"
+        "model = dict(type='Sum')\n"
+        "train_dataloader = dict(batch_size=2, dataset=dict(type='Ones'))\n"
+        "train_cfg = dict(by_epoch=True, max_epochs=1)\n"
+        "optim_wrapper = dict(optimizer=dict(type='SGD', lr=0.1))\n"
+        "default_scope = 'mmengine'\n"
+    )
+    if opt_in:
+        monkeypatch.setenv("SLIPSTREAM_OPENMMLAB", "1")
+    done = run(
+        "-m",
+        "slipstream",
+        "train",
+        tmp_path / "config.py",
+        path=[fake_mmengine(tmp_path)],
+        code=0 if opt_in else 2,
+    )
+    text = done.stdout + done.stderr
+    assert ("import mmengine now imports Slipstream" in text) == opt_in
+    assert ("Saved checkpoint" in text) == opt_in

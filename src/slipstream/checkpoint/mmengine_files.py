@@ -30,7 +30,7 @@ def _statistic(owner: Any, name: str) -> None:
         )
 
 
-def safe_globals() -> list[tuple[Callable[..., Any], str]]:
+def safe_globals() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
     """Return the classes and functions that MMEngine's checkpoints refer to, with their names in the files."""
     scalar, reconstruct = np._core.multiarray.scalar, np._core.multiarray._reconstruct  # type: ignore[attr-defined]
     return [
@@ -71,7 +71,7 @@ def translated(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 def _history(value: Any) -> dict[str, Any]:
     """Return the newest entries of a history, or an empty dict if it has an unknown format."""
-    saved = getattr(value, "saved", {})
+    saved: Any = getattr(value, "saved", {})
     values, counts = saved.get("_log_history"), saved.get("_count_history")
     if not (_is_numeric(values) and _is_numeric(counts) and len(values) == len(counts) > 0):
         return {}

@@ -185,3 +185,9 @@ def test_non_integer_keys_are_kept_and_tensors_become_indices():
     first, second = list(sampler)
     assert first == ["a", ("b", 1)]
     assert (second[0], second[0].seed) == (3, 0)
+
+
+@pytest.mark.parametrize(("round_up", "own", "total"), [(True, 4, 8), (False, 3, 7)])
+def test_a_sampler_shows_its_dataset_and_its_numbers_of_samples(round_up, own, total):
+    last = samplers_of_ranks(DefaultSampler, 7, 2, round_up=round_up)[-1]
+    assert (last.num_samples, last.total_size, last.dataset) == (own, total, range(7))
