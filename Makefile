@@ -1,12 +1,13 @@
 # make train: set up .venv and train a network; make test: run the short tests; make matrix: run the long tests (every
 # option with every other option, real launchers); make npu: test on a simulated accelerator; make gpu: test and measure
-# on the accelerator of this machine; make versions: run the short tests with several versions of Python and torch,
+# on the accelerator of this machine; make openmmlab: install OpenMMLab's libraries in .venv-openmmlab, which compiles
+# mmcv and takes up to an hour, and train with them; make versions: run the short tests with several versions of Python and torch,
 # which takes hours. No target requires root.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test matrix npu faults gpu wheels versions lint types format clean
+.PHONY: train test matrix npu openmmlab faults gpu wheels versions lint types format clean
 
 train: $(VENV)/.installed
 	$(BIN)/slipstream train street_scenes_pp_lite_t
@@ -21,6 +22,21 @@ npu: $(VENV)/.installed-dev
 	npu=$$($(BIN)/python tests/npu/simulated/build.py) && \
 	export PYTHONPATH=$$npu && $(BIN)/python -m pytest -n 2 --dist loadscope -rs tests/npu && \
 	out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && PYTHON=$(BIN)/python TINY=1 OUT=$$out .ci/gpu
+
+# The libraries are installed without their dependencies, because those include CUDA builds. Their builds are for older
+# versions of some packages. tests/openmmlab/shims replaces torchvision and imgaug, of which no test uses a function.
+openmmlab: .venv-openmmlab/.installed
+	.venv-openmmlab/bin/python -m pytest -rs tests/openmmlab
+
+.venv-openmmlab/.installed: $(VENV)/.installed-dev pyproject.toml
+	$(PYTHON) -m venv .venv-openmmlab
+	.venv-openmmlab/bin/python -m pip install --quiet -c constraints.txt -e '.[dev,openmmlab]' ninja setuptools wheel psutil
+	.venv-openmmlab/bin/python -m pip install --quiet einops ftfy mat4py model-index opencv-python-headless prettytable \
+		pycocotools scipy shapely six terminaltables termcolor tqdm
+	MMCV_WITH_OPS=1 .venv-openmmlab/bin/python -m pip install --quiet --no-deps --no-build-isolation onedl-mmcv==2.3.6
+	.venv-openmmlab/bin/python -m pip install --quiet --no-deps mmengine==0.10.7 onedl-mmpretrain==1.3.6 \
+		onedl-mmsegmentation==1.4.2 onedl-mmdetection==3.5.1
+	touch $@
 
 # Try thousands of random faults and invalid inputs, which takes hours. COUNT and SEED change their number and choice.
 COUNT ?= 2000

@@ -2,9 +2,13 @@
 
 import os
 import pickle
+import sys
+import types
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint import save
@@ -160,3 +164,67 @@ def test_links_to_checkpoints_are_removed_but_not_followed(tmp_path):
     remove_checkpoint(tmp_path / "work", "epoch_1.sharded")
     assert target.is_dir()
     assert not Path(work_dir / "epoch_1.sharded").is_symlink()
+
+
+class Method:
+    """A value that is pickled like a method of MMEngine's HistoryBuffer: by a call of `getattr`."""
+
+    def __reduce__(self):
+        return getattr, (sys.modules["mmengine.logging.history_buffer"].HistoryBuffer, "mean")
+
+
+@pytest.fixture
+def mmengine_history(monkeypatch):
+    """A class with the name and the state of MMEngine's HistoryBuffer."""
+    module = types.ModuleType("mmengine.logging.history_buffer")
+    for name in ("mmengine", "mmengine.logging"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    class HistoryBuffer:
+        pass
+
+    HistoryBuffer.__module__, HistoryBuffer.__qualname__ = module.__name__, "HistoryBuffer"
+    module.HistoryBuffer = HistoryBuffer
+    return HistoryBuffer
+
+
+def write_mmengine(path, history, **entries):
+    meta = {"epoch": 1, "iter": 2, "seed": 3, "mmengine_version": "0.10.7"}
+    hub = {"log_scalars": {"train/loss": history}, "runtime_info": {"iter": 1, "score": np.float64(0.5)}}
+    torch.save({"meta": meta, "state_dict": {"w": torch.ones(2)}, "message_hub": hub, **entries}, path)
+
+
+def test_a_checkpoint_of_mmengine_is_read(tmp_path, mmengine_history):
+    history = mmengine_history()
+    vars(history).update(_log_history=np.array([2.0, 1.0]), _count_history=np.array([1, 4]), max_length=9)
+    history.statistics_methods = {"mean": Method()}
+    write_mmengine(tmp_path / "epoch_1.pth", history)
+    checkpoint = load_checkpoint(tmp_path / "epoch_1.pth")
+    assert checkpoint["message_hub"] == {
+        "log_scalars": {
+            "train/loss": {"log_history": [2.0, 1.0], "count_history": [1, 4], "max_length": 10_000}
+        },
+        "runtime_info": {"iter": 1, "score": 0.5},
+    }
+    assert checkpoint["state_dict"]["w"].tolist() == [1, 1]
+
+
+class ReadsAttribute:
+    """A pickle that calls `getattr(dict, "fromkeys")`."""
+
+    def __reduce__(self):
+        return getattr, (OrderedDict, "fromkeys")
+
+
+def test_a_checkpoint_of_mmengine_cannot_read_attributes_of_other_classes(tmp_path, mmengine_history):
+    write_mmengine(tmp_path / "epoch_1.pth", mmengine_history(), extra=ReadsAttribute())
+    with pytest.raises(CheckpointError, match=r"attribute 'fromkeys' of an object, which is not allowed"):
+        load_checkpoint(tmp_path / "epoch_1.pth")
+
+
+def test_a_history_of_an_unknown_format_is_dropped(tmp_path, mmengine_history):
+    history = mmengine_history()
+    history._log_history = ["a"]
+    write_mmengine(tmp_path / "epoch_1.pth", history)
+    assert load_checkpoint(tmp_path / "epoch_1.pth")["message_hub"]["log_scalars"] == {}

@@ -142,3 +142,20 @@ def test_evaluators_share_no_state():
     first.process((SCORES, TARGETS))
     second.process((SCORES, torch.arange(4)))
     assert (first.evaluate(4), second.evaluate(4)) == ({"accuracy/top1": 75.0}, {"accuracy/top1": 100.0})
+
+
+def test_samples_that_can_become_dicts_are_passed_as_dicts():
+    class Sample:
+        def to_dict(self):
+            return {"score": 2}
+
+    class Sum(BaseMetric):
+        def process(self, data_batch, data_samples):
+            self.results += [sample["score"] for sample in data_samples]
+
+        def compute_metrics(self, results):
+            return {"sum": sum(results)}
+
+    evaluator = Evaluator(Sum())
+    evaluator.process([Sample(), {"score": 3}])
+    assert evaluator.evaluate(2) == {"sum": 5}

@@ -203,3 +203,18 @@ def test_prefix_without_weights_raises(tmp_path):
     cfg = dict(type="Pretrained", checkpoint=str(tmp_path / "a.pth"), prefix="backbone")
     with pytest.raises(CheckpointError, match=r"no weight whose name starts with 'backbone\.'"):
         initialize(nn.Linear(2, 2), cfg)
+
+
+def test_a_child_that_is_initialized_is_not_initialized_again():
+    class Child(BaseModule):
+        calls = 0
+
+        def init_weights(self):
+            super().init_weights()
+            self.calls += 1
+
+    parent = BaseModule()
+    parent.child = Child()
+    parent.child.init_weights()
+    parent.init_weights()
+    assert parent.child.calls == 1

@@ -333,3 +333,40 @@ def test_lookup_imports_only_required_locations(tmp_path, monkeypatch):
     assert home.get("lookup_first").__module__ == "lookup_first"
     assert "lookup_second" not in sys.modules
     assert home.names() == ["lookup_first", "lookup_second"]
+
+
+def test_an_empty_registry_with_locations_is_found_and_inherits_from_an_empty_one(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    root = Registry("part", build_func=lambda cfg, registry: (cfg, registry), scope="slipstream")
+    library = Registry("part", parent=root, scope="mylib", locations=["late_library_parts"])
+    (tmp_path / "late_library_parts.py").write_text(
+        "import sys\nsys.modules['the_library'].register_module(name='Late', module=int)\n"
+    )
+    monkeypatch.setitem(sys.modules, "the_library", library)
+    assert root.get("mylib.Late") is int
+    assert library.root is root
+    assert library.build({}) == ({}, library)
+
+
+def test_the_default_scope_of_a_library_imports_its_registries(tmp_path, monkeypatch):
+    package = tmp_path / "mmyolo"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "registry.py").write_text(
+        "from slipstream.registry import MODELS, Registry\n"
+        "OWN = Registry('model', parent=MODELS, scope='mmyolo')\n"
+        "OWN.register_module(name='OnlyInTheLibrary', module=int)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        with default_scope("mmyolo"):
+            assert MODELS.get("OnlyInTheLibrary") is int
+            with MODELS.switch_scope_and_registry(None) as registry:
+                assert registry.scope == "mmyolo"
+        assert MODELS.get("OnlyInTheLibrary") is None
+        with MODELS.switch_scope_and_registry("mmyolo") as registry:
+            assert registry.get("OnlyInTheLibrary") is int
+    finally:
+        MODELS.children.pop("mmyolo", None)
+        sys.modules.pop("mmyolo", None)
+        sys.modules.pop("mmyolo.registry", None)

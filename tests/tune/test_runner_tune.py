@@ -21,7 +21,7 @@ def state(runner):
             runner.model.state_dict(),
             {} if optim is None else optim.state_dict(),
             [runner.model.training, runner.iter, runner.epoch, runner.is_training],
-            runner.checkpoints.random_state,
+            runner._context._random_state,
             [torch.get_rng_state(), np.random.get_state(), random.getstate()],
         ]
     )

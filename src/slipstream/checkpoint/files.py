@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.checkpoint.integrity import check_size, verified
+from slipstream.checkpoint.mmengine_files import is_from_mmengine, safe_globals, translated
 from slipstream.dist.sharding import is_sharded
 from slipstream.errors import CheckpointError, did_you_mean
 from slipstream.files import check_space, replacing, write_text
@@ -69,7 +70,7 @@ def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str,
         raise CheckpointError(f"{path} is not a checkpoint: it was not written by torch.save")
     check_size(path)
     try:
-        with verified(path):
+        with verified(path), torch.serialization.safe_globals(safe_globals()):
             checkpoint = torch.load(path, map_location=map_location, weights_only=True)
     except CheckpointError:
         raise
@@ -77,14 +78,14 @@ def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str,
         raise CheckpointError(
             f"{path} contains pickled objects or is damaged. Pickled objects are never loaded, because they can "
             "execute code. If you trust the file, convert it: load it with c = torch.load(path, weights_only=False), "
-            "remove all values other than tensors and built-in Python values (such as MMEngine's 'message_hub'), "
+            "remove all values other than tensors and built-in Python values (such as objects in 'message_hub'), "
             "and call torch.save(c, path)"
         ) from error
     except Exception as error:  # a damaged file can raise any exception
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(checkpoint, Mapping):
         raise CheckpointError(f"{path} must contain a dict, not a {type(checkpoint).__name__}")
-    return dict(checkpoint)
+    return translated(dict(checkpoint)) if is_from_mmengine(checkpoint) else dict(checkpoint)
 
 
 def _is_torch_file(path: Path) -> bool:

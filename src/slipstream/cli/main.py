@@ -25,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # costs nothing on an idle machine, and training is several times faster if another program uses the same cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     enter_process()
+    if os.environ.get("SLIPSTREAM_OPENMMLAB") == "1":
+        importlib.import_module("slipstream.openmmlab")  # before the configuration imports a library
     command = importlib.import_module(f"slipstream.cli.{args.command.replace('-', '_')}")
     try:
         status: int = command.run(args)

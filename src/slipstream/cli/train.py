@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +24,6 @@ def run(args: argparse.Namespace) -> int:
         from slipstream.cli.sweep import sweep
 
         return sweep(args)
-    from slipstream.runner import Runner
     from slipstream.training.config_paths import at_user_paths
 
     cfg, gpus = read_config(args)
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         return launch(args, cfg.work_dir)
     _resume(args, cfg)
     with at_user_paths(cfg):
-        runner = Runner.from_cfg(cfg)
+        runner = _runner_class().from_cfg(cfg)
         runner.train()
     if runner.rank == 0:
         if args.result:
@@ -43,6 +43,17 @@ def run(args: argparse.Namespace) -> int:
             write_result(args.result, runner)
         print(summary(runner))
     return 0
+
+
+def _runner_class() -> type[Runner]:
+    """Return the Runner class; with SLIPSTREAM_OPENMMLAB=1, it has MMEngine's defaults."""
+    if os.environ.get("SLIPSTREAM_OPENMMLAB") == "1":
+        from slipstream.openmmlab.mmengine.runner import Runner as WithDefaults
+
+        return WithDefaults
+    from slipstream.runner import Runner
+
+    return Runner
 
 
 def _devices(cfg: Config, wanted: int | None) -> int:

@@ -44,7 +44,14 @@ class Evaluator:
             metric.dataset_meta = dataset_meta
 
     def process(self, data_samples: Any, data_batch: Any = None) -> None:
-        """Pass one batch, and the model's output for it in predict mode, to every metric."""
+        """Pass one batch, and the model's output for it in predict mode, to every metric.
+
+        Samples with a method `to_dict`, such as MMEngine's data elements, are passed as dicts.
+        """
+        if isinstance(data_samples, list | tuple) and any(
+            hasattr(sample, "to_dict") for sample in data_samples
+        ):
+            data_samples = [s.to_dict() if hasattr(s, "to_dict") else s for s in data_samples]
         for metric in self.metrics:
             metric.process(data_batch, data_samples)
 

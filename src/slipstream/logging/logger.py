@@ -63,6 +63,10 @@ class MMLogger(logging.Logger):
         finally:
             _loggers.reset(token)
 
+    def keep_current(self) -> None:
+        """Make `get_current_instance` return this logger in this context from now on."""
+        _loggers.set(self._with_others())
+
     def _with_others(self) -> Mapping[str, MMLogger]:
         others = {name: logger for name, logger in _loggers.get().items() if name != self.name}
         return {**others, self.name: self}

@@ -148,6 +148,10 @@ class MessageHub:
         finally:
             _current.reset(token)
 
+    def keep_current(self) -> None:
+        """Make `get_current_instance` return this hub in this context from now on."""
+        _current.set(self)
+
     @classmethod
     def get_current_instance(cls) -> MessageHub:
         """Return the hub of the Runner active in this context, or a new, empty hub."""

@@ -45,7 +45,7 @@ class BaseModule(nn.Module):
         initialize(self, [cfg for cfg in cfgs if cfg.get("type") not in kinds])
         for child in self.children():
             init = getattr(child, "init_weights", None)
-            if callable(init):
+            if callable(init) and not getattr(child, "is_init", False):
                 init()
         initialize(self, [cfg for cfg in cfgs if cfg.get("type") in kinds])
 

@@ -196,12 +196,24 @@ def average_batchnorm(model: nn.Module) -> None:
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Replace every `SyncBatchNorm` with a module of its original class and the same tensors, and return the module."""
+    """Replace every `SyncBatchNorm` with a module of its original class and the same tensors, and return the module.
+
+    torch's `nn.SyncBatchNorm` does not know its original class, so a BatchNorm for inputs of any dimension replaces it.
+    """
     if isinstance(module, SyncBatchNorm):
         return _as(module.original_class or nn.BatchNorm2d, module)
+    if isinstance(module, nn.SyncBatchNorm):
+        return _as(_AnyBatchNorm, module)
     for name, child in module.named_children():
         setattr(module, name, revert_sync_batchnorm(child))
     return module
+
+
+class _AnyBatchNorm(_BatchNorm):
+    """BatchNorm that accepts inputs of any dimension."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        return
 
 
 def _as(

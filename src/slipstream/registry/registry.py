@@ -19,13 +19,27 @@ from typing import Any, TypeVar, overload
 from slipstream.errors import BuildError, ConfigError, SlipstreamError, UnknownNameError, did_you_mean
 from slipstream.typecheck import describe, matches, shown
 
-__all__ = ["Registry", "build_from_cfg", "default_scope", "init_default_scope", "locate"]
+__all__ = ["Registry", "build_from_cfg", "current_scope", "default_scope", "init_default_scope", "locate"]
 
 T = TypeVar("T")
 
 ROOT_SCOPE = "slipstream"
 # Scopes of MMEngine and SuperGradients configurations; they map to the root.
 _ROOT_ALIASES = ("mmengine", "super_gradients")
+
+# Scopes whose child registries are created by the module `registry` of the package with this name.
+_LIBRARIES = (
+    "mmaction",
+    "mmagic",
+    "mmdet",
+    "mmdet3d",
+    "mmocr",
+    "mmpose",
+    "mmpretrain",
+    "mmrotate",
+    "mmseg",
+    "mmyolo",
+)
 
 # Extras of this distribution that install the package of a namespace.
 _EXTRAS = {"pytorch_optimizer": "optimizers", "torchmetrics": "metrics"}
@@ -36,6 +50,11 @@ _scope: ContextVar[str | None] = ContextVar("slipstream_default_scope", default=
 def init_default_scope(scope: str) -> None:
     """Look up names without a prefix in `scope` first, in this context (thread or task)."""
     _scope.set(scope)
+
+
+def current_scope() -> str | None:
+    """Return the default scope of this context, or None."""
+    return _scope.get()
 
 
 @contextmanager
@@ -81,7 +100,7 @@ class Registry:
         self.parent = parent
         self.children: dict[str, Registry] = {}
         self.module_dict: dict[str, Any] = {}
-        inherited: Callable[..., Any] = parent.build_func if parent else build_from_cfg
+        inherited: Callable[..., Any] = build_from_cfg if parent is None else parent.build_func
         self.build_func: Callable[..., Any] = build_func or inherited
         self._locations = list(locations)
         self._namespaces = tuple(namespaces)
@@ -97,7 +116,19 @@ class Registry:
     @property
     def root(self) -> Registry:
         """The registry at the top of the parent chain."""
-        return self.parent.root if self.parent else self
+        return self if self.parent is None else self.parent.root
+
+    @contextmanager
+    def switch_scope_and_registry(self, scope: str | None) -> Iterator[Registry]:
+        """Yield the registry of `scope`, or this one, and search this scope first inside the `with` block.
+
+        Args:
+            scope: a library's scope; None keeps the current default scope.
+        """
+        name = _scope.get() if scope is None else scope
+        found = self._in_scope(name or "")
+        with default_scope(name):
+            yield self if found is None else found
 
     @overload
     def register_module(
@@ -196,7 +227,7 @@ class Registry:
         found = set(self.module_dict)
         for module in self._imported_namespaces():
             found.update(n for n in dir(module) if self._public(module, n) is not None)
-        return sorted(found | set(self.parent.names() if self.parent else ()))
+        return sorted(found | set(() if self.parent is None else self.parent.names()))
 
     def _is_missing(self, package: str) -> bool:
         """Return whether `package` provides a namespace, here or in the parents, but is not installed."""
@@ -214,12 +245,19 @@ class Registry:
         return [self] if preferred in (None, self.root) else [preferred, self], key
 
     def _in_scope(self, scope: str) -> Registry | None:
-        return self.root if scope in _ROOT_ALIASES else self.root._descendant(scope)
+        found = self.root._descendant(scope)
+        if found is None and scope in _LIBRARIES and importlib.util.find_spec(scope) is not None:
+            importlib.import_module(f"{scope}.registry")  # creates the library's child registries
+            # A library has child registries only of some kinds; for the others, it uses MMEngine's.
+            found = self.root._descendant(scope)
+            found = self.root._descendant("mmengine") if found is None else found
+        return self.root if found is None and scope in _ROOT_ALIASES else found
 
     def _descendant(self, scope: str) -> Registry | None:
         if scope == self.scope:
             return self
-        return next((d for c in self.children.values() if (d := c._descendant(scope))), None)
+        # An empty registry is falsy, but its locations may not be imported yet.
+        return next((d for c in self.children.values() if (d := c._descendant(scope)) is not None), None)
 
     def _find_in_parents(self, name: str) -> Any | None:
         found = self._find_here(name)

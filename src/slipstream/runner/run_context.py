@@ -31,8 +31,8 @@ class RunContext:
     """
 
     def __init__(self, runner: Runner, user_cfg: Mapping[str, Any], scope: str, redactor: Redactor) -> None:
-        self._runner, self._user_cfg = runner, user_cfg
-        self._scope, self._redactor = scope, redactor
+        self._runner, self._user_cfg, self._redactor = runner, user_cfg, redactor
+        self.scope = scope
         self._random_state: dict[str, Any] | None = None
 
     @contextmanager
@@ -75,7 +75,7 @@ class RunContext:
     @contextmanager
     def _building(self) -> Iterator[None]:
         """Search the run's registry scope first, add config paths to errors, and remove secrets from them."""
-        with redact_errors(self._redactor), add_config_path(self._user_cfg), default_scope(self._scope):
+        with redact_errors(self._redactor), add_config_path(self._user_cfg), default_scope(self.scope):
             yield
 
     def _close(self) -> None:

@@ -212,3 +212,9 @@ def test_sampler_with_its_own_generator_starts_each_epoch_with_the_same_state():
     assert orders[0] == list(Shuffled())
     assert orders[3:] == orders[:2]
     assert len(set(map(tuple, orders))) == 3
+
+
+@pytest.mark.parametrize(("round_up", "own", "total"), [(True, 4, 8), (False, 3, 7)])
+def test_a_sampler_shows_its_dataset_and_its_numbers_of_samples(round_up, own, total):
+    last = samplers_of_ranks(DefaultSampler, 7, 2, round_up=round_up)[-1]
+    assert (last.num_samples, last.total_size, last.dataset) == (own, total, range(7))

@@ -50,7 +50,7 @@ class DefaultSampler(Sampler[int]):
         self, dataset: Sized, shuffle: bool = True, seed: int | None = None, round_up: bool = True
     ) -> None:
         self.rank, self.world_size = get_dist_info()
-        self.size = len(dataset)
+        self.dataset, self.size = dataset, len(dataset)
         self.shuffle, self.seed, self.round_up = shuffle, seed or 0, round_up
         self.epoch = 0
 
@@ -65,6 +65,16 @@ class DefaultSampler(Sampler[int]):
         if self.round_up:
             return math.ceil(self.size / self.world_size)
         return math.ceil((self.size - self.rank) / self.world_size)
+
+    @property
+    def num_samples(self) -> int:
+        """Number of this rank's samples in an epoch."""
+        return len(self)
+
+    @property
+    def total_size(self) -> int:
+        """Number of samples of all ranks in an epoch."""
+        return len(self) * self.world_size if self.round_up else self.size
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that determines the order of the next iteration."""

@@ -1,0 +1,87 @@
+"""Read checkpoints of MMEngine without executing code from them."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from slipstream.errors import CheckpointError
+
+__all__ = ["is_from_mmengine", "safe_globals", "translated"]
+
+_NUMPY_CLASSES = ("bool", "int32", "int64", "uint8", "float16", "float32", "float64")
+
+
+class _SavedHistory:
+    """The content of MMEngine's `HistoryBuffer`."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.saved = dict(state) if isinstance(state, Mapping) else {}
+
+
+def _statistic(owner: Any, name: str) -> None:
+    """Replace `getattr` in the pickle of a `HistoryBuffer`, which stores references to its own methods."""
+    if owner is not _SavedHistory:
+        raise CheckpointError(
+            f"the checkpoint reads the attribute '{name}' of an object, which is not allowed"
+        )
+
+
+def safe_globals() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
+    """Return the classes and functions that MMEngine's checkpoints refer to, with their names in the files."""
+    scalar, reconstruct = np._core.multiarray.scalar, np._core.multiarray._reconstruct  # type: ignore[attr-defined]
+    return [
+        (_SavedHistory, "mmengine.logging.history_buffer.HistoryBuffer"),
+        (_statistic, "builtins.getattr"),
+        (collections.Counter, "collections.Counter"),
+        (np.ndarray, "numpy.ndarray"),
+        (np.dtype, "numpy.dtype"),
+        *((scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+        *((reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+        *((type(np.dtype(name)), f"numpy.dtypes.{type(np.dtype(name)).__name__}") for name in _NUMPY_CLASSES),
+    ]
+
+
+def is_from_mmengine(checkpoint: Mapping[str, Any]) -> bool:
+    """Return whether MMEngine wrote the checkpoint."""
+    meta = checkpoint.get("meta")
+    return isinstance(meta, Mapping) and "mmengine_version" in meta
+
+
+def translated(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint of MMEngine with a message hub and meta that Slipstream can resume from.
+
+    NumPy numbers become built-in numbers. The histories of the scalars keep their newest values.
+    """
+    hub = checkpoint.get("message_hub")
+    if isinstance(hub, Mapping):
+        histories = {key: _history(value) for key, value in dict(hub.get("log_scalars", {})).items()}
+        infos = {key: _builtin(value) for key, value in dict(hub.get("runtime_info", {})).items()}
+        infos = {key: value for key, value in infos.items() if key not in ("cfg", "last_ckpt")}
+        checkpoint["message_hub"] = {
+            "log_scalars": {key: history for key, history in histories.items() if history},
+            "runtime_info": {k: v for k, v in infos.items() if isinstance(v, bool | int | float | str)},
+        }
+    checkpoint["meta"] = {key: _builtin(value) for key, value in checkpoint["meta"].items()}
+    return checkpoint
+
+
+def _history(value: Any) -> dict[str, Any]:
+    """Return the newest entries of a history, or an empty dict if it has an unknown format."""
+    saved: Any = getattr(value, "saved", {})
+    values, counts = saved.get("_log_history"), saved.get("_count_history")
+    if not (_is_numeric(values) and _is_numeric(counts) and len(values) == len(counts) > 0):
+        return {}
+    newest = values[-1000:].tolist(), counts[-1000:].tolist()
+    return {"log_history": newest[0], "count_history": newest[1], "max_length": 10_000}
+
+
+def _is_numeric(values: Any) -> bool:
+    return isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iuf"
+
+
+def _builtin(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value

@@ -1,0 +1,5 @@
+"""Dataset wrappers."""
+
+from slipstream.dataset.sources.wrappers import ClassBalancedDataset, ConcatDataset, RepeatDataset
+
+__all__ = ["ClassBalancedDataset", "ConcatDataset", "RepeatDataset"]

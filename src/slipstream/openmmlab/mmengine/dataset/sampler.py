@@ -1,0 +1,5 @@
+"""Samplers."""
+
+from slipstream.dataset import DefaultSampler, InfiniteSampler
+
+__all__ = ["DefaultSampler", "InfiniteSampler"]

@@ -1,0 +1,69 @@
+"""MMEngine's collate functions, and its initialization of worker processes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate as torch_default_collate
+
+from slipstream.errors import DataError
+from slipstream.openmmlab.mmengine.registry import FUNCTIONS
+from slipstream.openmmlab.mmengine.structures import BaseDataElement
+
+__all__ = ["default_collate", "pseudo_collate", "worker_init_fn"]
+
+
+@FUNCTIONS.register_module()
+def pseudo_collate(data_batch: Sequence[Any]) -> Any:
+    """Return a batch with the structure of a sample, in which each leaf is the list of the samples' values."""
+    return _collate(data_batch, _unchanged)
+
+
+@FUNCTIONS.register_module()
+def default_collate(data_batch: Sequence[Any]) -> Any:
+    """Return a batch with the structure of a sample, with stacked tensors; data elements are not stacked."""
+    return _collate(data_batch, lambda values: torch_default_collate(list(values)))
+
+
+def _collate(batch: Sequence[Any], leaf: Callable[[Sequence[Any]], Any]) -> Any:
+    first = batch[0]
+    if isinstance(first, BaseDataElement | str | bytes):
+        return batch
+    if isinstance(first, Mapping):
+        return type(first)({key: _collate([sample[key] for sample in batch], leaf) for key in first})  # type: ignore[call-arg]
+    if not isinstance(first, Sequence):
+        return leaf(batch)
+    if len({len(sample) for sample in batch}) > 1:
+        raise DataError(f"cannot collate samples of different lengths: {[len(sample) for sample in batch]}")
+    columns = [_collate(column, leaf) for column in zip(*batch, strict=True)]
+    if hasattr(first, "_fields"):
+        return type(first)(*columns)
+    return columns if isinstance(first, tuple) else _like(first, columns)
+
+
+def _unchanged(values: Sequence[Any]) -> Any:
+    return values
+
+
+def _like(first: Sequence[Any], columns: list[Any]) -> Any:
+    try:
+        return type(first)(columns)  # type: ignore[call-arg]
+    except TypeError:  # the sequence cannot be built from a list
+        return columns
+
+
+def worker_init_fn(
+    worker_id: int, num_workers: int, rank: int, seed: int, disable_subprocess_warning: bool = False
+) -> None:
+    """Seed the random generators of a worker process with `num_workers * rank + worker_id + seed`.
+
+    The Runner does not use this function: it seeds each sample from the seed, the epoch and the index.
+    """
+    own = num_workers * rank + worker_id + seed
+    np.random.seed(own)
+    random.seed(own)
+    torch.manual_seed(own)

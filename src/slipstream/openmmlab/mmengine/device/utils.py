@@ -1,0 +1,54 @@
+"""The devices of this machine."""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream.devices import device_type
+
+__all__ = [
+    "get_device",
+    "get_max_cuda_memory",
+    "is_cuda_available",
+    "is_mlu_available",
+    "is_mps_available",
+    "is_musa_available",
+    "is_npu_available",
+]
+
+
+def get_device() -> str:
+    """Return the type of the default device, such as `cuda` or `cpu`."""
+    return device_type()
+
+
+def get_max_cuda_memory(device: torch.device | None = None) -> int:
+    """Return the peak of the allocated CUDA memory in MB since the last call."""
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return int(peak // 2**20)
+
+
+def is_cuda_available() -> bool:
+    """Return whether CUDA can be used."""
+    return torch.cuda.is_available()
+
+
+def is_mps_available() -> bool:
+    """Return whether Apple's MPS can be used."""
+    return torch.backends.mps.is_available()
+
+
+def is_npu_available() -> bool:
+    """Return whether Ascend NPUs can be used."""
+    return device_type() == "npu"
+
+
+def is_mlu_available() -> bool:
+    """Return whether Cambricon MLUs can be used."""
+    return device_type() == "mlu"
+
+
+def is_musa_available() -> bool:
+    """Return whether Moore Threads GPUs can be used."""
+    return device_type() == "musa"

@@ -1,0 +1,41 @@
+"""Processes."""
+
+from slipstream.dist import (
+    barrier,
+    cast_data_device,
+    get_backend,
+    get_comm_device,
+    get_data_device,
+    get_default_group,
+    get_dist_info,
+    get_local_group,
+    get_local_rank,
+    get_local_size,
+    get_rank,
+    get_world_size,
+    init_dist,
+    init_local_group,
+    is_distributed,
+    is_main_process,
+    master_only,
+)
+
+__all__ = [
+    "barrier",
+    "cast_data_device",
+    "get_backend",
+    "get_comm_device",
+    "get_data_device",
+    "get_default_group",
+    "get_dist_info",
+    "get_local_group",
+    "get_local_rank",
+    "get_local_size",
+    "get_rank",
+    "get_world_size",
+    "init_dist",
+    "init_local_group",
+    "is_distributed",
+    "is_main_process",
+    "master_only",
+]

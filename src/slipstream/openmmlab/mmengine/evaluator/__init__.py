@@ -1,0 +1,6 @@
+"""The evaluator and metrics."""
+
+from slipstream.evaluator import BaseMetric, DumpResults, Evaluator
+from slipstream.openmmlab.mmengine.evaluator.utils import get_metric_value
+
+__all__ = ["BaseMetric", "DumpResults", "Evaluator", "get_metric_value"]

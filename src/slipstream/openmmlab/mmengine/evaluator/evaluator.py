@@ -1,0 +1,5 @@
+"""The evaluator."""
+
+from slipstream.evaluator import Evaluator
+
+__all__ = ["Evaluator"]

@@ -1,0 +1,22 @@
+"""Metric values by indicator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.errors import ConfigError
+
+__all__ = ["get_metric_value"]
+
+
+def get_metric_value(indicator: str, metrics: Mapping[str, Any]) -> Any:
+    """Return the value of `indicator`, a full name (`coco/bbox_mAP`) or a name without prefix.
+
+    Raises:
+        ConfigError: no metric, or several, have this name.
+    """
+    found = [name for name in metrics if indicator in (name, name.split("/")[-1])]
+    if len(found) != 1:
+        raise ConfigError(f"'{indicator}' names {len(found)} of the metrics {sorted(metrics)}")
+    return metrics[found[0]]

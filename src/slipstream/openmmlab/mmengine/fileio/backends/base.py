@@ -1,0 +1,25 @@
+"""The interface of storage backends."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+__all__ = ["BaseStorageBackend"]
+
+
+class BaseStorageBackend(ABC):
+    """Base class of storage backends."""
+
+    @property
+    def name(self) -> str:
+        """The name of the class."""
+        return type(self).__name__
+
+    @abstractmethod
+    def get(self, filepath: Any) -> Any:
+        """Return the content of a file as bytes."""
+
+    @abstractmethod
+    def get_text(self, filepath: Any, encoding: str = "utf-8") -> str:
+        """Return the content of a file as text."""

@@ -1,0 +1,47 @@
+"""Choice of a storage backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from slipstream.errors import ConfigError
+from slipstream.openmmlab.mmengine.fileio.backends.fsspec_backend import FsspecBackend
+from slipstream.openmmlab.mmengine.fileio.backends.local_backend import LocalBackend
+
+__all__ = ["backends", "get_file_backend"]
+
+backends: Mapping[str, type[Any]] = MappingProxyType({"local": LocalBackend, "LocalBackend": LocalBackend})
+"""The classes of the backends that read local files, by name."""
+
+
+def get_file_backend(
+    uri: str | Path | None = None,
+    *,
+    backend_args: Mapping[str, Any] | None = None,
+    enable_singleton: bool = False,
+    backend_key: str | None = None,
+) -> Any:
+    """Return the backend for a path, or the one that `backend_args["backend"]` names.
+
+    Args:
+        uri: a path or an address; its prefix (`s3://`) selects a file system of fsspec.
+        backend_args: `backend` (`local`, or a protocol of fsspec) and the options of the backend.
+        enable_singleton: only for compatibility; backends of this package have no state.
+        backend_key: only for compatibility.
+
+    Raises:
+        ConfigError: the backend is one that only MMEngine supports.
+    """
+    options = dict(backend_args or {})
+    prefix = str(uri).split("://")[0] if uri is not None and "://" in str(uri) else "local"
+    name = options.pop("backend", None) or prefix
+    if name in ("petrel", "memcached", "lmdb"):
+        raise ConfigError(
+            f"the storage backend '{name}' is not supported; use local files or a protocol of fsspec such as 's3'"
+        )
+    if name in ("local", "disk", "LocalBackend", "HardDiskBackend"):
+        return LocalBackend()
+    return FsspecBackend("https" if name == "http" else name, **options)

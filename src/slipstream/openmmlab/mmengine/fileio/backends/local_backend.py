@@ -1,0 +1,115 @@
+"""Files of the local file system."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from slipstream.files import replacing
+from slipstream.openmmlab.mmengine.fileio.backends.base import BaseStorageBackend
+
+__all__ = ["HardDiskBackend", "LocalBackend", "list_files"]
+
+
+class LocalBackend(BaseStorageBackend):
+    """Read and write local files. Files are written atomically."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        return
+
+    def get(self, filepath: str | Path) -> bytes:
+        """Return the content of a file."""
+        return Path(filepath).read_bytes()
+
+    def get_text(self, filepath: str | Path, encoding: str = "utf-8") -> str:
+        """Return the content of a text file."""
+        return Path(filepath).read_text(encoding)
+
+    def put(self, obj: Any, filepath: str | Path) -> None:
+        """Write bytes, or an `io.BytesIO`, to a file; create its folder."""
+        content = obj.getvalue() if hasattr(obj, "getvalue") else obj
+        Path(filepath).parent.mkdir(parents=True, exist_ok=True)
+        with replacing(Path(filepath)) as temporary:
+            temporary.write_bytes(content)
+
+    def put_text(self, obj: str, filepath: str | Path, encoding: str = "utf-8") -> None:
+        """Write text to a file; create its folder."""
+        self.put(obj.encode(encoding), filepath)
+
+    def exists(self, filepath: str | Path) -> bool:
+        """Return whether there is a file or a folder with this path."""
+        return Path(filepath).exists()
+
+    def isdir(self, filepath: str | Path) -> bool:
+        """Return whether there is a folder with this path."""
+        return Path(filepath).is_dir()
+
+    def isfile(self, filepath: str | Path) -> bool:
+        """Return whether there is a file with this path."""
+        return Path(filepath).is_file()
+
+    def join_path(self, filepath: str | Path, *filepaths: str | Path) -> str:
+        """Join parts of a path."""
+        return os.path.join(filepath, *filepaths)  # noqa: PTH118  # keeps './' and '//', as MMEngine does
+
+    @contextmanager
+    def get_local_path(self, filepath: str | Path) -> Iterator[str | Path]:
+        """Yield the path of a local file with the same content."""
+        yield filepath
+
+    def copyfile(self, src: str | Path, dst: str | Path) -> str:
+        """Copy a file and return the path of the copy."""
+        return str(shutil.copy(src, dst))
+
+    copyfile_from_local = copyfile
+    copyfile_to_local = copyfile
+
+    def remove(self, filepath: str | Path) -> None:
+        """Remove a file."""
+        Path(filepath).unlink()
+
+    def rmtree(self, dir_path: str | Path) -> None:
+        """Remove a folder and its content."""
+        shutil.rmtree(dir_path)
+
+    def list_dir_or_file(
+        self,
+        dir_path: str | Path,
+        list_dir: bool = True,
+        list_file: bool = True,
+        suffix: str | tuple[str, ...] | None = None,
+        recursive: bool = False,
+    ) -> Iterator[str]:
+        """Yield the paths in a folder, relative to it; see `mmengine.fileio.list_dir_or_file`."""
+        return list_files(Path(dir_path), list_dir, list_file, suffix, recursive)
+
+
+class HardDiskBackend(LocalBackend):
+    """An older name of `LocalBackend`."""
+
+
+def list_files(
+    root: Path, list_dir: bool, list_file: bool, suffix: str | tuple[str, ...] | None, recursive: bool
+) -> Iterator[str]:
+    """Yield the paths of the files and folders in `root`, relative to it, except hidden ones."""
+    if list_dir and suffix is not None:
+        raise TypeError("suffix requires list_dir=False")
+
+    def scan(folder: Path) -> Iterator[str]:
+        for entry in os.scandir(folder):
+            name = Path(entry.path).relative_to(root).as_posix()
+            if not entry.is_dir():
+                wanted = list_file and not entry.name.startswith(".")
+                if wanted and (suffix is None or name.endswith(suffix)):
+                    yield name
+                continue
+            if list_dir:
+                yield name
+            if recursive:
+                yield from scan(Path(entry.path))
+
+    return scan(root)

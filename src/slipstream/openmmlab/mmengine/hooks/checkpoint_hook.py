@@ -1,0 +1,5 @@
+"""`CheckpointHook`."""
+
+from slipstream.hooks import CheckpointHook
+
+__all__ = ["CheckpointHook"]

@@ -1,0 +1,5 @@
+"""`EMAHook`."""
+
+from slipstream.hooks import EMAHook
+
+__all__ = ["EMAHook"]

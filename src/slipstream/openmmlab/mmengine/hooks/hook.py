@@ -1,0 +1,5 @@
+"""`Hook`."""
+
+from slipstream.hooks import Hook
+
+__all__ = ["Hook"]

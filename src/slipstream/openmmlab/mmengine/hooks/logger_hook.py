@@ -1,0 +1,5 @@
+"""`LoggerHook`."""
+
+from slipstream.hooks import LoggerHook
+
+__all__ = ["LoggerHook"]

@@ -1,0 +1,110 @@
+"""Data preprocessors with the attributes that subclasses in OpenMMLab's libraries use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.errors import DataError
+from slipstream.model.data_preprocessor import BaseDataPreprocessor as OwnPreprocessor
+from slipstream.openmmlab.mmengine.model.utils import stack_batch
+from slipstream.openmmlab.mmengine.registry import MODELS
+
+__all__ = ["BaseDataPreprocessor", "ImgDataPreprocessor"]
+
+
+@MODELS.register_module()
+class BaseDataPreprocessor(OwnPreprocessor):
+    """Move a batch (nested dicts and sequences of tensors and data elements) to the module's device.
+
+    Args:
+        non_blocking: copy from pinned memory asynchronously.
+    """
+
+    def __init__(self, non_blocking: bool | None = False) -> None:
+        super().__init__(bool(non_blocking))
+
+    @property
+    def _non_blocking(self) -> bool:
+        return self.non_blocking
+
+    @_non_blocking.setter
+    def _non_blocking(self, value: bool | None) -> None:
+        self.non_blocking = bool(value)
+
+
+@MODELS.register_module()
+class ImgDataPreprocessor(BaseDataPreprocessor):
+    """Normalize, pad and stack the images `inputs` of a batch, a tensor (N, C, H, W) or a list of tensors (C, H, W).
+
+    Args:
+        mean, std: values by channel, or one value; both or neither.
+        pad_size_divisor: pad the height and width at the bottom and right to multiples of this number.
+        pad_value: value of the padding, after normalization.
+        bgr_to_rgb, rgb_to_bgr: reverse the order of the channels.
+        non_blocking: see `BaseDataPreprocessor`.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        pad_size_divisor: int = 1,
+        pad_value: float = 0,
+        bgr_to_rgb: bool = False,
+        rgb_to_bgr: bool = False,
+        non_blocking: bool | None = False,
+    ) -> None:
+        super().__init__(non_blocking)
+        assert not (bgr_to_rgb and rgb_to_bgr), "bgr_to_rgb and rgb_to_bgr are mutually exclusive"
+        assert (mean is None) == (std is None), "specify both mean and std, or neither"
+        self._enable_normalize = mean is not None
+        for name, values in (("mean", mean), ("std", std)):
+            if values is not None:
+                assert len(values) in (1, 3), f"{name} must have 1 or 3 values, not {len(values)}"
+                self.register_buffer(name, torch.tensor(values).view(-1, 1, 1), persistent=False)
+        self._channel_conversion = bgr_to_rgb or rgb_to_bgr
+        self.pad_size_divisor = pad_size_divisor
+        self.pad_value = pad_value
+
+    def forward(self, data: Any, training: bool = False) -> Any:
+        """Return the batch on the device, with one tensor of images, and `data_samples` (None if there are none).
+
+        Raises:
+            DataError: the images are neither a 4-dim tensor nor a sequence of tensors.
+        """
+        data = self.cast_data(data)
+        images = data["inputs"] if isinstance(data, Mapping) else None
+        if isinstance(images, Tensor) and images.dim() == 4:
+            batch = self._pad(self._normalize(images))
+        elif isinstance(images, list | tuple) and all(isinstance(image, Tensor) for image in images):
+            prepared = [self._normalize(image) for image in images]
+            batch = stack_batch(prepared, self.pad_size_divisor, self.pad_value)
+        else:
+            raise DataError(
+                "the batch must be a dict whose 'inputs' are a tensor (N, C, H, W) or a list of tensors (C, H, W)"
+            )
+        data["inputs"] = batch
+        data.setdefault("data_samples", None)
+        return data
+
+    def _normalize(self, image: Tensor) -> Tensor:
+        if self._channel_conversion:
+            image = image.flip(-3)
+        image = image.float()
+        return (image - self.mean) / self.std if self._enable_normalize else image
+
+    def _pad(self, images: Tensor) -> Tensor:
+        bottom, right = (
+            math.ceil(size / self.pad_size_divisor) * self.pad_size_divisor - size
+            for size in images.shape[-2:]
+        )
+        return F.pad(images, (0, right, 0, bottom), value=self.pad_value)

@@ -1,0 +1,57 @@
+"""`BaseTTAModel`, predictions from several augmented versions of each image."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from slipstream.errors import ConfigError, DataError
+from slipstream.openmmlab.mmengine.model.base_model import BaseModel
+from slipstream.openmmlab.mmengine.registry import MODELS
+
+__all__ = ["BaseTTAModel"]
+
+
+@MODELS.register_module()
+class BaseTTAModel(BaseModel):
+    """Call the `test_step` of a model with each augmented version of a batch, and merge the predictions.
+
+    Args:
+        module: the model or its configuration.
+        data_preprocessor: the data preprocessor of a model that is built from a configuration.
+
+    Raises:
+        ConfigError: `module` is neither, or has no `test_step`.
+    """
+
+    def __init__(self, module: Any, data_preprocessor: Any = None) -> None:
+        super().__init__()
+        if isinstance(module, Mapping):
+            preset = {} if data_preprocessor is None else {"data_preprocessor": data_preprocessor}
+            module = MODELS.build({**module, **preset})
+        if not isinstance(module, nn.Module) or not hasattr(module, "test_step"):
+            raise ConfigError(f"must be a model with a test_step, or a dict, not {type(module)}", "module")
+        self.module: Any = module
+
+    @abstractmethod
+    def merge_preds(self, data_samples_list: list[Any]) -> list[Any]:
+        """Return one prediction per sample; each item of the argument contains the predictions for one sample."""
+
+    def test_step(self, data: Any) -> Any:
+        """Return the merged predictions of a batch, each of whose values is a list with one item per augmentation.
+
+        Raises:
+            DataError: the batch has a different type.
+        """
+        if isinstance(data, Mapping):
+            count = len(next(iter(data.values())))
+            batches: list[Any] = [{key: value[i] for key, value in data.items()} for i in range(count)]
+        elif isinstance(data, list | tuple):
+            batches = [[value[i] for value in data] for i in range(len(data[0]))]
+        else:
+            raise DataError(f"a batch must be a dict, list or tuple, not {type(data).__name__}")
+        predictions = [self.module.test_step(batch) for batch in batches]
+        return self.merge_preds(list(zip(*predictions, strict=True)))

@@ -1,0 +1,69 @@
+"""MMEngine's root registries: children of Slipstream's registries, in which OpenMMLab's libraries register.
+
+A name is looked up here first, then in Slipstream's registry. So the classes of the libraries and of this package come
+before Slipstream's classes of the same name, such as `Normalize`, and Slipstream's own registries do not contain them.
+"""
+
+from slipstream.openmmlab.mmengine.registry.default_scope import DefaultScope
+from slipstream.openmmlab.mmengine.registry.root import (
+    DATA_SAMPLERS,
+    DATASETS,
+    EVALUATOR,
+    FUNCTIONS,
+    HOOKS,
+    INFERENCERS,
+    LOG_PROCESSORS,
+    LOOPS,
+    METRICS,
+    MODEL_WRAPPERS,
+    MODELS,
+    OPTIM_WRAPPER_CONSTRUCTORS,
+    OPTIM_WRAPPERS,
+    OPTIMIZERS,
+    PARAM_SCHEDULERS,
+    RUNNER_CONSTRUCTORS,
+    RUNNERS,
+    STRATEGIES,
+    TASK_UTILS,
+    TRANSFORMS,
+    VISBACKENDS,
+    VISUALIZERS,
+    WEIGHT_INITIALIZERS,
+    build_model_from_cfg,
+    build_runner_from_cfg,
+    build_scheduler_from_cfg,
+)
+from slipstream.registry import Registry, build_from_cfg, init_default_scope
+
+__all__ = [
+    "DATASETS",
+    "DATA_SAMPLERS",
+    "EVALUATOR",
+    "FUNCTIONS",
+    "HOOKS",
+    "INFERENCERS",
+    "LOG_PROCESSORS",
+    "LOOPS",
+    "METRICS",
+    "MODELS",
+    "MODEL_WRAPPERS",
+    "OPTIMIZERS",
+    "OPTIM_WRAPPERS",
+    "OPTIM_WRAPPER_CONSTRUCTORS",
+    "PARAM_SCHEDULERS",
+    "RUNNERS",
+    "RUNNER_CONSTRUCTORS",
+    "STRATEGIES",
+    "TASK_UTILS",
+    "TRANSFORMS",
+    "VISBACKENDS",
+    "VISUALIZERS",
+    "WEIGHT_INITIALIZERS",
+    "DefaultScope",
+    "Registry",
+    "build_from_cfg",
+    "build_model_from_cfg",
+    "build_runner_from_cfg",
+    "build_scheduler_from_cfg",
+    "init_default_scope",
+]

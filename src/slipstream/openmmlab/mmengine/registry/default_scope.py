@@ -1,0 +1,49 @@
+"""`DefaultScope`, MMEngine's interface to the default scope."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from slipstream.registry import default_scope, init_default_scope
+from slipstream.registry.registry import current_scope
+
+__all__ = ["DefaultScope"]
+
+
+class DefaultScope:
+    """A default scope by name. Creating one with `get_instance` makes it the current default scope.
+
+    Args:
+        name: name of the instance; only for compatibility.
+        scope_name: the scope.
+    """
+
+    def __init__(self, name: str, scope_name: str) -> None:
+        self.instance_name = name
+        self.scope_name = scope_name
+
+    @classmethod
+    def get_instance(cls, name: str, scope_name: str = "mmengine", **kwargs: Any) -> DefaultScope:
+        """Make `scope_name` the default scope of this context and return it."""
+        init_default_scope(scope_name)
+        return cls(name, scope_name)
+
+    @classmethod
+    def get_current_instance(cls) -> DefaultScope | None:
+        """Return the default scope of this context, or None if there is none."""
+        name = current_scope()
+        return None if name is None else cls(name, name)
+
+    @classmethod
+    def check_instance_created(cls, name: str) -> bool:
+        """Return whether there is a default scope in this context."""
+        return current_scope() is not None
+
+    @classmethod
+    @contextmanager
+    def overwrite_default_scope(cls, scope_name: str | None) -> Iterator[None]:
+        """Use `scope_name` as default scope inside the `with` block; None changes nothing."""
+        with default_scope(current_scope() if scope_name is None else scope_name):
+            yield

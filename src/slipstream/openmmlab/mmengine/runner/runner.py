@@ -1,0 +1,38 @@
+"""MMEngine's Runner: Slipstream's Runner with MMEngine's defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.openmmlab.mmengine.registry import RUNNERS
+from slipstream.registry import default_scope
+from slipstream.registry.registry import ROOT_SCOPE
+from slipstream.runner import Runner as OwnRunner
+
+__all__ = ["Runner"]
+
+
+@RUNNERS.register_module()
+class Runner(OwnRunner):
+    """Slipstream's Runner with MMEngine's defaults.
+
+    Batches are lists of samples (`pseudo_collate`), names without a scope are those of MMEngine, and the logger and the
+    message hub of the newest Runner are the current ones, also before and after a run.
+    """
+
+    def _init_parts(self, arguments: dict[str, Any]) -> None:
+        for name in ("train_dataloader", "val_dataloader", "test_dataloader"):
+            loader = arguments[name]
+            if isinstance(loader, Mapping) and "dataset" in loader and loader.get("collate_fn") is None:
+                arguments[name] = {**loader, "collate_fn": {"type": "pseudo_collate"}}
+        if self._context.scope in (None, ROOT_SCOPE):
+            self._context.scope = "mmengine"
+        with default_scope(self._context.scope):
+            super()._init_parts(arguments)
+
+    def _open_logs(self, arguments: dict[str, Any]) -> None:
+        super()._open_logs(arguments)
+        # As in MMEngine, models and hooks may use the current instances in their constructors.
+        self.logger.keep_current()
+        self.message_hub.keep_current()

@@ -1,0 +1,239 @@
+"""`BaseDataElement`, a container of metainfo and data fields."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+__all__ = ["BaseDataElement"]
+
+_PRIVATE = ("_metainfo_fields", "_data_fields")
+
+
+class BaseDataElement:
+    """Attributes of a sample in two groups: metainfo, such as `img_shape`, and data, such as labels.
+
+    Setting an attribute sets a data field; `set_metainfo` sets metainfo. A name belongs to one group only. The methods
+    of tensors (`to`, `cpu`, `detach`, ...) return a new element with converted data.
+
+    Args:
+        metainfo: the metainfo by name; it is copied.
+        **kwargs: the data by name.
+    """
+
+    def __init__(self, *, metainfo: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self._metainfo_fields: set[str] = set()
+        self._data_fields: set[str] = set()
+        if metainfo is not None:
+            self.set_metainfo(metainfo)
+        if kwargs:
+            self.set_data(kwargs)
+
+    # ---- set fields ------------------------------------------------------------------------------------
+
+    def set_metainfo(self, metainfo: dict[str, Any]) -> None:
+        """Set metainfo fields to copies of the values."""
+        assert isinstance(metainfo, dict), f"metainfo must be a dict, not {type(metainfo)}"
+        for name, value in copy.deepcopy(metainfo).items():
+            self.set_field(value, name, field_type="metainfo")
+
+    def set_data(self, data: dict[str, Any]) -> None:
+        """Set data fields, by the setter of a property if the class has one."""
+        assert isinstance(data, dict), f"data must be a dict, not {type(data)}"
+        for name, value in data.items():
+            setattr(self, name, value)
+
+    def set_field(self, value: Any, name: str, dtype: Any = None, field_type: str = "data") -> None:
+        """Set one field; a class with properties calls this in the setters.
+
+        Args:
+            value: the value.
+            name: the name of the field.
+            dtype: the type, or types, that the value must have.
+            field_type: `data` or `metainfo`.
+
+        Raises:
+            AttributeError: the name belongs to the other group.
+        """
+        assert field_type in ("metainfo", "data")
+        if dtype is not None:
+            assert isinstance(value, dtype), f"{value} must be a {dtype}, not {type(value)}"
+        own, other = self._metainfo_fields, self._data_fields
+        if field_type == "data":
+            own, other = other, own
+        if name in other:
+            taken = "data" if field_type == "metainfo" else "metainfo"
+            raise AttributeError(f"'{name}' cannot be set as {field_type}, because it is a field of {taken}")
+        own.add(name)
+        object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _PRIVATE:
+            self.set_field(value, name)
+        elif name in self.__dict__:
+            raise AttributeError(f"'{name}' is a private attribute that cannot be changed")
+        else:
+            object.__setattr__(self, name, value)
+
+    def __delattr__(self, item: str) -> None:
+        if item in _PRIVATE:
+            raise AttributeError(f"'{item}' is a private attribute that cannot be deleted")
+        object.__delattr__(self, item)
+        self._metainfo_fields.discard(item)
+        self._data_fields.discard(item)
+
+    __delitem__ = __delattr__
+
+    def update(self, instance: BaseDataElement) -> None:
+        """Set the fields of another element on this one."""
+        assert isinstance(instance, BaseDataElement), f"{type(instance)} is not a BaseDataElement"
+        self.set_metainfo(dict(instance.metainfo_items()))
+        self.set_data(dict(instance.items()))
+
+    def pop(self, *args: Any) -> Any:
+        """Remove a field and return its value; without such a field, return the second argument or raise KeyError."""
+        assert 1 <= len(args) <= 2, "pop expects a name and an optional default"
+        for fields in (self._metainfo_fields, self._data_fields):
+            if args[0] in fields:
+                fields.remove(args[0])
+                return self.__dict__.pop(*args)
+        if len(args) == 2:
+            return args[1]
+        raise KeyError(f"{args[0]} is neither metainfo nor data")
+
+    # ---- read fields -----------------------------------------------------------------------------------
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the attribute `key`, or `default`."""
+        return getattr(self, key, default)
+
+    def __contains__(self, item: str) -> bool:
+        return item in self._data_fields or item in self._metainfo_fields
+
+    def keys(self) -> list[str]:
+        """Return the names of the data fields, except those behind a property (`_name` for the property `name`)."""
+        hidden = {
+            f"_{key}" for key in self._data_fields if isinstance(getattr(type(self), key, None), property)
+        }
+        return list(self._data_fields - hidden)
+
+    def metainfo_keys(self) -> list[str]:
+        """Return the names of the metainfo fields."""
+        return list(self._metainfo_fields)
+
+    def all_keys(self) -> list[str]:
+        """Return the names of all fields, metainfo first."""
+        return self.metainfo_keys() + self.keys()
+
+    def values(self) -> list[Any]:
+        """Return the data."""
+        return [getattr(self, key) for key in self.keys()]
+
+    def metainfo_values(self) -> list[Any]:
+        """Return the metainfo values."""
+        return [getattr(self, key) for key in self.metainfo_keys()]
+
+    def all_values(self) -> list[Any]:
+        """Return all values, metainfo first."""
+        return self.metainfo_values() + self.values()
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Yield the data as pairs (name, value)."""
+        return ((key, getattr(self, key)) for key in self.keys())
+
+    def metainfo_items(self) -> Iterator[tuple[str, Any]]:
+        """Yield the metainfo as pairs (name, value)."""
+        return ((key, getattr(self, key)) for key in self.metainfo_keys())
+
+    def all_items(self) -> Iterator[tuple[str, Any]]:
+        """Yield all fields as pairs (name, value), metainfo first."""
+        return ((key, getattr(self, key)) for key in self.all_keys())
+
+    @property
+    def metainfo(self) -> dict[str, Any]:
+        """The metainfo as a new dict."""
+        return dict(self.metainfo_items())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as a dict; nested elements become dicts, too."""
+        return {
+            key: value.to_dict() if isinstance(value, BaseDataElement) else value
+            for key, value in self.all_items()
+        }
+
+    # ---- copies ----------------------------------------------------------------------------------------
+
+    def new(self, *, metainfo: dict[str, Any] | None = None, **kwargs: Any) -> Self:
+        """Return a new element with the same fields; `metainfo` and `kwargs` replace a whole group each."""
+        new = type(self)()
+        new.set_metainfo(self.metainfo if metainfo is None else metainfo)
+        new.set_data(kwargs or dict(self.items()))
+        return new
+
+    def clone(self) -> Self:
+        """Return a new element with the same data and copies of the metainfo."""
+        return self.new()
+
+    def _map(self, convert: Callable[[Any], Any], kinds: tuple[type, ...] | None = None) -> Self:
+        new = self.new()
+        for key, value in self.items():
+            if isinstance(value, kinds or (torch.Tensor, BaseDataElement)):
+                new.set_data({key: convert(value)})
+        return new
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Apply `to` to everything in the data that has this method."""
+        new = self.new()
+        for key, value in self.items():
+            if hasattr(value, "to"):
+                new.set_data({key: value.to(*args, **kwargs)})
+        return new
+
+    def cpu(self) -> Self:
+        """Move the data's tensors to the CPU."""
+        return self._map(lambda value: value.cpu())
+
+    def cuda(self) -> Self:
+        """Move the data's tensors to the current CUDA device."""
+        return self._map(lambda value: value.cuda())
+
+    def npu(self) -> Self:
+        """Move the data's tensors to the current NPU."""
+        return self._map(lambda value: value.npu())
+
+    def detach(self) -> Self:
+        """Detach the data's tensors."""
+        return self._map(lambda value: value.detach())
+
+    def numpy(self) -> Self:
+        """Convert the data's tensors to NumPy arrays."""
+        return self._map(lambda value: value.detach().cpu().numpy())
+
+    def to_tensor(self) -> Self:
+        """Convert the data's NumPy arrays to tensors."""
+
+        def convert(value: Any) -> Any:
+            return torch.from_numpy(value) if isinstance(value, np.ndarray) else value.to_tensor()
+
+        return self._map(convert, (np.ndarray, BaseDataElement))
+
+    def __repr__(self) -> str:
+        return _describe(self)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, dict):
+        return "".join(f"\n{key}: {_indent(_describe(item))}" for key, item in value.items())
+    if isinstance(value, BaseDataElement):
+        meta, data = (_indent(_describe(dict(items))) for items in (value.metainfo_items(), value.items()))
+        text = f"\n\n    META INFORMATION{meta}\n\n    DATA FIELDS{data}\n"
+        return f"<{type(value).__name__}({text}) at {hex(id(value))}>"
+    return repr(value)
+
+
+def _indent(text: str) -> str:
+    return text.replace("\n", "\n    ")

@@ -1,0 +1,34 @@
+"""`LabelData`, labels of an image."""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream.openmmlab.mmengine.structures.base_data_element import BaseDataElement
+
+__all__ = ["LabelData"]
+
+
+class LabelData(BaseDataElement):
+    """Labels of an image, and conversions between class ids and one-hot vectors."""
+
+    @staticmethod
+    def onehot_to_label(onehot: torch.Tensor) -> torch.Tensor:
+        """Return the ids of the classes that are set in a 1-dim tensor of zeros and ones.
+
+        Raises:
+            ValueError: the tensor has another shape, or values outside [0, 1].
+        """
+        assert isinstance(onehot, torch.Tensor)
+        if onehot.ndim != 1 or onehot.max().item() > 1 or onehot.min().item() < 0:
+            raise ValueError("a one-hot vector must have one dimension and values between 0 and 1")
+        return onehot.nonzero().squeeze(-1)
+
+    @staticmethod
+    def label_to_onehot(label: torch.Tensor, num_classes: int) -> torch.Tensor:
+        """Return a vector of `num_classes` zeros with ones at the class ids in `label`."""
+        assert isinstance(label, torch.Tensor)
+        assert not label.numel() or int(label.max()) < num_classes
+        onehot = label.new_zeros((num_classes,))
+        onehot[label] = 1
+        return onehot

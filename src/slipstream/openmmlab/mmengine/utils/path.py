@@ -1,0 +1,75 @@
+"""Files and folders."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["check_file_exist", "fopen", "is_abs", "is_filepath", "mkdir_or_exist", "scandir", "symlink"]
+
+
+def is_filepath(x: Any) -> bool:
+    """Return whether `x` is a string or a Path."""
+    return isinstance(x, str | Path)
+
+
+def is_abs(path: str) -> bool:
+    """Return whether a path is absolute, or the address of a remote file."""
+    return Path(path).is_absolute() or path.startswith(("http://", "https://", "s3://"))
+
+
+def fopen(filepath: str | Path, *args: Any, **kwargs: Any) -> Any:
+    """Open a file."""
+    return Path(filepath).open(*args, **kwargs)
+
+
+def check_file_exist(filename: str | Path, msg_tmpl: str = 'file "{}" does not exist') -> None:
+    """Raise a FileNotFoundError if there is no file `filename`."""
+    if not Path(filename).is_file():
+        raise FileNotFoundError(msg_tmpl.format(filename))
+
+
+def mkdir_or_exist(dir_name: str | Path, mode: int = 0o777) -> None:
+    """Create a folder and its parents, unless it exists."""
+    if str(dir_name):
+        Path(dir_name).expanduser().mkdir(mode, parents=True, exist_ok=True)
+
+
+def symlink(src: str | Path, dst: str | Path, overwrite: bool = True, **kwargs: Any) -> None:
+    """Create a link `dst` to `src`; with `overwrite`, replace an existing file."""
+    if overwrite and os.path.lexists(dst):
+        Path(dst).unlink()
+    Path(dst).symlink_to(src, **kwargs)
+
+
+def scandir(
+    dir_path: str | Path,
+    suffix: str | tuple[str, ...] | None = None,
+    recursive: bool = False,
+    case_sensitive: bool = True,
+) -> Iterator[str]:
+    """Yield the paths of the files in a folder, relative to it, except hidden files.
+
+    Args:
+        dir_path: the folder.
+        suffix: the endings of the names.
+        recursive: also yield the files in subfolders.
+        case_sensitive: whether the case of `suffix` matters.
+    """
+    endings = (suffix,) if isinstance(suffix, str) else suffix
+    if endings and not case_sensitive:
+        endings = tuple(ending.lower() for ending in endings)
+    root = Path(dir_path)
+
+    def scan(folder: Path) -> Iterator[str]:
+        for entry in os.scandir(folder):
+            if not entry.name.startswith(".") and entry.is_file():
+                name = Path(entry.path).relative_to(root).as_posix()
+                if endings is None or (name if case_sensitive else name.lower()).endswith(endings):
+                    yield name
+            elif recursive and entry.is_dir():
+                yield from scan(Path(entry.path))
+
+    return scan(root)

@@ -1,0 +1,65 @@
+"""A timer."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from slipstream.errors import SlipstreamError
+
+__all__ = ["Timer", "TimerError"]
+
+
+class TimerError(SlipstreamError):
+    """A timer was read before it was started."""
+
+
+class Timer:
+    """Measure time since the start and since the last check; usable in a `with` statement.
+
+    Args:
+        start: start the timer.
+        print_tmpl: text with `{:.3f}` to print at the end of the `with` block.
+    """
+
+    def __init__(self, start: bool = True, print_tmpl: str | None = None) -> None:
+        self.print_tmpl = print_tmpl or "{:.3f}"
+        self._start = self._last = 0.0
+        self._is_running = False
+        if start:
+            self.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the timer was started."""
+        return self._is_running
+
+    def start(self) -> None:
+        """Start the timer, unless it is running."""
+        if not self._is_running:
+            self._start, self._is_running = time.monotonic(), True
+        self._last = time.monotonic()
+
+    def since_start(self) -> float:
+        """Return the seconds since the start."""
+        self._check()
+        self._last = time.monotonic()
+        return self._last - self._start
+
+    def since_last_check(self) -> float:
+        """Return the seconds since the last call of this method or `since_start`."""
+        self._check()
+        before, self._last = self._last, time.monotonic()
+        return self._last - before
+
+    def _check(self) -> None:
+        if not self._is_running:
+            raise TimerError("the timer is not running; call start() first")
+
+    def __enter__(self) -> Timer:
+        self.start()
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        print(self.print_tmpl.format(self.since_last_check()))
+        self._is_running = False

@@ -1,0 +1,17 @@
+"""Visualization backends."""
+
+from slipstream.visualization import (
+    BaseVisBackend,
+    LocalVisBackend,
+    MLflowVisBackend,
+    TensorboardVisBackend,
+    WandbVisBackend,
+)
+
+__all__ = [
+    "BaseVisBackend",
+    "LocalVisBackend",
+    "MLflowVisBackend",
+    "TensorboardVisBackend",
+    "WandbVisBackend",
+]

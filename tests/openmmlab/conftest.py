@@ -1,0 +1,15 @@
+"""Tests of the replacement of MMEngine. Importing it changes `import mmengine`, so each test module undoes this."""
+
+import sys
+
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_traces():
+    yield
+    from slipstream.openmmlab.finder import _Finder
+
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+    for name in [name for name in sys.modules if name.split(".")[0] == "mmengine"]:
+        del sys.modules[name]

@@ -1,0 +1,3 @@
+from torchvision.ops import boxes
+
+__all__ = ["boxes"]

@@ -1,0 +1,7 @@
+from torchvision.transforms import functional, transforms
+
+__all__ = ["functional", "transforms"]
+
+
+class RandomResizedCrop:
+    """mmpretrain derives a transform from this class, which no test uses."""

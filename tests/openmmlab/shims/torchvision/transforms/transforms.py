@@ -1,0 +1,7 @@
+from enum import Enum
+
+
+class InterpolationMode(Enum):
+    NEAREST = "nearest"
+    BILINEAR = "bilinear"
+    BICUBIC = "bicubic"

@@ -1,0 +1,55 @@
+"""The Runner under MMEngine's name trains like MMEngine, and continues its checkpoints."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SRC = str(Path(__file__).parents[2] / "src")
+SCRIPT = str(Path(__file__).parent / "scripts/train_tiny.py")
+
+
+def train(work_dir, *launcher):
+    env = {**os.environ, "PYTHONPATH": SRC}
+    command = [sys.executable, *launcher, SCRIPT, str(work_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, cwd=work_dir.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return json.loads(lines[0].removeprefix("RESULT "))
+
+
+def test_a_script_for_mmengine_trains_saves_and_finds_its_current_instances(tmp_path):
+    result = train(tmp_path / "run", "-m", "slipstream.openmmlab")
+    assert len(result["losses"]) == 15
+    assert result["losses"][-1] < result["losses"][0]
+    checkpoint = torch.load(tmp_path / "run/epoch_3.pth", weights_only=True)
+    assert checkpoint["meta"]["iter"] == 15
+    assert [group["lr"] for group in checkpoint["optimizer"]["param_groups"]] == pytest.approx(
+        [0.005, 0.005, 0.0025]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("mmengine") is None, reason="MMEngine is not installed")
+def test_losses_and_weights_equal_those_of_mmengine_in_float64(tmp_path):
+    expected = train(tmp_path / "mmengine")
+    result = train(tmp_path / "slipstream", "-m", "slipstream.openmmlab")
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+    assert result["weights"] == pytest.approx(expected["weights"], rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("mmengine") is None, reason="MMEngine is not installed")
+def test_a_run_of_mmengine_can_be_continued(tmp_path):
+    from slipstream.checkpoint import load_checkpoint
+
+    train(tmp_path / "mmengine")
+    checkpoint = load_checkpoint(tmp_path / "mmengine/epoch_3.pth")
+    assert checkpoint["meta"]["iter"] == 15
+    assert checkpoint["message_hub"]["log_scalars"]["train/loss"]["count_history"] == [1] * 15
+    assert checkpoint["state_dict"]["head.weight"].dtype == torch.float64
