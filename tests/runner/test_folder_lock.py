@@ -107,12 +107,12 @@ def test_release_is_effective_while_a_forked_child_is_alive(tmp_path):
         os.waitpid(child, 0)
 
 
-class FailingClose(ProgressBarHook):
-    def close(self):
+class FailingRelease(ProgressBarHook):
+    def release(self, runner):
         raise RuntimeError("cannot close")
 
 
 def test_failing_hook_does_not_keep_the_lock(tmp_path):
     with pytest.raises(RuntimeError, match="cannot close"):
-        run(tmp_path, custom_hooks=[FailingClose()])
+        run(tmp_path, custom_hooks=[FailingRelease()])
     run(tmp_path)
