@@ -189,4 +189,7 @@ def test_signal_terminates_all_processes(tmp_path, number, status):
         time.sleep(0.05)
     saved = Path(tmp_path, "work_dirs", "line", "preempted.pth")
     assert saved.is_file() == (status == 75)
-    assert all(not line or " received: training will stop" in line for line in said), said
+    if number == "SIGKILL":  # torch may log that the connection to the launcher is lost
+        assert not any("Traceback" in line for line in said), said
+    else:
+        assert all(not line or " received: training will stop" in line for line in said), said

@@ -241,6 +241,8 @@ def expected(content, start):
         average = {**weights, "steps": saved["steps"]}
         average = {key: value for key, value in average.items() if key in start["average"]}
         weights = {k.removeprefix(prefix): v for k, v in saved.items() if str(k).startswith(prefix)}
+        if average.get("steps") == 0:  # the average has not started: it starts with the weights
+            average = {**weights, "steps": 0}
     ranks = content.get("rank_gradients") or ()
     # Each run sets its own kernels, and AdamW sets decoupled_weight_decay.
     kernels = ("fused", "foreach", "capturable", "decoupled_weight_decay")
@@ -254,12 +256,12 @@ def expected(content, start):
                 content["optimizer"]["param_groups"], start["optimizer"]["param_groups"], strict=True
             )
         ],
-        **(
-            {"loss_scaler": content["optimizer"]["loss_scaler"]}
-            if content["optimizer"].get("loss_scaler")
-            else {}
-        ),
     }
+    if content["optimizer"].get("loss_scaler"):
+        scaler = content["optimizer"]["loss_scaler"]
+        optimizer["loss_scaler"] = {
+            key: scaler[key] for key in start["optimizer"]["loss_scaler"] if key in scaler
+        }
     schedulers = [
         {key: state[key] for key in own}
         for own, state in zip(start["param_schedulers"], content["param_schedulers"], strict=True)
