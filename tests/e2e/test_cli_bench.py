@@ -192,6 +192,14 @@ def test_synthetic_cell_repeats_one_batch(tmp_path):
     assert not torch.equal(SEEN[0], SEEN[1])
 
 
+def test_samples_of_a_smaller_last_batch_are_counted(tmp_path):
+    status, result = measure(tmp_path, batch_size=7)
+    assert status == 0
+    timed = [len(inputs) for inputs in SEEN[3:7]]
+    assert min(timed) < 7
+    assert json.loads(result.read_text())["samples_per_step"] == sum(timed) / 4
+
+
 def test_cell_whose_options_had_no_effect_fails(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_cell, "_speed", lambda _: {})
     status, result = measure(tmp_path, compiled=True)

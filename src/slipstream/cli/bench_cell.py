@@ -115,7 +115,7 @@ def _measure(rank: int, cell: Cell, result: str, port: int | None) -> None:
     timer = StepTimer(cell.warmup, cell.steps, device)
     with at_user_paths(cfg):
         runner = Runner.from_cfg(cfg)
-        samples = runner.samples_per_step  # the repeated batch has no batch size
+        first_batch = runner.samples_per_step  # the repeated batch has no batch size
         if cell.synthetic:
             runner.train_loop.dataloader = _repeated(runner.train_loop.dataloader)
         runner.register_hook(timer)
@@ -133,6 +133,7 @@ def _measure(rank: int, cell: Cell, result: str, port: int | None) -> None:
     if not timer.finite:
         raise ConfigError("the loss of a timed step is not finite")
     if rank == 0:
+        samples = first_batch if cell.synthetic else timer.samples / cell.steps
         found = {"seconds": timer.seconds, "samples_per_step": samples, "memory": timer.memory()}
         Path(result).write_text(
             json.dumps({**found, "cell": asdict(cell), "threads": torch.get_num_threads()})

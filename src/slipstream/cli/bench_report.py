@@ -43,8 +43,8 @@ class Measured:
 
     cell: Cell
     seconds: Sequence[float] = ()
-    samples_per_step: int = 0
-    """Over all processes."""
+    samples_per_step: float = 0
+    """Mean over the timed steps, with the samples of all processes."""
     memory: int = 0
     """Peak memory of the first process in bytes; see `StepTimer.memory`."""
     threads: int = 0

@@ -37,6 +37,8 @@ class StepTimer(Hook):
     def __init__(self, warmup: int, steps: int, device: torch.device) -> None:
         self.seconds: list[float] = []
         """Duration of each timed step."""
+        self.samples = 0
+        """Number of samples in all timed steps. The last batch of an epoch may be smaller."""
         self.done = 0
         """Number of finished steps."""
         self.finite = self.used_graph = True
@@ -58,6 +60,7 @@ class StepTimer(Hook):
         now = perf_counter()
         if self.done >= self._warmup:
             self.seconds.append(now - self._last)
+            self.samples += runner.train_loop.step_samples
             self.used_graph &= isinstance(runner.step, GraphStep) and runner.step.has_graph
             self.finite &= bool(torch.isfinite(total_loss(outputs or {})).all())
         self.done += 1
