@@ -32,7 +32,9 @@ def _statistic(owner: Any, name: str) -> None:
 
 def safe_globals() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
     """Return the classes and functions that MMEngine's checkpoints refer to, with their names in the files."""
-    scalar, reconstruct = np._core.multiarray.scalar, np._core.multiarray._reconstruct  # type: ignore[attr-defined]
+    # These functions are in a private module, whose name depends on the version of NumPy.
+    scalar: Any = np.float64(0).__reduce__()[0]
+    reconstruct: Any = np.zeros(0).__reduce__()[0]
     return [
         (_SavedHistory, "mmengine.logging.history_buffer.HistoryBuffer"),
         (_statistic, "builtins.getattr"),
