@@ -112,6 +112,10 @@ def test_a_network_is_trained_on_images_of_the_given_size(name, dims):
     assert torch.isfinite(model_loss(found.model, found.batches[0]))
 
 
+def test_batches_repeat_up_to_the_length():
+    assert list(Batches(["first", "second"], 3)) == ["first", "second", "first"]
+
+
 def test_an_unknown_network_names_the_nearest():
     with pytest.raises(UnknownNameError, match="did you mean 'regseg48'"):
         network_subject("regseg4")
