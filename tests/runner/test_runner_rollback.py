@@ -10,7 +10,7 @@ from torch.utils.data import Sampler, TensorDataset
 
 from slipstream.dataset.loading import samplers
 from slipstream.dataset.loading.loader import build_dataloader, set_epoch
-from slipstream.dataset.loading.order import Drawn, batch_indices
+from slipstream.dataset.loading.order import EpochOrder, batch_indices
 from slipstream.errors import NonFiniteLossError
 from slipstream.hooks import EMAHook, Hook
 from tiny_runs import (
@@ -451,8 +451,8 @@ def test_order_of_an_epoch_is_drawn_once_for_ascending_batches(monkeypatch):
     expected = [batch_indices(made, *batch) for batch in asked]
     assert expected[3] is None  # after the end of the epoch
     draws.clear()
-    drawn = Drawn()
-    assert [batch_indices(made, *batch, drawn) for batch in asked] == expected
+    kept = EpochOrder()
+    assert [batch_indices(made, *batch, kept) for batch in asked] == expected
     assert len(draws) == 3
 
 
