@@ -153,9 +153,9 @@ class Process:
         return self.wait_for("timed", seconds)
 
     def end(self) -> None:
-        """Kill the process and all its descendants. Further calls do nothing."""
+        """Kill the process and all its descendants. Further calls have no effect."""
         if self._connection.closed:
-            return  # another process may have the same id by now
+            return  # the id may already belong to another process
         if self.pid is not None:
             end_group(self.pid, descendants(self.pid))
             self._process.kill()  # it has no group of its own until it starts a session
