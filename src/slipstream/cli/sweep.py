@@ -47,7 +47,7 @@ class Run:
 def sweep(args: argparse.Namespace) -> int:
     """Train once for each combination of the values in `args.sweep`, and print a table.
 
-    With `args.multirun`, the overrides that list several values are added to them.
+    With `args.multirun`, the overrides that list several values are added to `args.sweep`.
 
     A failed run is a row of the table; the other runs continue.
 
@@ -114,7 +114,7 @@ def _with_overrides(args: argparse.Namespace) -> argparse.Namespace:
     """Return arguments whose `sweep` contains the overrides that list several values.
 
     Raises:
-        ConfigError: nothing lists several values.
+        ConfigError: no override lists several values, and `--sweep` is not given.
     """
     listed = [word for word in args.overrides if len(_split(word.partition("=")[2])) > 1]
     if not listed and not args.sweep:

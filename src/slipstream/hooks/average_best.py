@@ -98,7 +98,7 @@ class AverageBestHook(Hook):
                 )
 
     def after_rollback(self, runner: Runner) -> None:
-        """Restore the list of best epochs of the checkpoint, and remove those of the abandoned steps."""
+        """Restore the checkpoint's list of best epochs, and remove the files of abandoned steps."""
         abandoned = [name for _, name in self._best]
         current = [name for _, name in runner.message_hub.get_info(FOLDER, [])]
         self._replaced.restore(runner, abandoned, current)

@@ -160,7 +160,7 @@ class CheckpointHook(Hook):
         self._replaced.load(runner, self._folder, self._owns_files)
 
     def after_rollback(self, runner: Runner) -> None:
-        """Restore the list of kept checkpoints, and the best checkpoints, of the checkpoint."""
+        """Restore the kept and the best checkpoints that the restored checkpoint lists."""
         self._restore_kept(runner)
         saved = self._saved_best
         best = {key: runner.message_hub.get_info(f"best_ckpt/{key}") for key in saved}

@@ -36,7 +36,7 @@ __all__ = ["Checkpoints"]
 
 
 class Checkpoints:
-    """Saves, loads and resumes the state of a run. The Runner's methods of the same names document the arguments.
+    """Saves, loads and resumes the state of a run. The Runner's methods document the arguments.
 
     Args:
         runner: the run.
