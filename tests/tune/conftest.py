@@ -10,7 +10,7 @@ from slipstream.tune import batch_size, search
 
 @pytest.fixture
 def fake_process(monkeypatch):
-    """Replace the processes of trials by scripts, and check that all of them are ended."""
+    """Replace the processes of trials with scripts, and check that all of them are ended."""
 
     class Counted(FakeProcess):
         requests: ClassVar = []
@@ -23,7 +23,7 @@ def fake_process(monkeypatch):
 
 @pytest.fixture
 def clocked_process(monkeypatch):
-    """Replace the processes of trials by scripts whose time passes on a clock of their own."""
+    """Replace the processes of trials with scripts on a simulated clock, and check that all of them are ended."""
 
     class Clocked(ClockedProcess):
         now: ClassVar = [0.0]
