@@ -3,7 +3,7 @@
     python benchmarks/tune.py --limit 25m --budget 4m --out benchmarks/results/tune.md
 
 For each recipe, the search runs once, without its cache. Then the plan, the baseline, `speed="auto"` and each
-option that the search measured run in processes of their own, in turns. The order rotates between rounds, and ratios
+option that the search measured run in separate processes, in turns. The order rotates between rounds, and ratios
 are computed within a round. Each recipe gets an equal part of the time that is left; what does not fit is a row
 without a result.
 """

@@ -152,7 +152,7 @@ def _runs(args: argparse.Namespace, values: Mapping[str, Sequence[str]]) -> Iter
 
 
 def _train(args: argparse.Namespace, run: Run) -> int:
-    """Train in a process of its own, and store the result in `run`. Return the exit status."""
+    """Train in a separate process, and store the result in `run`. Return the exit status."""
     words = [f"{key}={value}" for key, value in run.values.items()]
     options = {**vars(args), "overrides": [*args.overrides, *words], "work_dir": run.folder}
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:

@@ -33,7 +33,7 @@ __all__ = ["Passes", "Rollback"]
 Fault = NonFiniteLossError | LossSpikeError
 _KEY = "rollback"
 _REMEMBERED = 100
-"""Maximum number of checkpoints of this run to remember."""
+"""Maximum number of checkpoints of this run in the list."""
 _LISTED = 1000
 """Maximum number of sample indices in a message."""
 _DESCRIBED = 20
@@ -45,7 +45,7 @@ class Passes:
 
     Args:
         loader: the training loader.
-        count: number of passes to remember.
+        count: number of passes to store.
     """
 
     def __init__(self, loader: DataLoader[Any], count: int) -> None:
