@@ -28,7 +28,7 @@ _COLUMNS = (
 _BLOCKS = 6
 """The smallest number of independent values whose range contains the median with a probability of at least 95%."""
 _NOTE = (
-    "Each row is measured in one or several separate processes. A step time is the mean of all timed steps. The steps are divided "
+    "Each row is measured in separate processes. A step time is the mean of all timed steps. The steps are divided "
     f"into {_BLOCKS} blocks of consecutive steps, and the interval is the range of the means of the blocks. It "
     "contains the median block mean with a probability of at least 95% if the blocks are independent. With fewer than "
     f"{_BLOCKS} steps there is no interval. Slow phases of the machine affect whole rows, so repeat the command before "
