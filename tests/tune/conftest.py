@@ -39,4 +39,4 @@ def clocked_process(monkeypatch):
 def short_rounds(monkeypatch):
     """Measure for a short time, whatever the budget is; the budget is large because the machine may be busy."""
     monkeypatch.setattr(search, "_LONGEST_ROUND", 0.02)
-    monkeypatch.setattr(search, "_ROUNDS_SHARE", 0.0)
+    monkeypatch.setattr(search, "_ROUNDS_FRACTION", 0.0)

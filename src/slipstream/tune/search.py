@@ -32,7 +32,7 @@ _MIN_GAIN = 1.01
 """Smallest ratio for which an option is adopted."""
 _CLEARLY_WORSE = 0.8
 """A trial ends after three rounds in which it is slower than this ratio."""
-_ROUNDS_SHARE = 0.08
+_ROUNDS_FRACTION = 0.08
 """Fraction of the budget after which a trial that has its smallest number of rounds ends."""
 
 
@@ -260,8 +260,8 @@ class Search:
         setting = replace(setting, loader=self._auto, compile_cache=self._cache)
         observer = partial(Timer, warmup=WARMUP * setting.split)
         process = stack.enter_context(Process(self._make_job(setting), observer))
-        stack.callback(self._time_end, process)  # called before the process is ended
-        # Starting a process takes seconds on a busy machine.
+        stack.callback(self._time_end, process)  # runs before the `__exit__` of the process
+        # Starting a process takes seconds on a busy machine, so compute the timeout only now.
         warm = process.wait_for("warm", max(self._remaining - reserve, 0.0))
         return _Running(process, warm, time.monotonic() - began, setting.split)
 
@@ -276,7 +276,7 @@ class Search:
         row = Row(candidate.label, "skipped", against=plan, setting=candidate.setting)
         if reason := self._why_skipped(candidate):
             return replace(row, reason=reason)
-        # Time for the final measurement of a plan with several options, which is taken from additional rounds only.
+        # Rounds beyond the minimum leave this time for the final measurement of a plan with several options.
         reserve = self._rounds_seconds if self.outcome.adopted else 0.0
         expected = self._startup(candidate) + self._rounds_seconds
         if self._remaining < expected:
@@ -350,7 +350,7 @@ class Search:
     def _alternate(self, current: _Running, trial: _Running, reserve: float) -> Estimate | None:
         """Return the ratio of the step times from alternating rounds, or None if there was no time for a round."""
         ratios: list[float] = []
-        end = time.monotonic() + _ROUNDS_SHARE * self._budget
+        end = time.monotonic() + _ROUNDS_FRACTION * self._budget
         while len(ratios) < (_MAX_ROUNDS if time.monotonic() < end else _MIN_ROUNDS):
             expected = current.round_seconds(self._round) + trial.round_seconds(self._round)
             if self._remaining - (reserve if len(ratios) >= _MIN_ROUNDS else 0.0) < expected:
