@@ -148,8 +148,8 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 def overhead_note() -> str:
     """Return what the results of overhead.py do not contain."""
     return (
-        "The overhead was measured before reports were added; their stopwatch adds about "
-        f"{median(result('report_overhead')['stopwatch_us']):.0f} µs per step ({machine('report_overhead')})."
+        "The overhead was measured before reports were added; their timer adds about "
+        f"{median(result('report_overhead')['timer_us']):.0f} µs per step ({machine('report_overhead')})."
     )
 
 

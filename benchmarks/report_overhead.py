@@ -6,7 +6,7 @@ The difference between runs with and without the report is smaller than the nois
 the report is measured directly: the recipe trains with one thread, and each round repeats the work of the report in one
 step many times.
 
-- The stopwatch: the calls of one step, in the order recorded in the run.
+- The timer: the calls of one step, in the order recorded in the run.
 - The hook: one reading of the losses, with new values of each scalar and the memory of the process. Its time is divided
   by the log interval.
 
@@ -35,7 +35,7 @@ RECIPE = "street_scenes_pp_lite_t"
 
 
 class Recorder(PhaseTimes):
-    """A stopwatch that stores the phases of the current step, and of the last finished step."""
+    """A timer that stores the phases of the current step, and of the last finished step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def trained(steps: int, folder: str) -> tuple[Runner, Clock]:
     return runner, clock
 
 
-def stopwatch_us(step: tuple[str, ...], repeats: int) -> float:
+def timer_us(step: tuple[str, ...], repeats: int) -> float:
     """Return the microseconds of CPU time that the calls of one step take."""
     phases: Any = PhaseTimes()
     phases.start()
@@ -135,17 +135,15 @@ def main() -> None:
         hook = next(hook for hook in runner.hooks if isinstance(hook, ReportHook))
         interval = next(hook.interval for hook in runner.hooks if isinstance(hook, LoggerHook))
         step_ms = [1e3 * (end - start) for start, end in zip(clock.times[1:], clock.times[2:], strict=False)]
-        stopwatch, reading = [], []
+        timer, reading = [], []
         for number in range(args.rounds):
-            stopwatch.append(stopwatch_us(clock.phases, args.repeats))
+            timer.append(timer_us(clock.phases, args.repeats))
             reading.append(reading_us(runner, hook, interval, args.repeats // 10))
-            print(
-                f"round {number + 1}/{args.rounds}: {stopwatch[-1]:.2f} µs, {reading[-1]:.1f} µs", flush=True
-            )
+            print(f"round {number + 1}/{args.rounds}: {timer[-1]:.2f} µs, {reading[-1]:.1f} µs", flush=True)
         start = process_time()
         hook.release(runner)
         write_ms = 1e3 * (process_time() - start)
-    data = {"interval": interval, "phases of a step": clock.phases, "step_ms": step_ms, "stopwatch_us": stopwatch,
+    data = {"interval": interval, "phases of a step": clock.phases, "step_ms": step_ms, "timer_us": timer,
             "reading_us": reading, "write_ms": write_ms}  # fmt: skip
     text = summary(data)
     print(text)
@@ -157,14 +155,14 @@ def summary(data: dict[str, Any]) -> str:
     """Return the table of the result."""
     interval, step = data["interval"], 1e3 * median(data["step_ms"])
     per_step = [value / interval for value in data["reading_us"]]
-    both = [a + b for a, b in zip(data["stopwatch_us"], per_step, strict=True)]
+    both = [a + b for a, b in zip(data["timer_us"], per_step, strict=True)]
 
     def row(name: str, values: list[float]) -> list[str]:
         share = f"{100 * median(values) / step:.4f} %"
         return [name, f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})", share]
 
     rows = [
-        row(f"stopwatch, {len(data['phases of a step']) + 1} readings of the clock", data["stopwatch_us"]),
+        row(f"timer, {len(data['phases of a step']) + 1} readings of the clock", data["timer_us"]),
         row(f"hook, one reading every {interval} steps, divided by {interval}", per_step),
         row("both", both),
     ]

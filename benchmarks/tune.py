@@ -3,9 +3,9 @@
     python benchmarks/tune.py --limit 25m --budget 4m --out benchmarks/results/tune.md
 
 For each recipe, the search runs once, without its cache. Then the plan, the baseline, `speed="auto"` and each
-option that the search measured run in processes of their own, in turns. The order rotates between rounds, and ratios
-are computed within a round. Each recipe gets an equal part of the time that is left; what does not fit is a row
-without a result.
+option that the search measured run in separate processes, in turns. The order rotates between rounds, and ratios
+are computed within a round. Each recipe gets an equal part of the remaining time. What cannot be measured in
+this time is a row without a result.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ PLAN, AUTO, BASELINE = "plan", 'speed="auto"', "baseline"
 ROUND_SECONDS = 1.0
 MOST_ROUNDS = 9
 SEARCH_PART = 0.55
-"""Largest fraction of a recipe's time for the search; the rest is for measuring its plan again."""
+"""Maximum fraction of a recipe's time for the search. The remaining time is for measuring its plan again."""
 MEASURED = ("adopted", "slower", "no gain", "inconclusive")
 END_SECONDS = 5.0
-"""Time that is left for ending processes."""
+"""Time in seconds that is reserved for ending processes."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Contender:
     accumulate: int = 1
 
     def start(self, cfg: Mapping[str, Any], stack: ExitStack, end: float) -> None:
-        """Start the process and train the warm-up steps, until the time `end`."""
+        """Start the process and train the warm-up steps; stop at the time `end`."""
         process = stack.enter_context(Process(RunnerJob(cfg, self.setting)))
         print(f"    {self.name}", end=": ", flush=True)
         try:
@@ -112,11 +112,11 @@ def contenders(result: TuneResult) -> list[Contender]:
 
 
 def measure(cfg: Mapping[str, Any], every: Sequence[Contender], end: float) -> None:
-    """Start all contenders, and time them in turns until the time `end`."""
+    """Start all contenders, and time them in turns; stop at the time `end`."""
     with ExitStack() as stack:
         cache = stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-tune-"))
         for number, contender in enumerate(every):
-            # Five rounds need time, too: a part of it for each contender.
+            # Each contender reserves time for its part of five rounds.
             reserve = 5 * 1.5 * ROUND_SECONDS * (number + 1)
             contender.setting = replace(contender.setting, compile_cache=cache)
             contender.start(cfg, stack, end - reserve)
@@ -147,9 +147,8 @@ def verdict(found: Mapping[str, Any] | None) -> str:
 
 
 def run(recipe: str, budget: float, end: float, options: Sequence[str] | None) -> dict[str, Any]:
-    """Tune a recipe and measure its plan again, until the time `end`."""
-    share = end - time.monotonic()
-    seconds = min(budget, SEARCH_PART * share)
+    """Tune a recipe and measure its plan again; stop at the time `end`."""
+    seconds = min(budget, SEARCH_PART * (end - time.monotonic()))
     cfg = load_config(recipe, trust=Path(recipe).suffix == ".py").cfg
     print(f"{recipe}: search with a budget of {seconds:.0f} s", flush=True)
     began = time.monotonic()
@@ -220,8 +219,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts = circumstances()
     cases: list[dict[str, Any]] = []
     for number, recipe in enumerate(args.recipes):
-        share = (end - time.monotonic()) / (len(args.recipes) - number)
-        cases.append(run(recipe, budget, time.monotonic() + share, options))
+        now = time.monotonic()
+        limit = now + (end - now) / (len(args.recipes) - number)
+        cases.append(run(recipe, budget, limit, options))
         text = "\n\n".join(map(describe, cases))
         print(describe(cases[-1]), flush=True)
         if args.out:

@@ -1,3 +1,5 @@
+"""Limits of control groups, read from simulated files."""
+
 import pytest
 
 from slipstream.cgroups import available_memory, memory_limit, quotas

@@ -1,4 +1,4 @@
-"""Atomic file writes, the reason why a file cannot be written, and checks of file names."""
+"""Atomic file writes, reasons for failed writes, and checks of file names."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_name(name: str, key: str, folder: str = "the work_dir") -> str:
         folder: description of the folder, for the error.
 
     Raises:
-        ConfigError: the path is empty, absolute, or leads out of the folder.
+        ConfigError: the path is empty, absolute, or outside of the folder.
     """
     outside = Path(name).is_absolute() or Path(os.path.normpath(name)).parts[:1] == ("..",)
     if not name or "\0" in str(name) or outside:
@@ -68,17 +68,18 @@ def write_text(path: Path, text: str, errors: str = "strict") -> None:
 
     Args:
         path: the file.
-        text: the content; the characters for the ends of lines are not changed.
-        errors: what to do with characters that UTF-8 cannot represent, see `str.encode`.
+        text: the content; line endings are written unchanged.
+        errors: how to handle characters that UTF-8 cannot represent; see `str.encode`.
     """
     with replacing(path) as temporary:
         temporary.write_bytes(text.encode("utf-8", errors))
 
 
 def check_space(path: Path) -> None:
-    """Raise the OSError of a disk that is full, if no more data can be written to the file `path`.
+    """Raise an OSError if no more data can be written to the file `path`, for example because the disk is full.
 
-    The writers of some libraries do not report why they fail. The file must not be used afterwards.
+    Some libraries do not report why a write fails. This function appends bytes to the file, so the file must not be
+    used afterwards.
     """
     with path.open("ab", buffering=0) as file:
         for _ in range(_PROBED_BLOCKS):
@@ -87,14 +88,14 @@ def check_space(path: Path) -> None:
 
 
 def disk_problem(error: BaseException, folder: Path) -> str | None:
-    """Return a description with a remedy if `error` says that the disk of `folder` is full, otherwise None."""
+    """Return a description if `error` reports that the disk of `folder` is full, otherwise None."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     free = ""
     if folder.is_dir():
         usage = shutil.disk_usage(folder)
         free = f" ({usage.free / 2**20:.0f} MiB of {usage.total / 2**20:.0f} MiB are free)"
-    what = "the quota is used up" if error.errno == errno.EDQUOT else "the disk is full"
+    what = "the disk quota is exceeded" if error.errno == errno.EDQUOT else "the disk is full"
     return f"{what} in {folder}{free}"
 
 

@@ -1,14 +1,16 @@
-"""Tables of text."""
+"""Text tables."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Collection, Iterable, Sequence
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["make_table"]
+__all__ = ["make_table", "table_text"]
 
 
 def make_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = ()) -> Table:
@@ -16,8 +18,8 @@ def make_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Coll
 
     Args:
         header: the names of the columns.
-        rows: the cells; brackets are not markup.
-        right: the columns that are aligned on the right, such as those with numbers.
+        rows: the cells of each row; brackets are not interpreted as markup.
+        right: the names of right-aligned columns, such as columns of numbers.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for name in header:
@@ -25,3 +27,10 @@ def make_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Coll
     for row in rows:
         table.add_row(*map(Text, row))
     return table
+
+
+def table_text(table: Table) -> str:
+    """Return a table as text of at most 140 columns."""
+    file = io.StringIO()
+    Console(file=file, width=140, highlight=False).print(table)
+    return file.getvalue()

@@ -41,7 +41,7 @@ def _main(argv: list[str]) -> int:
     with extra("recipes"):
         from hydra._internal.utils import get_args_parser
 
-    trust = "--trust" in argv  # Hydra does not know this option
+    trust = "--trust" in argv  # Hydra does not support this option
     args = get_args_parser().parse_args([word for word in argv if word != "--trust"])
     folder = args.config_dir or args.config_path
     if args.config_name is None and not args.hydra_help:

@@ -18,7 +18,7 @@ from slipstream.compare.subject import Batches, model_loss
 from slipstream.errors import SlipstreamError, UnknownNameError
 from slipstream.tune.process import TrialError
 
-ONE_CORE = dict(steps=2, rounds=2, timeout=300)
+SHORT = dict(steps=2, rounds=2, timeout=300)
 
 
 def subject(tmp_path, **changes):
@@ -31,7 +31,7 @@ def by_name(found):
 
 
 class Recorder:
-    """An observer that stores the losses and ends nothing."""
+    """An observer that stores the losses and does not end the training."""
 
     def __init__(self):
         self.losses = []
@@ -70,13 +70,12 @@ def test_each_contender_trains_like_plain_pytorch(tmp_path, name):
     work = Work(found.model, loader, model_loss, lambda net: found.optimizer, str(folder), observer=recorder)
     assert CONTENDERS[name].train(work) > 0
     assert recorder.losses == pytest.approx(expected, rel=1e-5)
-    assert expected[-1] != pytest.approx(
-        expected[1], rel=1e-2
-    )  # the batches are the same, the weights are not
+    # Batches 1 and 7 are the same, but the weights have changed.
+    assert expected[-1] != pytest.approx(expected[1], rel=1e-2)
 
 
 def test_the_loop_and_slipstream_are_timed_in_turns_with_equal_losses(tmp_path):
-    found = compare(subject(tmp_path), ["slipstream"], **ONE_CORE)
+    found = compare(subject(tmp_path), ["slipstream"], **SHORT)
     assert [entry.name for entry in found.entries] == ["loop", "slipstream"]
     for entry in found.entries:
         assert (entry.status, entry.reason) == ("same losses", "")
@@ -112,6 +111,10 @@ def test_a_network_is_trained_on_images_of_the_given_size(name, dims):
     assert torch.isfinite(model_loss(found.model, found.batches[0]))
 
 
+def test_batches_repeat_up_to_the_length():
+    assert list(Batches(["first", "second"], 3)) == ["first", "second", "first"]
+
+
 def test_an_unknown_network_names_the_nearest():
     with pytest.raises(UnknownNameError, match="did you mean 'regseg48'"):
         network_subject("regseg4")
@@ -140,13 +143,13 @@ def broken(work):
         (broken, "failed", "ValueError: no such method"),
     ],
 )
-def test_a_contender_that_computes_something_else_or_fails_is_marked(
+def test_a_contender_with_different_losses_or_an_error_is_marked(
     tmp_path, monkeypatch, train, status, reason
 ):
     monkeypatch.setitem(CONTENDERS, "slipstream", Contender("other", "torch", train))
     lines = []
     hard = subject(tmp_path, optim_wrapper=dict(optimizer=dict(type="SGD", lr=1.0)))
-    found = compare(hard, ["slipstream"], **ONE_CORE, report=lines.append)
+    found = compare(hard, ["slipstream"], **SHORT, report=lines.append)
     other = by_name(found)["slipstream"]
     assert other.status == status
     assert reason in other.reason
@@ -183,7 +186,7 @@ def test_ratios_are_computed_within_rounds():
 
 def test_a_contender_that_is_not_installed_is_a_row_with_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(CONTENDERS, "lightning", Contender("Lightning", "not_there", broken))
-    found = compare(subject(tmp_path), ["lightning"], **ONE_CORE)
+    found = compare(subject(tmp_path), ["lightning"], **SHORT)
     entry = by_name(found)["lightning"]
     assert entry.status == "not installed"
     assert entry.reason == "not_there is missing; run: pip install 'slipstream[peers]'"
@@ -230,7 +233,7 @@ def test_ctrl_c_keeps_the_finished_rounds(tmp_path, monkeypatch):
 
     before = module._Measurement.round
     monkeypatch.setattr(module._Measurement, "round", stop)
-    found = compare(subject(tmp_path), [], **ONE_CORE)
+    found = compare(subject(tmp_path), [], **SHORT)
     assert found.stopped == "interrupted"
     assert len(found.entries[0].seconds) == 1
     assert "not complete: interrupted" in markdown(found, {})
@@ -239,7 +242,7 @@ def test_ctrl_c_keeps_the_finished_rounds(tmp_path, monkeypatch):
 def test_a_loop_that_does_not_train_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setitem(CONTENDERS, "loop", Contender("loop", "torch", broken))
     with pytest.raises(SlipstreamError, match=r"loop does not train \(failed\): ValueError: no such method"):
-        compare(subject(tmp_path), [], **ONE_CORE)
+        compare(subject(tmp_path), [], **SHORT)
 
 
 CONFIG = """

@@ -13,7 +13,7 @@ from slipstream.cli.bench_cell import Cell
 from slipstream.cli.bench_report import Measured, block_interval, write_report
 from slipstream.cli.child import Child
 from slipstream.cli.main import main
-from slipstream.cli.step_times import Repeated, StepTimer
+from slipstream.cli.step_times import StepTimer
 
 CONFIG = """
 from tiny_runs import Net, loader, samples
@@ -310,10 +310,6 @@ def test_table_and_picture_allow_rows_without_an_interval(tmp_path):
     page = files[1].read_text()
     assert "| tiny.py | eager, 1 device, float32 | 200.0 | 20.0 | 1.00 | 0 |" in page
     assert "| tiny.py | eager, 1 device, AMP | 545.0 (100.0 to 3066.7) | 7.3 | 0.37 | 0 |" in page
-
-
-def test_repeated_batch_ends():
-    assert list(Repeated("batch", 2)) == ["batch", "batch"]
 
 
 @pytest.mark.slow

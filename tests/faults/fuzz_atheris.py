@@ -1,4 +1,4 @@
-"""Read YAML, JSON and TOML configurations and overrides that atheris (libFuzzer) generates from the code's coverage.
+"""Read YAML, JSON and TOML configurations and overrides that atheris (libFuzzer) generates, guided by code coverage.
 
 Run `python tests/faults/fuzz_atheris.py -max_total_time=600` with src/ in PYTHONPATH, after `pip install atheris`. The
 arguments are those of libFuzzer. The first input that raises an error other than Slipstream's, or an error that does

@@ -18,7 +18,7 @@ WHAT = {
     "fuzz_config": "changed configurations",
     "fuzz_files": "damaged files, and overrides",
     "fuzz_checkpoint": "changed contents of checkpoints",
-    "fuzz_atheris": "files and overrides from the code's coverage",
+    "fuzz_atheris": "files and overrides, guided by code coverage",
 }
 _LINE = re.compile(r"(?m)^(fuzz_\w+): (\d+) inputs, (\d+) findings?$")
 _ATHERIS = re.compile(r"(?m)^Done (\d+) runs in \d+ second")

@@ -49,6 +49,8 @@ def test_only_a_full_disk_is_reported_as_such(tmp_path):
     check_space(file)
     assert file.stat().st_size > 1
     assert disk_problem(OSError(28, "No space left on device"), tmp_path).startswith("the disk is full in")
-    assert disk_problem(OSError(122, "Disk quota exceeded"), tmp_path).startswith("the quota is used up in")
+    assert disk_problem(OSError(122, "Disk quota exceeded"), tmp_path).startswith(
+        "the disk quota is exceeded in"
+    )
     assert disk_problem(OSError(13, "Permission denied"), tmp_path) is None
     assert disk_problem(ValueError(28), tmp_path) is None

@@ -14,7 +14,7 @@ from tiny_runs import Net, Scripted, loader, samples, training, validation
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Return a clock that stands still unless a test advances it."""
+    """Return a clock that changes only when a test advances it."""
     now = [0.0]
     monkeypatch.setattr("slipstream.hooks.timing.perf_counter", lambda: now[0])
     return now

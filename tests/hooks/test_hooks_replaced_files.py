@@ -1,4 +1,4 @@
-"""After a roll-back, the best checkpoints are those of the history that counts."""
+"""After a roll-back, the best checkpoints do not contain abandoned steps."""
 
 import math
 import shutil
@@ -130,7 +130,7 @@ def test_replaced_checkpoints_are_removed_with_the_checkpoints_that_name_them(tm
     assert len(list(tmp_path.glob("best*"))) == 1
 
 
-def test_folder_of_a_sharded_checkpoint_is_brought_back(tmp_path):
+def test_folder_of_a_sharded_checkpoint_is_restored(tmp_path):
     hub = MessageHub("x")
     rollback = SimpleNamespace(oldest=1, faults=(ValueError,))
     runner = SimpleNamespace(

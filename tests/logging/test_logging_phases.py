@@ -1,4 +1,4 @@
-"""The stopwatch of a run's phases."""
+"""The timer of a run's phases."""
 
 from time import perf_counter, sleep
 
@@ -9,7 +9,7 @@ from slipstream.logging import STEP_PHASES, PhaseTimes
 
 @pytest.fixture
 def ticks(monkeypatch):
-    """Return a list of times; each call of the stopwatch's clock removes the first one."""
+    """Return a list of times; each call of the timer's clock removes the first one."""
     times = []
     monkeypatch.setattr("slipstream.logging.phases.perf_counter", lambda: times.pop(0))
     return times

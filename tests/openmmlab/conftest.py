@@ -1,4 +1,4 @@
-"""Tests of the replacement of MMEngine. Importing it changes `import mmengine`, so each test module undoes this."""
+"""Tests of the replacement of MMEngine. Its import changes `import mmengine`; this is undone after each test module."""
 
 import sys
 

@@ -50,7 +50,7 @@ def test_samples_are_filtered_numbered_and_copied(serialize):
 @pytest.mark.parametrize(
     ("indices", "expected"), [(2, [0, 2]), (-2, [4, 5]), ([3, 0, 3], [4, 0, 4]), ([-1], [5]), (0, [])]
 )
-def test_subsets(serialize, indices, expected):
+def test_subsets_contain_the_selected_samples(serialize, indices, expected):
     dataset = Numbers(serialize_data=serialize)
     assert values(dataset.get_subset(indices)) == expected
     assert len(dataset) == 5
@@ -66,7 +66,7 @@ def test_a_lazy_dataset_loads_on_first_use():
         force_full_init(lambda obj: None)(3)
 
 
-def test_annotation_files_and_metainfo(tmp_path):
+def test_annotation_files_and_metainfo_are_read(tmp_path):
     (tmp_path / "classes.txt").write_text("cat\ndog\n")
     content = {"metainfo": {"classes": ["x"], "task": "t"}, "data_list": [{"img_path": "1.png", "label": 0}]}
     (tmp_path / "ann.json").write_text(json.dumps(content))

@@ -60,7 +60,7 @@ def test_removed_fields_are_gone():
         element.pop("id")
 
 
-def test_update_and_get():
+def test_update_replaces_fields_and_get_has_a_default():
     element = BaseDataElement(metainfo={"id": 1}, a=1)
     element.update(BaseDataElement(metainfo={"id": 2}, b=3))
     assert element.to_dict() == {"id": 2, "a": 1, "b": 3}
@@ -100,7 +100,7 @@ def test_instances_must_have_equal_lengths():
     assert len(InstanceData()) == 0
 
 
-def test_indexing_instances():
+def test_an_index_selects_instances_in_all_fields():
     instances = InstanceData(
         metainfo={"id": 1},
         boxes=torch.arange(12).view(3, 4),
@@ -127,7 +127,7 @@ def test_indexing_instances():
         instances[torch.tensor([True, False])]
 
 
-def test_concatenated_instances():
+def test_instances_with_the_same_fields_are_concatenated():
     first = InstanceData(metainfo={"id": 1}, boxes=torch.zeros(1, 4), names=["a"])
     second = InstanceData(metainfo={"id": 2}, boxes=torch.ones(2, 4), names=["b", "c"])
     both = InstanceData.cat([first, second])
@@ -153,7 +153,7 @@ def test_pixel_data_is_cropped():
         maps[0]
 
 
-def test_labels_and_one_hot_vectors():
+def test_labels_are_converted_to_one_hot_vectors_and_back():
     onehot = LabelData.label_to_onehot(torch.tensor([2, 0]), 4)
     assert onehot.tolist() == [1, 0, 1, 0]
     assert LabelData.onehot_to_label(onehot).tolist() == [0, 2]

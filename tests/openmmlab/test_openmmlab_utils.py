@@ -94,15 +94,15 @@ def test_pickles_with_arrays_are_read_and_others_are_refused(tmp_path):
     assert array.tolist() == [0, 1, 2]
     assert number == 0.5
 
-    class Evil:
+    class Malicious:
         def __reduce__(self):
             return eval, ("1",)
 
     with pytest.raises(DataError, match=r"builtins\.eval, which is not loaded"):
-        fileio.load(io.BytesIO(pickle.dumps(Evil())), "pkl")
+        fileio.load(io.BytesIO(pickle.dumps(Malicious())), "pkl")
 
 
-def test_lines_and_entries_of_text_files(tmp_path):
+def test_lines_and_entries_of_text_files_are_read(tmp_path):
     (tmp_path / "lines.txt").write_text("a 1\nb 2 3\n")
     assert fileio.list_from_file(tmp_path / "lines.txt", prefix="/", offset=1) == ["/b 2 3"]
     assert fileio.dict_from_file(tmp_path / "lines.txt") == {"a": "1", "b": ["2", "3"]}
@@ -140,7 +140,7 @@ def test_the_default_scope_changes_only_inside_the_block():
     assert (after and after.scope_name) == (before and before.scope_name)
 
 
-def test_differences_of_configurations():
+def test_differences_of_configurations_are_listed_by_line():
     lines = Config.diff(Config({"a": 1, "b": 2}), Config({"a": 1, "b": 3})).splitlines()
     assert [line for line in lines if line[:1] in ("+", "-")] == ["- b = 2", "+ b = 3"]
 

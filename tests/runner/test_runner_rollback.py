@@ -10,7 +10,7 @@ from torch.utils.data import Sampler, TensorDataset
 
 from slipstream.dataset.loading import samplers
 from slipstream.dataset.loading.loader import build_dataloader, set_epoch
-from slipstream.dataset.loading.order import Drawn, batch_indices
+from slipstream.dataset.loading.order import EpochOrder, batch_indices
 from slipstream.errors import NonFiniteLossError
 from slipstream.hooks import EMAHook, Hook
 from tiny_runs import (
@@ -451,8 +451,8 @@ def test_order_of_an_epoch_is_drawn_once_for_ascending_batches(monkeypatch):
     expected = [batch_indices(made, *batch) for batch in asked]
     assert expected[3] is None  # after the end of the epoch
     draws.clear()
-    drawn = Drawn()
-    assert [batch_indices(made, *batch, drawn) for batch in asked] == expected
+    kept = EpochOrder()
+    assert [batch_indices(made, *batch, kept) for batch in asked] == expected
     assert len(draws) == 3
 
 
@@ -570,7 +570,7 @@ def test_all_batches_since_the_checkpoint_are_left_out_if_a_statistic_is_infinit
 
 
 class OwnState(Sampler):
-    """A sampler that draws from a generator of its own, or starts at a position that it stores."""
+    """A sampler that draws from its own generator, or starts at a position that it stores."""
 
     def __init__(self, generator=None):
         self.rng, self.position = generator, 0
@@ -598,7 +598,7 @@ class OwnState(Sampler):
         lambda: torch.Generator().manual_seed(5),
     ],
 )
-def test_generator_of_a_sampler_of_the_user_is_restored(tmp_path, make):
+def test_generator_of_a_user_defined_sampler_is_restored(tmp_path, make):
     def trained(name, broken, *hooks):
         torch.manual_seed(0)
         data = dict(batch_size=8, dataset=TensorDataset(*samples()), sampler=OwnState(make()))
@@ -611,7 +611,7 @@ def test_generator_of_a_sampler_of_the_user_is_restored(tmp_path, make):
     assert "keeps state" not in next((tmp_path / "one").glob("*/*.log")).read_text()
 
 
-def test_other_state_of_a_sampler_is_named_in_a_warning(tmp_path):
+def test_warning_names_other_state_of_a_sampler(tmp_path):
     data = dict(batch_size=8, dataset=TensorDataset(*samples()), sampler=OwnState())
     recovering(tmp_path, train_dataloader=data)
     log = next(tmp_path.glob("*/*.log")).read_text()

@@ -35,11 +35,11 @@ class Script:
     shapes: int = 1
     counted: bool = False
     startup: float = 0.0
-    """Seconds of the clock until the trial is warm, in addition to its steps."""
+    """Seconds that the start of the trial takes, in addition to its warm-up steps."""
 
 
 class FakeProcess:
-    """Stands in for `Process`; the job is a `Script`."""
+    """A replacement of `Process`; the job is a `Script`."""
 
     started = 0
     ended = 0
@@ -57,7 +57,7 @@ class FakeProcess:
         type(self).ended += 1
 
     def end(self):
-        """Called in addition to `__exit__`, to record the time that this takes."""
+        """Do nothing. The search calls this before `__exit__`, to measure the time."""
 
     def wait_for(self, event, seconds):
         script = self.script
@@ -88,7 +88,7 @@ class FakeProcess:
 
 
 class ClockedProcess(FakeProcess):
-    """A process whose trials take the time of their script on a clock that `now` stands in for."""
+    """A process whose trials advance the simulated clock `now` by the time in their script."""
 
     now: ClassVar = [0.0]
     end_seconds = 0.5

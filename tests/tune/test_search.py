@@ -338,7 +338,7 @@ def test_data_parallelism_is_reported_with_its_command_but_not_adopted(fake_proc
 
 @pytest.mark.parametrize(
     ("count", "size", "reason"),
-    [(1, 8, "requires several cores"), (4, 7, "requires a batch size that 2 processes can share, not 7")],
+    [(1, 8, "requires several cores"), (4, 7, "requires a batch size that is divisible by 2, not 7")],
 )
 def test_data_parallelism_that_is_not_possible_is_skipped(fake_process, monkeypatch, count, size, reason):
     monkeypatch.setattr("slipstream.tune.options.cores", lambda: count)

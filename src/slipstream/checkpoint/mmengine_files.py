@@ -56,7 +56,7 @@ def is_from_mmengine(checkpoint: Mapping[str, Any]) -> bool:
 def translated(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return a checkpoint of MMEngine with a message hub and meta that Slipstream can resume from.
 
-    NumPy numbers become built-in numbers. The histories of the scalars keep their newest values.
+    NumPy numbers become built-in numbers. Only the newest values of each scalar history are kept.
     """
     hub = checkpoint.get("message_hub")
     if isinstance(hub, Mapping):

@@ -34,7 +34,7 @@ _SHORTEST_WARMUP = 3  # a compiled step is captured in the second step and verif
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every cell in a process of its own, and write the table after each.
+    """Measure every cell in a separate process, and write the table after each.
 
     Returns:
         0 if all cells were measured, 1 if a cell failed, 130 after Ctrl-C.
@@ -98,7 +98,7 @@ def _device_counts() -> list[int]:
 
 
 def _measure(cell: Cell, timeout: float) -> Measured:
-    """Run a cell in a process of its own. All cells use the same number of cores in total."""
+    """Run a cell in a separate process. All cells use the same number of cores in total."""
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         spec, result = Path(folder) / "spec.json", Path(folder) / "result.json"
         spec.write_text(json.dumps(asdict(cell)), encoding="utf-8")

@@ -204,10 +204,9 @@ def _repeated(loader: Any) -> Any:
     """Return a loader that yields the first batch of `loader` as often as `loader` yields batches."""
     from torch.utils.data import DataLoader
 
-    from slipstream.cli.step_times import Repeated
+    from slipstream.compare.subject import Batches
 
-    batch = next(iter(loader))
-    return DataLoader(Repeated(batch, len(loader)), batch_size=None)
+    return DataLoader(Batches([next(iter(loader))], len(loader)), batch_size=None)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ _COLUMNS = (
     "memory, MiB",
 )
 _BLOCKS = 6
-"""The smallest number of independent values whose range contains the median with a probability of 95%."""
+"""The smallest number of independent values whose range contains the median with a probability of at least 95%."""
 _NOTE = (
-    "Each row is a process (or several) of its own. A step time is the mean of all timed steps. The steps are divided "
+    "Each row is measured in separate processes. A step time is the mean of all timed steps. The steps are divided "
     f"into {_BLOCKS} blocks of consecutive steps, and the interval is the range of the means of the blocks. It "
     "contains the median block mean with a probability of at least 95% if the blocks are independent. With fewer than "
     f"{_BLOCKS} steps there is no interval. Slow phases of the machine affect whole rows, so repeat the command before "
@@ -71,7 +71,7 @@ class Measured:
 
 
 def block_interval(seconds: Sequence[float]) -> tuple[float, float] | None:
-    """Return the interval of the means of 6 blocks of consecutive steps, which contain all steps: their range.
+    """Return the range of the means of 6 blocks of consecutive steps. Together, the blocks contain all steps.
 
     The lengths of the blocks differ by at most one step.
 

@@ -89,7 +89,7 @@ def _copy(stream: IO[str], last: deque[str], quiet: bool) -> None:
 
 
 def _end(process: subprocess.Popen[str], grace: float) -> None:
-    """End the process, and kill what is left of its process group and of the processes that it started."""
+    """End the process, and kill the remaining processes of its group and the remaining processes that it started."""
     started = descendants(process.pid) if process.poll() is None else {}
     try:
         if process.poll() is None:

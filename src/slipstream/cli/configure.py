@@ -89,7 +89,7 @@ def _load(name: str, overrides: Sequence[str], config_dir: str | None, trust: bo
 
     cfg = Config.fromfile(path, trust=trust)
     known = [name for name in inspect.signature(Runner).parameters if name != "cfg"]
-    # Hydra marks a new key with a leading +. A word without a key is passed on as it is, for the error.
+    # Hydra marks a new key with a leading +. An override without a key is unchanged, so that the error quotes it.
     words = [word if (stripped := word.lstrip("+")).startswith("=") else stripped for word in overrides]
     cfg.override(words, known=[*known, *CFG_OPTIONS, *_OPEN])
     return Configured(cfg, gpus=1)

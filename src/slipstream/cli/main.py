@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` and return the exit status: 2 for an invalid argument, 1 for a failed run."""
     start = time.monotonic()
     args = parse(argv)
-    args.start = start  # importing the modules of the command is part of its time limit
+    args.start = start  # the time limit of `tune` includes the imports
     # This must be set before torch loads OpenMP. With PASSIVE, waiting threads sleep instead of spinning. The setting
     # costs nothing on an idle machine, and training is several times faster if another program uses the same cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -222,7 +222,8 @@ def _add_compare(commands: _Commands) -> None:
     _add_trust(parser)
     parser.add_argument("--steps", type=_count, default=10, metavar="N",
                         help="timed steps per round (default: 10)")  # fmt: skip
-    parser.add_argument("--rounds", type=_count, default=9, metavar="R", help="default: 9")
+    parser.add_argument("--rounds", type=_count, default=9, metavar="R",
+                        help="number of rounds (default: 9)")  # fmt: skip
     parser.add_argument("--with", dest="contenders", type=_words, metavar="NAME,NAME,...",
                         help="contenders in addition to loop and slipstream: accelerate, lightning, mmengine, "
                              "loop_compiled, slipstream_auto, slipstream_compiled (default: all)")  # fmt: skip
@@ -231,7 +232,7 @@ def _add_compare(commands: _Commands) -> None:
     parser.add_argument("--batch-size", type=_count, default=4, metavar="N",
                         help="batch size of a network (default: 4)")  # fmt: skip
     parser.add_argument("--timeout", type=_seconds, default=900.0, metavar="SECONDS",
-                        help="limit of the start and of each turn of a contender (default: 900)")  # fmt: skip
+                        help="time limit for the start and for each round of a contender (default: 900)")  # fmt: skip
     parser.add_argument(
         "--out", default="work_dirs/compare", metavar="DIR", help="default: work_dirs/compare"
     )

@@ -1,4 +1,4 @@
-"""The hook that times training steps for `slipstream bench`, and the batch that they train on."""
+"""The hook that times training steps for `slipstream bench`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import Dataset
 
 from slipstream.cli.profiling import Finished
 from slipstream.hooks import Hook
@@ -18,7 +17,7 @@ from slipstream.tune.observer import total_loss
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["Repeated", "StepTimer"]
+__all__ = ["StepTimer"]
 
 
 class StepTimer(Hook):
@@ -76,18 +75,3 @@ class StepTimer(Hook):
             return int(torch.cuda.max_memory_allocated(self._device))
         unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-class Repeated(Dataset[Any]):
-    """A dataset whose samples are the same batch."""
-
-    def __init__(self, batch: Any, length: int) -> None:
-        self._batch, self._length = batch, length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < self._length:
-            raise IndexError(index)
-        return self._batch

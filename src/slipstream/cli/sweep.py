@@ -47,7 +47,7 @@ class Run:
 def sweep(args: argparse.Namespace) -> int:
     """Train once for each combination of the values in `args.sweep`, and print a table.
 
-    With `args.multirun`, the overrides that list several values are added to them.
+    With `args.multirun`, the overrides that list several values are added to `args.sweep`.
 
     A failed run is a row of the table; the other runs continue.
 
@@ -114,7 +114,7 @@ def _with_overrides(args: argparse.Namespace) -> argparse.Namespace:
     """Return arguments whose `sweep` contains the overrides that list several values.
 
     Raises:
-        ConfigError: nothing lists several values.
+        ConfigError: no override lists several values, and `--sweep` is not given.
     """
     listed = [word for word in args.overrides if len(_split(word.partition("=")[2])) > 1]
     if not listed and not args.sweep:
@@ -152,7 +152,7 @@ def _runs(args: argparse.Namespace, values: Mapping[str, Sequence[str]]) -> Iter
 
 
 def _train(args: argparse.Namespace, run: Run) -> int:
-    """Train in a process of its own, and store the result in `run`. Return the exit status."""
+    """Train in a separate process, and store the result in `run`. Return the exit status."""
     words = [f"{key}={value}" for key, value in run.values.items()]
     options = {**vars(args), "overrides": [*args.overrides, *words], "work_dir": run.folder}
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:

@@ -8,9 +8,9 @@ __all__ = ["print_table", "printable"]
 
 
 def printable(text: str) -> str:
-    """Return text in which characters that a terminal cannot display, or would interpret, are replaced.
+    """Return `text`, in which U+FFFD replaces each character that a terminal cannot display or would interpret.
 
-    Names of files may contain bytes that are not UTF-8, and control characters.
+    File names may contain control characters, and bytes that are not valid UTF-8.
     """
     return "".join(character if character.isprintable() else "\ufffd" for character in text)
 

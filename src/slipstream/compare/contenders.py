@@ -45,13 +45,13 @@ class Work:
     """Called after each step."""
 
     def after_step(self, loss: Tensor) -> None:
-        """Call the observer, if there is one."""
+        """Call the observer, if there is one, with the detached loss."""
         if self.observer is not None:
-            self.observer.after_step(loss)
+            self.observer.after_step(loss.detach())
 
 
 class _Clock:
-    """A clock that stores the duration of the epoch."""
+    """Measures the duration of an epoch in seconds."""
 
     seconds: float = 0.0
 
@@ -74,8 +74,7 @@ def hand_written(work: Work, compiled: bool = False) -> float:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            if work.observer is not None:
-                work.observer.after_step(loss.detach())
+            work.after_step(loss)
         clock.stop()
     return clock.seconds
 
@@ -98,8 +97,7 @@ def with_accelerate(work: Work) -> float:
             optimizer.zero_grad()
             accelerator.backward(loss)
             optimizer.step()
-            if work.observer is not None:
-                work.observer.after_step(loss.detach())
+            work.after_step(loss)
         clock.stop()
     accelerator.free_memory()
     return clock.seconds
@@ -220,20 +218,20 @@ def _with_runner(work: Work, base_model: Any, base_hook: Any, runner: Any, **opt
         **options,
     )
     if runner.__module__.startswith("slipstream."):
-        _watch(run, work.observer)
+        _observe(run, work.observer)
     run.train()
     run.visualizer.close()
     return clock.seconds
 
 
-def _watch(runner: Any, observer: Observer | None) -> None:
-    """Let an observed run wait for its compilation, and report whether the compiled code is in use."""
+def _observe(runner: Any, observer: Observer | None) -> None:
+    """Make an observed run wait for its compilation, and report to the observer whether it uses the compiled code."""
     if observer is None:
         return
     from slipstream.model import unwrap_model
 
-    if (how := runner.speed.compile) is not None:
-        runner.speed = replace(runner.speed, compile=replace(how, wait=True))
+    if (options := runner.speed.compile) is not None:
+        runner.speed = replace(runner.speed, compile=replace(options, wait=True))
     warnings = WarningLog()
     runner.logger.addHandler(warnings)
     observer.describe = lambda: {
@@ -248,7 +246,7 @@ class Contender:
 
     label: str
     package: str
-    """The package that it requires."""
+    """Name of the required package."""
     train: Callable[[Work], float]
 
 

@@ -25,10 +25,10 @@ from slipstream.tune.statistics import Estimate, difference, estimate
 __all__ = ["FINAL_TOLERANCE", "WARMUP", "Comparison", "Entry", "compare"]
 
 WARMUP = 10
-"""Number of steps whose losses are compared; then the contenders are timed."""
+"""Number of untimed steps at the beginning, whose losses are compared."""
 FINAL_TOLERANCE = 0.05
-"""Largest difference of the final losses, relative to the first loss of the loop. Rounding differences grow from step
-to step, so that a tolerance relative to the final loss itself, which may be close to 0, would be arbitrary."""
+"""Maximum difference of the final losses, relative to the first loss of the loop. It is not relative to the final
+loss, which may be close to 0, while rounding differences accumulate over the steps."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def compare(
     timeout: float = 900.0,
     report: Callable[[str], None] = lambda line: None,
 ) -> Comparison:
-    """Train the subject with each contender in a process of its own, and time them in turns.
+    """Train the subject with each contender in its own process, and time the contenders in turns.
 
     In each round, every contender runs one untimed and `steps` timed steps, while the others wait. The order rotates
     from round to round. Ctrl-C ends the measurement; the finished rounds are returned.
@@ -128,8 +128,8 @@ def compare(
         names: keys of `CONTENDERS`; the hand-written loop is always added.
         steps: timed steps per round.
         rounds: number of rounds.
-        timeout: limit in seconds for the start and for each turn of a contender.
-        report: called with a line of text for each finished part.
+        timeout: time limit in seconds for the start and for each round of a contender.
+        report: called with a line of text after the start of each contender and after each round.
 
     Raises:
         SlipstreamError: the hand-written loop does not train.
@@ -211,7 +211,7 @@ class _Measurement:
 
 
 def _entry(running: _Running, loop: _Running) -> Entry:
-    """Return the measurement of a contender; rounds that were interrupted are left out."""
+    """Return the measurement of a contender, without incomplete rounds."""
     count = min(len(running.seconds), len(loop.seconds))
     ratios = [a / b for a, b in zip(loop.seconds[:count], running.seconds[:count], strict=True)]
     entry = Entry(
@@ -228,7 +228,7 @@ def _entry(running: _Running, loop: _Running) -> Entry:
 
 
 def _difference(running: _Running, loop: _Running, count: int) -> str:
-    """Return how the losses differ from those of the loop beyond the tolerance; empty if they do not."""
+    """Describe how the losses differ from those of the loop by more than the tolerance; empty if they do not."""
     allowed = LOW_PRECISION if running.low_precision else EXACT
     first, mean = difference(running.losses, loop.losses)
     if not (first <= allowed.first and mean <= allowed.mean):  # also for NaN

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.compare.measure import FINAL_TOLERANCE, WARMUP, Comparison, Entry
-from slipstream.files import replacing
+from slipstream.files import write_text
 from slipstream.tune.options import EXACT, LOW_PRECISION
 from slipstream.tune.statistics import Estimate
 
@@ -54,8 +54,7 @@ def write(found: Comparison, environment: Mapping[str, Any], folder: Path) -> li
     content = json.dumps({**environment, **as_dict(found)}, indent=1)
     files = {folder / "compare.json": f"{content}\n", folder / "compare.md": markdown(found, environment)}
     for path, text in files.items():
-        with replacing(path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        write_text(path, text)
     return list(files)
 
 

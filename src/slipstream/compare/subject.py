@@ -26,7 +26,7 @@ from slipstream.tune.jobs import RunnerJob, Setting
 __all__ = ["Batches", "Subject", "config_subject", "model_loss", "network_subject"]
 
 _BATCHES = 6
-"""Number of batches, which are repeated."""
+"""Number of different batches; training repeats them."""
 _CLASSES = 19
 _STEPS = 10**9
 _TRAINING_PARAMS = (
@@ -60,7 +60,7 @@ class Subject:
 
 
 class Batches(Dataset[Any]):
-    """A dataset whose samples are batches, which are repeated."""
+    """A dataset whose samples are whole batches. It repeats them until it has `length` samples."""
 
     def __init__(self, batches: list[Any], length: int = _STEPS) -> None:
         self._batches, self._length = batches, length
@@ -82,7 +82,7 @@ def model_loss(net: Any, batch: Any) -> Tensor:
 def config_subject(cfg: Mapping[str, Any], name: str) -> Subject:
     """Return the model, the first batches and the optimizer of a Runner's configuration.
 
-    Speed options, hooks, clipping of gradients, schedules and the weight average are left out, because the frameworks
+    Speed options, hooks, gradient clipping, schedules and weight averaging are left out, because the frameworks
     implement them differently. The batches are loaded and preprocessed once.
 
     Raises:
@@ -146,7 +146,7 @@ def network_subject(name: str, size: tuple[int, int] = (128, 256), batch_size: i
 
 
 def _plain(cfg: Mapping[str, Any], folder: Path) -> Config:
-    """Return the configuration without options and hooks, which writes only to `folder`."""
+    """Return the configuration without speed options and hooks; its run writes only to `folder`."""
     plain = RunnerJob(cfg, Setting()).trial_config(folder)
     plain.speed, plain.custom_hooks, plain.param_scheduler = None, [], None
     params = {k: v for k, v in (plain.get("training_params") or {}).items() if k not in _TRAINING_PARAMS}

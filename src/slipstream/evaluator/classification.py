@@ -25,8 +25,8 @@ class Accuracy(CountingMetric):
 
     Args:
         topk: the values of k.
-        num_classes: the number of classes. If it is given, the metric also counts the confusion matrix, which the
-            report of a run shows with a table per class.
+        num_classes: the number of classes. If it is given, the metric also computes the confusion matrix, which the
+            report of the run contains with a table per class.
         collect_device, prefix, collect_dir: see `BaseMetric`.
 
     Raises:

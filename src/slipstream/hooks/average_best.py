@@ -76,9 +76,7 @@ class AverageBestHook(Hook):
         """Restore the list of best epochs of a resumed run."""
         self._folder = Path(runner.work_dir) / FOLDER
         self._restore(runner)
-        resumed = runner.checkpoints.resumed_from and runner.checkpoints.resumed_from.parent.resolve()
-        own = resumed in (None, Path(runner.work_dir).resolve())
-        self._replaced.load(runner, self._folder, own)
+        self._replaced.load(runner, self._folder, runner.checkpoints.owns_files(runner.work_dir))
 
     def _restore(self, runner: Runner) -> None:
         kept = [
@@ -98,7 +96,7 @@ class AverageBestHook(Hook):
                 )
 
     def after_rollback(self, runner: Runner) -> None:
-        """Restore the list of best epochs of the checkpoint, and remove those of the abandoned steps."""
+        """Restore the checkpoint's list of best epochs, and remove the files of abandoned steps."""
         abandoned = [name for _, name in self._best]
         current = [name for _, name in runner.message_hub.get_info(FOLDER, [])]
         self._replaced.restore(runner, abandoned, current)

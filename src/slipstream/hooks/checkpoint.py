@@ -151,16 +151,14 @@ class CheckpointHook(Hook):
         self._folder = self._folder_of(runner)
         runner.folder_lock.lock(self._folder, "out_dir")
         self._check_other_hooks(runner)
-        resumed = runner.checkpoints.resumed_from and runner.checkpoints.resumed_from.parent.resolve()
-        # A checkpoint in another folder names the files of another run.
         self._saved_best: dict[str, str] = {}
-        self._owns_files = resumed in (None, self._folder.resolve(), Path(runner.work_dir).resolve())
+        self._owns_files = runner.checkpoints.owns_files(self._folder, runner.work_dir)
         self._restore_kept(runner)
         self._remove_surplus(runner)
         self._replaced.load(runner, self._folder, self._owns_files)
 
     def after_rollback(self, runner: Runner) -> None:
-        """Restore the list of kept checkpoints, and the best checkpoints, of the checkpoint."""
+        """Restore the kept and the best checkpoints that the restored checkpoint lists."""
         self._restore_kept(runner)
         saved = self._saved_best
         best = {key: runner.message_hub.get_info(f"best_ckpt/{key}") for key in saved}

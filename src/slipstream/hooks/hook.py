@@ -57,7 +57,7 @@ class Hook:
     runs_last: ClassVar[bool] = False
     """Whether the hook runs after the hooks of all priorities, because it may end the run."""
     reads_phases: ClassVar[bool] = False
-    """Whether the hook reads `runner.phases`, which otherwise are not measured."""
+    """Whether the hook reads `runner.phases`. The times are measured only if a hook reads them."""
     source: Mapping[str, Any] | None = None
     """The configuration that the hook was built from, used to locate errors in the user config."""
     stages: ClassVar[tuple[str, ...]] = (

@@ -18,9 +18,10 @@ _LOSSES = 10
 
 
 class LiveValues:
-    """The newest loss, learning rate, metric, training speed and time spent waiting for data, as text.
+    """The newest loss, learning rate, metric, training speed and fraction of time spent waiting for data, as text.
 
-    All values are on the host: they change when the Runner reads the losses, and after a validation.
+    Reading the values does not synchronize the device. They change when the Runner reads the losses, and after a
+    validation.
     """
 
     def __init__(self) -> None:

@@ -110,8 +110,8 @@ class LoggerHook(Hook):
 class ProgressBarHook(Hook):
     """Show a progress bar below the log lines. The Runner registers this hook on rank 0 if its output is a terminal.
 
-    Besides the progress, the bar shows the loss, the learning rate, a metric, the training speed, and the part of the
-    time for which training waits for data. They change when the Runner reads the losses, and after a validation.
+    Besides the progress, the bar shows the loss, the learning rate, a metric, the training speed, and the fraction of
+    time spent waiting for data. They change when the Runner reads the losses, and after a validation.
     """
 
     priority = "LOWEST"

@@ -1,4 +1,4 @@
-"""Keep files that newer ones have replaced while a run can go back to a checkpoint that names them."""
+"""Keep replaced files as long as a run can go back to a checkpoint that names them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["ASIDE", "ReplacedFiles"]
 
 ASIDE = "_until_iter_"
-"""Part of the names of files that were set aside, before the number of the step."""
+"""The text before the step number in the name of a copy that `ReplacedFiles.set_aside` creates."""
 
 
 class _File(NamedTuple):
@@ -39,7 +39,7 @@ class ReplacedFiles:
 
     Args:
         key: name of the list in the message hub.
-        is_own: whether a file name in a checkpoint, which may be untrusted, can be the name of such a file.
+        is_own: `is_own(name)` returns whether such a file can have this name. Names in a checkpoint may be untrusted.
     """
 
     def __init__(self, key: str, is_own: Callable[[str], bool]) -> None:
@@ -48,7 +48,7 @@ class ReplacedFiles:
         self._folder = Path()
 
     def load(self, runner: Runner, folder: Path, own: bool = True) -> None:
-        """Read the list of a resumed run, whose files are in `folder`, and remove what is not needed.
+        """Read the list of a resumed run, whose files are in `folder`, and remove the files that are not needed.
 
         If `own` is False, the list belongs to a different run and is ignored.
         """
@@ -81,7 +81,7 @@ class ReplacedFiles:
             runner.wait_for_checkpoint()  # the run can also go back to a checkpoint that is being written
         oldest = runner.rollback.oldest
         unused = [file for file in self._files if oldest is None or file.iteration < oldest]
-        # A file stays in the list until it is removed, because the run can be killed before.
+        # A file stays in the list until it is removed, because the run may be killed before that.
         self._files = [
             file for file in self._files if file not in unused or (self._folder / file.name).exists()
         ]
@@ -96,7 +96,7 @@ class ReplacedFiles:
             self._store(runner)
 
     def remove_all(self) -> None:
-        """Remove all files at the end of a run, which cannot go back any more."""
+        """Remove all files at the end of a run, after which no roll-back is possible."""
         self._remove(file.name for file in self._files)
 
     def restore(self, runner: Runner, abandoned: Iterable[str], current: Iterable[str]) -> None:
@@ -114,13 +114,13 @@ class ReplacedFiles:
                 continue
             if file.original in pending:  # the first replacement after the checkpoint
                 pending.remove(file.original)
-                self._bring_back(file)
+                self._move_back(file)
             elif file.name not in kept:
                 self._remove([file.name])
         self._remove(name for name in abandoned if name not in kept)
         self._files = stored
 
-    def _bring_back(self, file: _File) -> None:
+    def _move_back(self, file: _File) -> None:
         source, target = self._folder / file.name, self._folder / file.original
         if source == target or not is_main_process() or not source.exists():
             return

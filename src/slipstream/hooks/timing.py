@@ -27,9 +27,8 @@ class IterTimerHook(Hook):
 
     def __init__(self) -> None:
         self._last = self._ready = 0.0
-        self._new: list[
-            tuple[float, float, int]
-        ] = []  # data_time, time and samples of the steps not yet read
+        # data_time, time and number of samples of each step since the last read
+        self._new: list[tuple[float, float, int]] = []
         self._spent = 0.0
         self._steps = self._samples = 0
 

@@ -25,7 +25,7 @@ STEP_PHASES: tuple[Phase, ...] = (
 
 
 class PhaseTimes:
-    """A stopwatch that is always in exactly one phase, so that the phases of a run add up to its duration.
+    """A timer that is always in exactly one phase, so that the phases of a run add up to its duration.
 
     It reads the host's clock and never synchronizes with the device. On an accelerator, a phase that only launches
     kernels is short, and the phase that reads their results includes the time that the host waits for them.

@@ -15,9 +15,9 @@ __all__ = ["check_labels", "wrong_label"]
 def check_labels(loss: nn.Module, scores: Any, targets: Tensor) -> None:
     """Raise a DataError if a target is neither a class of the network nor the ignored value.
 
-    On an accelerator, the loss itself would end the process without naming the target. The check reads from the device,
-    so it is made for one batch only. Losses that may use targets in a different way are not checked: those that neither
-    are torch's nor set `takes_class_ids = True`.
+    On an accelerator, the loss itself would end the process without naming the target. The check synchronizes with the
+    device, so it checks only one batch. It ignores losses that may use targets in a different way: those that are not
+    torch's and do not set `takes_class_ids = True`.
 
     Args:
         loss: the loss module.

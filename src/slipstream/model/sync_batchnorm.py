@@ -198,7 +198,8 @@ def average_batchnorm(model: nn.Module) -> None:
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """Replace every `SyncBatchNorm` with a module of its original class and the same tensors, and return the module.
 
-    torch's `nn.SyncBatchNorm` does not know its original class, so a BatchNorm for inputs of any dimension replaces it.
+    torch's `nn.SyncBatchNorm` does not store its original class, so a BatchNorm for inputs of any dimension
+    replaces it.
     """
     if isinstance(module, SyncBatchNorm):
         return _as(module.original_class or nn.BatchNorm2d, module)

@@ -32,9 +32,8 @@ class _AliasLoader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = (
-            self._spec
-        )  # the import system has replaced it; relative imports in the module use it
+        # The import system has replaced the spec, which relative imports in the module use.
+        module.__spec__ = self._spec
 
 
 class _Finder(MetaPathFinder):

@@ -120,7 +120,7 @@ class Registry:
 
     @contextmanager
     def switch_scope_and_registry(self, scope: str | None) -> Iterator[Registry]:
-        """Yield the registry of `scope`, or this one, and search this scope first inside the `with` block.
+        """Yield the registry of `scope`, or this one if none exists; the `with` block searches `scope` first.
 
         Args:
             scope: a library's scope; None keeps the current default scope.
@@ -427,7 +427,7 @@ def _check_types(target: Any, arguments: Mapping[str, Any]) -> None:
 
 
 _SIZES = ("in_channels", "out_channels", "kernel_size", "stride", "dilation", "groups")
-"""Parameters of torch.nn's convolutions and pooling layers that torch checks late or not at all."""
+"""Parameters of convolution and pooling layers for whose invalid values torch.nn raises unclear errors, or none."""
 
 
 def _is_like_number(value: Any, hint: Any) -> bool:

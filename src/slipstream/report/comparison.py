@@ -163,7 +163,7 @@ def _settings(runs: Sequence[ComparedRun]) -> str:
     without = [run.label for run in runs if not run.record.config]
     note = ""
     if without:
-        text = f"The configuration is unknown, because the run has no report.json of its own: {', '.join(without)}."
+        text = f"The configuration is unknown, because the run has no report.json: {', '.join(without)}."
         note = f'<p class="note">{escape(text)}</p>'
     rows = [[key, *("not set" if v is None else str(v) for v in row)] for key, row in _differences(runs)]
     if not rows:

@@ -142,7 +142,7 @@ class Curve:
 
 _VALUES = ("mean", "low", "high")
 _MOST = 2**53
-"""Largest number of steps or values: the largest integers that a float represents exactly."""
+"""Maximum of step numbers and counts. A float represents all integers up to it exactly."""
 _LISTS = ("x", "mean", "low", "high", "count", "bad", "newest")
 _NON_FINITE = ("nan", "inf", "-inf")
 

@@ -112,7 +112,7 @@ def record_from_logs(folder: Path) -> RunRecord:
     Logged metrics are recorded over the step that the log contains: the epoch or the iteration.
 
     Raises:
-        DataError: a log file is a folder or something else than a file, or must not be read.
+        DataError: a log file is not a regular file, or is not readable.
     """
     check_file(folder / f"{folder.name}.log")
     check_file(folder / "vis_data" / _SCALARS)

@@ -1,4 +1,4 @@
-"""Parse JSON of files that may be damaged, or that another program wrote."""
+"""Parse JSON from files that may be damaged or written by another program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_DIGITS = 300
 
 
 def parse_json(text: str, allow_nan: bool = True) -> Any:
-    """Return the value of a JSON text, whose numbers can be converted to finite floats.
+    """Return the value of a JSON text in which all numbers can be converted to float.
 
     Raises:
         ValueError: the text is not JSON, is nested too deeply, or contains a number that is too large.

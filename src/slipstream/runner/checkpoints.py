@@ -36,7 +36,7 @@ __all__ = ["Checkpoints"]
 
 
 class Checkpoints:
-    """Saves, loads and resumes the state of a run. The Runner's methods of the same names document the arguments.
+    """Saves, loads and resumes the state of a run. The Runner's methods document the arguments.
 
     Args:
         runner: the run.
@@ -62,6 +62,14 @@ class Checkpoints:
         """The checkpoint that the run was resumed from."""
         self.random_state: dict[str, Any] | None = None
         """The random state to restore just before the next step."""
+
+    def owns_files(self, *folders: str | Path) -> bool:
+        """Return whether the files that the resumed checkpoint names belong to this run.
+
+        This is the case if the run is new, or was resumed from a checkpoint in one of `folders`.
+        """
+        resumed = self.resumed_from
+        return resumed is None or resumed.parent.resolve() in [Path(folder).resolve() for folder in folders]
 
     # ---- load and resume -------------------------------------------------------------------------------
 

@@ -315,7 +315,7 @@ class _TrainLoop(BaseLoop):
         self.passes.begin(self._iter, self._epoch, start, used)
         self._sizes = BatchSizes(self.dataloader, start, used)
         if start == 0:
-            # before the loader draws its random numbers for a new epoch
+            # Restore the state before the loader draws its random numbers for a new epoch.
             self._runner.checkpoints.restore_random_state()
         set_epoch(self.dataloader, self._epoch, start, used)
         batches: Iterator[Any] = iter(self._load())

@@ -45,7 +45,7 @@ from slipstream.model.wrappers import (
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 
 STRIP_WRAPPER = ((r"^module\.", ""),)
-"""The pattern and the replacement that remove a wrapper's prefix from the names of weights."""
+"""A pair (pattern, replacement) that removes a wrapper's prefix from the names of weights."""
 
 __all__ = [
     "STRIP_WRAPPER",

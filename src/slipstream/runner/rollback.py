@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from slipstream.checkpoint import mark_last_checkpoint
-from slipstream.dataset.loading.order import Drawn, batch_indices
+from slipstream.dataset.loading.order import EpochOrder, batch_indices
 from slipstream.dataset.loading.samplers import EpochBatchSampler
 from slipstream.dist import all_gather_object, broadcast_object_list, get_world_size, is_main_process
 from slipstream.errors import CheckpointError, LossSpikeError, NonFiniteLossError
@@ -33,7 +33,7 @@ __all__ = ["Passes", "Rollback"]
 Fault = NonFiniteLossError | LossSpikeError
 _KEY = "rollback"
 _REMEMBERED = 100
-"""Maximum number of checkpoints of this run to remember."""
+"""Maximum number of checkpoints of this run in the list."""
 _LISTED = 1000
 """Maximum number of sample indices in a message."""
 _DESCRIBED = 20
@@ -45,20 +45,20 @@ class Passes:
 
     Args:
         loader: the training loader.
-        count: number of passes to remember.
+        count: number of passes to store.
     """
 
     def __init__(self, loader: DataLoader[Any], count: int) -> None:
         self._loader = loader
         self._passes: deque[tuple[int, int, int, int]] = deque(maxlen=count)
-        self._drawn = Drawn()
+        self._order = EpochOrder()
 
     def begin(self, done: int, epoch: int, start: int, used: int = 0) -> None:
         """Store that, after `done` steps, a pass begins at batch `start` of an epoch, after `used` samples of it."""
         while self._passes and self._passes[-1][0] >= done:  # repeated after a roll-back
             self._passes.pop()
         self._passes.append((done, epoch, start, used))
-        self._drawn = Drawn()  # releases the memory
+        self._order = EpochOrder()  # releases the memory
 
     def samples(self, iteration: int) -> list[int] | None:
         """Return the indices of this rank's samples in step `iteration` (from 1), or None if they are unknown."""
@@ -66,7 +66,7 @@ class Passes:
         if index < 0:
             return None
         done, epoch, start, used = self._passes[index]
-        found = batch_indices(self._loader, epoch, start + iteration - 1 - done, self._drawn)
+        found = batch_indices(self._loader, epoch, start + iteration - 1 - done, self._order)
         return found if found is None or iteration > done + 1 else found[used:]
 
 
@@ -123,7 +123,7 @@ class Rollback:
 
     @property
     def oldest(self) -> int | None:
-        """The iteration of the earliest checkpoint to which the run can go back, or None if there is none."""
+        """The iteration of the oldest checkpoint to which the run can go back, or None if there is none."""
         if not self._policies:
             return None
         return min((iteration for iteration, path in self._saved if path.exists()), default=None)

@@ -1,4 +1,4 @@
-"""What is active while a Runner builds objects or runs, and what it releases afterwards."""
+"""The context managers in which a Runner builds objects and runs, and the release of resources after a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RunContext:
 
     Args:
         runner: the Runner.
-        user_cfg: the configuration in which errors report their path.
+        user_cfg: the configuration to which the paths in errors refer.
         scope: the registry scope to search first.
         redactor: removes secrets from errors.
     """

@@ -260,8 +260,8 @@ class Runner:
     ) -> TuneResult:
         """Measure the speed options for this Runner's configuration, and return the fastest combination.
 
-        Each trial builds a Runner of its own in a process of its own. This Runner, its model and all random states are
-        unchanged; to use the result, build a new Runner with `speed=result.speed`.
+        Each trial builds its own Runner in its own process. This Runner, its model and all random states are unchanged.
+        To use the result, build a new Runner with `speed=result.speed`.
 
         Args:
             budget: time limit: a number of seconds, or a text such as `5m` or `1h30m`.

@@ -328,7 +328,7 @@ class Changes:
 
     @property
     def too_many(self) -> bool:
-        """Whether no further graph is worth compiling."""
+        """Whether compiling a further graph is not worthwhile."""
         return self.rebuilds > _REBUILDS
 
     @property

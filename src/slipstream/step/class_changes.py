@@ -31,7 +31,7 @@ class ClassChanges:
 
     def __init__(self, *roots: Any) -> None:
         classes = dict.fromkeys(
-            base for kind in _reachable_classes(roots) for base in kind.__mro__ if _is_watched(base)
+            base for kind in _reachable_classes(roots) for base in kind.__mro__ if _is_user_code(base)
         )
         read = set().union(*(_names_read(base) for base in classes))
         self._watched = [_Watched(base, read) for base in classes]
@@ -80,7 +80,7 @@ class _Watched:
         return not (same and all(map(is_, map(_CODE, self._functions), self._codes)))
 
 
-def _is_watched(kind: type) -> bool:
+def _is_user_code(kind: type) -> bool:
     return kind is not nn.Module and kind.__module__.partition(".")[0] not in _LIBRARIES
 
 
@@ -122,7 +122,7 @@ def _reachable_classes(roots: Iterable[Any]) -> set[type]:
             continue
         seen.add(id(value))
         kind = value if isinstance(value, type) else type(value)
-        if kind not in found and any(map(_is_watched, kind.__mro__)):
+        if kind not in found and any(map(_is_user_code, kind.__mro__)):
             found.add(kind)
             stack += (function for base in kind.__mro__ if _is_own(base) for function in _functions(base))
         stack += _references(value)
@@ -145,7 +145,7 @@ def _references(value: Any) -> Iterable[Any]:
         return list(value.values())
     if isinstance(value, list | tuple | set | frozenset):
         return list(value)
-    if isinstance(value, type) or not _is_watched(type(value)):  # for example, a logger refers to all loggers
+    if isinstance(value, type) or not _is_user_code(type(value)):  # a logger refers to all loggers
         return ()
     return list(vars(value).values()) if hasattr(value, "__dict__") else ()
 

@@ -30,7 +30,7 @@ def work_dir(experiment_name: str, ckpt_root_dir: str | Path | None) -> str:
     """Return the folder of an experiment: `ckpt_root_dir/experiment_name`. The default root is `work_dirs`.
 
     Raises:
-        ConfigError: `experiment_name` leads out of `ckpt_root_dir`.
+        ConfigError: `experiment_name` is a path outside of `ckpt_root_dir`.
     """
     check_name(experiment_name, "experiment_name", "ckpt_root_dir")
     return str(Path(ckpt_root_dir or "work_dirs").expanduser() / experiment_name)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
 
 from slipstream.cgroups import available_memory
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.tables import make_table
+from slipstream.tables import make_table, table_text
 from slipstream.tune.jobs import Setting
 from slipstream.tune.observer import Timer
 from slipstream.tune.process import Job, Process, TrialError
@@ -61,11 +57,8 @@ class BatchSizes:
 
     def __str__(self) -> str:
         table = make_table(("batch size", "samples/s", "peak MiB", "status"), self._cells())
-        console = Console(file=io.StringIO(), width=140, highlight=False)
-        console.print(table)
-        file: Any = console.file
         note = f"The search is not complete: {self.stopped}.\n" if self.stopped else ""
-        return f"{file.getvalue()}{note}Largest that fits: {self.largest}; fastest: {self.fastest}."
+        return f"{table_text(table)}{note}Largest that fits: {self.largest}; fastest: {self.fastest}."
 
     def _cells(self) -> Iterator[tuple[str, str, str, str]]:
         for row in sorted(self.rows, key=lambda row: row.batch_size):

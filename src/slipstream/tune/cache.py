@@ -59,7 +59,7 @@ def store(file: Path, result: TuneResult) -> None:
 def describe_objects(
     model: nn.Module, loader: Any, optimizer: torch.optim.Optimizer, loss_fn: Any
 ) -> dict[str, Any]:
-    """Return the code and the structure of the user's objects, which change a step, but no weights and no data."""
+    """Describe the code and the structure of the user's objects, without weights and data."""
     groups = [
         {**{key: value for key, value in group.items() if key != "params"}, "params": len(group["params"])}
         for group in optimizer.param_groups
@@ -91,8 +91,8 @@ def describe_config(cfg: Any) -> Any:
 
 
 def _registered(name: str) -> list[Any]:
-    """Return the objects with this name in the registries whose objects take part in training steps."""
-    with suppress(Exception):  # an unknown scope or a failing import: the run raises the error
+    """Return the objects with this name in `_REGISTRIES`."""
+    with suppress(Exception):  # for an unknown scope or a failing import, the run raises the error
         return [found for registry in _REGISTRIES if (found := registry.get(name)) is not None]
     return []
 

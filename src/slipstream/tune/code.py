@@ -1,4 +1,4 @@
-"""A digest of the code and the settings of objects, which changes if their training step may change."""
+"""Descriptions of the code and the settings of objects, from which the key of the cache is computed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 __all__ = ["describe_callable", "describe_model", "digest"]
 
 _COVERED = ("torch", "slipstream")
-"""Packages whose versions are in the key of the cache."""
+"""Packages whose versions are part of the key of the cache, so their code is not."""
 _INTERNAL = frozenset(vars(nn.Module()))
 """Attributes that every module has. This includes `training`, which trials set."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -25,17 +25,17 @@ _Seen = set[int]
 
 
 def digest(value: Any) -> str:
-    """Return a hash of a value that `json` can write. Addresses in texts are removed, as they differ between runs."""
+    """Return a hash of the JSON form of a value, without memory addresses, which differ between processes."""
     text = re.sub(r" at 0x[0-9a-f]+", "", json.dumps(value, sort_keys=True, default=repr))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
-    """Return everything about a model that changes its step, except the values of its tensors.
+    """Describe everything about a model that can change its training step, except the values of its tensors.
 
-    The description contains the structure, the shapes, dtypes, strides and `requires_grad` of the tensors, which of
-    them are shared, settings of the modules (`extra_repr` and attributes that are numbers, texts, functions or lists of
-    them), hooks, and the code of all classes that are not part of torch.
+    The description contains the structure; the shapes, dtypes, strides and `requires_grad` of the tensors, and which of
+    them are shared; the settings of the modules (`extra_repr`, and attributes that are numbers, strings, functions or
+    lists of them); hooks; and the code of all classes that are not part of torch.
     """
     seen: _Seen = set()
     first: dict[int, str] = {}
@@ -60,7 +60,7 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
 
 
 def describe_callable(function: Any) -> Any:
-    """Return the code and the settings of a function, a method, a class, a module or another callable."""
+    """Describe the code and the settings of a function, a method, a class, a module or another callable."""
     return _describe(function, set())
 
 
@@ -83,7 +83,7 @@ def _describe_module(module: nn.Module, seen: _Seen) -> list[Any]:
 
 
 def _describe(value: Any, seen: _Seen) -> Any:
-    """Return a description of a value; of an object of an unknown class, only the class."""
+    """Describe a value. The description of an object of an unknown class contains only the class."""
     if value is None or isinstance(value, bool | int | float | str | bytes | complex):
         return repr(value)
     if isinstance(value, nn.Module):
@@ -110,7 +110,7 @@ def _describe(value: Any, seen: _Seen) -> Any:
 
 
 def _describe_class(kind: type, seen: _Seen) -> list[Any]:
-    """Return the methods and the plain attributes of a class, without those of its bases."""
+    """Describe the methods and the plain attributes of a class, without those of its bases."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     if id(kind) in seen or kind.__module__ in ("builtins", "typing", "abc"):
         return [name]
@@ -125,7 +125,7 @@ def _describe_class(kind: type, seen: _Seen) -> list[Any]:
 
 
 def _functions(value: Any) -> Iterator[FunctionType]:
-    """Yield the Python functions of an attribute of a class: of a method, a property, or a static or class method."""
+    """Yield the Python functions in a class attribute: a method, a property, or a static or class method."""
     parts = (
         value,
         getattr(value, "__func__", None),
@@ -139,7 +139,7 @@ def _functions(value: Any) -> Iterator[FunctionType]:
 
 
 def _describe_function(function: Callable[..., Any], seen: _Seen) -> list[Any]:
-    """Return the code of a function, its default values, and the functions, classes and numbers that it refers to."""
+    """Describe the code of a function, its default values, and the functions, classes and numbers that it refers to."""
     name = f"{function.__module__}.{function.__qualname__}"
     code = getattr(function, "__code__", None)
     if code is None or id(function) in seen or _covered(function, ""):

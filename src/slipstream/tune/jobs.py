@@ -59,7 +59,7 @@ class Setting:
     batch_size: int | None = None
     """Number of samples per batch; None does not change it."""
     split: int = 1
-    """Number of batches with the samples of one batch of the baseline, in the same order."""
+    """Number of batches into which each batch of the baseline is divided; the order of the samples is the same."""
     processes: int = 1
     """Number of processes that train data parallel; `batch_size` is that of one process."""
     constant_lr: bool = False
@@ -70,7 +70,7 @@ class Setting:
     """Folder for compiled code, which is empty at first so that the compilation time can be measured."""
 
     def plus(self, other: Setting) -> Setting:
-        """Return both changes; those of `other` take precedence, and single options of `compile` are combined."""
+        """Return the combined changes. Those of `other` take precedence; the options of `compile` are merged."""
         workers = self.num_workers if other.num_workers is None else other.num_workers
         processes = max(self.processes, other.processes)
         size = self.batch_size if other.batch_size is None else other.batch_size
@@ -202,7 +202,7 @@ class RunnerJob:
 
 
 def _counts_steps(cfg: Mapping[str, Any]) -> bool:
-    """Return whether the length of a run or its schedule is a number of steps instead of epochs."""
+    """Return whether the length of a run or its schedule is given in steps instead of epochs."""
     schedulers = cfg.get("param_scheduler") or ()
     every = schedulers if isinstance(schedulers, list | tuple) else [schedulers]
     by_epoch = [isinstance(each, Mapping) and each.get("by_epoch", True) for each in every]
@@ -218,7 +218,7 @@ class _StepHook(Hook):
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
         self.shapes: set[Any] = set()
-        """The shapes of all batches."""
+        """The different shapes of the batches."""
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Call the observer before the step."""
@@ -233,7 +233,7 @@ class _StepHook(Hook):
 
 
 class _FirstBatches(EpochBatchSampler):
-    """Repeats the first `count` batches of an epoch without an end."""
+    """Repeats the first `count` batches of an epoch endlessly."""
 
     count = _REPEATED
 
@@ -296,7 +296,7 @@ class ObjectsJob:
             observer.after_step(total_loss(step(batch)))
 
     def _unshare(self) -> None:
-        """Move tensors out of shared memory, in which a forked process would train the model of the caller."""
+        """Copy tensors out of shared memory; otherwise, a forked process would train the caller's model."""
         modules = [part for part in (self.model, self.loss_fn) if isinstance(part, nn.Module)]
         tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         tensors += [tensor for group in self.optimizer.param_groups for tensor in group["params"]]

@@ -117,7 +117,7 @@ def _slope(values: Sequence[float]) -> float:
 def sweep_lr(
     make_job: Callable[[Setting], Job], start: float, end: float, steps: int, budget: float
 ) -> LrRange:
-    """Run the test in a process of its own, so that the model, the optimizer and all random states are unchanged.
+    """Run the test in a separate process, so that the model, the optimizer and all random states are unchanged.
 
     Raises:
         ConfigError: an argument is out of range.

@@ -43,8 +43,8 @@ LOW_PRECISION = Tolerance(first=2e-2, mean=5e-2)
 """Of options that compute in 16 bits or TF32."""
 
 DATA_PARALLEL = Tolerance(first=1e-2, mean=5e-2)
-"""Of data parallelism. The mean over processes of mean losses differs from the mean over all samples if their numbers
-of elements differ, such as pixels that are not ignored."""
+"""Of data parallelism. The mean of the mean losses of all processes differs from the mean loss of the global batch if
+the processes average over different numbers of elements, for example of pixels that are not ignored."""
 
 _MOST_WORKERS = 8
 
@@ -78,7 +78,7 @@ class Candidate:
     unless: str = ""
     """Skip this value if this other value of the option was measured and works."""
     needs: str = ""
-    """Skip this value if this option is not part of the plan."""
+    """Skip this value unless this option is part of the plan."""
     refused: str = ""
     """Why this value cannot be measured; empty if it can."""
 
@@ -90,11 +90,11 @@ class Batches:
     num_workers: int = 0
     """Number of worker processes of the loader."""
     size: int | None = None
-    """Samples per batch; None if the loader cannot be divided into smaller batches."""
+    """Samples per batch; None if the batches cannot be divided into smaller ones."""
     shapes: int = 1
     """Number of different shapes among the first batches."""
     counted: bool = False
-    """Whether the length of the run or its learning rate schedule is a number of steps."""
+    """Whether the length of the run or its learning rate schedule is given in steps."""
 
 
 def check_names(names: Iterable[str]) -> list[str]:
@@ -148,7 +148,7 @@ def _values(name: str, capabilities: Capabilities, batches: Batches) -> Iterator
 
 
 def _compilations(name: str, batches: Batches) -> Iterator[Candidate]:
-    """Yield the scopes, or values of the plan's scope. The mode with CUDA graphs is the option `cuda_graph`."""
+    """Yield the scopes, or modes of the adopted scope. The mode with CUDA graphs is the option `cuda_graph`."""
     if name == "compile":
         yield Candidate(name, "compile=step", Setting({"compile": {"scope": "step"}}))
         yield Candidate(
@@ -185,10 +185,10 @@ def _data_parallel(kind: str, capabilities: Capabilities, batches: Batches) -> C
     if count < 2:
         why = f"requires several {'cores' if on_cpu else 'devices'}"
     elif size is None or size % count:
-        why = f"requires a batch size that {count} processes can share, not {size}"
-    share = None if size is None else size // max(count, 1)
+        why = f"requires a batch size that is divisible by {count}, not {size}"
+    local_size = None if size is None else size // max(count, 1)
     # The statistics of BatchNorm must be those of the global batch.
-    setting = Setting({"parallel": kind, "sync_bn": True}, batch_size=share, processes=max(count, 1))
+    setting = Setting({"parallel": kind, "sync_bn": True}, batch_size=local_size, processes=max(count, 1))
     return Candidate("parallel", f"parallel={kind}, {count} processes", setting, DATA_PARALLEL, refused=why)
 
 

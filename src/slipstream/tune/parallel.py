@@ -46,9 +46,9 @@ class _Averaged(Observer):
 
 
 def launch(train: Train, observer: Observer, folder: Path, processes: int) -> None:
-    """Train in this process as rank 0, and in `processes` - 1 further processes, which share its cores.
+    """Train in this process as rank 0, and in `processes` - 1 other processes on the same cores.
 
-    The other processes are descendants of this one, so they are killed at the end of the trial.
+    The other processes are descendants of this one, so the end of the trial kills them.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -65,12 +65,12 @@ def launch(train: Train, observer: Observer, folder: Path, processes: int) -> No
 
 
 def _rank(work: Any, folder: Path, rank: int, processes: int, port: int, threads: int) -> None:
-    """Train as another rank. OpenMP threads of the parent do not exist here; a new thread starts its own."""
+    """Train as another rank, in a new thread: a fork does not copy the OpenMP threads of the main thread."""
     arguments = (work, folder, rank, processes, port, threads)
     thread = threading.Thread(target=_train, args=arguments, daemon=True)
     thread.start()
     thread.join()
-    os._exit(1)  # a rank only returns after an error, which ends the collectives of rank 0
+    os._exit(1)  # a rank returns only after an error; its exit ends the collectives of rank 0
 
 
 def _train(work: Any, folder: Path, rank: int, processes: int, port: int, threads: int) -> None:

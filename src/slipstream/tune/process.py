@@ -1,4 +1,4 @@
-"""One trial in a process of its own, which can fail, hang or be killed without an effect on this process."""
+"""One trial in a separate process, which can fail, hang or be killed without an effect on this process."""
 
 from __future__ import annotations
 
@@ -153,12 +153,12 @@ class Process:
         return self.wait_for("timed", seconds)
 
     def end(self) -> None:
-        """Kill the process and all its descendants. Further calls do nothing."""
+        """Kill the process and all its descendants. Further calls have no effect."""
         if self._connection.closed:
-            return  # another process may have the same id by now
+            return  # the id may already belong to another process
         if self.pid is not None:
             end_group(self.pid, descendants(self.pid))
-            self._process.kill()  # it has no group of its own until it starts a session
+            self._process.kill()  # it is in the group of its parent until it starts a session
             self._process.join()
         self._connection.close()
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -11,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
 from rich.table import Table
 
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.files import write_text
-from slipstream.tables import make_table
+from slipstream.tables import make_table, table_text
 from slipstream.tune.jobs import Setting, merged_speed
 from slipstream.tune.search import Outcome, Row
 from slipstream.tune.statistics import Estimate
@@ -49,7 +47,7 @@ class TuneResult:
 
     @property
     def batch_size(self) -> int | None:
-        """Samples per batch for the plan's `accumulate`, with the same effective batch size; None: the present one."""
+        """Samples per batch that keep the effective batch size with the plan's `accumulate`; None if unchanged."""
         return self.outcome.setting.batch_size
 
     @property
@@ -121,10 +119,7 @@ class TuneResult:
             )
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=140, highlight=False)
-        console.print(self.table())
-        file: Any = console.file
-        return f"{file.getvalue()}{self.summary()}"
+        return f"{table_text(self.table())}{self.summary()}"
 
     def yaml_text(self) -> str:
         """Return the content of `tuned.yaml`: the keys `speed` and `train_dataloader` of a configuration."""

@@ -25,14 +25,14 @@ __all__ = ["Outcome", "Row", "Search"]
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 12
 _LONGEST_ROUND = 2.0
 _MARGIN, _LONGEST_MARGIN = 0.02, 5.0
-"""Fraction of the budget, and the most seconds, that are left for ending processes and writing files."""
-_LIVING = 3
-"""Number of processes to end at the deadline: of the baseline, of the plan and of a trial."""
+"""Time for ending processes and writing files: a fraction of the budget, and its maximum in seconds."""
+_MAX_PROCESSES = 3
+"""Maximum number of processes to end at the deadline: those of the baseline, the plan and a trial."""
 _MIN_GAIN = 1.01
 """Smallest ratio for which an option is adopted."""
 _CLEARLY_WORSE = 0.8
 """A trial ends after three rounds in which it is slower than this ratio."""
-_ROUNDS_SHARE = 0.08
+_ROUNDS_FRACTION = 0.08
 """Fraction of the budget after which a trial that has its smallest number of rounds ends."""
 
 
@@ -55,7 +55,7 @@ class Row:
     loss_difference: tuple[float, float] | None = None
     """Relative differences of the first loss and of the mean loss."""
     setting: Setting = field(default_factory=Setting)
-    """The changes of this trial alone."""
+    """The changes of this trial, without those of the plan."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ class _Running:
     def __init__(self, process: Process, warm: Mapping[str, Any], startup: float, split: int) -> None:
         self.process = process
         self.split = split
-        """Number of steps for one batch of the baseline."""
+        """Number of steps in which one batch of the baseline is processed."""
         self.losses = [fmean(warm["losses"][i : i + split]) for i in range(0, len(warm["losses"]), split)]
         """The losses of the first batches of the baseline."""
         self.warm = warm
@@ -194,8 +194,8 @@ class Search:
 
     @property
     def _remaining(self) -> float:
-        """Seconds until the deadline, which leaves time for ending the processes that run."""
-        margin = min(_MARGIN * self._budget, _LONGEST_MARGIN) + _LIVING * self._slowest_end
+        """Seconds until the deadline, which is early enough to end the running processes within the budget."""
+        margin = min(_MARGIN * self._budget, _LONGEST_MARGIN) + _MAX_PROCESSES * self._slowest_end
         return self._budget - margin - (time.monotonic() - self._start)
 
     @property
@@ -255,18 +255,18 @@ class Search:
     # ---- trials ------------------------------------------------------------------------------------------------
 
     def _launch(self, setting: Setting, stack: ExitStack, reserve: float) -> _Running:
-        """Start a process and wait until it is warm, at most until `reserve` seconds before the deadline."""
+        """Start a process, and wait for the end of its warm-up until at most `reserve` seconds before the deadline."""
         began = time.monotonic()
         setting = replace(setting, loader=self._auto, compile_cache=self._cache)
         observer = partial(Timer, warmup=WARMUP * setting.split)
         process = stack.enter_context(Process(self._make_job(setting), observer))
-        stack.callback(self._time_end, process)  # called before the process is ended
-        # Starting a process takes seconds on a busy machine.
+        stack.callback(self._time_end, process)  # runs before the `__exit__` of the process
+        # Starting a process takes seconds on a busy machine, so compute the timeout only now.
         warm = process.wait_for("warm", max(self._remaining - reserve, 0.0))
         return _Running(process, warm, time.monotonic() - began, setting.split)
 
     def _time_end(self, process: Process) -> None:
-        """End a process, and record the longest time that this has taken."""
+        """End a process, and store the longest time that ending a process has taken."""
         began = time.monotonic()
         process.end()
         self._slowest_end = max(self._slowest_end, time.monotonic() - began)
@@ -276,7 +276,7 @@ class Search:
         row = Row(candidate.label, "skipped", against=plan, setting=candidate.setting)
         if reason := self._why_skipped(candidate):
             return replace(row, reason=reason)
-        # Time for the final measurement of a plan with several options, which is taken from additional rounds only.
+        # Rounds beyond the minimum leave this time for the final measurement of a plan with several options.
         reserve = self._rounds_seconds if self.outcome.adopted else 0.0
         expected = self._startup(candidate) + self._rounds_seconds
         if self._remaining < expected:
@@ -301,7 +301,7 @@ class Search:
         return row
 
     def _startup(self, candidate: Candidate) -> float:
-        """Expected seconds until a trial is warm: those of the plan, and of a compilation that was measured before."""
+        """Return the expected seconds until the end of the warm-up, with the longest compilation measured so far."""
         compiled = [row.compile_seconds or 0.0 for row in self.outcome.rows]
         own = "compile" in candidate.setting.speed and "compile" not in self.outcome.setting.speed
         return self._current.startup + (max(compiled, default=0.0) if own else 0.0)
@@ -350,7 +350,7 @@ class Search:
     def _alternate(self, current: _Running, trial: _Running, reserve: float) -> Estimate | None:
         """Return the ratio of the step times from alternating rounds, or None if there was no time for a round."""
         ratios: list[float] = []
-        end = time.monotonic() + _ROUNDS_SHARE * self._budget
+        end = time.monotonic() + _ROUNDS_FRACTION * self._budget
         while len(ratios) < (_MAX_ROUNDS if time.monotonic() < end else _MIN_ROUNDS):
             expected = current.round_seconds(self._round) + trial.round_seconds(self._round)
             if self._remaining - (reserve if len(ratios) >= _MIN_ROUNDS else 0.0) < expected:

@@ -159,7 +159,7 @@ class LocalVisBackend(BaseVisBackend):
 
 
 def _drop_partial_line(path: Path) -> None:
-    """Remove the end of a file after its last newline, which was written before the disk was full."""
+    """Remove the incomplete last line of a file, which was written when the disk became full."""
     with contextlib.suppress(OSError):
         if path.is_file():  # not a device
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)

@@ -41,7 +41,7 @@ class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
             for length, bins in zip(x.shape[-2:], size, strict=True)
         )
         with torch.autocast(x.device.type, enabled=False):
-            sums = rows @ x.to(dtype) @ columns.T  # of 0 and 1, which TF32 does not round
+            sums = rows @ x.to(dtype) @ columns.T  # TF32 represents the 0 and 1 of both matrices exactly
             return (sums / (rows.sum(1)[:, None] * columns.sum(1))).to(x.dtype)
 
 

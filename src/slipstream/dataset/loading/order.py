@@ -13,11 +13,11 @@ from torch.utils.data import BatchSampler, DataLoader
 from slipstream.dataset.loading.samplers import EpochBatchSampler, InfiniteSampler, uses_own_generator
 from slipstream.dataset.loading.samples import SeededDataset
 
-__all__ = ["Drawn", "batch_indices"]
+__all__ = ["EpochOrder", "batch_indices"]
 
 
 def batch_indices(
-    loader: DataLoader[Any], epoch: int, number: int, drawn: Drawn | None = None
+    loader: DataLoader[Any], epoch: int, number: int, order: EpochOrder | None = None
 ) -> list[int] | None:
     """Return the indices of this rank's samples in a batch, or None if the order cannot be computed again.
 
@@ -30,21 +30,21 @@ def batch_indices(
         loader: a loader of `build_dataloader`. An iteration over it is not disturbed.
         epoch: epoch (pass over the data) of the batch, from 0; 0 for an endless sampler.
         number: number of the batch in the epoch, from 0.
-        drawn: the order that an earlier call with this loader has drawn, which this call uses or replaces.
+        order: the order that an earlier call with this loader has drawn. This call continues or replaces it.
     """
     batches = loader.batch_sampler
     if not isinstance(batches, EpochBatchSampler) or not uses_own_generator(batches):
         return None
-    found = _drawn(batches, epoch, number, drawn or Drawn())
+    found = _sampled(batches, epoch, number, order or EpochOrder())
     if found is not None and isinstance(loader.dataset, SeededDataset):
-        # An endless sampler makes several passes over the dataset, which count as epochs.
+        # An endless sampler passes over the dataset several times; each pass counts as an epoch.
         passes = number * batches.batch_sampler.batch_size // batches.samples
         return loader.dataset.used(epoch + passes, found)
     return found
 
 
-def _drawn(batches: EpochBatchSampler, epoch: int, number: int, drawn: Drawn) -> list[int] | None:
-    """Return the indices that the sampler draws for a batch."""
+def _sampled(batches: EpochBatchSampler, epoch: int, number: int, order: EpochOrder) -> list[int] | None:
+    """Return the indices that the sampler returns for a batch."""
     inner, sampler = batches.batch_sampler, batches.sampler
     if isinstance(sampler, InfiniteSampler):
         first = number * inner.batch_size
@@ -63,11 +63,11 @@ def _drawn(batches: EpochBatchSampler, epoch: int, number: int, drawn: Drawn) ->
         limit=batches.limit,
     )
     again.set_epoch(epoch)
-    return drawn.batch(again, number)
+    return order.batch(again, number)
 
 
-class Drawn:
-    """The order of an epoch, which is drawn once for batches with ascending numbers."""
+class EpochOrder:
+    """The order of one epoch. Batches that are requested in ascending order draw it only once."""
 
     def __init__(self) -> None:
         self._epoch: int | None = None

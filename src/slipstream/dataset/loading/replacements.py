@@ -1,4 +1,4 @@
-"""Remember which samples were replaced because they raised an error, in memory that worker processes share."""
+"""A record of the samples that were replaced because they raised an error, in memory shared with the workers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.utils.data import get_worker_info
 __all__ = ["Replacements"]
 
 _EPOCHS = 8
-"""Replacements of at least this many epochs are remembered."""
+"""Replacements of at least this many epochs are stored, unless `_MAX_ROWS` limits their number."""
 _MAX_ROWS = 4096
 
 
 class Replacements:
     """The replaced samples of recent epochs.
 
-    Each process writes to rows of its own, so no lock is required. When its rows are full, it overwrites the oldest.
+    Each process writes only to its own rows, so no lock is required. When they are full, it overwrites the oldest.
 
     Args:
         samples: maximum number of different samples that can be replaced.

@@ -1,4 +1,4 @@
-"""The state of samplers of the user: random generators, which are set for each epoch, and other attributes."""
+"""The state of user-defined samplers: random generators, which are set for each epoch, and other attributes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SamplerState"]
 
 
 class SamplerState:
-    """Makes the order of samplers with random generators of their own a function of the epoch.
+    """Makes the order of samplers that have their own random generators a function of the epoch.
 
     Epoch 0 uses the state that a generator has when this object is created. Each later epoch uses a state computed
     from it, so an epoch that is repeated, or begins after a resume, has the same order. A torch generator in the
@@ -46,7 +46,7 @@ class SamplerState:
                 kind.seed(generator, int.from_bytes(digest[:4], "big"))
 
     def changed(self) -> list[str]:
-        """Return the names of attributes that an iteration has changed (`Weighted.position`).
+        """Return the names of the attributes that an iteration has changed, such as `Weighted.position`.
 
         These are numbers, text and containers whose values have changed since this object was created, and all
         iterators. Generators and the attributes that the training loop sets are not included.
@@ -95,7 +95,7 @@ _KINDS: dict[type, _Kind] = {
 
 
 def _text(state: Any) -> str:
-    """Return the whole state as text; the representation of a long array would be shortened."""
+    """Return the whole state as text; `repr` would shorten long arrays."""
     if isinstance(state, dict):
         return repr({key: _text(value) for key, value in state.items()})
     if isinstance(state, tuple | list):

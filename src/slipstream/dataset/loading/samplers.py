@@ -214,7 +214,7 @@ class EpochBatchSampler(Sampler[list[int]]):
 
 
 def uses_own_generator(batches: EpochBatchSampler) -> bool:
-    """Return whether the order depends only on the seed and the epoch, whatever the global generators contain."""
+    """Return whether the order depends only on the seed and the epoch, and not on the global generators."""
     return type(batches.batch_sampler) is BatchSampler and type(batches.sampler) in _USE_OWN_GENERATOR
 
 

@@ -66,7 +66,7 @@ class SeededDataset(Dataset[Any]):
         return getattr(self.dataset, name)
 
     def used(self, epoch: int, indices: Sequence[int]) -> list[int]:
-        """Return the indices of the samples in a batch: those of `indices`, or of the samples that replaced them."""
+        """Return `indices`, in which the index of each replaced sample is that of its replacement."""
         return list(indices) if self._replacements is None else self._replacements.used(epoch, indices)
 
     def __getitem__(self, index: Any) -> Any:

@@ -29,7 +29,7 @@ class Config(OwnConfig):
         format_python_code: bool = True,
         **kwargs: Any,
     ) -> OwnConfig:
-        """Load a file; see `slipstream.config.Config.fromfile`. The other arguments are only for compatibility."""
+        """Load a file; see `slipstream.config.Config.fromfile`. The other arguments are accepted and ignored."""
         return super().fromfile(filename, import_custom_modules, **kwargs)
 
     @staticmethod
@@ -66,5 +66,5 @@ def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]
 
 @contextmanager
 def read_base() -> Iterator[None]:
-    """Mark the imports of base files in a configuration. `Config.fromfile` does not support such files yet."""
+    """Mark the imports of base files in a configuration. `Config.fromfile` does not support such files."""
     yield

@@ -74,7 +74,7 @@ def force_full_init(old_func: Callable[..., Any]) -> Any:
 
 
 class _Packed:
-    """Samples as one array of pickled bytes, which worker processes share without copying it."""
+    """Samples as one array of pickled bytes, which forked worker processes share without copying it."""
 
     def __init__(self, samples: Sequence[bytes]) -> None:
         self.data = np.frombuffer(b"".join(samples), dtype=np.uint8)
@@ -310,5 +310,5 @@ def _positions(indices: Indices, length: int) -> Sequence[int]:
 def _lines_or_text(value: str) -> Any:
     try:
         return list_from_file(value)
-    except (TypeError, FileNotFoundError, IsADirectoryError, OSError):
+    except (TypeError, OSError):
         return value

@@ -122,7 +122,7 @@ def list_from_file(
     file_client_args: Args = None,
     backend_args: Args = None,
 ) -> list[str]:
-    """Return the lines of a text file, each with `prefix`, after `offset` lines, and at most `max_num` if it is set."""
+    """Return the lines of a text file after the first `offset`, each with `prefix`; at most `max_num` if it is set."""
     text = get_text(filename, encoding, backend_args or file_client_args)
     lines = [prefix + line.rstrip("\r\n") for line in io.StringIO(text)]
     return lines[offset : offset + max_num if max_num else None]

@@ -1,4 +1,4 @@
-"""Classes of modules."""
+"""Averaged models."""
 
 from slipstream.model import (
     BaseAveragedModel,

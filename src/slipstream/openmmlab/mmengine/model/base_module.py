@@ -1,4 +1,4 @@
-"""Classes of modules."""
+"""Base classes of modules."""
 
 from slipstream.model.base_module import BaseModule, ModuleDict, ModuleList, Sequential
 

@@ -42,9 +42,8 @@ def stack_batch(tensor_list: list[Tensor], pad_size_divisor: int = 1, pad_value:
 
     def padded(tensor: Tensor) -> Tensor:
         missing = [target - size for target, size in zip(common, tensor.shape[1:], strict=True)]
-        pairs = [
-            amount for end in reversed(missing) for amount in (0, end)
-        ]  # F.pad starts with the last dimension
+        # F.pad starts with the last dimension.
+        pairs = [amount for end in reversed(missing) for amount in (0, end)]
         return F.pad(tensor, pairs, value=pad_value) if any(missing) else tensor
 
     return torch.stack([padded(tensor) for tensor in tensor_list])

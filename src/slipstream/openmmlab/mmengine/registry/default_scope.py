@@ -16,7 +16,7 @@ class DefaultScope:
     """A default scope by name. Creating one with `get_instance` makes it the current default scope.
 
     Args:
-        name: name of the instance; only for compatibility.
+        name: name of the instance; it has no effect.
         scope_name: the scope.
     """
 

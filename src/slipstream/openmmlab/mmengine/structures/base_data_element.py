@@ -168,7 +168,7 @@ class BaseDataElement:
     # ---- copies ----------------------------------------------------------------------------------------
 
     def new(self, *, metainfo: dict[str, Any] | None = None, **kwargs: Any) -> Self:
-        """Return a new element with the same fields; `metainfo` and `kwargs` replace a whole group each."""
+        """Return a new element with the same fields; `metainfo` and `kwargs` each replace a whole group."""
         new = type(self)()
         new.set_metainfo(self.metainfo if metainfo is None else metainfo)
         new.set_data(kwargs or dict(self.items()))

@@ -1,4 +1,4 @@
-"""Progress of loops outside of runs, as MMEngine shows it."""
+"""Progress bars for loops outside of runs, with MMEngine's interface."""
 
 from __future__ import annotations
 
@@ -91,7 +91,10 @@ def track_parallel_progress(
     keep_order: bool = True,
     file: TextIO | None = None,
 ) -> list[Any]:
-    """Return `func(task)` for each task, computed by `nproc` processes, and print the progress."""
+    """Return `func(task)` for each task, computed by `nproc` processes, and print the progress.
+
+    `skip_first` has no effect.
+    """
     items, count = _unpack(tasks)
     with Pool(nproc, initializer, initargs) as pool:
         run = pool.imap if keep_order else pool.imap_unordered

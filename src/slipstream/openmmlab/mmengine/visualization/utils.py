@@ -30,7 +30,7 @@ def color_val_matplotlib(colors: Any) -> Any:
 
 
 def color_str2rgb(color: str) -> tuple[int, ...]:
-    """Return the values from 0 to 255 of a color that matplotlib knows by name."""
+    """Return the RGB values (0 to 255) of a color that matplotlib defines by name."""
     from matplotlib.colors import to_rgb
 
     return tuple(int(channel * 255) for channel in to_rgb(color))

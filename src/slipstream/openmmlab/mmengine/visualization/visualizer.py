@@ -39,7 +39,7 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         vis_backends: the backends or their configurations.
         save_dir: parent folder of the backends' files.
         fig_save_cfg: options of matplotlib's figure.
-        fig_show_cfg: only for compatibility.
+        fig_show_cfg: has no effect.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         self.height, self.width = image.shape[:2]
         self._default_font_size = max(np.sqrt(self.height * self.width) // 90, 10)
         dpi = self.fig_save.get_dpi()
-        # The additional hundredth prevents that matplotlib rounds the size down.
+        # The additional 0.01 prevents matplotlib from rounding the size down.
         self.fig_save.set_size_inches((self.width + 0.01) / dpi, (self.height + 0.01) / dpi)
         self.ax_save.cla()
         self.ax_save.axis("off")
@@ -286,7 +286,7 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         if channel_reduction == "select_max":
             return _heat(maps[order[0]], overlaid_image, alpha)
         rows, columns = arrangement
-        assert rows * columns >= topk, "the arrangement has fewer places than topk channels"
+        assert rows * columns >= topk, "the grid of `arrangement` has fewer cells than `topk`"
         tiles = [_heat(maps[i], overlaid_image, alpha) for i in order[: topk if topk > 0 else 1]]
         tiles += [np.zeros_like(tiles[0])] * (rows * columns - len(tiles))
         return np.concatenate(

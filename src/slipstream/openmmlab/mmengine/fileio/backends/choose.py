@@ -29,8 +29,8 @@ def get_file_backend(
     Args:
         uri: a path or an address; its prefix (`s3://`) selects a file system of fsspec.
         backend_args: `backend` (`local`, or a protocol of fsspec) and the options of the backend.
-        enable_singleton: only for compatibility; backends of this package have no state.
-        backend_key: only for compatibility.
+        enable_singleton: has no effect, because the backends of this package have no state.
+        backend_key: has no effect.
 
     Raises:
         ConfigError: the backend is one that only MMEngine supports.

@@ -89,7 +89,7 @@ class LocalBackend(BaseStorageBackend):
 
 
 class HardDiskBackend(LocalBackend):
-    """An older name of `LocalBackend`."""
+    """The earlier name of `LocalBackend`."""
 
 
 def list_files(

@@ -1,4 +1,4 @@
-"""`BaseModel` with MMEngine's treatment of losses."""
+"""`BaseModel` with losses of any shape, as in MMEngine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["BaseModel"]
 
 
 class BaseModel(OwnModel):
-    """Slipstream's `BaseModel`, except that losses may have any shape, and their mean counts."""
+    """Slipstream's `BaseModel`, except that losses may have any shape and are averaged."""
 
     def parse_losses(self, losses: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the sum of the means of all losses and the values to log."""
