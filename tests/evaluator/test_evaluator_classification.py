@@ -138,6 +138,16 @@ def test_confusion_matrix_counts_pairs_of_target_and_prediction(as_scores):
     assert metric.class_names() == ["0", "1", "2"]
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_confusion_matrix_of_small_integer_types_does_not_overflow(dtype):
+    classes = min(torch.iinfo(dtype).max + 1, 200)
+    targets = torch.arange(classes).to(dtype)
+    metric = Accuracy(num_classes=classes)
+    metric.process(None, dict(preds=torch.eye(classes), targets=targets))
+    assert metric.evaluate(classes) == {"accuracy/top1": 100.0}
+    assert torch.equal(torch.tensor(metric.confusion), torch.eye(classes, dtype=torch.int64))
+
+
 def test_confusion_matrix_requires_the_number_of_classes():
     metric = Accuracy(num_classes=3)
     with pytest.raises(DataError, match="scores of 4 classes, but its num_classes is 3"):

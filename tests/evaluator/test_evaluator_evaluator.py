@@ -144,10 +144,17 @@ def test_evaluators_share_no_state():
     assert (first.evaluate(4), second.evaluate(4)) == ({"accuracy/top1": 75.0}, {"accuracy/top1": 100.0})
 
 
-def test_samples_that_can_become_dicts_are_passed_as_dicts():
-    class Sample:
+def test_only_data_elements_are_passed_as_dicts():
+    class BaseDataElement:
         def to_dict(self):
             return {"score": 2}
+
+    class DetDataSample(BaseDataElement):
+        pass
+
+    class Sample(dict):
+        def to_dict(self):
+            return {"score": 100}
 
     class Sum(BaseMetric):
         def process(self, data_batch, data_samples):
@@ -157,5 +164,5 @@ def test_samples_that_can_become_dicts_are_passed_as_dicts():
             return {"sum": sum(results)}
 
     evaluator = Evaluator(Sum())
-    evaluator.process([Sample(), {"score": 3}])
+    evaluator.process([DetDataSample(), Sample(score=3)])
     assert evaluator.evaluate(2) == {"sum": 5}

@@ -83,8 +83,8 @@ class Accuracy(CountingMetric):
                 )
             preds = preds.argmax(1)
         bad = (targets < 0) | (targets >= classes) | (preds < 0) | (preds >= classes)
-        cells = torch.where(bad, 0, targets * classes + preds)
-        counts.scatter_add_(0, cells.long(), (~bad).to(counts.dtype))
+        cells = torch.where(bad, 0, targets.long() * classes + preds)  # small integer types would overflow
+        counts.scatter_add_(0, cells, (~bad).to(counts.dtype))
         return bad
 
     def class_names(self) -> list[str]:

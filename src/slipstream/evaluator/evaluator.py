@@ -46,12 +46,10 @@ class Evaluator:
     def process(self, data_samples: Any, data_batch: Any = None) -> None:
         """Pass one batch, and the model's output for it in predict mode, to every metric.
 
-        Samples with a method `to_dict`, such as MMEngine's data elements, are passed as dicts.
+        As in MMEngine, its data elements are passed as dicts.
         """
-        if isinstance(data_samples, list | tuple) and any(
-            hasattr(sample, "to_dict") for sample in data_samples
-        ):
-            data_samples = [s.to_dict() if hasattr(s, "to_dict") else s for s in data_samples]
+        if isinstance(data_samples, list | tuple) and any(map(_is_data_element, data_samples)):
+            data_samples = [s.to_dict() if _is_data_element(s) else s for s in data_samples]
         for metric in self.metrics:
             metric.process(data_batch, data_samples)
 
@@ -126,3 +124,8 @@ def _chunks(samples: Sequence[Any], size: int) -> Iterator[list[Any]]:
     rest = iter(samples)
     while chunk := list(islice(rest, size)):
         yield chunk
+
+
+def _is_data_element(sample: Any) -> bool:
+    """Return whether the sample is a `BaseDataElement`, whose module is imported only if it is used."""
+    return any(base.__name__ == "BaseDataElement" for base in type(sample).__mro__)
