@@ -63,6 +63,8 @@ class Accuracy(CountingMetric):
                 f"Accuracy got {describe(preds)} as preds and {describe(targets)} as targets; "
                 "it requires scores (N, classes) or class ids (N,), and targets (N,)"
             )
+        # Small integer types would overflow in comparisons with the number of classes, and in the confusion matrix.
+        preds, targets = (ids if ids.is_floating_point() else ids.long() for ids in (preds, targets))
         hits = self._hits(preds, targets)
         bad = targets < 0
         if preds.ndim == 2:
@@ -83,8 +85,8 @@ class Accuracy(CountingMetric):
                 )
             preds = preds.argmax(1)
         bad = (targets < 0) | (targets >= classes) | (preds < 0) | (preds >= classes)
-        cells = torch.where(bad, 0, targets.long() * classes + preds)  # small integer types would overflow
-        counts.scatter_add_(0, cells, (~bad).to(counts.dtype))
+        cells = torch.where(bad, 0, targets * classes + preds)
+        counts.scatter_add_(0, cells.long(), (~bad).to(counts.dtype))
         return bad
 
     def class_names(self) -> list[str]:
