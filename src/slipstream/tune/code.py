@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from slipstream.errors import SlipstreamError
 from slipstream.tune.references import (
     global_names,
     imported_names,
@@ -85,7 +86,7 @@ _TRANSPARENT = (
 _METHODS = (staticmethod, classmethod, property)
 
 
-class UndescribedError(Exception):
+class UndescribedError(SlipstreamError):
     """A value has a state that cannot be read, so the key of the cache cannot contain it."""
 
 
