@@ -2,6 +2,7 @@
 
 import copy
 import math
+import threading
 from dataclasses import replace
 from functools import partial
 
@@ -23,6 +24,7 @@ from slipstream.tune.jobs import ObjectsJob, RunnerJob, Setting
 from slipstream.tune.lr_range import sweep_lr
 from slipstream.tune.observer import Timer
 from slipstream.tune.process import WARMUP, Process, TrialError, descendants
+from slipstream.tune.search import Outcome
 
 
 @pytest.fixture
@@ -72,6 +74,26 @@ def test_tune_stores_its_result(own, tmp_path, monkeypatch):
     assert not tune(*own, **options).cached
     assert tune(*own, **options).cached
     assert not tune(*own, **options, cache=False).cached
+
+
+def test_without_a_cache_and_without_a_complete_key_nothing_is_stored(own, tmp_path, monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
+    monkeypatch.setattr("slipstream.tune.api.Search.run", lambda self: Outcome())
+    assert not tune(*own, cache=False).cached
+    assert not list(tmp_path.iterdir())
+    own[0].lock = threading.Lock()
+    assert not tune(*own).cached
+    nested = own[0].lock = []
+    for _ in range(10_000):
+        nested.append([])
+        nested = nested[0]
+    assert not tune(*own).cached
+    cfg = tiny_runs.training(tmp_path / "run", custom_hooks=[own[0]])
+    assert not tune_config(cfg).cached
+    assert not list(tmp_path.iterdir())
+    del own[0].lock
+    assert not tune(*own).cached
+    assert tune(*own).cached
 
 
 def test_a_loader_that_can_be_iterated_once_is_an_error_with_the_remedy(own):

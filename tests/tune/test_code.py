@@ -1,16 +1,22 @@
 """The key of the cache: what changes a training step changes it, and nothing else does."""
 
+import enum
+import functools
 import subprocess
 import sys
 import textwrap
+import threading
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from slipstream.tune.cache import cache_file, describe_config, describe_objects
-from slipstream.tune.code import describe_callable, describe_model, digest
+from slipstream.tune.code import UndescribedError, describe_callable, describe_model, digest
 
 SCALE = 2.0
 
@@ -109,6 +115,167 @@ def test_a_changed_function_or_constant_that_a_submodule_uses_changes_the_key(mo
     monkeypatch.setitem(globals(), "helper", lambda x: x + 1)
     keys.add(key(model()))
     assert len(keys) == 3
+
+
+class Recursive(nn.Module):
+    """A model that refers to itself."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.child = nn.Linear(2, 2)
+        if how == "hook":
+            self.child.register_forward_hook(self.keep)
+        elif how == "method":
+            self.run = self.keep
+        elif how == "list":
+            self.child.parent = [self]
+        else:
+            self.table = {}
+            self.table["self"] = self.table
+
+    def keep(self, module, args, output):
+        self.last = output
+
+
+@pytest.mark.parametrize("how", ["hook", "method", "list", "dict"])
+def test_a_model_that_refers_to_itself_has_a_key(how):
+    other = Recursive(how)
+    assert key(Recursive(how)) == key(other)
+    other.child.added = 1
+    assert key(Recursive(how)) != key(other)
+
+
+@dataclass
+class Size:
+    depth: int
+
+
+class Mode(enum.Enum):
+    FIRST = 1
+    SECOND = 2
+
+
+class Pair:
+    """An object without a dict of attributes."""
+
+    __slots__ = ("left",)
+
+    def __init__(self, left):
+        self.left = left
+
+
+class Holder(nn.Module):
+    """A module with one attribute."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Size,
+        Pair,
+        range,
+        np.int64,
+        torch.zeros,
+        np.zeros,
+        Mode,
+        lambda n: SimpleNamespace(depth=n),
+        lambda n: {Mode(n): [Size(n)]},
+        lambda n: [torch.float32, torch.float64][n - 1],
+        lambda n: Size(Size(n)).__eq__,
+    ],
+)
+def test_a_changed_attribute_of_any_readable_class_changes_the_key(make):
+    assert key(Holder(make(1))) == key(Holder(make(1)))
+    assert key(Holder(make(1))) != key(Holder(make(2)))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [threading.Lock(), iter([1]), ModuleType("own"), {object()}, list(range(200_000))],
+    ids=["lock", "iterator", "module", "set", "data"],
+)
+def test_a_value_that_cannot_be_described_is_an_error(value):
+    with pytest.raises(UndescribedError):
+        describe_model(Holder([value]))
+
+
+DEPTHS, OPTIONS, SETTINGS = [1], {"depth": (1,)}, SimpleNamespace(depth=1)
+library = ModuleType("library")
+exec("def inner(x): return x\ndef outer(x): return inner(x)\nscale = 1", vars(library))
+
+
+class Reader(nn.Module):
+    """A module that uses global variables, a function of another module, and class attributes."""
+
+    kind = nn.ReLU
+    blocks = {"count": 1}  # noqa: RUF012
+
+    def forward(self, x):
+        depth = DEPTHS[0] * OPTIONS["depth"][0] * SETTINGS.depth
+        return [library.outer(self.kind()(x)) * library.scale for _ in range(depth)]
+
+
+def test_what_a_method_reads_from_globals_modules_and_its_class_changes_the_key(monkeypatch):
+    keys = [key(Reader())]
+    for target, name, value in [
+        (DEPTHS, 0, 2),
+        (OPTIONS, "depth", (2,)),
+        (vars(SETTINGS), "depth", 2),
+        (vars(library), "scale", 2),
+        (vars(library), "inner", helper),
+        (Reader.blocks, "count", 2),
+    ]:
+        if isinstance(target, dict):
+            monkeypatch.setitem(target, name, value)
+        else:
+            monkeypatch.setitem(globals(), "DEPTHS", [value])
+        keys.append(key(Reader()))
+    monkeypatch.setattr(Reader, "kind", nn.Softmax)
+    keys.append(key(Reader()))
+    assert keys[-1] == key(Reader())
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_module_that_a_function_imports_is_followed(monkeypatch):
+    def loss(x):
+        from library import outer
+
+        return outer(x)
+
+    with pytest.raises(UndescribedError, match="library, which is not loaded yet"):
+        describe_callable(loss)
+    monkeypatch.setitem(sys.modules, "library", library)
+    before = digest(describe_callable(loss))
+    monkeypatch.setattr(library, "outer", helper)
+    assert digest(describe_callable(loss)) != before
+
+
+def repeated(count):
+    def decorate(function):
+        @functools.wraps(function)
+        def wrapper(*args):
+            return [function(*args) for _ in range(count)]
+
+        return wrapper
+
+    return decorate
+
+
+def once(function):
+    return functools.wraps(function)(lambda *args: function(*args))
+
+
+@pytest.mark.parametrize("function", [helper, F.relu])
+def test_a_decorator_and_its_settings_change_the_key(function):
+    def described(decorate):
+        return digest(describe_callable(type("Decorated", (nn.Module,), {"forward": decorate(function)})))
+
+    assert described(repeated(1)) == described(repeated(1))
+    assert len({described(each) for each in (repeated(1), repeated(2), once, lambda each: each)}) == 4
 
 
 def test_a_closure_of_the_loss_changes_the_key():

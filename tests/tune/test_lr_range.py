@@ -2,6 +2,7 @@
 
 import math
 import random
+from contextlib import suppress
 
 import pytest
 import torch
@@ -99,3 +100,19 @@ def test_divergence_ends_the_sweep():
         sweep.after_step(torch.tensor(1.0))
     with pytest.raises(Finished):
         sweep.after_step(torch.tensor(100.0))
+
+
+@pytest.mark.parametrize("jump", [10.0, 1e3, 1e6])
+def test_a_diverged_end_does_not_change_the_suggestion(jump):
+    def falling(rate):
+        return 2.3 - 1.5 / (1 + (1e-4 / rate) ** 2)
+
+    sent = Sent()
+    sweep = LrSweep(sent, 1e-7, 1.0, 100)
+    with suppress(Finished):
+        for rate in rates():
+            sweep.after_step(torch.tensor(falling(rate) + (jump if rate > 1e-2 else 0)))
+    found = LrRange(sent[-1]["rates"], sent[-1]["losses"])
+    assert found.rates[-1] < 0.1
+    expected = LrRange(rates(), [falling(rate) for rate in rates()]).suggestion
+    assert expected / 1.3 < found.suggestion < expected * 1.3

@@ -1,16 +1,18 @@
 """The greedy search, with scripted trials."""
 
+import shlex
 import time
 
 import pytest
 import torch
 from fakes import FakeProcess, Script, alive
 
+from slipstream.config import Config
 from slipstream.errors import ConfigError, NonFiniteLossError, SlipstreamError
 from slipstream.tune.jobs import Setting
 from slipstream.tune.options import check_names
 from slipstream.tune.process import Process, TrialError
-from slipstream.tune.search import Search
+from slipstream.tune.search import Search, _how_to_launch
 
 
 def search(scripts, names=("channels_last", "fused", "precision"), budget=60, speed=None, rows=None):
@@ -334,6 +336,30 @@ def test_data_parallelism_is_reported_with_its_command_but_not_adopted(fake_proc
     assert row.estimate.ratio == pytest.approx(2.0)
     assert "--nproc 2 speed.parallel=ddp speed.sync_bn=true train_dataloader.batch_size=4" in row.reason
     assert (outcome.setting, outcome.adopted, outcome.total) == (Setting(), [], None)
+    scripts = {"": Script(0.2), "fused": Script(0.15), "fused+parallel+sync_bn": Script(0.1)}
+    _, row = search(scripts, ["fused", "data_parallel"]).rows
+    assert row.against == "fused"
+    assert "--nproc 2 speed.fused=true speed.parallel=ddp" in row.reason
+
+
+def test_the_command_for_data_parallelism_contains_the_plan_that_it_was_compared_with():
+    plan = Setting({"fused": True, "compile": {"scope": "step"}}, num_workers=2)
+    trial = Setting({"parallel": "ddp", "sync_bn": True}, batch_size=4, processes=2)
+    *_, command = _how_to_launch(plan.plus(trial), "auto").partition("slipstream train ... ")
+    words = shlex.split(command)
+    assert words[:2] == ["--nproc", "2"]
+    cfg = Config(dict(speed="auto", train_dataloader=dict(batch_size=8, num_workers=0)))
+    cfg.merge_from_args(words[2:])
+    assert cfg.to_dict() == {
+        "speed": {
+            "auto": True,
+            "fused": True,
+            "compile": {"scope": "step"},
+            "parallel": "ddp",
+            "sync_bn": True,
+        },
+        "train_dataloader": {"batch_size": 4, "num_workers": 2, "persistent_workers": True},
+    }
 
 
 @pytest.mark.parametrize(

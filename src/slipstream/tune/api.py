@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from slipstream.errors import ConfigError
 from slipstream.registry import default_scope
 from slipstream.tune.batch_size import BatchSizeRow, BatchSizes, search_batch_sizes
 from slipstream.tune.cache import cache_file, describe_config, describe_objects, load, store
+from slipstream.tune.code import UndescribedError
 from slipstream.tune.jobs import ObjectsJob, RunnerJob, Setting
 from slipstream.tune.lr_range import LrRange, sweep_lr
 from slipstream.tune.options import OPTIONS, check_names
@@ -29,6 +31,8 @@ __all__ = ["config_job", "find_batch_size", "find_lr", "parse_budget", "tune", "
 
 # `feed` prefetches in a custom loop, and only a Runner's configuration can be built again in each process.
 _IN_OWN_LOOP = tuple(name for name in OPTIONS if name not in ("prefetch", "data_parallel"))
+_NO_KEY = (UndescribedError, RecursionError)
+"""Errors of a description that is not complete or is nested too deeply for a key of the cache."""
 LossFn = Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
 
 
@@ -54,7 +58,9 @@ def tune(
         budget: time limit: a number of seconds, or a text such as `5m` or `1h30m`.
         options: names of `OPTIONS` to measure; None means all.
         speed: the options of the baseline: `'auto'`, a dict of the fields of `SpeedPlan`, or None for no options.
-        cache: whether to return the stored result of an earlier call with an equal model, machine and versions.
+        cache: whether to return the stored result of an earlier call with an equal model, machine and versions, and to
+            store this one. Without it, the objects need not be described. A result is not stored either if an attribute
+            of an object cannot be read completely, such as a lock.
         report: called with each row as soon as it is measured.
 
     Raises:
@@ -70,9 +76,13 @@ def tune(
         raise ConfigError("'data_parallel' requires a Runner's configuration", "options")
     _check_one_process()
     seconds = parse_budget(budget)
-    file = cache_file([describe_objects(model, loader, optimizer, loss_fn), speed], names, seconds)
     make_job = _objects_job(model, loader, optimizer, loss_fn, speed)
-    return _tune(make_job, speed, names, seconds, type(model).__name__, file, cache, report)
+    file = None
+    if cache:
+        with suppress(*_NO_KEY):  # without a complete key, another model could get this result
+            described = [describe_objects(model, loader, optimizer, loss_fn), speed]
+            file = cache_file(described, names, seconds)
+    return _tune(make_job, speed, names, seconds, type(model).__name__, file, report)
 
 
 def tune_config(
@@ -99,9 +109,11 @@ def tune_config(
     _check_one_process()
     seconds = parse_budget(budget)
     run = {key: value for key, value in cfg.items() if key not in ("work_dir", "resume", "launcher")}
-    with default_scope(cfg.get("default_scope")):
-        file = cache_file(describe_config(run), names, seconds)
-    return _tune(config_job(cfg), cfg.get("speed"), names, seconds, name, file, cache, report, start)
+    file = None
+    if cache:
+        with default_scope(cfg.get("default_scope")), suppress(*_NO_KEY):
+            file = cache_file(describe_config(run), names, seconds)
+    return _tune(config_job(cfg), cfg.get("speed"), names, seconds, name, file, report, start)
 
 
 def _tune(
@@ -110,15 +122,15 @@ def _tune(
     names: list[str],
     seconds: float,
     name: str,
-    file: Path,
-    cache: bool,
+    file: Path | None,
     report: Callable[[Row], None],
     start: float | None = None,
 ) -> TuneResult:
-    if cache and (stored := load(file)) is not None:
+    if file is not None and (stored := load(file)) is not None:
         return stored
     result = TuneResult(Search(make_job, speed, names, seconds, report, start).run(), speed, name)
-    store(file, result)
+    if file is not None:
+        store(file, result)
     return result
 
 

@@ -2,26 +2,92 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import hashlib
 import json
+import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import types
+import typing
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Mapping
 from itertools import chain
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from pathlib import PurePath
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
-__all__ = ["describe_callable", "describe_model", "digest"]
+from slipstream.errors import SlipstreamError
+from slipstream.tune.references import (
+    global_names,
+    imported_names,
+    is_known,
+    is_known_function,
+    names_in,
+    version_of,
+)
 
-_COVERED = ("torch", "slipstream")
-"""Packages whose versions are part of the key of the cache, so their code is not."""
+__all__ = ["UndescribedError", "describe_callable", "describe_model", "digest"]
+
 _INTERNAL = frozenset(vars(nn.Module()))
 """Attributes that every module has. This includes `training`, which trials set."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_Seen = set[int]
+_MOST = 100_000
+"""Largest number of values in a description. More of them are data rather than settings."""
+_HEAP_TYPE = 1 << 9
+"""The flag of classes that are created while Python runs, which most classes written in C lack."""
+_BY_REPR = (
+    bool
+    | int
+    | float
+    | str
+    | bytes
+    | complex
+    | range
+    | slice
+    | PurePath
+    | re.Pattern
+    | np.generic
+    | np.dtype,
+    torch.dtype | torch.device | torch.layout | torch.memory_format | torch.Size,
+    types.NoneType | types.EllipsisType | types.NotImplementedType | types.GenericAlias | types.UnionType,
+    typing.TypeVar | logging.Logger,
+)
+"""Classes whose instances are completely described by their `repr`."""
+_BY_NAME = (
+    np.ufunc,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.MemberDescriptorType,
+    types.GetSetDescriptorType,
+)
+_TRANSPARENT = (
+    object,
+    dict,
+    OrderedDict,
+    defaultdict,
+    types.MappingProxyType,
+    list,
+    tuple,
+    set,
+    frozenset,
+    deque,
+    types.SimpleNamespace,
+)
+"""Classes written in C whose objects have no state except their items and attributes."""
+_METHODS = (staticmethod, classmethod, property)
+
+
+class UndescribedError(SlipstreamError):
+    """A value has a state that cannot be read, so the key of the cache cannot contain it."""
 
 
 def digest(value: Any) -> str:
@@ -34,127 +100,235 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
     """Describe everything about a model that can change its training step, except the values of its tensors.
 
     The description contains the structure; the shapes, dtypes, strides and `requires_grad` of the tensors, and which of
-    them are shared; the settings of the modules (`extra_repr`, and attributes that are numbers, strings, functions or
-    lists of them); hooks; and the code of all classes that are not part of torch.
+    them are shared; the settings of the modules (`extra_repr` and attributes); hooks; and the code of all classes and
+    functions that do not belong to an installed package.
+
+    Raises:
+        UndescribedError: the state of a setting cannot be read.
     """
-    seen: _Seen = set()
-    first: dict[int, str] = {}
-    tensors = chain(
-        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-    )
-    return {
-        "tensors": [
-            [
-                name,
-                first.setdefault(id(tensor), name),
-                list(tensor.shape),
-                list(tensor.stride()) if not tensor.is_sparse else None,
-                str(tensor.dtype),
-                tensor.requires_grad,
-                str(tensor.device),
-            ]
-            for name, tensor in tensors
-        ],
-        "modules": [[name, _describe_module(module, seen)] for name, module in model.named_modules()],
-    }
+    return _Description().model(model)
 
 
 def describe_callable(function: Any) -> Any:
-    """Describe the code and the settings of a function, a method, a class, a module or another callable."""
-    return _describe(function, set())
+    """Describe the code and the settings of a function, a method, a class, a module or another object.
+
+    Raises:
+        UndescribedError: the state of a setting cannot be read.
+    """
+    return _Description().value(function)
 
 
-def _describe_module(module: nn.Module, seen: _Seen) -> list[Any]:
-    kinds = [
-        _describe_class(kind, seen)
-        for kind in type(module).__mro__
-        if kind is not object and not _covered(kind, "slipstream")
-    ]
-    settings = {
-        name: _describe(value, seen)
-        for name, value in vars(module).items()
-        if name not in _INTERNAL and not isinstance(value, Tensor | nn.Module)
-    }
-    hooks = [
-        [name, [_describe(hook, seen) for hook in getattr(module, name, {}).values()]] for name in _HOOKS
-    ]
-    kind = type(module)
-    return [f"{kind.__module__}.{kind.__qualname__}", module.extra_repr(), kinds, settings, hooks]
+class _Description:
+    """Describes values. An object that was described before, or that contains itself, is replaced by its number."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Any] = []  # while an object exists, no other one has its id
+        self._used_modules: set[tuple[str, frozenset[str]]] = set()
+        self._count = 0
+
+    def model(self, model: nn.Module) -> dict[str, Any]:
+        """Describe a module with its tensors and submodules."""
+        modules = list(model.named_modules())
+        for _, module in modules:
+            self._seen(module)  # attributes and hooks of submodules can refer to any of them
+        first: dict[int, str] = {}
+        tensors = chain(
+            model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+        )
+        return {
+            "tensors": [
+                [name, first.setdefault(id(tensor), name), *_tensor(tensor)] for name, tensor in tensors
+            ],
+            "modules": [[name, self._module(module)] for name, module in modules],
+        }
+
+    def value(self, value: Any) -> Any:
+        """Describe any value.
+
+        Raises:
+            UndescribedError: the value has a state that cannot be read, or there are too many values.
+        """
+        self._count += 1
+        if self._count > _MOST:
+            raise UndescribedError(f"there are more than {_MOST:,} values")
+        if (plain := _plain(value)) is not None:
+            return plain
+        if isinstance(value, Tensor):
+            return _tensor(value)
+        if isinstance(value, enum.Enum):
+            return [value.name, self.value(value.value), self.value(type(value))]
+        if isinstance(value, np.ndarray):
+            return [list(value.shape), str(value.dtype)]
+        if type(value) is tuple:
+            return [self.value(item) for item in value]
+        if isinstance(value, MethodType):
+            return [self.value(value.__func__), self.value(value.__self__)]
+        if isinstance(value, weakref.ref):
+            return self.value(value())
+        if (number := self._seen(value)) is not None:
+            return ["described as", number]
+        return self._new(value)
+
+    def _seen(self, value: Any) -> int | None:
+        """Return the number of an object. If it has none, assign one and return None."""
+        if (number := self._numbers.get(id(value))) is not None:
+            return number
+        self._numbers[id(value)] = len(self._numbers)
+        self._kept.append(value)
+        return None
+
+    def _new(self, value: Any) -> Any:
+        """Describe an object that was not described before."""
+        if isinstance(value, nn.Module):
+            return self.model(value)
+        if isinstance(value, FunctionType):
+            return self._function(value)
+        if isinstance(value, type):
+            return self._class(value)
+        if isinstance(value, ModuleType):
+            return self._used(value, None)
+        if isinstance(value, staticmethod | classmethod):
+            return self.value(value.__func__)
+        if isinstance(value, property):
+            return [self.value(part) for part in (value.fget, value.fset, value.fdel)]
+        if isinstance(value, functools.cached_property):
+            return self.value(value.func)
+        if isinstance(value, functools.partial):
+            return [self.value(part) for part in (value.func, value.args, value.keywords)]
+        if isinstance(value, functools._lru_cache_wrapper):
+            return self.value(value.__wrapped__)
+        if isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
+            return [value.__qualname__, self.value(value.__self__)]
+        if isinstance(value, Dataset):
+            return self.value(type(value))  # the content of the data is not part of the key
+        return [self._contents(value), self._object(value)]
+
+    def _contents(self, value: Any) -> Any:
+        """Describe the items of a container; None for another object."""
+        if isinstance(value, Mapping):
+            return [[self.value(key), self.value(item)] for key, item in value.items()]
+        if isinstance(value, list | tuple | deque):
+            return [self.value(item) for item in value]
+        if isinstance(value, set | frozenset):
+            items = [_plain(item) for item in value]
+            if None in items:
+                raise UndescribedError(f"{type(value).__qualname__} contains objects in no fixed order")
+            return sorted(map(repr, items))
+        return None
+
+    def _object(self, value: Any) -> Any:
+        """Describe the class and the attributes of an object."""
+        kind = type(value)
+        own = [base for base in kind.__mro__ if base not in _TRANSPARENT]
+        # Without attributes, a class that seems to be written in Python can be written in C.
+        readable = hasattr(value, "__dict__") or any("__slots__" in vars(base) for base in own)
+        if own and not (readable and all(map(_is_python, own))):
+            raise UndescribedError(f"the state of an object of class {_name(kind)} cannot be read")
+        slots = {
+            name: getattr(value, name, None)
+            for base in own
+            for name, member in vars(base).items()
+            if isinstance(member, types.MemberDescriptorType)
+        }
+        attributes = {**slots, **getattr(value, "__dict__", {})}
+        return [self.value(kind), [[name, self.value(item)] for name, item in attributes.items()]]
+
+    def _module(self, module: nn.Module) -> list[Any]:
+        settings = [
+            [name, self.value(value)] for name, value in vars(module).items() if name not in _INTERNAL
+        ]
+        hooks = [[name, [self.value(hook) for hook in getattr(module, name, {}).values()]] for name in _HOOKS]
+        return [self.value(type(module)), _name(type(module)), module.extra_repr(), settings, hooks]
+
+    def _class(self, kind: type) -> list[Any]:
+        """Describe the bases, the methods and the attributes of a class."""
+        if is_known(kind.__module__):
+            return [_name(kind), version_of(kind.__module__)]
+        found = [[base.__qualname__, self.value(base)] for base in kind.__bases__]
+        # The fields of a named tuple are described with its values.
+        omitted = ("_abc_impl", *getattr(kind, "_fields", ()))
+        for key, value in sorted(vars(kind).items()):
+            special = key.startswith("__") and key.endswith("__")
+            if key not in omitted and (not special or callable(value) or isinstance(value, _METHODS)):
+                found.append([key, self.value(value)])
+        return [_name(kind), found]
+
+    def _function(self, function: FunctionType) -> list[Any]:
+        """Describe a function: its code, default values and attributes, and the values that it refers to."""
+        if is_known_function(function):
+            return [_name(function), version_of(str(function.__module__))]
+        code, scope = function.__code__, function.__globals__
+        used = [(name, scope[name]) for name in sorted(global_names(code)) if name in scope]
+        used += zip(code.co_freevars, map(_cell, function.__closure__ or ()), strict=True)
+        for name in imported_names(code, scope):
+            if name not in sys.modules and not is_known(name):
+                raise UndescribedError(f"{_name(function)} imports {name}, which is not loaded yet")
+            used.append((name, sys.modules.get(name)))
+        names = names_in(code)
+        return [
+            _name(function),
+            _content(code),
+            self.value(function.__defaults__),
+            self.value(function.__kwdefaults__),
+            self.value(vars(function)),
+            [
+                [name, self._used(value, names) if isinstance(value, ModuleType) else self.value(value)]
+                for name, value in used
+            ],
+        ]
+
+    def _used(self, module: ModuleType, names: frozenset[str] | None) -> list[Any]:
+        """Describe the attributes of a module that have one of the names; None means that the names are unknown."""
+        if is_known(module.__name__):
+            return [module.__name__, version_of(module.__name__)]
+        if names is None:
+            raise UndescribedError(f"the module {module.__name__} is a value, so its use is unknown")
+        if (module.__name__, names) in self._used_modules:
+            return [module.__name__]
+        self._used_modules.add((module.__name__, names))
+        found = [(name, vars(module)[name]) for name in sorted(names & vars(module).keys())]
+        return [
+            module.__name__,
+            [
+                [name, self._used(value, names) if isinstance(value, ModuleType) else self.value(value)]
+                for name, value in found
+            ],
+        ]
 
 
-def _describe(value: Any, seen: _Seen) -> Any:
-    """Describe a value. The description of an object of an unknown class contains only the class."""
-    if value is None or isinstance(value, bool | int | float | str | bytes | complex):
+def _plain(value: Any) -> str | None:
+    """Describe a value without references to other objects; return None for other values."""
+    if isinstance(value, enum.Enum):
+        return None
+    if isinstance(value, _BY_REPR) or type(value).__module__ == "typing":
         return repr(value)
-    if isinstance(value, nn.Module):
-        return [_describe_module(module, seen) for module in value.modules()]
-    if isinstance(value, Tensor):
-        return [list(value.shape), str(value.dtype)]
-    if isinstance(value, Mapping):
-        return [[repr(key), _describe(item, seen)] for key, item in value.items()]
-    if isinstance(value, list | tuple):
-        return [_describe(item, seen) for item in value]
-    if isinstance(value, set | frozenset):
-        return sorted(map(repr, value))
-    if isinstance(value, functools.partial):
-        return [_describe(part, seen) for part in (value.func, value.args, value.keywords)]
-    if isinstance(value, MethodType):
-        return [_describe(value.__func__, seen), _describe(value.__self__, seen)]
-    if isinstance(value, FunctionType):
-        return _describe_function(value, seen)
-    if isinstance(value, type):
-        return _describe_class(value, seen)
-    if isinstance(value, BuiltinFunctionType):
-        return value.__qualname__
-    return _describe_class(type(value), seen)
+    if isinstance(value, torch.Generator):
+        return f"Generator on {value.device}"
+    return _name(value) if isinstance(value, _BY_NAME) else None
 
 
-def _describe_class(kind: type, seen: _Seen) -> list[Any]:
-    """Describe the methods and the plain attributes of a class, without those of its bases."""
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    if id(kind) in seen or kind.__module__ in ("builtins", "typing", "abc"):
-        return [name]
-    seen.add(id(kind))
-    found = []
-    for key, value in sorted(vars(kind).items()):
-        for part in _functions(value):
-            found.append([key, _describe_function(part, seen)])
-        if isinstance(value, bool | int | float | str | tuple) and not key.startswith("__"):
-            found.append([key, repr(value)])
-    return [name, found]
-
-
-def _functions(value: Any) -> Iterator[FunctionType]:
-    """Yield the Python functions in a class attribute: a method, a property, or a static or class method."""
-    parts = (
-        value,
-        getattr(value, "__func__", None),
-        *(getattr(value, n, None) for n in ("fget", "fset", "func")),
-    )
-    for part in parts:
-        while part is not None and hasattr(part, "__wrapped__"):
-            part = part.__wrapped__
-        if isinstance(part, FunctionType):
-            yield part
-
-
-def _describe_function(function: Callable[..., Any], seen: _Seen) -> list[Any]:
-    """Describe the code of a function, its default values, and the functions, classes and numbers that it refers to."""
-    name = f"{function.__module__}.{function.__qualname__}"
-    code = getattr(function, "__code__", None)
-    if code is None or id(function) in seen or _covered(function, ""):
-        return [name]
-    seen.add(id(function))
-    cells = [_cell(cell) for cell in getattr(function, "__closure__", None) or ()]
-    used = [getattr(function, "__globals__", {}).get(name) for name in sorted(_names(code))]
+def _tensor(tensor: Tensor) -> list[Any]:
+    """Describe a tensor without its values."""
     return [
-        name,
-        _content(code),
-        _describe(getattr(function, "__defaults__", None), seen),
-        _describe(getattr(function, "__kwdefaults__", None), seen),
-        [_describe(cell, seen) for cell in cells],
-        [_describe(value, seen) for value in used if _followed(value)],
+        list(tensor.shape),
+        list(tensor.stride()) if tensor.layout == torch.strided else None,
+        str(tensor.dtype),
+        tensor.requires_grad,
+        str(tensor.device),
     ]
+
+
+def _name(value: Any) -> str:
+    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value)}"
+
+
+def _is_python(kind: type) -> bool:
+    """Return whether a class is written in Python, so that its objects have no state except their attributes."""
+    module = sys.modules.get(kind.__module__)
+    file = str(getattr(module, "__file__", None) or "")
+    in_python = file.endswith(".py") or (not file and kind.__module__ not in sys.builtin_module_names)
+    return bool(kind.__flags__ & _HEAP_TYPE) and in_python
 
 
 def _cell(cell: Any) -> Any:
@@ -162,36 +336,6 @@ def _cell(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # the variable is not assigned yet
         return None
-
-
-def _followed(value: Any) -> bool:
-    plain = isinstance(value, bool | int | float | str)
-    return plain or (
-        isinstance(value, FunctionType | type) and not _covered(value, "") and not _installed(value)
-    )
-
-
-def _covered(value: Any, own: str) -> bool:
-    """Return whether the code of a function or class is in a package of `_COVERED`, except the package `own`."""
-    package = _package(value)
-    return package in _COVERED and package != own
-
-
-def _installed(value: Any) -> bool:
-    """Return whether a function or class belongs to Python or to an installed package, which users do not edit."""
-    module = sys.modules.get(str(getattr(value, "__module__", "")))
-    file = getattr(module, "__file__", None) or ""
-    return _package(value) in sys.stdlib_module_names - {"__main__"} or "site-packages" in file
-
-
-def _package(value: Any) -> str:
-    return str(getattr(value, "__module__", "")).partition(".")[0]
-
-
-def _names(code: CodeType) -> set[str]:
-    """Return the global names in a function and in the functions inside it."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return {*code.co_names}.union(*map(_names, inner))
 
 
 def _content(code: CodeType) -> list[Any]:

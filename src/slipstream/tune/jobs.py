@@ -69,6 +69,16 @@ class Setting:
     compile_cache: str | None = None
     """Folder for compiled code, which is empty at first so that the compilation time can be measured."""
 
+    @property
+    def dataloader(self) -> dict[str, Any]:
+        """The changed keys of `train_dataloader` in a configuration."""
+        found: dict[str, Any] = {}
+        if self.num_workers is not None:
+            found |= {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
+        if self.batch_size is not None:
+            found["batch_size"] = self.batch_size
+        return found
+
     def plus(self, other: Setting) -> Setting:
         """Return the combined changes. Those of `other` take precedence; the options of `compile` are merged."""
         workers = self.num_workers if other.num_workers is None else other.num_workers

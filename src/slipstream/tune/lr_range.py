@@ -17,7 +17,7 @@ from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.extras import extra
 from slipstream.files import replacing
 from slipstream.tune.jobs import Setting
-from slipstream.tune.observer import SETTLING, SMOOTHING, LrSweep
+from slipstream.tune.observer import SETTLING, SMOOTHING, LrSweep, largest_loss
 from slipstream.tune.process import Job, Process, TrialError
 
 __all__ = ["LrRange", "sweep_lr"]
@@ -40,12 +40,13 @@ class LrRange:
 
     @property
     def smoothed(self) -> list[float]:
-        """The finite losses, as an exponential moving average with bias correction.
+        """The losses before divergence, as an exponential moving average with bias correction.
 
         The average is computed forward and then backward, because the average of one direction is delayed by about
-        1 / (1 - decay) steps, which would increase the suggestion.
+        1 / (1 - decay) steps, which would increase the suggestion. The losses after divergence are left out, because
+        the backward average would spread them over the steps before it.
         """
-        return _average(_average([loss for loss in self.losses if math.isfinite(loss)])[::-1])[::-1]
+        return _average(_average(_before_divergence(self.losses))[::-1])[::-1]
 
     @property
     def suggestion(self) -> float | None:
@@ -96,6 +97,23 @@ class LrRange:
         with replacing(path) as temporary:
             figure.savefig(temporary, format="png", dpi=120)
         return path
+
+
+def _before_divergence(losses: Sequence[float]) -> list[float]:
+    """Return the finite losses. If the sweep ended because it diverged, omit those from the first large loss on.
+
+    A large loss in a sweep that does not diverge is the noise of a batch.
+    """
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    average = _average(finite)
+    if len(finite) <= SETTLING:
+        return finite
+    best = min(average[SETTLING:])
+    limit = largest_loss(best)
+    if average[-1] <= limit:
+        return finite
+    end = next(step for step in range(average.index(best), len(finite)) if finite[step] > limit)
+    return finite[:end]
 
 
 def _average(losses: Sequence[float]) -> list[float]:

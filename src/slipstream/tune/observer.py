@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from slipstream.errors import ModelError
 
-__all__ = ["Finished", "LrSweep", "Observer", "Timer", "shapes_of", "total_loss"]
+__all__ = ["Finished", "LrSweep", "Observer", "Timer", "largest_loss", "shapes_of", "total_loss"]
 
 
 class Finished(BaseException):
@@ -99,28 +99,31 @@ SMOOTHING = 0.9
 """Decay of the exponential moving average of the losses in a learning rate range test."""
 SETTLING = 10
 """Number of steps after which this average hardly depends on single batches."""
+_LIMIT = 4.0
+"""Largest ratio between a loss and the smallest smoothed loss in a sweep that does not diverge."""
+
+
+def largest_loss(best: float) -> float:
+    """Return the loss above which a sweep diverges: four times the smallest smoothed loss, if this is positive."""
+    return best + (_LIMIT - 1) * abs(best)
 
 
 class LrSweep(Observer):
     """Increase the learning rate exponentially from step to step, and report the losses.
 
     The sweep ends after `steps` steps, at a loss that is not finite, or if it diverges: if the smoothed loss `s` rises
-    above `best + (limit - 1) * abs(best)`, where `best` is the smallest `s` after the first ten steps.
+    above `largest_loss(best)`, where `best` is the smallest `s` after the first ten steps.
 
     Args:
         connection: connection to the parent process.
         start, end: first and last learning rate of the group with the largest configured rate. The ratios between
             groups do not change.
         steps: number of steps.
-        limit: largest ratio between the smoothed loss and its smallest value.
     """
 
-    def __init__(
-        self, connection: Connection, start: float, end: float, steps: int, limit: float = 4.0
-    ) -> None:
+    def __init__(self, connection: Connection, start: float, end: float, steps: int) -> None:
         self.connection = connection
         self._rates = [start * (end / start) ** (i / (steps - 1)) for i in range(steps)]
-        self._limit = limit
         self._losses: list[float] = []
         self._average, self._best = 0.0, float("inf")
         self._scales: list[float] = []
@@ -157,7 +160,7 @@ class LrSweep(Observer):
         if steps <= SETTLING:
             return False
         self._best = min(self._best, smoothed)
-        return smoothed > self._best + (self._limit - 1) * abs(self._best)
+        return smoothed > largest_loss(self._best)
 
 
 def total_loss(logs: Mapping[str, Any]) -> Tensor:

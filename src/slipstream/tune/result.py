@@ -124,12 +124,7 @@ class TuneResult:
     def yaml_text(self) -> str:
         """Return the content of `tuned.yaml`: the keys `speed` and `train_dataloader` of a configuration."""
         content: dict[str, Any] = {"speed": self.speed}
-        loader: dict[str, Any] = {}
-        if self.num_workers is not None:
-            loader |= {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
-        if self.batch_size is not None:
-            loader["batch_size"] = self.batch_size
-        if loader:
+        if loader := self.outcome.setting.dataloader:
             content["train_dataloader"] = loader
         lines = [f"# {line}" for line in self.summary().splitlines()]
         # PyYAML refuses subclasses of dict, such as those of a nested configuration.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -294,7 +294,7 @@ class Search:
             except TrialError as failure:
                 return replace(row, status=failure.status, reason=failure.reason)
             if row.status == "adopted" and candidate.setting.processes > 1:
-                return replace(row, status="faster", reason=_how_to_launch(candidate.setting))
+                return replace(row, status="faster", reason=_how_to_launch(setting, self._speed))
             if row.status == "adopted":
                 self._adopt(candidate, trial, row)
                 self._keep(stack.pop_all())
@@ -417,12 +417,28 @@ class _PlanFailedError(Exception):
     """The process of the plan found so far ended."""
 
 
-def _how_to_launch(setting: Setting) -> str:
-    options = " ".join(f"speed.{name}={str(value).lower()}" for name, value in setting.speed.items())
+def _how_to_launch(setting: Setting, own: Any) -> str:
+    """Return the command that trains with all changes of a data-parallel trial: those of the plan, and its own.
+
+    The file of the plan is not part of the command: an option that is adopted after this trial, such as `accumulate`,
+    can change the batch size.
+    """
+    # A text has no keys that an override could set.
+    words = ["'speed={_delete_: true, auto: true}'"] if own == "auto" else []
+    words += [*_overrides("speed", setting.speed), *_overrides("train_dataloader", setting.dataloader)]
     return (
         f"not part of the plan, because it needs {setting.processes} processes: slipstream train ... "
-        f"--nproc {setting.processes} {options} train_dataloader.batch_size={setting.batch_size}"
+        f"--nproc {setting.processes} {' '.join(words)}"
     )
+
+
+def _overrides(key: str, value: Any) -> Iterator[str]:
+    """Yield the overrides of a configuration that set the values of nested dicts."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _overrides(f"{key}.{name}", item)
+    else:
+        yield f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def _cut_off(row: Row) -> bool:

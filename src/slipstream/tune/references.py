@@ -1,0 +1,83 @@
+"""What the code of a function refers to, and which modules belong to Python or to installed packages."""
+
+from __future__ import annotations
+
+import dis
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from types import CodeType, FunctionType
+from typing import Any
+
+__all__ = ["global_names", "imported_names", "is_known", "is_known_function", "names_in", "version_of"]
+
+_COVERED = ("torch", "slipstream")
+"""Packages whose versions are part of the key of the cache, so their code is not."""
+_FOLDERS = ("site-packages", "dist-packages")
+
+
+def names_in(code: CodeType) -> frozenset[str]:
+    """Return the names of the global variables and of the attributes in a function and the functions inside it."""
+    return frozenset(name for part in _parts(code) for name in part.co_names)
+
+
+def global_names(code: CodeType) -> set[str]:
+    """Return the names of the global variables that a function and the functions inside it read."""
+    return {
+        str(instruction.argval)
+        for part in _parts(code)
+        for instruction in dis.get_instructions(part)
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    }
+
+
+def imported_names(code: CodeType, scope: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the absolute names of the modules that a function and the functions inside it import.
+
+    Args:
+        code: the code of the function.
+        scope: the global variables of the function, whose `__package__` is the origin of relative imports.
+    """
+    for part in _parts(code):
+        found = [each for each in dis.get_instructions(part) if each.opname != "EXTENDED_ARG"]
+        for index, instruction in enumerate(found):
+            if instruction.opname == "IMPORT_NAME":
+                level = found[
+                    index - 2
+                ].argval  # the compiler loads the level, then the names, then the module
+                name = "." * level + str(instruction.argval)
+                yield importlib.util.resolve_name(name, scope.get("__package__") or "") if level else name
+
+
+def is_known(module: str) -> bool:
+    """Return whether a module belongs to Python or to an installed package, which users do not edit."""
+    package = module.partition(".")[0]
+    if package in _COVERED or package in sys.stdlib_module_names - {"__main__"}:
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if module not in sys.modules:
+        spec = importlib.machinery.PathFinder.find_spec(package)
+        file = None if spec is None else spec.origin
+    return any(folder in str(file) for folder in _FOLDERS)
+
+
+def is_known_function(function: FunctionType) -> bool:
+    """Return whether both a function and the function that it wraps belong to known modules.
+
+    `functools.wraps` sets `__module__` to that of the wrapped function, so the module of the code is also checked.
+    """
+    return is_known(str(function.__module__)) and is_known(str(function.__globals__.get("__name__")))
+
+
+def version_of(module: str) -> str:
+    """Return the version of the package of a module, or an empty string."""
+    return str(getattr(sys.modules.get(module.partition(".")[0]), "__version__", ""))
+
+
+def _parts(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function and of the functions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _parts(constant)
