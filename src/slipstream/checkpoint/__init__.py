@@ -30,7 +30,7 @@ from slipstream.checkpoint.sharded import (
     verify_checkpoint,
     write_checkpoint,
 )
-from slipstream.checkpoint.weights import compare_weights, load_weights, revise
+from slipstream.checkpoint.weights import compare_weights, load_weights, loaded_names, revise
 
 __all__ = [
     "ACCELERATED",
@@ -50,6 +50,7 @@ __all__ = [
     "get_random_state",
     "load_checkpoint",
     "load_weights",
+    "loaded_names",
     "mark_last_checkpoint",
     "newest_checkpoints",
     "plain",

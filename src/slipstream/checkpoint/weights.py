@@ -47,6 +47,16 @@ def load_weights(
     return lines
 
 
+def loaded_names(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
+    """Return the names of the tensors of the unwrapped model that `load_weights` loads from `state`."""
+    state = _renamed(model, state)
+    return {
+        key
+        for key, value in model.state_dict().items()
+        if isinstance(value, torch.Tensor) and key in state and _shape(state[key]) == _shape(value)
+    }
+
+
 def compare_weights(
     model: nn.Module, state: Mapping[str, Any], strict: bool, source: str = "the checkpoint"
 ) -> tuple[list[str], list[str]]:

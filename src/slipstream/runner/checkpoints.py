@@ -13,6 +13,7 @@ from slipstream.checkpoint import (
     BackgroundWriter,
     get_random_state,
     load_weights,
+    loaded_names,
     mark_last_checkpoint,
     restoring,
     set_random_state,
@@ -54,8 +55,8 @@ class Checkpoints:
         """The checkpoint that `load_or_resume` resumes training from; None after that."""
         self._writer = BackgroundWriter()
         self._counts: dict[str, int] = {}
-        self.loaded = False
-        """Whether `load_or_resume` was called."""
+        self._loaded = self._initialized = False
+        self._names: set[str] = set()  # tensors that were loaded before the weights were initialized
         self.resuming = False
         """Whether a checkpoint is being resumed: the hooks then restore their state from it."""
         self.resumed_from: Path | None = None
@@ -73,16 +74,29 @@ class Checkpoints:
 
     # ---- load and resume -------------------------------------------------------------------------------
 
+    def initialize(self) -> None:
+        """Initialize the weights, except those that have been loaded. Later calls have no effect.
+
+        The random numbers are the same whether the weights are loaded before or after the initialization.
+        """
+        if self._initialized:
+            return
+        core = unwrap_model(self._runner.model)
+        own = core.state_dict() if self._names else {}
+        loaded = {name: own[name].clone() for name in self._names & own.keys()}
+        resume.init_weights(core)
+        if loaded:
+            core.load_state_dict(loaded, strict=False)
+        self._initialized = True
+
     def load_or_resume(self) -> None:
         """Resume from the checkpoint found at construction, or load `load_from`. Later calls have no effect."""
         runner = self._runner
         if self.resume_from is not None and runner.optim_wrapper is not None:
             runner.resume(self.resume_from)
-            self.resume_from = None
-        elif not self.loaded and (source := self.resume_from or self._load_from):
+        elif not self._loaded and (source := self.resume_from or self._load_from):
             # Training can start from a subset of the weights; evaluation requires all of them.
             runner.load_checkpoint(source, strict=runner.optim_wrapper is None)
-        self.loaded = True
 
     def load(
         self,
@@ -97,16 +111,18 @@ class Checkpoints:
         self._load_weights(checkpoint, strict, source)
         return checkpoint
 
-    def resume(
-        self,
-        source: str | Path,
-        resume_optimizer: bool,
-        resume_param_scheduler: bool,
-        map_location: str | torch.device,
-    ) -> None:
-        """Continue training at the step after the checkpoint."""
+    def read_to_resume(
+        self, source: str | Path, map_location: str | torch.device
+    ) -> tuple[dict[str, Any], int | None]:
+        """Return a checkpoint to `restore`, and its run's seed if the training loop is still to be built with it."""
+        runner = self._runner
         checkpoint = self._read(source, map_location, resume.STRIP_WRAPPER)
-        self.restore(checkpoint, source, resume_optimizer, resume_param_scheduler)
+        resume_check.check_content(checkpoint, source)
+        seed: int | None = checkpoint["meta"].get("seed")
+        if seed in (None, runner.seed) or runner.loops.built("train") is not None:
+            return checkpoint, None
+        runner.logger.warning(f"The seed {seed} of the resumed run replaces the seed {runner.seed}")
+        return checkpoint, seed
 
     def restore(
         self,
@@ -134,6 +150,7 @@ class Checkpoints:
             self._restore_parts(checkpoint, source, optim, schedulers)
         finally:
             self.resuming = False
+        self.resume_from = None
         runner.rollback.load()
         runner.rollback.add(runner.iter, Path(source).absolute())
 
@@ -144,9 +161,13 @@ class Checkpoints:
 
     def _load_weights(self, checkpoint: Mapping[str, Any], strict: bool, source: str | Path) -> None:
         logger, state = self._runner.logger, weights_in(checkpoint, source)
+        core = unwrap_model(self._runner.model)
         with restoring("state_dict", source):
-            for line in load_weights(unwrap_model(self._runner.model), state, strict, str(source)):
+            for line in load_weights(core, state, strict, str(source)):
                 logger.warning(f"Loading {source}: {line}")
+        self._loaded = True
+        if not self._initialized:
+            self._names |= loaded_names(core, state)
         logger.info(f"Loaded {source}")
 
     def _restore_parts(

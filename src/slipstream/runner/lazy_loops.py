@@ -34,6 +34,17 @@ class LazyLoops:
     def __contains__(self, mode: str) -> bool:
         return self._loops[mode] is not None
 
+    def require(self, mode: str) -> None:
+        """Check that the arguments define the loop of `mode`.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        if mode not in self:
+            *others, last = TRIPLES[mode]
+            call = "training" if mode == "train" else f"{mode}()"
+            raise ConfigError(f"{call} requires {', '.join(others)} and {last}", "Runner")
+
     def get(self, mode: str) -> Any:
         """Return the loop of `mode`, or None if the arguments do not define it; the first call builds it."""
         loop = self._loops[mode]

@@ -60,6 +60,10 @@ class Passes:
         self._passes.append((done, epoch, start, used))
         self._order = EpochOrder()  # releases the memory
 
+    def has_begun(self, epoch: int) -> bool:
+        """Return whether the newest pass belongs to this epoch."""
+        return bool(self._passes) and self._passes[-1][1] == epoch
+
     def samples(self, iteration: int) -> list[int] | None:
         """Return the indices of this rank's samples in step `iteration` (from 1), or None if they are unknown."""
         index = bisect.bisect_left(self._passes, (iteration, -1, -1, -1)) - 1

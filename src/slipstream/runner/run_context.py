@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from slipstream.checkpoint import get_random_state, set_random_state
+from slipstream.errors import ConfigError
+from slipstream.hooks.ema import validation_weights
+from slipstream.preemption import Preempted
 from slipstream.redaction import Redactor, redact_errors
 from slipstream.registry import default_scope
 from slipstream.runner.user_config import add_config_path
@@ -34,6 +37,8 @@ class RunContext:
         self._runner, self._user_cfg, self._redactor = runner, user_cfg, redactor
         self.scope = scope
         self._random_state: dict[str, Any] | None = None
+        self._active = False
+        self._stopped = ""
 
     @contextmanager
     def constructing(self) -> Iterator[None]:
@@ -43,8 +48,73 @@ class RunContext:
         self._random_state = get_random_state()
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Activate the run's logger, hub and options; close log files and hooks on exit, even after an error."""
+    def training(self) -> Iterator[None]:
+        """The context of a training run.
+
+        Raises:
+            ConfigError: this Runner is already running, or an earlier training run ended inside an epoch.
+        """
+        if self._active:
+            raise ConfigError("train() cannot be called by a hook of a Runner that is running", "Runner")
+        with self.running():
+            if self._stopped:
+                raise ConfigError(
+                    f"this Runner was stopped by {self._stopped}; build a new one with resume=True", "Runner"
+                )
+            try:
+                yield
+            except BaseException as error:
+                loop = self._runner.loops.built("train")
+                # After a part of an epoch, the loader, the gradients and the counters do not agree. User-defined loops
+                # may have no passes.
+                if (passes := getattr(loop, "passes", None)) is not None and passes.has_begun(loop.epoch):
+                    inside = f"{type(error).__name__} inside an epoch, which cannot be continued exactly"
+                    self._stopped = "a signal" if isinstance(error, Preempted) else inside
+                raise
+
+    @contextmanager
+    def evaluating(self) -> Iterator[bool]:
+        """The context of validation or testing, after which the random state is as before.
+
+        Inside another run, the modes of the modules and the averaged weights are also as before, even after an error.
+
+        Returns:
+            False inside another run; see `running`.
+        """
+        runner = self._runner
+        outer = get_random_state() if self._active else self._random_state
+        modes = [(module, module.training) for module in runner.model.modules()]
+        with self.running() as outermost:
+            try:
+                with nullcontext() if outermost else validation_weights(runner):
+                    yield outermost
+            finally:
+                if not outermost:
+                    runner.model.train(modes[0][1])
+                    for module, training in modes:
+                        module.training = training
+                assert outer is not None
+                set_random_state(outer)
+
+    @contextmanager
+    def running(self) -> Iterator[bool]:
+        """Activate the run's logger, hub and options; close log files and hooks on exit, even after an error.
+
+        Returns:
+            False inside another run of this Runner, where this context has no effect.
+        """
+        if self._active:
+            yield False
+            return
+        self._active = True
+        try:
+            with self._outermost():
+                yield True
+        finally:
+            self._active = False
+
+    @contextmanager
+    def _outermost(self) -> Iterator[None]:
         runner = self._runner
         assert self._random_state is not None
         set_random_state(self._random_state)

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from slipstream.config import Config, options
 from slipstream.devices import default_device
 from slipstream.dist import get_rank, get_world_size, is_distributed, is_main_process
-from slipstream.errors import ConfigError
 from slipstream.hooks import (
     Hook,
     HookList,
@@ -26,7 +25,6 @@ from slipstream.hooks import (
 from slipstream.logging import PhaseTimes
 from slipstream.model import unwrap_model
 from slipstream.optim import OptimWrapper
-from slipstream.preemption import Preempted
 from slipstream.redaction import Redactor, redact
 from slipstream.registry import RUNNERS
 from slipstream.runner import builders, planning, resume
@@ -150,7 +148,7 @@ class Runner:
         self.optim_wrapper: OptimWrapper | None = None
         self.param_schedulers: list[Any] | dict[str, list[Any]] | None = None
         self.step: Step
-        self.is_training = self._compiled = self._preempted = False
+        self.is_training = self._compiled = False
         self.phases = PhaseTimes()
         self.error: BaseException | None = None
         """The error that ended the last run, or None."""
@@ -217,19 +215,17 @@ class Runner:
     # ---- training, validation, test ---------------------------------------------------------------------------
 
     def train(self) -> nn.Module:
-        """Train and return the model."""
-        if "train" not in self.loops:
-            raise ConfigError("training requires train_dataloader, train_cfg and optim_wrapper", "Runner")
-        with self._context.running():
-            if self._preempted:
-                raise ConfigError(
-                    "this Runner was stopped by a signal; build a new one with resume=True", "Runner"
-                )
+        """Train and return the model. First, initialize all weights that have not been loaded.
+
+        Raises:
+            ConfigError: an earlier call has ended inside an epoch, or a hook of this Runner calls this method.
+        """
+        self.loops.require("train")
+        with self._context.training():
             self.folder_lock.lock(Path(self.work_dir), "work_dir")
             self._build_training()
             self.call_hook("before_run")
-            if not self.checkpoints.loaded:
-                resume.init_weights(unwrap_model(self.model))
+            self.checkpoints.initialize()
             self.load_or_resume()
             assert self.optim_wrapper is not None
             self.checkpoints.restore_counts()
@@ -239,9 +235,6 @@ class Runner:
             self._compiled = self.is_training = True
             try:
                 self.train_loop.run()
-            except Preempted:
-                self._preempted = True
-                raise
             finally:
                 if isinstance(self.step, GraphStep):
                     self.step.pause()
@@ -278,25 +271,27 @@ class Runner:
         return tune_config(self._user_cfg, budget, options, self.model_name, cache, report)
 
     def val(self) -> dict[str, float]:
-        """Validate and return the metrics."""
+        """Validate and return the metrics. The Runner's random state does not change.
+
+        Inside a hook, this method does not call `before_run` and `after_run`.
+        """
         return self._evaluate("val")
 
     def test(self) -> dict[str, float]:
-        """Test and return the metrics."""
+        """Test and return the metrics; see `val`."""
         return self._evaluate("test")
 
     def _evaluate(self, mode: str) -> dict[str, float]:
-        if mode not in self.loops:
-            raise ConfigError(
-                f"{mode}() requires {mode}_dataloader, {mode}_cfg and {mode}_evaluator", "Runner"
-            )
-        with self._context.running():
+        self.loops.require(mode)
+        with self._context.evaluating() as outermost:
             loop = self.loops.get(mode)
-            self.call_hook("before_run")
+            if outermost:
+                self.call_hook("before_run")
             self.load_or_resume()
             self._compile()
             metrics: dict[str, float] = loop.run()
-            self.call_hook("after_run")
+            if outermost:
+                self.call_hook("after_run")
         return metrics
 
     def _build_training(self) -> None:
@@ -353,11 +348,22 @@ class Runner:
     ) -> None:
         """Resume training at the step after the checkpoint.
 
+        Before `train`, this method builds the optimizer, the schedulers and the loops, and calls `before_run`. As with
+        the argument `resume`, the run then uses the checkpoint's seed.
+
         Raises:
             CheckpointError: an entry of the checkpoint is missing, invalid, or belongs to a different run. The message
                 names its key. Nothing is changed in the run, unless the message says so.
         """
-        self.checkpoints.resume(filename, resume_optimizer, resume_param_scheduler, map_location)
+        self.loops.require("train")
+        with self._context.running() as outermost:
+            checkpoint, seed = self.checkpoints.read_to_resume(filename, map_location)
+            if seed is not None:
+                self._set_seed(seed)
+            self._build_training()
+            if outermost:
+                self.call_hook("before_run")
+            self.checkpoints.restore(checkpoint, filename, resume_optimizer, resume_param_scheduler)
 
     def save_checkpoint(
         self,

@@ -1,0 +1,136 @@
+"""Weights and checkpoints that are loaded by calls of the Runner's methods before training."""
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.hooks import EMAHook
+from slipstream.runner import Runner
+from tiny_runs import Accuracy, Losses, Net, assert_same, loader, run, training, validation, weights
+
+
+class Drawn(Net):
+    """A model with dropout whose `init_weights` draws random numbers."""
+
+    def __init__(self):
+        super().__init__(dropout=0.3)
+
+    def init_weights(self):
+        nn.init.normal_(self.first.weight, std=0.5)
+        nn.init.normal_(self.last.weight, std=0.5)
+
+
+def evaluated(work_dir, **changes):
+    """Return a Runner that validates and tests, with the losses of its steps."""
+    losses = Losses()
+    test = dict(test_dataloader=loader(), test_cfg=dict(), test_evaluator=dict(type=Accuracy))
+    options = training(work_dir, model=dict(type=Drawn), custom_hooks=[losses], **validation(), **test)
+    return Runner(**{**options, **changes}), losses.by_iter
+
+
+def assert_equal_training(one, other):
+    """Train both Runners and check that all losses and weights are equal."""
+    for runner, _ in (one, other):
+        runner.train()
+    assert len(one[1]) > 0
+    assert_same(one[1], other[1])
+    assert_same(weights(one[0]), weights(other[0]))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    run(folder, model=dict(type=Net, dropout=0.3))
+    return folder / "epoch_2.pth"
+
+
+@pytest.mark.parametrize("mode", ["val", "test"])
+def test_evaluation_before_training_does_not_change_training(tmp_path, mode):
+    alone = evaluated(tmp_path / "alone")
+    after = evaluated(tmp_path / "after")
+    getattr(after[0], mode)()
+    assert_equal_training(alone, after)
+
+
+def test_evaluation_with_load_from_before_training_does_not_change_training(tmp_path, checkpoint):
+    alone = evaluated(tmp_path / "alone", load_from=checkpoint)
+    after = evaluated(tmp_path / "after", load_from=checkpoint)
+    after[0].val()
+    assert_equal_training(alone, after)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_load_checkpoint_before_training_equals_load_from(tmp_path, checkpoint, partial):
+    if partial:  # init_weights must initialize the layer that the checkpoint does not contain
+        content = torch.load(checkpoint, weights_only=True)["state_dict"]
+        checkpoint = tmp_path / "partial.pth"
+        torch.save({k: v for k, v in content.items() if not k.startswith("last.")}, checkpoint)
+    expected = evaluated(tmp_path / "expected", load_from=checkpoint)
+    called = evaluated(tmp_path / "called")
+    called[0].load_checkpoint(checkpoint)
+    assert_equal_training(expected, called)
+
+
+def test_weights_changed_after_load_checkpoint_are_kept(tmp_path, checkpoint):
+    runner, _ = evaluated(tmp_path, optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.0)))
+    runner.load_checkpoint(checkpoint)
+    with torch.no_grad():
+        runner.model.last.weight.fill_(0.25)
+    expected = weights(runner)
+    runner.train()
+    assert_same(weights(runner), expected)
+
+
+def test_load_checkpoint_before_training_replaces_load_from(tmp_path, checkpoint):
+    other = tmp_path / "other.pth"
+    torch.save({"state_dict": Drawn().state_dict()}, other)
+    expected = evaluated(tmp_path / "expected", load_from=checkpoint)
+    called = evaluated(tmp_path / "called", load_from=other)
+    called[0].load_checkpoint(checkpoint)
+    assert_equal_training(expected, called)
+
+
+def complete(work_dir, **changes):
+    """Return a Runner with an optimizer state, schedulers and a weight average."""
+    runner, losses = evaluated(
+        work_dir,
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9)),
+        param_scheduler=[
+            dict(type="LinearLR", start_factor=0.2, end=7, by_epoch=False),
+            dict(type="ReduceOnPlateauLR", monitor="acc", rule="greater", factor=0.5, patience=0),
+        ],
+        default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=3, by_epoch=False)),
+        **changes,
+    )
+    runner.register_hook(EMAHook(momentum=0.1))
+    return runner, losses
+
+
+@pytest.mark.parametrize("seed", [3, None])
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_resume_before_training_equals_the_argument_resume(tmp_path, seed, evaluation):
+    whole = complete(tmp_path / "whole")
+    whole[0].train()
+    file = tmp_path / "whole" / "iter_3.pth"
+    randomness = dict(randomness=dict(seed=seed))
+    expected = complete(tmp_path / "expected", resume=file, **randomness)
+    called = complete(tmp_path / "called", **randomness)
+    called[0].resume(file)
+    assert (called[0].iter, called[0].seed) == (3, 3)
+    if evaluation:
+        called[0].val()
+    assert_equal_training(expected, called)
+    assert_same(weights(called[0]), weights(whole[0]))
+    assert_same(called[1], {step: loss for step, loss in whole[1].items() if step > 3})
+    averages = [
+        next(hook for hook in runner.hooks if isinstance(hook, EMAHook)).ema_model.state_dict()
+        for runner, _ in (expected, called, whole)
+    ]
+    assert_same(averages[0], averages[1])
+    assert_same(averages[0], averages[2])
+
+
+def test_resume_of_a_runner_without_training_raises_an_error(tmp_path, checkpoint):
+    runner = Runner(model=dict(type=Net), work_dir=tmp_path, log_level="ERROR", **validation())
+    with pytest.raises(ValueError, match="training requires train_dataloader, train_cfg and optim_wrapper"):
+        runner.resume(checkpoint)
