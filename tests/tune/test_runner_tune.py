@@ -1,7 +1,11 @@
 """`Runner.tune()` measures a Runner's configuration and leaves the Runner unchanged."""
 
 import copy
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,9 +57,7 @@ def configuration(folder):
     return Runner(**tiny_runs.training(folder, **changes, **tiny_runs.validation()))
 
 
-@pytest.mark.parametrize("make", [configuration, objects])
-@pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
-def test_the_runner_and_all_random_states_are_unchanged(tmp_path, short_rounds, make, trained):
+def check_that_nothing_changes(tmp_path, make, trained):
     runner = make(tmp_path)
     if trained:
         runner.train()
@@ -69,6 +71,33 @@ def test_the_runner_and_all_random_states_are_unchanged(tmp_path, short_rounds, 
     assert result.name == "Net"
     assert result.speed.get("accumulate") == (2 if make is configuration else None)
     assert result.outcome.steps_per_epoch == 5
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
+def test_a_runner_of_a_configuration_and_all_random_states_are_unchanged(tmp_path, short_rounds, trained):
+    check_that_nothing_changes(tmp_path, configuration, trained)
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
+def test_a_runner_of_objects_and_all_random_states_are_unchanged(tmp_path, trained):
+    # In a new process: the worker of a forked trial once crashed in a process in which thousands of tests had run.
+    script = f"""
+from pathlib import Path
+import pytest, test_runner_tune
+from slipstream.tune import search
+with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(search, "_LONGEST_ROUND", 0.02)
+    patch.setattr(search, "_ROUNDS_FRACTION", 0.0)
+    test_runner_tune.check_that_nothing_changes(Path({str(tmp_path)!r}), test_runner_tune.objects, {trained})
+"""
+    here = Path(__file__).parent
+    environ = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(here), str(here.parent), *filter(None, sys.path)])
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_runner_trains_the_same_after_tuning(tmp_path, short_rounds):
