@@ -228,3 +228,10 @@ def test_a_history_of_an_unknown_format_is_dropped(tmp_path, mmengine_history):
     history._log_history = ["a"]
     write_mmengine(tmp_path / "epoch_1.pth", history)
     assert load_checkpoint(tmp_path / "epoch_1.pth")["message_hub"]["log_scalars"] == {}
+
+
+@pytest.mark.parametrize("hub", [{"log_scalars": 5}, {"log_scalars": [1]}, {"runtime_info": None}])
+def test_a_damaged_message_hub_of_mmengine_is_named(tmp_path, mmengine_history, hub):
+    write_mmengine(tmp_path / "epoch_1.pth", mmengine_history(), message_hub=hub)
+    with pytest.raises(CheckpointError, match=rf"epoch_1\.pth is damaged: message_hub\.{next(iter(hub))}"):
+        load_checkpoint(tmp_path / "epoch_1.pth")

@@ -12,7 +12,10 @@ import torch
 from slipstream.errors import DataError
 from slipstream.openmmlab.mmengine.dataset import (
     BaseDataset,
+    ClassBalancedDataset,
     Compose,
+    ConcatDataset,
+    RepeatDataset,
     default_collate,
     force_full_init,
     pseudo_collate,
@@ -100,6 +103,27 @@ def test_a_pipeline_ends_at_the_first_none():
     assert Compose(None)(4) == 4
     with pytest.raises(TypeError, match="callable or a dict"):
         Compose([3])
+
+
+class Classes(Numbers):
+    def get_cat_ids(self, idx):
+        return [0 if idx == 2 else 1]
+
+
+def test_wrappers_return_the_annotations_of_the_samples():
+    first, second = (Classes(pipeline=[], indices=count, lazy_init=True) for count in (3, 4))
+    both = ConcatDataset([first, second])
+    both.full_init()
+    assert [both.get_data_info(i)["value"] for i in (0, 2, 3, 6, -1)] == [0, 3, 0, 4, 4]
+    assert [both[i]["value"] for i in (-1, -7)] == [4, 0]
+    with pytest.raises(IndexError):
+        both[-8]
+    repeated = RepeatDataset(first, 2)
+    assert [repeated.get_data_info(i)["value"] for i in range(6)] == [0, 2, 3] * 2
+    balanced = ClassBalancedDataset(first, 1.0)
+    assert [balanced.get_data_info(i) for i in range(len(balanced))] == [
+        balanced[i] for i in range(len(balanced))
+    ]
 
 
 def test_datasets_can_be_sent_to_workers():

@@ -64,6 +64,28 @@ def test_a_script_runs_with_its_arguments_and_its_folder(tmp_path):
     assert done.stdout.splitlines()[-1] == "['--lr', '1'] found slipstream.openmmlab.mmengine __main__"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_workers_that_are_not_forked_import_slipstream(tmp_path, context):
+    (tmp_path / "parts.py").write_text(
+        "import mmengine\n"
+        "from mmengine.dataset import BaseDataset\n"
+        "class Names(BaseDataset):\n"
+        "    def load_data_list(self): return [{}]\n"
+        "    def __getitem__(self, index): return mmengine.__name__\n"
+    )
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import mmengine, parts\n"
+        "from torch.utils.data import DataLoader\n"
+        "if __name__ == '__main__':\n"
+        f"    print(*DataLoader(parts.Names(), num_workers=1, multiprocessing_context={context!r}))\n"
+    )
+    (tmp_path / "installed").mkdir()
+    done = run("-m", "slipstream.openmmlab", script, path=[fake_mmengine(tmp_path / "installed")])
+    assert done.stdout.splitlines()[-1] == "['slipstream.openmmlab.mmengine']"
+
+
 def test_a_missing_script_is_an_error_in_one_line():
     done = run("-m", "slipstream.openmmlab", "nowhere.py", code=1)
     assert done.stderr.splitlines()[-1].startswith("error: 'nowhere.py' is not a file; use python -m")

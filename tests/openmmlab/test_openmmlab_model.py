@@ -7,7 +7,14 @@ import torch
 from torch import nn
 
 from slipstream.errors import DataError
-from slipstream.openmmlab.mmengine.model import BaseModel, BaseTTAModel, ImgDataPreprocessor, stack_batch
+from slipstream.openmmlab.mmengine.model import (
+    BaseModel,
+    BaseModule,
+    BaseTTAModel,
+    ImgDataPreprocessor,
+    Sequential,
+    stack_batch,
+)
 from slipstream.openmmlab.mmengine.model import weight_init as init
 
 
@@ -61,6 +68,48 @@ def test_the_preprocessor_normalizes_before_it_pads():
     assert stacked["data_samples"] is None
     with pytest.raises(DataError, match="inputs"):
         preprocess({"inputs": 3})
+
+
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [
+        (dict(mean=[1, 2, 3], std=[1, 1, 1]), (1, 4, 4)),
+        (dict(mean=[1, 2, 3], std=[1, 1, 1]), (4, 4, 4)),
+        (dict(bgr_to_rgb=True), (1, 4, 4)),
+        (dict(rgb_to_bgr=True), (2, 4, 4)),
+    ],
+)
+def test_images_with_other_channels_than_the_options_are_an_error(options, shape):
+    with pytest.raises(DataError, match=str(shape[0])):
+        ImgDataPreprocessor(**options)({"inputs": [torch.zeros(shape)]})
+
+
+def test_the_alpha_channel_is_dropped_when_channels_are_reversed():
+    image = torch.tensor([3.0, 2.0, 1.0, 9.0]).view(4, 1, 1)
+    for inputs in ([image], image[None]):
+        result = ImgDataPreprocessor([1, 1, 1], [1, 1, 1], bgr_to_rgb=True)({"inputs": inputs})["inputs"]
+        assert result.flatten().tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("kind", ["Constant", init.ConstantInit])
+def test_an_initializer_without_a_layer_has_no_effect(kind):
+    class Net(BaseModule):
+        def __init__(self, **options):
+            super().__init__(dict(type=kind, val=0, **options))
+            self.one, self.other = nn.Linear(2, 2), Sequential(nn.Linear(2, 2))
+
+    def zeros(**options):
+        net = Net(**options)
+        net.init_weights()
+        return [not net.one.weight.any(), not net.other[0].weight.any()]
+
+    assert zeros() == [False, False]
+    assert zeros(layer="Linear") == [True, True]
+    assert zeros(override=dict(name="other")) == [False, True]
+    list_of_modules = Sequential(nn.Linear(2, 2), init_cfg=dict(type=kind, val=0))
+    list_of_modules.init_weights()
+    assert list_of_modules[0].weight.any()
+    assert isinstance(BaseModel(init_cfg=dict(type=kind, val=0)), BaseModule)
 
 
 def test_losses_of_any_shape_count_with_their_mean():

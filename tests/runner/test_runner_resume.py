@@ -1,8 +1,11 @@
 """A resumed run ends with the same weights as an uninterrupted run."""
 
+import random
+from types import SimpleNamespace
+
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from slipstream.errors import CheckpointError
 from slipstream.hooks import EMAHook, Hook
@@ -15,6 +18,7 @@ from tiny_runs import (
     assert_same,
     loader,
     run,
+    samples,
     scalars,
     training,
     validation,
@@ -388,3 +392,38 @@ def test_damaged_last_checkpoint_is_skipped(tmp_path, content):
     run(tmp_path)
     (tmp_path / "last_checkpoint").write_bytes(content)
     assert Runner(**training(tmp_path, resume=True)).checkpoints.resume_from == tmp_path / "epoch_2.pth"
+
+
+class FromClosure(Sampler):
+    """A sampler whose generator is a local variable of a function, or an attribute of a nested object."""
+
+    def __init__(self, nested):
+        rng = random.Random(5)
+        self.kept = SimpleNamespace(rng=rng) if nested else None
+        self.shuffle = (
+            (lambda order: self.kept.rng.shuffle(order)) if nested else lambda order: rng.shuffle(order)
+        )
+
+    def __iter__(self):
+        order = list(range(40))
+        self.shuffle(order)
+        return iter(order)
+
+    def __len__(self):
+        return 40
+
+
+@pytest.mark.parametrize(("nested", "warnings"), [(True, 0), (False, 1)])
+def test_resume_warns_of_a_sampler_whose_order_cannot_be_restored(tmp_path, nested, warnings):
+    def trained(folder, epochs, **changes):
+        data = dict(batch_size=8, dataset=TensorDataset(*samples()), sampler=FromClosure(nested))
+        torch.manual_seed(0)
+        cfg = dict(by_epoch=True, max_epochs=epochs)
+        return run(folder, train_dataloader=data, train_cfg=cfg, **changes)
+
+    whole = trained(tmp_path / "whole", 2)
+    trained(tmp_path / "parts", 1)
+    parts = trained(tmp_path / "parts", 2, resume=True)
+    logs = "".join(path.read_text() for path in (tmp_path / "parts").glob("*/*.log"))
+    assert logs.count("keeps state that cannot be restored (FromClosure)") == warnings
+    assert (weights(whole)["last.bias"].equal(weights(parts)["last.bias"])) == nested

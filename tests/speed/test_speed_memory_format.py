@@ -249,7 +249,28 @@ def states_are_loaded(weight, optim, step):
         optim.optimizer.load_state_dict(state)
 
 
-@pytest.mark.parametrize("change", [contiguous_gradients, memory_format_changes, states_are_loaded])
+def states_are_replaced(weight, optim, step):
+    if step == 2:
+        states = optim.optimizer.state[weight]
+        states.update({name: value.contiguous() for name, value in states.items() if value.dim() > 1})
+
+
+def dict_of_states_is_replaced(weight, optim, step):
+    if step == 2:
+        states = optim.optimizer.state[weight]
+        optim.optimizer.state[weight] = {name: value.contiguous() for name, value in states.items()}
+
+
+CHANGES = [
+    contiguous_gradients,
+    memory_format_changes,
+    states_are_loaded,
+    states_are_replaced,
+    dict_of_states_is_replaced,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
 def test_fused_kernels_accept_gradients_and_states_with_other_strides(kind, change):
     def trained(fused):

@@ -85,7 +85,7 @@ def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str,
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(checkpoint, Mapping):
         raise CheckpointError(f"{path} must contain a dict, not a {type(checkpoint).__name__}")
-    return translated(dict(checkpoint)) if is_from_mmengine(checkpoint) else dict(checkpoint)
+    return translated(dict(checkpoint), path) if is_from_mmengine(checkpoint) else dict(checkpoint)
 
 
 def _is_torch_file(path: Path) -> bool:

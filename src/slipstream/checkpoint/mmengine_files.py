@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,15 +54,18 @@ def is_from_mmengine(checkpoint: Mapping[str, Any]) -> bool:
     return isinstance(meta, Mapping) and "mmengine_version" in meta
 
 
-def translated(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint of MMEngine with a message hub and meta that Slipstream can resume from.
+def translated(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the checkpoint of MMEngine in the file `path` with a message hub and meta that Slipstream can resume from.
 
     NumPy numbers become built-in numbers. Only the newest values of each scalar history are kept.
+
+    Raises:
+        CheckpointError: the message hub is damaged.
     """
     hub = checkpoint.get("message_hub")
     if isinstance(hub, Mapping):
-        histories = {key: _history(value) for key, value in dict(hub.get("log_scalars", {})).items()}
-        infos = {key: _builtin(value) for key, value in dict(hub.get("runtime_info", {})).items()}
+        histories = {key: _history(value) for key, value in _entries(hub, "log_scalars", path).items()}
+        infos = {key: _builtin(value) for key, value in _entries(hub, "runtime_info", path).items()}
         infos = {key: value for key, value in infos.items() if key not in ("cfg", "last_ckpt")}
         checkpoint["message_hub"] = {
             "log_scalars": {key: history for key, history in histories.items() if history},
@@ -69,6 +73,16 @@ def translated(checkpoint: dict[str, Any]) -> dict[str, Any]:
         }
     checkpoint["meta"] = {key: _builtin(value) for key, value in checkpoint["meta"].items()}
     return checkpoint
+
+
+def _entries(hub: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]:
+    found = hub.get(key, {})
+    if not isinstance(found, Mapping):
+        raise CheckpointError(
+            f"{path} is damaged: message_hub.{key} must be a dict, not {type(found).__name__}; use a different "
+            "checkpoint, or remove 'message_hub' from this one"
+        )
+    return found
 
 
 def _history(value: Any) -> dict[str, Any]:

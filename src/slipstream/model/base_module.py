@@ -38,16 +38,21 @@ class BaseModule(nn.Module):
         if self._is_init:
             return
         self._is_init = True
-        from slipstream.model.weight_init import PretrainedInit, initialize
+        from slipstream.model.weight_init import PretrainedInit
 
         cfgs = [self.init_cfg] if isinstance(self.init_cfg, Mapping) else self.init_cfg or []
         kinds = ("Pretrained", "PretrainedInit", PretrainedInit)
-        initialize(self, [cfg for cfg in cfgs if cfg.get("type") not in kinds])
+        self._initialize([cfg for cfg in cfgs if cfg.get("type") not in kinds])
         for child in self.children():
             init = getattr(child, "init_weights", None)
             if callable(init) and not getattr(child, "is_init", False):
                 init()
-        initialize(self, [cfg for cfg in cfgs if cfg.get("type") in kinds])
+        self._initialize([cfg for cfg in cfgs if cfg.get("type") in kinds])
+
+    def _initialize(self, cfgs: list[Mapping[str, Any]]) -> None:
+        from slipstream.model.weight_init import initialize
+
+        initialize(self, cfgs)
 
 
 @MODELS.register_module()

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from multiprocessing import parent_process
+from pathlib import Path
 from types import ModuleType
 
 from slipstream.errors import ConfigError
@@ -17,6 +19,7 @@ __all__ = ["install"]
 
 _NAME = "mmengine"
 _TARGET = f"{__package__}.mmengine"
+_WORKERS = str(Path(__file__).parent / "workers")
 
 
 class _AliasLoader(Loader):
@@ -63,6 +66,9 @@ class _Finder(MetaPathFinder):
 def install() -> None:
     """Make `import mmengine` import `slipstream.openmmlab.mmengine`. Further calls have no effect.
 
+    Processes that are started with `spawn` or `forkserver` receive `sys.path`, but not the finder. Therefore a folder
+    with a package `mmengine`, which calls this function, is inserted after the folder of the script.
+
     Raises:
         ConfigError: MMEngine itself is imported already.
     """
@@ -76,4 +82,7 @@ def install() -> None:
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, _Finder())
-    print_log("import mmengine now imports Slipstream (slipstream.openmmlab)", "current")
+    if _WORKERS not in sys.path:
+        sys.path.insert(1, _WORKERS)
+    if parent_process() is None:  # not again in each worker
+        print_log("import mmengine now imports Slipstream (slipstream.openmmlab)", "current")

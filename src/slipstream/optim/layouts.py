@@ -6,6 +6,8 @@ wrong results.
 
 from __future__ import annotations
 
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -36,7 +38,8 @@ class FusedLayouts:
     """Converts gradients and states to the strides of their parameters before each step with fused kernels.
 
     Autograd creates gradients with these strides, and the optimizer its states. The strides change if code sets
-    `p.grad`, loads states, or changes the memory format of the model between two steps. A step pre-hook can also set
+    `p.grad`, loads or replaces states, or changes the memory format of the model between two steps. Replaced states are
+    found for parameters with four or more dimensions, which are those with memory formats. A step pre-hook can also set
     `p.grad`. Therefore, if the optimizer has such hooks, the gradients are converted again after the last of them.
 
     Args:
@@ -47,6 +50,9 @@ class FusedLayouts:
         self._optimizer = optimizer
         self._strides: list[tuple[int, ...]] = []
         self._states: Any = None
+        self._dicts: list[Any] = []
+        self._watched: list[dict[str, Any]] = []
+        self._values: list[Any] = []
         self._last: RemovableHandle | None = None
 
     def __call__(self) -> None:
@@ -75,13 +81,34 @@ class FusedLayouts:
     def _convert(self, groups: list[dict[str, Any]]) -> None:
         params = [param for group in groups for param in group["params"]]
         strides = list(map(Tensor.stride, params))
-        # `Optimizer.load_state_dict` replaces the dict of states.
-        if strides != self._strides or self._optimizer.state is not self._states:
-            self._strides, self._states = strides, self._optimizer.state
+        if strides != self._strides or self._replaced():
             lay_out_states(self._optimizer)
+            self._strides = strides
+            self._remember()
         for param, stride in zip(params, strides, strict=True):
             grad = param.grad
             if grad is None or grad.layout is not torch.strided or grad.stride() == stride:
                 continue
             if not is_sharded(param):
                 param.grad = torch.empty_like(param, dtype=grad.dtype, requires_grad=False).copy_(grad)
+
+    def _replaced(self) -> bool:
+        """Return whether states were added or replaced. The comparison runs in C, because it runs before each step."""
+        state = self._optimizer.state
+        if state is not self._states:  # `Optimizer.load_state_dict` replaces the dict
+            return True
+        values = chain.from_iterable(map(dict.values, self._watched))
+        return not (
+            all(map(is_, chain(state.values(), _END), self._dicts))
+            and all(map(is_, chain(values, _END), self._values))
+        )
+
+    def _remember(self) -> None:
+        state = self._optimizer.state
+        self._states, self._dicts = state, [*state.values(), *_END]
+        self._watched = [states for param, states in state.items() if param.dim() >= 4]
+        self._values = [*chain.from_iterable(map(dict.values, self._watched)), *_END]
+
+
+_END = (object(),)
+"""An item after the last one, so that lists of different lengths differ."""

@@ -28,6 +28,7 @@ from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.optim import OptimWrapper
 from slipstream.redaction import Redactor
 from slipstream.runner import resume, resume_check
+from slipstream.runner.checks import warn_of_sampler_state
 from slipstream.version import __version__
 
 if TYPE_CHECKING:
@@ -188,6 +189,8 @@ class Checkpoints:
                 resume.restore_schedulers(schedulers, checkpoint)
         with restoring("meta", source):
             self._runner.train_loop.resume_at(checkpoint["meta"])
+        loop = self._runner.train_loop
+        warn_of_sampler_state(loop.dataloader, loop.epoch, self._runner.logger.warning)
         states = checkpoint["meta"].get("random_state")
         if states and len(states) == get_world_size():
             self.random_state = states[get_rank()]

@@ -10,11 +10,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
 from slipstream.dataset.loading.loader import batch_size, last_batch_size
+from slipstream.dataset.loading.samplers import EpochBatchSampler
 from slipstream.dist import get_rank, get_world_size
 from slipstream.errors import NonFiniteLossError, SlipstreamError
 from slipstream.model.sync_batchnorm import SyncBatchNorm
 
-__all__ = ["add_notes", "warn_of_single_sample"]
+__all__ = ["add_notes", "warn_of_sampler_state", "warn_of_single_sample"]
 
 _NOTES = {
     "find_unused_parameters": "(set it with cfg=dict(find_unused_parameters=True))",
@@ -66,6 +67,22 @@ def warn_of_single_sample(model: nn.Module, loader: DataLoader[Any], warn: Calla
             "The last batch of each epoch has one sample. If the feature map at a BatchNorm layer (the first one is "
             f"'{name}') is 1x1, as after global pooling, training stops there with an error; "
             "train_dataloader.drop_last=True drops this batch"
+        )
+
+
+def warn_of_sampler_state(loader: DataLoader[Any], epoch: int, warn: Callable[[str], None]) -> None:
+    """Warn if the order of the loader's sampler depends on state that a resume or a roll-back cannot restore.
+
+    Call it before the epoch at which the run continues; the first indices of this epoch are drawn twice and compared.
+    """
+    batches = loader.batch_sampler
+    if not isinstance(batches, EpochBatchSampler):
+        return
+    if state := batches.changed_state() or batches.differing_state(epoch):
+        warn(
+            f"The training loader's sampler keeps state that cannot be restored ({', '.join(state)}), so the order of "
+            "the following batches can differ from that of an uninterrupted run; compute the order from "
+            "set_epoch(epoch)"
         )
 
 

@@ -313,7 +313,6 @@ class _TrainLoop(BaseLoop):
         start, self._start = self._start, 0
         used, self._used = self._used, 0
         self.passes.begin(self._iter, self._epoch, start, used)
-        self._sizes = BatchSizes(self.dataloader, start, used)
         if start == 0:
             # Restore the state before the loader draws its random numbers for a new epoch.
             self._runner.checkpoints.restore_random_state()

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from slipstream.checkpoint import mark_last_checkpoint
 from slipstream.dataset.loading.order import EpochOrder, batch_indices
-from slipstream.dataset.loading.samplers import EpochBatchSampler
 from slipstream.dist import all_gather_object, broadcast_object_list, get_world_size, is_main_process
 from slipstream.errors import CheckpointError, LossSpikeError, NonFiniteLossError
 from slipstream.model import unwrap_model
@@ -193,19 +192,9 @@ class Rollback:
             f"{policy.max_rollbacks}). Training continues without {_named(first, last)}"
         )
         self._log_samples(first, last)
-        self._warn_of_samplers()
         self._restore(target[1], target[2])
         self._set(ranges, count)
         runner.call_hook("after_rollback")
-
-    def _warn_of_samplers(self) -> None:
-        batches = self._runner.train_dataloader.batch_sampler
-        changed = batches.changed_state() if isinstance(batches, EpochBatchSampler) else []
-        if changed:
-            self._runner.logger.warning(
-                f"The training loader's sampler keeps state that cannot be restored ({', '.join(changed)}), so the "
-                "order of the repeated batches can differ; compute the order from set_epoch(epoch)"
-            )
 
     def _range(self, error: Fault, skip_before: int) -> tuple[int, int, bool]:
         """Return the first and the last step to leave out, and whether the fault follows steps that are left out.

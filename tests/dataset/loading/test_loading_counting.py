@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from slipstream.dataset.loading.counting import BatchSizes, count_samples
 from slipstream.dataset.loading.loader import build_dataloader, set_epoch
@@ -23,6 +23,30 @@ class Growing:
 
     def __len__(self):
         return 4
+
+
+class Numbers(Sampler):
+    """A sampler that yields `count` indices, and `more` indices per epoch."""
+
+    def __init__(self, count, more=0):
+        self.count, self.more, self.epoch = count, more, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(range(self.count + self.more * self.epoch))
+
+
+class Counted(Numbers):
+    """`Numbers` with the length `length`, or the true one."""
+
+    def __init__(self, *args, length=None):
+        super().__init__(*args)
+        self.length = length
+
+    def __len__(self):
+        return self.length or self.count + self.more * self.epoch
 
 
 def build(cfg):
@@ -51,9 +75,35 @@ def test_sizes_are_those_of_the_batches(cfg):
         assert size == len(inputs)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("sampler", "expected"),
+    [
+        (Numbers(21), [[8, 8, 5], [8, 8, 5]]),
+        (Counted(21, length=40), [[8, 8, 5], [8, 8, 5]]),
+        (Counted(20, 3), [[8, 8, 4], [8, 8, 7]]),
+    ],
+    ids=["without a length", "fewer than its length", "other length in each epoch"],
+)
+def test_sizes_are_those_that_a_sampler_draws(sampler, expected, workers):
+    # Tuples of two views, so that the first dimension of the batch is not its number of samples.
+    made = build(
+        DataLoader(TensorDataset(*samples(40)), 8, sampler=sampler, num_workers=workers, collate_fn=two_views)
+    )
+    sizes = BatchSizes(made)
+    for epoch, numbers in enumerate(expected):
+        set_epoch(made, epoch)
+        assert [sizes.at(number, batch) for number, batch in enumerate(made)] == numbers
+
+
+def two_views(samples):
+    images = torch.stack([image for image, _ in samples])
+    return torch.cat([images, images])
+
+
 def test_samples_that_a_resumed_run_leaves_out_are_not_counted():
     made = build(loader(TensorDataset(*samples(19)), shuffle=False))
-    sizes = BatchSizes(made, start=1, used=3)
+    sizes = BatchSizes(made)
     set_epoch(made, 0, 1, 3)
     assert [(sizes.at(1 + index, batch), len(batch[0])) for index, batch in enumerate(made)] == [
         (5, 5),

@@ -1,12 +1,13 @@
 import itertools
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler, TensorDataset
 
 from slipstream.dataset.loading import samplers
 from slipstream.dataset.loading.samplers import DefaultSampler, EpochBatchSampler, InfiniteSampler
@@ -212,6 +213,128 @@ def test_sampler_with_its_own_generator_starts_each_epoch_with_the_same_state():
     assert orders[0] == list(Shuffled())
     assert orders[3:] == orders[:2]
     assert len(set(map(tuple, orders))) == 3
+
+
+class Seeded(random.Random):
+    """A subclass of a generator class."""
+
+
+class Keeps(Sampler):
+    """A sampler that finds its generator in the attribute `kept` with `get`."""
+
+    def __init__(self, kept, get=lambda kept: kept):
+        self.kept, self.get = kept, get
+
+    def __iter__(self):
+        order = list(range(40))
+        self.get(self.kept).shuffle(order)
+        return iter(order)
+
+    def __len__(self):
+        return 40
+
+
+def of_class():
+    class OfClass(Keeps):
+        rng = random.Random(5)
+
+        def __init__(self):
+            super().__init__(None, lambda _: self.rng)
+
+    return OfClass()
+
+
+class Wraps(Keeps):
+    def __init__(self):
+        super().__init__(RandomSampler(range(40), generator=torch.Generator().manual_seed(3)))
+
+    def __iter__(self):
+        return iter(self.kept)
+
+
+def orders_of(make, epochs):
+    made = EpochBatchSampler(BatchSampler(make(), 8, False), 7, 40)
+    return [(made.set_epoch(epoch), list(made))[1] for epoch in epochs]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Keeps(SimpleNamespace(rng=random.Random(5)), lambda kept: kept.rng),
+        lambda: Keeps([random.Random(5)], lambda kept: kept[0]),
+        lambda: Keeps(dict(a=(random.Random(5),)), lambda kept: kept["a"][0]),
+        lambda: Keeps(Seeded(5)),
+        lambda: Keeps(np.random.default_rng(5)),
+        of_class,
+        Wraps,
+    ],
+    ids=["object", "list", "nested containers", "subclass", "numpy", "class attribute", "wrapped sampler"],
+)
+def test_generators_in_nested_objects_are_set_for_each_epoch(make):
+    zero, one, again = orders_of(make, (0, 1, 1))
+    assert again == one != zero
+    assert orders_of(make, (1,)) == [one]  # as after a resume in a new process
+    assert EpochBatchSampler(BatchSampler(make(), 8, False), 7, 40).differing_state(1) == []
+
+
+class Lazy(Keeps):
+    """A sampler whose first iteration creates its generator."""
+
+    def __init__(self):
+        super().__init__(None)
+
+    def __iter__(self):
+        self.kept = self.kept or random.Random(5)
+        return super().__iter__()
+
+
+class Closure(Keeps):
+    """A sampler whose generator is a local variable of a function."""
+
+    def __init__(self):
+        rng = random.Random(5)
+        super().__init__(None, lambda _: rng)
+
+
+class Position(Keeps):
+    def __init__(self):
+        super().__init__(0)
+
+    def __iter__(self):
+        self.kept += 1
+        return iter(range(self.kept, 40))
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (Lazy, ["Lazy.kept"]),
+        (Closure, ["Closure"]),
+        (Position, ["Position.kept"]),
+        (lambda: Keeps(random.SystemRandom()), ["Keeps"]),
+        (lambda: Keeps(iter(range(40))), ["Keeps.kept"]),
+    ],
+    ids=["created late", "closure", "position", "system generator", "iterator"],
+)
+def test_state_that_changes_the_order_of_a_repeated_epoch_is_named(make, names):
+    sampler = make()
+    made = EpochBatchSampler(BatchSampler(sampler, 8, False), 7, 40)
+    before = dict(vars(sampler))
+    assert made.differing_state(1) == names
+    assert vars(sampler) == before
+
+
+def test_generators_of_a_sampler_s_dataset_keep_their_state():
+    class Data(TensorDataset):
+        rng = random.Random(5)
+
+    sampler = Keeps(SimpleNamespace(rng=random.Random(5), dataset=Data()), lambda kept: kept.rng)
+    made = EpochBatchSampler(BatchSampler(sampler, 8, False), 7, 40)
+    before = Data.rng.getstate()
+    list(made)
+    made.set_epoch(1)
+    list(made)
+    assert Data.rng.getstate() == before
 
 
 @pytest.mark.parametrize(("round_up", "own", "total"), [(True, 4, 8), (False, 3, 7)])

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from slipstream.dataset.loading.loader import batch_size, last_batch_size, length
+from slipstream.dataset.loading.loader import batch_size
+from slipstream.dataset.loading.samplers import EpochBatchSampler
 
 __all__ = ["BatchSizes", "count_samples"]
 
@@ -16,28 +17,26 @@ __all__ = ["BatchSizes", "count_samples"]
 class BatchSizes:
     """The number of this rank's samples in each batch of a pass over a loader.
 
-    For a `BatchSampler` of torch, the sizes follow from the length of the dataset. For other batch samplers and for
-    iterable datasets, the samples are counted in the batch.
+    If the loader has an `EpochBatchSampler`, these are the sizes that it has drawn. For iterable datasets and for
+    datasets of ready batches, the samples are counted in the batch.
 
     Args:
         loader: a loader of `build_dataloader`.
-        start: number of the first batch of the pass, from 0.
-        used: number of samples that are left out at the beginning of this batch.
     """
 
-    def __init__(self, loader: DataLoader[Any], start: int = 0, used: int = 0) -> None:
+    def __init__(self, loader: DataLoader[Any]) -> None:
         self._size = batch_size(loader)
-        self._last_size = last_batch_size(loader)
-        self._last = (length(loader) or 0) - 1
-        self._start, self._used = start, used
+        self._batches = loader.batch_sampler if isinstance(loader.batch_sampler, EpochBatchSampler) else None
 
     def at(self, number: int, batch: Any) -> int:
-        """Return the number of samples in batch `number` (from 0); 1 if it can neither be computed nor counted."""
-        if self._last_size is None or self._size is None:
-            found = count_samples(batch)
-            return self._size or 1 if found is None else min(found, self._size or found)
-        size = self._last_size if number == self._last else self._size
-        return size - self._used if number == self._start else size
+        """Return the number of samples in batch `number` (from 0); 1 if it is neither drawn by a sampler nor counted.
+
+        Call it while the pass over the loader is in progress, because the next pass has other sizes.
+        """
+        if self._batches is not None and (drawn := self._batches.size_of(number)) is not None:
+            return drawn
+        found = count_samples(batch)
+        return self._size or 1 if found is None else min(found, self._size or found)
 
 
 def count_samples(batch: Any) -> int | None:

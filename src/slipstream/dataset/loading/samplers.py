@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterator, Sized
 from itertools import islice
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -132,14 +134,17 @@ _USE_OWN_GENERATOR = (
     WeightedRandomSampler,
 )
 
+_COMPARED = 10_000
+"""Number of indices to draw when two draws of an epoch are compared."""
+
 
 class EpochBatchSampler(Sampler[list[int]]):
     """Batch sampler wrapper that can start at any batch of any epoch, and yields `SampleIndex` with the epoch.
 
     If an iteration starts in the middle of an epoch, the skipped indices are drawn, but their samples are not loaded.
     The `generator` of a sampler is seeded from the seed and the epoch. If a sampler draws from the global generators,
-    they are seeded in the same way and restored afterwards. Other generators of a sampler are set for each epoch (see
-    `SamplerState`).
+    they are seeded in the same way and restored afterwards. Other generators of a sampler and of the objects that it
+    contains are set for each epoch (see `SamplerState`).
 
     Args:
         batch_sampler: iterable of lists of indices.
@@ -162,6 +167,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         self.epoch = 0
         self.start = 0
         self.used = 0
+        self._sizes: list[tuple[int, int]] = []
 
     def set_epoch(self, epoch: int, start: int = 0, used: int = 0) -> None:
         """Set the epoch, and the batch within it, at which the next iteration starts, after `used` of its samples."""
@@ -174,6 +180,41 @@ class EpochBatchSampler(Sampler[list[int]]):
         """Return the names of the sampler's attributes that an iteration has changed and that cannot be restored."""
         return [] if uses_own_generator(self) else self._state.changed()
 
+    def differing_state(self, epoch: int) -> list[str]:
+        """Return the names of attributes that the order of an epoch depends on and that cannot be set for the epoch.
+
+        The list is empty if two draws of the epoch have the same order. If the cause is not found, it contains the name
+        of the sampler's class. Attributes of the sampler are restored after the draws. Only the first `_COMPARED`
+        samples are drawn; a sampler that keeps an iterator is not drawn at all.
+        """
+        if uses_own_generator(self):
+            return []
+        if names := self._state.iterators():
+            return names
+        samplers = [part for part in (self.batch_sampler, self.sampler) if part is not None]
+        if any(isinstance(part, Iterator) for part in samplers):
+            return [type(samplers[-1]).__name__]
+        before = self.epoch, self._state.save_attributes()
+        try:
+            if self._first_indices(epoch) == self._first_indices(epoch):
+                return []
+            unknown = self._state.changed() or self._state.new_generators()
+            return unknown or [type(samplers[-1]).__name__]
+        finally:
+            self.epoch = before[0]
+            self._state.restore_attributes(before[1])
+
+    def _first_indices(self, epoch: int) -> list[str]:
+        """Return the batches with the first `_COMPARED` indices of an epoch, as text."""
+        self.set_epoch(epoch)
+        found, count = [], 0
+        for batch in islice(self._batches(), self.limit):
+            found.append(repr(batch))
+            count += len(batch)
+            if count >= _COMPARED:
+                break
+        return found
+
     @property
     def endless(self) -> bool:
         """Whether an iteration never ends."""
@@ -183,6 +224,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         start, self.start = self.start, 0
         used, self.used = self.used, 0
         first, drawn = self.epoch, 0
+        self._sizes = []
         for number, batch in enumerate(islice(self._batches(), self.limit)):
             # For an endless sampler, each pass over the dataset counts as an epoch.
             epoch = first + drawn // self.samples
@@ -190,7 +232,14 @@ class EpochBatchSampler(Sampler[list[int]]):
             if number == start:
                 batch = batch[used:] if used else batch
             if number >= start:
+                if not self._sizes or self._sizes[-1][1] != len(batch):
+                    self._sizes.append((number, len(batch)))
                 yield [self._stamped(index, epoch) for index in batch] if self.stamp else batch
+
+    def size_of(self, number: int) -> int | None:
+        """Return the number of samples in a batch that the latest iteration has drawn; None if it has drawn none."""
+        position = bisect.bisect_right(self._sizes, number, key=itemgetter(0))
+        return self._sizes[position - 1][1] if position else None
 
     def _batches(self) -> Iterator[list[int]]:
         for sampler in (self.sampler, self.batch_sampler):

@@ -1,8 +1,12 @@
 """Datasets, samplers and collate functions."""
 
 from slipstream.dataset import InfiniteSampler
-from slipstream.dataset.sources.wrappers import ClassBalancedDataset, ConcatDataset, RepeatDataset
 from slipstream.openmmlab.mmengine.dataset.base_dataset import BaseDataset, Compose, force_full_init
+from slipstream.openmmlab.mmengine.dataset.dataset_wrapper import (
+    ClassBalancedDataset,
+    ConcatDataset,
+    RepeatDataset,
+)
 from slipstream.openmmlab.mmengine.dataset.sampler import DefaultSampler
 from slipstream.openmmlab.mmengine.dataset.utils import default_collate, pseudo_collate, worker_init_fn
 

@@ -5,19 +5,16 @@ from slipstream.model import (
     ExponentialMovingAverage,
     MMDistributedDataParallel,
     MMSeparateDistributedDataParallel,
-    ModuleDict,
-    ModuleList,
     MomentumAnnealingEMA,
-    Sequential,
     StochasticWeightAverage,
 )
-from slipstream.model.base_module import BaseModule
 from slipstream.model.wrappers import MMFullyShardedDataParallel, is_model_wrapper
 from slipstream.openmmlab.mmengine.model.base_model import (
     BaseDataPreprocessor,
     BaseModel,
     ImgDataPreprocessor,
 )
+from slipstream.openmmlab.mmengine.model.base_module import BaseModule, ModuleDict, ModuleList, Sequential
 from slipstream.openmmlab.mmengine.model.test_time_aug import BaseTTAModel
 from slipstream.openmmlab.mmengine.model.utils import (
     convert_sync_batchnorm,

@@ -1,5 +1,34 @@
-"""Base classes of modules."""
+"""Base classes of modules, which apply `init_cfg` as MMEngine does."""
 
-from slipstream.model.base_module import BaseModule, ModuleDict, ModuleList, Sequential
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import slipstream.model.base_module as own
+from slipstream.openmmlab.mmengine.model.weight_init import initialize
+from slipstream.openmmlab.mmengine.registry import MODELS
 
 __all__ = ["BaseModule", "ModuleDict", "ModuleList", "Sequential"]
+
+
+class BaseModule(own.BaseModule):
+    """Slipstream's `BaseModule`, except that an initializer without `layer` has no effect (see `initialize`)."""
+
+    def _initialize(self, cfgs: list[Mapping[str, Any]]) -> None:
+        initialize(self, cfgs)
+
+
+@MODELS.register_module()
+class Sequential(BaseModule, own.Sequential):
+    """`nn.Sequential` with an `init_cfg`."""
+
+
+@MODELS.register_module()
+class ModuleList(BaseModule, own.ModuleList):
+    """`nn.ModuleList` with an `init_cfg`."""
+
+
+@MODELS.register_module()
+class ModuleDict(BaseModule, own.ModuleDict):
+    """`nn.ModuleDict` with an `init_cfg`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from slipstream.model.weight_init import (
     TruncNormalInit,
     UniformInit,
     XavierInit,
-    initialize,
 )
+from slipstream.model.weight_init import initialize as initialize_all
+from slipstream.openmmlab.mmengine.registry import WEIGHT_INITIALIZERS
 
 __all__ = [
     "Caffe2XavierInit",
@@ -40,6 +42,27 @@ __all__ = [
     "uniform_init",
     "xavier_init",
 ]
+
+
+_OF_LAYERS = (
+    Caffe2XavierInit,
+    ConstantInit,
+    KaimingInit,
+    NormalInit,
+    TruncNormalInit,
+    UniformInit,
+    XavierInit,
+)
+
+
+def initialize(module: nn.Module, init_cfg: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    """Apply initializers as Slipstream's `initialize`, except that those without `layer` and `override` do nothing."""
+    for cfg in [init_cfg] if isinstance(init_cfg, Mapping) else init_cfg:
+        kind = cfg.get("type")
+        target = WEIGHT_INITIALIZERS.get(kind) if isinstance(kind, str) else kind
+        of_layers = isinstance(target, type) and issubclass(target, _OF_LAYERS)
+        if cfg.get("layer") or cfg.get("override") or not of_layers:
+            initialize_all(module, cfg)
 
 
 def _weight(module: Any) -> Tensor | None:

@@ -9,13 +9,17 @@ from torch import Tensor
 
 from slipstream.model.base_model import BaseModel as OwnModel
 from slipstream.model.base_model import run_forward
+from slipstream.openmmlab.mmengine.model.base_module import BaseModule
 from slipstream.step import sum_losses
 
 __all__ = ["BaseModel"]
 
 
-class BaseModel(OwnModel):
-    """Slipstream's `BaseModel`, except that losses may have any shape and are averaged."""
+class BaseModel(BaseModule, OwnModel):
+    """Slipstream's `BaseModel`, except that losses may have any shape and are averaged.
+
+    An initializer without `layer` has no effect (see `BaseModule`).
+    """
 
     def parse_losses(self, losses: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the sum of the means of all losses and the values to log."""

@@ -79,13 +79,17 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         """Return the batch on the device, with one tensor of images, and `data_samples` (None if there are none).
 
         Raises:
-            DataError: the images are neither a 4-dim tensor nor a sequence of tensors.
+            DataError: the images are neither a 4-dim tensor nor a sequence of tensors, or their number of channels does
+                not match the options.
         """
         data = self.cast_data(data)
         images = data["inputs"] if isinstance(data, Mapping) else None
         if isinstance(images, Tensor) and images.dim() == 4:
+            self._check_channels(images, (1, 3))  # MMEngine repeats one channel
             batch = self._pad(self._normalize(images))
         elif isinstance(images, list | tuple) and all(isinstance(image, Tensor) for image in images):
+            for image in images:
+                self._check_channels(image, (3,))
             prepared = [self._normalize(image) for image in images]
             batch = stack_batch(prepared, self.pad_size_divisor, self.pad_value)
         else:
@@ -96,9 +100,24 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         data.setdefault("data_samples", None)
         return data
 
+    def _check_channels(self, image: Tensor, accepted: tuple[int, ...]) -> None:
+        """Check that the channels of an image can be converted and normalized with three values."""
+        channels = image.shape[-3] if image.dim() >= 3 else 0
+        if self._channel_conversion and channels < 3:
+            raise DataError(
+                f"bgr_to_rgb and rgb_to_bgr require images with 3 channels, but an image has the shape "
+                f"{tuple(image.shape)}; convert the images to color, or remove the option"
+            )
+        kept = 3 if self._channel_conversion else channels
+        if self._enable_normalize and len(self.mean) == 3 and kept not in accepted:
+            raise DataError(
+                f"mean and std have 3 values, but an image has the shape {tuple(image.shape)}; give one value, or load "
+                "images with 3 channels"
+            )
+
     def _normalize(self, image: Tensor) -> Tensor:
         if self._channel_conversion:
-            image = image.flip(-3)
+            image = image.narrow(-3, 0, 3).flip(-3)  # without an alpha channel
         image = image.float()
         return (image - self.mean) / self.std if self._enable_normalize else image
 
