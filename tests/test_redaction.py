@@ -136,3 +136,11 @@ def test_errors_their_notes_and_causes_contain_no_secret(monkeypatch):
         raise error
     assert str(caught.value) == "a.b: must be a number, not '{{ $MY_API_KEY }}'"
     assert VALUE not in repr((caught.value.__notes__, caught.value.__cause__))
+
+
+def test_working_directory_is_not_a_secret(monkeypatch):
+    monkeypatch.setenv("PWD", "/home/someone/project")
+    monkeypatch.setenv("DB_PWD", "correct horse")
+    redactor = Redactor({})
+    assert redactor("/home/someone/project/work_dirs") == "/home/someone/project/work_dirs"
+    assert redactor("correct horse") == "{{ $DB_PWD }}"

@@ -81,7 +81,7 @@ class Redactor(logging.Filter):
         found |= {
             value: f"{{{{ ${name} }}}}"
             for name, value in os.environ.items()
-            if len(value) >= _SHORTEST and is_secret_name(name)
+            if len(value) >= _SHORTEST and is_secret_name(name) and name != "PWD"  # the working directory
         }
         # A secret may be a part of a longer one.
         self._replaced = sorted(found.items(), key=lambda item: -len(item[0]))
