@@ -7,16 +7,11 @@ from pathlib import Path
 import pytest
 
 BLOCKER = """
-import sys
+from importlib.machinery import PathFinder
 
-
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"hydra", "omegaconf", "pytorch_optimizer", "tomli_w", "mypy", "lightning"}:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-
-sys.meta_path.insert(0, Blocker())
+MISSING = {"hydra", "omegaconf", "pytorch_optimizer", "tomli_w", "mypy", "lightning"}
+find_spec = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *args: None if name.partition(".")[0] in MISSING else find_spec(name, *args)
 """
 
 
