@@ -16,7 +16,7 @@ from slipstream.tune.result import TuneResult, read_tuned
 from slipstream.tune.search import Outcome, Row
 from slipstream.tune.statistics import Estimate
 
-FASTER = Estimate(2.0, 1.9, 2.1, 6)
+FASTER = Estimate(2.0, 1.9, 2.1, 6, 0.98)
 
 
 def result(**changes):
@@ -97,7 +97,7 @@ def test_saved_plan_keeps_the_options_of_the_baseline(tmp_path):
     }
     rows = json.loads((tmp_path / "tuned.json").read_text())["outcome"]["rows"]
     assert [row["label"] for row in rows] == ["compile=step", "precision=bf16"]
-    assert rows[0]["estimate"] == {"ratio": 2.0, "low": 1.9, "high": 2.1, "rounds": 6}
+    assert rows[0]["estimate"] == {"ratio": 2.0, "low": 1.9, "high": 2.1, "rounds": 6, "confidence": 0.98}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tuned.json", "tuned.yaml"]
 
 

@@ -2,6 +2,7 @@
 
 import shlex
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from fakes import FakeProcess, Script, alive
 
 from slipstream.config import Config
 from slipstream.errors import ConfigError, NonFiniteLossError, SlipstreamError
+from slipstream.tune import search as tune_search
 from slipstream.tune.jobs import Setting
 from slipstream.tune.options import check_names
 from slipstream.tune.process import Process, TrialError
@@ -61,6 +63,38 @@ def test_all_rounds_contain_the_same_share_of_updates(fake_process):
 def test_batches_that_workers_loaded_while_a_trial_waited_are_not_timed(fake_process):
     search({"": Script(buffered=6)}, ["fused"])
     assert {untimed for _, untimed in fake_process.requests} == {7}
+
+
+class NoisyProcess(FakeProcess):
+    """A process whose step times vary from round to round; the script contains one time for each round."""
+
+    def time(self, steps, untimed, seconds):
+        times = self.script.seconds
+        if isinstance(times, float):
+            return super().time(steps, untimed, seconds)
+        self.rounds = getattr(self, "rounds", -1) + 1
+        return {"seconds": times[self.rounds % len(times)], "peak_mib": 100.0}
+
+    def wait_for(self, event, seconds):
+        times, self.script = self.script, replace(self.script, seconds=0.1)
+        warm = super().wait_for(event, seconds)
+        self.script = times
+        return warm
+
+
+@pytest.mark.parametrize(
+    ("seconds", "status", "reason"),
+    [
+        # 16 of 24 rounds are faster; an interval of 90% that does not contain 1 would require 17.
+        ((0.13, 0.09, 0.09), "adopted", "likely: the interval contains 1 after 24 rounds"),
+        ((0.13, 0.09), "inconclusive", ""),
+    ],
+)
+def test_option_that_is_likely_faster_is_adopted(monkeypatch, seconds, status, reason):
+    monkeypatch.setattr(tune_search, "Process", NoisyProcess)
+    outcome = search({"fused": Script(seconds)}, ["fused"], budget=600)
+    assert (outcome.rows[0].status, outcome.rows[0].reason) == (status, reason)
+    assert outcome.adopted == (["fused"] if status == "adopted" else [])
 
 
 def test_nothing_pays(fake_process):

@@ -22,7 +22,7 @@ from slipstream.tune.statistics import Estimate, difference, estimate
 
 __all__ = ["Outcome", "Row", "Search"]
 
-_MIN_ROUNDS, _MAX_ROUNDS = 5, 12
+_MIN_ROUNDS, _MAX_ROUNDS = 5, 24
 _LONGEST_ROUND = 2.0
 _MARGIN, _LONGEST_MARGIN = 0.02, 5.0
 """Time for ending processes and writing files: a fraction of the budget, and its maximum in seconds."""
@@ -30,9 +30,12 @@ _MAX_PROCESSES = 3
 """Maximum number of processes to end at the deadline: those of the baseline, the plan and a trial."""
 _MIN_GAIN = 1.01
 """Smallest ratio for which an option is adopted."""
+_LIKELY = 0.85
+"""Smallest confidence for which an option is adopted if its interval contains 1. The options do not change the results
+beyond their tolerance, so the only risk is that the option does not help."""
 _CLEARLY_WORSE = 0.8
 """A trial ends after three rounds in which it is slower than this ratio."""
-_ROUNDS_FRACTION = 0.08
+_ROUNDS_FRACTION = 0.12
 """Fraction of the budget after which a trial that has its smallest number of rounds ends."""
 
 
@@ -145,7 +148,7 @@ class Search:
         self._speed = speed
         self._names = names
         self._budget = budget
-        self._round = min(budget / 200, _LONGEST_ROUND)  # seconds of timed steps per round
+        self._round = min(budget / 300, _LONGEST_ROUND)  # seconds of timed steps per round
         self._report = report
         self._start = time.monotonic() if start is None else start
         self._slowest_end = 0.0
@@ -384,6 +387,7 @@ class Search:
                 total.low * product.low,
                 total.high * product.high,
                 product.rounds,
+                min(total.confidence, product.confidence),
             )
         outcome.total, outcome.total_is_product = product, len(outcome.adopted) > 1
         outcome.compile_seconds = row.compile_seconds or 0.0
@@ -467,6 +471,10 @@ def _judged(row: Row, found: Estimate | None) -> Row:
         return replace(row, status="adopted")
     if found.high < 1:
         return replace(row, status="slower")
+    if found.confidence >= _LIKELY and found.ratio >= _MIN_GAIN:
+        return replace(
+            row, status="adopted", reason=f"likely: the interval contains 1 after {found.rounds} rounds"
+        )
     return replace(row, status="no gain" if found.width < 0.05 else "inconclusive")
 
 
