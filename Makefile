@@ -1,22 +1,27 @@
 # make train: set up .venv and train a network; make test: run the short tests; make matrix: run the long tests (every
-# option with every other option, real launchers); make npu: test on a simulated accelerator; make gpu: test and measure
-# on the accelerator of this machine; make openmmlab: install OpenMMLab's libraries in .venv-openmmlab, which compiles
-# mmcv and takes up to an hour, and train with them; make versions: run the short tests with several versions of Python and torch,
-# which takes hours. No target requires root.
+# option with every other option, real launchers); make exhaustive: run tests of make test and make matrix with more
+# values of their parameters, such as every pair of options alone, which takes longer than both and is not part of
+# .ci/run; make npu: test on a simulated accelerator; make gpu: test and measure on the accelerator of this machine; make
+# openmmlab: install OpenMMLab's libraries in .venv-openmmlab, which compiles mmcv and takes up to an hour, and train with
+# them; make versions: run the short tests with several versions of Python and torch, which takes hours. No target
+# requires root.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test matrix npu openmmlab faults gpu wheels versions lint types format clean
+.PHONY: train test matrix exhaustive npu openmmlab faults gpu wheels versions lint types format clean
 
 train: $(VENV)/.installed
 	$(BIN)/slipstream train street_scenes_pp_lite_t
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadscope -rs -m "not (matrix or slow or npu)"
+	$(BIN)/python -m pytest -n 2 --dist loadscope -rs -m "not (matrix or slow or npu or exhaustive)"
 
 matrix: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadscope -rs -m "(matrix or slow) and not npu"
+	$(BIN)/python -m pytest -n 2 --dist loadscope -rs -m "(matrix or slow) and not (npu or exhaustive)"
+
+exhaustive: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 2 --dist loadscope -rs -m exhaustive
 
 npu: $(VENV)/.installed-dev
 	npu=$$($(BIN)/python tests/npu/simulated/build.py) && \

@@ -31,7 +31,7 @@ PAIRS = (
 )
 EXTRAS = ("all", "metrics", "optimizers", "toml")
 TOOLS = ("hypothesis", "pytest", "pytest-xdist")
-MARKERS = "not (matrix or slow or npu)"
+MARKERS = "not (matrix or slow or npu or exhaustive)"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ _TOP = """## What a compiled step supports
 
 `tests/compiled` runs {cases} cases, most of them for {steps} steps in float64: with `accelerate` and `compile`, with
 `accelerate` only, and with a plain loop. Losses, weights, buffers, averages and other values of a case
-must agree within a relative error of {tolerance:g} ({float32:g} for NAdam and RAdam).
+must agree within a relative error of {tolerance:g} ({float32:g} for NAdam and RAdam). `make test` and `make matrix` run
+{regular} of the cases, at least one of each kind; `make exhaustive` runs the others.
 
 - *{one}*: forward, loss and backward run as one graph, without warnings. The optimizer update is part of it if the
   optimizer can be traced; otherwise it runs after the graph.
@@ -59,6 +60,7 @@ def section():
     groups = {title: cases for table in _TABLES for title, cases in table.GROUPS.items()}
     top = _TOP.format(
         cases=sum(map(len, groups.values())),
+        regular=sum(case.fast or not case.exhaustive for cases in groups.values() for case in cases),
         steps=STEPS,
         tolerance=TOLERANCE["rtol"],
         float32=IN_FLOAT32["rtol"],

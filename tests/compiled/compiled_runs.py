@@ -59,7 +59,8 @@ class Case:
         cause: a regular expression that the only warning, or the error, must match.
         line: the file that the warning must name, if any.
         speed: further options.
-        fast: whether `make test` runs it; `make matrix` runs the others.
+        fast: whether `make test` runs it; `make matrix` runs the others, except the exhaustive ones.
+        exhaustive: whether only `make exhaustive` runs it, because other cases test the same code.
         tolerance: tolerance for cases that do not use float64.
     """
 
@@ -73,21 +74,25 @@ class Case:
     fast: bool = False
     tolerance: dict[str, float] = field(default_factory=lambda: TOLERANCE)
     slow: bool = False
+    exhaustive: bool = False
     warnings: int = 1
     """Number of warnings of a step that falls back: 2 if the model cannot be compiled either."""
 
 
 def params_of(cases, fast_only=False):
     """Return the cases as test parameters."""
-    marks = {(False, False): [pytest.mark.matrix], (False, True): [pytest.mark.slow]}
     return [
-        pytest.param(
-            case,
-            id=case.what.replace("`", ""),
-            marks=[] if fast_only else marks.get((case.fast, case.slow), []),
-        )
+        pytest.param(case, id=case.what.replace("`", ""), marks=[] if fast_only else _marks(case))
         for case in cases
     ]
+
+
+def _marks(case):
+    if case.fast:
+        return []
+    if case.exhaustive:
+        return [pytest.mark.exhaustive]
+    return [pytest.mark.slow if case.slow else pytest.mark.matrix]
 
 
 # ---- helpers ----------------------------------------------------------------------------------------------

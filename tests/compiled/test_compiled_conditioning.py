@@ -81,7 +81,9 @@ def nearly_constant(dtype):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("make", [deep, deep_with_adam, nearly_constant])
+@pytest.mark.parametrize(
+    "make", [deep, pytest.param(deep_with_adam, marks=pytest.mark.exhaustive), nearly_constant]
+)
 def test_rounding_is_not_reported_as_a_compiler_bug(make):
     assert_as_close_as_eager(make, compile=COMPILE)
 
@@ -204,12 +206,18 @@ COMPUTED = [
         "`torch.nn.utils.weight_norm`", normed(nn.utils.weight_norm), FALLS_BACK, "requires grad", fast=True
     ),
     Case("`torch.nn.utils.spectral_norm`", normed(nn.utils.spectral_norm), FALLS_BACK, "requires grad"),
-    Case("`parametrizations.weight_norm`", normed(parametrizations.weight_norm)),
+    Case("`parametrizations.weight_norm`", normed(parametrizations.weight_norm), exhaustive=True),
     Case("`parametrizations.spectral_norm`", normed(parametrizations.spectral_norm)),
-    Case("`parametrizations.orthogonal`", normed(parametrizations.orthogonal)),
-    Case("pruning", pruned, FALLS_BACK, "requires grad"),
+    Case("`parametrizations.orthogonal`", normed(parametrizations.orthogonal), exhaustive=True),
+    Case("pruning", pruned, FALLS_BACK, "requires grad", exhaustive=True),
     Case("pruning before step 5", lambda: pruned(5), FALLS_BACK, "requires grad"),
-    Case("pruning made permanent before step 8", lambda: pruned(0, 8), FALLS_BACK, "requires grad"),
+    Case(
+        "pruning made permanent before step 8",
+        lambda: pruned(0, 8),
+        FALLS_BACK,
+        "requires grad",
+        exhaustive=True,
+    ),
     Case("more pruning before steps 4 and 8", pruned_more, FALLS_BACK, "requires grad"),
     Case("tied weights", tied),
     Case("a second network that forward updates", of(Momentum)),

@@ -97,6 +97,17 @@ _GRADIENT_HOOKS = {
     "a module's full backward pre-hook": module_backward_pre,
     "a global module backward hook": global_backward,
 }
+
+
+def _needed(hook, at, undo):
+    """Return whether no other case has this kind of hook, or the moments of its addition and removal."""
+    if hook is halves:
+        return True
+    if hook in (clips_after, module_backward):
+        return (at, undo) == (5, removed)
+    return at == (0 if hook is prehook_of_accumulation else 5)
+
+
 GRADIENT_HOOKS = [
     Case(
         f"{what}, {when}",
@@ -104,6 +115,7 @@ GRADIENT_HOOKS = [
         FALLS_BACK,
         "hook",
         fast=hook in (halves, clips_after) and at == 5 and undo is None,
+        exhaustive=not _needed(hook, at, undo),
     )
     for what, hook in _GRADIENT_HOOKS.items()
     for when, at, undo in (
@@ -252,11 +264,12 @@ OTHER_HOOKS = [
             f"{what}, {when}",
             changed(hook, at, undo),
             fast=hook in (scales_output, shrinks_before) and at == 5,
+            exhaustive=hook not in (scales_output, shrinks_before) and at == 0,
         )
         for what, hook in _OTHER_HOOKS.items()
         for when, at, undo in (("from the start", 0, None), ("from step 5 to 9", 5, removed))
     ),
-    Case("`optimizer.step` replaced, from the start", changed(patched_step, 0)),
+    Case("`optimizer.step` replaced, from the start", changed(patched_step, 0), exhaustive=True),
     Case("`optimizer.step` replaced, from step 5 on", changed(patched_step, 5)),
 ]
 

@@ -167,7 +167,13 @@ ATTRIBUTES = [
         "a new graph",
     ),
     Case("a branch on an int that forward increments", of(Every, "calls")),
-    Case("a float that decreases at each step", of(Decaying, "share"), FALLS_BACK, "a new graph"),
+    Case(
+        "a float that decreases at each step",
+        of(Decaying, "share"),
+        FALLS_BACK,
+        "a new graph",
+        exhaustive=True,
+    ),
 ]
 
 
@@ -350,15 +356,25 @@ RANDOM = [
         FALLS_BACK,
         "Generator",
         HERE,
+        exhaustive=True,
     ),
     Case("a `torch.Generator` in the loss", generator_in_loss, FALLS_BACK, "Generator", HERE),
     Case("a NumPy `Generator` in forward", drawing(NumpyGenerator), FALLS_BACK, "rng|numpy|random", HERE),
     Case("`np.random` in forward", drawing(GlobalNumpy), FALLS_BACK, "numpy|np.random", HERE, fast=True),
-    Case("`np.random` in the loss", drawing(Base, numpy_in_loss), FALLS_BACK, "numpy|np.random", HERE),
+    Case(
+        "`np.random` in the loss",
+        drawing(Base, numpy_in_loss),
+        FALLS_BACK,
+        "numpy|np.random",
+        HERE,
+        exhaustive=True,
+    ),
     Case("Python's `random` in forward", drawing(GlobalPython), FALLS_BACK, "random"),
-    Case("Python's `random` in the loss", drawing(Base, python_in_loss), FALLS_BACK, "random"),
+    Case(
+        "Python's `random` in the loss", drawing(Base, python_in_loss), FALLS_BACK, "random", exhaustive=True
+    ),
     Case("a branch on a random number", drawing(PythonChoice), FALLS_BACK, "random", HERE),
-    Case("a `random.Random` in forward", drawing(OwnPython), FALLS_BACK, "random|rng"),
+    Case("a `random.Random` in forward", drawing(OwnPython), FALLS_BACK, "random|rng", exhaustive=True),
 ]
 
 CASES = [*ATTRIBUTES, *TBPTT, *RANDOM]

@@ -56,6 +56,23 @@ OPTIMIZERS = {
     "Adafactor": dict(lr=0.05),
 }
 
+ONE_EACH = (
+    "SGD",
+    "SGD with Nesterov momentum",
+    "Adam with amsgrad",
+    "AdamW",
+    "NAdam with decoupled decay",
+    "RAdam with weight decay",
+    "RMSprop, centered, with momentum",
+    "Adagrad with decays",
+    "Adadelta",
+    "Adamax",
+    "ASGD with averaging from step 4 on",
+    "Rprop",
+    "Adafactor",
+)
+"""At least one case of each optimizer. The others are exhaustive."""
+
 
 def by_name(name):
     kind = getattr(optim, name.replace(",", " ").split()[0])
@@ -102,12 +119,13 @@ ALL = [
             partial(by_name, name),
             fast=name == "AdamW",
             tolerance=IN_FLOAT32 if "RAdam" in name or "NAdam" in name else TOLERANCE,
+            exhaustive=name not in ONE_EACH,
         )
         for name in OPTIMIZERS
     ),
     Case("Muon", muon),
     Case("Adam(foreach=True)", partial(foreach, "Adam", foreach=True)),
-    Case("Adam(foreach=False)", partial(foreach, "Adam", foreach=False)),
+    Case("Adam(foreach=False)", partial(foreach, "Adam", foreach=False), exhaustive=True),
     Case("AdamW(fused=True)", partial(foreach, "AdamW", fused=True)),
 ]
 NOT_HERE = [
@@ -189,6 +207,7 @@ LEARNING_RATES = [
     Case(
         "a float learning rate of AdamW that is a tensor for one batch",
         partial(tensor_for_one_batch, optim.AdamW, "lr", 0.02, SMALL),
+        exhaustive=True,
     ),
     Case(
         "betas that are tensors for one batch",
@@ -199,14 +218,19 @@ LEARNING_RATES = [
         Case(
             f"a tensor learning rate of {kind.__name__} with {name}",
             partial(tensor_lr, name, kind, **options),
+            exhaustive=(name, kind) not in (("StepLR", optim.SGD), ("OneCycleLR", optim.AdamW)),
         )
         for name in SCHEDULERS
         for kind, options in ((optim.SGD, dict(momentum=0.9)), (optim.AdamW, {}))
     ),
     Case("a tensor learning rate, changed in place", partial(changed_lr, "in place"), fast=True),
-    Case("a tensor learning rate of Adam, changed in place", partial(changed_lr, "in place", optim.Adam)),
+    Case(
+        "a tensor learning rate of Adam, changed in place",
+        partial(changed_lr, "in place", optim.Adam),
+        exhaustive=True,
+    ),
     Case("a tensor learning rate, replaced by new tensors", partial(changed_lr, "replaced")),
-    Case("a tensor learning rate, replaced by floats", partial(changed_lr, "by floats")),
+    Case("a tensor learning rate, replaced by floats", partial(changed_lr, "by floats"), exhaustive=True),
     Case("a float learning rate, replaced by a tensor", float_then_tensor),
 ]
 
@@ -340,7 +364,7 @@ MID_RUN = [
     Case("`optimizer.state` of SGD cleared", between(clear_state, make=sgd)),
     Case("one parameter's optimizer state removed", between(replace_one_state)),
     Case("an optimizer state tensor replaced", between(replace_state, replace_state)),
-    Case("an SGD state tensor replaced", between(replace_state, make=sgd)),
+    Case("an SGD state tensor replaced", between(replace_state, make=sgd), exhaustive=True),
     Case("an optimizer state tensor changed in place", between(change_state)),
     Case("`optimizer.load_state_dict`", between(keep, load_optimizer), fast=True),
     Case(
@@ -351,16 +375,16 @@ MID_RUN = [
     Case("`param.data` replaced", between(replace_data), fast=True),
     Case("`param.data` with different strides", between(transpose_data)),
     Case("`optimizer.add_param_group`", between(add_group, make=without_last)),
-    Case("a layer frozen", between(freeze)),
+    Case("a layer frozen", between(freeze), exhaustive=True),
     Case("a layer frozen and unfrozen", between(freeze, unfreeze, freeze)),
-    Case("`eval()` of BatchNorm", between(evaluate)),
+    Case("`eval()` of BatchNorm", between(evaluate), exhaustive=True),
     Case("`eval()` and `train()` of BatchNorm", between(evaluate, train, evaluate)),
     Case("different optimizer settings", between(change_settings)),
     Case("an activation layer replaced", between(replace_layer)),
     Case("a layer's settings changed", between(change_layer)),
     Case("a gradient before the first step", partial(existing_gradient, 0), fast=True),
     Case("a gradient before step 5", partial(existing_gradient, 5)),
-    Case("a gradient before step 5, with SGD", partial(existing_gradient, 5, sgd)),
+    Case("a gradient before step 5, with SGD", partial(existing_gradient, 5, sgd), exhaustive=True),
     Case("a frozen parameter with a gradient", between(leave_gradient_of_frozen)),
 ]
 

@@ -139,20 +139,29 @@ GANS = {
 }
 
 
-def _with_speeds(table, fast=()):
+def _with_speeds(table, fast=(), exhaustive=()):
     return [
         pytest.param(
             *parts,
             speed,
             id=f"{what}-{name}",
-            marks=[] if name == "eager" or what in fast else pytest.mark.matrix,
+            marks=_marks(what, name, fast, exhaustive),
         )
         for what, parts in table.items()
         for name, speed in SPEEDS.items()
     ]
 
 
-@pytest.mark.parametrize(("make", "train", "speed"), _with_speeds(GANS, fast=["SGD"]))
+def _marks(what, name, fast, exhaustive):
+    if name == "eager" or what in fast:
+        return []
+    return pytest.mark.exhaustive if what in exhaustive else pytest.mark.matrix
+
+
+OTHER_GANS = ["discriminator first", "accumulation in the discriminator", "accumulation in the generator"]
+
+
+@pytest.mark.parametrize(("make", "train", "speed"), _with_speeds(GANS, fast=["SGD"], exhaustive=OTHER_GANS))
 def test_gan_with_two_steps_matches_a_plain_loop(make, train, speed):
     compare(make, train, speed)
 
@@ -209,7 +218,12 @@ SHARED = {
 
 
 @pytest.mark.parametrize(
-    ("make", "train", "speed"), _with_speeds(SHARED, fast=["one half of the model each"])
+    ("make", "train", "speed"),
+    _with_speeds(
+        SHARED,
+        fast=["one half of the model each"],
+        exhaustive=["SGD, then AdamW after six batches", "models that share a trunk"],
+    ),
 )
 def test_steps_that_share_parameters_match_plain_loops(make, train, speed):
     compare(make, train, speed)

@@ -38,6 +38,9 @@ LIBRARY = {
 }
 """Optimizers that count steps in their groups or attributes, with options for a tiny network."""
 
+KINDS = ("SOAP", "Ranger21", "ScheduleFreeAdamW", "Prodigy", "Kron")
+"""Optimizers of different kinds. The others are exhaustive."""
+
 
 def from_library(name):
     model = net()
@@ -72,7 +75,10 @@ def counting_optimizer():
 
 
 OPTIMIZERS = [
-    *(Case(name, partial(from_library, name), fast=name == "SOAP") for name in LIBRARY),
+    *(
+        Case(name, partial(from_library, name), fast=name == "SOAP", exhaustive=name not in KINDS)
+        for name in LIBRARY
+    ),
     Case("Lookahead around SGD", lookahead),
     Case("a custom optimizer that counts its steps in an attribute", counting_optimizer, fast=True),
 ]
@@ -147,7 +153,13 @@ _BUFFERS = {
 }
 BUFFERS = [Case(what, of(module), fast=module is Assigned) for what, module in _BUFFERS.items()]
 AVERAGED = [
-    Case(f"{what}, with EMA", of(module), speed=dict(ema=EMA), fast=module is Assigned)
+    Case(
+        f"{what}, with EMA",
+        of(module),
+        speed=dict(ema=EMA),
+        fast=module is Assigned,
+        exhaustive=module is not InPlace,
+    )
     for what, module in _BUFFERS.items()
 ]
 
@@ -314,13 +326,18 @@ LOSSES = [
     ),
     Case("a loss module that assigns its buffer", partial(with_loss, partial(BufferedLoss, True))),
     Case("a loss object with a running tensor", partial(with_loss, RunningLoss), fast=True),
-    Case("a loss object that changes a tensor in place", partial(with_loss, partial(RunningInPlace, (1,)))),
+    Case(
+        "a loss object that changes a tensor in place",
+        partial(with_loss, partial(RunningInPlace, (1,))),
+        exhaustive=True,
+    ),
     Case("a loss that changes a tensor of the enclosing scope", with_closed_over_tensor),
     Case(
         "a loss that changes a 0-dim float64 tensor of the enclosing scope",
         partial(with_closed_over_tensor, ()),
         FALLS_BACK,
         "compute different results",
+        exhaustive=True,
     ),
     Case("a loss that assigns a global tensor", with_global_tensor),
     Case("a network with BatchNorm in the loss", partial(with_loss, Teacher), fast=True),

@@ -6,6 +6,7 @@ from cluster.page import commands
 
 pytestmark = pytest.mark.slow
 
+OPEN_MPI, MPICH = "mpirun -np 2", "mpiexec.hydra -n 2"
 # Open MPI 4 and 5 require options to run as root, and to run two processes on one core.
 AS_HERE = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -23,8 +24,15 @@ def test_documented_command_trains_in_two_processes(mpi_machine, folder, command
     trained(folder, processes=2, steps=20)
 
 
-@pytest.mark.parametrize("starter", ["mpirun -np 2", "mpiexec.hydra -n 2"], ids=["mpirun", "mpiexec.hydra"])
-@pytest.mark.parametrize(("how", "others"), [("raise", "busy"), ("kill", "away")])
-def test_failing_rank_ends_the_job(mpi_machine, folder, starter, how, others):
+@pytest.mark.parametrize(
+    ("how", "others", "starter"),
+    [
+        pytest.param("raise", "busy", OPEN_MPI, marks=pytest.mark.exhaustive, id="raise-busy-mpirun"),
+        pytest.param("kill", "away", OPEN_MPI, id="kill-away-mpirun"),
+        pytest.param("raise", "busy", MPICH, id="raise-busy-mpiexec.hydra"),
+        pytest.param("kill", "away", MPICH, marks=pytest.mark.exhaustive, id="kill-away-mpiexec.hydra"),
+    ],
+)
+def test_failing_rank_ends_the_job(mpi_machine, folder, how, others, starter):
     run = mpi_machine.run(f"{starter} python {FAILING} mpi {how} {others}", folder, **AS_HERE)
     ended_by_rank_1(run, how)

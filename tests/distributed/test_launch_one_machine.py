@@ -10,7 +10,13 @@ pytestmark = pytest.mark.slow
 STEPS = {"examples/distributed_training.py": 20, "street_scenes_pp_lite_t": 4}
 
 
-@pytest.mark.parametrize("command", commands("One machine"), ids=lambda text: " ".join(text.split()[:2]))
+def _command(text):
+    """Return a command as a test parameter. The choice of GPUs does not change the start of the processes."""
+    marks = pytest.mark.exhaustive if text.startswith("CUDA_VISIBLE_DEVICES") else ()
+    return pytest.param(text, id=" ".join(text.split()[:2]), marks=marks)
+
+
+@pytest.mark.parametrize("command", map(_command, commands("One machine")))
 def test_documented_command_trains_in_two_processes(machine, folder, command):
     machine.run(command, folder).succeeded()
     trained(folder, processes=2, steps=next(steps for what, steps in STEPS.items() if what in command))

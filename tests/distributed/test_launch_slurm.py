@@ -15,7 +15,15 @@ def test_documented_srun_command_trains_on_both_machines(cluster, folder):
     trained(folder, processes=4, steps=10)
 
 
-@pytest.mark.parametrize("shape", ["-N2 --ntasks-per-node=1", "-N1 --ntasks-per-node=2"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(
+            "-N2 --ntasks-per-node=1", marks=pytest.mark.exhaustive
+        ),  # the documented command has two, too
+        "-N1 --ntasks-per-node=2",
+    ],
+)
 def test_srun_starts_two_processes_on_one_or_two_machines(cluster, folder, shape):
     cluster.run(f"srun {shape} {EXAMPLE}", folder).succeeded()
     trained(folder, processes=2, steps=2)
@@ -38,7 +46,9 @@ def test_printed_batch_file_can_be_submitted(cluster, folder):
     trained(folder, processes=2, steps=4)
 
 
-@pytest.mark.parametrize(("how", "others"), [("raise", "busy"), ("kill", "away")])
+@pytest.mark.parametrize(
+    ("how", "others"), [pytest.param("raise", "busy", marks=pytest.mark.exhaustive), ("kill", "away")]
+)
 def test_failing_rank_ends_the_job_under_srun(cluster, folder, how, others):
     run = cluster.run(f"srun -N2 --ntasks-per-node=1 python {FAILING} slurm {how} {others}", folder)
     ended_by_rank_1(run, how)

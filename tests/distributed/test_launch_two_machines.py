@@ -17,7 +17,7 @@ def test_documented_commands_train_as_one_job(machines, folder):
     trained(folder, processes=4, steps=10)
 
 
-@pytest.mark.parametrize("how", ["raise", "kill"])
+@pytest.mark.parametrize("how", ["raise", pytest.param("kill", marks=pytest.mark.exhaustive)])
 def test_failing_rank_ends_the_processes_on_both_machines(machines, folder, how):
     command = (
         "torchrun --nnodes 2 --node-rank {rank} --nproc-per-node=1 --master-port 29500 --master-addr {address} "

@@ -1,4 +1,7 @@
-"""Run functions in two processes that form a gloo group on the loopback interface."""
+"""Run functions in two processes that form a gloo group on the loopback interface.
+
+The processes are forks of a server that has imported torch and Slipstream, because importing them takes seconds.
+"""
 
 import os
 import pickle
@@ -9,9 +12,11 @@ import torch
 from ports import free_port
 
 
-def _child(rank, port, folder, functions, world):
+def _child(rank, port, folder, functions, world, environ):
     torch.set_num_threads(1)
+    os.environ.clear()
     os.environ.update(
+        environ,
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world),
@@ -35,9 +40,11 @@ def run_in_two(functions, folder, timeout=60, world=2):
     `world` sets the number of processes and answers.
     """
     ranks = range(world)
-    context = torch.multiprocessing.get_context("spawn")
-    port = free_port()
-    children = [context.Process(target=_child, args=(rank, port, folder, functions, world)) for rank in ranks]
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "slipstream.runner"])
+    # The server has the environment variables of its start.
+    arguments = (free_port(), folder, functions, world, dict(os.environ))
+    children = [context.Process(target=_child, args=(rank, *arguments)) for rank in ranks]
     try:
         for child in children:
             child.start()

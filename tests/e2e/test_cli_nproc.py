@@ -163,7 +163,10 @@ def _alive(pid):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="requires /proc")
-@pytest.mark.parametrize(("number", "status"), [("SIGINT", 75), ("SIGTERM", 75), ("SIGKILL", -9)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [pytest.param("SIGINT", 75, marks=pytest.mark.exhaustive), ("SIGTERM", 75), ("SIGKILL", -9)],
+)
 def test_signal_terminates_all_processes(tmp_path, number, status):
     arguments = ["train", "line.yaml", "--trust", failing_hook("wait"), "--nproc", "2"]
     with subprocess.Popen(

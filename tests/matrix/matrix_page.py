@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from matrix_arrays import pair_runs, triple_runs
 from matrix_by_hand import WINDOW
 from matrix_nets import BATCH, NETS, OPTIMIZERS, STEPS
 from matrix_options import (
@@ -24,18 +25,25 @@ COMPILED = Path(__file__).parents[1] / "compiled"
 _TOP = """# Combinations of options
 
 `tests/matrix` trains two small networks ({nets}) for {steps} steps of
-{batch} samples with every pair of options, and with every triple that contains `compile=step` ({triples} training
-runs). Each pair is tested on one network in one process and on the other network in two processes; pairs that require
-several processes are tested on both networks. Each triple is tested once, alternating between the networks and between
-one process and two. The tests compare losses, final weights and averages
-with a hand-written PyTorch loop, which trains eagerly on the whole batch in one process. They also check that only the
-requested options were active. `python tests/matrix/matrix_page.py` generates this page from the tables that the tests
-use.
+{batch} samples with combinations of options. The tests compare losses, final weights and averages with a hand-written
+PyTorch loop, which trains eagerly on the whole batch in one process. They also check that only the requested options
+were active. `python tests/matrix/matrix_page.py` generates this page from the tables that the tests use.
 
-```bash
-python -m pytest tests/matrix                    # everything, a few minutes
-python -m pytest tests/matrix -m 'not matrix'    # without triples, compiled code and runs in two processes
-```
+- `make test` trains with each option alone, in one process, on both networks.
+- `make matrix` trains with every pair of options in {one} runs in one process and {two} runs in two processes, and with
+  every triple that contains `compile=step` in {step} runs in one process. It also tests all compatible options
+  together, and the combinations that raise an error.
+- `make exhaustive` trains with each pair alone, and with each of the {triples} triples alone. It tests all compatible
+  options with every precision, with and without SAM. It takes too long for `.ci/run`, which runs the other two
+  commands.
+
+In `make matrix`, a run has many options. The runs are covering arrays (`tests/matrix/matrix_arrays.py`): for every two
+options that can be combined, there are runs with both, with either one, and with neither. Each option is tested on both
+networks, but a pair may be tested on only one.
+
+In `make exhaustive`, each pair is tested on one network in one process and on the other network in two processes; pairs
+that require several processes are tested on both networks. Each triple is tested once, alternating between the networks
+and between one process and two.
 
 - ✓: the results match the hand-written loop
 - ✗: the combination raises an error (see below)
@@ -61,9 +69,9 @@ _BOTTOM = """## Tolerances
 - The graphs that Dynamo captures run without compilation. Graphs that recompute convolutions run with the `aot_eager`
   backend. Inductor compiles one run of each network with all options except accumulation, resume and SAM, and one run
   of `conv` with SAM.
-- In addition to pairs and triples, the tests enable all compatible options (EMA instead of SWA) together, with and
-  without SAM, in fp32, bf16 and fp16. One process trains as one graph, with a compiled model, and eagerly. Two
-  processes train as one graph, and with FSDP2 and a compiled model.
+- All compatible options (EMA instead of SWA) are enabled together in fp32, bf16 and fp16. One process trains as one
+  graph, with a compiled model, and eagerly. Two processes train as one graph, and with FSDP2 and a compiled model.
+  `make matrix` selects some of these combinations, and `make exhaustive` tests all of them, with and without SAM.
 - With {breaks}, the graph can break where shards are gathered. The
   [compilation report](options/compile.md#the-report) lists these breaks.
 
@@ -110,7 +118,15 @@ def render():
     plans = "\n".join(f"- `{plan.option}`: {plan.message}" for plan in REFUSED_PLANS)
     bounds = "\n".join(f"| {name} | {rel:g} | {absolute:g} |" for name, (rel, absolute) in TOLERANCES.items())
     parts = [
-        _TOP.format(nets=nets, steps=STEPS, batch=BATCH, triples=count),
+        _TOP.format(
+            nets=nets,
+            steps=STEPS,
+            batch=BATCH,
+            triples=count,
+            one=len(pair_runs(1)),
+            two=len(pair_runs(2)),
+            step=len(triple_runs(1)),
+        ),
         f"## One process\n\n{table(1)}\n\nSyncBN, DDP and FSDP2 require several processes.\n",
         f"## Two processes\n\n{table(2)}\n\nWithout FSDP2, the model is always wrapped in DDP.\n",
         _BOTTOM.format(

@@ -181,14 +181,14 @@ def train(net, options, folder, processes=1, backend=None):
     }
 
 
-def train_all(net, every, folder, processes=2):
-    """Return {options: result of `train`}. After a failure, store its traceback and stop."""
+def train_all(runs, folder, processes=2):
+    """Return {(net, options): result of `train`}. After a failure, store its traceback and stop."""
     found = {}
-    for number, options in enumerate(every):
+    for number, (net, options) in enumerate(runs):
         try:
-            found[options] = train(net, options, folder / str(number), processes)
+            found[net, options] = train(net, options, folder / str(number), processes)
         except Exception:
-            found[options] = traceback.format_exc()
+            found[net, options] = traceback.format_exc()
             break  # another process may wait for this one
     return found
 

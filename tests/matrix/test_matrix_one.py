@@ -1,8 +1,9 @@
-"""All combinations of options in one process match a hand-written loop."""
+"""Combinations of options in one process match a hand-written loop."""
 
 from itertools import product
 
 import pytest
+from matrix_arrays import pair_runs, refused_runs, triple_runs
 from matrix_by_hand import by_hand
 from matrix_checks import check
 from matrix_nets import NETS
@@ -10,22 +11,38 @@ from matrix_options import IN_NUMBERS, OPTIONS, TOLERANCES, everything, pairs, p
 from matrix_runs import train
 
 
-def cases(kind, marks=()):
+def cases(runs, marks=()):
+    """Return runs, which are tuples of a network and options, as test parameters."""
     return [
         pytest.param(net, options, id=f"{net}-{'+'.join(options)}", marks=marks)
-        for net in NETS
-        for options in kind(1, net)
+        for net, options in dict.fromkeys(runs)
     ]
+
+
+def on_each(kind):
+    return [(net, options) for net in NETS for options in kind(1, net)]
 
 
 def alone(processes, net):
     return [(option,) for option in OPTIONS if possible([option], processes, net)]
 
 
+HALVES, SCOPES = (None, "bf16", "fp16"), ("compile=step", "compile=model", None)
+
+
 def all_options(processes, net):
-    scopes = ("compile=step", "compile=model", None)
-    ways = product((None, "bf16", "fp16"), scopes, ((), ("SAM",)))
+    ways = product(HALVES, SCOPES, ((), ("SAM",)))
     return [everything(processes, net, half, scope, left_out=left_out) for half, scope, left_out in ways]
+
+
+def some_of_all_options():
+    """Return all options, on each network with every precision and every scope of compilation."""
+    for (i, half), (j, scope), (k, net) in product(*map(enumerate, (HALVES, SCOPES, NETS))):
+        if (i + j) % 3 == k:
+            yield net, everything(1, net, half, scope)
+    for net, half in zip(NETS, ("fp16", None), strict=True):
+        # With compile=step, `everything` leaves out checkpointing unless SAM is left out.
+        yield net, everything(1, net, half, left_out=["SAM"])
 
 
 def compiled(processes, net):
@@ -34,23 +51,24 @@ def compiled(processes, net):
     return [without_sam, everything(1, net, left_out=left_out)] if net == "conv" else [without_sam]
 
 
+ARRAYS = [*pair_runs(1), *triple_runs(1), *refused_runs(1), *some_of_all_options()]
+EXHAUSTIVE = [*on_each(pairs), *on_each(triples), *on_each(all_options)]
+
+
 @pytest.mark.parametrize(
     ("net", "options"),
-    [*cases(alone), *cases(pairs, marks=pytest.mark.matrix), *cases(all_options, marks=pytest.mark.matrix)],
+    [
+        *cases(on_each(alone)),
+        *cases(ARRAYS, marks=pytest.mark.matrix),
+        *cases((run for run in EXHAUSTIVE if run not in ARRAYS), marks=pytest.mark.exhaustive),
+    ],
 )
 def test_options_match_a_hand_written_loop(net, options, tmp_path):
     check(net, options, [train(net, options, tmp_path)])
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(("net", "options"), cases(triples))
-def test_option_pairs_in_the_step_graph_match_a_hand_written_loop(net, options, tmp_path):
-    check(net, options, [train(net, options, tmp_path)])
-
-
 @pytest.mark.slow
-@pytest.mark.matrix
-@pytest.mark.parametrize(("net", "options"), cases(compiled))
+@pytest.mark.parametrize(("net", "options"), cases(on_each(compiled)))
 def test_inductor_with_all_options_matches_a_hand_written_loop(net, options, tmp_path):
     check(net, options, [train(net, options, tmp_path, backend="inductor")])
 

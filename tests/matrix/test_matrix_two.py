@@ -1,43 +1,51 @@
-"""All combinations of options in two processes match a hand-written loop in one process."""
+"""Combinations of options in two processes match a hand-written loop in one process."""
 
 from functools import cache
 
 import pytest
+from matrix_arrays import pair_runs, refused_runs
 from matrix_checks import check
+from matrix_nets import NETS
 from matrix_options import everything, pairs, triples
 from matrix_runs import train_all
 from two_processes import run_in_two
 
-pytestmark = pytest.mark.matrix
 
-
-def pair_runs(net):
+def all_options(net):
     ways = [dict(half=half) for half in (None, "bf16", "fp16")]
     ways += [dict(way, compiled="compile=model", parallel="FSDP2") for way in ways]
     ways += [dict(way, left_out=["SAM"]) for way in ways]
-    return [*pairs(2, net), *(everything(2, net, **way) for way in ways)]
+    return [(net, everything(2, net, **way)) for way in ways]
 
 
-def conv_pairs(folder):
-    return train_all("conv", pair_runs("conv"), folder)
+def some_of_all_options():
+    """Return all options with DDP and with FSDP2 on one network each, and with checkpointing, which SAM can exclude."""
+    yield "conv", everything(2, "conv", half="fp16")
+    yield "transformer", everything(2, "transformer", left_out=["SAM"])
+    yield "transformer", everything(2, "transformer", "bf16", compiled="compile=model", parallel="FSDP2")
+    yield "conv", everything(2, "conv", compiled="compile=model", parallel="FSDP2", left_out=["SAM"])
 
 
-def transformer_pairs(folder):
-    return train_all("transformer", pair_runs("transformer"), folder)
+ARRAYS = list(dict.fromkeys([*pair_runs(2), *refused_runs(2), *some_of_all_options()]))
+SINGLE = [(net, options) for net in NETS for kind in (pairs, triples) for options in kind(2, net)]
+MANY = [run for net in NETS for run in all_options(net)]
+EXHAUSTIVE = [run for run in dict.fromkeys([*SINGLE, *MANY]) if run not in ARRAYS]
 
 
-def conv_triples(folder):
-    return train_all("conv", triples(2, "conv"), folder)
+def arrays(folder):
+    return train_all(ARRAYS, folder)
 
 
-def transformer_triples(folder):
-    return train_all("transformer", triples(2, "transformer"), folder)
+def exhaustive(folder):
+    return train_all(EXHAUSTIVE, folder)
 
 
-def cases(of):
-    for net, function in of.items():
-        for options in triples(2, net) if "triples" in function.__name__ else pair_runs(net):
-            yield pytest.param(function, net, options, id=f"{net}-{'+'.join(options)}")
+def cases(function, runs, mark):
+    """Return runs, which are tuples of a network and options, as test parameters."""
+    return [
+        pytest.param(function, net, options, id=f"{net}-{'+'.join(options)}", marks=mark)
+        for net, options in runs
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -46,26 +54,18 @@ def trained(tmp_path_factory):
 
     @cache
     def of(function):
-        return run_in_two([function], tmp_path_factory.mktemp("two"), timeout=1200)[function.__name__]
+        return run_in_two([function], tmp_path_factory.mktemp("two"), timeout=2400)[function.__name__]
 
     return of
 
 
-def both(answers, options):
-    return [a.get(options, "an earlier run failed") if isinstance(a, dict) else a for a in answers]
+def both(answers, run):
+    return [a.get(run, "an earlier run failed") if isinstance(a, dict) else a for a in answers]
 
 
-PAIRS = [*cases({"conv": conv_pairs, "transformer": transformer_pairs})]
-TRIPLES = [*cases({"conv": conv_triples, "transformer": transformer_triples})]
-
-
-@pytest.mark.parametrize(("function", "net", "options"), PAIRS)
-def test_option_pairs_match_a_hand_written_loop_in_one_process(trained, function, net, options):
-    check(net, options, both(trained(function), options))
-
-
-@pytest.mark.parametrize(("function", "net", "options"), TRIPLES)
-def test_option_pairs_in_the_step_graph_match_a_hand_written_loop_in_one_process(
-    trained, function, net, options
-):
-    check(net, options, both(trained(function), options))
+@pytest.mark.parametrize(
+    ("function", "net", "options"),
+    [*cases(arrays, ARRAYS, pytest.mark.matrix), *cases(exhaustive, EXHAUSTIVE, pytest.mark.exhaustive)],
+)
+def test_options_match_a_hand_written_loop_in_one_process(trained, function, net, options):
+    check(net, options, both(trained(function), (net, options)))

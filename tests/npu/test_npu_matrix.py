@@ -1,7 +1,6 @@
 """The matrix of options on NPUs: each pair, and in two processes each option, on one of the two networks."""
 
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,34 +38,26 @@ def alone(net):
     return [*singles, *(everything(2, net, **way) for way in ways)]
 
 
-def conv(folder):
+TWO = [(net, options) for net in NETS for options in alone(net)]
+
+
+def on_two(folder):
     assert torch.accelerator.current_accelerator().type == "npu"
-    return train_all("conv", alone("conv"), folder)
-
-
-def transformer(folder):
-    return train_all("transformer", alone("transformer"), folder)
+    return train_all(TWO, folder)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return the results of both processes, computed once for all tests of a function."""
-
-    @cache
-    def of(function):
-        return run_in_two([function], tmp_path_factory.mktemp("two"), timeout=600)[function.__name__]
-
-    return of
+    """Return the results of both processes, computed once for all tests."""
+    return run_in_two([on_two], tmp_path_factory.mktemp("two"), timeout=600)["on_two"]
 
 
 @pytest.mark.parametrize(
-    ("function", "options"), [(f, options) for f in (conv, transformer) for options in alone(f.__name__)]
+    ("net", "options"), TWO, ids=lambda value: value if isinstance(value, str) else "+".join(value)
 )
-def test_two_npus_match_a_hand_written_loop_in_one_process(trained, function, options):
-    answers = [
-        a.get(options, "an earlier run failed") if isinstance(a, dict) else a for a in trained(function)
-    ]
-    check(function.__name__, options, answers)
+def test_two_npus_match_a_hand_written_loop_in_one_process(trained, net, options):
+    run = net, options
+    check(net, options, [a.get(run, "an earlier run failed") if isinstance(a, dict) else a for a in trained])
 
 
 def start_with(**options):

@@ -1,0 +1,103 @@
+"""Covering arrays: a few training runs in which all pairs of options, and all triples with `compile=step`, occur.
+
+A factor is the network, a set of mutually exclusive options, or an option that is on or off. In the runs of a covering
+array, every two values of two factors occur together at least once, if they can be combined. A run enables about half
+of the options, so it tests many pairs, and also options that are off while others are on.
+"""
+
+from collections import Counter
+from itertools import combinations, product
+from operator import itemgetter
+
+from matrix_nets import NETS
+from matrix_options import ONE_OF, OPTIONS, REFUSED, possible, refusal
+
+NET = 0
+"""The number of the factor that is the network. Others have the numbers from 1."""
+SEEDS = 10
+"""The number of candidates for each run of an array. More candidates take longer and do not make the arrays smaller."""
+
+TOO_CLOSE = [
+    {"transformer", "bf16", average, other}
+    for average, other in product(("EMA", "SWA"), ("accumulation", "layer decay"))
+]
+"""Values that do not occur together, because the averages are so close to the weights that the tolerance of bf16 could
+hide a missing average."""
+
+
+def pair_runs(processes):
+    """Return runs, as tuples of a network and options, that cover all pairs of options."""
+    return _runs(processes, _factors(processes))
+
+
+def triple_runs(processes):
+    """Return runs with `compile=step` that cover all pairs of other options, and so all triples with it."""
+    step = "compile=step"
+    return _runs(processes, [[step] if step in values else values for values in _factors(processes)])
+
+
+def refused_runs(processes):
+    """Return each combination that raises an error, on each of its networks."""
+    return [
+        (net, tuple(options))
+        for *options, only in REFUSED
+        for net in NETS
+        if only in (None, net) and possible(options, processes, net)
+    ]
+
+
+def _factors(processes):
+    """Return the values of each factor: the networks, then options. The value None is an option that is off."""
+    groups = [[option for option in OPTIONS if option in group] for group in ONE_OF]
+    groups += [[option] for option in OPTIONS if not any(option in group for group in ONE_OF)]
+    available = [[option for option in group if possible([option], processes)] for group in groups]
+    return [list(NETS), *([*group, None] for group in available if group)]
+
+
+def _runs(processes, factors):
+    """Return the runs of a covering array.
+
+    Each run starts with a pair that does not occur yet. Then the factors in turn get the value with which the run has
+    the most new pairs. Of the runs that start with one of the first pairs, the one with the most new pairs is used.
+    """
+    fixed = {number: values[0] for number, values in enumerate(factors) if len(values) == 1}
+    missing, runs = dict.fromkeys(_allowed_pairs(processes, factors, fixed)), []
+    while missing:
+        candidates = [_run(processes, factors, fixed | dict(pair), missing) for pair in list(missing)[:SEEDS]]
+        run, pairs = max(candidates, key=lambda candidate: len(candidate[1] & missing.keys()))
+        for pair in pairs:
+            missing.pop(pair, None)
+        runs.append((run[NET], tuple(option for option in OPTIONS if option in run.values())))
+    return runs
+
+
+def _run(processes, factors, run, missing):
+    """Return the run with a value for each factor, and its pairs."""
+    needed = Counter(value for pair in missing for value in pair)
+    for number, values in enumerate(factors):
+        if number not in run:
+            allowed = [value for value in values if _allowed(processes, {**run, number: value})]
+            new = {value: len(_pairs(run, number, value) & missing.keys()) for value in allowed}
+            run[number] = max(allowed, key=lambda value: (new[value], needed[number, value]))
+    return run, set(combinations(sorted(run.items(), key=itemgetter(0)), 2))
+
+
+def _allowed_pairs(processes, factors, fixed):
+    values = [[(number, value) for value in values] for number, values in enumerate(factors)]
+    for one, other in combinations(values, 2):
+        for pair in product(one, other):
+            if any(_allowed(processes, {NET: net, **fixed, **dict(pair)}) for net in NETS):
+                yield pair
+
+
+def _allowed(processes, run):
+    """Return whether a run, which may lack factors, is possible and raises no error."""
+    net, options = run.get(NET), [value for number, value in run.items() if number != NET and value]
+    if any(values <= {net, *options} for values in TOO_CLOSE):
+        return False
+    return possible(options, processes, net) and refusal(options, net) is None
+
+
+def _pairs(run, number, value):
+    """Return the pairs of a further value and the values of a run."""
+    return {tuple(sorted([item, (number, value)], key=itemgetter(0))) for item in run.items()}
