@@ -1,5 +1,6 @@
 """Common setup of all tests: one thread per process, and restored global torch settings."""
 
+import gc
 import os
 import signal
 import tempfile
@@ -21,6 +22,13 @@ def _handle_interrupts() -> None:
     """Handle SIGINT even if the tests were started in the background, where shells ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _freeze_objects() -> None:
+    """Exclude the objects of imported modules from garbage collection, which otherwise takes much of the time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
