@@ -16,7 +16,7 @@ def _command(text):
     return pytest.param(text, id=" ".join(text.split()[:2]), marks=marks)
 
 
-@pytest.mark.parametrize("command", map(_command, commands("One machine")))
+@pytest.mark.parametrize("command", [_command(text) for text in commands("One machine")])
 def test_documented_command_trains_in_two_processes(machine, folder, command):
     machine.run(command, folder).succeeded()
     trained(folder, processes=2, steps=next(steps for what, steps in STEPS.items() if what in command))
