@@ -64,6 +64,13 @@ td.wide{min-width:180px;width:42%}
 font:13px/1.45 ui-monospace,"DejaVu Sans Mono",monospace}
 .error{border-left:4px solid var(--bad);padding:4px 12px;background:var(--card)}
 img{max-width:100%;height:auto;border:1px solid var(--rule);border-radius:8px}
+.examples{display:grid;grid-template-columns:repeat(auto-fill,minmax(140px,1fr));gap:12px;margin:0;padding:0;
+list-style:none}
+.examples li{background:var(--card);border:1px solid var(--rule);border-radius:8px;padding:8px;overflow-wrap:anywhere}
+.examples img{width:100%;height:112px;object-fit:contain;border:0;border-radius:0;image-rendering:pixelated;
+display:block;margin-bottom:4px}
+.examples b,.examples small{display:block}.examples small{color:var(--soft)}
+.examples .wrong b{color:var(--bad)}.examples .correct b{color:var(--good)}
 details{margin-top:8px}summary{cursor:pointer;color:var(--soft)}
 @media(max-width:600px){body{padding:14px 12px 40px}td,th{padding:4px 6px}td.wide{min-width:70px}
 .tiles li{flex:1 1 40%;min-width:0}.advice{padding-left:20px}}
