@@ -85,13 +85,21 @@ def test_probe_bounds_the_gain_by_the_loader():
     text = probed({0: 60.0, 1: 55.0, 2: 104.0, 4: 140.0})
     assert "at most 2.00x is possible if this time disappears" in text
     assert "(samples/s by num_workers: 0: 60, 1: 55, 2: 104, 4: 140); training reached 100" in text
-    assert "With num_workers=4, training is at most 1.40x as fast" in text
+    assert "With num_workers=4, at most 1.40x is possible" in text
 
 
 def test_probe_bounds_the_gain_by_the_steps_without_waiting():
     text = probed({0: 60.0, 2: 104.0, 4: 190.0, 8: 900.0})
     # The steps without waiting take 10 s for 2000 samples; 8 workers reach this, 4 workers are within 5 % of it.
-    assert "With num_workers=4, training is at most 1.90x as fast" in text
+    assert "With num_workers=4, at most 1.90x is possible" in text
+
+
+def test_bound_of_the_probe_includes_the_validation():
+    phases = PhaseSplit({"data": 10.0, "forward": 10.0, "validation": 20.0}, {}, 100, 2000)
+    rates = [LoadingRate(2, 104.0), LoadingRate(4, 160.0)]
+    found = [item.text for item in advice(record(phases=phases, loading_rates=rates))]
+    # 20 s of validation, and 2000 samples at 160 samples/s instead of 20 s.
+    assert "With num_workers=4, at most 1.24x is possible." in "".join(found)
 
 
 def test_probe_that_finds_no_faster_number_of_workers_recommends_other_remedies():
@@ -102,7 +110,7 @@ def test_probe_that_finds_no_faster_number_of_workers_recommends_other_remedies(
 
 def test_probe_compares_with_loading_in_the_process_of_the_run():
     text = probed({0: 60.0, 1: 150.0}, settings={"device": "cpu", "num_workers": 0})
-    assert "With num_workers=1, training is at most 1.50x as fast" in text
+    assert "With num_workers=1, at most 1.50x is possible" in text
 
 
 def test_probe_without_the_number_of_workers_of_the_run_is_not_used():

@@ -1,5 +1,6 @@
 """The HTML page of one run."""
 
+import csv
 import math
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ import pytest
 from records import curve, parsed, record, text_of
 
 from slipstream.report import Curve, PhaseSplit, RunRecord, run_folder, write_report
-from slipstream.report.comparison import compare
+from slipstream.report.comparison import compare, comparison_csv
 from slipstream.report.page import duration, page
 from slipstream.report.record import Compute, Confusion, Example, LogMessage, OptionRow, TunedOptions
 from slipstream.report.svg import Line, line_chart, number
@@ -220,9 +221,9 @@ def test_utilization_is_computed_for_all_devices():
     assert "model FLOPs utilization 19.9% of the bf16 peak" in text
     assert "A sample requires 0.06 GFLOP" in text
     assert "the peak is 2 x 0.002 TFLOP/s (bf16, a data sheet)" in text
-    lines = comparison_csv(compare([(Path("a"), made), (Path("b"), record())])).splitlines()
-    position = lines[0].split(",").index("model FLOPs utilization")
-    assert [line.split(",")[position] for line in lines[1:]] == [str(utilization(made)), ""]
+    table = comparison_csv(compare([(Path("a"), made), (Path("b"), record())]))
+    rows = csv.DictReader(table.splitlines())
+    assert [row["model FLOPs utilization"] for row in rows] == [str(utilization(made)), ""]
 
 
 def test_unknown_utilization_names_the_reason():

@@ -122,16 +122,15 @@ def _of_data(record: RunRecord, share: dict[str, float]) -> list[Advice]:
 def _measured_workers(record: RunRecord) -> str:
     """Return what the probe of the loader shows, or an empty string without a probe.
 
-    Training cannot be faster than the loader alone, nor faster than its steps without waiting.
+    The steps cannot be faster than the loader alone, nor faster than they are without waiting.
     """
     rates = {each.num_workers: each.samples_per_second for each in record.loading_rates}
-    present, speed = record.settings.get("num_workers"), mean_speed(record)
+    present, speed, samples = record.settings.get("num_workers"), mean_speed(record), record.phases.samples
     if present not in rates or speed is None:
         return ""
-    seconds = record.phases.samples / speed
-    computing = record.phases.samples / max(seconds - record.phases.seconds.get("data", 0.0), 1e-9)
-    # Without workers, loading does not overlap with the steps, so its rate is not that of a loader in the background.
-    possible = {count: min(rate, computing) for count, rate in rates.items() if count}
+    computing = samples / max(samples / speed - record.phases.seconds.get("data", 0.0), 1e-9)
+    # Loading in the process of the run does not overlap with the steps.
+    possible = {count: min(rate, computing) for count, rate in rates.items() if count and rate}
     most = max(possible.values(), default=0.0)
     best = min((count for count, rate in possible.items() if rate >= 0.95 * most), default=present)
     listed = ", ".join(f"{count}: {rate:.4g}" for count, rate in rates.items())
@@ -139,15 +138,14 @@ def _measured_workers(record: RunRecord) -> str:
         f"A probe after the run loaded batches without training (samples/s by num_workers: {listed}); training "
         f"reached {speed:.4g}."
     )
-    ratio = possible.get(best, 0.0) / speed
-    if best == present or ratio < 1.02:
+    if best == present or possible[best] < 1.02 * speed:
         return (
             f"{probe} No measured number of workers is faster than num_workers={present}. Try the decode-once cache "
             "(slipstream data cache), smaller files, or simpler transforms."
         )
-    return (
-        f"{probe} With num_workers={best}, training is at most {math.ceil(ratio * 100) / 100:.2f}x as fast."
-    )
+    total = training_seconds(record)
+    ratio = total / (total - samples / speed + samples / possible[best])
+    return f"{probe} With num_workers={best}, at most {math.ceil(ratio * 100) / 100:.2f}x is possible."
 
 
 def tuned_text(record: RunRecord) -> str:
