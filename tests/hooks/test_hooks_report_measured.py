@@ -27,6 +27,9 @@ from slipstream.tune.search import Outcome
 from slipstream.tune.statistics import Estimate
 from tiny_runs import assert_same, loader, run, training, validation, weights
 
+CONVOLUTION, LINEAR = 2 * 4 * 4 * 4 * 9, 2 * 64 * 3
+"""Operations of the layers of `network` in the forward pass of a sample: two per product."""
+
 
 class Images(Dataset):
     """Gray images; the brightest of three stripes is the class."""
@@ -82,12 +85,11 @@ def page(runner):
 def test_utilization_is_the_work_of_the_model_over_the_given_peak(tmp_path):
     runner = classifying(tmp_path, dict(peak_tflops=0.25))
     record = made(runner)
-    convolution, linear = 2 * 4 * 4 * 4 * 9, 2 * 64 * 3  # two operations per product
-    assert record.compute.flops_per_sample == 2 * convolution + 3 * linear  # images have no gradient
+    assert record.compute.flops_per_sample == 2 * CONVOLUTION + 3 * LINEAR  # images have no gradient
     assert record.compute.peak_flops == 0.25e12
     assert record.compute.precision == "fp32"
     speed = mean_speed(record)
-    assert utilization(record) == pytest.approx((2 * convolution + 3 * linear) * speed / 0.25e12)
+    assert utilization(record) == pytest.approx((2 * CONVOLUTION + 3 * LINEAR) * speed / 0.25e12)
     assert "0.25 TFLOP/s (fp32, default_hooks.report.peak_tflops)" in page(runner)
 
 
@@ -111,6 +113,27 @@ def test_counting_does_not_change_the_run(tmp_path):
     other = classifying(tmp_path / "with", dict(peak_tflops=1.0))
     assert_same(weights(other), one)
     assert not other.model.data_preprocessor._forward_hooks
+
+
+@pytest.mark.parametrize(
+    "speed",
+    [
+        dict(compile=dict(scope="step", backend="eager", wait=True)),
+        dict(compile=dict(scope="model", backend="eager")),
+        dict(channels_last=True, activation_checkpointing=["network.0"]),
+        dict(ema=dict(decay=0.9), accumulate=2),
+    ],
+)
+def test_options_do_not_change_the_operations_of_the_model(tmp_path, speed):
+    record = made(classifying(tmp_path, dict(peak_tflops=1.0), speed=speed))
+    assert record.status == "finished"
+    assert record.compute.problem == ""
+    assert record.compute.flops_per_sample == 2 * CONVOLUTION + 3 * LINEAR
+
+
+def test_option_with_several_gradients_per_batch_has_no_count(tmp_path):
+    record = made(classifying(tmp_path, dict(peak_tflops=1.0), speed=dict(sam=dict(rho=0.05))))
+    assert record.compute.problem == "an option computes the gradients of a batch more than once"
 
 
 def test_loss_that_reads_values_makes_the_utilization_unknown(tmp_path):

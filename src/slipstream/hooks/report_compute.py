@@ -114,7 +114,10 @@ def _device_name(device: torch.device) -> str:
     if device.type == "cpu":
         return "the CPU"
     name = getattr(torch.get_device_module(device), "get_device_name", None)
-    return str(name()) if name is not None else device.type
+    try:
+        return device.type if name is None else str(name())
+    except Exception:  # modules of other devices may define a different function
+        return device.type
 
 
 def _precision(runner: Runner) -> Precision:

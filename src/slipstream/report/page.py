@@ -174,13 +174,13 @@ def _split(record: RunRecord) -> str:
         if phase == "step" and record.step and not record.step.startswith("eager"):
             description = f"training step: {record.step}"
         inside = phase not in OUTSIDE
-        per_step = f"{1e3 * seconds / (split.steps - 1):.3g}" if inside and split.steps > 1 else "–"
+        per_step = number(1e3 * seconds / (split.steps - 1), 3) if inside and split.steps > 1 else "–"
         bar = f'<span class="bar" style="width:{100 * seconds / largest:.1f}%"></span>' if inside else ""
         share = f"{seconds / total:.1%}" if inside else "–"
         rows.append(
             f'<tr><td>{escape(description)}</td><td class="wide">{bar}</td><td class="num">{share}</td>'
             f'<td class="num">{seconds:.4g}</td><td class="num">{per_step}</td>'
-            f'<td class="num">{1e3 * first:.3g}</td></tr>'
+            f'<td class="num">{number(1e3 * first, 3)}</td></tr>'
         )
     head = (
         "<tr><th>host time</th><th></th><th class='num'>share</th><th class='num'>seconds</th>"

@@ -53,11 +53,12 @@ table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums}
 th,td{padding:4px 10px;text-align:left;vertical-align:top;border-bottom:1px solid var(--rule);overflow-wrap:anywhere}
 th{font-weight:600;color:var(--soft)}
 td.num,th.num{text-align:right;min-width:5.5em}
-td.num{white-space:nowrap}
-td:first-child,th:first-child{min-width:8.5em}
+td.num{white-space:nowrap}th.num{overflow-wrap:normal}
+td:first-child,th:first-child{min-width:9em}
 td.wide{min-width:180px;width:42%}
 .bar{display:block;height:12px;margin-top:5px;background:var(--bar);border-radius:2px;min-width:1px}
 .matrix td,.matrix th{padding:3px 6px;text-align:right;border:1px solid var(--rule);white-space:nowrap;min-width:0}
+.matrix th:first-child{white-space:normal;min-width:6em}
 .matrix td.hit{font-weight:700;outline:2px solid var(--soft);outline-offset:-2px}
 .advice li{margin:6px 0;max-width:92ch}
 .message{white-space:pre-wrap;overflow-wrap:anywhere;margin:2px 0;
