@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode
 
 from gpu_contenders import EAGER, Clock, Setting, Train, contenders
 from networks import RECIPES
 from report import circumstances, table, write_result
+from slipstream.speed.flops import peak_flops, training_flops, without_data
 
 SHAPES = {
     "pp_lite_t_seg75": ((768, 768), 8),
@@ -50,21 +50,6 @@ GUIDE = {
 """Percentage by which torch.compile reduces the epoch time in SuperGradients' guide, without SyncBN and EMA."""
 IMAGES = 2975
 """Number of images in an epoch of Cityscapes."""
-PEAK_TFLOPS = {
-    "H100 PCIe": 756,
-    "H100 NVL": 835,
-    "H100": 989,
-    "H200": 989,
-    "L40S": 362,
-    "L40": 181,
-    "A100": 312,
-    "A10G": 70,
-    "A10": 125,
-    "L4": 121,
-    "4090": 165,
-    "V100": 125,
-}
-"""Dense bf16 matrix products (V100: fp16) in 10^12 operations per second, from NVIDIA's data sheets."""
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "hipLaunch", "hipModuleLaunch", "hipGraphLaunch")
 SAME = ("device", "torch", "backend", "steps", "rounds", "crop", "batch size")
 """Fields that must be equal before new results are added to earlier ones."""
@@ -79,7 +64,8 @@ class Device:
         self.device = torch.device(name)
         self.is_cpu = self.device.type == "cpu"
         self.name = "CPU" if self.is_cpu else torch.get_device_module(self.device).get_device_name()
-        self.peak_flops = next((1e12 * f for key, f in PEAK_TFLOPS.items() if key in self.name), math.nan)
+        known = peak_flops(self.name, "bf16")
+        self.peak_flops = math.nan if known is None else known[0]
 
     def free_memory(self) -> int:
         """Free unused memory and return the number of bytes that remain reserved."""
@@ -128,9 +114,8 @@ class Device:
 def flops(setting: Setting) -> int:
     """Return the number of floating-point operations of matrix products and convolutions in one step."""
     net, _ = setting.network(fused=False)
-    with FlopCounterMode(display=False) as counter:
-        setting.case.loss(net(setting.batches[0][0]), setting.batches[0][1]).backward()
-    return int(counter.get_total_flops())
+    batch = without_data(setting.batches[0])
+    return training_flops(net, batch, lambda net, batch: setting.case.loss(net(batch[0]), batch[1]))
 
 
 def create(make: Any, setting: Setting, device: Device, steps: int) -> tuple[Train, Figures]:

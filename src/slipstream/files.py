@@ -20,6 +20,7 @@ __all__ = [
     "remove_temporary_files",
     "replacing",
     "sync_folder",
+    "user_cache",
     "write_text",
 ]
 
@@ -118,3 +119,12 @@ def remove_temporary_files(folder: Path) -> None:
     for path in folder.glob(".*.tmp"):
         if path.is_file() and _TEMPORARY.fullmatch(path.name):
             path.unlink(missing_ok=True)
+
+
+def user_cache(name: str) -> Path:
+    """Return a folder in the user's cache (SLIPSTREAM_CACHE, XDG_CACHE_HOME/slipstream or ~/.cache/slipstream)."""
+    if configured := os.environ.get("SLIPSTREAM_CACHE"):
+        return Path(configured).expanduser().absolute() / name
+    # As required by the XDG specification, ignore relative paths.
+    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "slipstream" / name

@@ -158,3 +158,32 @@ def test_confusion_matrix_requires_the_number_of_classes():
     metric.process(None, dict(preds=torch.tensor([0, 3]), targets=torch.tensor([0, 1])))
     with pytest.raises(DataError, match="1 of 2 targets or predictions"):
         metric.evaluate(2)
+
+
+def evaluated(preds, targets, classes, **options):
+    metric = Accuracy(**options)
+    metric.dataset_meta = dict(classes=classes)
+    metric.process(None, (torch.tensor(preds), torch.tensor(targets)))
+    return metric, metric.evaluate(len(targets))
+
+
+def test_named_classes_give_a_confusion_matrix():
+    scores = [[0.9, 0.1, 0.0], [0.1, 0.2, 0.7], [0.0, 0.8, 0.2], [0.6, 0.3, 0.1]]
+    metric, _ = evaluated(scores, [0, 1, 1, 2], ("a", "b", "c"))
+    assert metric.confusion == [[1, 0, 0], [0, 1, 1], [1, 0, 0]]
+    assert metric.class_names() == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("preds", "targets", "classes", "top1"),
+    [
+        ([[0.9, 0.1, 0.0], [0.1, 0.2, 0.7]], [0, 1], ("a", "b"), 50.0),  # a model with more classes
+        ([3, 1], [0, 1], ("a", "b"), 50.0),  # a prediction that is not one of the named classes
+        ([0, 1], [0, 1], [str(index) for index in range(201)], 100.0),
+        ([0, 1], [0, 1], 2, 100.0),
+    ],
+)
+def test_named_classes_that_do_not_fit_the_model_give_no_matrix(preds, targets, classes, top1):
+    metric, values = evaluated(preds, targets, classes)
+    assert metric.confusion is None
+    assert values == {"accuracy/top1": top1}

@@ -4,7 +4,8 @@ import pytest
 from records import record
 
 from slipstream.report import PhaseSplit
-from slipstream.report.advice import advice
+from slipstream.report.advice import advice, tuned_text, waits
+from slipstream.report.record import LoadingRate, TunedOptions
 
 
 def split(steps=100, **seconds):
@@ -70,3 +71,64 @@ def test_background_writes_are_recommended_only_if_they_are_off():
     phases = split(checkpoint=50.0, forward=50.0)
     texts = [advice(record(phases=phases, settings={"async_save": on}))[0].text for on in (False, True, None)]
     assert ["async_save=True" in text for text in texts] == [True, False, False]
+
+
+def probed(rates, **changes):
+    """Return the recommendation of a run that loads 100 samples/s with two workers and waits for half of its time."""
+    phases = PhaseSplit({"data": 10.0, "forward": 10.0}, {}, 100, 2000)
+    found = [LoadingRate(count, rate) for count, rate in rates.items()]
+    (item,) = advice(record(phases=phases, loading_rates=found, **changes))
+    return item.text
+
+
+def test_probe_bounds_the_gain_by_the_loader():
+    text = probed({0: 60.0, 1: 55.0, 2: 104.0, 4: 140.0})
+    assert "at most 2.00x is possible if this time disappears" in text
+    assert "(samples/s by num_workers: 0: 60, 1: 55, 2: 104, 4: 140); training reached 100" in text
+    assert "With num_workers=4, at most 1.40x is possible" in text
+
+
+def test_probe_bounds_the_gain_by_the_steps_without_waiting():
+    text = probed({0: 60.0, 2: 104.0, 4: 190.0, 8: 900.0})
+    # The steps without waiting take 10 s for 2000 samples; 8 workers reach this, 4 workers are within 5 % of it.
+    assert "With num_workers=4, at most 1.90x is possible" in text
+
+
+def test_bound_of_the_probe_includes_the_validation():
+    phases = PhaseSplit({"data": 10.0, "forward": 10.0, "validation": 20.0}, {}, 100, 2000)
+    rates = [LoadingRate(2, 104.0), LoadingRate(4, 160.0)]
+    found = [item.text for item in advice(record(phases=phases, loading_rates=rates))]
+    # 20 s of validation, and 2000 samples at 160 samples/s instead of 20 s.
+    assert "With num_workers=4, at most 1.24x is possible." in "".join(found)
+
+
+def test_probe_that_finds_no_faster_number_of_workers_recommends_other_remedies():
+    text = probed({0: 60.0, 1: 90.0, 2: 104.0})
+    assert "No measured number of workers is faster than num_workers=2." in text
+    assert "decode-once cache" in text
+
+
+def test_probe_compares_with_loading_in_the_process_of_the_run():
+    text = probed({0: 60.0, 1: 150.0}, settings={"device": "cpu", "num_workers": 0})
+    assert "With num_workers=1, at most 1.50x is possible" in text
+
+
+def test_probe_without_the_number_of_workers_of_the_run_is_not_used():
+    assert "probe" not in probed({0: 60.0, 1: 150.0})
+
+
+def test_run_waits_from_five_percent_on():
+    assert waits(record(phases=split(data=5.0, forward=95.0)))
+    assert not waits(record(phases=split(data=4.9, forward=95.1)))
+    assert not waits(record(phases=split(steps=10, data=50.0, forward=50.0)))
+
+
+def test_result_of_tune_states_what_was_measured():
+    found = TunedOptions(["channels_last", "compile=step"], 1.35, 1.3, 1.4, False)
+    text = tuned_text(record(tuned=[found]))
+    assert "channels_last + compile=step trains 1.35 times as fast (1.30 to 1.40; training steps" in text
+    found.is_product = True
+    assert "(the product of the ratios of the single options; training steps" in tuned_text(
+        record(tuned=[found])
+    )
+    assert tuned_text(record()) == ""

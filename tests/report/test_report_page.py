@@ -1,17 +1,22 @@
 """The HTML page of one run."""
 
+import csv
 import math
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from records import curve, parsed, record, text_of
 
 from slipstream.report import Curve, PhaseSplit, RunRecord, run_folder, write_report
+from slipstream.report.comparison import compare, comparison_csv
 from slipstream.report.page import duration, page
-from slipstream.report.record import Confusion, LogMessage, OptionRow
+from slipstream.report.record import Compute, Confusion, Example, LogMessage, OptionRow, TunedOptions
 from slipstream.report.svg import Line, line_chart, number
+from slipstream.report.utilization import utilization
 
+DOT = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
 EVIL = "<script>alert(1)</script>&\"'"
 
 
@@ -47,6 +52,9 @@ def test_all_text_of_a_run_is_escaped():
         resumed_from=EVIL,
         curves={f"train/{EVIL}": curve([1.0, math.nan]), f"val/{EVIL}": curve([1.0])},
         confusions=[Confusion(EVIL, EVIL, 3, [EVIL, "b"], [[1, 2], [3, 4]])],
+        examples=[Example(EVIL, EVIL, 0.5, DOT), Example(EVIL, EVIL, None, EVIL)],
+        compute=Compute(1.0, 1.0, 2, EVIL, EVIL),
+        tuned=[TunedOptions([EVIL], 1.5, 1.4, 1.6, False)],
         options=[OptionRow(EVIL, EVIL, EVIL, EVIL)],
         messages=[LogMessage(EVIL, EVIL, EVIL)],
         config={EVIL: EVIL},
@@ -184,6 +192,49 @@ def test_durations_are_short(seconds, text):
 )  # fmt: skip
 def test_numbers_have_four_digits(value, text):
     assert number(value) == text
+
+
+def test_examples_show_label_prediction_and_probability():
+    examples = [
+        Example("cat", "dog", 0.987, DOT),
+        Example("cat", "cat", 0.51, DOT),
+        Example("a", "b", None, DOT),
+    ]
+    html = page(record(examples=examples))
+    text = text_of(html)
+    for part in ("✗ dog 99% label: cat", "✓ cat 51% label: cat", "✗ b label: a"):
+        assert part in text
+    assert ("alt", "wrong: predicted dog, label cat") in parsed(html).attributes
+    assert html.count(DOT) == 3
+
+
+def test_picture_that_is_not_a_png_is_not_shown():
+    for picture in ("", "AAAA", "not base64", '"onerror="alert(1)'):
+        assert "<img" not in page(record(examples=[Example("a", "b", 0.5, picture)]))
+
+
+def test_utilization_is_computed_for_all_devices():
+    # 797 samples in 60 s; the peak of two devices is 4e9 operations per second.
+    made = record(compute=Compute(6e7, 2e9, 2, "bf16", "a data sheet"))
+    assert utilization(made) == pytest.approx(6e7 * 797 / 60 / 4e9)
+    text = text_of(page(made))
+    assert "model FLOPs utilization 19.9% of the bf16 peak" in text
+    assert "A sample requires 0.06 GFLOP" in text
+    assert "the peak is 2 x 0.002 TFLOP/s (bf16, a data sheet)" in text
+    table = comparison_csv(compare([(Path("a"), made), (Path("b"), record())]))
+    rows = csv.DictReader(table.splitlines())
+    assert [row["model FLOPs utilization"] for row in rows] == [str(utilization(made)), ""]
+
+
+def test_unknown_utilization_names_the_reason():
+    text = text_of(page(record(compute=Compute(problem="the peak is unknown"))))
+    assert "Model FLOPs utilization: unknown, because the peak is unknown." in text
+    assert "FLOPs" not in text_of(page(record()))
+
+
+def test_measured_options_are_the_first_recommendation():
+    text = text_of(page(record(tuned=[TunedOptions(["fused"], 1.5, 1.4, 1.6, False)])))
+    assert text.index("fused trains 1.50 times as fast") < text.index("at most 1.50x is possible")
 
 
 @pytest.mark.slow

@@ -15,6 +15,9 @@ from slipstream.typecheck import PositiveInt, check
 
 __all__ = ["Accuracy"]
 
+_MOST_CLASSES = 200
+"""Number of classes of the dataset up to which a confusion matrix is counted without `num_classes`."""
+
 
 @METRICS.register_module()
 class Accuracy(CountingMetric):
@@ -25,8 +28,9 @@ class Accuracy(CountingMetric):
 
     Args:
         topk: the values of k.
-        num_classes: the number of classes. If it is given, the metric also computes the confusion matrix, which the
-            report of the run contains with a table per class.
+        num_classes: the number of classes. The metric also computes the confusion matrix, which the report of the run
+            contains with a table per class. None uses the number of the dataset's `classes`, if it is at most 200, and
+            then there is no matrix if the model has a different number of classes.
         collect_device, prefix, collect_dir: see `BaseMetric`.
 
     Raises:
@@ -54,7 +58,14 @@ class Accuracy(CountingMetric):
 
     def num_counts(self) -> int:
         """Return the number of counts: one for each k, samples, ids out of range, and the confusion matrix."""
-        return len(self.topk) + 2 + (self.num_classes or 0) ** 2
+        return len(self.topk) + 2 + self._classes**2
+
+    @property
+    def _classes(self) -> int:
+        """The number of classes of the confusion matrix, the same on all ranks; 0 if there is none."""
+        named = (self.dataset_meta or {}).get("classes")
+        known = len(named) if isinstance(named, list | tuple) and len(named) <= _MOST_CLASSES else 0
+        return self.num_classes or known
 
     def count(self, counts: Tensor, preds: Tensor, targets: Tensor) -> None:
         """Add the samples of one batch."""
@@ -69,8 +80,9 @@ class Accuracy(CountingMetric):
         bad = targets < 0
         if preds.ndim == 2:
             bad = bad | (targets >= preds.shape[1])
-        if self.num_classes is not None:
-            bad = bad | self._count_pairs(counts[len(self.topk) + 2 :], preds, targets, self.num_classes)
+        if classes := self._classes:
+            outside = self._count_pairs(counts[len(self.topk) + 2 :], preds, targets, classes)
+            bad = bad if self.num_classes is None else bad | outside
         counts[: len(self.topk)].add_(torch.stack([hits[:, :k].sum() for k in self.topk]))
         counts[len(self.topk)].add_(len(targets))
         counts[len(self.topk) + 1].add_(bad.sum())
@@ -78,6 +90,8 @@ class Accuracy(CountingMetric):
     def _count_pairs(self, counts: Tensor, preds: Tensor, targets: Tensor, classes: int) -> Tensor:
         """Add the pairs (target, prediction) to the confusion matrix; return where an id is out of range."""
         if preds.ndim == 2:
+            if preds.shape[1] != classes and self.num_classes is None:
+                return torch.zeros_like(targets, dtype=torch.bool)
             if preds.shape[1] != classes:
                 raise DataError(
                     f"Accuracy got scores of {preds.shape[1]} classes, but its num_classes is {classes}; set it to "
@@ -92,7 +106,7 @@ class Accuracy(CountingMetric):
     def class_names(self) -> list[str]:
         """Return the dataset's class names, or the class ids if the number of names differs."""
         names = list((self.dataset_meta or {}).get("classes") or ())
-        classes = self.num_classes or 0
+        classes = self._classes
         return names if len(names) == classes else [str(index) for index in range(classes)]
 
     def _hits(self, preds: Tensor, targets: Tensor) -> Tensor:
@@ -121,9 +135,10 @@ class Accuracy(CountingMetric):
                 f"{bad} of {total} {what} are not classes of the model (found by Accuracy); map the dataset's labels "
                 "to 0..classes-1, or set the model's number of classes to that of the dataset"
             )
-        if self.num_classes is not None:
-            rows = range(0, len(cells), self.num_classes)
-            self.confusion = [cells[row : row + self.num_classes] for row in rows]
+        self.confusion = None
+        # Without `num_classes`, ids outside the dataset's classes are not errors, and the matrix would be incomplete.
+        if (classes := self._classes) and (self.num_classes is not None or sum(cells) == total > 0):
+            self.confusion = [cells[row : row + classes] for row in range(0, len(cells), classes)]
         return {
             f"top{k}": 100 * n / total if total else float("nan")
             for k, n in zip(self.topk, right, strict=True)

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from slipstream.dataset.loading.loader import length
+from slipstream.dataset.loading.workers import loading_rates
 from slipstream.dist import is_main_process
+from slipstream.files import user_cache
 from slipstream.hooks.checkpoint import CheckpointHook
 from slipstream.hooks.hook import Hook
+from slipstream.hooks.report_compute import ComputeCount
+from slipstream.hooks.report_examples import ExampleSelection
 from slipstream.logging import STEP_PHASES, PhaseTimes
 from slipstream.model import unwrap_model
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.registry import HOOKS
 from slipstream.report import Curve, PhaseSplit, RunRecord, write_report
+from slipstream.report.advice import waits
 from slipstream.report.charts import is_rate
 from slipstream.report.config_values import flat_config
 from slipstream.report.log_files import log_file, read_log
-from slipstream.report.record import Confusion, OptionRow, Status
+from slipstream.report.record import Compute, Confusion, Example, LoadingRate, OptionRow, Status, TunedOptions
 from slipstream.speed.table import option_rows
 from slipstream.step import EagerStep
 from slipstream.step.graph import GraphStep
-from slipstream.typecheck import matches
+from slipstream.typecheck import Positive, check, matches
 from slipstream.version import __version__
 
 if TYPE_CHECKING:
@@ -33,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ReportHook"]
 
+T = TypeVar("T")
 _MOST_CLASSES = 200
 _SECONDS_BETWEEN_MEMORY = 1.0
 """Reading the memory of the process can take longer than the rest of the hook's work."""
@@ -44,12 +52,24 @@ class ReportHook(Hook):
 
     The hook adds no work to a step. It copies values from the message hub when the Runner reads the losses, and after
     each evaluation. The page is described in docs/report.md.
+
+    Args:
+        peak_tflops: the peak of the device in 10^12 operations per second at the precision of the run, for the model
+            FLOPs utilization; None looks it up in `slipstream.speed.flops.PEAKS`.
+        probe_workers: at the end of a run that has waited for data, measure how fast other numbers of workers load
+            batches, for some seconds. Worker processes read samples of the training dataset.
     """
 
     priority = "VERY_LOW"
     reads_phases = True
 
-    def __init__(self) -> None:
+    def __init__(self, peak_tflops: Positive | None = None, probe_workers: bool = False) -> None:
+        check(peak_tflops, Positive | None, "peak_tflops")
+        check(probe_workers, bool, "probe_workers")
+        self._probe_workers = probe_workers
+        self._compute = ComputeCount(peak_tflops)
+        self._selection: ExampleSelection | None = None
+        self._examples: list[Example] = []
         self._curves: dict[str, Curve] = {}
         self._seen: dict[str, int] = {}
         self._speed_at = 0, 0.0  # samples and seconds, without the first step
@@ -58,12 +78,15 @@ class ReportHook(Hook):
         self._start: int | None = None
         self._status: tuple[Status, str] | None = None
         self._training = False
+        self._measured: tuple[Compute, list[LoadingRate], list[TunedOptions]] | None = None
 
     def before_train(self, runner: Runner) -> None:
         """Store where training starts, and skip the values that a resumed run has loaded."""
         self._start, self._training = runner.iter, True
         self._speed_at = runner.phases.samples, _seconds_of_steps(runner.phases)
         self._seen = {key: history.total for key, history in runner.message_hub.log_scalars.items()}
+        if is_main_process():
+            self._compute.begin(runner)
 
     def after_rollback(self, runner: Runner) -> None:
         """Remove what was recorded after the checkpoint, because the run repeats these steps and evaluations."""
@@ -85,8 +108,23 @@ class ReportHook(Hook):
         if self._training and is_main_process():
             self._read(runner)
 
+    def before_val_epoch(self, runner: Runner) -> None:
+        """Begin to select example predictions."""
+        batches = length(runner.val_dataloader) if hasattr(runner.val_loop, "dataloader") else None
+        self._selection = ExampleSelection(batches) if is_main_process() else None
+
+    def after_val_iter(
+        self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
+    ) -> None:
+        """Select example predictions of a classifier."""
+        if self._selection is not None:
+            self._selection.add(batch_idx, data_batch, outputs)
+
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
-        """Add the metrics to their curves, and keep the confusion matrices."""
+        """Add the metrics to their curves, and keep the confusion matrices and the example predictions."""
+        if self._selection is not None:
+            self._examples = self._selection.examples(_class_names(runner.val_loop))
+            self._selection = None
         self._read_metrics(runner, "val", metrics)
 
     def after_test_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
@@ -97,11 +135,14 @@ class ReportHook(Hook):
         """Write the report."""
         if not is_main_process():
             return
+        self._compute.end()
         try:
             if self._training:
                 self._read(runner)  # after a non-finite loss, the newest values are only in the message hub
             self._set_status(runner)
-            write_report(self._record(runner), Path(runner.log_dir))
+            record = self._record(runner)
+            self._add_measurements(runner, record)
+            write_report(record, Path(runner.log_dir))
         except Exception as error:  # the run itself must neither fail nor lose its own error
             runner.logger.warning(f"The report cannot be written: {type(error).__name__}: {error}")
             runner.logger.debug("The report cannot be written", exc_info=True)
@@ -210,11 +251,58 @@ class ReportHook(Hook):
             phases=PhaseSplit(_named(phases.seconds), _named(phases.first), phases.steps, phases.samples),
             curves=self._curves,
             confusions=list(self._confusions.values()),
+            examples=self._examples,
             options=[OptionRow(*row) for row in option_rows(runner.speed, runner.capabilities)],
             messages=log.messages if log else [],
             dropped_messages=log.dropped if log else 0,
             config=flat_config(runner.user_config),
         )
+
+    def _add_measurements(self, runner: Runner, record: RunRecord) -> None:
+        """Add what is counted, measured or found after the run. Only training has it."""
+        if not self._training:
+            if self._measured is not None:
+                record.compute, record.loading_rates, record.tuned = self._measured
+            return
+        record.compute = self._compute.result(runner)
+        if runner.error is None:
+            record.tuned = _attempt(runner, _tuned)
+            if self._probe_workers and record.environment.get("world_size", "1") == "1" and waits(record):
+                record.loading_rates = _attempt(runner, _probe)
+        self._measured = record.compute, record.loading_rates, record.tuned
+
+
+def _attempt(runner: Runner, measure: Callable[[Runner], list[T]]) -> list[T]:
+    """Return what `measure` returns, or an empty list after an error, because the report is useful without it."""
+    try:
+        return measure(runner)
+    except Exception:
+        runner.logger.debug("A measurement for the report failed", exc_info=True)
+        return []
+
+
+def _probe(runner: Runner) -> list[LoadingRate]:
+    return [LoadingRate(*each) for each in sorted(loading_rates(runner.train_dataloader).items())]
+
+
+def _tuned(runner: Runner) -> list[TunedOptions]:
+    folder = user_cache("tune")
+    if not folder.is_dir() or next(folder.iterdir(), None) is None:
+        return []  # without importing the package
+    result = runner.stored_tuning()
+    if result is None or result.outcome.total is None:
+        return []
+    outcome, total = result.outcome, result.outcome.total
+    return [TunedOptions(outcome.adopted, total.ratio, total.low, total.high, outcome.total_is_product)]
+
+
+def _class_names(loop: Any) -> list[str]:
+    """Return the class names of a loop's dataset, or an empty list."""
+    dataset = getattr(getattr(loop, "dataloader", None), "dataset", None)
+    meta = getattr(dataset, "metainfo", None)
+    names = (meta or {}).get("classes") if isinstance(meta, Mapping | None) else None
+    names = names or getattr(dataset, "classes", None)  # torchvision's datasets have this attribute
+    return list(map(str, names)) if isinstance(names, list | tuple) else []
 
 
 def _seconds_of_steps(phases: PhaseTimes) -> float:

@@ -7,11 +7,22 @@ from dataclasses import dataclass
 
 from slipstream.report.record import RunRecord
 
-__all__ = ["OUTSIDE", "Advice", "advice", "mean_speed", "training_seconds", "trusted_split"]
+__all__ = [
+    "OUTSIDE",
+    "Advice",
+    "advice",
+    "mean_speed",
+    "training_seconds",
+    "trusted_split",
+    "tuned_text",
+    "waits",
+]
 
 OUTSIDE = ("other", "test")
 """The phases of a run that do not belong to training."""
 
+_WAITS = 0.05
+"""Fraction of the time from which waiting for data has a recommendation."""
 _FEWEST_STEPS = 10
 """Number of steps below which a split says little about longer runs."""
 
@@ -25,6 +36,8 @@ class Advice:
     problem: str
     """What takes the time."""
     remedy: str
+    measured: str = ""
+    """A measurement of the remedy; empty if there is none."""
 
     @property
     def bound(self) -> float:
@@ -37,7 +50,7 @@ class Advice:
         bound = math.ceil(self.bound * 100) / 100  # rounding down would not be an upper bound
         return (
             f"{self.share:.0%} of the training time {self.problem}; at most {bound:.2f}x is possible if this time "
-            f"disappears. {self.remedy}"
+            f"disappears. {self.measured or self.remedy}"
         )
 
 
@@ -49,6 +62,13 @@ def trusted_split(record: RunRecord) -> bool:
 def training_seconds(record: RunRecord) -> float:
     """Return the duration of training, validation and checkpoints, without the first step."""
     return sum(seconds for phase, seconds in record.phases.seconds.items() if phase not in OUTSIDE)
+
+
+def waits(record: RunRecord) -> bool:
+    """Return whether the run has spent a relevant part of its time waiting for data."""
+    return trusted_split(record) and record.phases.seconds.get("data", 0.0) >= _WAITS * training_seconds(
+        record
+    )
 
 
 def mean_speed(record: RunRecord) -> float | None:
@@ -77,15 +97,16 @@ def advice(record: RunRecord) -> list[Advice]:
 
 def _of_data(record: RunRecord, share: dict[str, float]) -> list[Advice]:
     found = []
-    if (waits := share.get("data", 0.0)) >= 0.05:
+    if (waiting := share.get("data", 0.0)) >= _WAITS:
         workers = record.settings.get("num_workers")
         more = f"num_workers is {workers}. " if isinstance(workers, int) else ""
         found.append(
             Advice(
-                waits,
+                waiting,
                 "waits for data",
                 f"{more}Try more workers if there are free cores, the decode-once cache (slipstream data cache), or "
                 "smaller files.",
+                _measured_workers(record),
             )
         )
     if (copies := share.get("preprocess", 0.0)) >= 0.05:
@@ -96,6 +117,52 @@ def _of_data(record: RunRecord, share: dict[str, float]) -> list[Advice]:
         )
         found.append(Advice(copies, "is spent in the data preprocessor", remedy))
     return found
+
+
+def _measured_workers(record: RunRecord) -> str:
+    """Return what the probe of the loader shows, or an empty string without a probe.
+
+    The steps cannot be faster than the loader alone, nor faster than they are without waiting.
+    """
+    rates = {each.num_workers: each.samples_per_second for each in record.loading_rates}
+    present, speed, samples = record.settings.get("num_workers"), mean_speed(record), record.phases.samples
+    if present not in rates or speed is None:
+        return ""
+    computing = samples / max(samples / speed - record.phases.seconds.get("data", 0.0), 1e-9)
+    # Loading in the process of the run does not overlap with the steps.
+    possible = {count: min(rate, computing) for count, rate in rates.items() if count and rate}
+    most = max(possible.values(), default=0.0)
+    best = min((count for count, rate in possible.items() if rate >= 0.95 * most), default=present)
+    listed = ", ".join(f"{count}: {rate:.4g}" for count, rate in rates.items())
+    probe = (
+        f"A probe after the run loaded batches without training (samples/s by num_workers: {listed}); training "
+        f"reached {speed:.4g}."
+    )
+    if best == present or possible[best] < 1.02 * speed:
+        return (
+            f"{probe} No measured number of workers is faster than num_workers={present}. Try the decode-once cache "
+            "(slipstream data cache), smaller files, or simpler transforms."
+        )
+    total = training_seconds(record)
+    ratio = total / (total - samples / speed + samples / possible[best])
+    return f"{probe} With num_workers={best}, at most {math.ceil(ratio * 100) / 100:.2f}x is possible."
+
+
+def tuned_text(record: RunRecord) -> str:
+    """Return the result of `slipstream tune` for this configuration as text; empty if there is none."""
+    if not record.tuned:
+        return ""
+    found = record.tuned[0]
+    how = (
+        "the product of the ratios of the single options"
+        if found.is_product
+        else f"{found.low:.2f} to {found.high:.2f}"
+    )
+    return (
+        f"slipstream tune has measured this configuration on this machine: {' + '.join(found.adopted)} trains "
+        f"{found.ratio:.2f} times as fast ({how}; training steps without validation). Run it again to read this result "
+        "from its cache and to write tuned.yaml, and train with +speed=tuned.yaml."
+    )
 
 
 def _of_others(record: RunRecord, share: dict[str, float]) -> list[Advice]:

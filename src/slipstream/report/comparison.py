@@ -16,6 +16,7 @@ from slipstream.report.curve import Curve
 from slipstream.report.record import RunRecord
 from slipstream.report.style import document, section, table
 from slipstream.report.svg import STYLES, Line, line_chart, number
+from slipstream.report.utilization import utilization
 
 __all__ = ["MOST_RUNS", "ComparedRun", "compare", "comparison_csv", "comparison_page"]
 
@@ -99,6 +100,8 @@ def _results(runs: Sequence[ComparedRun]) -> list[tuple[str, list[Any]]]:
         ("duration, s", [round(record.seconds, 3) for record in records]),
         ("images/s, mean", [mean_speed(record) for record in records]),
     ]
+    if any(used := [utilization(record) for record in records]):
+        rows.append(("model FLOPs utilization", used))
     names = dict.fromkeys(name for record in records for name in record.curves)
     for name in names:
         rows.append((f"{name}, last", [_of(record, name, "last") for record in records]))

@@ -6,13 +6,15 @@ import base64
 from html import escape
 from pathlib import Path
 
-from slipstream.report.advice import OUTSIDE, advice, mean_speed, training_seconds, trusted_split
+from slipstream.report.advice import OUTSIDE, advice, mean_speed, training_seconds, trusted_split, tuned_text
 from slipstream.report.charts import curve_charts, is_per_class
 from slipstream.report.classes import confusion_section
 from slipstream.report.curve import Curve
+from slipstream.report.examples import PNG_SIGNATURE, examples_section
 from slipstream.report.record import RunRecord
 from slipstream.report.style import document, section, table
 from slipstream.report.svg import number
+from slipstream.report.utilization import utilization, utilization_note
 
 __all__ = ["DESCRIPTIONS", "duration", "page"]
 
@@ -53,7 +55,7 @@ def page(record: RunRecord, folder: Path | None = None) -> str:
         section("Time", _split(record)),
         section("Curves", curve_charts(record)),
         *(section(*confusion_section(each)) for each in record.confusions),
-        section("Predictions", _picture(folder)),
+        section("Predictions", examples_section(record.examples) + _picture(folder)),
         section("Messages", _messages(record)),
         section("Speed options", _options(record)),
         section("Configuration", _config(record)),
@@ -102,6 +104,8 @@ def _tiles(record: RunRecord) -> str:
         tiles.append(("train/loss, last step", number(loss.last()), _spread(loss)))
     if (speed := mean_speed(record)) is not None:
         tiles.append(("images/s", number(speed), "mean without the first step, training only"))
+    if (used := utilization(record)) is not None:
+        tiles.append(("model FLOPs utilization", f"{used:.1%}", f"of the {record.compute.precision} peak"))
     for name, label in (("memory/device_peak_mib", "device memory"), ("memory/host_mib", "host memory")):
         if name in record.curves and (most := record.curves[name].highest()) is not None:
             tiles.append((label, f"{number(most, 3)} MiB", "largest recorded"))
@@ -136,9 +140,11 @@ def duration(seconds: float) -> str:
 def _advice(record: RunRecord) -> str:
     if record.source == "logs":
         return ""
-    found = advice(record)
+    found, tuned = [item.text for item in advice(record)], tuned_text(record)
+    if tuned:
+        found.insert(0, tuned)
     if found:
-        items = "".join(f"<li>{escape(item.text)}</li>" for item in found)
+        items = "".join(f"<li>{escape(text)}</li>" for text in found)
         return (
             f'<ul class="advice">{items}</ul><p class="note">Each bound assumes that the whole time of its phase '
             "disappears and that nothing else changes. The bounds cannot be multiplied.</p>"
@@ -168,13 +174,13 @@ def _split(record: RunRecord) -> str:
         if phase == "step" and record.step and not record.step.startswith("eager"):
             description = f"training step: {record.step}"
         inside = phase not in OUTSIDE
-        per_step = f"{1e3 * seconds / (split.steps - 1):.3g}" if inside and split.steps > 1 else "–"
+        per_step = number(1e3 * seconds / (split.steps - 1), 3) if inside and split.steps > 1 else "–"
         bar = f'<span class="bar" style="width:{100 * seconds / largest:.1f}%"></span>' if inside else ""
         share = f"{seconds / total:.1%}" if inside else "–"
         rows.append(
             f'<tr><td>{escape(description)}</td><td class="wide">{bar}</td><td class="num">{share}</td>'
             f'<td class="num">{seconds:.4g}</td><td class="num">{per_step}</td>'
-            f'<td class="num">{1e3 * first:.3g}</td></tr>'
+            f'<td class="num">{number(1e3 * first, 3)}</td></tr>'
         )
     head = (
         "<tr><th>host time</th><th></th><th class='num'>share</th><th class='num'>seconds</th>"
@@ -207,6 +213,8 @@ def _split_notes(record: RunRecord) -> list[str]:
             "A step that is compiled as one graph is not split. Its time includes the compilation and verification of "
             "the graph after the first step."
         )
+    if note := utilization_note(record):
+        notes.append(note)
     return notes
 
 
@@ -222,7 +230,7 @@ def _picture(folder: Path | None) -> str:
         data = newest.read_bytes()
     except OSError:
         return ""
-    if not data.startswith(b"\x89PNG\r\n\x1a\n"):
+    if not data.startswith(PNG_SIGNATURE):
         return ""
     encoded = base64.b64encode(data).decode("ascii")
     return (

@@ -8,9 +8,21 @@ from typing import Any, Literal, get_type_hints
 
 from slipstream.errors import DataError
 from slipstream.report.curve import Curve
-from slipstream.typecheck import NonNegative, NonNegativeInt, describe, matches
+from slipstream.typecheck import NonNegative, NonNegativeInt, Probability, describe, matches
 
-__all__ = ["FORMAT", "Confusion", "LogMessage", "OptionRow", "PhaseSplit", "RunRecord", "Status"]
+__all__ = [
+    "FORMAT",
+    "Compute",
+    "Confusion",
+    "Example",
+    "LoadingRate",
+    "LogMessage",
+    "OptionRow",
+    "PhaseSplit",
+    "RunRecord",
+    "Status",
+    "TunedOptions",
+]
 
 FORMAT = 1
 """The version of the format of `report.json`."""
@@ -34,6 +46,23 @@ class PhaseSplit:
 
 
 @dataclass
+class Compute:
+    """The operations of a training step and the peak of the device, for the model FLOPs utilization."""
+
+    flops_per_sample: NonNegative = 0.0
+    """Floating-point operations of matrix products and convolutions in forward and backward; 0 if unknown."""
+    peak_flops: NonNegative = 0.0
+    """Operations per second of one device at `precision`; 0 if unknown."""
+    devices: NonNegativeInt = 1
+    precision: str = ""
+    """`fp32`, `tf32`, `bf16`, `fp16` or `fp8`."""
+    source: str = ""
+    """Where the peak comes from."""
+    problem: str = ""
+    """Why the utilization is unknown."""
+
+
+@dataclass
 class Confusion:
     """The confusion matrix of the last evaluation of a metric."""
 
@@ -46,6 +75,42 @@ class Confusion:
     classes: list[str]
     matrix: list[list[NonNegativeInt]]
     """Number of pixels or samples; rows are targets, columns are predictions."""
+
+
+@dataclass
+class Example:
+    """The prediction for one sample of the last validation."""
+
+    label: str
+    """The name of the target's class."""
+    prediction: str
+    """The name of the predicted class."""
+    probability: Probability | None
+    """Probability of the predicted class; None if the model returns class ids instead of scores."""
+    picture: str
+    """The image as a PNG file in base64."""
+
+
+@dataclass
+class LoadingRate:
+    """The speed of the training loader without training, in one process."""
+
+    num_workers: NonNegativeInt
+    samples_per_second: NonNegative
+
+
+@dataclass
+class TunedOptions:
+    """The stored result of `slipstream tune` for the configuration of the run, on the same machine."""
+
+    adopted: list[str]
+    ratio: NonNegative
+    """Step time of the configuration divided by the step time with these options."""
+    low: NonNegative
+    high: NonNegative
+    """The interval of `ratio`."""
+    is_product: bool
+    """Whether these numbers are products of those of single options."""
 
 
 @dataclass
@@ -103,6 +168,13 @@ class RunRecord:
     curves: dict[str, Curve] = field(default_factory=dict)
     """Scalars over iterations: `train/loss`, `val/mIoU`, `speed/images_per_second`, `memory/host_mib`, ..."""
     confusions: list[Confusion] = field(default_factory=list)
+    examples: list[Example] = field(default_factory=list)
+    """Predictions of the last validation of a classifier: errors first."""
+    compute: Compute = field(default_factory=Compute)
+    loading_rates: list[LoadingRate] = field(default_factory=list)
+    """Measured at the end of the run, if `ReportHook.probe_workers` is set."""
+    tuned: list[TunedOptions] = field(default_factory=list)
+    """The stored result of `slipstream tune`; empty if there is none."""
     options: list[OptionRow] = field(default_factory=list)
     messages: list[LogMessage] = field(default_factory=list)
     dropped_messages: NonNegativeInt = 0
@@ -159,7 +231,11 @@ class RunRecord:
 
 _NESTED: dict[str, Any] = {
     "phases": PhaseSplit,
+    "compute": Compute,
     "confusions": Confusion,
+    "examples": Example,
+    "loading_rates": LoadingRate,
+    "tuned": TunedOptions,
     "options": OptionRow,
     "messages": LogMessage,
 }
@@ -167,7 +243,7 @@ _HINTS = get_type_hints(RunRecord, include_extras=True)
 
 
 def _nested(value: Any, kind: Any, name: str, where: str) -> Any:
-    if kind is PhaseSplit:
+    if kind in (PhaseSplit, Compute):
         return _object(value, kind, name, where)
     if not isinstance(value, list):
         raise DataError(f"'{name}' in {where} must be a list")

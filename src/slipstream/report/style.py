@@ -53,17 +53,25 @@ table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums}
 th,td{padding:4px 10px;text-align:left;vertical-align:top;border-bottom:1px solid var(--rule);overflow-wrap:anywhere}
 th{font-weight:600;color:var(--soft)}
 td.num,th.num{text-align:right;min-width:5.5em}
-td.num{white-space:nowrap}
-td:first-child,th:first-child{min-width:8.5em}
+td.num{white-space:nowrap}th.num{overflow-wrap:normal}
+td:first-child,th:first-child{min-width:9em}
 td.wide{min-width:180px;width:42%}
 .bar{display:block;height:12px;margin-top:5px;background:var(--bar);border-radius:2px;min-width:1px}
 .matrix td,.matrix th{padding:3px 6px;text-align:right;border:1px solid var(--rule);white-space:nowrap;min-width:0}
+.matrix th:first-child{white-space:normal;min-width:6em}
 .matrix td.hit{font-weight:700;outline:2px solid var(--soft);outline-offset:-2px}
 .advice li{margin:6px 0;max-width:92ch}
 .message{white-space:pre-wrap;overflow-wrap:anywhere;margin:2px 0;
 font:13px/1.45 ui-monospace,"DejaVu Sans Mono",monospace}
 .error{border-left:4px solid var(--bad);padding:4px 12px;background:var(--card)}
 img{max-width:100%;height:auto;border:1px solid var(--rule);border-radius:8px}
+.examples{display:grid;grid-template-columns:repeat(auto-fill,minmax(140px,1fr));gap:12px;margin:0;padding:0;
+list-style:none}
+.examples li{background:var(--card);border:1px solid var(--rule);border-radius:8px;padding:8px;overflow-wrap:anywhere}
+.examples img{width:100%;height:112px;object-fit:contain;border:0;border-radius:0;image-rendering:pixelated;
+display:block;margin-bottom:4px}
+.examples b,.examples small{display:block}.examples small{color:var(--soft)}
+.examples .wrong b{color:var(--bad)}.examples .correct b{color:var(--good)}
 details{margin-top:8px}summary{cursor:pointer;color:var(--soft)}
 @media(max-width:600px){body{padding:14px 12px 40px}td,th{padding:4px 6px}td.wide{min-width:70px}
 .tiles li{flex:1 1 40%;min-width:0}.advice{padding-left:20px}}

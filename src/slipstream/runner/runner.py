@@ -15,13 +15,7 @@ from torch.utils.data import DataLoader
 from slipstream.config import Config, options
 from slipstream.devices import default_device
 from slipstream.dist import get_rank, get_world_size, is_distributed, is_main_process
-from slipstream.hooks import (
-    Hook,
-    HookList,
-    NotebookHook,
-    ProgressBarHook,
-    in_notebook,
-)
+from slipstream.hooks import Hook, HookList, NotebookHook, ProgressBarHook, in_notebook
 from slipstream.logging import PhaseTimes
 from slipstream.model import unwrap_model
 from slipstream.optim import OptimWrapper
@@ -29,12 +23,7 @@ from slipstream.redaction import Redactor, redact
 from slipstream.registry import RUNNERS
 from slipstream.runner import builders, planning, resume
 from slipstream.runner.checkpoints import Checkpoints
-from slipstream.runner.environment import (
-    EnvOptions,
-    Randomness,
-    set_random_seed,
-    setup_env,
-)
+from slipstream.runner.environment import EnvOptions, Randomness, set_random_seed, setup_env
 from slipstream.runner.folder_lock import FolderLock
 from slipstream.runner.lazy_loops import LazyLoops
 from slipstream.runner.logs import config_text, log_start, name_run, open_logs, write_config
@@ -269,6 +258,12 @@ class Runner:
         from slipstream.tune.api import tune_config
 
         return tune_config(self._user_cfg, budget, options, self.model_name, cache, report)
+
+    def stored_tuning(self) -> TuneResult | None:
+        """Return the stored result of `tune` for this configuration and machine; None if nothing was adopted."""
+        from slipstream.tune.api import stored_result
+
+        return stored_result(self._user_cfg)
 
     def val(self) -> dict[str, float]:
         """Validate and return the metrics. The Runner's random state does not change.

@@ -17,6 +17,7 @@ from torch import nn
 
 from slipstream.cores import cpu_features
 from slipstream.errors import ConfigError
+from slipstream.files import user_cache
 from slipstream.speed.compile import CompileOptions
 from slipstream.version import __version__
 
@@ -91,16 +92,9 @@ def cache_folder(model: nn.Module, how: CompileOptions, plan: Any) -> Path:
     # Remove memory addresses from the repr of functions, because they differ between processes.
     key = re.sub(r" at 0x[0-9a-f]+", "", repr((shapes, how, plan, versions, _machine(model))))
     name = f"{type(model).__name__}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    return (Path(how.cache).expanduser().absolute() if isinstance(how.cache, str) else _user_cache()) / name
-
-
-def _user_cache() -> Path:
-    configured = os.environ.get("SLIPSTREAM_CACHE")
-    if configured:
-        return Path(configured).expanduser().absolute() / "compile"
-    # As required by the XDG specification, ignore relative paths.
-    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "slipstream" / "compile"
+    return (
+        Path(how.cache).expanduser().absolute() if isinstance(how.cache, str) else user_cache("compile")
+    ) / name
 
 
 def _machine(model: nn.Module) -> str:

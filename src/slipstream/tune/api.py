@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from slipstream.checkpoint import get_random_state
 from slipstream.dist import get_world_size
 from slipstream.errors import ConfigError
 from slipstream.registry import default_scope
+from slipstream.speed import CFG_OPTIONS
 from slipstream.tune.batch_size import BatchSizeRow, BatchSizes, search_batch_sizes
 from slipstream.tune.cache import cache_file, describe_config, describe_objects, load, store
 from slipstream.tune.code import UndescribedError
@@ -27,12 +28,14 @@ from slipstream.tune.process import Job
 from slipstream.tune.result import TuneResult
 from slipstream.tune.search import Row, Search
 
-__all__ = ["config_job", "find_batch_size", "find_lr", "parse_budget", "tune", "tune_config"]
+__all__ = ["config_job", "find_batch_size", "find_lr", "parse_budget", "stored_result", "tune", "tune_config"]
 
 # `feed` prefetches in a custom loop, and only a Runner's configuration can be built again in each process.
 _IN_OWN_LOOP = tuple(name for name in OPTIONS if name not in ("prefetch", "data_parallel"))
 _NO_KEY = (UndescribedError, RecursionError)
 """Errors of a description that is not complete or is nested too deeply for a key of the cache."""
+_MEASURED = ("model", "data_preprocessor", "train_dataloader", "optim_wrapper", "env_cfg", "speed")
+"""The arguments of a Runner that determine the time of its steps, in addition to `CFG_OPTIONS`."""
 LossFn = Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
 
 
@@ -82,7 +85,7 @@ def tune(
         with suppress(*_NO_KEY):  # without a complete key, another model could get this result
             described = [describe_objects(model, loader, optimizer, loss_fn), speed]
             file = cache_file(described, names, seconds)
-    return _tune(make_job, speed, names, seconds, type(model).__name__, file, report)
+    return _tune(make_job, speed, names, seconds, type(model).__name__, [file], report)
 
 
 def tune_config(
@@ -109,11 +112,28 @@ def tune_config(
     _check_one_process()
     seconds = parse_budget(budget)
     run = {key: value for key, value in cfg.items() if key not in ("work_dir", "resume", "launcher")}
-    file = None
+    files: list[Path | None] = [None]
     if cache:
         with default_scope(cfg.get("default_scope")), suppress(*_NO_KEY):
-            file = cache_file(describe_config(run), names, seconds)
-    return _tune(config_job(cfg), cfg.get("speed"), names, seconds, name, file, report, start)
+            files = [cache_file(describe_config(run), names, seconds), _newest_file(cfg)]
+    return _tune(config_job(cfg), cfg.get("speed"), names, seconds, name, files, report, start)
+
+
+def stored_result(cfg: Mapping[str, Any]) -> TuneResult | None:
+    """Return the newest stored result of `tune_config` for the same model, loader, optimizer and options, or None.
+
+    The measured options and the budget may be different, but not the machine and the versions.
+    """
+    with default_scope(cfg.get("default_scope")), suppress(*_NO_KEY):
+        found = load(_newest_file(cfg))
+        return found if found is not None and found.outcome.adopted else None
+    return None
+
+
+def _newest_file(cfg: Mapping[str, Any]) -> Path:
+    """Return the file for the newest result of a configuration: only of the parts that the step time depends on."""
+    run = {key: cfg[key] for key in (*_MEASURED, *CFG_OPTIONS) if cfg.get(key) is not None}
+    return cache_file(describe_config(run), [], 0.0)
 
 
 def _tune(
@@ -122,15 +142,17 @@ def _tune(
     names: list[str],
     seconds: float,
     name: str,
-    file: Path | None,
+    files: Sequence[Path | None],
     report: Callable[[Row], None],
     start: float | None = None,
 ) -> TuneResult:
-    if file is not None and (stored := load(file)) is not None:
+    """Return the result in the first file, or search and store the result in all files."""
+    if files[0] is not None and (stored := load(files[0])) is not None:
         return stored
     result = TuneResult(Search(make_job, speed, names, seconds, report, start).run(), speed, name)
-    if file is not None:
-        store(file, result)
+    for file in files:
+        if file is not None:
+            store(file, result)
     return result
 
 

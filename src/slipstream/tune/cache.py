@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from slipstream.checkpoint import get_random_state, set_random_state
 from slipstream.cores import cores, cpu_features
-from slipstream.files import write_text
+from slipstream.files import user_cache, write_text
 from slipstream.registry import DATASETS, HOOKS, MODELS, OPTIM_WRAPPERS, OPTIMIZERS
 from slipstream.tune.code import describe_callable, describe_model, digest
 from slipstream.tune.result import TuneResult
@@ -36,7 +35,7 @@ def cache_file(run: Any, names: list[str], budget: float) -> Path:
         names: the measured options.
         budget: the time limit in seconds.
     """
-    return _folder() / f"{digest([run, names, budget, _machine(), _versions()])[:32]}.json"
+    return user_cache("tune") / f"{digest([run, names, budget, _machine(), _versions()])[:32]}.json"
 
 
 def load(file: Path) -> TuneResult | None:
@@ -120,13 +119,6 @@ def _describe_sample(dataset: Any) -> list[str]:
         f"{type(leaf).__name__} {list(getattr(leaf, 'shape', ()))} {getattr(leaf, 'dtype', '')}"
         for leaf in leaves
     ]
-
-
-def _folder() -> Path:
-    if configured := os.environ.get("SLIPSTREAM_CACHE"):
-        return Path(configured).expanduser().absolute() / "tune"
-    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "slipstream" / "tune"
 
 
 def _machine() -> dict[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from slipstream.cores import cores
 from slipstream.dataset.loading.waiting import stop_workers
@@ -23,7 +23,7 @@ from slipstream.errors import ConfigError
 from slipstream.logging import print_log
 from slipstream.typecheck import matches, shown
 
-__all__ = ["check_workers", "end_workers", "with_workers"]
+__all__ = ["check_workers", "end_workers", "loading_rates", "with_workers"]
 
 _AUTO = "auto"
 _TIME_LIMIT = 5.0
@@ -112,6 +112,23 @@ def with_workers(
     return chosen
 
 
+def loading_rates(loader: DataLoader[Any]) -> dict[int, float]:
+    """Return the samples/s of a loader by number of workers, without training; empty if it cannot be measured.
+
+    The numbers are those of `with_workers`, and the loader's own. Randomly drawn samples are read in worker processes,
+    so the generators, the sampler and the caches of this process do not change.
+    """
+    dataset: Any = loader.dataset
+    size = getattr(getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler), "batch_size", None)
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or size is None:
+        return {}
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(len(dataset), (_TRIAL_BATCHES, size), generator=generator).tolist()
+    options = {name: getattr(loader, name) for name in ("multiprocessing_context", "worker_init_fn")}
+    trials = _Trials(dataset, {**options, "collate_fn": loader.collate_fn}, drawn)
+    return trials.rates(max(cores() // get_local_size(), 1), loader.num_workers)
+
+
 class _Trials:
     """Short throughput measurements of data loaders.
 
@@ -139,8 +156,13 @@ class _Trials:
         ):  # loading a batch may be faster than loading its samples one by one
             self.batch_seconds = float(np.median([seconds for seconds, _ in self._probe(self.size)]))
 
-    def rates(self, limit: int) -> dict[int, float]:
-        """Return samples/s by number of workers, measured until more workers do not help or time runs out."""
+    def rates(self, limit: int, present: int = 0) -> dict[int, float]:
+        """Return samples/s by number of workers, measured until more workers do not help or time runs out.
+
+        Args:
+            limit: the largest number of workers to try.
+            present: a number of workers that is measured in any case.
+        """
         chunk = min(max(round(self.size * _TARGET_BATCH_TIME / self.batch_seconds), 1), self.size)
         found = {0: self.size / self.batch_seconds}
         end, best = time.monotonic() + _TIME_LIMIT, 0.0
@@ -149,6 +171,8 @@ class _Trials:
             if rate < 1.05 * best or time.monotonic() > end:
                 break
             best = rate
+        if present not in found:
+            found[present] = self._throughput(present, chunk)
         return found
 
     def slowest_batch(self) -> float:

@@ -1,0 +1,139 @@
+"""Count the operations of a training step for the report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.dist import get_world_size
+from slipstream.errors import SlipstreamError
+from slipstream.model import unwrap_model
+from slipstream.model.base_model import run_forward
+from slipstream.optim import AmpOptimWrapper
+from slipstream.report.record import Compute
+from slipstream.speed.apply import overrides_train_step
+from slipstream.speed.flops import peak_flops, training_flops, without_data
+from slipstream.speed.precision import Precision
+
+if TYPE_CHECKING:
+    from slipstream.runner import Runner
+
+__all__ = ["ComputeCount"]
+
+
+class ComputeCount:
+    """The operations of a step, counted after the run from the shapes of its first batch.
+
+    The data preprocessor's output for the first batch is observed by a forward hook, which is removed in this call, so
+    later steps have no additional work.
+
+    Args:
+        peak_tflops: the peak of the device in 10^12 operations per second; None looks it up by the device's name.
+    """
+
+    def __init__(self, peak_tflops: float | None) -> None:
+        self._peak_tflops = peak_tflops
+        self._inputs: Any = None
+        self._samples = 0
+        self._handle: Any = None
+        self._problem = "the run has no training step"
+        self._precision: Precision = "fp32"
+
+    def begin(self, runner: Runner) -> None:
+        """Observe the first batch of training."""
+        self._precision = _precision(runner)
+        preprocessor = getattr(unwrap_model(runner.model), "data_preprocessor", None)
+        if self._inputs is not None or self._handle is not None or not isinstance(preprocessor, nn.Module):
+            return
+
+        # Unlike a method, a function inside a function is not copied when the model is copied.
+        def observe(module: nn.Module, arguments: Any, options: Any, outputs: Any) -> None:
+            if module is preprocessor and (options.get("training") or arguments[1:2] == (True,)):
+                self._observe(outputs, getattr(runner.train_loop, "step_samples", 0) // get_world_size())
+
+        self._handle = preprocessor.register_forward_hook(observe, with_kwargs=True)
+
+    def _observe(self, inputs: Any, samples: int) -> None:
+        self.end()
+        try:
+            self._inputs, self._samples = without_data(inputs), samples
+        except Exception as error:  # the report must not fail the run
+            self._problem = f"{type(error).__name__}: {error}"
+
+    def end(self) -> None:
+        """Stop waiting for a first batch."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def result(self, runner: Runner) -> Compute:
+        """Count the operations, if the peak of the device is known."""
+        compute = Compute(devices=get_world_size(), precision=self._precision)
+        found = self._peak(runner.device)
+        if found is None:
+            compute.problem = (
+                f"the peak of {_device_name(runner.device)} for {self._precision} is not in the table of accelerators; "
+                "set it with default_hooks.report.peak_tflops"
+            )
+            return compute
+        compute.peak_flops, compute.source = found
+        core: Any = unwrap_model(runner.model)
+        optim = runner.optim_wrapper
+        if any(overrides_train_step(each) for each in (runner.model, core)):
+            compute.problem = f"{type(core).__name__} defines its own training step"
+        elif any(part.replaces_gradients for part in getattr(optim, "parts", ())):
+            compute.problem = "an option computes the gradients of a batch more than once"
+        elif self._inputs is None or not self._samples:
+            compute.problem = self._problem
+        else:
+            self._count(compute, core)
+        return compute
+
+    def _count(self, compute: Compute, core: nn.Module) -> None:
+        try:
+            compute.flops_per_sample = training_flops(core, self._inputs, _loss) / self._samples
+        except Exception as error:  # such as a loss that depends on the values of a tensor
+            first = (str(error).strip().splitlines() or [""])[0]
+            kind = "" if isinstance(error, SlipstreamError) else f"{type(error).__name__}: "
+            compute.problem = f"the operations cannot be counted: {kind}{first}"
+
+    def _peak(self, device: torch.device) -> tuple[float, str] | None:
+        if self._peak_tflops is not None:
+            return 1e12 * self._peak_tflops, "default_hooks.report.peak_tflops"
+        return peak_flops(_device_name(device), self._precision)
+
+
+def _loss(model: Any, inputs: Any) -> Tensor:
+    loss: Tensor = model.parse_losses(run_forward(model, inputs, "loss"))[0]
+    return loss
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "the CPU"
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    try:
+        return device.type if name is None else str(name())
+    except Exception:  # modules of other devices may define a different function
+        return device.type
+
+
+def _precision(runner: Runner) -> Precision:
+    """Return the precision of most matrix products and convolutions. Call it inside the run, whose options set TF32."""
+    plan = runner.speed.precision
+    if plan is not None and plan.name == "fp8":
+        return "fp8"
+    if isinstance(runner.optim_wrapper, AmpOptimWrapper):
+        return "fp16" if runner.optim_wrapper.dtype == torch.float16 else "bf16"
+    return "tf32" if runner.device.type == "cuda" and _uses_tf32() else "fp32"
+
+
+def _uses_tf32() -> bool:
+    """Return whether float32 convolutions or matrix products use TF32 on NVIDIA GPUs; torch does it for the former."""
+    try:
+        return bool(torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
+    except RuntimeError:  # the settings were changed through torch's newer interface
+        backends: Any = torch.backends
+        return "tf32" in (backends.cudnn.conv.fp32_precision, backends.cuda.matmul.fp32_precision)

@@ -1,0 +1,163 @@
+"""Select validation samples of a classifier for the report, and draw them."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.errors import DataError
+from slipstream.evaluator.samples import read_tensors
+from slipstream.report.examples import PNG_SIGNATURE
+from slipstream.report.record import Example
+
+__all__ = ["ExampleSelection"]
+
+_SHOWN = 12
+_BATCHES = 32
+"""Maximum number of batches to read in a validation. Reading a batch waits for the device."""
+_SIDE = 112
+"""Maximum height and width of a picture, in pixels."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Candidate:
+    image: Tensor
+    label: int
+    prediction: int
+    probability: float | None
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Errors are first, the most confident one at the beginning; then the least confident correct predictions."""
+        sure = 0.0 if self.probability is None else self.probability
+        correct = self.label == self.prediction
+        return correct, sure if correct else -sure
+
+
+class ExampleSelection:
+    """The samples of one validation that the report shows: confident errors, then doubtful correct predictions.
+
+    Args:
+        batches: number of batches of the validation; None if it is unknown, and the first ones are read.
+    """
+
+    def __init__(self, batches: int | None) -> None:
+        self._every = max(1, -(-(batches or 0) // _BATCHES))
+        self._chosen: list[_Candidate] = []
+
+    def add(self, index: int, batch: Any, outputs: Any) -> None:
+        """Consider the samples of a batch. Batches and outputs that are not those of a classifier are ignored."""
+        if index % self._every or index >= _BATCHES * self._every:
+            return
+        images = _images(batch)
+        try:
+            scores, targets = read_tensors(outputs, "ReportHook")
+        except DataError:
+            return
+        if images is None or targets.ndim != 1 or len(images) != len(targets) or not len(targets):
+            return
+        predictions = _predictions(scores, targets)
+        if predictions is None:
+            return
+        classes, probabilities = predictions
+        found = [
+            _Candidate(image, label, guess, sure)
+            for image, label, guess, sure in zip(
+                images, targets.tolist(), classes, probabilities, strict=True
+            )
+        ]
+        kept = sorted([*self._chosen, *found], key=lambda each: each.rank)[:_SHOWN]
+        # A part of a batch would keep the memory of the whole batch in use.
+        self._chosen = [each if each in self._chosen else _own(each) for each in kept]
+
+    def examples(self, names: Sequence[str]) -> list[Example]:
+        """Return the selected samples; `names` are those of the classes, if they are known."""
+
+        def name(index: int) -> str:
+            return str(names[index]) if 0 <= index < len(names) else str(index)
+
+        return [
+            Example(name(each.label), name(each.prediction), each.probability, _png(each.image))
+            for each in self._chosen
+        ]
+
+
+def _own(candidate: _Candidate) -> _Candidate:
+    image = _fitted(candidate.image.detach().to("cpu", copy=True))
+    return _Candidate(image, candidate.label, candidate.prediction, candidate.probability)
+
+
+def _images(batch: Any) -> Sequence[Tensor] | None:
+    """Return the images (channels, height, width) of a batch, or None if it has none with 1 or 3 channels."""
+    inputs = batch.get("inputs") if isinstance(batch, Mapping) else None
+    if isinstance(batch, list | tuple) and batch:
+        inputs = batch[0]
+    images = list(inputs) if isinstance(inputs, Tensor | list | tuple) else []
+    if not images or not all(isinstance(image, Tensor) and _is_image(image) for image in images):
+        return None
+    return images
+
+
+def _is_image(image: Tensor) -> bool:
+    readable = image.is_floating_point() or image.dtype == torch.uint8
+    return readable and image.ndim == 3 and image.shape[0] in (1, 3) and image.numel() > 0
+
+
+def _predictions(scores: Tensor, targets: Tensor) -> tuple[list[int], list[float | None]] | None:
+    """Return the predicted classes and their probabilities; None if `scores` are not those of a classifier."""
+    if scores.shape == targets.shape and not scores.is_floating_point():
+        return scores.tolist(), [None] * len(targets)
+    if (
+        scores.ndim != 2
+        or len(scores) != len(targets)
+        or not scores.is_floating_point()
+        or not scores.shape[1]
+    ):
+        return None
+    values = scores.float()
+    sums = values.sum(1)
+    if not ((values >= 0).all() and torch.allclose(sums, torch.ones_like(sums), atol=1e-3)):
+        values = values.softmax(1)  # logits or logarithms of probabilities
+    highest, classes = values.max(1)
+    known = [value if 0 <= value <= 1 else None for value in highest.tolist()]  # NaN is not a probability
+    return classes.tolist(), known
+
+
+def _fitted(image: Tensor) -> Tensor:
+    """Return an image as uint8 values, at most `_SIDE` pixels high and wide."""
+    pixels = image.float()
+    if image.dtype != torch.uint8:
+        pixels = torch.nan_to_num(pixels, 0.0, 0.0, 0.0)
+        low, high = pixels.min(), pixels.max()
+        pixels = (pixels - low) * (255 / (high - low).clamp(min=1e-12))
+    if (longest := max(image.shape[1:])) > _SIDE:
+        size = [max(1, round(side * _SIDE / longest)) for side in image.shape[1:]]
+        pixels = F.interpolate(pixels[None], size, mode="area")[0]
+    return pixels.round().clamp(0, 255).to(torch.uint8)
+
+
+def _png(image: Tensor) -> str:
+    """Return a uint8 image as a PNG file in base64."""
+    channels, height, width = image.shape
+    rows = image.permute(1, 2, 0).reshape(height, width * channels)
+    lines = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), rows], 1)  # 0: the row is not filtered
+    color = 0 if channels == 1 else 2  # gray or RGB
+    header = struct.pack(">IIBBBBB", width, height, 8, color, 0, 0, 0)
+    body = (
+        _chunk(b"IHDR", header)
+        + _chunk(b"IDAT", zlib.compress(lines.numpy().tobytes()))
+        + _chunk(b"IEND", b"")
+    )
+    return base64.b64encode(PNG_SIGNATURE + body).decode("ascii")
+
+
+def _chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))

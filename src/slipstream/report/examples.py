@@ -1,0 +1,48 @@
+"""The section with example predictions of a classifier."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from html import escape
+
+from slipstream.report.record import Example
+
+__all__ = ["PNG_SIGNATURE", "examples_section"]
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+"""The first bytes of a PNG file."""
+
+
+def examples_section(examples: list[Example]) -> str:
+    """Return the pictures with label, prediction and probability as HTML, or an empty string."""
+    items = "".join(_item(each) for each in examples)
+    if not items:
+        return ""
+    return (
+        f'<ul class="examples">{items}</ul><p class="note">Samples of the last validation, from batches that are '
+        "spread over its data: errors first, the most confident one at the beginning, and then the correct "
+        "predictions with the lowest probability. The pictures are the inputs before the data preprocessor; the "
+        "brightness of inputs that are not 8-bit images is scaled.</p>"
+    )
+
+
+def _item(example: Example) -> str:
+    if not _is_png(example.picture):
+        return ""
+    wrong = example.label != example.prediction
+    probability = "" if example.probability is None else f" {example.probability:.0%}"
+    mark = "wrong" if wrong else "correct"
+    alt = f"{mark}: predicted {example.prediction}, label {example.label}"
+    return (
+        f'<li class="{mark}"><img alt="{escape(alt, quote=True)}" src="data:image/png;base64,{example.picture}">'
+        f"<b>{'✗' if wrong else '✓'} {escape(example.prediction)}{probability}</b>"
+        f"<small>label: {escape(example.label)}</small></li>"
+    )
+
+
+def _is_png(picture: str) -> bool:
+    try:
+        return base64.b64decode(picture, validate=True).startswith(PNG_SIGNATURE)
+    except (binascii.Error, ValueError):
+        return False

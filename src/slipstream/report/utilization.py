@@ -1,0 +1,34 @@
+"""The model FLOPs utilization of a run."""
+
+from __future__ import annotations
+
+from slipstream.report.advice import mean_speed
+from slipstream.report.record import RunRecord
+from slipstream.report.svg import number
+
+__all__ = ["utilization", "utilization_note"]
+
+
+def utilization(record: RunRecord) -> float | None:
+    """Return the operations of the model per second, divided by the peak of all devices; None if it is unknown.
+
+    The duration is that of training without the first step, validation and checkpoints.
+    """
+    compute, speed = record.compute, mean_speed(record)
+    peak = compute.peak_flops * compute.devices
+    return compute.flops_per_sample * speed / peak if compute.flops_per_sample and peak and speed else None
+
+
+def utilization_note(record: RunRecord) -> str:
+    """Return how the utilization is computed, or why it is unknown; empty if the run recorded neither."""
+    compute, value, speed = record.compute, utilization(record), mean_speed(record)
+    if value is None or speed is None:
+        problem = compute.problem or ("the run has too few steps" if compute.flops_per_sample else "")
+        return f"Model FLOPs utilization: unknown, because {problem}." if problem else ""
+    devices = f"{compute.devices} x " if compute.devices > 1 else ""
+    return (
+        f"Model FLOPs utilization: {value:.1%}. A sample requires {number(compute.flops_per_sample / 1e9)} GFLOP "
+        "(matrix products and convolutions in forward and backward, counted for the first batch); the run trained "
+        f"{number(speed)} samples per second; the peak is {devices}{number(compute.peak_flops / 1e12)} TFLOP/s "
+        f"({compute.precision}, {compute.source})."
+    )

@@ -1,0 +1,166 @@
+"""Model FLOPs utilization: the operations of a training step, and the peak of known accelerators."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from slipstream.checkpoint import get_random_state, set_random_state
+from slipstream.dist.sharding import is_sharded
+from slipstream.errors import DataError, ModelError
+from slipstream.speed.activation_checkpointing import is_recomputed
+from slipstream.speed.precision import Precision
+
+__all__ = ["PEAKS", "Accelerator", "peak_flops", "training_flops", "without_data"]
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """The peak of an accelerator, from the data sheet of its manufacturer."""
+
+    words: str
+    """Words that the device's name contains, such as `H100 PCIe`."""
+    teraflops: Mapping[Precision, float]
+    """Dense matrix products in 10^12 operations per second by precision; unknown precisions are omitted."""
+    source: str
+
+
+_SHEET = "data sheet of NVIDIA {}"
+_ADA = "NVIDIA Ada GPU architecture white paper"
+_AMPERE = "NVIDIA Ampere GA102 GPU architecture white paper"
+PEAKS = (
+    Accelerator("B200", {"fp8": 4500, "bf16": 2250, "fp16": 2250}, "NVIDIA HGX B200 data sheet"),
+    Accelerator("H200 NVL", {"fp8": 1670, "bf16": 835, "fp16": 835, "tf32": 417, "fp32": 60}, _SHEET.format("H200")),
+    Accelerator("H200", {"fp8": 1979, "bf16": 989, "fp16": 989, "tf32": 494, "fp32": 67}, _SHEET.format("H200")),
+    Accelerator("H100 NVL", {"fp8": 1670, "bf16": 835, "fp16": 835, "tf32": 417, "fp32": 60}, _SHEET.format("H100")),
+    Accelerator("H100 PCIe", {"fp8": 1513, "bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51}, _SHEET.format("H100")),
+    Accelerator("H100", {"fp8": 1979, "bf16": 989, "fp16": 989, "tf32": 494, "fp32": 67}, _SHEET.format("H100")),
+    Accelerator("A100", {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5}, _SHEET.format("A100")),
+    Accelerator("A40", {"bf16": 149.7, "fp16": 149.7, "tf32": 74.8, "fp32": 37.4}, _SHEET.format("A40")),
+    Accelerator("A30", {"bf16": 165, "fp16": 165, "tf32": 82, "fp32": 10.3}, _SHEET.format("A30")),
+    Accelerator("A10G", {"bf16": 70, "fp16": 70, "tf32": 35}, _SHEET.format("A10G")),
+    Accelerator("A10", {"bf16": 125, "fp16": 125, "tf32": 62.5, "fp32": 31.2}, _SHEET.format("A10")),
+    Accelerator("L40S", {"fp8": 733, "bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6}, _SHEET.format("L40S")),
+    Accelerator("L40", {"fp8": 362, "bf16": 181, "fp16": 181, "tf32": 90.5, "fp32": 90.5}, _SHEET.format("L40")),
+    Accelerator("L4", {"fp8": 242, "bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3}, _SHEET.format("L4")),
+    Accelerator("RTX 4090", {"fp8": 330, "bf16": 165, "fp16": 165, "tf32": 82.6, "fp32": 82.6}, _ADA),
+    Accelerator("RTX 3090", {"bf16": 71, "fp16": 71, "tf32": 35.6, "fp32": 35.6}, _AMPERE),
+    Accelerator("V100 SXM2", {"fp16": 125, "fp32": 15.7}, _SHEET.format("V100")),
+    Accelerator("V100 PCIE", {"fp16": 112, "fp32": 14}, _SHEET.format("V100")),
+    Accelerator("T4", {"fp16": 65, "fp32": 8.1}, _SHEET.format("T4")),
+    Accelerator("MI300X", {"fp8": 2615, "bf16": 1307, "fp16": 1307, "tf32": 653.7, "fp32": 163.4},
+                "AMD Instinct MI300X data sheet"),
+)  # fmt: skip
+"""Known accelerators. If several entries match a name, the one with the most words applies. For GeForce cards, the
+16-bit and 8-bit values are those with accumulation in float32, which PyTorch uses."""
+
+_DIFFERENT = {"laptop", "mobile", "max", "mig", "d", "ti", "super", "ada"}
+"""Words in the names of variants with a different peak."""
+
+
+def peak_flops(device_name: str, precision: Precision) -> tuple[float, str] | None:
+    """Return the peak of a device in operations per second, and its source; None if it is unknown.
+
+    Args:
+        device_name: the name that torch reports, such as `NVIDIA H100 80GB HBM3`.
+        precision: the precision of matrix products and convolutions.
+    """
+    words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
+    if words & _DIFFERENT:
+        return None
+    known = [each for each in PEAKS if set(each.words.lower().split()) <= words]
+    best = max(known, key=lambda each: len(each.words.split()), default=None)
+    if best is None or precision not in best.teraflops:
+        return None
+    return 1e12 * best.teraflops[precision], best.source
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A tensor without its values."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Shape:
+        return cls(tensor.size(), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def empty(self) -> Tensor:
+        empty = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        return empty.requires_grad_(self.requires_grad)
+
+
+def without_data(inputs: Any) -> Any:
+    """Return the inputs of a batch (nested dicts, lists and tuples) without the values of their tensors.
+
+    Raises:
+        DataError: the inputs contain objects that are neither tensors nor numbers, text or None.
+    """
+    for leaf in tree_leaves(inputs):
+        if not isinstance(leaf, Tensor | bool | int | float | str | None):
+            raise DataError(f"the batch contains an object of type {type(leaf).__name__}")
+    return tree_map_only(Tensor, _Shape.of, inputs)
+
+
+def training_flops(model: nn.Module, inputs: Any, loss_of: Callable[[nn.Module, Any], Tensor]) -> int:
+    """Return the floating-point operations of matrix products and convolutions in forward and backward of a batch.
+
+    The model is copied, and neither the copy nor its inputs have data. Nothing is computed, and the model, its
+    gradients and the random state do not change. Blocks whose activations are recomputed are counted once.
+
+    Args:
+        model: the model, without a wrapper.
+        inputs: the inputs of a batch from `without_data`.
+        loss_of: `loss_of(model, inputs)` returns the loss to minimize; it is called with the copies.
+
+    Raises:
+        ModelError: the parameters are sharded, or the model or the loss reads values of tensors, for example to select
+            pixels.
+        Exception: the model cannot be copied or run without data for a different reason.
+    """
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensorMode,
+    )
+    from torch.utils.flop_counter import FlopCounterMode
+
+    if any(is_sharded(param) for param in model.parameters()):
+        raise ModelError("the parameters of the model are sharded")
+    state, mode = get_random_state(), FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        copied = _copy_without_data(model, mode)
+        with mode:
+            batch = tree_map_only(_Shape, _Shape.empty, inputs)
+        with mode, torch.enable_grad(), FlopCounterMode(display=False) as counter:
+            loss_of(copied, batch).backward()
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ModelError(f"the model or the loss reads values of tensors ({error.func})") from error
+    finally:
+        set_random_state(state)
+    return int(counter.get_total_flops())
+
+
+def _copy_without_data(model: nn.Module, mode: Any) -> nn.Module:
+    """Return a copy of a model in training mode whose parameters and buffers have no data."""
+    with mode:
+        memo: dict[int, Any] = {id(b): _Shape.of(b).empty() for b in model.buffers()}
+        for param in model.parameters():
+            memo[id(param)] = nn.Parameter(_Shape.of(param).empty().detach(), param.requires_grad)
+    copied = copy.deepcopy(model, memo)
+    for module in copied.modules():
+        if is_recomputed(module):
+            recomputed: Any = module.forward
+            module.forward = recomputed.args[1]
+    return copied.train()

@@ -1,0 +1,135 @@
+"""Operations of a training step, and peaks of accelerators."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from slipstream.checkpoint import get_random_state
+from slipstream.errors import DataError, ModelError
+from slipstream.speed.activation_checkpointing import ActivationCheckpointingOptions, checkpoint_activations
+from slipstream.speed.flops import PEAKS, peak_flops, training_flops, without_data
+
+
+class Net(nn.Module):
+    """Two convolutions, BatchNorm, dropout and a linear layer for images of 3 x 8 x 8."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(4)
+        self.block = nn.Sequential(nn.Conv2d(4, 6, 3, stride=2, padding=1, bias=False), nn.Dropout(0.5))
+        self.last = nn.Linear(6 * 4 * 4, 5)
+
+    def forward(self, images):
+        return self.last(self.block(self.norm(self.first(images))).flatten(1))
+
+
+def batch(size=2):
+    return torch.randn(size, 3, 8, 8), torch.zeros(size, dtype=torch.long)
+
+
+def loss_of(net, inputs):
+    return F.cross_entropy(net(inputs[0]), inputs[1])
+
+
+def expected(size):
+    """Two operations for each product of a weight with an input; backward computes two gradients per layer.
+
+    The first layer has no gradient of its input.
+    """
+    first = 2 * size * 4 * 8 * 8 * 3 * 3 * 3
+    block = 2 * size * 6 * 4 * 4 * 4 * 3 * 3
+    last = 2 * size * 6 * 4 * 4 * 5
+    return 2 * first + 3 * (block + last)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_count_equals_the_products_of_each_layer(size):
+    assert training_flops(Net(), without_data(batch(size)), loss_of) == expected(size)
+
+
+def test_count_in_evaluation_mode_without_gradients_is_that_of_a_training_step():
+    net = Net().eval()
+    with torch.no_grad():
+        assert training_flops(net, without_data(batch()), loss_of) == expected(2)
+    assert not net.training
+
+
+def test_counting_changes_neither_the_model_nor_the_random_state():
+    net, inputs = Net(), batch()
+    loss_of(net, inputs).backward()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    grads = [param.grad.clone() for param in net.parameters()]
+    state = get_random_state()
+    training_flops(net, without_data(inputs), loss_of)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(net.parameters(), grads, strict=True))
+    after = get_random_state()
+    assert after["python"] == state["python"]
+    assert torch.equal(after["torch"], state["torch"])
+    assert torch.equal(after["numpy"][1], state["numpy"][1])
+
+
+def test_recomputed_blocks_are_counted_once():
+    net = Net()
+    checkpoint_activations(net, ActivationCheckpointingOptions(modules=["block"]))
+    assert training_flops(net, without_data(batch()), loss_of) == expected(2)
+    loss_of(net, batch()).backward()  # the model itself still works
+
+
+def test_shapes_do_not_keep_the_tensors_of_the_batch():
+    shapes = without_data({"inputs": torch.randn(2, 3), "names": ["a", "b"]})
+    assert not any(isinstance(value, torch.Tensor) for value in shapes.values())
+    assert shapes["names"] == ["a", "b"]
+
+
+def test_objects_with_hidden_tensors_are_refused():
+    with pytest.raises(DataError, match="an object of type Linear"):
+        without_data([nn.Linear(1, 1)])
+
+
+def test_loss_that_reads_values_cannot_be_counted():
+    def selective(net, inputs):
+        losses = F.cross_entropy(net(inputs[0]), inputs[1], reduction="none")
+        return losses[losses > losses.mean().item()].mean()
+
+    with pytest.raises(ModelError, match="reads values of tensors"):
+        training_flops(Net(), without_data(batch()), selective)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA H200 NVL", "bf16", 835),
+        ("NVIDIA A100-SXM4-80GB", "tf32", 156),
+        ("NVIDIA A10G", "bf16", 70),
+        ("NVIDIA L40S", "fp16", 362),
+        ("NVIDIA L4", "bf16", 121),
+        ("Tesla V100-SXM2-16GB", "fp16", 125),
+        ("Tesla V100-PCIE-16GB", "fp32", 14),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165),
+        ("Tesla T4", "bf16", None),
+        ("NVIDIA A10G", "fp32", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
+        ("NVIDIA GeForce RTX 4090 D", "bf16", None),
+        ("NVIDIA RTX A1000", "bf16", None),
+        ("the CPU", "fp32", None),
+    ],
+)
+def test_peak_is_found_by_the_name_of_the_device(name, precision, teraflops):
+    found = peak_flops(name, precision)
+    assert found is None if teraflops is None else found[0] == pytest.approx(1e12 * teraflops)
+
+
+def test_each_peak_has_a_source_and_increases_with_lower_precision():
+    assert len({each.words for each in PEAKS}) == len(PEAKS)
+    for each in PEAKS:
+        assert "data sheet" in each.source or "white paper" in each.source
+        values = [
+            each.teraflops[name] for name in ("fp8", "bf16", "fp16", "tf32", "fp32") if name in each.teraflops
+        ]
+        assert values == sorted(values, reverse=True)
