@@ -59,6 +59,23 @@ class Stop(Hook):
             raise StoppedError
 
 
+@pytest.mark.parametrize("stop", [3, 7], ids=["first epoch", "second epoch"])
+def test_resume_restores_the_order_of_an_unseeded_sampler(tmp_path, stop):
+    def trained(folder, sampler, iterations, **changes):
+        data = dict(batch_size=8, dataset=TensorDataset(*samples()), sampler=sampler)
+        torch.manual_seed(0)
+        cfg = dict(by_epoch=False, max_iters=iterations)
+        hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False))
+        return run(folder, train_dataloader=data, train_cfg=cfg, default_hooks=hooks, **changes)
+
+    first, same, other = (FromClosure(True, seed=None) for _ in range(3))
+    same.kept.rng.setstate(first.kept.rng.getstate())
+    whole = trained(tmp_path / "whole", same, 10)
+    trained(tmp_path / "parts", first, stop)
+    parts = trained(tmp_path / "parts", other, 10, resume=True)
+    assert_same(weights(whole), weights(parts))
+
+
 class DrawsInValidation(Hook):
     """A hook that draws random numbers during validation, like test-time dropout."""
 
@@ -397,8 +414,8 @@ def test_damaged_last_checkpoint_is_skipped(tmp_path, content):
 class FromClosure(Sampler):
     """A sampler whose generator is a local variable of a function, or an attribute of a nested object."""
 
-    def __init__(self, nested):
-        rng = random.Random(5)
+    def __init__(self, nested, seed=5):
+        rng = random.Random(seed)
         self.kept = SimpleNamespace(rng=rng) if nested else None
         self.shuffle = (
             (lambda order: self.kept.rng.shuffle(order)) if nested else lambda order: rng.shuffle(order)

@@ -190,6 +190,8 @@ class Checkpoints:
         with restoring("meta", source):
             self._runner.train_loop.resume_at(checkpoint["meta"])
         loop = self._runner.train_loop
+        with restoring("meta.sampler_generators", source):
+            resume.restore_samplers(loop.dataloader, checkpoint["meta"].get("sampler_generators", ()))
         warn_of_sampler_state(loop.dataloader, loop.epoch, self._runner.logger.warning)
         states = checkpoint["meta"].get("random_state")
         if states and len(states) == get_world_size():
@@ -243,16 +245,18 @@ class Checkpoints:
 
     def _meta(self, by_epoch: bool | None) -> dict[str, Any]:
         runner = self._runner
-        dataset = getattr(runner.train_dataloader, "dataset", None) if runner.is_training else None
+        loader = runner.train_dataloader if runner.is_training else None
+        states = all_gather_object((get_random_state(), resume.sampler_states(loader)))
         return {
             **runner.train_loop.position(by_epoch),
             "seed": runner.seed,
-            "random_state": all_gather_object(get_random_state()),
+            "random_state": [own for own, _ in states],
+            "sampler_generators": [of_sampler for _, of_sampler in states],
             "experiment_name": runner.experiment_name,
             "time": time.strftime("%Y%m%d_%H%M%S"),
             "slipstream_version": __version__,
             "cfg": runner.cfg_text,
-            "dataset_meta": getattr(dataset, "metainfo", None),
+            "dataset_meta": getattr(getattr(loader, "dataset", None), "metainfo", None),
         }
 
     def write(

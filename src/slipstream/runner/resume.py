@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.data import DataLoader
 
 from slipstream.checkpoint import (
     META,
@@ -21,6 +22,7 @@ from slipstream.checkpoint import (
     verify_checkpoint,
     weights_in,
 )
+from slipstream.dataset.loading.samplers import EpochBatchSampler
 from slipstream.dist import (
     all_gather_object,
     all_reduce,
@@ -224,6 +226,25 @@ def _like(param: nn.Parameter, gradient: Tensor) -> Tensor:
     if gradient.layout is not torch.strided or is_sharded(param):
         return gradient.to(param)
     return torch.empty_like(param, requires_grad=False).copy_(gradient)
+
+
+def sampler_states(loader: Any) -> dict[str, Any]:
+    """Return the states of the generators of the loader's sampler that a checkpoint contains."""
+    batches = getattr(loader, "batch_sampler", None)
+    return batches.generator_states() if isinstance(batches, EpochBatchSampler) else {}
+
+
+def restore_samplers(loader: DataLoader[Any], states: Sequence[Mapping[str, Any]]) -> None:
+    """Restore the generators of the loader's sampler.
+
+    Args:
+        loader: the training loader.
+        states: what `sampler_states` has returned on each rank. With a different number of processes, the states of
+            rank 0 are used on all of them.
+    """
+    if states and isinstance(loader.batch_sampler, EpochBatchSampler):
+        known = len(states) == get_world_size()
+        loader.batch_sampler.restore_generators(states[get_rank() if known else 0])
 
 
 def scheduler_states(schedulers: list[Any] | dict[str, list[Any]]) -> Any:
