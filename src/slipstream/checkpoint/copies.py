@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.checkpoint.threads import share
+
 __all__ = ["copy_in_threads"]
 
 _CHUNK = 2**22
@@ -21,7 +23,7 @@ def copy_in_threads(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy the second tensor of each pair to the first one. Both are in host memory and have the same shape and dtype.
 
     `Tensor.copy_` divides each tensor into one part per thread and waits for the slowest part. If other processes, such
-    as loader workers, use the same cores, this takes several times as long as when each thread takes the next chunk.
+    as loader workers, use the same cores, this takes several times as long as with `share`.
     """
     chunks: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = []
     for target, source in pairs:
@@ -29,21 +31,9 @@ def copy_in_threads(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             target.copy_(source)
         else:
             chunks += zip(_chunks(target), _chunks(source), strict=True)
-    rest = iter(chunks)  # shared by the threads
-
-    def copy() -> None:
-        for target, source in rest:
-            np.copyto(target, source)
-
-    others = min(torch.get_num_threads(), _MAX_THREADS, len(chunks)) - 1
-    if others < 1:
-        copy()
-        return
-    with ThreadPoolExecutor(others) as pool:
-        running = [pool.submit(copy) for _ in range(others)]
-        copy()
-        for thread in running:
-            thread.result()
+    others = max(min(torch.get_num_threads(), _MAX_THREADS) - 1, 0)
+    with ThreadPoolExecutor(max(others, 1)) as pool:  # starts threads when they are needed
+        share(lambda pair: np.copyto(*pair), chunks, pool, others)
 
 
 def _same_bytes(target: Tensor, source: Tensor) -> bool:

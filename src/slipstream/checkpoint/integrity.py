@@ -9,12 +9,14 @@ import io
 import os
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, cast
 from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
+from slipstream.checkpoint.crc import combined
+from slipstream.checkpoint.threads import share
 from slipstream.cores import cores
 from slipstream.errors import CheckpointError
 
@@ -68,11 +70,12 @@ def verify(path: Path, start: int = 0, length: int | None = None) -> None:
 class _Archive(io.RawIOBase):
     """A zip archive in a part of a file. An entry that is read as a whole is compared with its checksum.
 
-    Threads read large entries while this thread computes the checksum of the bytes that have been read.
+    Several threads read a large entry. Each one computes the checksums of the chunks that it reads.
     """
 
     def __init__(self, path: Path, file: io.FileIO, start: int, length: int | None) -> None:
-        self._pool = ThreadPoolExecutor(min(cores(), 8))  # starts threads when they are needed
+        self._others = min(cores(), 8) - 1
+        self._pool = ThreadPoolExecutor(max(self._others, 1))  # starts threads when they are needed
         self._path, self._file, self._lock = path, file, threading.Lock()
         rest = max(os.fstat(file.fileno()).st_size - start, 0)
         self._start, self._size = start, rest if length is None else min(length, rest)
@@ -162,16 +165,18 @@ class _Archive(io.RawIOBase):
         if len(target) <= _CHUNK:
             self._fill(target, position)
             return crc32(target)
-        chunks = [(target[i : i + _CHUNK], position + i) for i in range(0, len(target), _CHUNK)]
-        reads = [self._pool.submit(self._fill, *chunk) for chunk in chunks]
-        try:
-            checksum = 0
-            for (chunk, _), read in zip(chunks, reads, strict=True):
-                read.result()
-                checksum = crc32(chunk, checksum)
-            return checksum
-        finally:
-            wait(reads)  # after an error, the caller frees the memory that the threads write to
+        # The first chunk is the short one: `combined` requires that the others have the same length.
+        ends = range(len(target) % _CHUNK or _CHUNK, len(target) + 1, _CHUNK)
+        checksums = [0] * len(ends)
+
+        def read(chunk: tuple[int, int]) -> None:
+            number, end = chunk
+            part = target[max(end - _CHUNK, 0) : end]
+            self._fill(part, position + end - len(part))
+            checksums[number] = crc32(part)  # while the chunk is in the cache of this core
+
+        share(read, list(enumerate(ends)), self._pool, self._others)
+        return combined(checksums, _CHUNK)
 
     def _matches(self, entry: ZipInfo) -> bool:
         position, rest, checksum = self._unread[entry], entry.file_size, 0
