@@ -5,6 +5,9 @@ import threading
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from slipstream.checkpoint import background, copies, load_checkpoint
 from slipstream.checkpoint.background import BackgroundWriter
@@ -49,6 +52,28 @@ def test_changes_after_the_call_are_not_saved(tmp_path, writer, held):
     assert content["weight"].data_ptr() == content["tied"].data_ptr()
     assert content["steps"] == [1]
     assert content["expanded"].tolist() == [1] * 5
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_changes_of_shards_after_the_call_are_not_saved(tmp_path, writer, held, mesh):
+    weight = distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)])
+    for number in range(3):  # the second and the third checkpoint reuse the copies
+        held.clear()
+        weight.fill_(number)
+        writer.write({"weight": weight, "tied": weight}, tmp_path / f"{number}.pth", pytest.fail, str)
+        weight.fill_(-1)
+        held.set()
+        writer.wait()
+    for number in range(3):
+        content = load_checkpoint(tmp_path / f"{number}.sharded")
+        assert content["weight"].equal(torch.full((6, 2), float(number)))
+        assert content["tied"].equal(content["weight"])
 
 
 def test_next_checkpoint_reuses_the_copies_after_the_previous_write(tmp_path, writer):
