@@ -3,6 +3,7 @@
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
@@ -74,6 +75,20 @@ def test_resume_restores_the_order_of_an_unseeded_sampler(tmp_path, stop):
     trained(tmp_path / "parts", first, stop)
     parts = trained(tmp_path / "parts", other, 10, resume=True)
     assert_same(weights(whole), weights(parts))
+
+
+def test_resume_with_another_kind_of_generator_in_the_sampler_raises(tmp_path):
+    def data(rng):
+        sampler = FromClosure(True)
+        sampler.kept.rng = rng
+        return dict(batch_size=8, dataset=TensorDataset(*samples()), sampler=sampler)
+
+    cfg = dict(by_epoch=False, max_iters=2)
+    run(tmp_path, train_dataloader=data(random.Random()), train_cfg=cfg)
+    with pytest.raises(
+        CheckpointError, match=r"iter_2\.pth: 'meta\.sampler_generators'.*FromClosure\.kept\.rng"
+    ):
+        run(tmp_path, train_dataloader=data(np.random.default_rng()), train_cfg=cfg, resume=True)
 
 
 class DrawsInValidation(Hook):

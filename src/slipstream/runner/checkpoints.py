@@ -142,6 +142,7 @@ class Checkpoints:
             optim = runner.optim_wrapper if resume_optimizer else None
             schedulers = runner.param_schedulers if resume_param_scheduler else None
             resume_check.check_matches(checkpoint, source, runner.model, optim, schedulers, warn)
+            resume.restore_samplers(runner.train_loop.dataloader, checkpoint["meta"], source)
             if "ema_state_dict" in checkpoint:  # an EMAHook removes this key
                 warn(
                     "The checkpoint contains averaged weights, but the Runner has no EMAHook: training continues from "
@@ -190,8 +191,6 @@ class Checkpoints:
         with restoring("meta", source):
             self._runner.train_loop.resume_at(checkpoint["meta"])
         loop = self._runner.train_loop
-        with restoring("meta.sampler_generators", source):
-            resume.restore_samplers(loop.dataloader, checkpoint["meta"].get("sampler_generators", ()))
         warn_of_sampler_state(loop.dataloader, loop.epoch, self._runner.logger.warning)
         states = checkpoint["meta"].get("random_state")
         if states and len(states) == get_world_size():

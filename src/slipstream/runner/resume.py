@@ -234,17 +234,25 @@ def sampler_states(loader: Any) -> dict[str, Any]:
     return batches.generator_states() if isinstance(batches, EpochBatchSampler) else {}
 
 
-def restore_samplers(loader: DataLoader[Any], states: Sequence[Mapping[str, Any]]) -> None:
+def restore_samplers(loader: DataLoader[Any], meta: Mapping[str, Any], source: Any) -> None:
     """Restore the generators of the loader's sampler.
 
-    Args:
-        loader: the training loader.
-        states: what `sampler_states` has returned on each rank. With a different number of processes, the states of
-            rank 0 are used on all of them.
+    The checkpoint contains what `sampler_states` has returned on each rank. With a different number of processes, the
+    states of rank 0 are used on all of them.
+
+    Raises:
+        CheckpointError: a state does not belong to its generator; no generator is changed.
     """
-    if states and isinstance(loader.batch_sampler, EpochBatchSampler):
-        known = len(states) == get_world_size()
-        loader.batch_sampler.restore_generators(states[get_rank() if known else 0])
+    states, batches = meta.get("sampler_generators"), loader.batch_sampler
+    if not states or not isinstance(batches, EpochBatchSampler):
+        return
+    try:
+        batches.restore_generators(states[get_rank() if len(states) == get_world_size() else 0])
+    except ValueError as error:
+        raise CheckpointError(
+            f"{source}: 'meta.sampler_generators': {error}. If the sampler was changed, use load_from to start a new "
+            "run from the weights"
+        ) from error
 
 
 def scheduler_states(schedulers: list[Any] | dict[str, list[Any]]) -> Any:
