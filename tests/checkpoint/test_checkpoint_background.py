@@ -2,10 +2,14 @@
 
 import threading
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from slipstream.checkpoint import background, load_checkpoint
+from slipstream.checkpoint import background, copies, load_checkpoint
 from slipstream.checkpoint.background import BackgroundWriter
 from slipstream.errors import CheckpointError
 
@@ -48,6 +52,28 @@ def test_changes_after_the_call_are_not_saved(tmp_path, writer, held):
     assert content["weight"].data_ptr() == content["tied"].data_ptr()
     assert content["steps"] == [1]
     assert content["expanded"].tolist() == [1] * 5
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_changes_of_shards_after_the_call_are_not_saved(tmp_path, writer, held, mesh):
+    weight = distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)])
+    for number in range(3):  # the second and the third checkpoint reuse the copies
+        held.clear()
+        weight.fill_(number)
+        writer.write({"weight": weight, "tied": weight}, tmp_path / f"{number}.pth", pytest.fail, str)
+        weight.fill_(-1)
+        held.set()
+        writer.wait()
+    for number in range(3):
+        content = load_checkpoint(tmp_path / f"{number}.sharded")
+        assert content["weight"].equal(torch.full((6, 2), float(number)))
+        assert content["tied"].equal(content["weight"])
 
 
 def test_next_checkpoint_reuses_the_copies_after_the_previous_write(tmp_path, writer):
@@ -106,3 +132,54 @@ def test_tensors_of_a_subclass_or_with_attributes_are_saved_as_plain_tensors(tmp
     writer.wait()
     saved = load_checkpoint(tmp_path / "a.pth")
     assert type(saved["image"]) is type(saved["named"]) is torch.Tensor
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_tensors_that_are_copied_in_chunks_are_equal(tmp_path, writer, monkeypatch, threads):
+    monkeypatch.setattr(copies, "_CHUNK", 40)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape, dtype=torch.float32):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    content = {
+        "contiguous": random(13, 7),
+        "channels last": random(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "transposed": random(9, 8).t(),
+        "part of a larger tensor": random(20, 10)[3:15, 2:7],
+        "rows": random(20, 10)[5:15],
+        "every second": random(100)[::2],
+        "bfloat16": random(50, dtype=torch.bfloat16),
+        "bool": random(90) > 0,
+        "complex": torch.complex(random(11), random(11)),
+        "conjugated": torch.complex(random(11), random(11)).conj(),
+        "imaginary part": torch.complex(random(40), random(40)).conj().imag,
+        "expanded": random(1).expand(60),
+        "empty": random(0, 3),
+        "scalar": random(),
+    }
+    expected = {name: tensor.clone() for name, tensor in content.items()}
+    for number in range(2):
+        writer.write(content, tmp_path / "a.pth", pytest.fail, str)
+        writer.wait()
+        for tensor in content.values():
+            tensor.detach().zero_() if tensor.stride() != (0,) else None
+        saved = load_checkpoint(tmp_path / "a.pth")
+        for name, tensor in expected.items():
+            torch.testing.assert_close(saved[name], tensor, rtol=0, atol=0, msg=f"{name}, {number}")
+        for name, tensor in content.items():
+            if tensor.stride() != (0,):
+                tensor.copy_(expected[name])
+
+
+def test_error_while_a_thread_copies_is_raised(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(copies, "_CHUNK", 8)
+
+    def fails(target, source):
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(np, "copyto", fails)
+    with pytest.raises(MemoryError, match="no memory"):
+        copies.copy_in_threads([(torch.zeros(100), torch.ones(100))])

@@ -1,5 +1,6 @@
 """Damaged checkpoint files are recognized, whichever byte is wrong."""
 
+import os
 import random
 import zipfile
 from contextlib import suppress
@@ -7,8 +8,8 @@ from contextlib import suppress
 import pytest
 import torch
 
-from slipstream.checkpoint import load_checkpoint, save_checkpoint
-from slipstream.checkpoint.integrity import verify
+from slipstream.checkpoint import integrity, load_checkpoint, save_checkpoint
+from slipstream.checkpoint.integrity import verified, verify
 from slipstream.errors import CheckpointError
 
 
@@ -74,6 +75,65 @@ def test_error_names_the_file_and_the_entry(saved, tmp_path):
     with pytest.raises(
         CheckpointError, match=rf"{path} is damaged: the checksum of {entry.filename} does not match"
     ):
+        load_checkpoint(path)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Read each weight in several chunks, as a file with large weights."""
+    monkeypatch.setattr(integrity, "_CHUNK", 1000)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_weights_that_are_read_in_chunks_are_equal(saved, tmp_path):
+    path = tmp_path / "a.pth"
+    path.write_bytes(saved[1])
+    found = load_checkpoint(path)
+    torch.testing.assert_close(found["state_dict"], saved[0]["state_dict"], rtol=0, atol=0)
+    verify(path)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_damage_in_each_chunk_is_recognized(saved, tmp_path):
+    path = tmp_path / "a.pth"
+    weight = saved[0]["state_dict"]["layer5.weight"].numpy().tobytes()
+    start = saved[1].index(weight)
+    for spot in range(start, start + len(weight), 900):
+        damaged = bytearray(saved[1])
+        damaged[spot] ^= 4
+        path.write_bytes(damaged)
+        for read in (load_checkpoint, verify):
+            with pytest.raises(CheckpointError, match=r"data/5 does not match"):
+                read(path)
+
+
+@pytest.mark.parametrize("chunk", [1000, 2**22], ids=["threads", "one read"])
+def test_file_that_is_truncated_while_it_is_read_raises(saved, tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(integrity, "_CHUNK", chunk)
+    path = tmp_path / "a.pth"
+    path.write_bytes(saved[1])
+    weight = saved[0]["state_dict"]["layer5.weight"].numpy().tobytes()
+
+    def load():
+        with verified(path) as file:
+            file.seek(saved[1].index(weight))
+            os.truncate(path, file.tell() + 5000)
+            file.read(len(weight))
+
+    with pytest.raises(CheckpointError, match=rf"{path} is damaged: it was truncated while it was read"):
+        load()
+
+
+def test_entries_that_are_not_loaded_are_verified(saved, tmp_path):
+    path = tmp_path / "a.pth"
+    path.write_bytes(saved[1])
+    with zipfile.ZipFile(path, "a") as archive:
+        folder = archive.namelist()[0].split("/")[0]
+        archive.writestr(f"{folder}/extra", b"note" * 100)
+    load_checkpoint(path)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"notenote", b"notenoce", 1))
+    with pytest.raises(CheckpointError, match=r"/extra does not match"):
         load_checkpoint(path)
 
 

@@ -70,6 +70,8 @@ def test_unchanged_checkpoint_resumes_exactly(valid, tmp_path):
         (("meta", "random_state"), {"python": 1}),
         (("meta", "random_state", 0, "numpy", 2), 10**6),
         (("meta", "random_state", 0, "torch"), torch.zeros(3, dtype=torch.uint8)),
+        (("meta", "sampler_generators"), {"Weighted.rng": 1}),
+        (("meta", "sampler_generators", 0), [1]),
         (("state_dict",), {}),
         (("state_dict",), [1]),
         (("state_dict", "first.weight"), torch.zeros(8, 5)),

@@ -3,6 +3,7 @@
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
@@ -57,6 +58,37 @@ class Stop(Hook):
     def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         if self.stage == "after_val_iter" and runner.iter == self.iteration:
             raise StoppedError
+
+
+@pytest.mark.parametrize("stop", [3, 7], ids=["first epoch", "second epoch"])
+def test_resume_restores_the_order_of_an_unseeded_sampler(tmp_path, stop):
+    def trained(folder, sampler, iterations, **changes):
+        data = dict(batch_size=8, dataset=TensorDataset(*samples()), sampler=sampler)
+        torch.manual_seed(0)
+        cfg = dict(by_epoch=False, max_iters=iterations)
+        hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False))
+        return run(folder, train_dataloader=data, train_cfg=cfg, default_hooks=hooks, **changes)
+
+    first, same, other = (FromClosure(True, seed=None) for _ in range(3))
+    same.kept.rng.setstate(first.kept.rng.getstate())
+    whole = trained(tmp_path / "whole", same, 10)
+    trained(tmp_path / "parts", first, stop)
+    parts = trained(tmp_path / "parts", other, 10, resume=True)
+    assert_same(weights(whole), weights(parts))
+
+
+def test_resume_with_another_kind_of_generator_in_the_sampler_raises(tmp_path):
+    def data(rng):
+        sampler = FromClosure(True)
+        sampler.kept.rng = rng
+        return dict(batch_size=8, dataset=TensorDataset(*samples()), sampler=sampler)
+
+    cfg = dict(by_epoch=False, max_iters=2)
+    run(tmp_path, train_dataloader=data(random.Random()), train_cfg=cfg)
+    with pytest.raises(
+        CheckpointError, match=r"iter_2\.pth: 'meta\.sampler_generators'.*FromClosure\.kept\.rng"
+    ):
+        run(tmp_path, train_dataloader=data(np.random.default_rng()), train_cfg=cfg, resume=True)
 
 
 class DrawsInValidation(Hook):
@@ -397,8 +429,8 @@ def test_damaged_last_checkpoint_is_skipped(tmp_path, content):
 class FromClosure(Sampler):
     """A sampler whose generator is a local variable of a function, or an attribute of a nested object."""
 
-    def __init__(self, nested):
-        rng = random.Random(5)
+    def __init__(self, nested, seed=5):
+        rng = random.Random(seed)
         self.kept = SimpleNamespace(rng=rng) if nested else None
         self.shuffle = (
             (lambda order: self.kept.rng.shuffle(order)) if nested else lambda order: rng.shuffle(order)

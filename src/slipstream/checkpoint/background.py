@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slipstream.checkpoint.copies import copy_in_threads
 from slipstream.checkpoint.files import plain, tied
 from slipstream.checkpoint.sharded import write_checkpoint
 from slipstream.dist import get_world_size, is_main_process
-from slipstream.dist.sharding import is_sharded
+from slipstream.dist.sharding import is_sharded, local, with_local
 from slipstream.errors import CheckpointError
 
 __all__ = ["BackgroundWriter"]
@@ -25,8 +26,10 @@ _WITHOUT_EVENTS = ("cpu", "mps")
 class BackgroundWriter:
     """Write one checkpoint at a time in a thread, from copies of its tensors.
 
-    The copies use as much host memory as the tensors and are reused for the next checkpoint. Sharded tensors are copied
-    on their device. With several processes, the threads communicate through their own gloo group.
+    The copies use as much host memory as the tensors. They are kept until `close` and reused for the next checkpoint,
+    because allocating them takes longer than copying. Tensors that are sharded over accelerators are copied on their
+    device; these copies are freed when the checkpoint is written. With several processes, the threads communicate
+    through their own gloo group.
     """
 
     def __init__(self) -> None:
@@ -101,8 +104,19 @@ class BackgroundWriter:
         """Return a copy of the checkpoint, and for each device the event after which its tensors are complete."""
         buffers: dict[str, Tensor] = {}
         devices: set[torch.device] = set()
+        on_host: list[tuple[Tensor, Tensor]] = []
+
+        def buffered(name: str, tensor: Tensor) -> Tensor:
+            # `pop`, because different keys (1 and "1") can have the same name.
+            buffers[name] = buffer = _buffer_for(tensor, self._buffers.pop(name, None))
+            if tensor.device.type == "cpu":
+                on_host.append((buffer, tensor))
+                return buffer
+            return buffer.copy_(tensor, non_blocking=_copies_asynchronously(tensor))
 
         def copy(name: str, tensor: Tensor) -> Tensor:
+            if is_sharded(tensor) and tensor.device.type == "cpu":
+                return with_local(tensor, buffered(name, local(tensor)))
             if is_sharded(tensor):
                 devices.add(tensor.device)
                 return tensor.clone()
@@ -111,11 +125,10 @@ class BackgroundWriter:
             if type(tensor) is not Tensor or tensor.layout is not torch.strided:
                 return tensor.cpu().clone()
             devices.add(tensor.device)
-            # `pop`, because different keys (1 and "1") can have the same name.
-            buffers[name] = buffer = _buffer_for(tensor, self._buffers.pop(name, None))
-            return buffer.copy_(tensor, non_blocking=_copies_asynchronously(tensor))
+            return buffered(name, tensor)
 
         content = plain(checkpoint, warn, copy=tied(copy))
+        copy_in_threads(on_host)
         self._buffers = buffers
         accelerators = [device for device in devices if device.type not in _WITHOUT_EVENTS]
         return content, {d: torch.accelerator.current_stream(d).record_event() for d in accelerators}

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.checkpoint.integrity import check_size, verified
+from slipstream.checkpoint.integrity import verified
 from slipstream.checkpoint.mmengine_files import is_from_mmengine, safe_globals, translated
 from slipstream.dist.sharding import is_sharded
 from slipstream.errors import CheckpointError, did_you_mean
@@ -68,10 +68,9 @@ def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str,
         raise CheckpointError(f"the checkpoint {path} does not exist{did_you_mean(path.name, siblings)}")
     if not _is_torch_file(path):
         raise CheckpointError(f"{path} is not a checkpoint: it was not written by torch.save")
-    check_size(path)
     try:
-        with verified(path), torch.serialization.safe_globals(safe_globals()):
-            checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+        with verified(path) as file, torch.serialization.safe_globals(safe_globals()):
+            checkpoint = torch.load(file, map_location=map_location, weights_only=True)
     except CheckpointError:
         raise
     except pickle.UnpicklingError as error:

@@ -6,13 +6,17 @@ A file written by `torch.save` is a zip archive with a CRC-32 of each entry, whi
 from __future__ import annotations
 
 import io
+import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
+from typing import IO, cast
 from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
+from slipstream.checkpoint.crc import combined
+from slipstream.checkpoint.threads import share
 from slipstream.cores import cores
 from slipstream.errors import CheckpointError
 
@@ -21,92 +25,96 @@ try:  # about four times as fast as zlib
 except ImportError:
     from zlib import crc32
 
-__all__ = ["check_size", "verified", "verify"]
+__all__ = ["verified", "verify"]
 
 _HEADER = 30  # bytes of an entry's header, which its name and an extra field follow
+_CHUNK = (
+    2**22
+)  # bytes that a thread reads at once: few enough to be still in a cache when the checksum is computed
 
 
 @contextmanager
-def verified(path: Path) -> Iterator[None]:
-    """Verify `path` while the block reads it, in threads.
+def verified(path: Path, start: int = 0, length: int | None = None) -> Iterator[IO[bytes]]:
+    """Yield a part of `path` for `torch.load`. The bytes that the block reads are compared with their checksums.
+
+    At the end of the block, the entries that it did not read are verified as well. The format of torch before 1.6, a
+    pickle, has no checksums, so such a file is not verified.
 
     Raises:
-        CheckpointError: the file is damaged; replaces an error that the block raises for this reason.
+        CheckpointError: the file is damaged (replaces an error that the block raises for this reason), its entries are
+            compressed, or several of them share the same bytes.
     """
-    with ThreadPoolExecutor(1) as pool:
-        verification = pool.submit(verify, path)
+    with path.open("rb", buffering=0) as file, _Archive(path, file, start, length) as archive:
+        if archive.is_pickle:
+            yield io.BufferedReader(archive)
+            return
+        archive.read_entries()
         try:
-            yield
-        finally:
-            verification.result()
-
-
-def check_size(path: Path) -> None:
-    """Check that the entries of a zip archive are not larger than the file. `torch.save` does not compress them.
-
-    `torch.load` also reads compressed entries, and a small archive can contain any amount of compressed zeros.
-
-    Raises:
-        CheckpointError: an entry is compressed, or several entries share the same bytes.
-    """
-    try:
-        with ZipFile(path) as archive:
-            entries = archive.infolist()
-    except Exception:  # another format, or a damaged archive, which `verify` reports
-        return
-    compressed = next((entry.filename for entry in entries if entry.compress_type != ZIP_STORED), None)
-    if compressed is not None:
-        raise CheckpointError(
-            f"{path} is refused: its entry {compressed} is compressed, so it can expand to any size. torch.save does "
-            "not compress; if you trust the file, load it with torch.load and save it again with torch.save"
-        )
-    if sum(entry.file_size for entry in entries) > path.stat().st_size:
-        raise CheckpointError(f"{path} is damaged: its entries are larger than the file")
+            yield cast("IO[bytes]", archive)
+        except Exception:  # a damaged file can raise any exception
+            archive.verify_rest()
+            raise
+        archive.verify_rest()
 
 
 def verify(path: Path, start: int = 0, length: int | None = None) -> None:
     """Compare each entry of the zip archive in a part of the file with its checksum.
 
-    The format of torch before 1.6, a pickle, has no checksums, so such a file is not verified.
-
     Raises:
-        CheckpointError: an entry does not match its checksum, or the archive is incomplete.
+        CheckpointError: as for `verified`.
     """
-    if path.stat().st_size == 0:
-        raise CheckpointError(f"{path} is damaged: it is empty")
-    with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as mapped:
-        end = len(mapped) if length is None else start + length
-        with memoryview(mapped) as content, content[start:end] as part:
-            problem = None if bytes(part[:1]) == b"\x80" else _problem(part)
-    if problem is not None:
-        raise CheckpointError(f"{path} is damaged: {problem}")
+    with verified(path, start, length):
+        pass
 
 
-def _problem(archive: memoryview) -> str | None:
-    try:
-        with ZipFile(_File(archive)) as opened:
-            entries = opened.infolist()
-    except Exception as error:  # a damaged archive can raise any exception
-        return f"the archive cannot be read ({error})"
-    with ThreadPoolExecutor(min(cores(), 8)) as pool:
-        matches = list(pool.map(lambda entry: _matches(archive, entry), entries))
-    wrong = [entry.filename for entry, match in zip(entries, matches, strict=True) if not match]
-    return f"the checksum of {wrong[0]} does not match" if wrong else None
+class _Archive(io.RawIOBase):
+    """A zip archive in a part of a file. An entry that is read as a whole is compared with its checksum.
 
+    Several threads read a large entry. Each one computes the checksums of the chunks that it reads.
+    """
 
-def _matches(archive: memoryview, entry: ZipInfo) -> bool:
-    header = archive[entry.header_offset : entry.header_offset + _HEADER]
-    names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    start = entry.header_offset + _HEADER + names
-    content = archive[start : start + entry.file_size]
-    return len(content) == entry.file_size and crc32(content) == entry.CRC
+    def __init__(self, path: Path, file: io.FileIO, start: int, length: int | None) -> None:
+        self._others = min(cores(), 8) - 1
+        self._pool = ThreadPoolExecutor(max(self._others, 1))  # starts threads when they are needed
+        self._path, self._file, self._lock = path, file, threading.Lock()
+        rest = max(os.fstat(file.fileno()).st_size - start, 0)
+        self._start, self._size = start, rest if length is None else min(length, rest)
+        self._position = 0
+        self._entries: dict[int, ZipInfo] = {}  # by the position of their content
+        self._unread: dict[ZipInfo, int] = {}  # entries that have not been verified, with this position
+        self.is_pickle = self._bytes(0, 1) == b"\x80"
 
+    def read_entries(self) -> None:
+        """Read the list of entries.
 
-class _File(io.RawIOBase):
-    """A memoryview as a file, from which `zipfile` reads the list of entries without copying the rest."""
+        Raises:
+            CheckpointError: the archive is incomplete, compressed, or its entries share bytes.
+        """
+        if self._size == 0:
+            raise self._damaged("it is empty")
+        try:
+            with ZipFile(cast("IO[bytes]", self)) as opened:
+                entries = opened.infolist()
+        except Exception as error:  # a damaged archive can raise any exception
+            raise self._damaged(f"the archive cannot be read ({error})") from error
+        self._check_sizes(entries)
+        for entry in entries:
+            header = self._bytes(entry.header_offset, _HEADER)
+            names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+            content = entry.header_offset + _HEADER + names
+            self._entries[content], self._unread[entry] = entry, content
+        self.seek(0)
 
-    def __init__(self, content: memoryview) -> None:
-        self._content, self._position = content, 0
+    def verify_rest(self) -> None:
+        """Verify the entries that have not been read.
+
+        Raises:
+            CheckpointError: an entry does not match its checksum.
+        """
+        rest = list(self._unread)
+        for entry, matches in zip(rest, self._pool.map(self._matches, rest), strict=True):
+            if not matches:
+                raise self._mismatch(entry)
 
     def readable(self) -> bool:
         return True
@@ -115,15 +123,95 @@ class _File(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._content)}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
         if base + offset < 0:
             raise ValueError("negative position")
         self._position = base + offset
         return self._position
 
     def readinto(self, buffer: object) -> int:
-        with memoryview(buffer) as target:  # type: ignore[arg-type]
-            found = self._content[self._position : self._position + len(target)]
-            target[: len(found)] = found
-        self._position += len(found)
-        return len(found)
+        target = memoryview(buffer)[: max(self._size - self._position, 0)]  # type: ignore[arg-type]
+        entry = self._entries.get(self._position)
+        if entry is None or entry.file_size != len(target):
+            self._fill(target, self._position)
+        elif self._read(target, self._position) == entry.CRC:
+            self._unread.pop(entry, None)
+        else:
+            raise self._mismatch(entry)
+        self._position += len(target)
+        return len(target)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        super().close()
+
+    def _check_sizes(self, entries: list[ZipInfo]) -> None:
+        """Check that the entries are not larger than the file. `torch.save` does not compress them.
+
+        `torch.load` also reads compressed entries, and a small archive can contain any amount of compressed zeros.
+        """
+        compressed = next((entry.filename for entry in entries if entry.compress_type != ZIP_STORED), None)
+        if compressed is not None:
+            raise CheckpointError(
+                f"{self._path} is refused: its entry {compressed} is compressed, so it can expand to any size. "
+                "torch.save does not compress; if you trust the file, load it with torch.load and save it again with "
+                "torch.save"
+            )
+        if sum(entry.file_size for entry in entries) > self._size:
+            raise self._damaged("its entries are larger than the file")
+
+    def _read(self, target: memoryview, position: int) -> int:
+        """Read an entry and return its checksum."""
+        if len(target) <= _CHUNK:
+            self._fill(target, position)
+            return crc32(target)
+        # The first chunk is the short one: `combined` requires that the others have the same length.
+        ends = range(len(target) % _CHUNK or _CHUNK, len(target) + 1, _CHUNK)
+        checksums = [0] * len(ends)
+
+        def read(chunk: tuple[int, int]) -> None:
+            number, end = chunk
+            part = target[max(end - _CHUNK, 0) : end]
+            self._fill(part, position + end - len(part))
+            checksums[number] = crc32(part)  # while the chunk is in the cache of this core
+
+        share(read, list(enumerate(ends)), self._pool, self._others)
+        return combined(checksums, _CHUNK)
+
+    def _matches(self, entry: ZipInfo) -> bool:
+        position, rest, checksum = self._unread[entry], entry.file_size, 0
+        if position + rest > self._size:
+            return False
+        buffer = memoryview(bytearray(min(rest, _CHUNK)))
+        while rest:
+            part = buffer[:rest]
+            self._fill(part, position)
+            checksum = crc32(part, checksum)
+            position, rest = position + len(part), rest - len(part)
+        return checksum == entry.CRC
+
+    def _bytes(self, position: int, count: int) -> bytes:
+        """Return up to `count` bytes, fewer at the end of the archive."""
+        found = bytearray(max(min(count, self._size - position), 0))
+        self._fill(memoryview(found), position)
+        return bytes(found)
+
+    def _fill(self, target: memoryview, position: int) -> None:
+        while target:
+            count = self._read_some(target, self._start + position)
+            if count == 0:
+                raise self._damaged("it was truncated while it was read")
+            target, position = target[count:], position + count
+
+    def _read_some(self, target: memoryview, position: int) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self._file.fileno(), [target], position)
+        with self._lock:  # Windows: the threads share the position of the file
+            self._file.seek(position)
+            return self._file.readinto(target) or 0
+
+    def _mismatch(self, entry: ZipInfo) -> CheckpointError:
+        return self._damaged(f"the checksum of {entry.filename} does not match")
+
+    def _damaged(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self._path} is damaged: {problem}")

@@ -236,6 +236,7 @@ _META = _entries(
         "validated": _boolean,
         "seed": _optional(_seed),
         "random_state": _optional(_each(_random_state)),
+        "sampler_generators": _each(_by_name(_anything)),
         "cfg": _optional(_text),
     },
 )

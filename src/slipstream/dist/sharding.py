@@ -15,7 +15,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["is_sharded", "largest", "local", "mesh_of", "placements_on", "shard_like", "whole"]
+__all__ = ["is_sharded", "largest", "local", "mesh_of", "placements_on", "shard_like", "whole", "with_local"]
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -43,6 +43,20 @@ def local(tensor: Tensor) -> Tensor:
     with torch.no_grad():  # with gradients, `to_local` returns a view in the autograd graph
         shard: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return shard
+
+
+def with_local(tensor: Tensor, shard: Tensor) -> Tensor:
+    """Return a tensor that is sharded like `tensor`, with another local shard."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        shard,
+        tensor.device_mesh,  # type: ignore[attr-defined]
+        tensor.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def whole(tensor: Tensor) -> Tensor:

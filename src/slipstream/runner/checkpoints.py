@@ -142,6 +142,7 @@ class Checkpoints:
             optim = runner.optim_wrapper if resume_optimizer else None
             schedulers = runner.param_schedulers if resume_param_scheduler else None
             resume_check.check_matches(checkpoint, source, runner.model, optim, schedulers, warn)
+            resume.restore_samplers(runner.train_loop.dataloader, checkpoint["meta"], source)
             if "ema_state_dict" in checkpoint:  # an EMAHook removes this key
                 warn(
                     "The checkpoint contains averaged weights, but the Runner has no EMAHook: training continues from "
@@ -243,16 +244,18 @@ class Checkpoints:
 
     def _meta(self, by_epoch: bool | None) -> dict[str, Any]:
         runner = self._runner
-        dataset = getattr(runner.train_dataloader, "dataset", None) if runner.is_training else None
+        loader = runner.train_dataloader if runner.is_training else None
+        states = all_gather_object((get_random_state(), resume.sampler_states(loader)))
         return {
             **runner.train_loop.position(by_epoch),
             "seed": runner.seed,
-            "random_state": all_gather_object(get_random_state()),
+            "random_state": [own for own, _ in states],
+            "sampler_generators": [of_sampler for _, of_sampler in states],
             "experiment_name": runner.experiment_name,
             "time": time.strftime("%Y%m%d_%H%M%S"),
             "slipstream_version": __version__,
             "cfg": runner.cfg_text,
-            "dataset_meta": getattr(dataset, "metainfo", None),
+            "dataset_meta": getattr(getattr(loader, "dataset", None), "metainfo", None),
         }
 
     def write(

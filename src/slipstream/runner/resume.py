@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.data import DataLoader
 
 from slipstream.checkpoint import (
     META,
@@ -21,6 +22,7 @@ from slipstream.checkpoint import (
     verify_checkpoint,
     weights_in,
 )
+from slipstream.dataset.loading.samplers import EpochBatchSampler
 from slipstream.dist import (
     all_gather_object,
     all_reduce,
@@ -224,6 +226,33 @@ def _like(param: nn.Parameter, gradient: Tensor) -> Tensor:
     if gradient.layout is not torch.strided or is_sharded(param):
         return gradient.to(param)
     return torch.empty_like(param, requires_grad=False).copy_(gradient)
+
+
+def sampler_states(loader: Any) -> dict[str, Any]:
+    """Return the states of the generators of the loader's sampler that a checkpoint contains."""
+    batches = getattr(loader, "batch_sampler", None)
+    return batches.generator_states() if isinstance(batches, EpochBatchSampler) else {}
+
+
+def restore_samplers(loader: DataLoader[Any], meta: Mapping[str, Any], source: Any) -> None:
+    """Restore the generators of the loader's sampler.
+
+    The checkpoint contains what `sampler_states` has returned on each rank. With a different number of processes, the
+    states of rank 0 are used on all of them.
+
+    Raises:
+        CheckpointError: a state does not belong to its generator; no generator is changed.
+    """
+    states, batches = meta.get("sampler_generators"), loader.batch_sampler
+    if not states or not isinstance(batches, EpochBatchSampler):
+        return
+    try:
+        batches.restore_generators(states[get_rank() if len(states) == get_world_size() else 0])
+    except ValueError as error:
+        raise CheckpointError(
+            f"{source}: 'meta.sampler_generators': {error}. If the sampler was changed, use load_from to start a new "
+            "run from the weights"
+        ) from error
 
 
 def scheduler_states(schedulers: list[Any] | dict[str, list[Any]]) -> Any:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler, TensorDataset
 
+from slipstream.checkpoint import load_checkpoint, save_checkpoint
 from slipstream.dataset.loading import samplers
 from slipstream.dataset.loading.samplers import DefaultSampler, EpochBatchSampler, InfiniteSampler
 
@@ -275,6 +276,71 @@ def test_generators_in_nested_objects_are_set_for_each_epoch(make):
     assert again == one != zero
     assert orders_of(make, (1,)) == [one]  # as after a resume in a new process
     assert EpochBatchSampler(BatchSampler(make(), 8, False), 7, 40).differing_state(1) == []
+
+
+def through_a_file(states, folder):
+    save_checkpoint({"states": states}, folder / "states.pth", pytest.fail)
+    return load_checkpoint(folder / "states.pth")["states"]
+
+
+UNSEEDED = {
+    "random": random.Random,
+    "RandomState": np.random.RandomState,
+    "PCG64": np.random.default_rng,
+    "MT19937": lambda: np.random.Generator(np.random.MT19937()),
+    "Philox": lambda: np.random.Generator(np.random.Philox()),
+}
+
+
+@pytest.mark.parametrize("make", UNSEEDED.values(), ids=list(UNSEEDED))
+def test_order_of_an_unseeded_generator_is_restored_in_another_sampler(make, tmp_path):
+    first, second = (EpochBatchSampler(BatchSampler(Keeps(make()), 8, False), 7, 40) for _ in range(2))
+    list(first)  # the generator has been used when the checkpoint is saved
+    orders = []
+    for batches in (first, second):
+        if batches is second:
+            batches.restore_generators(through_a_file(first.generator_states(), tmp_path))
+        orders.append([(batches.set_epoch(epoch), list(batches))[1] for epoch in (0, 1)])
+    assert orders[0] == orders[1]
+    assert orders[0][0] != orders[0][1]
+
+
+def test_order_of_an_unseeded_torch_generator_is_restored(tmp_path):
+    def made():
+        generator = torch.Generator()
+        generator.seed()
+        wraps = Wraps()
+        wraps.kept = RandomSampler(range(40), generator=generator)
+        return EpochBatchSampler(BatchSampler(wraps, 8, False), 7, 40)
+
+    first, second = made(), made()
+    assert list(first) != list(second)
+    second.restore_generators(through_a_file(first.generator_states(), tmp_path))
+    assert list(first) == list(second)
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (random.Random, lambda state: state[:2]),
+        (random.Random, lambda state: [state[0], [-1] * len(state[1]), state[2]]),
+        (np.random.RandomState, lambda state: {**state, "state": {**state["state"], "pos": 10**6}}),
+        (
+            UNSEEDED["Philox"],
+            lambda state: {**state, "buffer_pos": -5},
+        ),
+        (np.random.default_rng, lambda state: {**state, "bit_generator": "MT19937"}),
+        (np.random.default_rng, lambda state: torch.zeros(3)),
+    ],
+    ids=["short", "negative", "position", "negative position", "other generator", "tensor"],
+)
+def test_wrong_state_of_a_generator_is_refused_and_changes_nothing(make, change):
+    batches = EpochBatchSampler(BatchSampler(Keeps(make()), 8, False), 7, 40)
+    before, states = list(batches), batches.generator_states()
+    with pytest.raises(ValueError, match=r"the state of the sampler's generator Keeps\.kept"):
+        batches.restore_generators({"Keeps.kept": change(states["Keeps.kept"])})
+    batches.set_epoch(0)
+    assert list(batches) == before
 
 
 class Lazy(Keeps):

@@ -41,7 +41,9 @@ def _seed_bits(generator: np.random.Generator, seed: int) -> None:
 _KINDS: dict[type, GeneratorKind] = {
     random.Random: GeneratorKind(random.Random.getstate, random.Random.setstate, random.Random.seed),
     np.random.RandomState: GeneratorKind(
-        np.random.RandomState.get_state, np.random.RandomState.set_state, np.random.RandomState.seed
+        lambda generator: generator.get_state(legacy=False),
+        np.random.RandomState.set_state,
+        np.random.RandomState.seed,
     ),
     np.random.Generator: GeneratorKind(
         lambda generator: generator.bit_generator.state, _set_bits, _seed_bits

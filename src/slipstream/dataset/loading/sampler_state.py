@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from slipstream.dataset.loading.generator_search import find_generators, generator_kind
+from slipstream.dataset.loading.generator_search import GeneratorKind, find_generators, generator_kind
 
 __all__ = ["SamplerState"]
 
@@ -27,21 +29,39 @@ class SamplerState:
 
     def __init__(self, samplers: Sequence[Any]) -> None:
         self._samplers = [sampler for sampler in samplers if hasattr(sampler, "__dict__")]
-        self._generators = [
-            (generator, kind, kind.get(generator))
-            for generator in self._found().values()
+        self._generators = {
+            name: (generator, kind, kind.get(generator))
+            for name, generator in self._found().items()
             if (kind := generator_kind(generator)) is not None
-        ]
+        }
         self._attributes = self._read()
 
     def set_epoch(self, epoch: int) -> None:
         """Set the generators to the beginning of an epoch."""
-        for generator, kind, initial in self._generators:
+        for generator, kind, initial in self._generators.values():
             if epoch == 0:
                 kind.set(generator, initial)
             else:
                 digest = hashlib.sha256(f"{_text(initial)} {epoch}".encode()).digest()
                 kind.seed(generator, int.from_bytes(digest[:4], "big"))
+
+    def initial_states(self) -> dict[str, Any]:
+        """Return the first state of each generator as built-in Python values and tensors."""
+        return {name: _saved(initial) for name, (_, _, initial) in self._generators.items()}
+
+    def restore_initial_states(self, states: Mapping[str, Any]) -> None:
+        """Replace the first states, from which the order of each epoch is computed. Unknown names are ignored.
+
+        Raises:
+            ValueError: a state does not belong to its generator; no state is replaced.
+        """
+        restored = {}
+        for name, (generator, kind, initial) in self._generators.items():
+            if name in states:
+                state = _restored(states[name], initial, name)
+                restored[name] = generator, kind, state
+                _check(generator, kind, state, name)
+        self._generators |= restored
 
     def _found(self) -> dict[str, Any]:
         """Return the generators in the samplers' attributes, except those that are seeded from the seed of the run."""
@@ -56,7 +76,7 @@ class SamplerState:
 
     def new_generators(self) -> list[str]:
         """Return the names of the generators that did not exist when this object was created."""
-        known = {id(generator) for generator, _, _ in self._generators}
+        known = {id(generator) for generator, _, _ in self._generators.values()}
         return [name for name, generator in self._found().items() if id(generator) not in known]
 
     def iterators(self) -> list[str]:
@@ -99,6 +119,8 @@ class SamplerState:
         }
 
 
+_LIMITS = {"pos": 624, "buffer_pos": 4}
+"""Largest positions in the states of NumPy's MT19937 and Philox, which NumPy does not check."""
 _CONTAINERS = (list, dict, set, deque)
 
 
@@ -113,6 +135,43 @@ def _text(state: Any) -> str:
     if isinstance(state, tuple | list):
         return repr([_text(value) for value in state])
     return repr(state.tolist()) if hasattr(state, "tolist") else repr(state)
+
+
+def _saved(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _saved(value) for key, value in state.items()}
+    if isinstance(state, tuple | list):
+        return [_saved(value) for value in state]
+    return torch.from_numpy(state.copy()) if isinstance(state, np.ndarray) else state
+
+
+def _restored(saved: Any, like: Any, name: str) -> Any:
+    """Return the generator's state from which `_saved` returned `saved`; `like` is a state of the same form."""
+    if isinstance(like, dict) and isinstance(saved, dict) and saved.keys() == like.keys():
+        for key in saved.keys() & _LIMITS.keys():
+            if not isinstance(saved[key], int) or not 0 <= saved[key] <= _LIMITS[key]:
+                raise ValueError(f"the state of the sampler's generator {name} has a wrong '{key}'")
+        return {key: _restored(saved[key], value, name) for key, value in like.items()}
+    if isinstance(like, tuple | list) and isinstance(saved, list) and len(saved) == len(like):
+        return type(like)(_restored(*pair, name) for pair in zip(saved, like, strict=True))
+    if isinstance(like, np.ndarray | Tensor) and isinstance(saved, Tensor):
+        template = torch.from_numpy(like.copy()) if isinstance(like, np.ndarray) else like
+        if saved.dtype == template.dtype and saved.shape == template.shape:
+            return saved.cpu().numpy() if isinstance(like, np.ndarray) else saved.cpu()
+    elif isinstance(saved, int | float | str | None) and not isinstance(like, dict | tuple | list):
+        return saved
+    raise ValueError(f"the state of the sampler's generator {name} has another form")
+
+
+def _check(generator: Any, kind: GeneratorKind, state: Any, name: str) -> None:
+    """Check that `state` can be set; the generator keeps its present state."""
+    present = kind.get(generator)
+    try:
+        kind.set(generator, state)
+    except Exception as error:  # the content can have any form
+        raise ValueError(f"the state of the sampler's generator {name} cannot be set ({error})") from error
+    finally:
+        kind.set(generator, present)
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 from itertools import islice
 from operator import itemgetter
 from typing import Any, cast
@@ -175,6 +175,21 @@ class EpochBatchSampler(Sampler[list[int]]):
         for sampler in (self.sampler, self.batch_sampler):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
+
+    def generator_states(self) -> dict[str, Any]:
+        """Return the first states of the sampler's generators, which checkpoints contain.
+
+        A new process may create a generator with another state, for example if it is not seeded.
+        """
+        return {} if uses_own_generator(self) else self._state.initial_states()
+
+    def restore_generators(self, states: Mapping[str, Any]) -> None:
+        """Restore the states that `generator_states` has returned in another process.
+
+        Raises:
+            ValueError: a state does not belong to its generator.
+        """
+        self._state.restore_initial_states(states)
 
     def changed_state(self) -> list[str]:
         """Return the names of the sampler's attributes that an iteration has changed and that cannot be restored."""

@@ -1,0 +1,35 @@
+"""Share a list of short tasks among threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, wait
+from typing import TypeVar
+
+__all__ = ["share"]
+
+T = TypeVar("T")
+
+
+def share(action: Callable[[T], object], items: Sequence[T], pool: Executor, others: int) -> None:
+    """Call `action` for each item, in this thread and in up to `others` threads of `pool`.
+
+    Each thread takes the next item, so a thread whose core is busy with another process delays only one item. When this
+    function returns or raises, no thread runs `action` any more.
+
+    Raises:
+        Exception: an exception that `action` has raised.
+    """
+    rest = iter(list(items))  # shared by the threads
+
+    def take() -> None:
+        for item in rest:
+            action(item)
+
+    running = [pool.submit(take) for _ in range(min(others, len(items) - 1))]
+    try:
+        take()
+    finally:
+        wait(running)
+    for thread in running:
+        thread.result()
