@@ -1,11 +1,17 @@
 """Wrappers for distributed training."""
 
+from __future__ import annotations
+
+from torch import nn
+
 from slipstream.model.wrappers import (
     MMDistributedDataParallel,
     MMFullyShardedDataParallel,
     MMSeparateDistributedDataParallel,
-    is_model_wrapper,
 )
+from slipstream.model.wrappers import is_model_wrapper as is_own_wrapper
+from slipstream.openmmlab.mmengine.registry import MODEL_WRAPPERS
+from slipstream.registry import Registry
 
 __all__ = [
     "MMDistributedDataParallel",
@@ -13,3 +19,13 @@ __all__ = [
     "MMSeparateDistributedDataParallel",
     "is_model_wrapper",
 ]
+
+
+def is_model_wrapper(model: nn.Module, registry: Registry = MODEL_WRAPPERS) -> bool:
+    """Return whether a module is an instance of a wrapper that is registered in `registry` or its children.
+
+    The wrappers of torch and of Slipstream are wrappers in every registry.
+    """
+    if is_own_wrapper(model) or isinstance(model, tuple(registry.module_dict.values())):
+        return True
+    return any(is_model_wrapper(model, child) for child in registry.children.values())

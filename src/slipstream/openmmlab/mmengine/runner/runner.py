@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from slipstream.openmmlab.mmengine.config import Config
 from slipstream.openmmlab.mmengine.registry import RUNNERS
 from slipstream.registry import default_scope
 from slipstream.registry.registry import ROOT_SCOPE
@@ -20,6 +21,23 @@ class Runner(OwnRunner):
     Batches are lists of samples (`pseudo_collate`), names without a scope are those of MMEngine, and the logger and the
     message hub of the newest Runner are the current ones, also before and after a run.
     """
+
+    @classmethod
+    def from_cfg(cls, cfg: Any) -> OwnRunner:
+        """Build a Runner from a configuration; names that a Python-style configuration imports are ignored."""
+        return super().from_cfg(cfg.without_imported_names() if isinstance(cfg, Config) else cfg)
+
+    def load_or_resume(self) -> None:
+        """Resume from the checkpoint found at construction, or load `load_from`. Later calls have no effect.
+
+        As in MMEngine, a call before `train` resumes the complete state, if the configuration trains.
+        """
+        source = self.checkpoints.resume_from
+        trains = self._training["optim_wrapper"] is not None
+        if source is not None and trains and self.optim_wrapper is None and not self._context.active:
+            self.resume(source)
+        else:
+            super().load_or_resume()
 
     def _init_parts(self, arguments: dict[str, Any]) -> None:
         for name in ("train_dataloader", "val_dataloader", "test_dataloader"):
