@@ -1,6 +1,9 @@
 """Optimizer wrappers, parameter groups and schedulers."""
 
-from slipstream.openmmlab.mmengine.optim.constructor import DefaultOptimWrapperConstructor
+from slipstream.openmmlab.mmengine.optim.constructor import (
+    DefaultOptimWrapperConstructor,
+    build_optim_wrapper,
+)
 from slipstream.openmmlab.mmengine.optim.scheduler import *  # noqa: F403
 from slipstream.openmmlab.mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
 from slipstream.optim import (
@@ -8,7 +11,6 @@ from slipstream.optim import (
     OptimWrapper,
     OptimWrapperDict,
     ZeroRedundancyOptimizer,
-    build_optim_wrapper,
 )
 
 __all__ = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -10,8 +11,12 @@ from slipstream.errors import ConfigError
 from slipstream.logging import print_log
 from slipstream.openmmlab.mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
 from slipstream.optim import DefaultOptimWrapperConstructor as OwnConstructor
+from slipstream.optim import OptimWrapper
+from slipstream.optim import build_optim_wrapper as build_own
+from slipstream.registry import default_scope
+from slipstream.registry.registry import current_scope
 
-__all__ = ["DefaultOptimWrapperConstructor"]
+__all__ = ["DefaultOptimWrapperConstructor", "build_optim_wrapper"]
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
@@ -55,3 +60,14 @@ class DefaultOptimWrapperConstructor(OwnConstructor):
             super()._check_custom_keys_match(model)
         except ConfigError as error:
             print_log(f"paramwise_cfg.{error}", "current")
+
+
+def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> OptimWrapper:
+    """Build the optimizer wrapper of `model`, by default with MMEngine's parameter groups.
+
+    Args:
+        model: a model, optionally wrapped for data parallelism.
+        cfg: see `slipstream.optim.build_optim_wrapper`.
+    """
+    with default_scope(current_scope() or "mmengine"):
+        return build_own(model, cfg)

@@ -7,6 +7,7 @@ from typing import Any
 
 from slipstream.openmmlab.mmengine.config import Config
 from slipstream.openmmlab.mmengine.registry import RUNNERS
+from slipstream.openmmlab.mmengine.runner.resumed_states import ConvertSchedulerStates
 from slipstream.registry import default_scope
 from slipstream.registry.registry import ROOT_SCOPE
 from slipstream.runner import Runner as OwnRunner
@@ -48,6 +49,7 @@ class Runner(OwnRunner):
             self._context.scope = "mmengine"
         with default_scope(self._context.scope):
             super()._init_parts(arguments)
+        self.register_hook(ConvertSchedulerStates())
 
     def _open_logs(self, arguments: dict[str, Any]) -> None:
         super()._open_logs(arguments)
