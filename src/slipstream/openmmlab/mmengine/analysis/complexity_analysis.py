@@ -49,7 +49,7 @@ def _first(output: Any) -> Tensor:
 
 @_raw
 def _batch_norm(x: Tensor, weight: Tensor | None, *args: Any, out_val: Any, **kwargs: Any) -> int:
-    training = bool(args[3])  # after the bias and the running statistics
+    training = True in [value for value in args if isinstance(value, bool)]
     return x.numel() * ((4 if training else 1) + (weight is not None))
 
 
@@ -93,6 +93,8 @@ def _operations() -> dict[Any, Handle]:
         **{operator: _half(count) for operator, count in flop_registry.items()},
         aten.native_batch_norm: _batch_norm,
         aten.cudnn_batch_norm: _batch_norm,
+        aten._native_batch_norm_legit: _batch_norm,
+        aten._native_batch_norm_legit_no_training: _batch_norm,
         aten.native_layer_norm: _layer_norm,
         aten.native_group_norm: _group_norm,
         aten.upsample_nearest2d: _of_output,
@@ -157,14 +159,18 @@ class _Analyzer:
         root = type(self._model).__name__
         counts: dict[str, Counter[str]] = {}
         for name, _ in self._model.named_modules():
-            of_module = found.get(f"{root}.{name}" if name else "Global", {})
-            counts[name] = Counter({_name(op): int(count) for op, count in of_module.items() if count})
+            counts[name] = Counter()
+            for operator, count in found.get(f"{root}.{name}" if name else "Global", {}).items():
+                counts[name] += Counter({_name(operator): int(count)})  # without zeros
         return counts
 
 
+_NAMES = {"convolution": "conv", "batch_norm_legit": "batch_norm", "batch_norm_legit_no_training": "batch_norm"}
+
+
 def _name(operator: Any) -> str:
-    name = str(operator).removeprefix("aten.").removeprefix("_")
-    return "conv" if name == "convolution" else name.removeprefix("native_")
+    name = str(operator).removeprefix("aten.").removeprefix("_").removeprefix("native_")
+    return _NAMES.get(name, name)
 
 
 class FlopAnalyzer(_Analyzer):

@@ -24,8 +24,10 @@ __all__ = [
 def is_model_wrapper(model: nn.Module, registry: Registry = MODEL_WRAPPERS) -> bool:
     """Return whether a module is an instance of a wrapper that is registered in `registry` or its children.
 
-    The wrappers of torch and of Slipstream are wrappers in every registry.
+    The default is MMEngine's registry, which also contains the wrappers of torch and Slipstream.
     """
-    if is_own_wrapper(model) or isinstance(model, tuple(registry.module_dict.values())):
+    if registry is MODEL_WRAPPERS and is_own_wrapper(model):
+        return True
+    if isinstance(model, tuple(registry.module_dict.values())):
         return True
     return any(is_model_wrapper(model, child) for child in registry.children.values())
