@@ -72,9 +72,7 @@ def test_a_script_for_mmengine_reads_a_python_style_configuration(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not any(metadata.distributions(name="mmengine")), reason="MMEngine is not installed"
-)
+@pytest.mark.skipif(not any(metadata.distributions(name="mmengine")), reason="MMEngine is not installed")
 def test_the_values_equal_those_that_mmengine_reads(tmp_path):
     expected = read(tmp_path / "mmengine")
     result = read(tmp_path / "own", "-m", "slipstream.openmmlab")
@@ -109,7 +107,9 @@ def test_an_object_is_imported_only_when_it_is_read(tmp_path):
 
 def test_a_missing_name_is_reported_with_its_location(tmp_path):
     cfg = config(tmp_path, "from torch.nn import Conv7d\nmodel = dict(type=Conv7d)\n")
-    with pytest.raises(LazyImportError, match=r"torch\.nn has no attribute 'Conv7d' \(.*config\.py, line 1\)"):
+    with pytest.raises(
+        LazyImportError, match=r"torch\.nn has no attribute 'Conv7d' \(.*config\.py, line 1\)"
+    ):
         cfg.model.get("type")
 
 
@@ -125,7 +125,7 @@ def test_reading_copying_and_unpacking_give_the_imported_object(tmp_path):
         assert model == {"type": "torch.nn.Linear", "in_features": 2}
         assert {**model} == {"type": torch.nn.Linear, "in_features": 2}
         assert dict(model)["type"] is model["type"] is model.type is torch.nn.Linear
-        assert list(model.values())[0] is dict(model.items())["type"] is torch.nn.Linear
+        assert next(iter(model.values())) is dict(model.items())["type"] is torch.nn.Linear
     layer = MODELS.build(cfg.model, default_args={"out_features": 3})
     assert layer.weight.shape == (3, 2)
     assert cfg.model.pop("type") is torch.nn.Linear

@@ -83,8 +83,6 @@ def test_a_wrapper_that_a_library_registers_is_found():
 
 @DATASETS.register_module()
 class Values:
-    metainfo = {"classes": ("a",)}
-
     def __init__(self, pipeline=None):
         self.pipeline = pipeline or [1.0]
 
@@ -184,6 +182,13 @@ def test_the_hub_of_a_run_is_filled_and_found_by_the_name_of_the_run(tmp_path):
     assert len(seen) == 4
     hub = MessageHub.get_instance(runner.experiment_name)
     assert len(hub.get_scalar("train/loss").data[0]) == 4
+
+
+def test_a_loader_that_a_script_builds_yields_lists():
+    cfg = dict(batch_size=3, dataset=dict(type="Values"), sampler=dict(type="DefaultSampler", shuffle=False))
+    first, second = Runner.build_dataloader(cfg)
+    assert [value.tolist() for value in first["inputs"]] == [[1, 1], [2, 2], [3, 3]]
+    assert len(second["inputs"]) == 1
 
 
 def test_load_or_resume_before_training_restores_the_complete_state(tmp_path):

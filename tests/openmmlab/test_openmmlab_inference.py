@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from importlib import metadata
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -46,9 +47,9 @@ class Brightness(BaseModel):
 
 
 class BrightnessInferencer(BaseInferencer):
-    preprocess_kwargs = {"offset"}
-    visualize_kwargs = {"color"}
-    postprocess_kwargs = {"digits"}
+    preprocess_kwargs: ClassVar = {"offset"}
+    visualize_kwargs: ClassVar = {"color"}
+    postprocess_kwargs: ClassVar = {"digits"}
 
     def _init_pipeline(self, cfg):
         def read(item):
@@ -118,12 +119,17 @@ def test_a_progress_bar_counts_the_batches(capsys):
 
 
 def test_the_configuration_comes_from_the_checkpoint_or_a_file(tmp_path):
-    weights = {"state_dict": {"scale": torch.tensor(7.0)}, "meta": {"cfg": "model = dict(type='Brightness')\n"}}
+    weights = {
+        "state_dict": {"scale": torch.tensor(7.0)},
+        "meta": {"cfg": "model = dict(type='Brightness')\n"},
+    }
     torch.save(weights, tmp_path / "model.pth")
     infer = BrightnessInferencer(weights=str(tmp_path / "model.pth"), show_progress=False)
     assert infer(np.ones(2))["predictions"] == [7.0]
     (tmp_path / "config.py").write_text(f"model = {MODEL['model']}\n")
-    infer = BrightnessInferencer(str(tmp_path / "config.py"), str(tmp_path / "model.pth"), show_progress=False)
+    infer = BrightnessInferencer(
+        str(tmp_path / "config.py"), str(tmp_path / "model.pth"), show_progress=False
+    )
     assert infer(np.ones(2))["predictions"] == [7.0]
     torch.save({"state_dict": {}, "meta": {"cfg": "import os\n"}}, tmp_path / "hostile.pth")
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -158,7 +164,9 @@ def test_a_model_is_found_by_its_name_in_the_metafile(library):
         assert infer(np.ones(2))["predictions"] == [3.0]
     assert BrightnessInferencer.list_models(library) == ["Bright-A", "bright"]
     assert BrightnessInferencer.list_models(library, "bri") == ["bright"]
-    with pytest.raises(ConfigError, match=r"'dark' is neither a file nor a model in the metafiles of mmrazor"):
+    with pytest.raises(
+        ConfigError, match=r"'dark' is neither a file nor a model in the metafiles of mmrazor"
+    ):
         BrightnessInferencer("dark", scope=library)
     with pytest.raises(ConfigError, match="the package 'mmflow' is not installed"):
         BrightnessInferencer("dark", scope="mmflow")
@@ -239,7 +247,9 @@ def test_the_summary_contains_numbers_a_table_and_the_structure():
     assert "(8, 3, 3, 3)" in info["out_table"]
     assert "(conv): Conv2d(3, 8, kernel_size=(3, 3)" in info["out_arch"]
     assert "#flops: 13.824K" in info["out_arch"]
-    bare = get_model_complexity_info(Small().eval(), inputs=torch.ones(1, 3, 16, 16), show_table=False, show_arch=False)
+    bare = get_model_complexity_info(
+        Small().eval(), inputs=torch.ones(1, 3, 16, 16), show_table=False, show_arch=False
+    )
     assert (bare["out_table"], bare["out_arch"]) == ("", "")
     assert "fc.weight" in parameter_count_table(Small())
     for arguments in ({}, {"input_shape": (1,), "inputs": torch.ones(1)}, {"input_shape": (1.5,)}):
@@ -248,7 +258,8 @@ def test_the_summary_contains_numbers_a_table_and_the_structure():
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(7, "7"), (101, "0.101K"), (25_600_000, "25.6M"), (4 * 10**9, "4G"), (3 * 10**12, "3T")]
+    ("value", "text"),
+    [(7, "7"), (101, "0.101K"), (25_600_000, "25.6M"), (4 * 10**9, "4G"), (3 * 10**12, "3T")],
 )
 def test_sizes_have_units(value, text):
     assert _format_size(value) == text

@@ -113,7 +113,9 @@ class Net(nn.Module):
 
 
 CFG = dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9, weight_decay=0.01))
-PARAMWISE = dict(norm_decay_mult=0.0, bias_lr_mult=2.0, custom_keys={"head": dict(lr_mult=0.5), "nothing": {}})
+PARAMWISE = dict(
+    norm_decay_mult=0.0, bias_lr_mult=2.0, custom_keys={"head": dict(lr_mult=0.5), "nothing": {}}
+)
 
 
 def test_each_parameter_has_a_group_in_the_order_of_the_model():

@@ -1,4 +1,4 @@
-"""Configurations of an installed library, whose dicts have the key `_scope_`, train with the classes of this library."""
+"""Configurations of an installed library, whose dicts have the key `_scope_`, train with its classes."""
 
 import pytest
 import torch
@@ -32,11 +32,9 @@ class Tiny(BaseModel):
         return {"loss": values.square().mean()} if mode == "loss" else [values]
 
 
-@LIBRARY_DATA.register_module()
-def Ones():
+@LIBRARY_DATA.register_module("Ones")
+def ones():
     return [{"inputs": torch.ones(2)}] * 4
-
-
 
 
 def config(folder):

@@ -165,7 +165,11 @@ class _Analyzer:
         return counts
 
 
-_NAMES = {"convolution": "conv", "batch_norm_legit": "batch_norm", "batch_norm_legit_no_training": "batch_norm"}
+_NAMES = {
+    "convolution": "conv",
+    "batch_norm_legit": "batch_norm",
+    "batch_norm_legit_no_training": "batch_norm",
+}
 
 
 def _name(operator: Any) -> str:
