@@ -206,3 +206,27 @@ def test_load_or_resume_before_training_restores_the_complete_state(tmp_path):
     runner.train()
     assert runner.iter == 6
     assert not torch.equal(runner.model.weight, restored)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("speed", [{}, {"compile": True}])
+def test_frozen_parameters_in_the_only_group_are_not_trained(tmp_path, speed):
+    model = Double()
+    model.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    optimizer = dict(type="AdamW", lr=0.1, weight_decay=0.5)
+    cfg = config(tmp_path, optim_wrapper=dict(optimizer=optimizer), speed=speed)
+    cfg.train_cfg.max_epochs = 10
+    cfg.train_dataloader.batch_size = 4
+    del cfg["model"]
+    runner = Runner(model=model, **dict(cfg.items()))
+    runner.train()
+    assert torch.equal(model.frozen, torch.ones(2))
+    expected = nn.Parameter(torch.full((2,), 2.0))
+    optim = torch.optim.AdamW([expected], lr=0.1, weight_decay=0.5)
+    for _ in range(10):  # each batch contains all samples
+        optim.zero_grad()
+        torch.stack([expected * k for k in (1.0, 2.0, 3.0, 4.0)]).mean().backward()
+        optim.step()
+    torch.testing.assert_close(model.weight, expected, rtol=1e-5, atol=1e-6)
+    saved = torch.load(tmp_path / "work/epoch_10.pth", weights_only=True)["optimizer"]
+    assert [len(group["params"]) for group in saved["param_groups"]] == [2]
