@@ -251,3 +251,45 @@ def test_the_configuration_in_a_checkpoint_is_read_without_executing_it():
             saved_config({"meta": {"cfg": text}})
     with pytest.raises(CheckpointError, match="does not contain a configuration"):
         saved_config({"meta": {}})
+
+
+def test_the_command_trains_with_a_python_style_configuration(tmp_path):
+    (tmp_path / "parts.py").write_text(
+        "import torch\n"
+        "from mmengine.model import BaseModel\n"
+        "def ones(): return [{'inputs': torch.ones(2)}] * 4\n"
+        "class Sum(BaseModel):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.scale = torch.nn.Parameter(torch.ones(2))\n"
+        "    def forward(self, inputs, mode):\n"
+        "        return {'loss': (self.scale * inputs[0]).sum()}\n"
+    )
+    (tmp_path / "base.py").write_text(
+        "from torch.optim import SGD\n"
+        "optim_wrapper = dict(optimizer=dict(type=SGD, lr=0.1))\n"
+        "train_cfg = dict(by_epoch=True, max_epochs=1)\n"
+    )
+    (tmp_path / "config.py").write_text(
+        "from mmengine.config import read_base\n"
+        "with read_base():\n"
+        "    from .base import *\n"
+        "from parts import Sum, ones\n"
+        "from nowhere_to_be_found import unused\n"
+        f"work_dir = {str(tmp_path / 'work')!r}\n"
+        "model = dict(type=Sum)\n"
+        "train_dataloader = dict(batch_size=2, dataset=dict(type=ones))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "slipstream", "train", "config.py", "train_cfg.max_epochs=2"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([SRC, str(tmp_path)]), "SLIPSTREAM_OPENMMLAB": "1"},
+        timeout=120,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "work/epoch_2.pth").is_file()
+    written = (tmp_path / "work/config.py").read_text()
+    assert "type='parts.Sum'" in written
+    assert "nowhere_to_be_found" not in written
