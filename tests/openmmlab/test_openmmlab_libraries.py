@@ -4,6 +4,7 @@
 """
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -106,3 +107,29 @@ def test_a_stock_configuration_trains_validates_and_resumes(library, tmp_path):
     log = run(library, config, tmp_path, "--resume", "--cfg-options", *changes, f"train_cfg.{length}={last}")
     assert "Resumed at epoch" in log
     assert (tmp_path / "work" / f"{'epoch' if length == 'max_epochs' else 'iter'}_{last}.pth").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("library", "shapes"), [("mmdet", [[64, 96, 3], [32, 96, 3]]), ("mmseg", [[64, 96]])]
+)
+def test_the_inferencer_of_a_library_predicts_for_arrays(library, shapes, tmp_path):
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed; run make openmmlab")
+    if not list(_folder("mmcv").glob("_ext*")):
+        pytest.skip("mmcv is installed without its compiled operators, which this library imports")
+    path = os.pathsep.join([str(SRC), str(HERE / "shims")])
+    done = subprocess.run(
+        [sys.executable, "-m", "slipstream.openmmlab", str(HERE / "scripts/infer_stock.py"), library],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=300,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    result = json.loads(done.stdout.split("RESULT ")[1].splitlines()[0])
+    assert result["shapes"] == shapes
+    assert all(result["found"])
+    assert result["params"]
+    assert result["flops"] > 10**8

@@ -20,9 +20,9 @@ needs_mmengine = pytest.mark.skipif(
 )
 
 
-def train(work_dir, *launcher):
+def train(work_dir, *launcher, epochs=3, resume=()):
     env = {**os.environ, "PYTHONPATH": SRC}
-    command = [sys.executable, *launcher, SCRIPT, str(work_dir)]
+    command = [sys.executable, *launcher, SCRIPT, str(work_dir), str(epochs), *map(str, resume)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, cwd=work_dir.parent)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -36,7 +36,7 @@ def test_a_script_for_mmengine_trains_saves_and_finds_its_current_instances(tmp_
     checkpoint = torch.load(tmp_path / "run/epoch_3.pth", weights_only=True)
     assert checkpoint["meta"]["iter"] == 15
     assert [group["lr"] for group in checkpoint["optimizer"]["param_groups"]] == pytest.approx(
-        [0.005, 0.005, 0.0025]
+        [0.005] * 4 + [0.0025] * 2  # one group for each parameter
     )
 
 
@@ -59,3 +59,17 @@ def test_a_run_of_mmengine_can_be_continued(tmp_path):
     assert checkpoint["meta"]["iter"] == 15
     assert checkpoint["message_hub"]["log_scalars"]["train/loss"]["count_history"] == [1] * 15
     assert checkpoint["state_dict"]["head.weight"].dtype == torch.float64
+
+
+@pytest.mark.slow
+@needs_mmengine
+def test_a_run_of_mmengine_is_resumed_with_its_optimizer_and_schedulers(tmp_path, monkeypatch):
+    train(tmp_path / "first", epochs=2)
+    checkpoint = tmp_path / "first/epoch_2.pth"
+    # MMEngine does not pass `weights_only` to torch, whose default refuses the checkpoint.
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    expected = train(tmp_path / "expected", resume=[checkpoint])
+    monkeypatch.delenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    result = train(tmp_path / "rest", "-m", "slipstream.openmmlab", resume=[checkpoint])
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+    assert result["weights"] == pytest.approx(expected["weights"], rel=1e-10, abs=1e-12)

@@ -87,12 +87,21 @@ def _load(name: str, overrides: Sequence[str], config_dir: str | None, trust: bo
     from slipstream.runner import Runner
     from slipstream.speed import CFG_OPTIONS
 
-    cfg = Config.fromfile(path, trust=trust)
+    cfg = _config_class().fromfile(path, trust=trust)
     known = [name for name in inspect.signature(Runner).parameters if name != "cfg"]
     # Hydra marks a new key with a leading +. An override without a key is unchanged, so that the error quotes it.
     words = [word if (stripped := word.lstrip("+")).startswith("=") else stripped for word in overrides]
     cfg.override(words, known=[*known, *CFG_OPTIONS, *_OPEN])
     return Configured(cfg, gpus=1)
+
+
+def _config_class() -> type[Config]:
+    """Return the class of configurations; with SLIPSTREAM_OPENMMLAB=1, it supports Python-style configurations."""
+    if os.environ.get("SLIPSTREAM_OPENMMLAB") == "1":
+        from slipstream.openmmlab.mmengine.config import Config as WithLazyImports
+
+        return WithLazyImports
+    return Config
 
 
 def _composed(name: str, overrides: Sequence[str], config_dir: str | None, trust: bool) -> Configured:

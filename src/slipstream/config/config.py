@@ -65,8 +65,9 @@ class Config(MutableMapping[str, Any]):
     ) -> Config:
         """Load a `.py`, `.yaml`, `.yml`, `.json` or `.toml` file.
 
-        The file's key `_base_` lists the files that it overrides, in any format and relative to the file. Dicts are
-        merged, unless they contain `_delete_=True`; all other values are replaced. The placeholders
+        The file's key `_base_` lists the files that it overrides, in any format and relative to the file, or in the
+        folder `.mim/configs` of an installed library (`"mmdet::retinanet/NAME.py"`). Dicts are merged, unless they
+        contain `_delete_=True`; all other values are replaced. The placeholders
         `{{ fileDirname }}`, `{{ fileBasename }}`, `{{ fileBasenameNoExtension }}`, `{{ fileExtname }}`,
         `{{ _base_.key.subkey }}` and `{{$VARIABLE:default}}` (from the environment) are replaced with their values.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slipstream.config.document import SUFFIXES, open_document
+from slipstream.config.library import Base, find_base, set_scope
 from slipstream.config.limits import check_depth
 from slipstream.config.merge import merge
 from slipstream.errors import ConfigError, did_you_mean
@@ -54,10 +55,10 @@ def load_text(
     """
     try:
         document = open_document(source, path, suffix)
-        paths = [path.parent / name for name in document.base_names]
+        found = [find_base(name, path) for name in document.base_names]
         trust = trust or suffix == ".py"
-        _check_trusted(paths, path, trust)
-        bases = _load_bases(paths, (*chain, path), trust)
+        _check_trusted([base.path for base in found], path, trust)
+        bases = _load_bases(found, (*chain, path), trust)
         own = document.values(bases.values)
         check_depth(own, str(path))
         values = _merge(bases.values, own, path)
@@ -82,11 +83,11 @@ def _check_trusted(bases: list[Path], path: Path, trust: bool) -> None:
             )
 
 
-def _load_bases(paths: list[Path], chain: tuple[Path, ...], trust: bool) -> Loaded:
+def _load_bases(bases: list[Base], chain: tuple[Path, ...], trust: bool) -> Loaded:
     values: dict[str, Any] = {}
     origin: dict[str, Path] = {}
     texts = []
-    for path in paths:
+    for path, scope in bases:
         base = load_file(path, chain, trust)
         for key in base.values:
             if key in origin:
@@ -96,7 +97,7 @@ def _load_bases(paths: list[Path], chain: tuple[Path, ...], trust: bool) -> Load
                     key,
                 )
             origin[key] = path
-        values.update(base.values)
+        values.update(base.values if scope is None else set_scope(base.values, scope))
         texts.append(base.text)
     return Loaded(values, "".join(texts))
 

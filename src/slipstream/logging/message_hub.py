@@ -13,7 +13,8 @@ from slipstream.logging.history import HistoryBuffer, Number
 
 __all__ = ["MessageHub"]
 
-_current: ContextVar[MessageHub | None] = ContextVar("slipstream_message_hub", default=None)
+# The hubs of this context (thread or task) by name; the last one is the current hub.
+_hubs: ContextVar[Mapping[str, MessageHub]] = ContextVar("slipstream_hubs", default=MappingProxyType({}))
 
 
 class MessageHub:
@@ -142,20 +143,38 @@ class MessageHub:
     @contextmanager
     def as_current(self) -> Iterator[MessageHub]:
         """Make `get_current_instance` return this hub inside the `with` block."""
-        token = _current.set(self)
+        token = _hubs.set(self._with_others())
         try:
             yield self
         finally:
-            _current.reset(token)
+            _hubs.reset(token)
 
     def keep_current(self) -> None:
         """Make `get_current_instance` return this hub in this context from now on."""
-        _current.set(self)
+        _hubs.set(self._with_others())
+
+    def _with_others(self) -> Mapping[str, MessageHub]:
+        others = {name: hub for name, hub in _hubs.get().items() if name != self.name}
+        return {**others, self.name: self}
+
+    @classmethod
+    def get_instance(cls, name: str) -> MessageHub:
+        """Return this context's hub `name`, such as the hub of the run with this name; the first call creates it."""
+        if name not in _hubs.get():
+            cls(name).keep_current()
+        return _hubs.get()[name]
+
+    @classmethod
+    def check_instance_created(cls, name: str) -> bool:
+        """Return whether this context has a hub `name`."""
+        return name in _hubs.get()
 
     @classmethod
     def get_current_instance(cls) -> MessageHub:
-        """Return the hub of the Runner active in this context, or a new, empty hub."""
-        return _current.get() or cls("slipstream")
+        """Return the hub of the Runner active in this context, or else the newest hub, which may be new."""
+        for hub in reversed(list(_hubs.get().values())):
+            return hub
+        return cls.get_instance("slipstream")
 
 
 def _loaded(key: str, state: Any) -> HistoryBuffer:

@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar, overload
 
 from slipstream.errors import BuildError, ConfigError, SlipstreamError, UnknownNameError, did_you_mean
+from slipstream.registry.import_string import LIBRARIES, import_registered
 from slipstream.typecheck import describe, matches, shown
 
 __all__ = ["Registry", "build_from_cfg", "current_scope", "default_scope", "init_default_scope", "locate"]
@@ -26,20 +27,6 @@ T = TypeVar("T")
 ROOT_SCOPE = "slipstream"
 # Scopes of MMEngine and SuperGradients configurations; they map to the root.
 _ROOT_ALIASES = ("mmengine", "super_gradients")
-
-# Scopes whose child registries are created by the module `registry` of the package with this name.
-_LIBRARIES = (
-    "mmaction",
-    "mmagic",
-    "mmdet",
-    "mmdet3d",
-    "mmocr",
-    "mmpose",
-    "mmpretrain",
-    "mmrotate",
-    "mmseg",
-    "mmyolo",
-)
 
 # Extras of this distribution that install the package of a namespace.
 _EXTRAS = {"pytorch_optimizer": "optimizers", "torchmetrics": "metrics"}
@@ -180,11 +167,23 @@ class Registry:
         """Return the object registered as `key` (`"Name"` or `"scope.Name"`), or None.
 
         A name without a scope is looked up in the registry of the default scope, then here. In each registry, the
-        order is: registered objects, namespaces and parents.
+        order is: registered objects, namespaces and parents. A registered object is also found by its import string
+        (`"torch.optim.SGD"`).
         """
         registries, name = self._split(key)
         found = (registry._find_in_parents(name) for registry in registries)
-        return next((obj for obj in found if obj is not None), None)
+        obj = next((obj for obj in found if obj is not None), None)
+        return import_registered(key, self._contains_object) if obj is None and "." in key else obj
+
+    def _contains_object(self, obj: Any) -> bool:
+        """Return whether `obj` is registered here or in a related registry, under any name."""
+        name = getattr(obj, "__name__", "")
+        return self.root.holds(obj) or self._find_in_parents(name) is obj
+
+    def holds(self, obj: Any) -> bool:
+        """Return whether `obj` is registered here or in a child, under any name; locations are not imported."""
+        here = any(obj is registered for registered in self.module_dict.values())
+        return here or any(child.holds(obj) for child in self.children.values())
 
     def __contains__(self, key: str) -> bool:
         return self.get(key) is not None
@@ -246,7 +245,7 @@ class Registry:
 
     def _in_scope(self, scope: str) -> Registry | None:
         found = self.root._descendant(scope)
-        if found is None and scope in _LIBRARIES and importlib.util.find_spec(scope) is not None:
+        if found is None and scope in LIBRARIES and importlib.util.find_spec(scope) is not None:
             importlib.import_module(f"{scope}.registry")  # creates the library's child registries
             # A library has child registries only of some kinds; for the others, it uses MMEngine's.
             found = self.root._descendant(scope)
@@ -311,7 +310,8 @@ def build_from_cfg(cfg: Any, registry: Registry, default_args: Mapping[str, Any]
 
     Args:
         cfg: a dict whose `type` is a registered name, a class or a function; the other keys are its
-            arguments. `cfg` is not modified.
+            arguments. `cfg` is not modified. The key `_scope_`, which is not an argument, is the default scope while
+            the object is built.
         registry: the registry in which names are looked up.
         default_args: default arguments, which `cfg` overrides; may contain `type`.
 
@@ -326,6 +326,15 @@ def build_from_cfg(cfg: Any, registry: Registry, default_args: Mapping[str, Any]
     arguments = {**(default_args or {}), **cfg}
     if "type" not in arguments:
         raise _with_source(ConfigError(f"a {registry.name} needs a 'type'; got the keys {list(cfg)}"), cfg)
+    scope = arguments.pop("_scope_", None)
+    if scope is not None:
+        with registry.switch_scope_and_registry(str(scope)) as scoped:
+            return _call(cfg, arguments, scoped)
+    return _call(cfg, arguments, registry)
+
+
+def _call(cfg: Mapping[str, Any], arguments: dict[str, Any], registry: Registry) -> Any:
+    """Call the `type` of `arguments` with the other arguments; errors contain their location in `cfg`."""
     kind = arguments.pop("type")
     try:
         target = registry.resolve(kind) if isinstance(kind, str) else kind

@@ -40,6 +40,11 @@ class RunContext:
         self._active = False
         self._stopped = ""
 
+    @property
+    def active(self) -> bool:
+        """Whether the Runner is inside a run."""
+        return self._active
+
     @contextmanager
     def constructing(self) -> Iterator[None]:
         """The context of the Runner's constructor; stores the random state after it."""

@@ -1,4 +1,7 @@
-"""Train a small network in float64 with the installed `mmengine` and print the losses and weights as JSON."""
+"""Train a small network in float64 with the installed `mmengine` and print the losses and weights as JSON.
+
+Arguments: the work_dir, the number of epochs, and the checkpoint to resume from, if any.
+"""
 
 import json
 import sys
@@ -72,7 +75,7 @@ runner = Runner(
         sampler=dict(type="DefaultSampler", shuffle=True),
         num_workers=0,
     ),
-    train_cfg=dict(by_epoch=True, max_epochs=3),
+    train_cfg=dict(by_epoch=True, max_epochs=int(sys.argv[2])),
     optim_wrapper=dict(
         optimizer=dict(type="SGD", lr=0.05, momentum=0.9, weight_decay=0.01),
         paramwise_cfg=dict(norm_decay_mult=0.0, custom_keys={"head": dict(lr_mult=0.5)}),
@@ -86,6 +89,8 @@ runner = Runner(
     custom_hooks=[dict(type="Record")],
     default_scope="mmengine",
     randomness=dict(seed=3),
+    load_from=sys.argv[3] if len(sys.argv) > 3 else None,
+    resume=len(sys.argv) > 3,
 )
 runner.train()
 weights = {name: value.double().sum().item() for name, value in runner.model.state_dict().items()}

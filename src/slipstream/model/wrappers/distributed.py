@@ -183,9 +183,9 @@ def _stateful_hooks(model: nn.Module) -> list[tuple[str, PowerSGD]]:
 
 
 def is_model_wrapper(model: nn.Module) -> bool:
-    """Return whether `model` wraps another model, stored as `module`."""
+    """Return whether `model` wraps another model, stored as `module`: a class in `MODEL_WRAPPERS` or its children."""
     known = (DistributedDataParallel, DataParallel, MMSeparateDistributedDataParallel)
-    return isinstance(model, known) or type(model) in MODEL_WRAPPERS.module_dict.values()
+    return isinstance(model, known) or MODEL_WRAPPERS.holds(type(model))
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:

@@ -15,6 +15,7 @@ import yaml
 
 from slipstream.errors import DataError
 from slipstream.openmmlab.mmengine.fileio.backends import get_file_backend
+from slipstream.openmmlab.mmengine.fileio.plain_pickle import load_plain
 
 __all__ = [
     "dict_from_file",
@@ -155,7 +156,7 @@ def load(
 ) -> Any:
     """Return the content of a JSON, YAML or pickle file.
 
-    Pickle files may contain only built-in values and NumPy arrays and numbers, because other pickles can execute code.
+    Pickle files may contain only built-in values, NumPy arrays and tensors, because other pickles can execute code.
 
     Args:
         file: a path or an open file.
@@ -172,7 +173,7 @@ def load(
     else:
         content = get(file, backend_args or file_client_args)
     if kind == "pickle":
-        return _PlainUnpickler(io.BytesIO(content)).load()
+        return load_plain(content)
     text = content.decode("utf-8") if isinstance(content, bytes) else content
     return json.loads(text, **kwargs) if kind == "json" else yaml.safe_load(text)
 
@@ -229,30 +230,3 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     raise DataError(f"a {type(value).__name__} cannot be written as JSON")
-
-
-_ALLOWED = {
-    ("collections", "OrderedDict"),
-    ("numpy", "dtype"),
-    ("numpy", "ndarray"),
-    *(
-        (f"numpy.{core}.multiarray", name)
-        for core in ("core", "_core")
-        for name in ("_reconstruct", "scalar")
-    ),
-    *((f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")),
-    *(("builtins", name) for name in ("set", "frozenset", "complex", "bytearray", "slice", "range")),
-    ("_codecs", "encode"),
-}
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Load built-in values and NumPy arrays and numbers, and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _ALLOWED:
-            raise DataError(
-                f"the pickle file contains {module}.{name}, which is not loaded, because pickles can execute code; "
-                "convert the file to JSON, or to built-in values and NumPy arrays"
-            )
-        return super().find_class(module, name)

@@ -14,6 +14,7 @@ from slipstream.hooks import (
     RuntimeInfoHook,
     SyncBuffersHook,
 )
+from slipstream.openmmlab.mmengine.hooks.test_time_aug_hook import PrepareTTAHook
 
 __all__ = [
     "CheckpointHook",
@@ -25,6 +26,7 @@ __all__ = [
     "IterTimerHook",
     "LoggerHook",
     "ParamSchedulerHook",
+    "PrepareTTAHook",
     "ProfilerHook",
     "RuntimeInfoHook",
     "SyncBuffersHook",

@@ -8,7 +8,7 @@ from slipstream.model import (
     MomentumAnnealingEMA,
     StochasticWeightAverage,
 )
-from slipstream.model.wrappers import MMFullyShardedDataParallel, is_model_wrapper
+from slipstream.model.wrappers import MMFullyShardedDataParallel
 from slipstream.openmmlab.mmengine.model.base_model import (
     BaseDataPreprocessor,
     BaseModel,
@@ -42,6 +42,7 @@ from slipstream.openmmlab.mmengine.model.weight_init import (
     uniform_init,
     xavier_init,
 )
+from slipstream.openmmlab.mmengine.model.wrappers import is_model_wrapper
 
 __all__ = [
     "BaseAveragedModel",

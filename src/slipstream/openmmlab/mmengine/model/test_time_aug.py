@@ -55,3 +55,11 @@ class BaseTTAModel(BaseModel):
             raise DataError(f"a batch must be a dict, list or tuple, not {type(data).__name__}")
         predictions = [self.module.test_step(batch) for batch in batches]
         return self.merge_preds(list(zip(*predictions, strict=True)))
+
+    def forward(self, inputs: Any, data_samples: Any = None, mode: str = "tensor") -> Any:
+        """Raise an error; the model is only called through `test_step`.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("BaseTTAModel has no forward; call test_step")

@@ -2,25 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 
 from slipstream.errors import ConfigError
 from slipstream.logging import print_log
 from slipstream.openmmlab.mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
 from slipstream.optim import DefaultOptimWrapperConstructor as OwnConstructor
+from slipstream.optim import OptimWrapper
+from slipstream.optim import build_optim_wrapper as build_own
+from slipstream.registry import default_scope
+from slipstream.registry.registry import current_scope
 
-__all__ = ["DefaultOptimWrapperConstructor"]
+__all__ = ["DefaultOptimWrapperConstructor", "build_optim_wrapper"]
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
 class DefaultOptimWrapperConstructor(OwnConstructor):
-    """Slipstream's constructor, except that `custom_keys` that match no parameter are logged and not an error.
+    """Slipstream's constructor with MMEngine's parameter groups, so that the optimizer's state has the same form.
 
-    Stock configurations contain such keys, for example for variants of a network.
+    With `paramwise_cfg`, each trainable parameter has a group of its own. Without it, one group contains all
+    parameters, including frozen ones. The groups contain the settings of the custom key that applies.
+
+    `custom_keys` that match no parameter are logged and not an error, because stock configurations contain such keys,
+    for example for variants of a network.
     """
+
+    def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        groups = super()._groups(model)
+        return groups if self.paramwise_cfg else [{"params": list(model.parameters())}]
+
+    def _merge(self, params: list[dict[str, Any]], names: dict[int, str]) -> list[dict[str, Any]]:
+        if not self.paramwise_cfg:
+            return super()._merge(params, names)
+        super()._merge(params, names)  # checks repeated parameters
+        groups: list[dict[str, Any]] = []
+        seen: set[int] = set()
+        for single in params:
+            new = [p for p in single["params"] if p.requires_grad and id(p) not in seen]
+            seen.update(map(id, new))
+            groups += [{**single, "params": new}] if new else []
+        return groups
+
+    def _custom_options(self, name: str) -> dict[str, Any] | None:
+        options = super()._custom_options(name)
+        if options is None:
+            return None
+        keys = self.paramwise.custom_keys
+        key = min((k for k in keys if k in name), key=lambda k: (-len(k), k))
+        bases = {"lr": self.base_lr, "weight_decay": self.base_wd}
+        return {**{k: v for k, v in bases.items() if v is not None}, **options, **keys[key]}
 
     def _check_custom_keys_match(self, model: nn.Module) -> None:
         try:
             super()._check_custom_keys_match(model)
         except ConfigError as error:
             print_log(f"paramwise_cfg.{error}", "current")
+
+
+def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> OptimWrapper:
+    """Build the optimizer wrapper of `model`, by default with MMEngine's parameter groups.
+
+    Args:
+        model: a model, optionally wrapped for data parallelism.
+        cfg: see `slipstream.optim.build_optim_wrapper`.
+    """
+    with default_scope(current_scope() or "mmengine"):
+        return build_own(model, cfg)

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch.utils.data import DataLoader
+
+from slipstream.dataset.loading.loader import build_dataloader
+from slipstream.openmmlab.mmengine.config import Config
 from slipstream.openmmlab.mmengine.registry import RUNNERS
+from slipstream.openmmlab.mmengine.runner.resumed_states import ConvertSchedulerStates
 from slipstream.registry import default_scope
-from slipstream.registry.registry import ROOT_SCOPE
+from slipstream.registry.registry import ROOT_SCOPE, current_scope
 from slipstream.runner import Runner as OwnRunner
 
 __all__ = ["Runner"]
@@ -21,18 +26,55 @@ class Runner(OwnRunner):
     message hub of the newest Runner are the current ones, also before and after a run.
     """
 
+    @classmethod
+    def from_cfg(cls, cfg: Any) -> OwnRunner:
+        """Build a Runner from a configuration; names that a Python-style configuration imports are ignored."""
+        return super().from_cfg(cfg.without_imported_names() if isinstance(cfg, Config) else cfg)
+
+    def load_or_resume(self) -> None:
+        """Resume from the checkpoint found at construction, or load `load_from`. Later calls have no effect.
+
+        As in MMEngine, a call before `train` resumes the complete state, if the configuration trains.
+        """
+        source = self.checkpoints.resume_from
+        trains = self._training["optim_wrapper"] is not None
+        if source is not None and trains and self.optim_wrapper is None and not self._context.active:
+            self.resume(source)
+        else:
+            super().load_or_resume()
+
+    @staticmethod
+    def build_dataloader(
+        dataloader: DataLoader[Any] | Mapping[str, Any], seed: int | None = None, diff_rank_seed: bool = False
+    ) -> DataLoader[Any]:
+        """Build a data loader from its configuration.
+
+        Args:
+            dataloader: the configuration, or a loader.
+            seed: seed of the order and the augmentation; by default 0.
+            diff_rank_seed: accepted and ignored; each sample has its own seed.
+        """
+        with default_scope(current_scope() or "mmengine"):
+            return build_dataloader(_with_collate(dataloader), seed or 0, "dataloader", training=False)
+
     def _init_parts(self, arguments: dict[str, Any]) -> None:
         for name in ("train_dataloader", "val_dataloader", "test_dataloader"):
-            loader = arguments[name]
-            if isinstance(loader, Mapping) and "dataset" in loader and loader.get("collate_fn") is None:
-                arguments[name] = {**loader, "collate_fn": {"type": "pseudo_collate"}}
+            arguments[name] = _with_collate(arguments[name])
         if self._context.scope in (None, ROOT_SCOPE):
             self._context.scope = "mmengine"
         with default_scope(self._context.scope):
             super()._init_parts(arguments)
+        self.register_hook(ConvertSchedulerStates())
 
     def _open_logs(self, arguments: dict[str, Any]) -> None:
         super()._open_logs(arguments)
         # As in MMEngine, models and hooks may use the current instances in their constructors.
         self.logger.keep_current()
         self.message_hub.keep_current()
+
+
+def _with_collate(loader: Any) -> Any:
+    """Return the configuration of a loader with MMEngine's default of `collate_fn`."""
+    if isinstance(loader, Mapping) and "dataset" in loader and loader.get("collate_fn") is None:
+        return {**loader, "collate_fn": {"type": "pseudo_collate"}}
+    return loader

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, Self
@@ -37,7 +38,7 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         name: name of the instance.
         image: an RGB image, uint8 (H, W, 3).
         vis_backends: the backends or their configurations.
-        save_dir: parent folder of the backends' files.
+        save_dir: parent folder of the backends' files; without it, backends that require a folder are left out.
         fig_save_cfg: options of matplotlib's figure.
         fig_show_cfg: has no effect.
     """
@@ -51,7 +52,7 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         fig_save_cfg: Mapping[str, Any] | None = None,
         fig_show_cfg: Mapping[str, Any] | None = None,
     ) -> None:
-        OwnVisualizer.__init__(self, name, vis_backends, save_dir)
+        OwnVisualizer.__init__(self, name, _with_folder(vis_backends, save_dir), save_dir)
         ManagerMixin.__init__(self, name)
         self.fig_save_cfg = {"frameon": False} if fig_save_cfg is None else dict(fig_save_cfg)
         self.dataset_meta: Mapping[str, Any] | None = None
@@ -302,3 +303,16 @@ def _heat(values: torch.Tensor, image: Image | None, alpha: float) -> Image:
     heat = np.asarray(colormaps["jet"](scaled.numpy()))[..., :3] * 255
     blended = heat if image is None else alpha * heat + (1 - alpha) * image
     return np.rint(blended).astype(np.uint8)
+
+
+def _with_folder(backends: Any, save_dir: str | None) -> list[Any]:
+    """Return the backends without the configurations that have no `save_dir`; a warning names these."""
+    found = list(backends) if isinstance(backends, list | tuple) else [backends]
+    if save_dir is not None:
+        return found
+    kept = [b for b in found if not isinstance(b, Mapping) or b.get("save_dir") is not None]
+    if left_out := [str(b.get("type")) for b in found if isinstance(b, Mapping) and b not in kept]:
+        warnings.warn(
+            f"the visualizer has no save_dir, so it does not use {', '.join(left_out)}", stacklevel=4
+        )
+    return kept

@@ -1,4 +1,71 @@
 """Parameter schedulers."""
 
-from slipstream.optim.scheduler import *  # noqa: F403
-from slipstream.optim.scheduler import __all__ as __all__
+from slipstream.openmmlab.mmengine.optim.scheduler.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    CosineRestartLR,
+    ExponentialLR,
+    LinearLR,
+    MultiStepLR,
+    OneCycleLR,
+    PolyLR,
+    ReduceOnPlateauLR,
+    StepLR,
+)
+from slipstream.openmmlab.mmengine.optim.scheduler.momentum_scheduler import (
+    ConstantMomentum,
+    CosineAnnealingMomentum,
+    CosineRestartMomentum,
+    ExponentialMomentum,
+    LinearMomentum,
+    MultiStepMomentum,
+    PolyMomentum,
+    ReduceOnPlateauMomentum,
+    StepMomentum,
+)
+from slipstream.openmmlab.mmengine.optim.scheduler.param_scheduler import (
+    ConstantParamScheduler,
+    CosineAnnealingParamScheduler,
+    CosineRestartParamScheduler,
+    ExponentialParamScheduler,
+    LinearParamScheduler,
+    MultiStepParamScheduler,
+    OneCycleParamScheduler,
+    PolyParamScheduler,
+    ReduceOnPlateauParamScheduler,
+    StepParamScheduler,
+    _ParamScheduler,
+)
+
+__all__ = [
+    "ConstantLR",
+    "ConstantMomentum",
+    "ConstantParamScheduler",
+    "CosineAnnealingLR",
+    "CosineAnnealingMomentum",
+    "CosineAnnealingParamScheduler",
+    "CosineRestartLR",
+    "CosineRestartMomentum",
+    "CosineRestartParamScheduler",
+    "ExponentialLR",
+    "ExponentialMomentum",
+    "ExponentialParamScheduler",
+    "LinearLR",
+    "LinearMomentum",
+    "LinearParamScheduler",
+    "MultiStepLR",
+    "MultiStepMomentum",
+    "MultiStepParamScheduler",
+    "OneCycleLR",
+    "OneCycleParamScheduler",
+    "PolyLR",
+    "PolyMomentum",
+    "PolyParamScheduler",
+    "ReduceOnPlateauLR",
+    "ReduceOnPlateauMomentum",
+    "ReduceOnPlateauParamScheduler",
+    "StepLR",
+    "StepMomentum",
+    "StepParamScheduler",
+    "_ParamScheduler",
+]

@@ -1,0 +1,51 @@
+"""Models in the metafiles of installed libraries: `model-index.yml` and the files that it lists."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slipstream.config.library import library_folder
+from slipstream.errors import ConfigError
+from slipstream.openmmlab.mmengine.config.packages import MODULE2PACKAGE
+from slipstream.openmmlab.mmengine.fileio import load
+
+__all__ = ["library_of", "models_in", "repo_or_mim_folder"]
+
+
+def library_of(name: str) -> tuple[str, str]:
+    """Return the library and the configuration in `mmdet::retinanet/NAME.py`.
+
+    Raises:
+        ConfigError: the name has another form, or the library is not one of OpenMMLab's.
+    """
+    match = re.fullmatch(r"(\w+)::([^:/]+/[^:]+)", name)
+    if match is None:
+        raise ConfigError(f"'{name}' must have the form 'mmdet::retinanet/NAME.py'")
+    library, config = match.groups()
+    if library not in MODULE2PACKAGE:
+        raise ConfigError(f"'{library}' is not one of {', '.join(MODULE2PACKAGE)}")
+    return library, config
+
+
+def repo_or_mim_folder(library: str) -> Path:
+    """Return the folder that contains `configs` of a library: of its source code, or `.mim` in its package.
+
+    Raises:
+        ConfigError: the library is not installed, or has no configurations.
+    """
+    if library not in MODULE2PACKAGE:
+        raise ConfigError(f"'{library}' is not one of {', '.join(MODULE2PACKAGE)}", "scope")
+    package = library_folder(library, f"pip install {MODULE2PACKAGE[library]}")
+    for folder in (package.parent, package / ".mim"):
+        if (folder / "configs").is_dir():
+            return folder
+    raise ConfigError(f"{package} contains no configurations; install {library} from a complete package")
+
+
+def models_in(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the entries of all models in a folder with `model-index.yml`."""
+    for path in load(str(folder / "model-index.yml"))["Import"]:
+        yield from load(str(folder / path)).get("Models") or ()

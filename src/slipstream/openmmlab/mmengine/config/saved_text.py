@@ -1,0 +1,65 @@
+"""Read the text of a configuration in a checkpoint without executing it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.config import Config
+from slipstream.errors import CheckpointError, ConfigError
+
+__all__ = ["saved_config"]
+
+
+def saved_config(checkpoint: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the configuration in a checkpoint, whose text is YAML (Slipstream) or Python (MMEngine).
+
+    Python text may only contain assignments of built-in values, because a checkpoint must not execute code.
+
+    Raises:
+        CheckpointError: the checkpoint does not contain a configuration, or it contains other code.
+    """
+    content = checkpoint or {}
+    hub: Any = content.get("message_hub") or {}
+    text = (hub.get("runtime_info") or {}).get("cfg") or (content.get("meta") or {}).get("cfg")
+    if not isinstance(text, str):
+        raise CheckpointError(
+            "the checkpoint does not contain a configuration; pass it as the argument `model`"
+        )
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError):
+        body = []
+    try:
+        if body and all(isinstance(node, ast.Assign) for node in body):
+            return {_name(node): _value(node.value) for node in body if isinstance(node, ast.Assign)}
+        return Config.fromstring(text, ".yaml").to_dict()
+    except (ConfigError, RecursionError) as error:
+        raise CheckpointError(f"the configuration in the checkpoint cannot be read: {error}") from None
+
+
+def _name(node: ast.Assign) -> str:
+    target = node.targets[0]
+    if len(node.targets) > 1 or not isinstance(target, ast.Name):
+        raise ConfigError(f"line {node.lineno} is not an assignment to a name")
+    return target.id
+
+
+def _value(node: ast.expr) -> Any:
+    if isinstance(node, ast.List | ast.Tuple):
+        items = [_value(item) for item in node.elts]
+        return items if isinstance(node, ast.List) else tuple(items)
+    if isinstance(node, ast.Dict) and None not in node.keys:
+        return {_value(k): _value(v) for k, v in zip(node.keys, node.values, strict=True) if k is not None}
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        if node.func.id == "dict" and not node.args and all(k.arg for k in node.keywords):
+            return {str(k.arg): _value(k.value) for k in node.keywords}
+        if node.func.id == "float" and len(node.args) == 1 and not node.keywords:
+            return float(ast.literal_eval(node.args[0]))
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        raise ConfigError(
+            f"line {node.lineno} contains '{ast.unparse(node)[:80]}', which is not a built-in value"
+        ) from None

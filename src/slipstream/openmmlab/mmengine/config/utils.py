@@ -1,0 +1,6 @@
+"""Names of packages, and errors of Python-style configurations."""
+
+from slipstream.openmmlab.mmengine.config.lazy import ConfigParsingError
+from slipstream.openmmlab.mmengine.config.packages import MODULE2PACKAGE
+
+__all__ = ["MODULE2PACKAGE", "ConfigParsingError"]

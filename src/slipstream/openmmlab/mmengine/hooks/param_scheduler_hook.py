@@ -1,0 +1,5 @@
+"""Hooks, at MMEngine's module path."""
+
+from slipstream.openmmlab.mmengine.hooks import ParamSchedulerHook
+
+__all__ = ["ParamSchedulerHook"]

@@ -1,0 +1,5 @@
+"""Hooks, at MMEngine's module path."""
+
+from slipstream.openmmlab.mmengine.hooks import ProfilerHook
+
+__all__ = ["ProfilerHook"]

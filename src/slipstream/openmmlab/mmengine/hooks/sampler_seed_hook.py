@@ -1,0 +1,5 @@
+"""Hooks, at MMEngine's module path."""
+
+from slipstream.openmmlab.mmengine.hooks import DistSamplerSeedHook
+
+__all__ = ["DistSamplerSeedHook"]

@@ -1,0 +1,52 @@
+"""Test with several augmented versions of each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from slipstream.errors import ConfigError
+from slipstream.hooks import Hook
+from slipstream.openmmlab.mmengine.registry import HOOKS, MODELS, RUNNERS
+
+if TYPE_CHECKING:
+    from slipstream.runner import Runner
+
+__all__ = ["PrepareTTAHook", "build_runner_with_tta"]
+
+
+@HOOKS.register_module()
+class PrepareTTAHook(Hook):
+    """Before the first test, replace the model of the Runner by a `BaseTTAModel` that contains it.
+
+    Args:
+        tta_cfg: configuration of the `BaseTTAModel`, without its argument `module`.
+    """
+
+    def __init__(self, tta_cfg: Mapping[str, Any]) -> None:
+        self.tta_cfg = dict(tta_cfg)
+        self._wrapper: Any = None
+
+    def before_test(self, runner: Runner) -> None:
+        """Replace the model."""
+        if runner.model is not self._wrapper:
+            self._wrapper = MODELS.build({**self.tta_cfg, "module": runner.model})
+            runner.model = self._wrapper
+
+
+def build_runner_with_tta(cfg: Any) -> Runner:
+    """Build a Runner that tests with `tta_pipeline` and `tta_model` of the configuration.
+
+    Args:
+        cfg: the configuration; the pipeline of its test dataset is replaced.
+
+    Raises:
+        ConfigError: `tta_model` or `tta_pipeline` is missing.
+    """
+    for key in ("tta_model", "tta_pipeline"):
+        if key not in cfg:
+            raise ConfigError("is required to test with augmentation; add it to the configuration", key)
+    cfg["test_dataloader"]["dataset"]["pipeline"] = cfg["tta_pipeline"]
+    runner: Runner = RUNNERS.build(cfg)
+    runner.register_hook(PrepareTTAHook(cfg["tta_model"]))
+    return runner

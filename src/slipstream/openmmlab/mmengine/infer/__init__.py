@@ -1,0 +1,5 @@
+"""Predictions for files and arrays."""
+
+from slipstream.openmmlab.mmengine.infer.infer import BaseInferencer
+
+__all__ = ["BaseInferencer"]

@@ -1,0 +1,5 @@
+"""Loggers, histories and message hubs, at MMEngine's module path."""
+
+from slipstream.openmmlab.mmengine.logging import HistoryBuffer
+
+__all__ = ["HistoryBuffer"]

@@ -1,0 +1,5 @@
+"""Loggers, histories and message hubs, at MMEngine's module path."""
+
+from slipstream.openmmlab.mmengine.logging import MMLogger, print_log
+
+__all__ = ["MMLogger", "print_log"]

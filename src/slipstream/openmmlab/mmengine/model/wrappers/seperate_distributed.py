@@ -1,0 +1,5 @@
+"""Wrappers for distributed training, at MMEngine's module path."""
+
+from slipstream.openmmlab.mmengine.model import MMSeparateDistributedDataParallel
+
+__all__ = ["MMSeparateDistributedDataParallel"]

@@ -1,0 +1,5 @@
+"""Optimizer wrappers, at MMEngine's module path."""
+
+from slipstream.openmmlab.mmengine.optim import build_optim_wrapper
+
+__all__ = ["build_optim_wrapper"]

@@ -1,0 +1,5 @@
+"""Optimizer wrappers, at MMEngine's module path."""
+
+from slipstream.openmmlab.mmengine.optim import OptimWrapperDict
+
+__all__ = ["OptimWrapperDict"]

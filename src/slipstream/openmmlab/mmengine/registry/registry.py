@@ -1,0 +1,5 @@
+"""Registries, at MMEngine's module path."""
+
+from slipstream.openmmlab.mmengine.registry import Registry
+
+__all__ = ["Registry"]

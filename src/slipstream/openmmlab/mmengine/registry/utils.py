@@ -1,0 +1,5 @@
+"""Registries, at MMEngine's module path."""
+
+from slipstream.openmmlab.mmengine.registry import init_default_scope
+
+__all__ = ["init_default_scope"]

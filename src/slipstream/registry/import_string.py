@@ -1,0 +1,59 @@
+"""Registered objects by their import string, such as `mmdet.models.RetinaNet`, which written configurations contain."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["LIBRARIES", "import_registered"]
+
+LIBRARIES = (
+    "mmaction",
+    "mmagic",
+    "mmdet",
+    "mmdet3d",
+    "mmocr",
+    "mmpose",
+    "mmpretrain",
+    "mmrotate",
+    "mmseg",
+    "mmyolo",
+)
+"""Scopes whose child registries are created by the module `registry` of the package with this name."""
+
+# Packages whose modules may be imported; other modules must be imported already.
+_IMPORTABLE = (*LIBRARIES, "mmcv", "mmengine", "slipstream", "torch", "torchmetrics")
+
+
+def import_registered(name: str, is_registered: Callable[[Any], bool]) -> Any | None:
+    """Return the object with an import string, or None if there is none or it is not registered.
+
+    A configuration that is data can contain any string, so objects that are not registered are not returned.
+    """
+    parts = name.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        module = _module(".".join(parts[:count]))
+        if module is None:
+            continue
+        found: Any = module
+        for part in parts[count:]:
+            found = getattr(found, part, None)
+        return found if callable(found) and is_registered(found) else None
+    return None
+
+
+def _module(name: str) -> Any | None:
+    if name in sys.modules:
+        return sys.modules[name]
+    package, *rest = name.split(".")
+    if package not in _IMPORTABLE or "__main__" in rest:
+        return None
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # `a.b.C` is not a module if C is a class; a missing dependency of the module is an error.
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            return None
+        raise
