@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from report import table
+from report import table, text_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -138,11 +138,6 @@ def readme() -> str:
         rows.append([label, pillow, f"{speed:.1f}", source("data")])
     header = ["what", "compared with", "result", "script in `benchmarks/`, machine, date"]
     return f"{text_table(header, rows)}\n\n{overhead_note()}"
-
-
-def text_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def overhead_note() -> str:
@@ -378,6 +373,26 @@ def compare() -> str:
     )
 
 
+def openmmlab() -> str:
+    from openmmlab import summary
+
+    facts = result("openmmlab")
+    loads = [case["load"] for case in facts["cases"] if "load" in case]
+    load = f"load before each case {min(loads)} to {max(loads)}" if loads else "no case was run"
+    text = (
+        f"{summary(facts['cases'])}\n\n`{facts['command']}`, MMEngine {facts['mmengine']}, torch {facts['torch']}; "
+        f"{machine('openmmlab')}; {load}."
+    )
+    counts = {len(times) for case in facts["cases"] for times in case.get("seconds", {}).values()} - {0}
+    if not counts:
+        return text
+    n = str(max(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+    return (
+        f"{text} Times are medians of {n} interleaved rounds. In parentheses: the time relative to MMEngine's in the "
+        "same round (median; minimum to maximum)."
+    )
+
+
 def report_overhead() -> str:
     from report_overhead import summary
 
@@ -390,7 +405,7 @@ def report_overhead() -> str:
 
 FUNCTIONS = (readme, overhead, memory, one_graph_tiny, one_graph, channels_last, host_time, data, fused, nan_guard,
              sync_bn, background, compile_cache, checkpoint, scaling, compare,
-             report_overhead)  # fmt: skip
+             openmmlab, report_overhead)  # fmt: skip
 REGIONS: dict[str, Callable[[], str]] = {f.__name__.replace("_", " "): f for f in FUNCTIONS}
 
 

@@ -39,6 +39,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
 
 
+def text_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return a Markdown table whose columns contain text."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
 def write_result(out: Path, title: str, environment: dict[str, Any], text: str, data: Any) -> None:
     """Write the report to `out` (`.md`), and all measurements next to it (`.json`)."""
     lines = "\n".join(f"- {name}: {value}" for name, value in environment.items())

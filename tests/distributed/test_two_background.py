@@ -16,7 +16,7 @@ ASKED = (2, 5)
 class After:
     """A mock of the background compiler that finishes after `asked` polls."""
 
-    seconds = 0.0
+    seconds, exceeded = 0.0, False
 
     def __init__(self, asked):
         self.left = asked

@@ -63,3 +63,16 @@ def write_coco(folder, samples=6, size=(96, 128), seed=0):
         content = {"images": images, "annotations": annotations, "categories": categories}
         (folder / f"annotations/instances_{split}.json").write_text(json.dumps(content))
     return folder
+
+
+def write_imagenet(folder, samples=4, size=256, seed=0):
+    """ImageNet's folders with four classes, which differ in the color of the images."""
+    rng = np.random.default_rng(seed)
+    for split in ("train", "val"):
+        for label in range(4):
+            (folder / split / f"n{label}").mkdir(parents=True)
+            for i in range(samples):
+                pixels = rng.integers(0, 80, (size, size, 3), dtype=np.uint8)
+                pixels[..., label % 3] += np.uint8(60 + 30 * label)
+                Image.fromarray(pixels).save(folder / split / f"n{label}/{i}.JPEG", format="JPEG")
+    return folder

@@ -8,6 +8,7 @@ from torch import nn
 
 from slipstream.errors import DataError
 from slipstream.openmmlab.mmengine.model import (
+    BaseDataPreprocessor,
     BaseModel,
     BaseModule,
     BaseTTAModel,
@@ -16,6 +17,7 @@ from slipstream.openmmlab.mmengine.model import (
     stack_batch,
 )
 from slipstream.openmmlab.mmengine.model import weight_init as init
+from slipstream.openmmlab.mmengine.structures import BaseDataElement, LabelData
 
 
 def test_init_functions_use_the_formulas_of_their_papers():
@@ -34,6 +36,29 @@ def test_init_functions_use_the_formulas_of_their_papers():
     assert (layer.weight.min() >= 2, layer.weight.max() <= 3) == (True, True)
     init.normal_init(layer, mean=5, std=0.1)
     assert layer.weight.mean().item() == pytest.approx(5, abs=0.01)
+
+
+def test_strides_of_data_elements_do_not_depend_on_the_transforms():
+    image = torch.arange(24.0).view(1, 4, 6)
+    flipped = torch.from_numpy(image.numpy()[..., ::-1].astype(float))
+    other = image.transpose(1, 2)[None].transpose(0, 1)
+    for tensor in (
+        image,
+        flipped,
+        other,
+        torch.zeros(0, 4),
+        torch.tensor(3),
+        image.as_strided((1, 4), (1, 6)),
+    ):
+        inner = LabelData(label=tensor)
+        batch = {
+            "inputs": image,
+            "data_samples": [BaseDataElement(metainfo={"name": "a"}, gt=inner, score=2)],
+        }
+        found = BaseDataPreprocessor().cast_data(batch)["data_samples"][0]
+        assert torch.equal(found.gt.label, tensor)
+        assert found.gt.label.stride() == torch.empty(tensor.shape).stride()
+        assert (found.name, found.score) == ("a", 2)
 
 
 def test_init_functions_skip_what_a_layer_does_not_have():

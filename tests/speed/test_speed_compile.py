@@ -275,6 +275,7 @@ def test_compile_is_read_from_a_config():
     assert read_compile({}) == CompileOptions()
     assert read_compile({"mode": "reduce-overhead"}).mode == "reduce-overhead"
     assert read_compile({"backend": raises}).backend is raises
+    assert read_compile({"budget": "1m30s"}).seconds == 90
     assert read_compile(how := CompileOptions("eager")) is how
 
 
@@ -290,6 +291,11 @@ def test_compile_is_read_from_a_config():
             "compile.scope: must be 'step' or 'model' or 'block' or None, not 'net'",
         ),
         ({"blocks": ["Block"]}, ConfigError, "compile.blocks: requires scope='block', not None"),
+        (
+            {"budget": "soon"},
+            ConfigError,
+            "compile.budget: must be a duration such as 5m, 90s or 1h30m, not 'soon'",
+        ),
         ({"cache": 3}, ConfigError, "compile.cache: must be bool or str, not 3"),
         ({"backend": "inductr"}, ConfigError, "compile.backend: 'inductr' is not a backend of torch.compile"),
         (

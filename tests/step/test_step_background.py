@@ -159,8 +159,24 @@ def test_work_ends_after_the_timeout(monkeypatch):
     compiler = BackgroundCompiler()
     compiler.start(lambda: time.sleep(60))
     assert not compiler.done()
+    assert not compiler.exceeded
     time.sleep(0.3)
     assert compiler.done()
+    assert compiler.exceeded
+
+
+@needs_fork
+def test_start_can_wait_for_the_work_and_its_time_limit():
+    compiler = BackgroundCompiler(limit=30, waits=True)
+    compiler.start(lambda: time.sleep(0.2))
+    assert not compiler.started
+    assert compiler.seconds >= 0.2
+    assert not compiler.exceeded
+    compiler = BackgroundCompiler(limit=0.2, waits=True)
+    compiler.start(lambda: time.sleep(60))
+    assert compiler.exceeded
+    compiler.start(lambda: None)
+    assert not compiler.exceeded
 
 
 def test_accelerator_is_not_used_in_a_forked_process():
@@ -174,7 +190,7 @@ def test_accelerator_is_not_used_in_a_forked_process():
 class After:
     """A mock compiler that finishes after `asked` calls of `done`."""
 
-    seconds = 0.0
+    seconds, exceeded = 0.0, False
 
     def __init__(self, asked):
         self.asked, self.left, self.began, self.stopped = asked, 0, 0, 0
@@ -339,6 +355,48 @@ def test_user_errors_are_raised_during_compilation():
     assert step.compiled_scope == "step"
 
 
+class TooSlow(After):
+    """A mock compiler that exceeds its time limit, from its `first` start on."""
+
+    limit = 90.0
+
+    def __init__(self, first):
+        super().__init__(2)
+        self.first = first
+
+    @property
+    def exceeded(self):
+        return self.began >= self.first
+
+
+def test_step_that_exceeds_its_time_limit_falls_back_to_the_model():
+    batches = [batch(number) for number in range(12)]
+    model, warned = net(), []
+    step, _ = step_of(model)
+    step._step.background = TooSlow(1)
+    recover = step._step.recover
+    step._step.recover = lambda error: warned.append(str(error)) or recover(error)
+    assert not any(graphs_in(step, batches))
+    assert warned == ["its compilation takes longer than compile.budget (90 s)"]
+    assert step.compiled_scope == "model"
+    torch.testing.assert_close(model.state_dict(), by_hand(batches), rtol=1e-12, atol=1e-13)
+
+
+def test_other_shape_that_exceeds_its_time_limit_keeps_the_first_graph():
+    batches = [batch(number, 12 if number < 12 or number % 2 else 9) for number in range(60)]
+    model = net()
+    step, said = step_of(model)
+    step._step.background = TooSlow(2)
+    found = graphs_in(step, batches)
+    first = [used for used, (x, _) in zip(found, batches, strict=True) if len(x) == 12]
+    others = [used for used, (x, _) in zip(found, batches, strict=True) if len(x) != 12]
+    assert all(first[6:])
+    assert not any(others)
+    assert said[-1].startswith("Batches of another kind run eagerly")
+    assert step._step.background.began == 2
+    torch.testing.assert_close(model.state_dict(), by_hand(batches), rtol=1e-12, atol=1e-13)
+
+
 def test_step_is_compiled_in_process_if_fork_fails():
     step, _ = step_of(net())
 
@@ -356,6 +414,7 @@ def test_step_is_compiled_in_process_if_fork_fails():
     [
         (dict(scope="step"), can_fork("cpu")),
         (dict(scope="step", wait=True), False),
+        (dict(scope="step", wait=True, budget="1m"), can_fork("cpu")),
         (dict(scope="step", backend="aot_eager"), False),
     ],
 )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
-from slipstream.step.leaves import leaves_of
+from slipstream.step.leaves import leaves_of, structure_of
 
 Pair = namedtuple("Pair", "first second")
 TENSOR = torch.zeros(2)
@@ -28,3 +28,28 @@ TREES = st.recursive(
 def test_leaves_match_torch(tree):
     found, expected = leaves_of(tree), tree_leaves(tree)
     assert list(map(id, found)) == list(map(id, expected))
+
+
+class Sample:
+    def __init__(self, name, **fields):
+        self.name, self.fields = name, fields
+
+    def _batch_fields(self):
+        return self.fields
+
+
+def test_objects_with_fields_contribute_their_tensors_but_not_their_names():
+    box, label = torch.zeros(4), torch.zeros(1)
+    inner = Sample("boxes", box=box)
+    batch = {
+        "inputs": TENSOR,
+        "samples": [Sample("a.png", boxes=inner, label=label), Sample("b.png", label=label)],
+    }
+    assert list(map(id, leaves_of(batch))) == list(map(id, [TENSOR, box, label, label]))
+    other = {
+        "inputs": TENSOR,
+        "samples": [Sample("c.png", boxes=inner, label=box), Sample("d.png", label=box)],
+    }
+    assert structure_of(batch) == structure_of(other)
+    swapped = {**batch, "samples": batch["samples"][::-1]}
+    assert structure_of(batch) != structure_of(swapped)

@@ -40,6 +40,7 @@ class CompileCfg(TypedDict, total=False):
     cache: bool | str
     verify: bool
     wait: bool
+    budget: float | str | None
 
 
 class EmaCfg(TypedDict, total=False):

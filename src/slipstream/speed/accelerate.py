@@ -34,7 +34,7 @@ from slipstream.speed.apply import (
 from slipstream.speed.auto import Capabilities
 from slipstream.speed.ema import EmaOptions
 from slipstream.speed.plan import SpeedPlan
-from slipstream.speed.steps import Training, build_step
+from slipstream.speed.steps import Training, build_step, compiled_scope
 from slipstream.step.average import AveragePart, update_count
 from slipstream.step.graph import GraphStep
 
@@ -186,13 +186,7 @@ class TrainStep:
     @property
     def compiled_scope(self) -> str | None:
         """Scope of the compiled code: 'step' (even before its graph is ready), 'model', 'block', or None if eager."""
-        if isinstance(self._step, GraphStep) and self._step.uses_graph:
-            return "step"
-        scope = self.plan.compile.scope if self.plan.compile is not None else None
-        compiled = any(
-            module._compiled_call_impl is not None for module in unwrap_model(self.model).modules()
-        )
-        return ("block" if scope == "block" else "model") if compiled else None
+        return compiled_scope(self._step, self.model)
 
     @property
     def steps(self) -> int:

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -15,9 +15,11 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from slipstream.config import optional
+from slipstream.config.duration import read_duration
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.model.wrappers.fully_sharded import repeated_blocks
 from slipstream.speed.blocks import named_blocks
+from slipstream.speed.compile_budget import Budgeted, Switch
 from slipstream.speed.compile_report import explain_failure, failed_line, limit_hit
 
 __all__ = [
@@ -63,9 +65,14 @@ class CompileOptions:
     """Whether to compile before the second step instead of in the background (scope 'step', backend 'inductor', CPU,
     Linux). By default, steps run eagerly during compilation, so the number of eager steps depends on the compilation
     time."""
+    budget: float | str | None = None
+    """Time limit of the compilation in each scope: seconds, or text such as `90s` or `5m`. Beyond it, a smaller scope
+    is compiled, or nothing. None means no limit (in the background, two hours)."""
 
     def __post_init__(self) -> None:
         """Check the combination of options."""
+        if self.budget is not None:
+            read_duration(self.budget, "budget")
         if self.blocks and self.scope != "block":
             raise ConfigError(f"requires scope='block', not {self.scope!r}", "blocks")
         if self.backend == "inductor" and self.mode is not None and self.mode not in _MODES:
@@ -74,6 +81,11 @@ class CompileOptions:
             )
         if self.mode is not None and self.options is not None:
             raise ConfigError("mode and options are mutually exclusive; remove one of them", "options")
+
+    @property
+    def seconds(self) -> float | None:
+        """The budget in seconds."""
+        return None if self.budget is None else read_duration(self.budget, "budget")
 
 
 def read_compile(value: Any) -> CompileOptions | None:
@@ -120,8 +132,43 @@ def compile_model(
     by_class: dict[type[nn.Module], list[nn.Module]] = defaultdict(list)
     for module in modules:
         by_class[type(module)].append(module)
+    switch = Switch(on=how.seconds is None)
     for same_class in by_class.values():
-        _compile(same_class, how, limit, _Group(same_class, warn, warn_limit))
+        _compile(same_class, how, limit, _Group(same_class, warn, warn_limit, switch))
+    if how.seconds is not None and any(module._compiled_call_impl is not None for module in modules):
+        _limit_time(model, modules, how, how.seconds, switch, warn)
+
+
+def _limit_time(
+    model: nn.Module,
+    modules: list[nn.Module],
+    how: CompileOptions,
+    seconds: float,
+    switch: Switch,
+    warn: Callable[[str], None],
+) -> None:
+    """Compile the modules of a model within a time limit; beyond it, compile only the repeated blocks, or nothing."""
+    name = type(model).__name__
+
+    def exceeded(trains: bool) -> None:
+        why = f"because its compilation takes longer than compile.budget ({seconds:g} s)"
+        remedy = "Increase the budget, or set"
+        if not trains:
+            warn(f"{name} is evaluated eagerly, {why}. {remedy} compile=False")
+        elif how.scope == "block" or not repeated_blocks(model):
+            for module in (model, *modules):
+                module._compiled_call_impl = None
+            warn(f"{name} runs eagerly, {why}. {remedy} compile=False")
+        else:
+            model._compiled_call_impl = None
+            warn(
+                f"Only the repeated blocks of {name} are compiled, not the whole model, {why}. {remedy} "
+                "compile=dict(scope='block')"
+            )
+            compile_model(model, replace(how, scope="block"), warn, warn_limit=False)
+
+    call = model._compiled_call_impl or model._call_impl
+    model._compiled_call_impl = Budgeted(model, call, switch, seconds, how.wait, exceeded)
 
 
 def compiled_blocks(model: nn.Module, how: CompileOptions) -> list[nn.Module]:
@@ -246,10 +293,13 @@ def _cloning(compiled: Any) -> Callable[..., Any]:
 class _Group:
     """Modules of one class; if the compilation of one fails, all of them run eagerly."""
 
-    def __init__(self, modules: list[nn.Module], warn: Callable[[str], None], warn_limit: bool) -> None:
+    def __init__(
+        self, modules: list[nn.Module], warn: Callable[[str], None], warn_limit: bool, switch: Switch
+    ) -> None:
         self.modules = modules
         self.warn = warn
         self.warn_limit = warn_limit
+        self.switch = switch
 
     def give_up(self, module: nn.Module, error: Exception) -> None:
         for each in self.modules:
@@ -280,7 +330,9 @@ class _Guarded:
         self.worked: set[bool] = set()  # grad modes (torch.is_grad_enabled()) in which a call has succeeded
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # an outer graph inlines the model
+        if (
+            not self.group.switch.on or torch.compiler.is_dynamo_compiling()
+        ):  # an outer graph inlines the model
             return self.model._call_impl(*args, **kwargs)
         started, compilations = time.time_ns(), self.counters["frames"]["total"]
         try:

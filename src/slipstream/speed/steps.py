@@ -30,9 +30,14 @@ from slipstream.step.eager import Losses
 from slipstream.step.graph import GraphStep
 from slipstream.step.sync import GradientSync
 from slipstream.step.trained_parameters import checking_parameters
-from slipstream.step.verification import NotCapturedError, OnlyEagerError, WrongNumbersError
+from slipstream.step.verification import (
+    BudgetExceededError,
+    NotCapturedError,
+    OnlyEagerError,
+    WrongNumbersError,
+)
 
-__all__ = ["Training", "build_step", "why_not_one_graph"]
+__all__ = ["Training", "build_step", "compiled_scope", "why_not_one_graph"]
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,17 @@ def build_step(
     return eager
 
 
+def compiled_scope(step: Step, model: nn.Module) -> str | None:
+    """Return the scope of the compiled code: 'step' (even before its graph is ready), 'model', 'block', or None."""
+    if isinstance(step, GraphStep) and step.uses_graph:
+        return "step"
+    core = unwrap_model(model)
+    compiled = [module for module in core.modules() if module._compiled_call_impl is not None]
+    if not compiled:
+        return None
+    return "model" if compiled == [core] else "block"
+
+
 def why_not_one_graph(model: nn.Module, optim: OptimWrapper) -> str | None:
     """Return the reason that the whole step cannot be compiled as one graph, or None."""
     if isinstance(optim, OptimWrapperDict):
@@ -127,6 +143,11 @@ def _one_graph(
         core._compiled_call_impl = None
         if isinstance(error, WrongNumbersError):
             warn(_wrong_numbers(error, how))
+        elif isinstance(error, BudgetExceededError):
+            warn(
+                f"The step is not compiled as one graph: {error}. The model is compiled with the same budget"
+            )
+            compile_model(core, how, warn, warn_limit=False)
         elif isinstance(reason := NotCapturedError.inside(error), OnlyEagerError):
             warn(f"The step is not compiled: {explain_failure(reason)}. Training continues eagerly")
         else:
@@ -143,7 +164,10 @@ def _one_graph(
         core._compiled_call_impl = _OnlyEvaluation(core, compiled)
     device_type = next(core.parameters()).device.type
     backend, replays = _backend(how, device_type, cuda_graph)
-    in_background = not how.wait and how.backend == "inductor" and can_fork(device_type)
+    forks = how.backend == "inductor" and can_fork(device_type)
+    if how.budget is not None and not forks:
+        warn("compile.budget does not limit the compilation of the step, which runs in this process here")
+    in_background = forks and (how.budget is not None or not how.wait)
     return GraphStep(
         loss_of=partial(training.losses, core),
         prepare=training.prepare,
@@ -158,7 +182,7 @@ def _one_graph(
         # A CUDA graph supports only one shape.
         dynamic=False if replays and how.dynamic is None else how.dynamic,
         capture_calls=(lambda: CapturedCalls(CudaCapture(), warn)) if replays else None,
-        background=BackgroundCompiler() if in_background else None,
+        background=BackgroundCompiler(how.seconds, how.wait) if in_background else None,
         info=info,
     )
 

@@ -1,8 +1,8 @@
 """Compile a step in a child process while this process trains eagerly.
 
 The child is created by `fork`, so it has copies of the model, the batch and torch's state. It writes the compiled code
-to torch's cache on disk, and this process loads the code from there. The child has no other effect and runs at low
-priority.
+to torch's cache on disk, and this process loads the code from there. The child has no other effect. It runs at low
+priority, unless this process waits for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _NICE = 12
 """Increment of the nice value (nice(2)). Training that uses all cores then becomes 2 to 6% slower
 (`benchmarks/background.py`), and the compilation gets 6 to 7% of a core."""
 _LIMIT = 2 * 3600.0
-"""Timeout of the child process in seconds."""
+"""Default timeout of the child process in seconds."""
+_POLL = 0.05
+"""Seconds between two checks whether the child process has ended."""
 
 
 def can_fork(device_type: str) -> bool:
@@ -44,13 +46,23 @@ def can_fork(device_type: str) -> bool:
 
 
 class BackgroundCompiler:
-    """Runs one function at a time in a forked process, and keeps only the files that the function writes."""
+    """Runs one function at a time in a forked process, and keeps only the files that the function writes.
 
-    def __init__(self) -> None:
+    Args:
+        limit: timeout of a function in seconds; two hours by default.
+        waits: whether `start` waits until the function ends.
+    """
+
+    def __init__(self, limit: float | None = None, waits: bool = False) -> None:
+        self.waits = waits
+        self.limit = _LIMIT if limit is None else limit
+        """Timeout of the child process in seconds."""
         self._pid: int | None = None
         self._began = 0.0
         self.seconds: float | None = None
         """Duration of the last function in seconds; None if it failed."""
+        self.exceeded = False
+        """Whether the last function exceeded the timeout and was killed."""
 
     @property
     def started(self) -> bool:
@@ -64,7 +76,7 @@ class BackgroundCompiler:
             OSError: the process cannot be started.
         """
         self.stop()
-        self.seconds = None
+        self.seconds, self.exceeded = None, False
         self._began = time.monotonic()
         parent = os.getpid()
         # Block signals, so that no handler runs in the child or raises in this process before `_end` is set.
@@ -74,7 +86,7 @@ class BackgroundCompiler:
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
-                _work_and_exit(work, parent, mask)
+                _work_and_exit(work, parent, mask, 0 if self.waits else _NICE)
             self._pid = pid
             self._end = weakref.finalize(self, _kill, pid)
             # The child and its C++ compilers get their own process group. Both processes set it, to avoid a race.
@@ -82,18 +94,21 @@ class BackgroundCompiler:
                 os.setpgid(pid, pid)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        while self.waits and not self.done():
+            time.sleep(_POLL)
 
     def done(self) -> bool:
         """Return whether no process is running; a process that exceeds its timeout is killed."""
         if self._pid is None:
             return True
         seconds = time.monotonic() - self._began
-        if seconds > _LIMIT:
-            self.stop()
-        elif (status := _exit_status(self._pid)) is not None:
+        if (status := _exit_status(self._pid)) is not None:
             self._end.detach()
             self._pid = None
             self.seconds = seconds if status == 0 else None
+        elif seconds > self.limit:
+            self.stop()
+            self.exceeded = True
         return self._pid is None
 
     def stop(self) -> None:
@@ -122,12 +137,12 @@ def _kill(pid: int) -> None:
         os.waitpid(pid, 0)
 
 
-def _work_and_exit(work: Callable[[], object], parent: int, mask: Iterable[int]) -> None:
+def _work_and_exit(work: Callable[[], object], parent: int, mask: Iterable[int], nice: int) -> None:
     """Call `work` in the child process, and exit without running the parent's exit handlers."""
     status = 1
     try:
         os.setpgid(0, 0)
-        os.nice(_NICE)
+        os.nice(nice)
         _detach_from_parent()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         # Keep the old streams alive, because deleting them writes the parent's buffered output again.

@@ -87,6 +87,8 @@ class CapturedStep:
         self.kinds: set[tuple[Any, ...]] = set()
         """Kinds of batches whose graph was compiled in the background: whether the batch is the last of its
         accumulation window, and either its shapes or whether they differ from those of the first batch."""
+        self.slow_kinds: set[tuple[Any, ...]] = set()
+        """Kinds of batches that run eagerly, because the compilation of their graph exceeded its time limit."""
         self.only_compiles = False
         """Whether this process only compiles and must not run the compiled code."""
         self._hooked = is_hooked(optim.optimizer)

@@ -31,8 +31,9 @@ from slipstream.step.eager import EagerStep, Losses, sum_losses
 from slipstream.step.numerics import all_finite, only_if
 from slipstream.step.parts import apply_update, has_gradients
 from slipstream.step.sync import GradientSync
-from slipstream.step.update import infer_trained
+from slipstream.step.update import call_after_load, infer_trained
 from slipstream.step.verification import (
+    BudgetExceededError,
     Compiled,
     NotCapturedError,
     Verification,
@@ -124,14 +125,7 @@ class GraphStep:
         self._compiled_in: float | None = None
         self._changes = Changes()
         self._failed: tuple[Exception, list[nn.Parameter]] | None = None
-        infer = weakref.WeakMethod(self._infer_trained)
-
-        def loaded(_: Any) -> None:
-            if (method := infer()) is not None:
-                method()
-
-        if hasattr(optim.optimizer, "_optimizer_load_state_dict_post_hooks"):
-            weakref.finalize(self, optim.optimizer.register_load_state_dict_post_hook(loaded).remove)
+        call_after_load(optim.optimizer, self._infer_trained)
 
     def close(self) -> None:
         """Drop the compiled code; further batches run eagerly."""
@@ -355,6 +349,8 @@ class GraphStep:
         except VerificationNeeded as found:
             assert captured is not None
             return self._verified(captured, found, inputs, ends)
+        except BudgetExceededError as error:  # on all ranks
+            return self._fall_back(error, inputs)
         except Exception as error:
             if captured is not None and captured.last_compiled is not None and captured.last_compiled.running:
                 raise  # the code failed while running and may have changed tensors
@@ -388,11 +384,13 @@ class GraphStep:
         # One graph with dynamic shapes handles all batches whose shape differs from that of the first batch.
         of_shape = shapes(inputs) if self.dynamic is False and self.sync is None else [self._shapes.varies]
         kind = (ends, *of_shape)
-        if kind in captured.kinds:
-            return False
+        if kind in captured.kinds or kind in captured.slow_kinds:
+            return kind in captured.slow_kinds
         if self._compiling is not None:
             if any(self._agree(not self.background.done())):
                 return True
+            if any(self._agree(self.background.exceeded)):
+                return self._exceeded(captured, self._compiling, self.background.limit)
             captured.kinds.add(self._compiling)
             self._compiled_in = self.background.seconds
             if self._compiled_in is None:
@@ -407,6 +405,15 @@ class GraphStep:
         self._compiling = kind
         with suppress(OSError):  # if no process can be started, compile in this process at the next batch
             self.background.start(partial(self._only_compile, captured, inputs, ends))
+        return True
+
+    def _exceeded(self, captured: CapturedStep, kind: tuple[Any, ...], seconds: float) -> bool:
+        """Train the batches whose compilation exceeded its time limit eagerly, or give up if no graph is compiled."""
+        if self.sync is not None or not captured.kinds:
+            raise BudgetExceededError(seconds)
+        captured.slow_kinds.add(kind)
+        self._compiling = None
+        self.info(f"Batches of another kind run eagerly: {BudgetExceededError(seconds)}")
         return True
 
     def _only_compile(self, captured: CapturedStep, inputs: Any, ends: bool) -> None:
@@ -581,7 +588,7 @@ class GraphStep:
 
     def _fall_back(self, error: Exception, inputs: Any) -> dict[str, Tensor]:
         """Train on a batch eagerly; from the next batch on, use the step that `recover` returns."""
-        if self._inferred:
+        if self._inferred and not isinstance(error, BudgetExceededError):
             self._reset()
             return self._observe(inputs)
         logs = self.eager.train(inputs)  # if user code raises, the step is not replaced

@@ -1,4 +1,9 @@
-"""Faster versions of `tree_leaves` and `tree_structure` of `torch.utils._pytree`, for batches."""
+"""Faster versions of `tree_leaves` and `tree_structure` of `torch.utils._pytree`, for batches.
+
+Batches may also contain objects with tensors, such as OpenMMLab's data samples. A class of such objects defines the
+method `_batch_fields`, which returns a dict of the values that belong to the batch, in the same order for all objects
+with the same fields.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +14,22 @@ from torch.utils._pytree import tree_leaves, tree_structure
 
 __all__ = ["leaves_of", "structure_of"]
 
+_FIELDS = "_batch_fields"
+
 
 def leaves_of(tree: Any) -> list[Any]:
-    """Return the leaves of nested containers, in order."""
+    """Return the leaves of nested containers and of objects with `_batch_fields`, in order."""
     kind = type(tree)
     if kind is tuple or kind is list:
         children = tree
     elif kind is dict:
         children = tree.values()
+    elif kind is Tensor:
+        return [tree]
+    elif hasattr(kind, _FIELDS):
+        children = tree._batch_fields().values()
     else:
-        return [tree] if kind is Tensor else tree_leaves(tree)
+        return tree_leaves(tree)
     found: list[Any] = []
     for child in children:
         if type(child) is Tensor:
@@ -29,7 +40,7 @@ def leaves_of(tree: Any) -> list[Any]:
 
 
 def structure_of(tree: Any) -> Any:
-    """Return the structure of nested containers: their types, lengths and keys, comparable with `==`."""
+    """Return the structure of nested containers: their types, lengths, keys and fields, comparable with `==`."""
     kind = type(tree)
     if kind is Tensor:
         return None
@@ -37,4 +48,6 @@ def structure_of(tree: Any) -> Any:
         return kind, [structure_of(child) for child in tree]
     if kind is dict:
         return list(tree), [structure_of(child) for child in tree.values()]
+    if hasattr(kind, _FIELDS):
+        return kind, structure_of(tree._batch_fields())
     return tree_structure(tree)

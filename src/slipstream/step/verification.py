@@ -24,6 +24,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.step.reference import copies, interpret
 
 __all__ = [
+    "BudgetExceededError",
     "Compiled",
     "NotCapturedError",
     "OnlyEagerError",
@@ -57,6 +58,17 @@ class OnlyEagerError(NotCapturedError):
 
 class UnstableGraphError(OnlyEagerError):
     """A step needs a new graph too often, because a value that graphs treat as a constant changes."""
+
+
+class BudgetExceededError(NotCapturedError):
+    """The compilation of a step takes longer than its time limit.
+
+    Args:
+        seconds: the time limit.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"its compilation takes longer than compile.budget ({seconds:g} s)")
 
 
 class WrongNumbersError(SlipstreamError, RuntimeError):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slipstream.checkpoint import get_random_state
+from slipstream.config.duration import read_duration
 from slipstream.dist import get_world_size
 from slipstream.errors import ConfigError
 from slipstream.registry import default_scope
@@ -237,20 +236,7 @@ def parse_budget(budget: float | str) -> float:
     Raises:
         ConfigError: it is not a positive duration.
     """
-    if isinstance(budget, str):
-        words = re.fullmatch(r"(?:(\d+\.?\d*)h)?(?:(\d+\.?\d*)m)?(?:(\d+\.?\d*)s?)?", budget.strip())
-        seconds = (
-            sum(float(word or 0) * unit for word, unit in zip(words.groups(), (3600, 60, 1), strict=True))
-            if words
-            else math.nan
-        )
-    else:
-        seconds = (
-            float(budget) if isinstance(budget, int | float) and not isinstance(budget, bool) else math.nan
-        )
-    if not 0 < seconds < math.inf:
-        raise ConfigError(f"must be a duration such as 5m, 90s or 1h30m, not {budget!r}", "budget")
-    return seconds
+    return read_duration(budget, "budget")
 
 
 def _objects_job(

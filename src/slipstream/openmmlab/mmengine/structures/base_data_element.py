@@ -121,6 +121,11 @@ class BaseDataElement:
         }
         return list(self._data_fields - hidden)
 
+    def _batch_fields(self) -> dict[str, Any]:
+        """Return the data that a compiled step receives, in a fixed order; see `slipstream.step.leaves`."""
+        # A property that sets `_name` is a field without a value of its own.
+        return {name: self.__dict__[name] for name in sorted(self._data_fields) if name in self.__dict__}
+
     def metainfo_keys(self) -> list[str]:
         """Return the names of the metainfo fields."""
         return list(self._metainfo_fields)

@@ -14,8 +14,21 @@ from slipstream.errors import DataError
 from slipstream.model.data_preprocessor import BaseDataPreprocessor as OwnPreprocessor
 from slipstream.openmmlab.mmengine.model.utils import stack_batch
 from slipstream.openmmlab.mmengine.registry import MODELS
+from slipstream.openmmlab.mmengine.structures import BaseDataElement
 
 __all__ = ["BaseDataPreprocessor", "ImgDataPreprocessor"]
+
+
+def _contiguous(value: Any) -> Any:
+    """Return a tensor with the strides of a new tensor, also in dimensions of size 1, or an element of such tensors."""
+    if isinstance(value, BaseDataElement):
+        return value._map(_contiguous)
+    if type(value) is not Tensor or value.layout is not torch.strided:
+        return value
+    strides = [1]
+    for size in reversed(value.shape[1:]):
+        strides.insert(0, strides[0] * max(size, 1))
+    return value.contiguous().as_strided(value.shape, strides[: value.dim()])
 
 
 @MODELS.register_module()
@@ -28,6 +41,14 @@ class BaseDataPreprocessor(OwnPreprocessor):
 
     def __init__(self, non_blocking: bool | None = False) -> None:
         super().__init__(bool(non_blocking))
+
+    def cast_data(self, data: Any) -> Any:
+        """Move all tensors to the device; those of data elements become contiguous.
+
+        A compiled step is specialized for the strides of its inputs, but transforms such as flips change them.
+        """
+        moved = super().cast_data(data)
+        return _contiguous(moved) if isinstance(moved, BaseDataElement) else moved
 
     @property
     def _non_blocking(self) -> bool:

@@ -1,0 +1,293 @@
+"""Train OpenMMLab's stock configurations with Slipstream and with MMEngine, and compare the times of their steps.
+
+    python benchmarks/openmmlab.py --limit 20m --out benchmarks/results/openmmlab.md
+
+Run it in the environment of `make openmmlab`. Each configuration is trained, validated, saved and resumed with
+Slipstream on small generated data. Then MMEngine, Slipstream, and Slipstream with `compile` train it in one process
+each. They train in turns, a few steps at a time. The time of a step includes its data loading and hooks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from report import circumstances, text_table, write_result
+from slipstream.config.duration import read_duration
+
+HERE = Path(__file__).parent
+TESTS = HERE.parent / "tests/openmmlab"
+sys.path.append(str(TESTS))
+
+from library_cases import CASES, Case, folder, missing  # noqa: E402
+
+ENGINES = {"MMEngine": "mmengine", "Slipstream": "slipstream", "Slipstream, compile": "slipstream"}
+COMPILED = "Slipstream, compile"
+WARMUP = 12
+"""Untimed steps. Graphs for batches of other shapes are compiled after the eighth such batch."""
+ROUNDS = 7
+ROUND_SECONDS = 2.0
+_RESERVE = 0.4
+"""Part of the remaining time of a case that is reserved for the rounds."""
+
+
+class WorkerError(Exception):
+    """A process failed, or did not answer in time."""
+
+
+class Worker:
+    """A process that trains a case with one engine."""
+
+    def __init__(self, engine: str, case: Case, work: Path, options: Sequence[str]) -> None:
+        self.log = work / f"{engine}.log"
+        command = [sys.executable, HERE / "openmmlab_worker.py", ENGINES[engine], self.log]
+        command += [work / "config.py", work / engine, *options]
+        self._process = subprocess.Popen(
+            [str(part) for part in command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment(),
+            text=True,
+            cwd=work,
+        )
+
+    def start(self, steps: int) -> None:
+        """Start to train."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # `answer` reports the error of a process that has ended
+            print(steps, file=self._process.stdin, flush=True)
+
+    def answer(self, seconds: float) -> dict[str, Any]:
+        """Return the answer to `start`.
+
+        Raises:
+            WorkerError: the process failed, or did not answer within `seconds`.
+        """
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], max(seconds, 0))[0]:
+            raise WorkerError(f"no answer within {seconds:.0f} s")
+        line = self._process.stdout.readline()
+        if not line:
+            raise WorkerError(last_error(self.log))
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def train(self, steps: int, seconds: float) -> dict[str, Any]:
+        """Train and return the answer.
+
+        Raises:
+            WorkerError: the process failed, or did not answer within `seconds`.
+        """
+        self.start(steps)
+        return self.answer(seconds)
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join([str(HERE.parent / "src"), str(TESTS / "shims"), str(TESTS)])
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def last_error(log: Path) -> str:
+    """Return the last line of a log that contains the name of an exception."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+    errors = [line for line in lines if re.match(r"\w[\w.]*(Error|Exception|Interrupt)\b", line)]
+    return errors[-1][:200] if errors else "the process ended without an error message"
+
+
+def checked(case: Case, work: Path, data: Path, resume: bool, seconds: float) -> str:
+    """Train, validate and save with the library's own script; return 'yes' or the reason that it failed."""
+    first, last = (2, 4) if case.iterations else (1, 2)
+    command = [sys.executable, "-m", "slipstream.openmmlab", folder(case.library) / ".mim/tools/train.py"]
+    command += [work / "config.py", "--work-dir", work / "checked", *(["--resume"] if resume else [])]
+    command += ["--cfg-options", *case.options(data, last if resume else first)]
+    log = work / f"checked{resume:d}.log"
+    with log.open("w", encoding="utf-8") as file:
+        try:
+            done = subprocess.run(
+                [str(part) for part in command],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment(),
+                timeout=max(seconds, 1),
+                cwd=work,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return f"not within {seconds:.0f} s"
+    if done.returncode:
+        return last_error(log)
+    text = log.read_text(encoding="utf-8")
+    complete = case.metric in text and "Saved checkpoint" in text and (not resume or "Resumed at" in text)
+    return "yes" if complete else "no metric or checkpoint in the log"
+
+
+def started(case: Case, work: Path, data: Path, budget: float) -> dict[str, Worker]:
+    """Start all processes; the one that compiles starts its untimed steps, which take the longest."""
+    common = [*case.options(data, 10**6), "default_hooks.checkpoint.interval=1000000"]
+    common.append("default_hooks.logger.interval=50")
+    extra = [f"speed.compile.budget={budget:g}", "speed.compile.wait=True"]
+    workers = {
+        engine: Worker(engine, case, work, [*common, *(extra if engine == COMPILED else ())])
+        for engine in reversed(ENGINES)
+    }
+    workers[COMPILED].start(WARMUP)
+    return {engine: workers[engine] for engine in ENGINES}
+
+
+def timed(workers: dict[str, Worker], end: float) -> dict[str, Any]:
+    """Return the seconds per step in each round by engine, the scope of the compiled code, and failures."""
+    failures: dict[str, str] = {}
+    scope, steps = None, 0
+    reserve = _RESERVE * (end - time.monotonic())  # for the rounds
+    for engine, worker in list(workers.items()):
+        try:
+            if engine != COMPILED:
+                worker.start(WARMUP)
+            answer = worker.answer(end - reserve - time.monotonic())
+        except WorkerError as error:
+            workers.pop(engine).stop()
+            failures[engine] = str(error)
+            continue
+        scope = answer["scope"] if engine == COMPILED else scope
+    names = list(workers)
+    rounds: dict[str, list[float]] = {engine: [] for engine in names}
+    try:
+        slowest = max((w.train(3, end - time.monotonic())["times"][-1] for w in workers.values()), default=1)
+        steps = max(3, min(50, round(ROUND_SECONDS / slowest)))
+        for number in range(ROUNDS if names else 0):
+            if number and end - time.monotonic() < 1.5 * len(names) * steps * slowest:
+                break
+            for engine in names[number % len(names) :] + names[: number % len(names)]:
+                # The batch of the first step is loaded before the command arrives.
+                times = workers[engine].train(steps + 1, end - time.monotonic())["times"][1:]
+                rounds[engine].append(median(times))
+    except WorkerError as error:
+        failures["rounds"] = str(error)
+    whole = min(map(len, rounds.values()), default=0)
+    return {
+        "seconds": {engine: times[:whole] for engine, times in rounds.items()},
+        "steps_per_round": steps,
+        "scope": scope,
+        "failures": failures,
+    }
+
+
+def why_not_one_graph(log: Path) -> str | None:
+    """Return the warning that names the reason that the step is not one graph, without folders."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    found = re.search(r"WARNING - (The step (?:cannot|is not).*)", text)
+    return re.sub(r"/\S*/site-packages/", "", found[1]) if found else None
+
+
+def run(name: str, limit: float, budget: float | None) -> dict[str, Any]:
+    """Return the result of a case within `limit` seconds; without a budget, the times are not measured."""
+    case = CASES[name]
+    if (reason := missing(case)) is not None:
+        return {"library": case.library, "name": name, "config": case.config, "missing": reason}
+    end = time.monotonic() + limit
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Path(temporary)
+        (work / "config.py").write_text(case.text(), encoding="utf-8")
+        data = case.write(work / "data")
+        workers = started(case, work, data, budget) if budget is not None else {}
+        try:
+            trains = checked(case, work, data, False, end - time.monotonic())
+            resumes = checked(case, work, data, True, end - time.monotonic()) if trains == "yes" else "no"
+            load = round(os.getloadavg()[0], 2)
+            found = timed(dict(workers), end)
+        finally:
+            for worker in workers.values():
+                worker.stop()
+        found["reason"] = why_not_one_graph(work / f"{COMPILED}.log")
+    return {
+        "library": case.library,
+        "name": name,
+        "config": case.config,
+        "trains": trains,
+        "resumes": resumes,
+        "load": load,
+        **found,
+    }
+
+
+def ratios(case: dict[str, Any], engine: str) -> list[float]:
+    """Return the time of a step divided by MMEngine's in the same round."""
+    seconds = case.get("seconds", {})
+    if engine not in seconds or "MMEngine" not in seconds:
+        return []
+    return [a / b for a, b in zip(seconds[engine], seconds["MMEngine"], strict=True)]
+
+
+def summary(cases: Sequence[dict[str, Any]]) -> str:
+    """Return the table of all cases, and a line for each reason that a step is not one graph."""
+    rows, notes = [], []
+    for case in cases:
+        if "missing" in case:
+            rows.append([case["library"], case["name"], case["missing"], "", "", "", "", ""])
+            continue
+        cells = []
+        for engine in ENGINES:
+            times = case["seconds"].get(engine)
+            cell = f"{1000 * median(times):.1f}" if times else case["failures"].get(engine, "not measured")
+            if times and (found := ratios(case, engine)) and engine != "MMEngine":
+                cell += f" ({median(found):.2f}; {min(found):.2f} to {max(found):.2f})"
+            cells.append(cell)
+        measured = COMPILED in case["seconds"]
+        scope = (case["scope"] or "none") if measured else "not measured"
+        rows.append([case["library"], case["name"], case["trains"], case["resumes"], scope, *cells])
+        if case["reason"]:
+            notes.append(f"- {case['name']}: {case['reason']}")
+    header = ["library", "configuration", "trains, validates and saves", "resumes", "compiled"]
+    header += [f"{engine}, ms per step" for engine in ENGINES]
+    text = text_table(header, rows)
+    return f"{text}\n\n{chr(10).join(notes)}" if notes else text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("cases", nargs="*", help=f"configurations: {', '.join(CASES)} (default: all)")
+    parser.add_argument("--limit", default="20m", help="time limit of the whole command (default: 20m)")
+    parser.add_argument("--budget", default="40s", help="compile.budget of each scope (default: 40s)")
+    parser.add_argument(
+        "--only-check", action="store_true", help="train and resume, but do not measure times"
+    )
+    parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
+    args = parser.parse_args(argv)
+    names = args.cases or list(CASES)
+    if unknown := set(names) - set(CASES):
+        parser.error(f"no such configuration: {', '.join(sorted(unknown))}")
+    end = time.monotonic() + read_duration(args.limit, "limit")
+    facts = circumstances(
+        ["mmengine", "onedl-mmcv", "onedl-mmpretrain", "onedl-mmsegmentation", "onedl-mmdetection"]
+    )
+    facts |= {"compile budget": args.budget}
+    budget = None if args.only_check else read_duration(args.budget, "budget")
+    cases = []
+    for number, name in enumerate(names):
+        now = time.monotonic()
+        cases.append(run(name, (end - now) / (len(names) - number), budget))
+        text = summary(cases)
+        print(text.splitlines()[1 + len(cases)], flush=True)
+        if args.out:
+            write_result(args.out, "OpenMMLab's libraries", facts, text, {"cases": cases})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""A process of openmmlab.py: train a configuration of an OpenMMLab library, some steps at a time, on command.
+
+    python openmmlab_worker.py ENGINE LOG CONFIG WORK_DIR OPTION...
+
+Each line of the standard input is a number of steps. The answer is a line of JSON: the times of these steps, and the
+scope of the compiled code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from typing import Any, TextIO
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    engine, log, config, work_dir, *options = sys.argv[1:]
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    if engine == "slipstream":
+        import slipstream.openmmlab  # noqa: F401
+    from mmengine.config import Config, DictAction
+    from mmengine.runner import Runner
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cfg-options", nargs="+", action=DictAction)
+    cfg = Config.fromfile(config)
+    cfg.merge_from_dict(parser.parse_args(["--cfg-options", *options]).cfg_options)
+    cfg.work_dir = work_dir
+    cfg.val_dataloader = cfg.val_cfg = cfg.val_evaluator = None
+    cfg.test_dataloader = cfg.test_cfg = cfg.test_evaluator = None
+    hook = on_command(answers)
+    runner = Runner.from_cfg(cfg)
+    runner.register_hook(hook, priority="LOWEST")
+    runner.train()
+
+
+def on_command(answers: TextIO) -> Any:
+    """Return a hook that trains as many steps as the standard input says, and answers with their times."""
+    from mmengine.hooks import Hook
+
+    class OnCommand(Hook):
+        left = 0
+        began = 0.0
+        times: list[float] | None = None
+
+        def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+            if self.left:
+                return
+            if self.times is not None:
+                print(json.dumps({"times": self.times, "scope": scope_of(runner)}), file=answers, flush=True)
+            command = sys.stdin.readline()
+            if not command.strip():
+                os._exit(0)
+            self.left, self.times, self.began = int(command), [], time.perf_counter()
+
+        def after_train_iter(
+            self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
+        ) -> None:
+            now = time.perf_counter()
+            assert self.times is not None
+            self.times.append(now - self.began)
+            self.began, self.left = now, self.left - 1
+
+    return OnCommand()
+
+
+def scope_of(runner: Any) -> str | None:
+    """Return what is compiled: 'step', 'model', 'block', or None; None for MMEngine."""
+    if not hasattr(runner, "step"):
+        return None
+    from slipstream.speed.steps import compiled_scope
+
+    return compiled_scope(runner.step, runner.model)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Durations in configurations: `90s`, `5m`, `1h30m`."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from slipstream.errors import ConfigError
+
+__all__ = ["read_duration"]
+
+
+def read_duration(value: float | str, path: str) -> float:
+    """Return a duration in seconds, given as a number or as text such as `300`, `90s`, `5m` or `1h30m`.
+
+    Raises:
+        ConfigError: it is not a positive duration; `path` is its config path.
+    """
+    if isinstance(value, str):
+        words = re.fullmatch(r"(?:(\d+\.?\d*)h)?(?:(\d+\.?\d*)m)?(?:(\d+\.?\d*)s?)?", value.strip())
+        seconds = (
+            sum(float(word or 0) * unit for word, unit in zip(words.groups(), (3600, 60, 1), strict=True))
+            if words
+            else math.nan
+        )
+    else:
+        seconds = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"must be a duration such as 5m, 90s or 1h30m, not {value!r}", path)
+    return seconds

@@ -1,0 +1,68 @@
+"""Speed options for scripts that do not know Slipstream: `--speed compile=True precision=bf16 ema=True`.
+
+`python -m slipstream.openmmlab` passes them to the Runner in the environment variable SLIPSTREAM_SPEED, which is also
+inherited by processes that the script starts.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+from slipstream.config import parse_override
+from slipstream.config.merge import merge, nest
+from slipstream.errors import ConfigError
+
+__all__ = ["VARIABLE", "split_speed", "with_environment"]
+
+VARIABLE = "SLIPSTREAM_SPEED"
+
+
+def split_speed(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the speed options at the start of the arguments, and the other arguments.
+
+    Raises:
+        ConfigError: `--speed` has no option, or an option is invalid.
+    """
+    if not arguments or arguments[0] != "--speed":
+        return [], list(arguments)
+    options = list(takewhile(_is_option, arguments[1:]))
+    if not options:
+        raise ConfigError(
+            "--speed requires options; use --speed OPTION=VALUE ... SCRIPT.py, for example --speed compile=True"
+        )
+    _read(options)
+    return options, list(arguments[1 + len(options) :])
+
+
+def with_environment(speed: Any) -> Any:
+    """Return a Runner's `speed` with the options of the environment variable, which have priority.
+
+    Raises:
+        ConfigError: an option of the environment variable is invalid.
+    """
+    options = shlex.split(os.environ.get(VARIABLE, ""))
+    if not options:
+        return speed
+    own = speed if isinstance(speed, Mapping) else {} if speed is None else {speed: True}
+    found = _read(options)
+    # A dict such as compile.budget=5m replaces compile=True.
+    kept = {key: value for key, value in own.items() if isinstance(value, dict) or key not in found}
+    return merge(kept, found)
+
+
+def _is_option(text: str) -> bool:
+    return text == "auto" or "=" in text
+
+
+def _read(options: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for text in options:
+        key, value = ("auto", True) if text == "auto" else parse_override(text)
+        if isinstance(found.get(key.partition(".")[0]), bool):
+            found.pop(key.partition(".")[0])
+        found = merge(found, nest(key, value))
+    return found

@@ -1,0 +1,134 @@
+"""Compile the modules of a model within a time limit, in a forked process if possible.
+
+Inductor cannot be interrupted safely, but a process can be ended. A forked process therefore compiles first and writes
+the code to torch's cache, from which this process loads it. Meanwhile, the modules run eagerly.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.step.background import BackgroundCompiler, can_fork
+
+__all__ = ["Budgeted", "Switch"]
+
+
+class Switch:
+    """Whether the compiled modules of a model run their compiled code."""
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+
+
+class Budgeted:
+    """The call of a model of which the whole, or parts, are compiled within a time limit.
+
+    The modules run eagerly until their code is compiled, separately for training and for evaluation (calls with and
+    without gradients). If the forked process exceeds the limit, it is ended, and the modules keep running eagerly. In
+    this process, the limit is checked between compilations: beyond it, no further graph is compiled, and inputs that
+    require one run eagerly.
+
+    Args:
+        model: the model.
+        call: calls the model, with compiled code if `switch` is on.
+        switch: turns the compiled code of the modules on and off.
+        limit: the limit in seconds.
+        waits: whether the model waits for the forked process instead of running eagerly.
+        exceeded: called with whether it is training if the limit is exceeded before any code is compiled.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Callable[..., Any],
+        switch: Switch,
+        limit: float,
+        waits: bool,
+        exceeded: Callable[[bool], None],
+    ) -> None:
+        self._model, self._call, self._switch = model, call, switch
+        self._limit, self._exceeded = limit, exceeded
+        param = next(model.parameters(), None)
+        forks = param is not None and can_fork(param.device.type)
+        self._background = BackgroundCompiler(limit, waits) if forks else None
+        self._compiling: bool | None = None
+        self._ready: set[bool] = set()
+        self._given_up: set[bool] = set()
+        self._spent = 0.0
+        self._counters = torch._dynamo.utils.counters
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        if torch.compiler.is_dynamo_compiling() or not self._is_ready(args, kwargs):
+            return self._model._call_impl(*args, **kwargs)
+        self._switch.on = True
+        try:
+            return self._compiled(*args, **kwargs)
+        finally:
+            self._switch.on = False
+
+    def _is_ready(self, args: Any, kwargs: Any) -> bool:
+        """Return whether the code for this kind of call is compiled; start the compilation if it has not started."""
+        trains = torch.is_grad_enabled()
+        if trains in self._ready or self._background is None:
+            return True
+        if trains in self._given_up:
+            return False
+        if self._compiling is None:
+            self._compiling = trains
+            work = partial(self._only_compile, _thread_state(), args, kwargs)
+            try:
+                self._background.start(work)
+            except OSError:  # no process can be started
+                self._background = None
+                return True
+        if not self._background.done():
+            return False
+        finished, self._compiling = self._compiling, None
+        if self._background.exceeded:
+            self._given_up.add(finished)
+            self._exceeded(finished)
+        else:  # after an error, this process reports it
+            self._ready.add(finished)
+        return trains in self._ready
+
+    def _only_compile(self, state: Callable[[], Any], args: Any, kwargs: Any) -> None:
+        """Compile for these arguments, in a forked process."""
+        self._switch.on = True
+        with state():
+            self._call(*args, **kwargs)
+
+    def _compiled(self, *args: Any, **kwargs: Any) -> Any:
+        if self._spent > self._limit:
+            with torch.compiler.set_stance("eager_on_recompile"):
+                return self._call(*args, **kwargs)
+        before, started = self._counters["frames"]["total"], time.monotonic()
+        result = self._call(*args, **kwargs)
+        if self._counters["frames"]["total"] != before:
+            self._spent += time.monotonic() - started
+        return result
+
+
+def _thread_state() -> Callable[[], Any]:
+    """Return a context manager that sets this thread's grad mode and CPU autocast, which new threads do not inherit."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    autocast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    caches = torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def state() -> Iterator[None]:
+        with (
+            torch.inference_mode(inference),
+            torch.set_grad_enabled(grad),
+            torch.autocast("cpu", dtype=dtype, enabled=autocast, cache_enabled=caches),
+        ):
+            yield
+
+    return state

@@ -1,0 +1,162 @@
+"""Compilation of a model ends at its time limit, and the model then runs eagerly or with compiled blocks."""
+
+import copy
+import os
+import time
+
+import pytest
+import torch
+from compiled_nets import Backend, Net, assert_as_eager, batches, run
+from torch import nn
+
+from slipstream.model import BaseModel
+from slipstream.speed import compile_budget
+from slipstream.speed.compile import CompileOptions, compile_model
+from slipstream.speed.steps import compiled_scope
+from slipstream.step.background import can_fork
+
+pytestmark = pytest.mark.skipif(not can_fork("cpu"), reason="requires fork on Linux")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+
+
+class Slow(Backend):
+    """A backend that takes a minute in a forked process."""
+
+    def __init__(self):
+        super().__init__()
+        self.pid = os.getpid()
+
+    def __call__(self, graph, inputs):
+        if os.getpid() != self.pid:
+            time.sleep(60)
+        return super().__call__(graph, inputs)
+
+
+class Deep(BaseModel):
+    """A network with repeated blocks, whose class has children."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2))
+        self.last = nn.Linear(3, 2)
+
+    def forward(self, x, y, mode="tensor"):
+        for block in self.blocks:
+            x = block(x)
+        out = self.last(x)
+        if mode == "loss":
+            return {"loss": nn.functional.cross_entropy(out, y)}
+        return {"preds": out, "targets": y} if mode == "predict" else out
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_model_is_compiled_within_the_limit_for_training_and_validation(amp):
+    model, warnings, backend = Net(), [], Backend()
+    eager = copy.deepcopy(model)
+    compile_model(model, CompileOptions(backend, budget=60, wait=True), warnings.append)
+    assert_as_eager(model, eager, amp)
+    assert warnings == []
+    assert backend.graphs == 2  # the graphs of the forked processes are not counted
+    assert backend.calls == 6 + 3
+
+
+def test_training_continues_eagerly_during_the_compilation():
+    model, backend = Net(), Slow()
+    compile_model(model, CompileOptions(backend, budget=60), pytest.fail)
+    run(model, batches(4))
+    assert backend.graphs == 0  # the forked process has not finished
+    assert compiled_scope(None, model) == "model"
+
+
+def test_model_without_blocks_runs_eagerly_beyond_the_limit_with_one_warning():
+    model, warnings, backend = Net(), [], Slow()
+    eager = copy.deepcopy(model)
+    compile_model(model, CompileOptions(backend, budget=0.5, wait=True), warnings.append)
+    assert_as_eager(model, eager)
+    assert backend.graphs == 0
+    assert compiled_scope(None, model) is None
+    assert warnings == [
+        "Net runs eagerly, because its compilation takes longer than compile.budget (0.5 s). Increase the budget, or "
+        "set compile=False"
+    ]
+
+
+@pytest.fixture
+def exceeding(monkeypatch):
+    """Return a function that selects which compilations exceed the limit, by their number; none of them runs."""
+
+    def select(*numbers):
+        class Mock:
+            started = 0
+
+            def __init__(self, limit, waits):
+                self.exceeded = False
+
+            def start(self, work):
+                Mock.started += 1
+                self.exceeded = Mock.started in numbers
+
+            def done(self):
+                return True
+
+        monkeypatch.setattr(compile_budget, "BackgroundCompiler", Mock)
+
+    return select
+
+
+def test_only_the_blocks_are_compiled_if_the_model_takes_too_long(exceeding):
+    exceeding(1)
+    model, warnings, backend = Deep(), [], Backend()
+    eager = copy.deepcopy(model)
+    compile_model(model, CompileOptions(backend, budget=60), warnings.append)
+    assert_as_eager(model, eager)
+    assert compiled_scope(None, model) == "block"
+    assert len(warnings) == 1
+    assert warnings[0].startswith("Only the repeated blocks of Deep are compiled, not the whole model")
+    assert backend.calls == 2 * (5 + 3)  # two blocks, but the first batch runs eagerly
+
+
+def test_model_runs_eagerly_if_the_blocks_take_too_long(exceeding):
+    exceeding(1, 2)
+    model, warnings, backend = Deep(), [], Backend()
+    eager = copy.deepcopy(model)
+    compile_model(model, CompileOptions(backend, budget=60), warnings.append)
+    assert_as_eager(model, eager)
+    assert compiled_scope(None, model) is None
+    assert [text.partition(",")[0] for text in warnings] == [
+        "Only the repeated blocks of Deep are compiled",
+        "Deep runs eagerly",
+    ]
+    assert backend.graphs == 0
+
+
+def test_slow_validation_does_not_affect_compiled_training(exceeding):
+    exceeding(2)
+    model, warnings, backend = Net(), [], Backend()
+    eager = copy.deepcopy(model)
+    compile_model(model, CompileOptions(backend, budget=60), warnings.append)
+    assert_as_eager(model, eager)
+    assert len(warnings) == 1
+    assert warnings[0].startswith("Net is evaluated eagerly")
+    assert backend.calls == 6
+
+
+def test_no_further_graph_is_compiled_in_this_process_beyond_the_limit():
+    model, backend = Net(), Backend()
+    compile_model(model, CompileOptions(backend, dynamic=False, budget=30, wait=True), pytest.fail)
+    data = batches(3)
+    run(model, data[:1])
+    model._compiled_call_impl._spent = 31.0
+    eager = copy.deepcopy(model)
+    smaller = [(x[:5], y[:5]) for x, y in data[1:]]
+    losses, _ = run(model, smaller)
+    assert backend.graphs == 1
+    torch.testing.assert_close(losses, run(eager, smaller)[0], rtol=1e-6, atol=1e-6)
+    used = backend.calls
+    run(model, data[1:2])
+    assert backend.calls == used + 1  # the existing graph is still used
