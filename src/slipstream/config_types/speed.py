@@ -51,6 +51,7 @@ class EmaCfg(TypedDict, total=False):
     interval: int
     begin_iter: int
     begin_epoch: int
+    count: Literal["updates", "batches"]
 
 
 class ShardedCfg(TypedDict, total=False):
