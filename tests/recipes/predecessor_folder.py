@@ -11,6 +11,8 @@ from PIL import Image
 
 SIDE = 64
 IGNORED = 19
+CLASSES = 6
+"""Number of classes in the ImageNet folder."""
 _MEAN, _STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 _EMPTY = {"_target_": "super_gradients.training.utils.utils.empty_list"}
 _STRICT = {"_target_": "super_gradients.training.sg_trainer.StrictLoad", "value": "no_key_matching"}
@@ -285,7 +287,9 @@ def _others() -> dict[str, dict[str, Any]]:
         training_hyperparams=dict(
             resume="${resume}", optimizer="AdamW", zero_weight_decay_on_bias_and_bn=True, sync_bn=True,
             loss="CrossEntropyLoss", criterion_params=dict(ignore_index="${cityscapes_ignored_label}"),
-            phase_callbacks=[{"SlidingWindowValidationCallback": dict(transforms_for_sliding_window=[])}],
+            phase_callbacks=[
+                {"SlidingWindowValidationCallback": dict(transforms_for_sliding_window=[], crop_size=[SIDE, SIDE])}
+            ],
             train_metrics_list=_SEG_METRICS[1:], valid_metrics_list=_SEG_METRICS[1:], metric_to_watch="IoU",
         ),
     )  # fmt: skip
@@ -332,8 +336,8 @@ def write_data(folder: Path) -> Path:
     """Write tiny versions of Cityscapes with lists, ImageNet and CIFAR-10 to `folder`, and return it."""
     rng = np.random.default_rng(0)
     _write_cityscapes(folder / "cityscapes", rng)
-    for split, count in (("train", 4), ("val", 2)):
-        for name in ("n01", "n02"):
+    for split, count in (("train", 2), ("val", 1)):
+        for name in (f"n0{index}" for index in range(CLASSES)):
             (folder / "imagenet" / split / name).mkdir(parents=True)
             for index in range(count):
                 image = Image.fromarray(rng.integers(256, size=(80, 90, 3), dtype=np.uint8))

@@ -4,7 +4,7 @@ import logging
 import re
 
 import pytest
-from predecessor_folder import write_data, write_recipes
+from predecessor_folder import CLASSES, write_data, write_recipes
 
 from slipstream.errors import ConfigError
 from slipstream.recipes import compose
@@ -27,7 +27,13 @@ TRAINED = {
     **{f"cityscapes_segformer_b{size}": "cityscapes" for size in range(6)},
 }
 FAST = ("cifar10_resnet", "cityscapes_pplite_seg75", "cityscapes_regseg48")
-BACKBONE = {"cityscapes_al_ddrnet": ["checkpoint_params.checkpoint_path=null"]}  # `???` in the recipe
+OWN = {
+    "cityscapes_al_ddrnet": ["checkpoint_params.checkpoint_path=null"],  # `???` in the recipe
+    "imagenet_resnet50": [
+        f"arch_params.num_classes={CLASSES}",
+        f"dataset_params.train_dataloader_params.collate_fn.num_classes={CLASSES}",
+    ],
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +55,7 @@ def test_a_recipe_gives_a_plan_and_trains_two_steps(folders, tmp_path, name):
         "training_hyperparams.max_train_batches=2",
         "training_hyperparams.max_valid_batches=1",
         "training_hyperparams.lr_warmup_epochs=0",
-        *BACKBONE.get(name, []),
+        *OWN.get(name, []),
     ]
     cfg = recipe_config(compose(name, overrides, recipes))
     runner = Runner.from_cfg(cfg)
