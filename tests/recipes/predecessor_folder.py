@@ -288,7 +288,11 @@ def _others() -> dict[str, dict[str, Any]]:
             resume="${resume}", optimizer="AdamW", zero_weight_decay_on_bias_and_bn=True, sync_bn=True,
             loss="CrossEntropyLoss", criterion_params=dict(ignore_index="${cityscapes_ignored_label}"),
             phase_callbacks=[
-                {"SlidingWindowValidationCallback": dict(transforms_for_sliding_window=[], crop_size=[SIDE, SIDE])}
+                {
+                    "SlidingWindowValidationCallback": dict(
+                        transforms_for_sliding_window=[], crop_size=[SIDE, SIDE], stride=[SIDE, SIDE]
+                    )
+                }
             ],
             train_metrics_list=_SEG_METRICS[1:], valid_metrics_list=_SEG_METRICS[1:], metric_to_watch="IoU",
         ),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
-from pathlib import Path
 
 import slipstream.openmmlab  # makes `import mmengine` import Slipstream
 from slipstream.errors import ConfigError
+from slipstream.import_alias import run_script
 
 __all__ = ["main"]
 
@@ -18,13 +17,7 @@ def main(arguments: list[str]) -> None:
     Raises:
         ConfigError: there is no such script.
     """
-    slipstream.openmmlab.install()
-    if not arguments or not Path(arguments[0]).is_file():
-        what = f"'{arguments[0]}' is not a file" if arguments else "the script is missing"
-        raise ConfigError(f"{what}; use python -m slipstream.openmmlab SCRIPT.py [ARGUMENTS]")
-    sys.argv[:] = arguments
-    sys.path[0] = str(Path(arguments[0]).resolve().parent)  # as if Python had started the script
-    runpy.run_path(arguments[0], run_name="__main__")
+    run_script(arguments, "slipstream.openmmlab", slipstream.openmmlab.install)
 
 
 if __name__ == "__main__":

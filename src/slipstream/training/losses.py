@@ -22,6 +22,7 @@ _NAMES = {
     "dice_ce_edge_loss": "DiceCEEdgeLoss",
     "STDCLoss": "STDCLoss",
     "stdc_loss": "STDCLoss",
+    "MSE": "MSELoss",
     "mse": "MSELoss",
 }
 

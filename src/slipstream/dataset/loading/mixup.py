@@ -81,8 +81,8 @@ def collate_mixup(
 def _stacked(samples: Sequence[Any]) -> tuple[Tensor, Tensor, dict[str, Tensor] | None]:
     """Return float32 images, class ids, and the other items of a batch of dicts."""
     if not isinstance(samples[0], Mapping):
-        images, targets = zip(*((sample[0], sample[1]) for sample in samples), strict=True)
-        return torch.stack(images).float(), torch.as_tensor([int(target) for target in targets]), None
+        stacked = torch.stack([sample[0] for sample in samples]).float()
+        return stacked, torch.as_tensor([int(sample[1]) for sample in samples]), None
     finish = {}
     if "finish" in samples[0]:
         finish["finish"] = torch.stack([sample["finish"] for sample in samples])

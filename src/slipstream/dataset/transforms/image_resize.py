@@ -96,7 +96,7 @@ class RandomResizedCropAndInterpolation:
         for name, bounds in (("scale", scale), ("ratio", ratio)):
             if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
                 raise ConfigError(f"must be the smallest and the largest value, not {bounds!r}", name)
-        self.scale, self.ratio = tuple(scale), tuple(ratio)
+        self.scale, self.ratio = (scale[0], scale[1]), (ratio[0], ratio[1])
         self.filters = _RANDOM if interpolation == "random" else (_filter(interpolation),)
 
     def box(self, height: int, width: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
