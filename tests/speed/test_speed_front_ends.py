@@ -232,8 +232,8 @@ def test_supergradients_keys_are_read():
         (dict(ema=False, ema_params=dict(decay=0.9)), "ema", None),
         (dict(torch_compile=True, torch_compile_options=dict(disable=True)), "compile", None),
         (dict(torch_compile=True, torch_compile_options=dict(disable=False)), "compile", CompileOptions()),
-        (dict(ema=True, ema_params=dict(exp_activation=True)), "ema", EmaOptions(type="exp")),
-        (dict(ema=True, ema_params=dict(exp_activation=False)), "ema", EmaOptions(type="constant")),
+        (dict(ema=True, ema_params=dict(exp_activation=True)), "ema", EmaOptions(type="exp", count="batches")),
+        (dict(ema=True, ema_params=dict(exp_activation=False)), "ema", EmaOptions(type="constant", count="batches")),
         (dict(multi_gpu="Off"), "parallel", None),
         (dict(multi_gpu="MultiGPUMode.OFF"), "parallel", None),
         (dict(clip_grad_norm=None), "clip_grad", None),
@@ -248,7 +248,7 @@ def test_each_key_of_training_params_is_read(params, option, value):
 @pytest.mark.parametrize(("kind", "beta"), [("exp", 15), ("constant", None), ("threshold", None)])
 def test_beta_is_read_only_for_type_exp(kind, beta):
     params = dict(ema=True, ema_params=dict(decay=0.99, decay_type=kind, beta=15))
-    assert SpeedPlan.read(training_params=params).ema == EmaOptions(0.99, kind, beta)
+    assert SpeedPlan.read(training_params=params).ema == EmaOptions(0.99, kind, beta, count="batches")
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,10 @@ def test_only_training_loader_shuffles_and_drops_the_last_batch():
     for name in dataloaders._NAMES:
         found = dataloaders.config(name)
         assert found["sampler"]["shuffle"] == name.endswith("_train"), name
-        # SuperGradients' CIFAR-10 loader keeps the last batch.
-        assert found["drop_last"] == (name.endswith("_train") and not name.startswith("cifar10")), name
+        # SuperGradients' loaders of CIFAR-10 and ImageNet keep the last batch.
+        assert found["drop_last"] == (
+            name.endswith("_train") and not name.startswith(("cifar10", "imagenet"))
+        ), name
 
 
 def test_arguments_override_defaults():

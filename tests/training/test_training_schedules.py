@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.errors import ConfigError, UnknownNameError
@@ -171,10 +171,21 @@ def keys(draw: st.DrawFn) -> dict[str, Any]:
 def test_learning_rate_of_each_optimizer_step_matches_supergradients(
     keys: dict[str, Any], length: int
 ) -> None:
-    # A warm-up of one step has no end point. The rate is constant until the decay changes it.
-    assume("lr_warmup_steps" not in keys or min(keys["lr_warmup_steps"], length) > 1)
     every = keys["batch_accumulate"]
     assert walk(keys, length)[every - 1 :: every] == pytest.approx(Original(keys, length).run(), rel=1e-9)
+
+
+def test_a_warmup_of_one_step_without_a_schedule_is_refused() -> None:
+    params = {
+        "initial_lr": 0.1,
+        "max_epochs": 2,
+        "warmup_mode": "LinearBatchLRWarmup",
+        "warmup_initial_lr": 0.0,
+    }
+    for steps, length in ((1, 5), (5, 1)):
+        with pytest.raises(ConfigError, match="never reaches initial_lr"):
+            walk({**params, "lr_warmup_steps": steps}, length)
+    assert walk({**params, "lr_warmup_steps": 2}, 3) == pytest.approx([0.0, 0.1, 0.1, 0.1, 0.1, 0.1])
 
 
 def test_poly_with_warmup_matches_rates_computed_by_hand() -> None:

@@ -52,6 +52,7 @@ class EmaCfg(TypedDict, total=False):
     interval: int
     begin_iter: int
     begin_epoch: int
+    count: Literal["updates", "batches"]
 
 
 class ShardedCfg(TypedDict, total=False):

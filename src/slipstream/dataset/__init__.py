@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     from slipstream.dataset.sources.base import Sample, SegmentationDataset, Transform, default_palette
     from slipstream.dataset.sources.cache import DecodeCache
     from slipstream.dataset.sources.cifar10 import CIFAR10
-    from slipstream.dataset.sources.cityscapes import CityscapesDataset
+    from slipstream.dataset.sources.cityscapes import CityscapesConcatDataset, CityscapesDataset
     from slipstream.dataset.sources.cityscapes_classes import (
         CITYSCAPES_CLASSES,
         CITYSCAPES_IGNORE_INDEX,
         CITYSCAPES_PALETTE,
     )
+    from slipstream.dataset.sources.class_folder import ImageNetDataset
     from slipstream.dataset.sources.fashion_mnist import FashionMNIST
     from slipstream.dataset.sources.image_folder import ImageMaskFolder
     from slipstream.dataset.sources.wrappers import (
@@ -39,6 +40,11 @@ if TYPE_CHECKING:
         SegRescale,
         SegStandardize,
     )
+    from slipstream.dataset.transforms.image_resize import (
+        CenterCrop,
+        RandomResizedCropAndInterpolation,
+        Resize,
+    )
     from slipstream.dataset.transforms.image_transforms import (
         Normalize,
         RandomCrop,
@@ -46,6 +52,7 @@ if TYPE_CHECKING:
         ToTensor,
     )
     from slipstream.dataset.transforms.pipeline import apply_transforms
+    from slipstream.dataset.transforms.rand_augment import RandAugmentTransform
 
 _MODULES = {
     "loading.collate": ["default_collate", "pseudo_collate"],
@@ -55,7 +62,8 @@ _MODULES = {
     "sources.base": ["Sample", "SegmentationDataset", "Transform", "default_palette"],
     "sources.cache": ["DecodeCache"],
     "sources.cifar10": ["CIFAR10"],
-    "sources.cityscapes": ["CityscapesDataset"],
+    "sources.cityscapes": ["CityscapesConcatDataset", "CityscapesDataset"],
+    "sources.class_folder": ["ImageNetDataset"],
     "sources.cityscapes_classes": ["CITYSCAPES_CLASSES", "CITYSCAPES_IGNORE_INDEX", "CITYSCAPES_PALETTE"],
     "sources.fashion_mnist": ["FashionMNIST"],
     "sources.image_folder": ["ImageMaskFolder"],
@@ -73,7 +81,9 @@ _MODULES = {
         "SegStandardize",
     ],
     "transforms.image_transforms": ["Normalize", "RandomCrop", "RandomHorizontalFlip", "ToTensor"],
+    "transforms.image_resize": ["CenterCrop", "RandomResizedCropAndInterpolation", "Resize"],
     "transforms.pipeline": ["apply_transforms"],
+    "transforms.rand_augment": ["RandAugmentTransform"],
 }
 
 __all__ = [
@@ -82,6 +92,8 @@ __all__ = [
     "CITYSCAPES_IGNORE_INDEX",
     "CITYSCAPES_PALETTE",
     "AtLeast",
+    "CenterCrop",
+    "CityscapesConcatDataset",
     "CityscapesDataset",
     "ClassBalancedDataset",
     "ConcatDataset",
@@ -89,11 +101,15 @@ __all__ = [
     "DefaultSampler",
     "FashionMNIST",
     "ImageMaskFolder",
+    "ImageNetDataset",
     "InfiniteSampler",
     "Normalize",
+    "RandAugmentTransform",
     "RandomCrop",
     "RandomHorizontalFlip",
+    "RandomResizedCropAndInterpolation",
     "RepeatDataset",
+    "Resize",
     "Sample",
     "SampleIndex",
     "SegColorJitter",

@@ -85,6 +85,7 @@ class EMAHook(Hook):
             raise self.wrong("counts epochs, but training is iteration-based; use begin_iter", "begin_epoch")
         average = self._average
         average.total_steps = self._updates(runner)
+        average.total_batches, average.window = runner.max_iters, _accumulation(runner)
         self._restore()
         if (mean := average.mean_update()) < (average.total_steps - average.interval) / 2:
             runner.logger.warning(

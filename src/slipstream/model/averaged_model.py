@@ -53,6 +53,10 @@ class BaseAveragedModel(nn.Module):
     """Whether every batch counts as an update, not only the last batch of an accumulation window."""
     total_steps: int | None = None
     """Number of updates in the whole training run, set by the owner of the average."""
+    total_batches: int | None = None
+    """Number of batches in the whole training run, set by the owner of the average."""
+    window: int = 1
+    """Number of batches in an accumulation window, set by the owner of the average."""
 
     def __init__(
         self,
@@ -378,9 +382,12 @@ class ScheduledEMA(BaseAveragedModel):
         model: the model to average (unwrapped).
         decay, decay_type, beta: see `DecaySchedule`.
         interval, device, update_buffers: see `BaseAveragedModel`.
+        count: whether the steps of the decay schedule are `updates`, or `batches` as in SuperGradients. They differ if
+            gradients are accumulated.
     """
 
     every_batch = False
+    counts: ClassVar[tuple[str, ...]] = ("updates", "batches")
 
     def __init__(
         self,
@@ -391,14 +398,21 @@ class ScheduledEMA(BaseAveragedModel):
         interval: int = 1,
         device: torch.device | str | None = None,
         update_buffers: bool = True,
+        count: str = "updates",
     ) -> None:
         super().__init__(model, interval, device, update_buffers)
+        if count not in self.counts:
+            raise ConfigError(f"must be one of {self.counts}, not {count!r}", "count")
+        self.count = count
         self.schedule = DecaySchedule(decay, decay_type, beta)
         _check_precision(model, 1 - decay, "decay")
 
     def weight(self, step: int) -> float:
         """Return one minus the decay."""
-        return 1.0 - self.schedule.at(step + 1, self.total_steps)
+        if self.count == "updates":
+            return 1.0 - self.schedule.at(step + 1, self.total_steps)
+        batches, total = (step + 1) * self.window, self.total_batches
+        return 1.0 - self.schedule.at(batches if total is None else min(batches, total), total)
 
 
 @MODELS.register_module()

@@ -6,13 +6,12 @@ Speed options come before the script: `python -m slipstream.openmmlab --speed co
 from __future__ import annotations
 
 import os
-import runpy
 import shlex
 import sys
-from pathlib import Path
 
 import slipstream.openmmlab  # makes `import mmengine` import Slipstream
 from slipstream.errors import ConfigError
+from slipstream.import_alias import run_script
 from slipstream.openmmlab.speed import VARIABLE, split_speed
 
 __all__ = ["main"]
@@ -24,18 +23,12 @@ def main(arguments: list[str]) -> None:
     Raises:
         ConfigError: there is no such script, or a speed option is invalid.
     """
-    slipstream.openmmlab.install()
     speed, arguments = split_speed(arguments)
     if speed:
         os.environ[VARIABLE] = shlex.join(speed)
-    if not arguments or not Path(arguments[0]).is_file():
-        what = f"'{arguments[0]}' is not a file" if arguments else "the script is missing"
-        raise ConfigError(
-            f"{what}; use python -m slipstream.openmmlab [--speed OPTION=VALUE ...] SCRIPT.py [ARGUMENTS]"
-        )
-    sys.argv[:] = arguments
-    sys.path[0] = str(Path(arguments[0]).resolve().parent)  # as if Python had started the script
-    runpy.run_path(arguments[0], run_name="__main__")
+    run_script(
+        arguments, "python -m slipstream.openmmlab [--speed OPTION=VALUE ...]", slipstream.openmmlab.install
+    )
 
 
 if __name__ == "__main__":

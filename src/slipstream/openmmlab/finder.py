@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
-from multiprocessing import parent_process
 from pathlib import Path
 from types import ModuleType
 
-from slipstream.errors import ConfigError
-from slipstream.logging import print_log
+from slipstream.import_alias import ReplacementFinder, install_finder
 
 __all__ = ["install"]
 
@@ -39,14 +35,12 @@ class _AliasLoader(Loader):
         module.__spec__ = self._spec
 
 
-class _Finder(MetaPathFinder):
-    """Find `mmengine` and its submodules, whether or not MMEngine is installed."""
+class _Finder(ReplacementFinder):
+    """Find `mmengine` and its submodules in `slipstream.openmmlab`."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname.split(".")[0] != _NAME:
-            return None
+    name = _NAME
+
+    def spec_of(self, fullname: str) -> ModuleSpec:
         name = _TARGET + fullname.removeprefix(_NAME)
         try:
             found = importlib.util.find_spec(name)
@@ -62,27 +56,14 @@ class _Finder(MetaPathFinder):
             fullname, _AliasLoader(name), is_package=found.submodule_search_locations is not None
         )
 
+    def is_own(self, module: ModuleType) -> bool:
+        return module.__name__ == _TARGET
+
 
 def install() -> None:
-    """Make `import mmengine` import `slipstream.openmmlab.mmengine`. Further calls have no effect.
-
-    Processes that are started with `spawn` or `forkserver` receive `sys.path`, but not the finder. Therefore a folder
-    with a package `mmengine`, which calls this function, is inserted after the folder of the script.
+    """Make `import mmengine` import `slipstream.openmmlab.mmengine`; see `install_finder`.
 
     Raises:
         ConfigError: MMEngine itself is imported already.
     """
-    loaded = sys.modules.get(_NAME)
-    if loaded is not None and loaded.__name__ != _TARGET:
-        raise ConfigError(
-            f"mmengine is already imported from {getattr(loaded, '__file__', 'an unknown file')}, and two versions "
-            "cannot be used in one process; import slipstream.openmmlab before mmengine and before any library that "
-            "imports it"
-        )
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        return
-    sys.meta_path.insert(0, _Finder())
-    if _WORKERS not in sys.path:
-        sys.path.insert(1, _WORKERS)
-    if parent_process() is None:  # not again in each worker
-        print_log("import mmengine now imports Slipstream (slipstream.openmmlab)", "current")
+    install_finder(_Finder(), "slipstream.openmmlab", _WORKERS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +14,14 @@ import yaml
 from slipstream.config.override import check_override
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.extras import extra
-from slipstream.recipes.find import FOLDER, find_recipe, read_yaml
+from slipstream.recipes.data_root import set_data_root
+from slipstream.recipes.find import FOLDER, extended_by, find_recipe, read_yaml
 from slipstream.recipes.interpolations import check_interpolations
 from slipstream.recipes.resolvers import register_resolvers
+from slipstream.recipes.targets import without_targets
 from slipstream.recipes.untrusted import check_files, check_hydra, check_search_path
 from slipstream.redaction import Reference
+from slipstream.training.tasks import check_task
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -71,7 +74,8 @@ def compose(
 
     Raises:
         UnknownNameError: if a recipe, group option or key does not exist. The message suggests the nearest name.
-        ConfigError: if a file or an override is invalid, or an interpolation cannot be resolved.
+        ConfigError: if a file or an override is invalid, an interpolation cannot be resolved, the recipe is for a task
+            that is not supported, or the recipe is only a base of other recipes.
     """
     with extra("recipes"):
         from omegaconf import OmegaConf
@@ -86,6 +90,8 @@ def compose(
         del cfg["hydra"]
         _merge_synonyms(cfg, normalized)
         raw: Any = OmegaConf.to_container(cfg, resolve=False)
+        check_task(raw)
+        _check_base(raw, path, config_dir)
         check_interpolations(raw, str(path))
         try:
             plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
@@ -94,7 +100,8 @@ def compose(
         except RecursionError:
             raise ConfigError(f"{path}: the values contain a cycle or are nested too deeply") from None
         plain = _with_references(plain, raw)
-    values: dict[str, Any] = _without_targets(plain)
+    values: dict[str, Any] = without_targets(plain)
+    set_data_root(values, raw, normalized)
     _expand_shortcuts(values)
     return values
 
@@ -245,6 +252,18 @@ def _merge_synonyms(cfg: DictConfig, overrides: Sequence[str]) -> None:
             OmegaConf.update(cfg, override.key_or_group, override.value())
 
 
+def _check_base(raw: Mapping[str, Any], path: Path, config_dir: str | Path | None) -> None:
+    """Raise a ConfigError if the recipe has no network, because other recipes extend it."""
+    if raw.get("architecture") is None and (
+        names := extended_by(path.stem, search_folders(path, config_dir))
+    ):
+        raise ConfigError(
+            f"is missing: {path.stem} is the base of other recipes; train one of them ({', '.join(names)}), or set "
+            "architecture=NAME",
+            "architecture",
+        )
+
+
 def _with_references(value: Any, raw: Any) -> Any:
     """Return `value` with text from environment variables (`${oc.env:NAME}` in `raw`) as a `Reference`."""
     if isinstance(value, dict) and isinstance(raw, dict):
@@ -258,22 +277,6 @@ def _with_references(value: Any, raw: Any) -> Any:
         if found := os.environ.get(name):
             reference = reference.replace(found, f"{{{{ ${name} }}}}")
     return value if reference == value else Reference(value, reference)
-
-
-def _without_targets(value: Any) -> Any:
-    """Return `value` with SuperGradients' `_target_` dicts for lists and enums replaced by built-in values."""
-    if isinstance(value, list):
-        return [_without_targets(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    name = str(value.get("_target_", "")).rpartition(".")[2]
-    if name == "empty_list":
-        return []
-    if name == "StrictLoad":
-        return value.get("value", True)
-    if name == "MultiGPUMode":
-        return value.get("value")
-    return {key: _without_targets(item) for key, item in value.items() if key != "_convert_"}
 
 
 def _expand_shortcuts(values: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import yaml
 from slipstream.config.yaml_format import BoundedLoader
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 
-__all__ = ["FOLDER", "find_recipe", "is_composed", "read_yaml", "recipes"]
+__all__ = ["FOLDER", "extended_by", "find_recipe", "is_composed", "read_yaml", "recipes"]
 
 FOLDER = Path(__file__).parent
 # Other recipes include this file for its shortcuts. It is not a recipe itself.
@@ -55,6 +55,17 @@ def find_recipe(name: str, config_dir: str | Path | None = None) -> Path:
         f"no recipe is named '{name}'{did_you_mean(name, recipes(config_dir))} "
         "(`slipstream recipes` lists them; to use a configuration file, include its extension)"
     )
+
+
+def extended_by(name: str, folders: Iterable[Path]) -> list[str]:
+    """Return the sorted names of the recipes in `folders` whose defaults list contains the recipe `name`."""
+    found = set()
+    for folder in folders:
+        for path in folder.glob("[a-z]*.yaml"):
+            entries = read_yaml(path).get("defaults")
+            if isinstance(entries, list) and name in entries:
+                found.add(path.stem)
+    return sorted(found)
 
 
 def is_composed(path: Path) -> bool:

@@ -89,13 +89,18 @@ STRATEGIES = _root("strategy")
 DATASETS = _root("dataset", "slipstream.dataset.sources", "slipstream.apps.street_scenes")
 DATA_SAMPLERS = _root("data sampler", "slipstream.dataset.loading.samplers", namespaces=["torch.utils.data"])
 TRANSFORMS = _root(
-    "transform", "slipstream.dataset.transforms.geometry", "slipstream.dataset.transforms.image_transforms"
+    "transform",
+    "slipstream.dataset.transforms.geometry",
+    "slipstream.dataset.transforms.image_transforms",
+    "slipstream.dataset.transforms.image_resize",
+    "slipstream.dataset.transforms.rand_augment",
 )
-FUNCTIONS = _root("function", "slipstream.dataset.loading.collate")
+FUNCTIONS = _root("function", "slipstream.dataset.loading.collate", "slipstream.dataset.loading.mixup")
 
 MODELS = _root(
     "model",
     "slipstream.training.network",
+    "slipstream.training.losses",
     "slipstream.apps.zoo",
     "slipstream.model",
     build_func=_build_model,

@@ -206,6 +206,7 @@ class TrainStep:
         core = unwrap_model(self.model)
         self.average = average = how.average(core)
         window = 1 if average.every_batch else self.optim.accumulative_counts
+        average.total_batches, average.window = total_steps, self.optim.accumulative_counts
         if total_steps:
             average.total_steps = update_count(total_steps, how.begin_iter - 1, window)
 

@@ -37,6 +37,8 @@ class EmaOptions:
     """First iteration whose weights are averaged."""
     begin_epoch: NonNegativeInt = 0
     """First epoch whose weights are averaged; set at most one of `begin_iter` and `begin_epoch`."""
+    count: str = "updates"
+    """What the steps of the decay schedule are: `updates`, or `batches` as in SuperGradients."""
 
     def __post_init__(self) -> None:
         if self.type not in _TYPES:
@@ -48,6 +50,9 @@ class EmaOptions:
             raise ConfigError(
                 "does not apply to type 'swa', which is a plain mean; remove it", next(iter(kwargs))
             )
+        if self.count not in ScheduledEMA.counts:
+            hint = did_you_mean(self.count, ScheduledEMA.counts)
+            raise ConfigError(f"must be one of {ScheduledEMA.counts}, not {self.count!r}{hint}", "count")
         check(self.interval, PositiveInt, "interval")
         check_begin(self.begin_iter, self.begin_epoch)
 
@@ -60,7 +65,7 @@ class EmaOptions:
         if self.type == "swa":
             return StochasticWeightAverage(model, self.interval, update_buffers=True, every_batch=False)
         decay = DecaySchedule.decay if self.decay is None else self.decay
-        return ScheduledEMA(model, decay, self.type, self.beta, self.interval)
+        return ScheduledEMA(model, decay, self.type, self.beta, self.interval, count=self.count)
 
 
 def read_ema(value: Any) -> EmaOptions | None:

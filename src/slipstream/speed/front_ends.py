@@ -176,7 +176,7 @@ def _ema(params: FrontEnd) -> Any:
         ema["type"] = ema.pop("decay_type")
         if ema["type"] != "exp":
             ema.pop("beta", None)  # SuperGradients' defaults set beta for every type
-    return ema or True
+    return {**ema, "count": "batches"}
 
 
 def _multi_gpu(params: FrontEnd) -> str | None:

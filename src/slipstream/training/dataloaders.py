@@ -29,6 +29,8 @@ _DATASETS = {
     "cityscapes_regseg48": "CityscapesDataset",
     "cityscapes_stdc_seg50": "CityscapesDataset",
     "cityscapes_stdc_seg75": "CityscapesDataset",
+    "imagenet": "ImageNetDataset",
+    "imagenet_resnet50": "ImageNetDataset",
     "street_scenes": "StreetScenes",
 }
 # Transform names in older recipes. `SegToTensor` and `ToTensorSeg` also divide by 255, so they map to `SegStandardize`.

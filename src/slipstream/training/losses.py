@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.apps.zoo.losses import CrossEntropy, at_least_float32
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.registry import MODELS
 from slipstream.training.factories import read_factory
 
-__all__ = ["loss_config"]
+__all__ = ["CrossEntropyLoss", "loss_config"]
 
 _NAMES = {
     "CrossEntropyLoss": "CrossEntropy",
@@ -18,10 +22,66 @@ _NAMES = {
     "dice_ce_edge_loss": "DiceCEEdgeLoss",
     "STDCLoss": "STDCLoss",
     "stdc_loss": "STDCLoss",
+    "MSE": "MSELoss",
     "mse": "MSELoss",
 }
 
 _CONFIG_PATH = "training_params.loss"
+_ONLY = {"reduction": "mean", "smooth_dist": None, "from_logits": True}
+"""Arguments of the cross-entropy that support only one value."""
+
+
+@MODELS.register_module(name="RecipeCrossEntropy")
+class CrossEntropyLoss(CrossEntropy):
+    """Cross-entropy with SuperGradients' arguments and numbers.
+
+    For class ids, probabilities p, class weights w and e = `smooth_eps`, the loss of a pixel with class y is
+    `-(1 - e) * w[y] * log p[y] - e * mean(w * log p)`. With `smooth_eps` and `weight`, the sum over all pixels is
+    divided by the number of pixels that are not ignored; without `smooth_eps`, by the sum of their weights. Class
+    probabilities as targets are not smoothed.
+
+    One behavior differs from SuperGradients, which smooths pixels (N, classes, H, W) over W instead of the classes.
+
+    Args:
+        weight, ignore_index: see `CrossEntropy`.
+        reduction: must be 'mean'.
+        smooth_eps: amount of smoothing, from 0 to 1.
+        smooth_dist: must be None.
+        from_logits: must be True.
+
+    Raises:
+        ConfigError: if an argument is out of range or not supported.
+    """
+
+    def __init__(
+        self,
+        weight: Any = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        smooth_eps: float | None = None,
+        smooth_dist: None = None,
+        from_logits: bool = True,
+    ) -> None:
+        given = {"reduction": reduction, "smooth_dist": smooth_dist, "from_logits": from_logits}
+        for key, only in _ONLY.items():
+            _accept(given, key, only)
+        super().__init__(ignore_index, smooth_eps or 0.0, weight)
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss, 0-dim; see `CrossEntropy.forward`."""
+        smoothing = self.label_smoothing
+        if not (smoothing and isinstance(outputs, Tensor)):
+            return super().forward(outputs, targets)
+        logits = at_least_float32(outputs)
+        if targets.is_floating_point():
+            return F.cross_entropy(logits, targets, self.weight)
+        if self.weight is None:
+            return super().forward(outputs, targets)
+        log_p = F.log_softmax(logits, dim=1) * self.weight.view(-1, *[1] * (logits.ndim - 2))
+        counts = targets != self.ignore_index
+        own = log_p.gather(1, targets.long().where(counts, 0).unsqueeze(1)).squeeze(1)
+        losses = -(1 - smoothing) * own - smoothing * log_p.mean(1)
+        return losses.where(counts, 0).sum() / counts.sum().clamp_min(1)
 
 
 def loss_config(
@@ -40,7 +100,9 @@ def loss_config(
     """
     if loss is None:
         raise ConfigError(
-            f"a loss is required: one of {', '.join(sorted(_NAMES))}, or a module", _CONFIG_PATH
+            f"a loss is required: one of {', '.join(sorted(_NAMES))}, or a module (a recipe without a loss is only a "
+            "base of other recipes)",
+            _CONFIG_PATH,
         )
     if not isinstance(loss, str | Mapping):
         if not callable(loss):
@@ -57,17 +119,30 @@ def loss_config(
     if kind not in MODELS:
         raise UnknownNameError(f"no loss is named '{name}'{did_you_mean(name, _NAMES)}", _CONFIG_PATH)
     arguments = {**(criterion_params or {}), **own}
-    translate = {"CrossEntropy": _cross_entropy, "STDCLoss": _stdc}.get(kind, dict)
+    translate = {"CrossEntropy": _cross_entropy, "DiceCEEdgeLoss": _dice_ce_edge, "STDCLoss": _stdc}.get(
+        kind, dict
+    )
     return {"type": kind, **translate(arguments)}
 
 
 def _cross_entropy(arguments: Mapping[str, Any]) -> dict[str, Any]:
     kept = dict(arguments)
-    if "smooth_eps" in kept:
-        kept["label_smoothing"] = kept.pop("smooth_eps") or 0.0
-    for key, only in (("reduction", "mean"), ("smooth_dist", None), ("from_logits", True)):
+    for key, only in _ONLY.items():
         _accept(kept, key, only)
-    return kept
+    return {"type": "RecipeCrossEntropy" if "smooth_eps" in kept else "CrossEntropy", **kept}
+
+
+def _dice_ce_edge(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    ignored, classes = arguments.get("ignore_index", -100), arguments.get("num_classes")
+    if isinstance(ignored, int) and isinstance(classes, int) and 0 <= ignored < classes:
+        raise ConfigError(
+            f"is {ignored}, which is one of the {classes} classes. For such an id, SuperGradients compares channel c "
+            "with class c in the cross-entropy, but with class c + 1 in the Dice loss, so this front end does not "
+            f"support it. Set ignore_index={classes} and use this id for ignored pixels, or pass an object "
+            "slipstream.apps.zoo.DiceCEEdgeLoss, which compares channel c with class c in both",
+            f"{_CONFIG_PATH}.ignore_index",
+        )
+    return {"type": "DiceCEEdgeLoss", **arguments}
 
 
 def _stdc(arguments: Mapping[str, Any]) -> dict[str, Any]:

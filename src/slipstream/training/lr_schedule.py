@@ -37,8 +37,9 @@ class LRSchedule:
 
     `LinearEpochLRWarmup` increases the rate every epoch from `warmup_initial_lr` (default: i / (W + 1)) to i in epoch
     W. `LinearBatchLRWarmup` increases it every batch (default: from 0) to i at the last of min(`lr_warmup_steps`, L)
-    batches. An initial rate of 0 stays 0. One behavior differs from SuperGradients, where a cosine schedule after a
-    batch-based warm-up rises again during the cool-down.
+    batches. If this is a single batch, the rate stays at its first value until `lr_mode` changes it. An initial rate of
+    0 stays 0. One behavior differs from SuperGradients, where a cosine schedule after a batch-based warm-up rises again
+    during the cool-down.
 
     Raises:
         ConfigError, UnknownNameError: if a key is invalid or missing, or conflicts with another key.
@@ -86,12 +87,15 @@ class LRSchedule:
             return _between(start or 0.0, initial, step, self.warmup_batches - 1)
         batch = self._last_update(step)
         first = max(self.lr_warmup_epochs * self.epoch_length, self.warmup_batches - 1)
+        if self.lr_mode == "CosineLRScheduler":
+            first = max(first, self.lr_warmup_steps)
         if self.lr_mode is not None and batch >= first:
             return MODES[self.lr_mode].rate(self, batch, initial)
         if self.warmup_epochs:
             start = initial / (self.warmup_epochs + 1) if start is None else start
             return _between(start, initial, step // self.epoch_length, self.warmup_epochs)
-        return initial
+        # A warm-up of one step ends at its start.
+        return (start or 0.0) if self.warmup_batches == 1 else initial
 
     @property
     def warmup_epochs(self) -> int:

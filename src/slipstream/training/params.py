@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from types import UnionType
@@ -87,9 +88,7 @@ class TrainingParams:
     cosine_final_lr_ratio: Annotated[float, "param_scheduler"] = 0.01
     multiply_head_lr: Annotated[
         float,
-        Refused(
-            "unused since SuperGradients 3.4; set initial_lr to a dict of learning rates by name prefix instead"
-        ),
+        "no effect since SuperGradients 3.4 (a warning): set initial_lr to a dict of rates by name prefix",
     ] = 1
 
     # Optimizer, loss, metrics.
@@ -179,6 +178,11 @@ class TrainingParams:
         for key in self.changed():
             if isinstance(refused := table[key], Refused):
                 raise ConfigError(refused.why, f"training_params.{key}")
+        if self.multiply_head_lr != 1:
+            logging.getLogger("slipstream").warning(
+                "training_params.multiply_head_lr has no effect, as in SuperGradients 3.4 and later; for other rates "
+                "of some layers, set initial_lr to a dict of rates by name prefix"
+            )
         for key in (
             "max_epochs",
             "max_train_batches",

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
+from slipstream.training.tasks import check_task
 
 __all__ = ["gpus", "pretrained_whole", "recipe_config"]
 
@@ -22,8 +23,8 @@ _UNUSED = (
     "multi_gpu_mode", "project_name", "sg_logger",
 )  # fmt: skip
 _CHECKPOINT_KEYS = (
-    "checkpoint_path", "load_backbone", "load_checkpoint", "load_weights_only", "num_workers",
-    "pretrained_weights", "strict_load",
+    "checkpoint_num_classes", "checkpoint_path", "load_backbone", "load_checkpoint", "load_weights_only",
+    "num_workers", "pretrained_weights", "strict_load",
 )  # fmt: skip
 # Checkpoint keys of SuperGradients 2 and 3: the accepted value, and the replacement for other values.
 _OLD_CHECKPOINT_KEYS = {
@@ -55,6 +56,7 @@ def recipe_config(recipe: Mapping[str, Any], launcher: str = "none") -> dict[str
     """
     from slipstream.training.translate import runner_config
 
+    check_task(recipe)
     _check_keys(recipe)
     gpus(recipe)  # validates multi_gpu and num_gpus; the speed plan sets the parallel wrapper
     network = _network(recipe)
@@ -66,7 +68,7 @@ def recipe_config(recipe: Mapping[str, Any], launcher: str = "none") -> dict[str
         train_dataloader=_loader(recipe, "train", recipe.get("train_dataloader")),
         val_dataloader=_loader(recipe, "val", recipe.get("val_dataloader")),
         test_dataloader=_test_loader(recipe),
-        pretrained=_pretrained(recipe),
+        pretrained=_pretrained(recipe, network.get("num_classes")),
         num_classes=network.get("num_classes"),
         launcher=launcher,
     )
@@ -140,7 +142,7 @@ def _training_params(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return params
 
 
-def _pretrained(recipe: Mapping[str, Any]) -> dict[str, Any] | None:
+def _pretrained(recipe: Mapping[str, Any], num_classes: int | None) -> dict[str, Any] | None:
     params = _section(recipe, "checkpoint_params")
     for key, (default, remedy) in _OLD_CHECKPOINT_KEYS.items():
         if params.pop(key, None) not in (None, "", default):
@@ -160,6 +162,9 @@ def _pretrained(recipe: Mapping[str, Any]) -> dict[str, Any] | None:
         "checkpoint_path": params["checkpoint_path"],
         "strict_load": params.get("strict_load", True),
         "load_backbone": params.get("load_backbone") or False,
+        **(
+            {"other_classes": True} if params.get("checkpoint_num_classes") not in (None, num_classes) else {}
+        ),
     }
 
 

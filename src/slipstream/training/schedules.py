@@ -41,6 +41,12 @@ class RecipeLR(_ParamScheduler):
 
     def __init__(self, optimizer: Any, schedule: LRSchedule | Mapping[str, Any]) -> None:
         self.schedule = options(LRSchedule, schedule, "schedule")
+        if self.schedule.lr_mode is None and self.schedule.warmup_batches == 1:
+            raise ConfigError(
+                "a warm-up of one step (lr_warmup_steps, at most the batches of an epoch) never reaches initial_lr, as "
+                "in SuperGradients; use at least 2 steps, set lr_mode, or remove the warm-up",
+                "lr_warmup_steps",
+            )
         end = INF if self.schedule.lr_mode else self.schedule.warmup_iters + 1
         super().__init__(optimizer, "lr", end=end, by_epoch=False)
 

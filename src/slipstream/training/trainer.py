@@ -184,10 +184,17 @@ class Trainer:
 
     @classmethod
     def train_from_config(cls, cfg: Any) -> tuple[nn.Module, list[dict[str, float]]]:
-        """Train a composed recipe. Return the network and the metrics of each validation run."""
+        """Train a composed recipe. Return the network and the metrics of each validation run.
+
+        Raises:
+            ConfigError: if a key is missing, invalid or not supported.
+        """
         recipe = plain(cfg)
-        trainer = cls(recipe["experiment_name"], recipe.get("ckpt_root_dir"))
-        return trainer._train_config(recipe_config(recipe, infer_launcher()))
+        if not isinstance(recipe, Mapping):
+            raise ConfigError(f"must be a composed recipe, not {cfg!r}", "cfg")
+        config = recipe_config(recipe, infer_launcher())
+        trainer = cls(recipe["experiment_name"], ckpt_root_dir=recipe.get("ckpt_root_dir"))
+        return trainer._train_config(config)
 
     def _train_config(self, cfg: Mapping[str, Any]) -> tuple[nn.Module, list[dict[str, float]]]:
         history = self._run(cfg)
@@ -232,7 +239,7 @@ class Trainer:
         Raises:
             CheckpointError: if there is no checkpoint, or the configuration contained objects that cannot be stored.
         """
-        trainer = cls(experiment_name, ckpt_root_dir)
+        trainer = cls(experiment_name, ckpt_root_dir=ckpt_root_dir)
         path = find_latest_checkpoint(trainer.checkpoints_dir_path)
         if path is None:
             raise CheckpointError(f"no checkpoint found in {trainer.checkpoints_dir_path}")

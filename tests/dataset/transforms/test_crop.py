@@ -64,7 +64,7 @@ def pad(transform, image, mask, rng):
 
 def crop(transform, image, mask, rng):
     (width, height), (spare_x, spare_y) = transform.crop_size, np.subtract(image.size, transform.crop_size)
-    top, left = spare_y // 2, spare_x // 2
+    top, left = round(spare_y / 2), round(spare_x / 2)
     if transform.mode == "random":
         top, left = int(rng.integers(spare_y + 1)), int(rng.integers(spare_x + 1))
     box = (left, top, left + width, top + height)

@@ -100,14 +100,22 @@ def get(
         raise ConfigError(f"use {_RENAMED_OPTIONS[key]} instead", f"arch_params.{key}")
     network: nn.Module = MODELS.build({"type": name, "num_classes": classes, **options})
     if checkpoint_path is not None:
-        if checkpoint_num_classes not in (None, classes):
-            strict_load = False
-        load(network, checkpoint_path, strict_load, load_backbone)
+        load(
+            network,
+            checkpoint_path,
+            strict_load,
+            load_backbone,
+            other_classes=checkpoint_num_classes not in (None, classes),
+        )
     return network
 
 
 def load(
-    network: nn.Module, checkpoint_path: str | Path, strict_load: Any = True, load_backbone: bool = False
+    network: nn.Module,
+    checkpoint_path: str | Path,
+    strict_load: Any = True,
+    load_backbone: bool = False,
+    other_classes: bool = False,
 ) -> None:
     """Load weights from a file into a network, and log weights that are skipped.
 
@@ -123,6 +131,8 @@ def load(
             dicts with a `value` key in its recipes are also accepted.
         load_backbone: whether to load the file into the network's backbone and skip mismatches, for example for a
             classifier trained on ImageNet.
+        other_classes: whether the checkpoint has a different number of classes. Its tensors with other shapes, which
+            are those of the classification layers, are skipped.
 
     Raises:
         ConfigError: if `strict_load` is invalid.
@@ -140,8 +150,8 @@ def load(
     own = part.state_dict()
     matching = bool(state.keys() & own.keys()) if load_backbone else state.keys() == own.keys()
     if strict == "no_key_matching" and not matching:
-        state = _in_order(own, state, load_backbone, checkpoint_path)
-    loose = load_backbone or strict is False
+        state = _in_order(own, state, load_backbone, other_classes, checkpoint_path)
+    loose = load_backbone or other_classes or strict is False
     for line in load_weights(part, state, not loose, str(checkpoint_path)):
         print_log(f"{checkpoint_path} into {type(network).__name__}: {line}", "current", logging.WARNING)
 
@@ -168,7 +178,11 @@ def _backbone(network: nn.Module) -> str:
 
 
 def _in_order(
-    own: Mapping[str, Tensor], state: Mapping[str, Tensor], may_end_earlier: bool, source: str | Path
+    own: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    may_end_earlier: bool,
+    other_classes: bool,
+    source: str | Path,
 ) -> dict[str, Tensor]:
     """Return the weights with the network's names, matched by order, followed by any remaining weights."""
     if len(state) < len(own) or (len(state) > len(own) and not may_end_earlier):
@@ -177,7 +191,8 @@ def _in_order(
             "so they cannot be matched by order"
         )
     for (theirs, value), (mine, wanted) in zip(state.items(), own.items(), strict=False):
-        if value.shape != wanted.shape:
+        # Classification layers differ in the number of classes, their first dimension.
+        if value.shape[1:] != wanted.shape[1:] if other_classes else value.shape != wanted.shape:
             raise CheckpointError(
                 f"{source} belongs to a different model: matched by order, {theirs} corresponds to {mine}, but their "
                 f"shapes are {tuple(value.shape)} and {tuple(wanted.shape)}"

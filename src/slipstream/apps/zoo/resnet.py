@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slipstream.apps.zoo.layers import check_num_classes, init_weights
+from slipstream.errors import ConfigError
 from slipstream.registry import MODELS
 
 __all__ = ["ResNet", "resnet18", "resnet18_cifar", "resnet34", "resnet50"]
@@ -19,6 +20,11 @@ def _conv1x1(in_channels: int, out_channels: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
 
 
+def _dropped(x: Tensor, probability: float) -> Tensor:
+    """Return `x` without the images that are dropped at random, scaled to keep the mean (arXiv 1603.09382)."""
+    return x * F.dropout(x.new_ones(x.shape[0], 1, 1, 1), probability)
+
+
 def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
     if stride == 1 and in_channels == out_channels:
         return None
@@ -30,8 +36,9 @@ class BasicBlock(nn.Module):
 
     expansion = 1
 
-    def __init__(self, in_channels: int, width: int, stride: int) -> None:
+    def __init__(self, in_channels: int, width: int, stride: int, droppath_prob: float = 0.0) -> None:
         super().__init__()
+        self.droppath_prob = droppath_prob
         self.conv1 = _conv3x3(in_channels, width, stride)
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = _conv3x3(width, width)
@@ -44,6 +51,8 @@ class BasicBlock(nn.Module):
         shortcut = x if self.downsample is None else self.downsample(x)
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(out))
+        if self.training and self.droppath_prob:
+            out = _dropped(out, self.droppath_prob)
         return F.relu(out + shortcut, inplace=True)
 
 
@@ -52,8 +61,9 @@ class Bottleneck(nn.Module):
 
     expansion = 4
 
-    def __init__(self, in_channels: int, width: int, stride: int) -> None:
+    def __init__(self, in_channels: int, width: int, stride: int, droppath_prob: float = 0.0) -> None:
         super().__init__()
+        self.droppath_prob = droppath_prob
         out_channels = width * self.expansion
         self.conv1 = _conv1x1(in_channels, width)
         self.bn1 = nn.BatchNorm2d(width)
@@ -70,6 +80,8 @@ class Bottleneck(nn.Module):
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.relu(self.bn2(self.conv2(out)))
         out = self.bn3(self.conv3(out))
+        if self.training and self.droppath_prob:
+            out = _dropped(out, self.droppath_prob)
         return F.relu(out + shortcut, inplace=True)
 
 
@@ -83,9 +95,11 @@ class ResNet(nn.Module):
         in_channels: number of image channels.
         small_input: whether to use a stem for images of about 32x32 pixels: a 3x3 convolution with stride 1 instead
             of a 7x7 convolution with stride 2 and max-pooling.
+        droppath_prob: probability of skipping a block in training, independently for each image.
 
     Raises:
         ModelError: if `num_classes` is less than 1.
+        ConfigError: if `droppath_prob` is out of range.
     """
 
     def __init__(
@@ -95,9 +109,12 @@ class ResNet(nn.Module):
         num_classes: int = 1000,
         in_channels: int = 3,
         small_input: bool = False,
+        droppath_prob: float = 0.0,
     ) -> None:
         super().__init__()
         check_num_classes(num_classes)
+        if not 0 <= droppath_prob < 1:
+            raise ConfigError(f"must be at least 0 and less than 1, not {droppath_prob}", "droppath_prob")
         if small_input:
             self.conv1 = _conv3x3(in_channels, 64)
             self.maxpool: nn.Module = nn.Identity()
@@ -106,10 +123,10 @@ class ResNet(nn.Module):
             self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
         self.bn1 = nn.BatchNorm2d(64)
         self.relu = nn.ReLU(inplace=True)
-        self.layer1 = _stage(block, 64, 64, depths[0], stride=1)
-        self.layer2 = _stage(block, 64 * block.expansion, 128, depths[1], stride=2)
-        self.layer3 = _stage(block, 128 * block.expansion, 256, depths[2], stride=2)
-        self.layer4 = _stage(block, 256 * block.expansion, 512, depths[3], stride=2)
+        self.layer1 = _stage(block, 64, 64, depths[0], 1, droppath_prob)
+        self.layer2 = _stage(block, 64 * block.expansion, 128, depths[1], 2, droppath_prob)
+        self.layer3 = _stage(block, 128 * block.expansion, 256, depths[2], 2, droppath_prob)
+        self.layer4 = _stage(block, 256 * block.expansion, 512, depths[3], 2, droppath_prob)
         self.fc = nn.Linear(512 * block.expansion, num_classes)
         init_weights(self)
 
@@ -126,16 +143,23 @@ class ResNet(nn.Module):
 
 
 def _stage(
-    block: type[BasicBlock] | type[Bottleneck], in_channels: int, width: int, depth: int, stride: int
+    block: type[BasicBlock] | type[Bottleneck],
+    in_channels: int,
+    width: int,
+    depth: int,
+    stride: int,
+    droppath_prob: float,
 ) -> nn.Sequential:
-    rest = (block(width * block.expansion, width, 1) for _ in range(depth - 1))
-    return nn.Sequential(block(in_channels, width, stride), *rest)
+    rest = (block(width * block.expansion, width, 1, droppath_prob) for _ in range(depth - 1))
+    return nn.Sequential(block(in_channels, width, stride, droppath_prob), *rest)
 
 
 @MODELS.register_module()
-def resnet18(num_classes: int = 1000, in_channels: int = 3, small_input: bool = False) -> ResNet:
+def resnet18(
+    num_classes: int = 1000, in_channels: int = 3, small_input: bool = False, droppath_prob: float = 0.0
+) -> ResNet:
     """Return ResNet-18 (11.7 million parameters for 1000 classes); see `ResNet`."""
-    return ResNet(BasicBlock, (2, 2, 2, 2), num_classes, in_channels, small_input)
+    return ResNet(BasicBlock, (2, 2, 2, 2), num_classes, in_channels, small_input, droppath_prob)
 
 
 @MODELS.register_module()
@@ -145,12 +169,16 @@ def resnet18_cifar(num_classes: int = 10, in_channels: int = 3) -> ResNet:
 
 
 @MODELS.register_module()
-def resnet34(num_classes: int = 1000, in_channels: int = 3, small_input: bool = False) -> ResNet:
+def resnet34(
+    num_classes: int = 1000, in_channels: int = 3, small_input: bool = False, droppath_prob: float = 0.0
+) -> ResNet:
     """Return ResNet-34 (21.8 million parameters for 1000 classes); see `ResNet`."""
-    return ResNet(BasicBlock, (3, 4, 6, 3), num_classes, in_channels, small_input)
+    return ResNet(BasicBlock, (3, 4, 6, 3), num_classes, in_channels, small_input, droppath_prob)
 
 
 @MODELS.register_module()
-def resnet50(num_classes: int = 1000, in_channels: int = 3, small_input: bool = False) -> ResNet:
+def resnet50(
+    num_classes: int = 1000, in_channels: int = 3, small_input: bool = False, droppath_prob: float = 0.0
+) -> ResNet:
     """Return ResNet-50 v1.5 (25.6 million parameters for 1000 classes); see `ResNet`."""
-    return ResNet(Bottleneck, (3, 4, 6, 3), num_classes, in_channels, small_input)
+    return ResNet(Bottleneck, (3, 4, 6, 3), num_classes, in_channels, small_input, droppath_prob)

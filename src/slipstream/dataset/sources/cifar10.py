@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from slipstream.dataset.loading.sample_index import sample_rng
 from slipstream.dataset.sources.base import default_palette
+from slipstream.dataset.transforms.image_resize import Resize
 from slipstream.dataset.transforms.image_transforms import (
     ImageTransform,
     Normalize,
@@ -54,8 +55,8 @@ class CIFAR10(Dataset[dict[str, torch.Tensor]]):
     Args:
         root: folder that contains `cifar-10-batches-bin`, or the files of that folder.
         train: whether to use the training images instead of the test images.
-        transforms: `RandomCrop`, `RandomHorizontalFlip`, or functions of an image, uint8 (3, H, W), and a generator;
-            then `ToTensor` and `Normalize`. Dicts are built with `TRANSFORMS`.
+        transforms: `RandomCrop`, `RandomHorizontalFlip`, `Resize`, or functions of an image, uint8 (3, H, W), and a
+            generator; then `ToTensor` and `Normalize`. Dicts are built with `TRANSFORMS`.
         download: download the files if they are missing (170 MB), and verify their published MD5 checksum.
 
     Raises:
@@ -98,7 +99,7 @@ class CIFAR10(Dataset[dict[str, torch.Tensor]]):
     @property
     def draws_nothing_global(self) -> bool:
         """Whether samples do not use the global random generators, so a loader need not seed them."""
-        known = (RandomCrop, RandomHorizontalFlip)
+        known = (RandomCrop, RandomHorizontalFlip, Resize)
         return type(self) is CIFAR10 and all(type(transform) in known for transform in self.transforms)
 
     def get_cat_ids(self, index: int) -> list[int]:

@@ -21,10 +21,11 @@ from slipstream.dataset.sources.image_pairs import (
     files_by_name,
     with_remedy,
 )
+from slipstream.dataset.sources.wrappers import ConcatDataset
 from slipstream.errors import ConfigError, DataError
 from slipstream.registry import DATASETS
 
-__all__ = ["CityscapesDataset"]
+__all__ = ["CityscapesConcatDataset", "CityscapesDataset"]
 
 _IMAGE, _LABEL_IDS, _TRAIN_IDS = "_leftImg8bit.png", "_gtFine_labelIds.png", "_gtFine_labelTrainIds.png"
 _LAYOUT = (
@@ -111,6 +112,26 @@ class CityscapesDataset(ImageMaskPairs):
     def load_mask(self, index: int) -> NDArray[np.uint8]:
         """Return the mask of sample `index` as uint8 (H, W)."""
         return _cached(self._masks, index, super().load_mask)
+
+
+@DATASETS.register_module()
+class CityscapesConcatDataset(ConcatDataset):
+    """Cityscapes images from several lists of files, such as the training images and automatically labelled images.
+
+    Args:
+        root_dir: see `CityscapesDataset`.
+        list_files: list files, in the order of the samples; see `CityscapesDataset`.
+        options: other arguments of `CityscapesDataset`.
+
+    Raises:
+        ConfigError: `list_files` is empty.
+        DataError: see `CityscapesDataset`.
+    """
+
+    def __init__(self, root_dir: str | Path, list_files: Sequence[str], **options: Any) -> None:
+        if isinstance(list_files, str) or not list_files:
+            raise ConfigError(f"must be a list of files, not {list_files!r}", "list_files")
+        super().__init__([CityscapesDataset(root_dir, list_file=file, **options) for file in list_files])
 
 
 def _cached(

@@ -154,7 +154,8 @@ class SegCropImageAndMask(Geometric):
 
     Args:
         crop_size: (width, height), or one number for both.
-        mode: 'random' draws the position uniformly; 'center' crops the center.
+        mode: 'random' draws the position uniformly; 'center' crops the center. An odd margin m puts round(m / 2) pixels
+            above or to the left of the crop, as in SuperGradients.
 
     Raises:
         DataError: the image is smaller than the crop (when called).
@@ -176,7 +177,7 @@ class SegCropImageAndMask(Geometric):
         if self.mode == "random":
             top, left = int(rng.integers(spare_y + 1)), int(rng.integers(spare_x + 1))
         else:
-            top, left = spare_y // 2, spare_x // 2
+            top, left = round(spare_y / 2), round(spare_x / 2)
         return region.cropped(left, top, self.crop_size)
 
 

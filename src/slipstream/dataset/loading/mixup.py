@@ -1,0 +1,115 @@
+"""Mixup (arXiv 1710.09412) and CutMix (arXiv 1905.04899) of the images in a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.dataset.transforms.device_transforms import AFFINE
+from slipstream.errors import ConfigError, DataError
+from slipstream.registry import FUNCTIONS
+
+__all__ = ["collate_mixup"]
+
+
+@FUNCTIONS.register_module(name="CollateMixup")
+def collate_mixup(
+    data_batch: Sequence[Any],
+    mixup_alpha: float = 1.0,
+    cutmix_alpha: float = 0.0,
+    prob: float = 1.0,
+    switch_prob: float = 0.5,
+    correct_lam: bool = True,
+    label_smoothing: float = 0.1,
+    num_classes: int = 1000,
+    mode: str = "batch",
+    cutmix_minmax: None = None,
+) -> Any:
+    """Return a batch in which each image i is combined with image N - 1 - i, and the class probabilities as targets.
+
+    A factor l, which is the same for the whole batch, is drawn from Beta(alpha, alpha). Mixup returns
+    `l * image + (1 - l) * other`, in float32. CutMix replaces a rectangle that covers 1 - l of the image. The targets
+    are mixed with the same factor, after label smoothing. The global random generators of torch are used, which a
+    loader seeds from (seed, epoch, index).
+
+    Args:
+        data_batch: samples with `inputs`, (C, H, W) in the range 0 to 255, and `targets`, a class id; or pairs of them.
+        mixup_alpha: alpha of mixup; 0 disables it.
+        cutmix_alpha: alpha of CutMix; 0 disables it.
+        prob: probability of mixing a batch.
+        switch_prob: probability of CutMix if both are enabled.
+        correct_lam: whether l of CutMix is computed from the part of the rectangle inside the image.
+        label_smoothing: probability that is distributed evenly over all classes.
+        num_classes: number of classes.
+        mode: must be 'batch'.
+        cutmix_minmax: must be None.
+
+    Raises:
+        ConfigError: an argument is not supported, or both alphas are 0.
+        DataError: the number of samples is odd, the images have color changes, or a class id is not a class.
+    """
+    if mode != "batch" or cutmix_minmax is not None:
+        raise ConfigError("only mode='batch' without cutmix_minmax is supported", "collate_fn")
+    if max(mixup_alpha, cutmix_alpha) <= 0:
+        raise ConfigError("mixup_alpha or cutmix_alpha must be greater than 0", "collate_fn")
+    if len(data_batch) % 2:
+        raise DataError(
+            f"mixup combines pairs of images, but this batch has {len(data_batch)}; use an even batch_size and "
+            "drop_last=True"
+        )
+    images, ids, finish = _stacked(data_batch)
+    if not 0 <= int(ids.min()) <= int(ids.max()) < num_classes:
+        raise DataError(
+            f"class ids {int(ids.min())} to {int(ids.max())} do not fit num_classes={num_classes} of CollateMixup"
+        )
+    uses_cutmix = cutmix_alpha > 0 and (mixup_alpha <= 0 or bool(torch.rand(()) < switch_prob))
+    alpha = cutmix_alpha if uses_cutmix else mixup_alpha
+    factor = float(torch.distributions.Beta(alpha, alpha).sample()) if torch.rand(()) < prob else 1.0
+    if factor < 1:
+        images, factor = (
+            _cut(images, factor, correct_lam) if uses_cutmix else (_mixed(images, factor), factor)
+        )
+    smooth = F.one_hot(ids, num_classes) * (1 - label_smoothing) + label_smoothing / num_classes
+    targets = _mixed(smooth, factor)
+    return (images, targets) if finish is None else {"inputs": images, "targets": targets, **finish}
+
+
+def _stacked(samples: Sequence[Any]) -> tuple[Tensor, Tensor, dict[str, Tensor] | None]:
+    """Return float32 images, class ids, and the other items of a batch of dicts."""
+    if not isinstance(samples[0], Mapping):
+        stacked = torch.stack([sample[0] for sample in samples]).float()
+        return stacked, torch.as_tensor([int(sample[1]) for sample in samples]), None
+    finish = {}
+    if "finish" in samples[0]:
+        finish["finish"] = torch.stack([sample["finish"] for sample in samples])
+        if finish["finish"].shape[-1] != AFFINE:
+            raise DataError(
+                "CollateMixup requires images without color changes; remove them from the transforms"
+            )
+    images = torch.stack([sample["inputs"] for sample in samples]).float()
+    return images, torch.as_tensor([int(sample["targets"]) for sample in samples]), finish
+
+
+def _mixed(values: Tensor, factor: float) -> Tensor:
+    """Return `factor` of each item and `1 - factor` of its counterpart from the end."""
+    return values * factor + values.flip(0) * (1 - factor)
+
+
+def _cut(images: Tensor, factor: float, correct: bool) -> tuple[Tensor, float]:
+    """Return the images with a rectangle of their counterparts, and the remaining part of each image."""
+    height, width = images.shape[-2:]
+    side = (1 - factor) ** 0.5
+    sides = []
+    for length in (height, width):
+        half = int(length * side) // 2
+        middle = int(torch.randint(length, ()))
+        sides.append((max(middle - half, 0), min(middle + half, length)))
+    (top, bottom), (left, right) = sides
+    cut = images.clone()
+    cut[..., top:bottom, left:right] = images.flip(0)[..., top:bottom, left:right]
+    area = (bottom - top) * (right - left) / (height * width)
+    return cut, 1 - area if correct else factor

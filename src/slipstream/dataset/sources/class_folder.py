@@ -1,0 +1,93 @@
+"""A folder of images with one subfolder for each class, such as ImageNet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from slipstream.dataset.loading.sample_index import sample_rng
+from slipstream.dataset.sources.base import default_palette
+from slipstream.dataset.sources.decode import MAX_PIXELS, read_image
+from slipstream.dataset.sources.image_pairs import files_by_name, with_remedy
+from slipstream.dataset.transforms.image_transforms import (
+    ImageTransform,
+    Normalize,
+    ToTensor,
+    read_transforms,
+)
+from slipstream.errors import DataError
+from slipstream.registry import DATASETS
+
+__all__ = ["ImageNetDataset"]
+
+_LAYOUT = "Expected are root/CLASS/IMAGE files, with one folder for each class"
+
+
+@DATASETS.register_module()
+class ImageNetDataset(Dataset[dict[str, torch.Tensor]]):
+    """Images in one folder for each class. The sorted names of the folders are the classes 0, 1, ...
+
+    A sample is `{"inputs": uint8 (3, H, W) RGB, "targets": int64 ()}`. If the transforms contain `ToTensor`, it also
+    contains `"finish"`, the parameters of the device transforms. Augmentation depends only on the (seed, epoch, index)
+    of a `SampleIndex`. The attribute `image_paths` lists the files.
+
+    Args:
+        root: folder with the folders of the classes.
+        transforms: `RandomResizedCropAndInterpolation`, `RandomHorizontalFlip`, `RandAugmentTransform`, `Resize`,
+            `CenterCrop`, `RandomCrop`, or functions of an image, uint8 (3, H, W), and a generator; then `ToTensor` and
+            `Normalize`. Dicts are built with `TRANSFORMS`.
+        max_pixels: largest accepted number of pixels of a file; None for no limit.
+
+    Raises:
+        DataError: the folder is missing, or contains no images in subfolders; or, when a sample is read, a file is
+            corrupt.
+        ConfigError: the order of the transforms is not supported.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        transforms: Sequence[ImageTransform | ToTensor | Normalize | Mapping[str, Any]] = (),
+        max_pixels: int | None = MAX_PIXELS,
+    ) -> None:
+        self.transforms, self._device_params = read_transforms(transforms)
+        self.max_pixels = max_pixels
+        folder = Path(root)
+        try:
+            files = files_by_name(folder, None, "image")
+        except DataError as error:
+            raise with_remedy(error, f"{_LAYOUT} (in recipes, set data_root_dir=FOLDER)") from error
+        parts = [(path.relative_to(folder).parts, path) for path in files.values()]
+        if flat := [path for names, path in parts if len(names) < 2]:
+            raise DataError(f"'{flat[0]}' is not in the folder of a class. {_LAYOUT}")
+        classes = sorted({names[0] for names, _ in parts})
+        ids = {name: index for index, name in enumerate(classes)}
+        self.image_paths = [path for _, path in parts]
+        self.targets = torch.tensor([ids[names[0]] for names, _ in parts])
+        self.metainfo = {
+            "classes": tuple(classes),
+            "palette": default_palette(min(len(classes), 256)),
+            "ignore_index": None,
+        }
+
+    def __len__(self) -> int:
+        return len(self.image_paths)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"ImageNetDataset has samples 0 to {len(self) - 1}, not {int(index)}")
+        image = read_image(self.image_paths[int(index)], self.max_pixels).transpose(2, 0, 1)
+        rng = sample_rng(index)
+        for transform in self.transforms:
+            image = transform(image, rng)
+        sample = {"inputs": torch.from_numpy(np.array(image, order="C")), "targets": self.targets[int(index)]}
+        return sample if self._device_params is None else {**sample, "finish": self._device_params}
+
+    def get_cat_ids(self, index: int) -> list[int]:
+        """Return a list that contains the class id of sample `index`."""
+        return [int(self.targets[index])]

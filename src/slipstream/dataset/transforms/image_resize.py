@@ -1,0 +1,147 @@
+"""Transforms that resize and crop images, named as in torchvision and SuperGradients, with Pillow's resampling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.errors import ConfigError
+from slipstream.extras import extra
+from slipstream.registry import TRANSFORMS
+
+__all__ = ["CenterCrop", "RandomResizedCropAndInterpolation", "Resize"]
+
+_FILTERS = ("bilinear", "bicubic", "lanczos", "hamming", "nearest", "box")
+_RANDOM = ("bilinear", "bicubic")
+_ATTEMPTS = 10
+"""Number of random boxes that may not fit into the image before the center of the image is used."""
+
+Image = NDArray[np.uint8]
+
+
+@TRANSFORMS.register_module()
+class Resize:
+    """Resize an image with antialiasing.
+
+    Args:
+        size: (height, width), or one number for the shorter side; the longer side is then scaled by the same factor
+            and rounded down.
+        interpolation: 'bilinear', 'bicubic', 'lanczos', 'hamming', 'nearest' or 'box'.
+    """
+
+    def __init__(self, size: int | Sequence[int], interpolation: str = "bilinear") -> None:
+        self.size = size if isinstance(size, int) else _pair("size", size)
+        self.interpolation = _filter(interpolation)
+
+    def __call__(self, image: Image, rng: np.random.Generator) -> Image:
+        """Return the resized image, uint8 (3, H, W)."""
+        height, width = image.shape[1:]
+        if not isinstance(self.size, int):
+            return _resized(image, self.size, self.interpolation)
+        longer = int(self.size * max(height, width) / min(height, width))
+        size = (self.size, longer) if height <= width else (longer, self.size)
+        return _resized(image, size, self.interpolation)
+
+
+@TRANSFORMS.register_module()
+class CenterCrop:
+    """Crop the center of an image. Smaller images are padded with zeros first.
+
+    The offset of an odd margin is rounded to the nearest even number, as in torchvision.
+
+    Args:
+        size: (height, width), or one number for both.
+    """
+
+    def __init__(self, size: int | Sequence[int]) -> None:
+        self.size = _pair("size", size)
+
+    def __call__(self, image: Image, rng: np.random.Generator) -> Image:
+        """Return the crop, uint8 (3, H, W)."""
+        missing = [max(0, side - length) for side, length in zip(self.size, image.shape[1:], strict=True)]
+        if any(missing):
+            pads = [(0, 0), *((spare // 2, spare - spare // 2) for spare in missing)]
+            image = np.pad(image, pads)
+        (height, width), (rows, columns) = image.shape[1:], self.size
+        top, left = round((height - rows) / 2), round((width - columns) / 2)
+        return image[:, top : top + rows, left : left + columns]
+
+
+@TRANSFORMS.register_module()
+class RandomResizedCropAndInterpolation:
+    """Crop a random box and resize it to a fixed size.
+
+    The area of the box is a uniformly random fraction of the image, and the logarithm of its aspect ratio is uniformly
+    random. If ten boxes do not fit into the image, the largest box at the center with an allowed aspect ratio is used.
+
+    Args:
+        size: (height, width) of the result, or one number for both.
+        scale: smallest and largest fraction of the area.
+        ratio: smallest and largest aspect ratio, width / height.
+        interpolation: as for `Resize`; 'default' is bilinear, and 'random' draws bilinear or bicubic for each image.
+    """
+
+    def __init__(
+        self,
+        size: int | Sequence[int],
+        scale: Sequence[float] = (0.08, 1.0),
+        ratio: Sequence[float] = (3 / 4, 4 / 3),
+        interpolation: str = "default",
+    ) -> None:
+        self.size = _pair("size", size)
+        for name, bounds in (("scale", scale), ("ratio", ratio)):
+            if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
+                raise ConfigError(f"must be the smallest and the largest value, not {bounds!r}", name)
+        self.scale, self.ratio = (scale[0], scale[1]), (ratio[0], ratio[1])
+        self.filters = _RANDOM if interpolation == "random" else (_filter(interpolation),)
+
+    def box(self, height: int, width: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
+        """Return a random box (left, top, right, bottom) in an image of this size."""
+        for _ in range(_ATTEMPTS):
+            area = height * width * rng.uniform(*self.scale)
+            ratio = math.exp(rng.uniform(math.log(self.ratio[0]), math.log(self.ratio[1])))
+            columns, rows = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < columns <= width and 0 < rows <= height:
+                top, left = int(rng.integers(height - rows + 1)), int(rng.integers(width - columns + 1))
+                return left, top, left + columns, top + rows
+        ratio = min(max(width / height, self.ratio[0]), self.ratio[1])
+        columns, rows = min(width, round(height * ratio)), min(height, round(width / ratio))
+        left, top = (width - columns) // 2, (height - rows) // 2
+        return left, top, left + columns, top + rows
+
+    def __call__(self, image: Image, rng: np.random.Generator) -> Image:
+        """Return the crop, uint8 (3, H, W)."""
+        left, top, right, bottom = self.box(image.shape[1], image.shape[2], rng)
+        chosen = self.filters[int(rng.integers(len(self.filters)))]
+        return _resized(image[:, top:bottom, left:right], self.size, chosen)
+
+
+def _resized(image: Image, size: tuple[int, int], interpolation: str) -> Image:
+    if image.shape[1:] == size:
+        return image
+    with extra("images"):
+        from PIL import Image as Pillow
+
+    chosen = Pillow.Resampling[interpolation.upper()]
+    resized = Pillow.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0))).resize(size[::-1], chosen)
+    return np.asarray(resized).transpose(2, 0, 1)
+
+
+def _filter(name: Any) -> str:
+    name = "bilinear" if name == "default" else name
+    if name not in _FILTERS:
+        raise ConfigError(f"must be one of {', '.join(_FILTERS)}, not {name!r}", "interpolation")
+    return str(name)
+
+
+def _pair(name: str, size: int | Sequence[int]) -> tuple[int, int]:
+    sides = (size, size) if isinstance(size, int) else tuple(size)
+    if len(sides) == 1:
+        sides = sides * 2
+    if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
+        raise ConfigError(f"must be a number of pixels or (height, width), not {size!r}", name)
+    return sides[0], sides[1]

@@ -1,0 +1,173 @@
+"""RandAugment (arXiv 1909.13719): random operations of Pillow, with SuperGradients' configuration string."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.errors import ConfigError
+from slipstream.extras import extra
+from slipstream.registry import TRANSFORMS
+
+__all__ = ["RandAugmentTransform"]
+
+_MAX = 10.0
+_WEIGHTS = {
+    "Rotate": 0.3, "ShearX": 0.2, "ShearY": 0.2, "TranslateXRel": 0.1, "TranslateYRel": 0.1, "Color": 0.025,
+    "Sharpness": 0.025, "AutoContrast": 0.025, "Solarize": 0.005, "SolarizeAdd": 0.005, "Contrast": 0.005,
+    "Brightness": 0.005, "Equalize": 0.005, "Posterize": 0.0, "Invert": 0.0,
+}  # fmt: skip
+"""Probability of each operation with `w0`. Without it, all operations have the same probability."""
+_SIGNED = {"Rotate": 30.0, "ShearX": 0.3, "ShearY": 0.3, "TranslateXRel": 0.45, "TranslateYRel": 0.45}
+"""Argument at the largest magnitude of the operations whose argument has a random sign."""
+_ENHANCE = ("Color", "Contrast", "Brightness", "Sharpness")
+
+
+@TRANSFORMS.register_module()
+class RandAugmentTransform:
+    """Apply n random operations, each with probability 0.5 and a magnitude from 0 to 10.
+
+    Args:
+        config_str: `rand`, followed by sections separated by `-`: `m` and the magnitude (default: 10), `n` and the
+            number of operations (default: 2), `mstd` and the standard deviation of the magnitude (default: 0; `inf`
+            means uniformly random up to the magnitude), `inc1` for operations that all become stronger with the
+            magnitude, and `w0` for fixed probabilities of the operations. Example: `rand-m9-n3-mstd0.5`.
+        crop_size: no effect; translations are relative to the size of the image.
+        img_mean: color of the pixels outside the image, three numbers from 0 to 1.
+
+    Raises:
+        ConfigError: `config_str` has an unknown section, or `img_mean` is invalid.
+    """
+
+    def __init__(
+        self, config_str: str, crop_size: int = 224, img_mean: Sequence[float] = (0.5, 0.5, 0.5)
+    ) -> None:
+        if len(img_mean) != 3 or not all(0 <= value <= 1 for value in img_mean):
+            raise ConfigError(f"must be three numbers from 0 to 1, not {img_mean!r}", "img_mean")
+        red, green, blue = (min(255, round(255 * value)) for value in img_mean)
+        self.fill = (red, green, blue)
+        sections = _sections(config_str)
+        self.magnitude = float(sections.get("m", _MAX))
+        self.operations = int(sections.get("n", 2))
+        self.deviation = float(sections.get("mstd", 0))
+        self.increasing = "inc" in sections
+        self.weighted = "w" in sections
+        if sections.get("w", "0") != "0":
+            raise ConfigError(f"only the weights w0 exist, not w{sections['w']}", "config_str")
+
+    def __call__(self, image: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
+        """Return the image, uint8 (3, H, W), after the operations."""
+        with extra("images"):
+            from PIL import Image
+
+        names = list(_WEIGHTS)
+        weights = np.array(list(_WEIGHTS.values())) if self.weighted else None
+        chosen = rng.choice(
+            len(names),
+            self.operations,
+            replace=weights is None,
+            p=None if weights is None else weights / weights.sum(),
+        )
+        picture = Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0)))
+        for index in chosen:
+            if rng.random() < 0.5:
+                picture = self._apply(names[index], picture, self._drawn(rng), rng)
+        return np.asarray(picture).transpose(2, 0, 1)
+
+    def _drawn(self, rng: np.random.Generator) -> float:
+        magnitude = self.magnitude
+        if self.deviation == float("inf"):
+            magnitude = rng.uniform(0, magnitude)
+        elif self.deviation:
+            magnitude = rng.normal(magnitude, self.deviation)
+        return min(_MAX, max(0.0, magnitude))
+
+    def _apply(self, name: str, picture: Any, magnitude: float, rng: np.random.Generator) -> Any:
+        from PIL import ImageEnhance
+
+        part = magnitude / _MAX
+        sign = -1 if rng.random() < 0.5 else 1
+        if name in _SIGNED:
+            return self._moved(name, picture, sign * part * _SIGNED[name])
+        if name in _ENHANCE:
+            factor = 1 + sign * 0.9 * part if self.increasing else 0.1 + 1.8 * part
+            return getattr(ImageEnhance, name)(picture).enhance(factor)
+        return _COLORS[name](picture, part, self.increasing)
+
+    def _moved(self, name: str, picture: Any, value: float) -> Any:
+        from PIL import Image
+
+        bilinear = Image.Resampling.BILINEAR
+        if name == "Rotate":
+            return picture.rotate(value, bilinear, fillcolor=self.fill)
+        matrix = {
+            "ShearX": (1, value, 0, 0, 1, 0),
+            "ShearY": (1, 0, 0, value, 1, 0),
+            "TranslateXRel": (1, 0, value * picture.width, 0, 1, 0),
+            "TranslateYRel": (1, 0, 0, 0, 1, value * picture.height),
+        }[name]
+        return picture.transform(picture.size, Image.Transform.AFFINE, matrix, bilinear, fillcolor=self.fill)
+
+
+def _sections(text: str) -> dict[str, str]:
+    """Return the sections of a configuration string by name."""
+    first, *rest = text.split("-")
+    found = {}
+    for section in rest:
+        match = re.fullmatch(r"(mstd|inc|m|n|w)(\d+(?:\.\d+)?|inf)", section)
+        if match is None:
+            raise ConfigError(f"'{section}' is not one of m, n, mstd, inc and w with a number", "config_str")
+        found[match[1]] = match[2]
+    if first != "rand":
+        raise ConfigError(f"must start with 'rand', not '{first}'", "config_str")
+    return found
+
+
+def _autocontrast(picture: Any, part: float, increasing: bool) -> Any:
+    from PIL import ImageOps
+
+    return ImageOps.autocontrast(picture)
+
+
+def _equalize(picture: Any, part: float, increasing: bool) -> Any:
+    from PIL import ImageOps
+
+    return ImageOps.equalize(picture)
+
+
+def _invert(picture: Any, part: float, increasing: bool) -> Any:
+    from PIL import ImageOps
+
+    return ImageOps.invert(picture)
+
+
+def _posterize(picture: Any, part: float, increasing: bool) -> Any:
+    bits = int(part * 4)
+    mask = 256 - 2 ** (8 - (4 - bits if increasing else bits))
+    return picture.point([value & mask for value in range(256)] * 3)
+
+
+def _solarize(picture: Any, part: float, increasing: bool) -> Any:
+    from PIL import ImageOps
+
+    threshold = int(part * 256)
+    return ImageOps.solarize(picture, 256 - threshold if increasing else threshold)
+
+
+def _solarize_add(picture: Any, part: float, increasing: bool) -> Any:
+    added = int(part * 110)
+    return picture.point([min(255, value + added) if value < 128 else value for value in range(256)] * 3)
+
+
+_COLORS: Mapping[str, Callable[[Any, float, bool], Any]] = {
+    "AutoContrast": _autocontrast,
+    "Equalize": _equalize,
+    "Invert": _invert,
+    "Posterize": _posterize,
+    "Solarize": _solarize,
+    "SolarizeAdd": _solarize_add,
+}

@@ -1,0 +1,93 @@
+"""Replace a package that other programs import, whether or not it is installed, and run a script with it."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from multiprocessing import parent_process
+from pathlib import Path
+from types import ModuleType
+
+from slipstream.errors import ConfigError
+from slipstream.logging import print_log
+
+__all__ = ["ReplacementFinder", "install_finder", "run_script"]
+
+
+class ReplacementFinder(MetaPathFinder, ABC):
+    """Find the package `name` and all of its submodules."""
+
+    name: str
+    """Name of the package that is replaced."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a module of the package, or None for other packages."""
+        return self.spec_of(fullname) if fullname.split(".")[0] == self.name else None
+
+    @abstractmethod
+    def spec_of(self, fullname: str) -> ModuleSpec:
+        """Return the spec of the module `fullname`, whose first part is `name`.
+
+        Raises:
+            ImportError: the replacement has no such module.
+        """
+
+    @abstractmethod
+    def is_own(self, module: ModuleType) -> bool:
+        """Return whether a module named `name` is the replacement."""
+
+
+def install_finder(finder: ReplacementFinder, package: str, workers: str) -> None:
+    """Make `import NAME` import the replacement of `finder`. Further calls with such a finder have no effect.
+
+    Processes that are started with `spawn` or `forkserver` receive `sys.path`, but not the finder. Therefore the folder
+    `workers` with a package NAME, which imports `package`, is inserted after the folder of the script.
+
+    Args:
+        finder: the finder.
+        package: the package that calls this function, for messages.
+        workers: folder with a package NAME for worker processes.
+
+    Raises:
+        ConfigError: the package itself is imported already.
+    """
+    name = finder.name
+    loaded = sys.modules.get(name)
+    if loaded is not None and not finder.is_own(loaded):
+        raise ConfigError(
+            f"{name} is already imported from {getattr(loaded, '__file__', 'an unknown file')}, and two versions "
+            f"cannot be used in one process; import {package} before {name} and before any library that imports it"
+        )
+    if any(type(other) is type(finder) for other in sys.meta_path):
+        return
+    sys.meta_path.insert(0, finder)
+    if workers not in sys.path:
+        sys.path.insert(1, workers)
+    if parent_process() is None:  # not again in each worker
+        print_log(f"import {name} now imports Slipstream ({package})", "current")
+
+
+def run_script(arguments: Sequence[str], command: str, install: Callable[[], None]) -> None:
+    """Run the script `arguments[0]` with the other arguments, after `install`.
+
+    Args:
+        arguments: the script, and its arguments.
+        command: the command before the script, for messages.
+        install: called before the script.
+
+    Raises:
+        ConfigError: there is no such script.
+    """
+    install()
+    if not arguments or not Path(arguments[0]).is_file():
+        what = f"'{arguments[0]}' is not a file" if arguments else "the script is missing"
+        raise ConfigError(f"{what}; use {command} SCRIPT.py [ARGUMENTS]")
+    sys.argv[:] = arguments
+    sys.path[0] = str(Path(arguments[0]).resolve().parent)  # as if Python had started the script
+    runpy.run_path(arguments[0], run_name="__main__")

@@ -1,0 +1,60 @@
+"""The shortcut `data_root_dir` for recipes that contain the folders of their datasets."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+__all__ = ["set_data_root"]
+
+_SECTIONS = tuple(f"{split}_dataset_params" for split in ("train", "val", "test"))
+_ROOTS = ("root_dir", "root", "data_root", "data_dir")
+_SHORTCUT = "data_root_dir"
+
+
+def set_data_root(values: Mapping[str, Any], raw: Mapping[str, Any], overrides: Iterable[str]) -> None:
+    """Replace hard-coded folders of datasets if `data_root_dir` is among the overrides.
+
+    The folder that all hard-coded folders have in common is replaced, so the subfolders of training and validation
+    images are kept: with /data/imagenet/train and /data/imagenet/val, `data_root_dir=DIR` results in DIR/train and
+    DIR/val. Folders that the recipe derives from `data_root_dir`, or that another override sets, do not change. A
+    warning is logged if the recipe has no folder of a dataset.
+
+    Args:
+        values: the composed recipe; its `dataset_params` are changed.
+        raw: the recipe before interpolations are resolved.
+        overrides: overrides of the command line.
+    """
+    keys = {override.lstrip("+~").partition("=")[0] for override in overrides}
+    if _SHORTCUT not in keys or not (folder := values.get(_SHORTCUT)):
+        return
+    data, raw_data = _section(values, "dataset_params"), _section(raw, "dataset_params")
+    derived, fixed = False, []
+    for section in _SECTIONS:
+        params, raw_params = _section(data, section), _section(raw_data, section)
+        for key in _ROOTS:
+            if not isinstance(params.get(key), str):
+                continue
+            if _SHORTCUT in str(raw_params.get(key)) or f"dataset_params.{section}.{key}" in keys:
+                derived = True
+            else:
+                fixed.append((params, key))
+    if fixed:
+        common = os.path.commonpath([str(PurePosixPath(params[key])) for params, key in fixed])
+        for params, key in fixed:
+            below = PurePosixPath(params[key]).relative_to(common)
+            params[key] = str(PurePosixPath(str(folder)) / below)
+    elif not derived:
+        logging.getLogger("slipstream").warning(
+            "data_root_dir=%s has no effect: no dataset of this recipe has a folder (%s)",
+            folder,
+            ", ".join(_ROOTS),
+        )
+
+
+def _section(values: Mapping[str, Any], key: str) -> Any:
+    found = values.get(key)
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,78 @@
+"""Short words of the command line (`lr=0.01`) for recipes in the Runner's syntax."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from slipstream.config import Config
+from slipstream.config.flow import parse_value
+
+__all__ = ["runner_overrides", "set_ema"]
+
+_LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
+_ROOTS = ("data_root", "root_dir", "root")
+_KEYS = {
+    "lr": ("optim_wrapper.optimizer.lr",),
+    "batch_size": ("train_dataloader.batch_size",),
+    "val_batch_size": ("val_dataloader.batch_size",),
+    "epochs": ("train_cfg.max_epochs",),
+    "num_workers": tuple(f"{loader}.num_workers" for loader in _LOADERS),
+    "data_root_dir": tuple(f"{loader}.dataset.{root}" for loader in _LOADERS for root in _ROOTS),
+}
+"""Keys of the Runner that each short word sets."""
+
+
+def runner_overrides(cfg: Config, overrides: Iterable[str]) -> list[str]:
+    """Return the overrides with short words replaced by the keys of the Runner that they set.
+
+    The words are `lr`, `batch_size`, `val_batch_size`, `epochs`, `num_workers` and `data_root_dir`, as in recipes in
+    SuperGradients' syntax. A word that is a key of the configuration, and a word that matches no section of it, is not
+    replaced. If no dataset has a folder, `data_root_dir` is removed, and a warning is logged.
+    """
+    replaced = []
+    for override in overrides:
+        word, equals, value = override.partition("=")
+        if not equals or word in cfg or word not in _KEYS:
+            replaced.append(override)
+        elif keys := [key for key in _KEYS[word] if _applies(cfg, key, word == "data_root_dir")]:
+            replaced += [f"{key}={value}" for key in keys]
+        elif word == "data_root_dir":
+            logging.getLogger("slipstream").warning(
+                "%s has no effect: no dataset of this recipe has a folder (%s)", override, ", ".join(_ROOTS)
+            )
+        else:
+            replaced.append(override)
+    return replaced
+
+
+def set_ema(cfg: Config, overrides: Iterable[str]) -> list[str]:
+    """Apply the short word `ema=True` or `ema=False`, and return the other overrides.
+
+    `False` removes each `EMAHook` of the recipe. `True` enables the speed option `ema` if there is none. Any other
+    value is left to the error for unknown keys.
+    """
+    rest = []
+    for override in overrides:
+        word, _, value = override.partition("=")
+        enabled = parse_value(value) if word == "ema" and "ema" not in cfg else None
+        if not isinstance(enabled, bool):
+            rest.append(override)
+            continue
+        hooks = list(cfg.get("custom_hooks") or ())
+        others = [hook for hook in hooks if not (isinstance(hook, Mapping) and hook.get("type") == "EMAHook")]
+        if not enabled:
+            cfg.custom_hooks = others
+        elif len(others) == len(hooks):
+            rest.append("speed.ema=True")
+    return rest
+
+
+def _applies(cfg: Mapping[str, Any], key: str, must_exist: bool) -> bool:
+    """Return whether the section of the dotted `key` exists, and the key itself if it must."""
+    *parents, last = key.split(".")
+    node: Any = cfg
+    for parent in parents:
+        node = node.get(parent) if isinstance(node, Mapping) else None
+    return isinstance(node, Mapping) and (last in node or not must_exist)

@@ -1,0 +1,81 @@
+"""SuperGradients' functions that prepare the process: devices, ranks and loggers."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from slipstream.devices import device_type
+from slipstream.dist import infer_launcher, master_only
+from slipstream.errors import ConfigError
+
+__all__ = [
+    "SUPPORTED_VERSION",
+    "get_logger",
+    "init_trainer",
+    "is_distributed",
+    "multi_process_safe",
+    "setup_device",
+]
+
+SUPPORTED_VERSION = "3.7.1"
+"""The version of SuperGradients whose interface is replaced."""
+
+_SEVERAL = ("DDP", "DP", "AUTO")
+
+multi_process_safe = master_only
+
+
+def init_trainer() -> None:
+    """Do nothing: a Runner prepares the process."""
+
+
+def is_distributed() -> bool:
+    """Return whether a launcher has started this process."""
+    return infer_launcher() != "none"
+
+
+def get_logger(logger_name: str = "slipstream", log_level: Any = None) -> logging.Logger:
+    """Return a logger of Python's `logging`."""
+    logger = logging.getLogger(logger_name)
+    if log_level is not None:
+        logger.setLevel(log_level)
+    return logger
+
+
+def setup_device(multi_gpu: Any = None, num_gpus: int | None = None, device: str | None = "cuda") -> None:
+    """Check that the process runs on the wanted devices, which the machine and the launcher determine.
+
+    Args:
+        multi_gpu: a `MultiGPUMode` or its name; or a device, as in `setup_device('cpu')`.
+        num_gpus: number of devices; -1 for all, 0 for the CPU.
+        device: 'cuda' for the accelerator of this machine, if there is one, or 'cpu'.
+
+    Raises:
+        ConfigError: the script must be started in another way; the message contains the command.
+    """
+    import torch
+
+    if multi_gpu in ("cpu", "cuda"):  # SuperGradients' documents pass the device first
+        multi_gpu, device = None, multi_gpu
+    if device not in (None, "cpu", "cuda"):
+        raise ConfigError(f"must be 'cpu' or 'cuda', not {device!r}", "device")
+    kind = device_type()
+    if (device == "cpu" or num_gpus == 0) and kind != "cpu":
+        hidden = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}.get(kind)
+        how = (
+            f"start the script with {hidden}= (empty)" if hidden else "hide the accelerator from the process"
+        )
+        raise ConfigError(
+            f"a Runner uses the accelerator of the machine ({kind}); to train on the CPU, {how}", "device"
+        )
+    name = str(getattr(multi_gpu, "value", multi_gpu)).upper()
+    wanted = num_gpus if num_gpus is not None else -1 if name in _SEVERAL else 1
+    available = torch.accelerator.device_count() if kind != "cpu" else 1
+    count = available if wanted == -1 else wanted
+    if min(count, available) > 1 and not is_distributed():
+        raise ConfigError(
+            f"to train on {count} devices, start the script with torchrun --nproc-per-node {count} -m "
+            "slipstream.supergradients SCRIPT.py",
+            "num_gpus" if num_gpus is not None else "multi_gpu",
+        )

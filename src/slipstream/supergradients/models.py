@@ -1,0 +1,99 @@
+"""SuperGradients' `models.get`, with its order of arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from slipstream.apps.zoo import models
+from slipstream.errors import ConfigError
+from slipstream.registry import MODELS
+
+__all__ = ["get", "load_checkpoint_to_model"]
+
+_MATCHING = "no_key_matching"
+"""SuperGradients' default: tensors are matched by order if the names differ."""
+
+
+def get(
+    model_name: str,
+    arch_params: Mapping[str, Any] | None = None,
+    num_classes: int | None = None,
+    strict_load: Any = _MATCHING,
+    checkpoint_path: str | Path | None = None,
+    pretrained_weights: str | None = None,
+    load_backbone: bool = False,
+    download_required_code: bool = True,
+    checkpoint_num_classes: int | None = None,
+    num_input_channels: int | None = None,
+) -> nn.Module:
+    """Return a network of Slipstream, or of a class that `register_model` has registered.
+
+    Args:
+        model_name: name of the network.
+        arch_params: arguments of the network.
+        num_classes: number of classes.
+        strict_load, checkpoint_path, load_backbone, checkpoint_num_classes: see `slipstream.apps.zoo.models.get`.
+        pretrained_weights: must be None, because downloads are not supported.
+        download_required_code: no effect, because nothing is downloaded.
+        num_input_channels: number of channels of the images. Default: that of the network, usually 3.
+
+    Raises:
+        UnknownNameError: if the network does not exist.
+        ConfigError: if `load_backbone` is set without a checkpoint; otherwise see `slipstream.apps.zoo.models.get`.
+    """
+    if load_backbone and not checkpoint_path:
+        raise ConfigError("requires checkpoint_path", "load_backbone")
+    options = dict(arch_params or {})
+    if num_input_channels not in (None, 3):
+        options["in_channels"] = num_input_channels
+    if model_name not in models.names() and model_name in MODELS:
+        return _registered(model_name, options, num_classes, strict_load, checkpoint_path, load_backbone)
+    return models.get(
+        model_name,
+        num_classes,
+        arch_params=options,
+        checkpoint_path=checkpoint_path,
+        strict_load=strict_load,
+        load_backbone=load_backbone,
+        checkpoint_num_classes=checkpoint_num_classes,
+        pretrained_weights=pretrained_weights,
+    )
+
+
+def load_checkpoint_to_model(
+    net: nn.Module,
+    ckpt_local_path: str | Path,
+    load_backbone: bool = False,
+    strict: Any = _MATCHING,
+    load_weights_only: bool = True,
+    load_ema_as_net: bool = False,
+    load_processing_params: bool = False,
+) -> None:
+    """Load the weights of a file into a network; see `slipstream.apps.zoo.models.load`.
+
+    The last three arguments have no effect: only weights are loaded, and those of the EMA if the file contains them.
+    """
+    models.load(net, ckpt_local_path, strict, load_backbone)
+
+
+def _registered(
+    name: str,
+    options: dict[str, Any],
+    num_classes: int | None,
+    strict_load: Any,
+    checkpoint_path: str | Path | None,
+    load_backbone: bool,
+) -> nn.Module:
+    known = inspect.signature(MODELS.resolve(name)).parameters
+    if num_classes is not None and "num_classes" in known:
+        options["num_classes"] = num_classes
+    arguments = {"arch_params": options} if "arch_params" in known else options
+    network: nn.Module = MODELS.build({"type": name, **arguments})
+    if checkpoint_path is not None:
+        models.load(network, checkpoint_path, strict_load, load_backbone)
+    return network

@@ -1,0 +1,162 @@
+"""The import paths of SuperGradients' documents, and the objects of Slipstream that they import."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from slipstream.errors import did_you_mean
+
+__all__ = ["MODULES", "missing"]
+
+_OWN = "slipstream.supergradients"
+_TRAINER = {"Trainer": f"{_OWN}.trainer:Trainer"}
+_ENUMS = {name: f"{_OWN}.object_names:{name}" for name in ("MultiGPUMode", "StrictLoad")}
+_NAMES = {name: f"{_OWN}.object_names:{name}" for name in ("Losses", "Models")}
+_SETUP = {
+    name: f"{_OWN}.environment:{name}" for name in ("init_trainer", "is_distributed", "multi_process_safe")
+}
+_DEVICE = {"setup_device": f"{_OWN}.environment:setup_device"}
+_KINDS = (
+    "callback",
+    "collate_function",
+    "dataset",
+    "loss",
+    "metric",
+    "model",
+    "optimizer",
+    "sampler",
+    "transform",
+)
+_REGISTERS = {f"register_{kind}": f"{_OWN}.registry:register_{kind}" for kind in _KINDS}
+_METRICS = {
+    "Accuracy": "slipstream.training.metrics:Accuracy",
+    "Top5": "slipstream.training.metrics:Top5",
+}
+_SEG_METRICS = {name: f"slipstream.training.metrics:{name}" for name in ("Dice", "IoU", "PixelAccuracy")}
+_LOSSES = {
+    "CrossEntropyLoss": "slipstream.training.losses:CrossEntropyLoss",
+    "DiceCEEdgeLoss": "slipstream.apps.zoo:DiceCEEdgeLoss",
+    "STDCLoss": "slipstream.apps.zoo:STDCLoss",
+}
+_CALLBACKS = {
+    name: f"slipstream.training.callbacks:{name}"
+    for name in (
+        "Callback",
+        "EarlyStop",
+        "Phase",
+        "PhaseCallback",
+        "PhaseContext",
+        "SlidingWindowValidationCallback",
+    )
+}
+_TRANSFORMS = {
+    name: f"slipstream.dataset:{name}"
+    for name in (
+        "SegColorJitter", "SegConvertToTensor", "SegCropImageAndMask", "SegNormalize", "SegPadShortToCropSize",
+        "SegRandomFlip", "SegRandomRescale", "SegRescale", "SegStandardize",
+    )
+}  # fmt: skip
+_CLASSIFICATION = {
+    "Cifar10": "slipstream.dataset:CIFAR10",
+    "ImageNetDataset": "slipstream.dataset:ImageNetDataset",
+}
+_SEGMENTATION = {
+    name: f"slipstream.dataset:{name}" for name in ("CityscapesConcatDataset", "CityscapesDataset")
+}
+_LOADERS = {
+    "get": "slipstream.training.dataloaders:get",
+    "get_data_loader": "slipstream.training.dataloaders:get",
+    **{
+        f"{name}_{split}": f"slipstream.training.dataloaders:{name}_{split}"
+        for name in (
+            "cifar10", "cityscapes", "cityscapes_ddrnet", "cityscapes_regseg48", "cityscapes_stdc_seg50",
+            "cityscapes_stdc_seg75", "imagenet", "imagenet_resnet50",
+        )
+        for split in ("train", "val")
+    },
+}  # fmt: skip
+_MODELS = {"get": f"{_OWN}.models:get", **_NAMES}
+
+MODULES: Mapping[str, Mapping[str, str]] = {
+    "super_gradients": {
+        **_TRAINER,
+        **_SETUP,
+        **_DEVICE,
+        "__version__": f"{_OWN}.environment:SUPPORTED_VERSION",
+    },
+    "super_gradients.common": {**_SETUP, **_ENUMS},
+    "super_gradients.common.abstractions": {},
+    "super_gradients.common.abstractions.abstract_logger": {"get_logger": f"{_OWN}.environment:get_logger"},
+    "super_gradients.common.data_types": _ENUMS,
+    "super_gradients.common.data_types.enum": _ENUMS,
+    "super_gradients.common.environment": {},
+    "super_gradients.common.environment.cfg_utils": {"load_recipe": f"{_OWN}.hyperparams:load_recipe"},
+    "super_gradients.common.environment.ddp_utils": _SETUP,
+    "super_gradients.common.environment.env_helpers": _SETUP,
+    "super_gradients.common.object_names": _NAMES,
+    "super_gradients.common.registry": _REGISTERS,
+    "super_gradients.common.registry.registry": _REGISTERS,
+    "super_gradients.training": {**_TRAINER, **_ENUMS},
+    "super_gradients.training.dataloaders": _LOADERS,
+    "super_gradients.training.dataloaders.dataloaders": _LOADERS,
+    "super_gradients.training.datasets": {**_CLASSIFICATION, **_SEGMENTATION},
+    "super_gradients.training.datasets.classification_datasets": _CLASSIFICATION,
+    "super_gradients.training.datasets.segmentation_datasets": _SEGMENTATION,
+    "super_gradients.training.losses": _LOSSES,
+    "super_gradients.training.metrics": {**_METRICS, **_SEG_METRICS},
+    "super_gradients.training.metrics.classification_metrics": _METRICS,
+    "super_gradients.training.metrics.segmentation_metrics": _SEG_METRICS,
+    "super_gradients.training.models": _MODELS,
+    "super_gradients.training.models.model_factory": {"get": f"{_OWN}.models:get"},
+    "super_gradients.training.sg_trainer": {**_TRAINER, "StrictLoad": _ENUMS["StrictLoad"]},
+    "super_gradients.training.training_hyperparams": {"get": f"{_OWN}.hyperparams:get"},
+    "super_gradients.training.transforms": _TRANSFORMS,
+    "super_gradients.training.transforms.transforms": _TRANSFORMS,
+    "super_gradients.training.utils": {},
+    "super_gradients.training.utils.callbacks": _CALLBACKS,
+    "super_gradients.training.utils.callbacks.base_callbacks": _CALLBACKS,
+    "super_gradients.training.utils.callbacks.callbacks": _CALLBACKS,
+    "super_gradients.training.utils.checkpoint_utils": {
+        "load_checkpoint_to_model": f"{_OWN}.models:load_checkpoint_to_model"
+    },
+    "super_gradients.training.utils.distributed_training_utils": {**_DEVICE, **_SETUP},
+}
+"""Names of each module, and the module and attribute of Slipstream."""
+
+_TOPICS = (
+    (r"kd|distill", "knowledge distillation is not supported; train the student by itself"),
+    (
+        r"detection|yolo|ssd|pose|keypoint|dekr|bbox|nms",
+        "object detection and pose estimation are not supported; semantic segmentation and image classification are",
+    ),
+    (r"quantiz|qat|ptq|calibrat", "quantization is not supported"),
+    (
+        r"export|conver|onnx|coreml",
+        "export is not supported; use torch.export or torch.onnx.export with the network",
+    ),
+    (
+        r"lr_?callback|lr_?scheduler|lr_?warmup",
+        "set lr_mode='FunctionLRScheduler' and lr_schedule_function, or use a scheduler of torch by name",
+    ),
+    (r"decay", "set ema_params to constant, threshold or exp"),
+    (r"sg_?logger", "set sg_logger by name ('wandb_sg_logger'), or use a hook of slipstream.hooks"),
+    (r"visual", "use `slipstream predict`, or slipstream.visualization"),
+    (
+        r"train_from_recipe|recipes",
+        "use `slipstream train RECIPE`, or python -m slipstream.train_from_recipe",
+    ),
+)
+
+
+def missing(fullname: str) -> str:
+    """Return why a module or a name of SuperGradients cannot be imported, and what to use instead."""
+    parent, _, name = fullname.rpartition(".")
+    where = [module for module, names in MODULES.items() if name in names]
+    if where:
+        return f"cannot import {fullname}: '{name}' is in {where[0]}"
+    reason = next((text for pattern, text in _TOPICS if re.search(pattern, fullname, re.IGNORECASE)), "")
+    children = [module.rpartition(".")[2] for module in MODULES if module.startswith(f"{parent}.")]
+    hint = "" if reason else did_you_mean(name, [*MODULES.get(parent, ()), *children])
+    reason = reason or "docs/from_supergradients.md lists the paths that can be imported"
+    return f"{fullname} is not part of Slipstream's replacement of SuperGradients{hint}; {reason}"

@@ -1,0 +1,67 @@
+"""SuperGradients' names of networks and losses, and its enums."""
+
+from __future__ import annotations
+
+from enum import Enum, StrEnum
+
+from slipstream.apps.zoo import models
+from slipstream.errors import SlipstreamError, did_you_mean
+
+__all__ = ["Losses", "Models", "MultiGPUMode", "StrictLoad"]
+
+
+class MissingNetworkError(SlipstreamError, AttributeError):
+    """`Models` has no network of this name."""
+
+
+class _Networks(type):
+    """The names of all networks as attributes in capital letters."""
+
+    def __getattr__(cls, name: str) -> str:
+        known = {network.upper(): network for network in models.names()}
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name not in known:
+            raise MissingNetworkError(
+                f"Models.{name} is not a network of Slipstream{did_you_mean(name, known)} "
+                f"(available: {', '.join(sorted(known))}); networks of other libraries can be passed to Trainer.train"
+            )
+        return known[name]
+
+    def __dir__(cls) -> list[str]:
+        return [network.upper() for network in models.names()]
+
+
+class Models(metaclass=_Networks):
+    """Names of networks for `models.get`: `Models.DDRNET_23` is `'ddrnet_23'`.
+
+    Raises:
+        MissingNetworkError: when an attribute is read, if Slipstream does not have this network.
+    """
+
+
+class Losses:
+    """Names of losses for `training_params['loss']`."""
+
+    CROSS_ENTROPY = "CrossEntropyLoss"
+    DICE_CE_EDGE_LOSS = "DiceCEEdgeLoss"
+    MSE = "MSE"
+    STDC_LOSS = "STDCLoss"
+
+
+class StrictLoad(Enum):
+    """How the names of a checkpoint's tensors must match those of the network."""
+
+    OFF = False
+    ON = True
+    NO_KEY_MATCHING = "no_key_matching"
+    KEY_MATCHING = "key_matching"
+
+
+class MultiGPUMode(StrEnum):
+    """How a script uses several devices."""
+
+    OFF = "Off"
+    DATA_PARALLEL = "DP"
+    DISTRIBUTED_DATA_PARALLEL = "DDP"
+    AUTO = "AUTO"

@@ -1,0 +1,11 @@
+"""Replaces itself with Slipstream's `super_gradients`, in a process without `slipstream.supergradients`."""
+
+import importlib
+import sys
+
+__all__: list[str] = []
+
+if __name__ == "super_gradients":
+    del sys.modules[__name__]
+    importlib.import_module("slipstream.supergradients")
+    importlib.import_module(__name__)

@@ -1,0 +1,60 @@
+"""Tasks of SuperGradients' recipes that are not supported: an error that names the task, before anything is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.errors import ConfigError
+
+__all__ = ["SUPPORTED", "check_task"]
+
+SUPPORTED = "semantic segmentation and image classification"
+_TASKS = {
+    "pose estimation": re.compile(r"pose|dekr|rescoring|keypoint", re.IGNORECASE),
+    "object detection": re.compile(
+        r"yolo|(?<![a-z])ssd|detection|roboflow|coco2017_(train|val)", re.IGNORECASE
+    ),
+    "knowledge distillation": re.compile(r"^kd_module$|KDLoss|KDLogitsLoss"),
+    "quantization": re.compile(r"QATRecipeModificationCallback|PTQRecipeModificationCallback"),
+}
+_REMEDIES = {
+    "knowledge distillation": "train the student by itself: set architecture, arch_params and a loss without a teacher",
+    "quantization": "remove pre_launch_callbacks_list",
+}
+
+
+def check_task(recipe: Mapping[str, Any]) -> None:
+    """Check the task of a recipe from the names of its network, data loaders and datasets.
+
+    Args:
+        recipe: a recipe; its interpolations may be unresolved.
+
+    Raises:
+        ConfigError: the task is pose estimation, object detection, distillation or quantization.
+    """
+    for path, name in _names(recipe):
+        for task, pattern in _TASKS.items():
+            if pattern.search(name):
+                remedy = f"; {_REMEDIES[task]}" if task in _REMEDIES else ""
+                raise ConfigError(
+                    f"'{name}' is for {task}, and this task is not supported. Recipes train networks for {SUPPORTED}"
+                    f"{remedy}",
+                    path,
+                )
+
+
+def _names(recipe: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the config paths and values of the names that determine the task."""
+    found = [(key, recipe.get(key)) for key in ("architecture", "train_dataloader", "val_dataloader")]
+    data = recipe.get("dataset_params")
+    for section in ("train_dataloader_params", "val_dataloader_params"):
+        loader = data.get(section) if isinstance(data, Mapping) else None
+        if isinstance(loader, Mapping):
+            found.append((f"dataset_params.{section}.dataset", loader.get("dataset")))
+    for entry in recipe.get("pre_launch_callbacks_list") or ():
+        found.append(
+            ("pre_launch_callbacks_list", entry if isinstance(entry, str) else next(iter(entry), None))
+        )
+    return [(path, name) for path, name in found if isinstance(name, str) and "${" not in name]

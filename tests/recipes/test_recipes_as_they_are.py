@@ -1,0 +1,181 @@
+"""SuperGradients' recipes for supported networks train unchanged, and the others say what is not supported."""
+
+import logging
+import re
+
+import pytest
+from predecessor_folder import CLASSES, write_data, write_recipes
+
+from slipstream.errors import ConfigError
+from slipstream.recipes import compose
+from slipstream.runner import Runner
+from slipstream.speed import SpeedPlan
+from slipstream.training.recipe import recipe_config
+
+pytest.importorskip("hydra")
+
+TRAINED = {
+    "cifar10_resnet": "cifar10",
+    "cityscapes_al_ddrnet": "cityscapes",
+    "cityscapes_ddrnet": "cityscapes",
+    "cityscapes_pplite_seg50": "cityscapes",
+    "cityscapes_pplite_seg75": "cityscapes",
+    "cityscapes_regseg48": "cityscapes",
+    "cityscapes_stdc_seg50": "cityscapes",
+    "cityscapes_stdc_seg75": "cityscapes",
+    "imagenet_resnet50": "imagenet",
+    **{f"cityscapes_segformer_b{size}": "cityscapes" for size in range(6)},
+}
+FAST = ("cifar10_resnet", "cityscapes_pplite_seg75", "cityscapes_regseg48")
+OWN = {
+    "cityscapes_al_ddrnet": ["checkpoint_params.checkpoint_path=null"],  # `???` in the recipe
+    "imagenet_resnet50": [
+        f"arch_params.num_classes={CLASSES}",
+        f"dataset_params.train_dataloader_params.collate_fn.num_classes={CLASSES}",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("predecessor")
+    return write_recipes(root / "recipes"), write_data(root / "data")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in TRAINED]
+)
+def test_a_recipe_gives_a_plan_and_trains_two_steps(folders, tmp_path, name):
+    recipes, data = folders
+    overrides = [
+        f"data_root_dir={data / TRAINED[name]}",
+        f"ckpt_root_dir={tmp_path}",
+        "num_workers=0",
+        "epochs=1",
+        "training_hyperparams.max_train_batches=2",
+        "training_hyperparams.max_valid_batches=1",
+        "training_hyperparams.lr_warmup_epochs=0",
+        *OWN.get(name, []),
+    ]
+    cfg = recipe_config(compose(name, overrides, recipes))
+    runner = Runner.from_cfg(cfg)
+    before = [parameter.detach().clone() for parameter in runner.model.parameters()]
+    runner.train()
+    assert runner.iter == 2
+    options = SpeedPlan.read(training_params=cfg["training_params"])
+    assert (options.ema is not None) is bool(cfg["training_params"].get("ema"))
+    changed = [not p.equal(q) for p, q in zip(runner.model.parameters(), before, strict=True)]
+    assert sum(changed) > 0.9 * len(changed)
+    metric = "Accuracy" if TRAINED[name] in ("cifar10", "imagenet") else "IoU"
+    assert 0 <= runner.message_hub.log_scalars[f"val/{metric}"].current() <= 1
+
+
+def test_a_base_recipe_names_the_recipes_that_extend_it(folders):
+    with pytest.raises(ConfigError, match=r"base of other recipes.*cityscapes_segformer_b0.*_b5\)") as error:
+        compose("cityscapes_segformer", (), folders[0])
+    assert error.value.path == "architecture"
+    with pytest.raises(ConfigError, match="a recipe without a loss is only a base of other recipes"):
+        recipe_config(compose("cityscapes_stdc_base", (), folders[0]))
+
+
+@pytest.mark.parametrize(
+    ("keys", "task", "path"),
+    [
+        (
+            "architecture: yolo_nas_s\nnum_classes: ${roboflow_dataset_num_classes:a}",
+            "object detection",
+            "architecture",
+        ),
+        ("architecture: yolo_nas_pose_s", "pose estimation", "architecture"),
+        (
+            "architecture: ???\ntrain_dataloader: coco2017_train_yolo_nas",
+            "object detection",
+            "train_dataloader",
+        ),
+        ("architecture: net\ntrain_dataloader: coco2017_pose_train", "pose estimation", "train_dataloader"),
+        ("architecture: kd_module\nstudent_architecture: resnet50", "knowledge distillation", "architecture"),
+        (
+            "dataset_params: {train_dataloader_params: {dataset: COCODetectionDataset}}",
+            "object detection",
+            "dataset_params.train_dataloader_params.dataset",
+        ),
+        (
+            "architecture: resnet18\npre_launch_callbacks_list: [QATRecipeModificationCallback: {}]",
+            "quantization",
+            "pre_launch_callbacks_list",
+        ),
+    ],
+)
+def test_a_recipe_of_another_task_says_so_before_its_values_are_read(tmp_path, keys, task, path):
+    (tmp_path / "other.yaml").write_text(f"training_hyperparams: {{max_epochs: '???'}}\n{keys}\n")
+    with pytest.raises(ConfigError, match=f"is for {task}, and this task is not supported") as error:
+        compose("other", (), tmp_path)
+    assert error.value.path == path
+    assert "semantic segmentation and image classification" in str(error.value)
+
+
+def test_data_root_dir_replaces_the_common_folder_of_hard_coded_roots(folders):
+    recipes, _ = folders
+    data = compose("cityscapes_ddrnet", ["data_root_dir=/mine"], recipes)["dataset_params"]
+    assert [data[f"{split}_dataset_params"]["root_dir"] for split in ("train", "val")] == ["/mine", "/mine"]
+    data = compose("imagenet_resnet50", ["data_root_dir=/mine"], recipes)["dataset_params"]
+    assert [data[f"{split}_dataset_params"]["root"] for split in ("train", "val")] == [
+        "/mine/train",
+        "/mine/val",
+    ]
+    own = ["data_root_dir=/mine", "dataset_params.val_dataset_params.root_dir=/other"]
+    data = compose("cityscapes_ddrnet", own, recipes)["dataset_params"]
+    assert [data[f"{split}_dataset_params"]["root_dir"] for split in ("train", "val")] == ["/mine", "/other"]
+    assert compose("cityscapes_ddrnet", (), recipes)["dataset_params"]["train_dataset_params"][
+        "root_dir"
+    ] == ("/data/cityscapes")
+
+
+def test_data_root_dir_without_a_folder_is_a_warning(tmp_path, caplog):
+    (tmp_path / "mine.yaml").write_text("architecture: regseg48\ntraining_hyperparams: {max_epochs: 1}\n")
+    with caplog.at_level(logging.WARNING):
+        compose("mine", ["data_root_dir=/mine"], tmp_path)
+    assert "data_root_dir=/mine has no effect" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("{_target_: numpy.arange, start: 100, stop: 250, step: 50}", [100, 150, 200]),
+        ("{_target_: numpy.arange, _args_: [3]}", [0, 1, 2]),
+        ("{_target_: numpy.linspace, start: 0, stop: 1, num: 3}", [0.0, 0.5, 1.0]),
+        ("{_target_: super_gradients.training.utils.utils.empty_list}", []),
+    ],
+)
+def test_ranges_are_computed_and_nothing_is_imported(tmp_path, target, expected):
+    (tmp_path / "mine.yaml").write_text(f"training_hyperparams: {{lr_updates: {target}}}\n")
+    assert compose("mine", (), tmp_path)["training_hyperparams"]["lr_updates"] == expected
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("{_target_: numpy.arange, stop: 1000000000}", "more than 100,000"),
+        ("{_target_: numpy.arange, start: 1, stop: 2, step: 0}", "the arguments of numpy.arange are invalid"),
+        ("{_target_: numpy.linspace, begin: 1}", "the arguments of numpy.linspace are invalid"),
+    ],
+)
+def test_an_invalid_range_names_its_key(tmp_path, target, message):
+    (tmp_path / "mine.yaml").write_text(f"training_hyperparams: {{lr_updates: {target}}}\n")
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        compose("mine", (), tmp_path)
+    assert error.value.path == "training_hyperparams.lr_updates"
+
+
+def test_another_number_of_classes_in_the_checkpoint_is_passed_to_the_loader(folders):
+    overrides = ["checkpoint_params.checkpoint_path=x.pth", "checkpoint_params.checkpoint_num_classes=1000"]
+    recipe = compose("cityscapes_regseg48", overrides, folders[0])
+    assert recipe_config(recipe)["model"]["pretrained"]["other_classes"] is True
+    recipe["checkpoint_params"]["checkpoint_num_classes"] = 19
+    assert "other_classes" not in recipe_config(recipe)["model"]["pretrained"]
+
+
+def test_multiply_head_lr_is_a_warning(folders, caplog):
+    with caplog.at_level(logging.WARNING):
+        recipe_config(compose("cityscapes_ddrnet", (), folders[0]))
+    assert "multiply_head_lr has no effect" in caplog.text

@@ -1,0 +1,55 @@
+"""All recipes for small datasets accept the same short words, in both recipe formats."""
+
+import logging
+
+import pytest
+
+from slipstream.cli.configure import load_config
+from slipstream.recipes import recipes
+from slipstream.speed import SpeedPlan
+
+pytest.importorskip("hydra")
+
+SMALL = [name for name in recipes() if name.startswith(("camvid_", "street_scenes_"))]
+WORDS = ["lr=0.05", "batch_size=3", "val_batch_size=2", "epochs=7", "num_workers=0", "data_root_dir=/mine"]
+
+
+def plan(cfg):
+    return SpeedPlan.read(
+        speed=cfg.get("speed"),
+        custom_hooks=cfg.get("custom_hooks"),
+        training_params=cfg.get("training_params") or {},
+    )
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_each_small_recipe_accepts_the_short_words(name, caplog):
+    with caplog.at_level(logging.WARNING):
+        cfg = load_config(name, WORDS).cfg
+    assert cfg.optim_wrapper.optimizer.lr == 0.05
+    assert (cfg.train_dataloader.batch_size, cfg.val_dataloader.batch_size) == (3, 2)
+    assert (cfg.train_dataloader.num_workers, cfg.val_dataloader.num_workers) == (0, 0)
+    assert cfg.train_cfg.max_epochs == 7
+    if name.startswith("camvid"):
+        assert [cfg[f"{split}_dataloader"].dataset.data_root for split in ("train", "val")] == ["/mine"] * 2
+    else:
+        assert "data_root_dir=/mine has no effect" in caplog.text
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_ema_is_switched_by_its_short_word(name):
+    assert plan(load_config(name, ["ema=True"]).cfg).ema is not None
+    assert plan(load_config(name, ["ema=False"]).cfg).ema is None
+
+
+def test_a_key_of_the_configuration_is_not_a_short_word(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("lr = 0.5\nmodel = dict()\noptim_wrapper = dict(optimizer=dict(type='SGD', lr=0.1))\n")
+    cfg = load_config(str(file), ["lr=0.2"]).cfg
+    assert (cfg.lr, cfg.optim_wrapper.optimizer.lr) == (0.2, 0.1)
+
+
+def test_ema_true_adds_the_average_to_a_recipe_without_one(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("model = dict()\noptim_wrapper = dict(optimizer=dict(type='SGD', lr=0.1))\n")
+    assert load_config(str(file), ["ema=True"]).cfg.speed.ema is True

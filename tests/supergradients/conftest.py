@@ -1,0 +1,15 @@
+"""Remove the finder of `super_gradients` after the tests of this folder."""
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _without_traces() -> Iterator[None]:
+    yield
+    from slipstream.supergradients.finder import _WORKERS, _Finder
+
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+    sys.path[:] = [folder for folder in sys.path if folder != _WORKERS]

@@ -1,0 +1,31 @@
+"""The import map in the documentation is complete, and its table lists the recipes that the tests train."""
+
+from pathlib import Path
+
+from slipstream.supergradients.names import MODULES
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/from_supergradients.md").read_text()
+
+
+def import_map():
+    """Return the table of the documentation."""
+    rows = [
+        f"| `{module}` | {', '.join(f'`{name}`' for name in sorted(names) if name[0] != '_')} |"
+        for module, names in MODULES.items()
+        if names
+    ]
+    return "\n".join(["| module | names |", "|---|---|", *rows])
+
+
+def test_the_import_map_lists_each_name_that_can_be_imported():
+    assert import_map() in PAGE
+
+
+def test_the_table_of_recipes_lists_those_that_the_tests_train(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tests/recipes"))
+    from test_recipes_as_they_are import TRAINED
+
+    rows = [line for line in PAGE.splitlines() if "| yes | yes |" in line]
+    named = {name.strip(" `") for row in rows for name in row.split("|")[1].split(",")}
+    assert named == set(TRAINED)

@@ -1,0 +1,249 @@
+"""`import super_gradients` imports Slipstream after an opt-in, and SuperGradients' scripts run unchanged."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from slipstream.errors import ConfigError, UnknownNameError
+from slipstream.supergradients import environment, hyperparams, models
+from slipstream.supergradients.names import MODULES, missing
+from slipstream.supergradients.object_names import Models, StrictLoad
+from slipstream.supergradients.registry import register_loss, register_model
+from slipstream.supergradients.trainer import Trainer
+
+SRC = str(Path(__file__).parents[2] / "src")
+
+
+def run(*arguments, cwd=None, code=0, path=()):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([SRC, *map(str, path)])}
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], capture_output=True, text=True, env=env, timeout=300, cwd=cwd
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def test_each_name_of_the_table_exists():
+    for module, names in MODULES.items():
+        parent = module.rpartition(".")[0]
+        assert not parent or parent in MODULES
+        for name, target in names.items():
+            source, _, attribute = target.partition(":")
+            assert hasattr(importlib.import_module(source), attribute), (module, name)
+
+
+def test_names_are_imported_in_all_forms(tmp_path):
+    (tmp_path / "super_gradients").mkdir()
+    (tmp_path / "super_gradients/__init__.py").write_text("raise RuntimeError('installed')\n")
+    program = (
+        "import slipstream.supergradients, super_gradients\n"
+        "from super_gradients import Trainer, init_trainer, setup_device\n"
+        "from super_gradients.training import models, dataloaders, training_hyperparams\n"
+        "from super_gradients.training import Trainer as Same\n"
+        "from super_gradients.training.utils.callbacks import Phase\n"
+        "from super_gradients.common.registry.registry import register_model\n"
+        "import super_gradients.training.losses\n"
+        "assert Trainer is Same and callable(models.get) and callable(dataloaders.cifar10_train)\n"
+        "assert super_gradients.training.metrics.IoU.__module__ == 'slipstream.training.metrics'\n"
+        "assert not hasattr(super_gradients, 'nothing')\n"
+        "print(super_gradients.__version__)\n"
+    )
+    done = run("-c", program, path=[tmp_path])
+    assert done.stdout.split()[-1] == "3.7.1"
+    assert (done.stdout + done.stderr).count("import super_gradients now imports Slipstream") == 1
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("from super_gradients import KDTrainer", "knowledge distillation is not supported"),
+        (
+            "from super_gradients.training.utils.detection_utils import X",
+            "semantic segmentation and image class",
+        ),
+        ("import super_gradients.conversion", "use torch.export"),
+        (
+            "from super_gradients.training.utils.callbacks import LRCallbackBase",
+            "lr_mode='FunctionLRScheduler'",
+        ),
+        ("from super_gradients.training import IoU", "'IoU' is in super_gradients.training.metrics"),
+        ("from super_gradients.training.metrics import IoUU", "did you mean 'IoU'?"),
+    ],
+)
+def test_other_names_raise_an_import_error_with_a_remedy(statement, message):
+    done = run("-c", f"import slipstream.supergradients\n{statement}", code=1)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: ")
+    assert message in last
+
+
+def test_an_imported_package_is_not_replaced(tmp_path):
+    (tmp_path / "super_gradients").mkdir()
+    (tmp_path / "super_gradients/__init__.py").touch()
+    done = run("-c", "import super_gradients, slipstream.supergradients", code=1, path=[tmp_path])
+    assert "super_gradients is already imported from" in done.stderr
+
+
+QUICK_START = """
+from super_gradients import init_trainer
+from super_gradients.common.object_names import Models
+from super_gradients.training import Trainer, models
+from super_gradients.training.metrics.classification_metrics import Accuracy, Top5
+from super_gradients.training.dataloaders.dataloaders import cifar10_train, cifar10_val
+from super_gradients.training.utils.distributed_training_utils import setup_device
+
+init_trainer()
+setup_device("cpu")
+trainer = Trainer(experiment_name="my_cifar_experiment", ckpt_root_dir="checkpoints")
+model = models.get(Models.RESNET18_CIFAR, num_classes=10)
+training_params = {
+    "max_epochs": 1,
+    "initial_lr": 0.1,
+    "loss": "CrossEntropyLoss",
+    "train_metrics_list": [Accuracy(), Top5()],
+    "valid_metrics_list": [Accuracy(), Top5()],
+    "metric_to_watch": "Accuracy",
+    "greater_metric_to_watch_is_better": True,
+}
+loaders = [make(dataloader_params={"num_workers": 0, "batch_size": 4}) for make in (cifar10_train, cifar10_val)]
+trainer.train(model=model, training_params=training_params, train_loader=loaders[0], valid_loader=loaders[1])
+best = models.get(
+    Models.RESNET18_CIFAR, num_classes=10, checkpoint_path="checkpoints/my_cifar_experiment/ckpt_best.pth"
+)
+found = Trainer(experiment_name="test", ckpt_root_dir="checkpoints").test(
+    model=best, test_loader=loaders[1], test_metrics_list=[Accuracy(), Top5()]
+)
+print("Accuracy", found["Accuracy"])
+"""
+
+
+def test_the_quick_start_of_image_classification_runs_unchanged(tmp_path):
+    folder = tmp_path / "data/cifar10/cifar-10-batches-bin"
+    folder.mkdir(parents=True)
+    records = np.random.default_rng(0).integers(256, size=(4, 3073), dtype=np.uint8)
+    records[:, 0] %= 10
+    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
+        (folder / f"{name}.bin").write_bytes(records.tobytes())
+    (tmp_path / "train.py").write_text(QUICK_START)
+    done = run("-m", "slipstream.supergradients", "train.py", cwd=tmp_path)
+    last = done.stdout.strip().splitlines()[-1].split()
+    assert last[0] == "Accuracy"
+    assert 0 <= float(last[1]) <= 1
+    assert (tmp_path / "checkpoints/my_cifar_experiment/ckpt_best.pth").is_file()
+
+
+@pytest.mark.slow
+def test_workers_that_are_not_forked_import_slipstream(tmp_path):
+    (tmp_path / "parts.py").write_text(
+        "import super_gradients\n"
+        "class Names:\n"
+        "    def __len__(self): return 1\n"
+        "    def __getitem__(self, index): return super_gradients.Trainer.__module__\n"
+    )
+    (tmp_path / "train.py").write_text(
+        "import super_gradients, parts\n"
+        "from torch.utils.data import DataLoader\n"
+        "if __name__ == '__main__':\n"
+        "    print(*DataLoader(parts.Names(), num_workers=1, multiprocessing_context='spawn'))\n"
+    )
+    done = run("-m", "slipstream.supergradients", "train.py", cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "['slipstream.supergradients.trainer']"
+
+
+def test_models_get_has_the_order_and_defaults_of_supergradients(tmp_path):
+    network = models.get("pp_lite_t_seg75", {"use_aux_heads": False}, 4)
+    assert isinstance(network.eval()(torch.zeros(1, 3, 64, 64)), torch.Tensor)
+    renamed = {f"other{index}": tensor for index, tensor in enumerate(network.state_dict().values())}
+    torch.save({"net": renamed}, tmp_path / "weights.pth")
+    again = models.get(
+        model_name="pp_lite_t_seg75", arch_params={"use_aux_heads": False}, num_classes=4,
+        checkpoint_path=tmp_path / "weights.pth",
+    )  # fmt: skip
+    torch.testing.assert_close(again.state_dict(), network.state_dict())
+    strict = dict(strict_load=StrictLoad.ON, checkpoint_path=tmp_path / "weights.pth")
+    with pytest.raises(Exception, match="belongs to a different model"):
+        models.get("pp_lite_t_seg75", {"use_aux_heads": False}, 4, **strict)
+    with pytest.raises(ConfigError, match="requires checkpoint_path"):
+        models.get("resnet18", num_classes=4, load_backbone=True)
+
+
+def test_another_number_of_classes_keeps_all_other_weights(tmp_path):
+    source = models.get("resnet18_cifar", num_classes=7)
+    renamed = {f"other{index}": tensor for index, tensor in enumerate(source.state_dict().values())}
+    for name, state in (("same", source.state_dict()), ("renamed", renamed)):
+        torch.save({"net": state}, tmp_path / f"{name}.pth")
+        loaded = models.get(
+            "resnet18_cifar",
+            num_classes=3,
+            checkpoint_num_classes=7,
+            checkpoint_path=tmp_path / f"{name}.pth",
+        )
+        assert loaded.fc.out_features == 3
+        torch.testing.assert_close(loaded.layer4.state_dict(), source.layer4.state_dict())
+
+
+def test_registered_classes_are_found_by_name():
+    @register_model("net_of_the_test")
+    class Net(nn.Module):
+        def __init__(self, arch_params):
+            super().__init__()
+            self.head = nn.Linear(2, arch_params["width"])
+
+    @register_loss(name="LossOfTheTest", deprecated_name="old_loss_of_the_test")
+    class Loss(nn.Module):
+        pass
+
+    from slipstream.training.losses import loss_config
+
+    assert models.get("net_of_the_test", {"width": 5}).head.out_features == 5
+    assert loss_config("LossOfTheTest") == {"type": "LossOfTheTest"}
+    assert loss_config("old_loss_of_the_test") == {"type": "old_loss_of_the_test"}
+
+
+def test_names_of_networks_are_those_that_exist():
+    assert (Models.RESNET18, Models.PP_LITE_T_SEG75) == ("resnet18", "pp_lite_t_seg75")
+    with pytest.raises(AttributeError, match=r"Models\.YOLO_NAS_S is not a network of Slipstream"):
+        _ = Models.YOLO_NAS_S
+
+
+def test_training_hyperparams_are_read_from_recipes_and_groups():
+    params = hyperparams.get(
+        "training_hyperparams/cifar10_resnet_train_params", {"max_epochs": 3, "seed": None}
+    )
+    assert (params["max_epochs"], params["lr_updates"], params["seed"]) == (3, [100, 150, 200], 42)
+    pytest.importorskip("hydra")
+    assert hyperparams.get("cityscapes_regseg48")["initial_lr"] == 0.02
+    with pytest.raises(UnknownNameError, match="did you mean"):
+        hyperparams.get("cifar10_resnett")
+
+
+def test_devices_are_checked_not_chosen(monkeypatch):
+    environment.setup_device("cpu")
+    environment.setup_device(num_gpus=-1)
+    with pytest.raises(ConfigError, match="must be 'cpu' or 'cuda'"):
+        environment.setup_device(device="tpu")
+    monkeypatch.setattr(environment, "device_type", lambda: "cuda")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES="):
+        Trainer("name", device="cpu")
+    with pytest.raises(ConfigError, match="torchrun --nproc-per-node 4"):
+        Trainer("name", multi_gpu="DDP")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    Trainer("name", multi_gpu="DDP", ckpt_root_dir="folder")
+
+
+def test_an_incomplete_recipe_is_an_error_that_names_the_key():
+    with pytest.raises(ConfigError, match="is missing"):
+        Trainer.train_from_config({})
+
+
+def test_missing_names_say_where_they_are():
+    assert "is in super_gradients.training.metrics" in missing("super_gradients.metrics.IoU")
