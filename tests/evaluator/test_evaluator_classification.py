@@ -187,3 +187,12 @@ def test_named_classes_that_do_not_fit_the_model_give_no_matrix(preds, targets, 
     metric, values = evaluated(preds, targets, classes)
     assert metric.confusion is None
     assert values == {"accuracy/top1": top1}
+
+
+def test_counts_created_before_the_classes_are_known_have_no_matrix():
+    metric = Accuracy()
+    counts = torch.zeros(metric.num_counts(), dtype=torch.int64)
+    metric.dataset_meta = {"classes": ["cat", "dog"]}
+    metric.count(counts, torch.tensor([[0.9, 0.1], [0.2, 0.8]]), torch.tensor([0, 0]))
+    assert metric.compute_metrics(counts.tolist())["top1"] == 50
+    assert metric.confusion is None

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.utils.data import Sampler, TensorDataset
 
+from slipstream.checkpoint import files
+from slipstream.checkpoint.integrity import verified
 from slipstream.errors import NonFiniteLossError
 from slipstream.hooks import EMAHook, Hook
 from tiny_runs import (
@@ -326,8 +328,8 @@ def test_run_stops_after_max_rollbacks(tmp_path):
 
 
 def test_checkpoint_is_read_once(tmp_path, monkeypatch):
-    read, load = [], torch.load
-    monkeypatch.setattr(torch, "load", lambda path, **options: read.append(path) or load(path, **options))
+    read = []
+    monkeypatch.setattr(files, "verified", lambda path: read.append(path) or verified(path))
     recovering(tmp_path)
     assert read == [tmp_path / "iter_6.pth"]
 

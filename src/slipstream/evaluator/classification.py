@@ -80,8 +80,9 @@ class Accuracy(CountingMetric):
         bad = targets < 0
         if preds.ndim == 2:
             bad = bad | (targets >= preds.shape[1])
-        if classes := self._classes:
-            outside = self._count_pairs(counts[len(self.topk) + 2 :], preds, targets, classes)
+        # `counts` can have been created before the dataset's classes were known, and then has no matrix.
+        if len(pairs := counts[len(self.topk) + 2 :]):
+            outside = self._count_pairs(pairs, preds, targets, round(len(pairs) ** 0.5))
             bad = bad if self.num_classes is None else bad | outside
         counts[: len(self.topk)].add_(torch.stack([hits[:, :k].sum() for k in self.topk]))
         counts[len(self.topk)].add_(len(targets))
@@ -137,7 +138,8 @@ class Accuracy(CountingMetric):
             )
         self.confusion = None
         # Without `num_classes`, ids outside the dataset's classes are not errors, and the matrix would be incomplete.
-        if (classes := self._classes) and (self.num_classes is not None or sum(cells) == total > 0):
+        classes = round(len(cells) ** 0.5)
+        if cells and (self.num_classes is not None or sum(cells) == total > 0):
             self.confusion = [cells[row : row + classes] for row in range(0, len(cells), classes)]
         return {
             f"top{k}": 100 * n / total if total else float("nan")
