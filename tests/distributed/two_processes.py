@@ -34,14 +34,16 @@ def _child(rank, port, folder, functions, world, environ):
     (folder / f"{rank}.pkl").write_bytes(pickle.dumps(answers))
 
 
-def run_in_two(functions, folder, timeout=60, world=2):
+def run_in_two(functions, folder, timeout=60, world=2, start_method="forkserver"):
     """Call every function(folder / name), one after another, in both processes. Return {name: [answer of 0, of 1]}.
 
-    `world` sets the number of processes and answers.
+    `world` sets the number of processes and answers. With `start_method="spawn"`, the processes import torch
+    themselves, for tests of environment variables that are read by an import.
     """
     ranks = range(world)
-    context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "slipstream.runner"])
+    context = torch.multiprocessing.get_context(start_method)
+    if start_method == "forkserver":
+        context.set_forkserver_preload(["torch._dynamo", "slipstream.runner"])
     # The server has the environment variables of its start.
     arguments = (free_port(), folder, functions, world, dict(os.environ))
     children = [context.Process(target=_child, args=(rank, *arguments)) for rank in ranks]
