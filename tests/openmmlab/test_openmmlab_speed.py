@@ -59,7 +59,8 @@ def test_options_of_the_environment_have_priority(monkeypatch, text, own, expect
 
 def train(tmp_path, *speed):
     env = {**os.environ, "PYTHONPATH": SRC}
-    command = [sys.executable, "-m", "slipstream.openmmlab", *speed, SCRIPT, str(tmp_path / "run")]
+    run = [SCRIPT, str(tmp_path / "run"), "3"]  # three epochs
+    command = [sys.executable, "-m", "slipstream.openmmlab", *speed, *run]
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, cwd=tmp_path)
 
 
