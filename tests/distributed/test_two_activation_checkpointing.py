@@ -42,9 +42,9 @@ def sync_steps(model, backend=None):
         loss = model(x)
         return loss.detach(), torch.autograd.grad(loss, params)
 
-    reduce = sync_batchnorm._all_reduce
+    reduce = sync_batchnorm.traceable_sum
     if backend is None:  # for a graph, count the operations in it
-        sync_batchnorm._all_reduce = lambda x: sent.append(1) or reduce(x)
+        sync_batchnorm.traceable_sum = lambda x: sent.append(1) or reduce(x)
     losses = []
     try:
         run = torch.compile(step, fullgraph=True, backend=backend) if backend else step
@@ -56,7 +56,7 @@ def sync_steps(model, backend=None):
                     torch.distributed.all_reduce(grad)
                     p.sub_(grad, alpha=0.05)
     finally:
-        sync_batchnorm._all_reduce = reduce
+        sync_batchnorm.traceable_sum = reduce
     state = {name: value.clone() for name, value in model.state_dict().items()}
     return {"losses": torch.stack(losses), "state": state}, len(sent)
 

@@ -65,7 +65,7 @@ class Copies(TorchDispatchMode):
 def two_ranks(monkeypatch):
     """Simulate two ranks whose sums are those of one rank."""
     for name, value in dict(
-        get_world_size=lambda: 2, get_dist_info=lambda: (0, 2), _all_reduce=lambda x: x
+        get_world_size=lambda: 2, get_dist_info=lambda: (0, 2), traceable_sum=lambda x: x
     ).items():
         monkeypatch.setattr(f"slipstream.model.sync_batchnorm.{name}", value)
 

@@ -7,6 +7,7 @@ from slipstream.dist.collectives import (
     all_reduce_params,
     broadcast,
     gather,
+    traceable_sum,
 )
 from slipstream.dist.data import cast_data_device, get_data_device
 from slipstream.dist.failure_detection import announce_failure, report_progress
@@ -81,4 +82,5 @@ __all__ = [
     "own_or_mean",
     "report_progress",
     "sync_random_seed",
+    "traceable_sum",
 ]

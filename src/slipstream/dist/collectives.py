@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,15 @@ from torch import Tensor
 from slipstream.dist.info import flag_device, get_comm_device, get_rank, get_world_size
 from slipstream.errors import DistributedError
 
-__all__ = ["all_gather", "all_reduce", "all_reduce_dict", "all_reduce_params", "broadcast", "gather"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_reduce_dict",
+    "all_reduce_params",
+    "broadcast",
+    "gather",
+    "traceable_sum",
+]
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -45,6 +53,20 @@ def all_reduce(data: Tensor, op: str = "sum", group: dist.ProcessGroup | None = 
     if get_world_size(group) > 1:
         _check_agreement("all_reduce", (op, _signature(data)), group)
         _reduce(data.detach(), op, group)
+
+
+def traceable_sum(data: Tensor) -> Tensor:
+    """Return the sum of `data` over all processes of the default group, which must exist.
+
+    Unlike `all_reduce`, this is differentiable, and `torch.compile(fullgraph=True)` can trace it.
+    """
+    # The import takes longer than any other that the engine needs, and one process does not need it.
+    from torch.distributed import _functional_collectives
+
+    total: Tensor = _functional_collectives.all_reduce(
+        data, "sum", cast("dist.ProcessGroup", dist.group.WORLD)
+    )
+    return total
 
 
 def all_reduce_dict(data: dict[str, Tensor], op: str = "sum", group: dist.ProcessGroup | None = None) -> None:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from slipstream.dist import all_reduce, get_dist_info, get_world_size
+from slipstream.dist import all_reduce, get_dist_info, get_world_size, traceable_sum
 from slipstream.errors import ModelError
 
 __all__ = ["SyncBatchNorm", "average_batchnorm", "convert_sync_batchnorm", "revert_sync_batchnorm", "summing"]
@@ -152,13 +150,8 @@ def _merge_summed(mean: Tensor, var: Tensor, count: Tensor) -> tuple[Tensor, Ten
 
 def _sum_over_ranks(x: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or (replacement := summing.get()) is None:
-        return _all_reduce(x)
-    return replacement(x, _all_reduce)
-
-
-def _all_reduce(x: Tensor) -> Tensor:
-    total: Tensor = collectives.all_reduce(x, "sum", cast("dist.ProcessGroup", dist.group.WORLD))
-    return total
+        return traceable_sum(x)
+    return replacement(x, traceable_sum)
 
 
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 
-from slipstream.dist import all_reduce
+from slipstream.dist import all_reduce, traceable_sum
 
 __all__ = ["GradientSync"]
 
@@ -40,13 +37,12 @@ class GradientSync:
 
     def __call__(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Return the mean of each gradient over all ranks, in the order of `grads`."""
-        group = cast("dist.ProcessGroup", dist.group.WORLD)
         buckets = self.buckets(grads)
         sums = []
         for bucket in buckets:
             # Divide before the sum, which could overflow in float16.
             flat = torch.cat([grads[i].reshape(-1) for i in bucket]) / self.world_size
-            sums.append(collectives.all_reduce(flat.to(self.dtype or flat.dtype), "sum", group))
+            sums.append(traceable_sum(flat.to(self.dtype or flat.dtype)))
         means: dict[int, Tensor] = {}
         for bucket, total in zip(buckets, sums, strict=True):
             parts = total.split([grads[i].numel() for i in bucket])
