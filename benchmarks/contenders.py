@@ -1,4 +1,4 @@
-"""The contenders of `overhead.py`, from `slipstream.compare`, by the names in its results."""
+"""The contenders that `overhead.py` compares, from `slipstream.compare`, by their names in its results."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     python benchmarks/gpu.py --out benchmarks/results/gpu.md
 
 All contenders of a network train in bf16 on batches that are already on the device, so only the step is measured. They
-are created one after the other and then measured in turns. The results are written after every contender; a run
+are created one after the other and then measured in turn. The results are written after every contender; a run
 that is stopped keeps them, and a later run on the same GPU (`--networks`) adds to them. No contender starts after
 `--minutes`, divided evenly among the networks. (Smoke test: `--device cpu --size 64 --batch-size 2 --steps 2`.)
 """

@@ -1,10 +1,10 @@
-"""Train OpenMMLab's stock configurations with Slipstream and with MMEngine, and compare the times of their steps.
+"""Train OpenMMLab's stock configurations with Slipstream and with MMEngine, and compare the step times.
 
     python benchmarks/openmmlab.py --limit 20m --out benchmarks/results/openmmlab.md
 
 Run it in the environment of `make openmmlab`. Each configuration is trained, validated, saved and resumed with
 Slipstream on small generated data. Then MMEngine, Slipstream, and Slipstream with `compile` train it in one process
-each. They train in turns, a few steps at a time. The time of a step includes its data loading and hooks.
+each. They take turns, a few steps at a time. The time of a step includes its data loading and hooks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from library_cases import CASES, Case, folder, missing  # noqa: E402
 ENGINES = {"MMEngine": "mmengine", "Slipstream": "slipstream", "Slipstream, compile": "slipstream"}
 COMPILED = "Slipstream, compile"
 WARMUP = 12
-"""Untimed steps. Graphs for batches of other shapes are compiled after the eighth such batch."""
+"""Untimed steps. A graph for batches with another shape than the first is compiled after eight such batches."""
 ROUNDS = 7
 ROUND_SECONDS = 2.0
 _RESERVE = 0.4
@@ -64,7 +64,7 @@ class Worker:
         )
 
     def start(self, steps: int) -> None:
-        """Start to train."""
+        """Tell the process to train `steps` steps, and return immediately."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # `answer` reports the error of a process that has ended
             print(steps, file=self._process.stdin, flush=True)
@@ -111,7 +111,7 @@ def last_error(log: Path) -> str:
 
 
 def checked(case: Case, work: Path, data: Path, resume: bool, seconds: float) -> str:
-    """Train, validate and save with the library's own script; return 'yes' or the reason that it failed."""
+    """Train, validate and save with the library's own script; return 'yes' or the reason why it failed."""
     first, last = (2, 4) if case.iterations else (1, 2)
     command = [sys.executable, "-m", "slipstream.openmmlab", folder(case.library) / ".mim/tools/train.py"]
     command += [work / "config.py", "--work-dir", work / "checked", *(["--resume"] if resume else [])]
@@ -129,7 +129,7 @@ def checked(case: Case, work: Path, data: Path, resume: bool, seconds: float) ->
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return f"not within {seconds:.0f} s"
+            return f"timed out after {seconds:.0f} s"
     if done.returncode:
         return last_error(log)
     text = log.read_text(encoding="utf-8")
@@ -189,7 +189,7 @@ def timed(workers: dict[str, Worker], end: float) -> dict[str, Any]:
 
 
 def why_not_one_graph(log: Path) -> str | None:
-    """Return the warning that names the reason that the step is not one graph, without folders."""
+    """Return the warning that explains why the step is not a single graph, without the paths of folders."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     found = re.search(r"WARNING - (The step (?:cannot|is not).*)", text)
     return re.sub(r"/\S*/site-packages/", "", found[1]) if found else None
@@ -235,7 +235,7 @@ def ratios(case: dict[str, Any], engine: str) -> list[float]:
 
 
 def summary(cases: Sequence[dict[str, Any]]) -> str:
-    """Return the table of all cases, and a line for each reason that a step is not one graph."""
+    """Return the table of all cases, and a line for each case whose step is not a single graph, with the reason."""
     rows, notes = [], []
     for case in cases:
         if "missing" in case:

@@ -1,9 +1,9 @@
-"""A process of openmmlab.py: train a configuration of an OpenMMLab library, some steps at a time, on command.
+"""Worker process of `openmmlab.py`: train an OpenMMLab configuration, a few steps at a time, on command.
 
     python openmmlab_worker.py ENGINE LOG CONFIG WORK_DIR OPTION...
 
-Each line of the standard input is a number of steps. The answer is a line of JSON: the times of these steps, and the
-scope of the compiled code.
+Each line of standard input contains a number of steps. For each, the worker prints one line of JSON with the step
+times and the scope of the compiled code.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def on_command(answers: TextIO) -> Any:
-    """Return a hook that trains as many steps as the standard input says, and answers with their times."""
+    """Return a hook that reads numbers of steps to train from standard input, and writes their times to `answers`."""
     from mmengine.hooks import Hook
 
     class OnCommand(Hook):
@@ -71,7 +71,7 @@ def on_command(answers: TextIO) -> Any:
 
 
 def scope_of(runner: Any) -> str | None:
-    """Return what is compiled: 'step', 'model', 'block', or None; None for MMEngine."""
+    """Return the compiled scope: 'step', 'model' or 'block'; None if nothing is compiled or the engine is MMEngine."""
     if not hasattr(runner, "step"):
         return None
     from slipstream.speed.steps import compiled_scope

@@ -255,7 +255,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=2000, help="training steps per epoch")
     parser.add_argument("--rounds", type=int, default=5, help="number of epochs per contender")
-    parser.add_argument("--threads", type=int, default=2, help="torch threads of all contenders")
+    parser.add_argument("--threads", type=int, default=2, help="number of torch threads of each contender")
     parser.add_argument(
         "--compiled",
         action="store_true",

@@ -1,11 +1,11 @@
-"""Check the plans of `slipstream tune`: each one is measured again, against every single option and `speed="auto"`.
+"""Check the plans of `slipstream tune`: measure each again, with each option alone and with `speed="auto"`.
 
     python benchmarks/tune.py --limit 25m --budget 4m --out benchmarks/results/tune.md
 
 For each recipe, the search runs once, without its cache. Then the plan, the baseline, `speed="auto"` and each
-option that the search measured run in separate processes, in turns. The order rotates between rounds, and ratios
-are computed within a round. Each recipe gets an equal part of the remaining time. What cannot be measured in
-this time is a row without a result.
+option that the search measured run in separate processes that take turns. The order rotates between rounds, and ratios
+are computed within a round. Each recipe gets an equal part of the remaining time. Anything that cannot be
+measured in that time is listed without a result.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ END_SECONDS = 5.0
 
 @dataclass
 class Contender:
-    """A plan that is measured again."""
+    """A setting to measure: the plan, or one that it is compared with."""
 
     name: str
     setting: Setting
     seconds: list[float] = field(default_factory=list)
-    """Time per batch of the baseline in each round."""
+    """Seconds for the samples of one baseline batch, in each round."""
     problem: str = ""
     process: Process | None = None
     steps: int = 2
@@ -59,7 +59,7 @@ class Contender:
     accumulate: int = 1
 
     def start(self, cfg: Mapping[str, Any], stack: ExitStack, end: float) -> None:
-        """Start the process and train the warm-up steps; stop at the time `end`."""
+        """Start the process and run the warm-up steps; stop at `end`, a value of `time.monotonic()`."""
         process = stack.enter_context(Process(RunnerJob(cfg, self.setting)))
         print(f"    {self.name}", end=": ", flush=True)
         try:
@@ -79,7 +79,7 @@ class Contender:
         self.process = process
 
     def time(self, end: float) -> bool:
-        """Time one round. Return whether it was complete before the time `end`."""
+        """Time one round. Return whether it was complete before `end`."""
         assert self.process is not None
         try:
             timed = self.process.time(self.steps, self.untimed, max(end - time.monotonic(), 0.0))
@@ -92,14 +92,14 @@ class Contender:
 
 
 def single_options(result: TuneResult) -> dict[str, Setting]:
-    """Return the options that the search measured, each on its own, the fastest first."""
+    """Return the options that the search measured individually, fastest first."""
     rows = [row for row in result.rows if row.status in MEASURED and row.estimate is not None]
     rows.sort(key=lambda row: row.estimate.ratio if row.estimate else 0.0, reverse=True)
     return {row.label: row.setting for row in rows}
 
 
 def contenders(result: TuneResult) -> list[Contender]:
-    """Return the plan and everything it is compared with, without repetitions of the plan."""
+    """Return the plan and everything it is compared with, excluding settings that are identical to the plan."""
     outcome = result.outcome
     plan = Contender(PLAN, outcome.setting)
     others = {BASELINE: Setting(), AUTO: Setting({"auto": True}), **single_options(result)}
@@ -112,7 +112,7 @@ def contenders(result: TuneResult) -> list[Contender]:
 
 
 def measure(cfg: Mapping[str, Any], every: Sequence[Contender], end: float) -> None:
-    """Start all contenders, and time them in turns; stop at the time `end`."""
+    """Start all contenders and time them in turn; stop at `end`."""
     with ExitStack() as stack:
         cache = stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-tune-"))
         for number, contender in enumerate(every):
@@ -147,7 +147,7 @@ def verdict(found: Mapping[str, Any] | None) -> str:
 
 
 def run(recipe: str, budget: float, end: float, options: Sequence[str] | None) -> dict[str, Any]:
-    """Tune a recipe and measure its plan again; stop at the time `end`."""
+    """Tune a recipe and measure its plan again; stop at `end`."""
     seconds = min(budget, SEARCH_PART * (end - time.monotonic()))
     cfg = load_config(recipe, trust=Path(recipe).suffix == ".py").cfg
     print(f"{recipe}: search with a budget of {seconds:.0f} s", flush=True)
@@ -200,7 +200,13 @@ def describe(case: dict[str, Any]) -> str:
         f"## {case['recipe']}\n\nPlan: {plan}. The search took {case['search seconds']:.0f} s, {within} its budget of "
         f"{case['budget']:.0f} s.{stopped}\n\n"
         + table(
-            ["compared with", "speed of the plan relative to it (interval)", "rounds", "the plan is"], rows
+            [
+                "compared with",
+                "speed of the plan relative to this setting (interval)",
+                "rounds",
+                "the plan is",
+            ],
+            rows,
         )
     )
 
@@ -208,7 +214,7 @@ def describe(case: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("recipes", nargs="*", default=list(RECIPES), help="recipes or configuration files")
-    parser.add_argument("--budget", default="5m", help="largest budget of a search (default: 5m)")
+    parser.add_argument("--budget", default="5m", help="maximum time for each search (default: 5m)")
     parser.add_argument("--limit", default="25m", help="time limit of the whole command (default: 25m)")
     parser.add_argument("--options", help="options to measure, separated by commas (default: all)")
     parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")

@@ -44,7 +44,7 @@ class ReplacementFinder(MetaPathFinder, ABC):
 
 
 def install_finder(finder: ReplacementFinder, package: str, workers: str) -> None:
-    """Make `import NAME` import the replacement of `finder`. Further calls with such a finder have no effect.
+    """Make `import NAME` import the replacement that `finder` provides. A second call for this name has no effect.
 
     Processes that are started with `spawn` or `forkserver` receive `sys.path`, but not the finder. Therefore the folder
     `workers` with a package NAME, which imports `package`, is inserted after the folder of the script.

@@ -1,4 +1,4 @@
-"""Two processes train on different shards of the data, for every train_step and data loader."""
+"""Two processes train on different shards, also with an overridden `train_step` and a `DataLoader` object."""
 
 import pytest
 import torch

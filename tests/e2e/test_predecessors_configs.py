@@ -1,4 +1,4 @@
-"""Examples of MMEngine's guide to faster training run unchanged except for the package name."""
+"""Examples from MMEngine's guide to faster training run unchanged, except for the package name."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def train_dataloader_cfg():
 
 
 class ResNet18(BaseModel):
-    """A model like the guide's, in the style of the tutorial, with tuple batches and three modes."""
+    """The guide's model, written as in the tutorial: batches are tuples, and forward has three modes."""
 
     def __init__(self):
         super().__init__()

@@ -69,7 +69,7 @@ def test_scheduled_average_is_updated_per_optimizer_step(tmp_path):
     runner, _ = ema_run(tmp_path, custom_hooks=[hook, history], optim_wrapper=optim)
     moved = [
         history.steps[index] for index in (2, 5, 8, 9)
-    ]  # the last accumulation window of ten batches is smaller
+    ]  # with ten batches, the last accumulation window has only one batch
     assert_close(
         scheduled(moved, lambda s, total: 0.8 * (1 - math.exp(-3 * s / total))),
         history.validated[1],

@@ -1,4 +1,4 @@
-"""The table of a run in a notebook, with a replacement of IPython."""
+"""The table of a run in a notebook, with a replacement for IPython."""
 
 import base64
 import math

@@ -113,7 +113,7 @@ def test_error_for_tensor_batch_suggests_collate_fn():
     ("returned", "message"),
     [
         ({"accuracy": torch.tensor(1.0)}, "'loss' in its name"),
-        ({"loss": torch.ones(3)}, r"'loss' has the shape \(3,\)"),
+        ({"loss": torch.ones(3)}, r"'loss' has shape \(3,\)"),
         ({"loss": 1.0}, "must be a scalar tensor"),
         (torch.tensor(1.0), "must return a dict"),
     ],

@@ -45,7 +45,7 @@ def folder(library: str) -> Path:
 
 
 def missing(case: Case) -> str | None:
-    """Return the reason that a case cannot run in this environment, or None."""
+    """Return why a case cannot run in this environment, or None."""
     if importlib.util.find_spec(case.library) is None:
         return f"{case.library} is not installed; run make openmmlab"
     if case.needs_operators and not list(folder("mmcv").glob("_ext*")):

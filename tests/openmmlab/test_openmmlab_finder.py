@@ -51,7 +51,7 @@ def test_an_imported_mmengine_is_not_replaced(tmp_path):
 
 def test_a_module_that_is_missing_is_named():
     done = run("-c", "import slipstream.openmmlab, mmengine._strategy", code=1)
-    assert "mmengine._strategy is not part of Slipstream's replacement of MMEngine" in done.stderr
+    assert "mmengine._strategy is not part of Slipstream's replacement for MMEngine" in done.stderr
 
 
 def test_a_script_runs_with_its_arguments_and_its_folder(tmp_path):

@@ -181,7 +181,7 @@ class Returning(Net):
 @pytest.mark.parametrize(
     ("answer", "error", "hint"),
     [
-        (lambda loss: {"loss": loss.expand(3)}, LossError, r"'loss' has the shape \(3,\)"),
+        (lambda loss: {"loss": loss.expand(3)}, LossError, r"'loss' has shape \(3,\)"),
         (lambda loss: {"loss_a": 3.0}, LossError, "'loss_a'"),
         (lambda loss: {"acc": loss}, LossError, "no entry has 'loss' in its name"),
         (lambda loss: loss, LossError, "dict"),

@@ -37,7 +37,7 @@ def scheduler(**options):
 
 
 CASES = [
-    # options that were accepted, and changed or did nothing
+    # options that used to be accepted, but were changed silently or had no effect
     (dict(auto_scale_lr=dict(enabled=True)), "auto_scale_lr.enabled", "did you mean 'enable'"),
     (dict(auto_scale_lr=dict(enable="false", base_batch_size=8)), "auto_scale_lr.enable", "must be bool"),
     (dict(auto_scale_lr=dict(enable=False, base_batch_size=-8)), "auto_scale_lr.base_batch_size", "at least 1"),

@@ -140,7 +140,7 @@ def test_losses_in_a_dict_are_summed_and_other_entries_are_logged(how):
             "accuracy": (scores.argmax(1) == targets).float(),
         }
 
-    with pytest.raises(LossError, match="'accuracy' has the shape"):
+    with pytest.raises(LossError, match="'accuracy' has shape"):
         train(loss_fn=losses, compile=how)
 
     def scalars(scores, targets):

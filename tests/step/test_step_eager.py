@@ -166,9 +166,9 @@ def test_tensor_with_one_element_counts_as_a_scalar():
         ({"acc": torch.ones(()), "CE": torch.ones(())}, r"no entry has 'loss' .* got \['CE', 'acc'\]"),
         (
             {"loss": torch.ones(2, 3)},
-            r"'loss' has the shape \(2, 3\), but a loss must be a scalar; use its mean",
+            r"'loss' has shape \(2, 3\), but a loss must be a scalar; use its mean",
         ),
-        ({"loss": [torch.ones(()), torch.ones(2)]}, r"'loss\[1\]' has the shape \(2,\)"),
+        ({"loss": [torch.ones(()), torch.ones(2)]}, r"'loss\[1\]' has shape \(2,\)"),
         ({"loss": 1.5}, "'loss' must be a scalar tensor or a list of scalar tensors, not 1.5"),
         ({"loss": torch.ones(()), "acc": 0.5}, "'acc' must be a scalar tensor"),
         ({"loss": []}, r"'loss' must be a scalar tensor or a list of scalar tensors, not \[\]"),

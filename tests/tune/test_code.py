@@ -1,4 +1,4 @@
-"""The key of the cache: what changes a training step changes it, and nothing else does."""
+"""The cache key changes if and only if a change affects the training step."""
 
 import enum
 import functools
@@ -156,7 +156,7 @@ class Mode(enum.Enum):
 
 
 class Pair:
-    """An object without a dict of attributes."""
+    """An object without a `__dict__`."""
 
     __slots__ = ("left",)
 

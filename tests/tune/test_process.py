@@ -1,4 +1,4 @@
-"""Processes of trials: failures, hangs, and that none of them remains."""
+"""Trial processes: failures, hangs, and cleanup of every process."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Time the contenders in turns, and compare their losses."""
+"""Time the contenders in turn, and compare their losses."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def compare(
     timeout: float = 900.0,
     report: Callable[[str], None] = lambda line: None,
 ) -> Comparison:
-    """Train the subject with each contender in its own process, and time the contenders in turns.
+    """Train the subject with each contender in its own process, and time the contenders in turn.
 
     In each round, every contender runs one untimed and `steps` timed steps, while the others wait. The order rotates
     from round to round. Ctrl-C ends the measurement; the finished rounds are returned.

@@ -48,8 +48,8 @@ class _Finder(ReplacementFinder):
             found = None
         if found is None:
             raise ModuleNotFoundError(
-                f"{fullname} is not part of Slipstream's replacement of MMEngine; import the name from another module, "
-                "or run the program with MMEngine",
+                f"{fullname} is not part of Slipstream's replacement for MMEngine; import the name from another "
+                "module, or run the program with MMEngine",
                 name=fullname,
             )
         return ModuleSpec(

@@ -24,7 +24,7 @@ def kernels_chosen(optimizer: Optimizer) -> bool:
 
 
 def why_not_fused(optimizer: Optimizer) -> str | None:
-    """Return the reason that `optimizer` cannot run fused kernels, or None if it can."""
+    """Return why `optimizer` cannot run fused kernels, or None if it can."""
     name, kernel = type(optimizer).__name__, _fused_kernel(type(optimizer))
     if kernel is None or "fused" not in optimizer.defaults:
         having = (other for other in dir(torch.optim) if hasattr(torch, f"_fused_{other.lower()}_"))

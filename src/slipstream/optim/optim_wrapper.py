@@ -371,7 +371,7 @@ class OptimWrapper:
 
 
 def _unsupported_reason(optimizer: Optimizer) -> str | None:
-    """Return the reason that the optimizer is not supported, with a remedy, or None if it is supported."""
+    """Return why the optimizer is not supported, with a remedy, or None if it is supported."""
     closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return (
@@ -392,7 +392,7 @@ def check_loss(loss: Any) -> None:
         raise LossError(f"the loss must be a tensor, not {type(loss).__name__}")
     if loss.ndim and loss.numel() != 1:
         shape = tuple(loss.shape)
-        raise LossError(f"the loss must be a scalar, but has the shape {shape}; use mean() or sum()")
+        raise LossError(f"the loss must be a scalar, but has shape {shape}; use mean() or sum()")
     if not loss.requires_grad:
         raise ModelError(
             "no trainable parameter contributes to the loss; check that a parameter has requires_grad=True, and that "

@@ -53,7 +53,7 @@ def _called(function: Callable[..., list[float]], target: str, value: Mapping[st
 
 
 def _arange(start: float = 0, stop: float | None = None, step: float = 1, dtype: Any = None) -> list[float]:
-    """Return the numbers of `numpy.arange`."""
+    """Return the same numbers as `numpy.arange`, as a list."""
     first, end = (0, start) if stop is None else (start, stop)
     count = _checked(max(0, math.ceil((end - first) / step)))
     return [first + index * step for index in range(count)]
@@ -62,7 +62,7 @@ def _arange(start: float = 0, stop: float | None = None, step: float = 1, dtype:
 def _linspace(
     start: float, stop: float, num: int = 50, endpoint: bool = True, dtype: Any = None
 ) -> list[float]:
-    """Return the numbers of `numpy.linspace`."""
+    """Return the same numbers as `numpy.linspace`, as a list."""
     steps = max(_checked(num) - bool(endpoint), 1)
     numbers = [start + index * (stop - start) / steps for index in range(num)]
     return [*numbers[:-1], float(stop)] if endpoint and num > 1 else numbers
@@ -70,9 +70,9 @@ def _linspace(
 
 def _checked(count: int) -> int:
     if count > _MAX_ITEMS:
-        raise ValueError(f"{count:,} numbers are more than {_MAX_ITEMS:,}")
+        raise ValueError(f"the range has {count:,} numbers, but at most {_MAX_ITEMS:,} are allowed")
     return count
 
 
 _RANGES: Mapping[str, Callable[..., list[float]]] = {"numpy.arange": _arange, "numpy.linspace": _linspace}
-"""Functions that recipes call for `lr_updates`."""
+"""Functions that recipes use to compute `lr_updates`."""

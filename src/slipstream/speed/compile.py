@@ -226,13 +226,13 @@ def backend_options(how: CompileOptions) -> dict[str, Any]:
 
 
 def backend_problem(model: nn.Module, how: CompileOptions) -> str | None:
-    """Return the reason that the backend cannot compile for the model's device, or None."""
+    """Return why the backend cannot compile for the model's device, or None."""
     param = next(model.parameters(), None)
     return None if param is None or how.backend != "inductor" else inductor_problem(param.device.type)
 
 
 def inductor_problem(device_type: str) -> str | None:
-    """Return the reason that inductor cannot compile for this device type, or None."""
+    """Return why inductor cannot compile for this device type, or None."""
     from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
 
     init_backend_registration()

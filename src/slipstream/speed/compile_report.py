@@ -27,7 +27,7 @@ _EXPECTED = 4
 
 
 def explain_failure(error: BaseException) -> str:
-    """Return the reason that torch could not compile, with the line of user code if torch reports it.
+    """Return why torch could not compile, with the line of user code if torch reports it.
 
     Args:
         error: the exception raised by the compiled function.

@@ -108,7 +108,7 @@ def compiled_scope(step: Step, model: nn.Module) -> str | None:
 
 
 def why_not_one_graph(model: nn.Module, optim: OptimWrapper) -> str | None:
-    """Return the reason that the whole step cannot be compiled as one graph, or None."""
+    """Return why the whole step cannot be compiled as one graph, or None."""
     if isinstance(optim, OptimWrapperDict):
         return "there are several optimizers"
     for name, module in model.named_modules():

@@ -87,7 +87,7 @@ def refuse_python_random() -> None:
 
 
 def why_not_recomputed() -> str | None:
-    """Return the reason that torch does not recompute checkpointed activations in a step's graph, or None."""
+    """Return why torch does not recompute checkpointed activations in a step's graph, or None."""
     if _recomputes():
         return None
     return (

@@ -74,7 +74,7 @@ class EagerStep:
         """Train on the prepared inputs of a batch, for which `StepPart.before_batch` was called.
 
         Args:
-            with_host_parts: whether to call `after_batch` also for parts with `on_host`.
+            with_host_parts: whether to also call `after_batch` for parts with `on_host`.
         """
         optim = self.optim
         if has_gradients(optim.parameters()):
@@ -244,9 +244,7 @@ def _scalar(name: str, value: Any) -> Tensor:
         if value.numel() == 1:
             return value.reshape(())
         shape = tuple(value.shape)
-        raise LossError(
-            f"'{name}' has the shape {shape}, but a loss must be a scalar; use its mean() or sum()"
-        )
+        raise LossError(f"'{name}' has shape {shape}, but a loss must be a scalar; use its mean() or sum()")
     if isinstance(value, list | tuple) and value:
         scalars = [_scalar(f"{name}[{i}]", item) for i, item in enumerate(value)]
         return sum(scalars[1:], start=scalars[0])

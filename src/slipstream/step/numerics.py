@@ -60,7 +60,7 @@ def precise_dtype(device: torch.device) -> torch.dtype:
 class Scalar:
     """A number set by the host and read by a graph, stored in a tensor that is written only if the number changes.
 
-    The tensor has the shape (1,), because Dynamo treats a 0-dim float64 CPU tensor as a Python number.
+    The tensor has shape (1,), because Dynamo treats a 0-dim float64 CPU tensor as a Python number.
     """
 
     def __init__(self, value: float, device: torch.device, dtype: torch.dtype = torch.float32) -> None:

@@ -1,4 +1,4 @@
-"""The import paths of SuperGradients' documents, and the objects of Slipstream that they import."""
+"""Import paths from SuperGradients' documentation, and the Slipstream objects that they refer to."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     },
     "super_gradients.training.utils.distributed_training_utils": {**_DEVICE, **_SETUP},
 }
-"""Names of each module, and the module and attribute of Slipstream."""
+"""Maps each module of SuperGradients to its names, and each name to the Slipstream object that replaces it."""
 
 _TOPICS = (
     (r"kd|distill", "knowledge distillation is not supported; train the student by itself"),
@@ -137,10 +137,10 @@ _TOPICS = (
     ),
     (
         r"lr_?callback|lr_?scheduler|lr_?warmup",
-        "set lr_mode='FunctionLRScheduler' and lr_schedule_function, or use a scheduler of torch by name",
+        "set lr_mode='FunctionLRScheduler' and lr_schedule_function, or name a scheduler from torch",
     ),
-    (r"decay", "set ema_params to constant, threshold or exp"),
-    (r"sg_?logger", "set sg_logger by name ('wandb_sg_logger'), or use a hook of slipstream.hooks"),
+    (r"decay", "set ema_params.decay_type to 'constant', 'threshold' or 'exp'"),
+    (r"sg_?logger", "set sg_logger by name ('wandb_sg_logger'), or use a hook from slipstream.hooks"),
     (r"visual", "use `slipstream predict`, or slipstream.visualization"),
     (
         r"train_from_recipe|recipes",
@@ -159,4 +159,4 @@ def missing(fullname: str) -> str:
     children = [module.rpartition(".")[2] for module in MODULES if module.startswith(f"{parent}.")]
     hint = "" if reason else did_you_mean(name, [*MODULES.get(parent, ()), *children])
     reason = reason or "docs/from_supergradients.md lists the paths that can be imported"
-    return f"{fullname} is not part of Slipstream's replacement of SuperGradients{hint}; {reason}"
+    return f"Slipstream's replacement for SuperGradients does not provide {fullname}{hint}; {reason}"

@@ -438,7 +438,7 @@ def _waiting(speed: dict[str, Any], cache: str | None) -> dict[str, Any]:
 
 
 def compile_problem(plan: SpeedPlan, step: Any, core: nn.Module, warnings: list[str]) -> str | None:
-    """Return the reason that the compiled code of the plan is not in use, or None."""
+    """Return why the compiled code of the plan is not in use, or None."""
     if plan.compile is None:
         return None
     if isinstance(step, GraphStep) and step.uses_graph:

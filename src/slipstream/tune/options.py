@@ -193,7 +193,7 @@ def _data_parallel(kind: str, capabilities: Capabilities, batches: Batches) -> C
 
 
 def unsupported(setting: Setting, speed: dict[str, object], capabilities: Capabilities) -> str | None:
-    """Return the reason that an option is refused or has no effect on this machine, or None.
+    """Return why an option is refused or has no effect on this machine, or None.
 
     Args:
         setting: the changes of a candidate.

@@ -6,7 +6,8 @@ from slipstream.apps.scaling import Block, Cluster, Link, Model, Strategy, simul
 from slipstream.apps.scaling.simulate import FIRST_BUCKET_BYTES, SYNC_BN_ONE_MESSAGE, Work, units
 
 MIB = 2**20
-# Two GPUs: an all-reduce of n bytes takes n beta, and an all-gather or reduce-scatter half of it. 1 MiB takes 1 s.
+# Two GPUs: an all-reduce of n bytes takes n * beta seconds, and an all-gather or reduce-scatter half
+# that time. 1 MiB takes 1 s.
 UNIT = Link(0.0, 1 / MIB)
 
 

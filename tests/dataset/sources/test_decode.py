@@ -25,7 +25,7 @@ def chunk(kind, data):
 
 
 def png(pixels, filters=(0,), level=6, extra=b"", size=None, pieces=1):
-    """Encode a PNG. `filters` are the row filters, used cyclically, and `extra` are chunks before the pixels."""
+    """Encode a PNG. `filters` are used cyclically; `extra` contains chunks to insert before the pixel data."""
     height, width, channels = pixels.shape
     rows, before = [], np.zeros(width * channels, int)
     for y, row in enumerate(pixels.reshape(height, -1).astype(int)):

@@ -3,7 +3,7 @@
     PYTHONPATH=$(python tests/npu/simulated/build.py) python -c 'import torch; print(torch.ones(2, device="npu"))'
 
 PyTorch loads the package through its entry point `torch.backends`, like Ascend's torch_npu. The build takes about half
-a minute. The system's temporary folder caches it by the versions and sources that it depends on.
+a minute. The result is cached in the system's temporary folder, by the versions and sources that it depends on.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def build() -> Path:
 
 
 def _compile(output: Path) -> None:
-    spec = importlib.util.find_spec("torch")  # no import here, because it would load an installed torch_npu
+    spec = importlib.util.find_spec(
+        "torch"
+    )  # do not import torch here, because that would load an installed torch_npu
     assert spec is not None
     assert spec.origin is not None
     torch = Path(spec.origin).parent

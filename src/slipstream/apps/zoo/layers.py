@@ -56,7 +56,7 @@ def _members(length: int, bins: int, device: torch.device, dtype: torch.dtype) -
 class ConvBNReLU(nn.Module):
     """A convolution without bias and with padding `kernel_size // 2`, BatchNorm and, if `relu` is True, ReLU.
 
-    The output has the shape (N, out_channels, ceil(H / stride), ceil(W / stride)).
+    The output has shape (N, out_channels, ceil(H / stride), ceil(W / stride)).
     """
 
     def __init__(

@@ -141,7 +141,7 @@ class MixTransformer(nn.Module):
             in_channels = width
 
     def forward(self, image: Tensor) -> list[Tensor]:
-        """Return the tokens of each stage; the first has the shape (N, ceil(H / 4), ceil(W / 4), widths[0])."""
+        """Return the tokens of each stage; the first has shape (N, ceil(H / 4), ceil(W / 4), widths[0])."""
         features = []
         for number in range(1, len(_STRIDES) + 1):
             embed, blocks, norm = (

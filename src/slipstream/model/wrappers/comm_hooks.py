@@ -179,7 +179,7 @@ class PowerSGD:
             size = self._shapes.get(name, ())[first:]
             if not size or tuple(tensor.shape)[: len(size)] != size or tensor.dim() != 2:
                 raise CheckpointError(
-                    f"{source}: the tensor of '{name}' in '{where}' has the shape {tuple(tensor.shape)} and belongs to "
+                    f"{source}: the tensor of '{name}' in '{where}' has shape {tuple(tensor.shape)} and belongs to "
                     "no parameter of the model; resume with the same model, or use load_from"
                 )
 

@@ -1,7 +1,7 @@
-"""A replacement of torchvision for tests: the names that mmpretrain imports, without their functions.
+"""A replacement for torchvision in tests: the names that mmpretrain imports, without their functionality.
 
-torchvision has no wheel for the CPU builds of torch in the package index. mmpretrain imports it for transforms of
-torchvision, which the stock configurations for CIFAR-10 do not use.
+The package index has no torchvision wheel for CPU builds of torch. mmpretrain imports torchvision for its transforms,
+which the stock configurations for CIFAR-10 do not use.
 """
 
 from torchvision import ops, transforms

@@ -1,4 +1,4 @@
-"""Read checkpoints and load weights, with MMEngine's functions."""
+"""MMEngine's functions for reading checkpoints and loading weights."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class CheckpointLoader:
         """Register `loader(filename, map_location)` for prefixes of paths, as a call or as a decorator.
 
         Raises:
-            CheckpointError: a prefix is registered, and `force` is not set.
+            CheckpointError: a prefix is already registered and `force` is not set.
         """
 
         def register(function: Loader) -> Loader:
             for prefix in [prefixes] if isinstance(prefixes, str) else prefixes:
                 if prefix in cls._schemes and not force:
                     raise CheckpointError(
-                        f"the prefix '{prefix}' is registered; set force=True to replace it"
+                        f"the prefix '{prefix}' is already registered; set force=True to replace it"
                     )
                 cls._schemes[prefix] = function
             return function
@@ -63,7 +63,7 @@ class CheckpointLoader:
     def load_checkpoint(
         cls, filename: str, map_location: Any = None, logger: logging.Logger | str | None = "current"
     ) -> Any:
-        """Return the content of a checkpoint."""
+        """Return the contents of a checkpoint."""
         matching = (prefix for prefix in cls._schemes if str(filename).startswith(prefix))
         loader = cls._schemes[max(matching, key=len)]
         print_log(f"Loading {filename}", logger)
@@ -140,7 +140,7 @@ def load_checkpoint(
 
     Args:
         model: the model.
-        filename: path or address of the checkpoint.
+        filename: path or URL of the checkpoint.
         map_location: see `torch.load`.
         strict: raise an error if names or shapes do not match.
         logger: the logger; see `print_log`.
@@ -174,7 +174,7 @@ def weights_to_cpu(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 def save_checkpoint(
     checkpoint: Mapping[str, Any], filename: str, file_client_args: Any = None, backend_args: Any = None
 ) -> None:
-    """Write a checkpoint to a local file atomically. Values that are not tensors or built-in values are omitted."""
+    """Write a checkpoint to a local file atomically. Values that are neither tensors nor built-in types are omitted."""
     write_checkpoint(checkpoint, filename, lambda line: print_log(line, "current", logging.WARNING))
 
 

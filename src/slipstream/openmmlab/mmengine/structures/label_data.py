@@ -1,4 +1,4 @@
-"""`LabelData`, labels of an image."""
+"""`LabelData`: the labels of an image."""
 
 from __future__ import annotations
 

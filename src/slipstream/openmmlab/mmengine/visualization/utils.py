@@ -12,7 +12,7 @@ __all__ = ["color_str2rgb", "color_val_matplotlib", "img_from_canvas", "tensor2n
 
 
 def tensor2ndarray(value: Any) -> npt.NDArray[Any]:
-    """Return a tensor or an array as an array."""
+    """Return a tensor or array as a NumPy array."""
     return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
 
 

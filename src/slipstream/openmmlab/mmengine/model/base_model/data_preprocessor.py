@@ -126,13 +126,13 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         channels = image.shape[-3] if image.dim() >= 3 else 0
         if self._channel_conversion and channels < 3:
             raise DataError(
-                f"bgr_to_rgb and rgb_to_bgr require images with 3 channels, but an image has the shape "
+                f"bgr_to_rgb and rgb_to_bgr require images with 3 channels, but an image has shape "
                 f"{tuple(image.shape)}; convert the images to color, or remove the option"
             )
         kept = 3 if self._channel_conversion else channels
         if self._enable_normalize and len(self.mean) == 3 and kept not in accepted:
             raise DataError(
-                f"mean and std have 3 values, but an image has the shape {tuple(image.shape)}; give one value, or load "
+                f"mean and std have 3 values, but an image has shape {tuple(image.shape)}; give one value, or load "
                 "images with 3 channels"
             )
 
