@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 .PHONY: train test matrix exhaustive npu openmmlab faults gpu wheels versions lint types format clean
 
 train: $(VENV)/.installed
-	$(BIN)/slipstream train street_scenes_pp_lite_t
+	$(BIN)/slipstream train street_scenes_pp_lite_t $(ARGS)
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadscope -rs -m "not (matrix or slow or npu or exhaustive)"

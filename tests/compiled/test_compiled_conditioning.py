@@ -106,7 +106,7 @@ def stdc1(dtype):
     return Training(model, sgd(model, lr=1e-3), loss, data)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # inductor needs more than a minute for this network
 def test_stdc1_with_inductor_passes_verification():
     assert_as_close_as_eager(stdc1, compile=dict(cache=False, wait=True))
 

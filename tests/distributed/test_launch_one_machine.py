@@ -29,7 +29,9 @@ def test_documented_sharded_training_writes_one_checkpoint_file(machine, folder,
     assert (folder / "work_dirs/street_scenes_pp_lite_t/epoch_1.pth").is_file()
 
 
-@pytest.mark.parametrize(("how", "others"), [("raise", "busy"), ("kill", "away")])
+@pytest.mark.parametrize(
+    ("how", "others"), [pytest.param("raise", "busy", marks=pytest.mark.exhaustive), ("kill", "away")]
+)
 def test_failing_rank_ends_the_job_under_torchrun(machine, folder, how, others):
     run = machine.run(f"torchrun --nproc-per-node=2 {FAILING} pytorch {how} {others}", folder)
     ended_by_rank_1(run, how)

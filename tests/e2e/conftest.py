@@ -1,11 +1,12 @@
 """Fixtures that run commands in an empty folder."""
 
 import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from forked_python import ForkedPython
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -16,20 +17,24 @@ def root() -> Path:
     return ROOT
 
 
+@pytest.fixture(scope="session")
+def _python() -> Iterator[ForkedPython]:
+    python = ForkedPython()
+    yield python
+    python.close()
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `python ARGS` in the test's folder, check the exit status and return the output."""
+def run(tmp_path: Path, _python: ForkedPython) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `python ARGS` in the test's folder, check the exit status and return the output.
+
+    With `forked=False`, a new interpreter runs the command, for tests of what is imported.
+    """
 
     def run_python(
-        *args: str, status: int | None = 0, cwd: Path = tmp_path
+        *args: str, status: int | None = 0, cwd: Path = tmp_path, forked: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [sys.executable, *args],
-            cwd=cwd,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        done = _python.run(*args, cwd=cwd, timeout=300, forked=forked)
         assert status in (None, done.returncode), (
             f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         )

@@ -87,11 +87,11 @@ def test_failed_run_prints_one_line_and_exits_with_status_1(slipstream, tmp_path
 
 
 def test_package_import_and_help_do_not_import_torch(run):
-    run("-c", "import slipstream, sys; assert 'torch' not in sys.modules")
+    run("-c", "import slipstream, sys; assert 'torch' not in sys.modules", forked=False)
     code = (
         "import sys; from slipstream.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
     )
-    run("-c", code + "assert 'torch' not in sys.modules")
+    run("-c", code + "assert 'torch' not in sys.modules", forked=False)
 
 
 def test_compiler_is_imported_lazily(run):

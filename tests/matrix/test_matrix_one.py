@@ -46,9 +46,11 @@ def some_of_all_options():
 
 
 def compiled(processes, net):
-    left_out = ["accumulation", "resume"]
-    without_sam = everything(1, net, left_out=[*left_out, "SAM"])
-    return [without_sam, everything(1, net, left_out=left_out)] if net == "conv" else [without_sam]
+    return [everything(1, net, left_out=["accumulation", "resume", "SAM"])]
+
+
+def compiled_with_sam(processes, net):
+    return [everything(1, net, left_out=["accumulation", "resume"])]
 
 
 ARRAYS = [*pair_runs(1), *triple_runs(1), *refused_runs(1), *some_of_all_options()]
@@ -67,8 +69,13 @@ def test_options_match_a_hand_written_loop(net, options, tmp_path):
     check(net, options, [train(net, options, tmp_path)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("net", "options"), cases(on_each(compiled)))
+@pytest.mark.parametrize(
+    ("net", "options"),
+    [
+        *cases(on_each(compiled), marks=pytest.mark.slow),
+        *cases(on_each(compiled_with_sam), marks=pytest.mark.exhaustive),
+    ],
+)
 def test_inductor_with_all_options_matches_a_hand_written_loop(net, options, tmp_path):
     check(net, options, [train(net, options, tmp_path, backend="inductor")])
 
