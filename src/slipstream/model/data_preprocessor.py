@@ -21,7 +21,7 @@ __all__ = ["BaseDataPreprocessor", "ImgDataPreprocessor"]
 class BaseDataPreprocessor(nn.Module):
     """Move a batch (nested dicts, lists and tuples of tensors) to the module's device, and apply device transforms.
 
-    If a batch contains parameters of device transforms (key `finish`), `cast_data` applies these transforms to the
+    If a batch contains parameters for device transforms (key `finish`), `cast_data` applies these transforms to the
     images (key `inputs`); see `slipstream.dataset.apply_device_transforms`.
 
     Args:
@@ -142,7 +142,8 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
             return image
         if len(self.mean) not in (1, image.shape[-3]):  # broadcasting would create channels
             raise DataError(
-                f"the images have {image.shape[-3]} channels, but mean and std have {len(self.mean)}"
+                f"the images have {image.shape[-3]} channels, but mean and std have {len(self.mean)}; set them to one "
+                "value, or to one value per channel"
             )
         return (image - self.mean) / self.std
 

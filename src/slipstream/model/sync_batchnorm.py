@@ -155,7 +155,7 @@ def _sum_over_ranks(x: Tensor) -> Tensor:
 
 
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Replace every BatchNorm in the module with a `SyncBatchNorm` with the same tensors, and return the module."""
+    """Replace every BatchNorm in the module with a `SyncBatchNorm` that has the same tensors; return the module."""
     if isinstance(module, _BatchNorm):
         return (
             module

@@ -192,7 +192,7 @@ def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], Abstract
 
 
 class _Recomputation(AbstractContextManager[None]):
-    """Context manager of a recomputation, with the buffers and SyncBN sums of the forward pass; reusable.
+    """Context manager for a recomputation, with the buffers and SyncBN sums of the forward pass; reusable.
 
     On exit, the buffers are restored to their values before the recomputation.
     """

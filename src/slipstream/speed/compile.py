@@ -66,8 +66,8 @@ class CompileOptions:
     Linux). By default, steps run eagerly during compilation, so the number of eager steps depends on the compilation
     time."""
     budget: float | str | None = None
-    """Time limit of the compilation in each scope: seconds, or text such as `90s` or `5m`. Beyond it, a smaller scope
-    is compiled, or nothing. None means no limit (in the background, two hours)."""
+    """Time limit for the compilation in each scope: seconds, or text such as `90s` or `5m`. If it is exceeded, a
+    smaller scope is compiled, or nothing. None means no limit (in the background, two hours)."""
 
     def __post_init__(self) -> None:
         """Check the combination of options."""
@@ -147,7 +147,7 @@ def _limit_time(
     switch: Switch,
     warn: Callable[[str], None],
 ) -> None:
-    """Compile the modules of a model within a time limit; beyond it, compile only the repeated blocks, or nothing."""
+    """Compile a model within a time limit; if it is exceeded, compile only the repeated blocks, or nothing."""
     name = type(model).__name__
 
     def exceeded(trains: bool) -> None:

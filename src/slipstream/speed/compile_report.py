@@ -23,7 +23,7 @@ _ENGINE = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (
 _LIBRARY = str(Path(os.__file__).parent) + os.sep
 _LIMIT = "recompile limit exceeded"
 _EXPECTED = 4
-"""Expected recompiles of one function: for validation, a smaller last batch, other heights and other widths."""
+"""Expected recompiles per function: for validation, a smaller last batch, different heights and different widths."""
 
 
 def explain_failure(error: BaseException) -> str:
@@ -82,7 +82,7 @@ def limit_hit(since: int) -> str:
     Beyond the limit, inputs that need a new graph run eagerly.
 
     Args:
-        since: a `time.time_ns()`; earlier compilations are ignored.
+        since: a value of `time.time_ns()`; earlier compilations are ignored.
     """
     for record in _records():
         if getattr(record, "start_time_us", 0) >= since // 1000 and (varied := _limit_hit(record)):
@@ -123,7 +123,7 @@ class CompileSummary:
     """Function and cause of each recompile."""
     unexpected: int = 0
     """Number of recompiles beyond the expected four per function, which are due to validation, a smaller last batch,
-    other heights and other widths."""
+    different heights and different widths."""
     eager: dict[str, int] = field(default_factory=dict)
     """Cause of the last recompile of each function that reached torch's recompile limit and then ran eagerly."""
     skipped: dict[str, int] = field(default_factory=dict)

@@ -23,7 +23,7 @@ _BY_STRIDES = {
 }  # fmt: skip
 """Operators whose result depends on the strides of their operand."""
 _HEAVY = 8
-"""Convolutions stay contiguous if the weight has more than this many times the elements of the activations."""
+"""Convolutions stay contiguous if the weight has more than this many times as many elements as the activations."""
 
 
 class LayOutConvolutions(CustomGraphPass):

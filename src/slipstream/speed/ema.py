@@ -38,7 +38,7 @@ class EmaOptions:
     begin_epoch: NonNegativeInt = 0
     """First epoch whose weights are averaged; set at most one of `begin_iter` and `begin_epoch`."""
     count: str = "updates"
-    """What the steps of the decay schedule are: `updates`, or `batches` as in SuperGradients."""
+    """Unit of the steps in the decay schedule: `updates`, or `batches` as in SuperGradients."""
 
     def __post_init__(self) -> None:
         if self.type not in _TYPES:

@@ -57,7 +57,7 @@ class NanGuardOptions:
 def read_nan_guard(value: Any) -> NanGuardOptions | None:
     """Read `nan_guard`: `'stop'`, `'skip'`, `'rollback'`, a dict, True (`'stop'`), None or False.
 
-    With None and False, a loss that is not finite still stops the run the next time it logs.
+    With None and False, a loss that is not finite still stops the run the next time the run logs.
 
     Raises:
         ConfigError: the value has an unsupported type, or an option is unknown.
@@ -111,7 +111,10 @@ class SkipCount:
 
     def __init__(self, device: torch.device) -> None:
         self.tensor = torch.zeros(2, dtype=torch.int64, device=device)
-        """Number of steps skipped since the last `read`, and of consecutive skipped steps; int64, changed in place."""
+        """The number of steps skipped since the last `read`, and the number of consecutive skipped steps.
+
+        int64, changed in place.
+        """
 
     def add(self, finite: Tensor) -> None:
         """Count one step; `finite` is a 0-dim bool tensor. Traceable."""

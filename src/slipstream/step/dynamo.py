@@ -91,8 +91,8 @@ def why_not_recomputed() -> str | None:
     if _recomputes():
         return None
     return (
-        "activation checkpointing in the graph of a step requires torch 2.12 or newer, because older versions of torch "
-        "do not recompute in a graph that contains both forward and backward"
+        "activation checkpointing in the graph of a step requires torch 2.12 or newer, because older versions do not "
+        "recompute activations in a graph that contains both forward and backward"
     )
 
 

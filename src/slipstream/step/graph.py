@@ -408,12 +408,19 @@ class GraphStep:
         return True
 
     def _exceeded(self, captured: CapturedStep, kind: tuple[Any, ...], seconds: float) -> bool:
-        """Train the batches whose compilation exceeded its time limit eagerly, or give up if no graph is compiled."""
+        """Run this kind of batch eagerly, because its compilation exceeded the time limit.
+
+        Raises:
+            BudgetExceededError: no graph has been compiled yet, or there are several processes.
+        """
         if self.sync is not None or not captured.kinds:
             raise BudgetExceededError(seconds)
         captured.slow_kinds.add(kind)
         self._compiling = None
-        self.info(f"Batches of another kind run eagerly: {BudgetExceededError(seconds)}")
+        self.info(
+            "Batches of another kind run eagerly, because the compilation of their graph takes longer than "
+            f"compile.budget ({seconds:g} s)"
+        )
         return True
 
     def _only_compile(self, captured: CapturedStep, inputs: Any, ends: bool) -> None:

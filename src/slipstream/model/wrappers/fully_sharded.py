@@ -187,7 +187,7 @@ def unsharded_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def drop_unsharded_gradients(model: nn.Module) -> None:
-    """Drop the gradients that `unsharded_gradients` returns. Every rank must call this, as for that function."""
+    """Drop the gradients that `unsharded_gradients` returns. Every rank must call this function."""
     for module in model.modules():
         if hasattr(module, "unshard") and mesh_of(module) is not None:
             module.unshard()  # type: ignore[operator]

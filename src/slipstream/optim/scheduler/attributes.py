@@ -60,7 +60,7 @@ def restored_attributes(scheduler: Any, saved: Any, ignored: Collection[str]) ->
     """Return the saved attributes, in the types that the scheduler's attributes have.
 
     Raises:
-        CheckpointError: a name is no attribute that a scheduler can have, or a value has a different type.
+        CheckpointError: a name is not an attribute that a scheduler can have, or a value has a different type.
     """
     name, own = type(scheduler).__name__, vars(scheduler)
     if not isinstance(saved, Mapping):
