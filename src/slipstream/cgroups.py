@@ -40,7 +40,7 @@ def available_memory(root: Path = _ROOT) -> int | None:
         limit = _limit(version, folder)
         with suppress(OSError, ValueError):
             used = int((folder / ("memory.current" if version == 2 else "memory.usage_in_bytes")).read_text())
-            prefix = "" if version == 2 else "total_"  # without the prefix, version 1 leaves out the children
+            prefix = "" if version == 2 else "total_"  # in version 1, values without the prefix exclude child cgroups
             names = (f"{prefix}inactive_file", f"{prefix}active_file")
             lines = [line.split() for line in (folder / "memory.stat").read_text().splitlines()]
             cached = sum(int(value) for name, value in lines if name in names)

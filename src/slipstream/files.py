@@ -69,7 +69,7 @@ def write_text(path: Path, text: str, errors: str = "strict") -> None:
 
     Args:
         path: the file.
-        text: the content; line endings are written unchanged.
+        text: the contents of the file; line endings are written unchanged.
         errors: how to handle characters that UTF-8 cannot represent; see `str.encode`.
     """
     with replacing(path) as temporary:

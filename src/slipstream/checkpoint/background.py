@@ -64,7 +64,7 @@ class BackgroundWriter:
 
         def run() -> None:
             for device, event in copied.items():
-                # A new thread starts with device 0, and torch's writer of shards waits for its current device only.
+                # A new thread starts with device 0, and torch's shard writer waits only for the current device.
                 torch.accelerator.set_device_index(device)
                 event.synchronize()
             written = write_checkpoint(content, path, warn, group=self._group)

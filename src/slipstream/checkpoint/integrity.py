@@ -27,10 +27,10 @@ except ImportError:
 
 __all__ = ["verified", "verify"]
 
-_HEADER = 30  # bytes of an entry's header, which its name and an extra field follow
+_HEADER = 30  # size of an entry's header in bytes, excluding the name and the extra field that follow
 _CHUNK = (
     2**22
-)  # bytes that a thread reads at once: few enough to be still in a cache when the checksum is computed
+)  # bytes that a thread reads at once: few enough to still be in a cache when the checksum is computed
 
 
 @contextmanager
@@ -41,8 +41,8 @@ def verified(path: Path, start: int = 0, length: int | None = None) -> Iterator[
     pickle, has no checksums, so such a file is not verified.
 
     Raises:
-        CheckpointError: the file is damaged (replaces an error that the block raises for this reason), its entries are
-            compressed, or several of them share the same bytes.
+        CheckpointError: the file is damaged (this error replaces any error that the damage causes in the block), its
+            entries are compressed, or several of them share the same bytes.
     """
     with path.open("rb", buffering=0) as file, _Archive(path, file, start, length) as archive:
         if archive.is_pickle:
@@ -80,15 +80,15 @@ class _Archive(io.RawIOBase):
         rest = max(os.fstat(file.fileno()).st_size - start, 0)
         self._start, self._size = start, rest if length is None else min(length, rest)
         self._position = 0
-        self._entries: dict[int, ZipInfo] = {}  # by the position of their content
-        self._unread: dict[ZipInfo, int] = {}  # entries that have not been verified, with this position
+        self._entries: dict[int, ZipInfo] = {}  # by the position of their data
+        self._unread: dict[ZipInfo, int] = {}  # the position of the data of entries that have not been verified
         self.is_pickle = self._bytes(0, 1) == b"\x80"
 
     def read_entries(self) -> None:
         """Read the list of entries.
 
         Raises:
-            CheckpointError: the archive is incomplete, compressed, or its entries share bytes.
+            CheckpointError: the archive is incomplete or compressed, or its entries share bytes.
         """
         if self._size == 0:
             raise self._damaged("it is empty")

@@ -1,7 +1,7 @@
 """Types and ranges of a checkpoint's entries.
 
-A rule is a function that yields one message for each mismatch. Unknown keys are accepted, so files of other engines can
-be loaded.
+A rule is a function that yields one message for each mismatch. Unknown keys are accepted, so files from other engines
+can be loaded.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ ACCELERATED = _entries(
         "gradients": _each(_optional(_tensor)),
     },
 )
-"""The state of a step of `slipstream.accelerate`."""
+"""The state of a training step from `slipstream.accelerate`."""
 META: Rule = _meta
 """The entry `meta` of a checkpoint that a run resumes from."""
 OPTIMIZER = _entries({"state": _mapping, "param_groups": _each(_entries({"params": _each(_count)}))})

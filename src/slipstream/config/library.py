@@ -64,7 +64,7 @@ def library_folder(library: str, source: str) -> Path:
 
 
 def set_scope(value: Any, scope: str) -> Any:
-    """Return `value` with `_scope_` set in every dict with a `type` that is not inside another such dict."""
+    """Return `value` with `_scope_` set in the outermost dicts that have a `type`."""
     if isinstance(value, dict):
         if "type" in value:
             return value if value.get(SCOPE) is not None else {**value, SCOPE: scope}

@@ -148,7 +148,7 @@ class Placeholders:
 def fill_references(value: Any) -> Any:
     """Return a dumped configuration with its references to environment variables (`{{ $NAME }}`) replaced.
 
-    Those to secrets, and those to variables that are not set and have no default, remain.
+    References to secrets, and to variables that are not set and have no default, are kept.
     """
     if isinstance(value, dict):
         return {key: fill_references(item) for key, item in value.items()}

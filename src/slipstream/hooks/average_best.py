@@ -73,7 +73,7 @@ class AverageBestHook(Hook):
         )
 
     def before_train(self, runner: Runner) -> None:
-        """Restore the list of best epochs of a resumed run."""
+        """Restore a resumed run's list of best epochs."""
         self._folder = Path(runner.work_dir) / FOLDER
         self._restore(runner)
         self._replaced.load(runner, self._folder, runner.checkpoints.owns_files(runner.work_dir))

@@ -128,7 +128,7 @@ class CheckpointHook(Hook):
         if len({monitor.replace("/", "_") for monitor in self.monitors}) < len(self.monitors):
             raise ConfigError(f"contains metrics with the same file name, {self.monitors}", "save_best")
         if self.save_epochs and self.filename_tmpl == "ckpt_epoch_{}.pth":
-            raise ConfigError("must not be the name of the checkpoints of save_epochs", "filename_tmpl")
+            raise ConfigError("must differ from the file names that save_epochs uses", "filename_tmpl")
         if any(epoch < 1 for epoch in self.save_epochs):
             raise ConfigError(
                 f"must contain only epochs of 1 or more, not {min(self.save_epochs)}", "save_epochs"
@@ -191,7 +191,7 @@ class CheckpointHook(Hook):
                 runner.logger.info(f"Removed {name}, which the checkpoint {path.name} replaced")
 
     def _names_in(self, runner: Runner, key: str) -> list[str]:
-        """Return the names in a list of the resumed checkpoint that regular checkpoints of this hook can have."""
+        """Return the names from a list in the resumed checkpoint that this hook's regular checkpoints can have."""
         names = runner.message_hub.get_info(key, []) if self._owns_files else []
         if not matches(names, list[str]):
             return []
@@ -203,8 +203,8 @@ class CheckpointHook(Hook):
                 continue
             if other._folder_of(runner).resolve() == self._folder.resolve() and self._same_name(other):
                 raise self.wrong(
-                    "or another file name is the same in two CheckpointHooks, which would overwrite each other's "
-                    "checkpoints; set another name, or another out_dir, in one of them",
+                    "has the same value in two CheckpointHooks, or other file names are equal, so the hooks would "
+                    "overwrite each other's checkpoints; set a different name or out_dir in one of them",
                     "filename_tmpl",
                 )
             if common := set(self.monitors) & set(other.monitors):
@@ -267,7 +267,7 @@ class CheckpointHook(Hook):
         surplus = self._kept[: -self.max_keep_ckpts] if self.max_keep_ckpts > 0 else []
         self._kept = self._kept[len(surplus) :]
         runner.message_hub.update_info(self._kept_key, self._kept)
-        # If the run is killed before it has removed them, a run that resumes from this checkpoint removes them.
+        # If the run is killed before it has removed the surplus, a run that resumes from this checkpoint removes it.
         runner.message_hub.update_info(self._surplus_key, surplus)
         self._save(
             runner,
@@ -323,7 +323,8 @@ class CheckpointHook(Hook):
         name = self._name(runner, self.best_filename or f"{prefix}{count}.pth")
         hub.update_info(f"best_score/{key}", value)
         hub.update_info(f"best_ckpt/{key}", name)
-        # The name of the previous one comes from the checkpoint, so it may name a file that this hook did not write.
+        # The name of the previous best checkpoint may come from a resumed run and refer to a file that this hook did
+        # not write.
         own = key in self._saved_best or self._owns_files
         surplus = (
             self._replace(runner, previous, name) if own and previous and self._is_best(previous) else []

@@ -206,10 +206,12 @@ class EMAHook(Hook):
         check_tensors(own, average, "state_dict", "the average of the checkpoint", runner.logger.warning)
         names = sorted(own.keys() ^ average.keys())
         if names:
-            text = f"the average of the checkpoint belongs to a different model: only one of them contains {names[:5]}"
+            text = f"the average in the checkpoint belongs to a different model: only one model has {names[:5]}"
             if self.strict_load or not own.keys() & average.keys():
                 raise CheckpointError(f"'state_dict': {text}")
-            runner.logger.warning(f"EMAHook: {text}; the average of other tensors starts again")
+            runner.logger.warning(
+                f"EMAHook: {text}; averages that are not in the checkpoint start again from the model's weights"
+            )
 
     def _warn_if_missing(self, runner: Runner, meta: dict[str, Any]) -> None:
         begin = self.begin_iter + self._average.interval * _accumulation(runner)

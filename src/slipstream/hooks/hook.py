@@ -169,7 +169,7 @@ class Hook:
         pass
 
     def release(self, runner: Runner) -> None:
-        """Called at the end of each run, even after an error: release what the hook holds."""
+        """Called at the end of each run, even after an error, to release the hook's resources."""
 
     # ---- intervals ------------------------------------------------------------------------------------
 

@@ -103,7 +103,7 @@ class ReplacedFiles:
         """Restore the files that a checkpoint names, after the run has gone back to it.
 
         Args:
-            runner: the run, whose message hub is that of the checkpoint.
+            runner: the run, which has restored the message hub from the checkpoint.
             abandoned: the current files before the roll-back.
             current: the current files of the checkpoint.
         """

@@ -50,7 +50,7 @@ class MessageHub:
             key: the scalar's name, with its mode: `train/loss`.
             value: a number, or an array or tensor with one element. A tensor on an accelerator causes a
                 synchronization; `Meter` avoids it.
-            count: number of samples of the value.
+            count: number of samples that the value represents.
             resumed: whether checkpoints contain the history.
 
         Raises:

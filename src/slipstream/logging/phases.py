@@ -52,7 +52,7 @@ class PhaseTimes:
         self.current, self._since = "other", perf_counter()
 
     def stop(self) -> None:
-        """Stop until the next `start`. Later calls of `switch` have no effect."""
+        """Stop until the next `start`. Calls to `switch` have no effect in the meantime."""
         self.switch("other")
         self._since = None
 
@@ -65,7 +65,7 @@ class PhaseTimes:
         self.current, self._since = phase, now
 
     def total(self, phase: Phase) -> float:
-        """Return the seconds in a phase that has ended, with those of the first step."""
+        """Return the seconds in a phase that has ended, including the first step."""
         return self.seconds.get(phase, 0.0) + self.first.get(phase, 0.0)
 
     @contextmanager

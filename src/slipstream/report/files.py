@@ -60,5 +60,5 @@ def write_report(record: RunRecord, folder: Path) -> Path:
 
 def write_page(path: Path, text: str) -> None:
     """Write a text file atomically."""
-    # Text of a run may contain characters that UTF-8 cannot represent, for example from a file name.
+    # Text from a run may contain characters that UTF-8 cannot represent, for example from a file name.
     write_text(path, text, errors="replace")

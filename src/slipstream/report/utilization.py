@@ -10,9 +10,9 @@ __all__ = ["utilization", "utilization_note"]
 
 
 def utilization(record: RunRecord) -> float | None:
-    """Return the operations of the model per second, divided by the peak of all devices; None if it is unknown.
+    """Return the model's operations per second, divided by the total peak speed of all devices; None if unknown.
 
-    The duration is that of training without the first step, validation and checkpoints.
+    The first step, validation and checkpoints are excluded.
     """
     compute, speed = record.compute, mean_speed(record)
     peak = compute.peak_flops * compute.devices

@@ -1,4 +1,4 @@
-"""Checks of a training run's data and model before the first step, and notes on the errors that they cannot foresee."""
+"""Checks of a training run's data and model before the first step, and notes for errors that occur later."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NOTES = {
         "the CPU, with CUDA_VISIBLE_DEVICES='', names the target)"
     ),
 }
-"""Notes by a part of torch's message."""
+"""Notes, by a substring of torch's message."""
 
 
 def add_notes(error: Exception, where: str, describe_batch: Callable[[int], str]) -> None:

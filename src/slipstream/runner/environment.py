@@ -63,7 +63,7 @@ class MpOptions:
     opencv_num_threads: Annotated[int, Rule(lambda count: -1 <= count <= 1024, "from -1 to 1024")] | None = (
         None
     )
-    """Number of OpenCV's threads in each worker; None keeps the setting of the process."""
+    """Number of OpenCV threads in each worker; None keeps the setting of the process."""
 
 
 @dataclass(frozen=True)

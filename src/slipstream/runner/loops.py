@@ -93,7 +93,7 @@ class BaseLoop:
     def _warn_of_stall(self, text: str) -> None:
         if get_rank() == 0:
             self._runner.logger.warning(text)
-        else:  # only errors of other ranks are printed
+        else:  # ranks other than 0 print only errors
             self._runner.logger.error(f"Rank {get_rank()}: {text}")
 
     def end_loading(self) -> None:
@@ -158,7 +158,7 @@ class _TrainLoop(BaseLoop):
 
     @property
     def validated(self) -> bool:
-        """Whether validation after the checkpoint that the run continues from, if it was due, has been run."""
+        """Whether the run has no validation left to repeat that was due after the checkpoint it continues from."""
         return self._validated
 
     @property
@@ -241,7 +241,7 @@ class _TrainLoop(BaseLoop):
         self.inner_iter, self._validated = start, validated
 
     def _recover(self, train: Callable[[], None]) -> None:
-        """Call `train`, and again after each fault from which the run can continue at an earlier checkpoint."""
+        """Call `train`; call it again after each fault from which the run can continue at an earlier checkpoint."""
         runner, rollback = self._runner, self._runner.rollback
         rollback.begin()
         while True:

@@ -1,4 +1,4 @@
-"""Find the checkpoint to resume; save and restore weights, optimizer state and schedulers."""
+"""Find the checkpoint to resume from; save and restore weights, optimizer state and schedulers."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def _like(param: nn.Parameter, gradient: Tensor) -> Tensor:
 
 
 def sampler_states(loader: Any) -> dict[str, Any]:
-    """Return the states of the generators of the loader's sampler that a checkpoint contains."""
+    """Return the states of the random generators in the loader's sampler, for a checkpoint."""
     batches = getattr(loader, "batch_sampler", None)
     return batches.generator_states() if isinstance(batches, EpochBatchSampler) else {}
 
@@ -274,7 +274,7 @@ def restore_schedulers(schedulers: list[Any] | dict[str, list[Any]], checkpoint:
 
 
 def _pending_gradients(model: nn.Module) -> dict[str, Any]:
-    """Return the entries of an unfinished accumulation window, if it has gradients.
+    """Return the checkpoint entries for an unfinished accumulation window, if it has gradients.
 
     `rank_gradients` contains each rank's gradients, on rank 0. The gradients of a sharded model are averaged over all
     ranks in `gradients`.

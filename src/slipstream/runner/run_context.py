@@ -70,8 +70,8 @@ class RunContext:
                 yield
             except BaseException as error:
                 loop = self._runner.loops.built("train")
-                # After a part of an epoch, the loader, the gradients and the counters do not agree. User-defined loops
-                # may have no passes.
+                # In the middle of an epoch, the states of the loader, the gradients and the counters are not
+                # consistent. User-defined loops may have no passes.
                 if (passes := getattr(loop, "passes", None)) is not None and passes.has_begun(loop.epoch):
                     inside = f"{type(error).__name__} inside an epoch, which cannot be continued exactly"
                     self._stopped = "a signal" if isinstance(error, Preempted) else inside
