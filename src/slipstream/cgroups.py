@@ -40,7 +40,8 @@ def available_memory(root: Path = _ROOT) -> int | None:
         limit = _limit(version, folder)
         with suppress(OSError, ValueError):
             used = int((folder / ("memory.current" if version == 2 else "memory.usage_in_bytes")).read_text())
-            prefix = "" if version == 2 else "total_"  # in version 1, values without the prefix exclude child cgroups
+            # In version 1, the values without this prefix exclude child cgroups.
+            prefix = "" if version == 2 else "total_"
             names = (f"{prefix}inactive_file", f"{prefix}active_file")
             lines = [line.split() for line in (folder / "memory.stat").read_text().splitlines()]
             cached = sum(int(value) for name, value in lines if name in names)

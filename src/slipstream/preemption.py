@@ -37,7 +37,7 @@ twice."""
 _POLL_INTERVAL = 0.25
 """Seconds between two checks for a signal on another rank."""
 _TIMEOUT = timedelta(seconds=30)
-"""Time in which every rank must report its step after a signal."""
+"""Time limit for every rank to report its step after a signal."""
 
 
 class Preempted(SystemExit):

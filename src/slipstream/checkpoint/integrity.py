@@ -37,8 +37,8 @@ _CHUNK = (
 def verified(path: Path, start: int = 0, length: int | None = None) -> Iterator[IO[bytes]]:
     """Yield a part of `path` for `torch.load`. The bytes that the block reads are compared with their checksums.
 
-    At the end of the block, the entries that it did not read are verified as well. The format of torch before 1.6, a
-    pickle, has no checksums, so such a file is not verified.
+    At the end of the block, the entries that it did not read are verified as well. Files written by torch before 1.6
+    are pickles without checksums, so they are not verified.
 
     Raises:
         CheckpointError: the file is damaged (this error replaces any error that the damage causes in the block), its
@@ -81,7 +81,7 @@ class _Archive(io.RawIOBase):
         self._start, self._size = start, rest if length is None else min(length, rest)
         self._position = 0
         self._entries: dict[int, ZipInfo] = {}  # by the position of their data
-        self._unread: dict[ZipInfo, int] = {}  # the position of the data of entries that have not been verified
+        self._unread: dict[ZipInfo, int] = {}  # entries that have not been verified, with this position
         self.is_pickle = self._bytes(0, 1) == b"\x80"
 
     def read_entries(self) -> None:

@@ -126,7 +126,7 @@ def _by_name(rule: Rule) -> Rule:
 
 
 def _entries(required: Mapping[str, Rule], optional: Mapping[str, Rule] | None = None) -> Rule:
-    """Accept a dict with the keys of `required`; the values of these keys and of those in `optional` are checked."""
+    """Accept a dict with all keys in `required`; check the values of these keys and of the keys in `optional`."""
     rules = {**required, **(optional or {})}
 
     def entries(value: Any, where: str) -> Iterator[str]:

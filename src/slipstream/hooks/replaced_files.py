@@ -34,8 +34,8 @@ class ReplacedFiles:
 
     Without roll-backs, they are removed at once. With roll-backs, a replaced file is kept until no checkpoint to which
     the run can go back is older than the replacement. After a roll-back, the files that the restored checkpoint names
-    exist, and those of the abandoned steps are removed. The list is part of each checkpoint, so a resumed run removes
-    the files that it no longer needs. Only rank 0 changes files.
+    exist again, and the files from abandoned steps are removed. The list is part of each checkpoint, so a resumed run
+    removes the files that it no longer needs. Only rank 0 changes files.
 
     Args:
         key: name of the list in the message hub.

@@ -56,8 +56,8 @@ class ReportHook(Hook):
     Args:
         peak_tflops: the peak speed of the device in 10^12 operations per second at the precision of the run, for the
             model FLOPs utilization; None looks it up in `slipstream.speed.flops.PEAKS`.
-        probe_workers: at the end of a run that has waited for data, measure how fast other numbers of workers load
-            batches, for some seconds. Worker processes read samples of the training dataset.
+        probe_workers: at the end of a run that has waited for data, measure for some seconds how fast batches are
+            loaded with other numbers of workers. Worker processes read samples from the training dataset.
     """
 
     priority = "VERY_LOW"

@@ -114,7 +114,7 @@ class MessageHub:
         }
 
     def drop_saved(self) -> None:
-        """Remove the entries that checkpoints contain, before those of an earlier checkpoint are loaded."""
+        """Remove the entries that checkpoints contain, before the entries of an earlier checkpoint are loaded."""
         saved = self.state_dict()
         for entries, names in (
             (self._scalars, saved["log_scalars"]),

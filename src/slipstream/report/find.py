@@ -96,7 +96,9 @@ def run_folder(path: Path) -> Path:
     """
     folder = path.parent if path.is_file() else path
     if not folder.is_dir():
-        raise ConfigError(f"{path} does not exist; pass a run folder, or run 'slipstream runs' to list all runs")
+        raise ConfigError(
+            f"{path} does not exist; pass a run folder, or run 'slipstream runs' to list all runs"
+        )
     if is_run(folder):
         return folder
     runs = [child for child in folder.iterdir() if child.is_dir() and is_run(child)]

@@ -145,7 +145,9 @@ def check_file(path: Path) -> None:
         kind = "a folder" if path.is_dir() else "not a file"
         raise DataError(f"{path} is {kind}, but a run stores a file with this name; remove or rename it")
     if not os.access(path, os.R_OK):
-        raise DataError(f"{path} cannot be read, because its permissions do not allow it; change its permissions")
+        raise DataError(
+            f"{path} cannot be read, because its permissions do not allow it; change its permissions"
+        )
 
 
 def _json_lines(folder: Path) -> Iterator[dict[str, Any]]:

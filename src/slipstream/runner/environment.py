@@ -107,7 +107,7 @@ def _unused_launcher() -> str | None:
     started = infer_launcher()
     try:
         alone = started == "none" or placement(started, os.environ).world_size == 1
-    except DistributedError:  # the job's variables are set, but not those of its processes
+    except DistributedError:  # the job's variables are set, but not the variables of each process
         return None
     return None if alone else started
 

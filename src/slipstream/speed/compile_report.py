@@ -233,7 +233,7 @@ class CompileReport:
         return Counter(_where(each.user_stack) + ": " + each.reason.strip().splitlines()[0] for each in new)
 
     def _skips(self, number: int) -> dict[str, int]:
-        """Return the reasons of `number` skipped CUDA graphs; torch records reasons only at compile time."""
+        """Return the reasons for `number` skipped CUDA graphs; torch records reasons only at compile time."""
         reasons = [getattr(record, "cudagraph_skip_reason", None) for record in self._new]
         known = Counter(reason.strip().splitlines()[0] for reason in reasons if reason)
         rest = number - sum(known.values())

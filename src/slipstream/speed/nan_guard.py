@@ -202,7 +202,7 @@ class StepGuard:
         self.count.add(finite)
 
     def reset(self) -> None:
-        """Forget the unfinished accumulation window and the counts, after the run has gone back to a checkpoint."""
+        """Discard the unfinished accumulation window and the counts, after the run has gone back to a checkpoint."""
         self._before = {}
         self.count.tensor.zero_()
 
