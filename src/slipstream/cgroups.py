@@ -56,7 +56,7 @@ def _limit(version: int, folder: Path) -> int | None:
 
 
 def _folders(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
-    """Yield the version and the folder of each cgroup of this process that has the controller, and of its parents."""
+    """Yield the version and folder of each of this process's cgroups that has the controller, and of its parents."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:

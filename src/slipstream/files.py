@@ -101,7 +101,7 @@ def disk_problem(error: BaseException, folder: Path) -> str | None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write the folder's list of files to disk, so that a power failure does not revert a rename in it."""
+    """Write the folder's list of files to disk, so that a power failure does not revert a rename in the folder."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)

@@ -83,7 +83,7 @@ class Redactor(logging.Filter):
             for name, value in os.environ.items()
             if len(value) >= _SHORTEST and is_secret_name(name) and name != "PWD"  # the working directory
         }
-        # A secret may be a part of a longer one.
+        # A secret may be part of a longer secret.
         self._replaced = sorted(found.items(), key=lambda item: -len(item[0]))
 
     def __call__(self, text: str) -> str:

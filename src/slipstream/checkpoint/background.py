@@ -101,7 +101,7 @@ class BackgroundWriter:
     def _copy(
         self, checkpoint: Mapping[str, Any], warn: Callable[[str], None]
     ) -> tuple[dict[str, Any], dict[torch.device, torch.Event]]:
-        """Return a copy of the checkpoint, and for each device the event after which its tensors are complete."""
+        """Return a copy of the checkpoint, and for each device an event that marks the end of its copies."""
         buffers: dict[str, Tensor] = {}
         devices: set[torch.device] = set()
         on_host: list[tuple[Tensor, Tensor]] = []

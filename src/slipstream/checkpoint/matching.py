@@ -97,7 +97,7 @@ def check_tensors(
 def _check_tensor(
     own: Tensor, saved: Any, where: str, source: Any, shape: bool = True, layout: bool = True
 ) -> None:
-    text = f"a tensor of {own.dtype}" + f" with the shape {tuple(own.shape)}" * shape
+    text = f"a tensor of {own.dtype}" + f" with shape {tuple(own.shape)}" * shape
     fits = (
         isinstance(saved, Tensor)
         and (saved.layout is own.layout or not layout)

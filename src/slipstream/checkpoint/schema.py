@@ -62,7 +62,7 @@ def weights_in(checkpoint: Mapping[Any, Any], source: Any) -> dict[str, Any]:
 def shown(value: Any) -> str:
     """Return a short description of `value` for a message."""
     if isinstance(value, Tensor):
-        return f"a tensor of {value.dtype} with the shape {tuple(value.shape)}"
+        return f"a tensor of {value.dtype} with shape {tuple(value.shape)}"
     if isinstance(value, bool | int | float | str) or value is None:
         text = repr(value)
         return text if len(text) <= 40 else f"{text[:40]}..."

@@ -30,7 +30,7 @@ __all__ = ["CheckpointHook", "warn_without_checkpoints"]
 class CheckpointHook(Hook):
     """Save checkpoints every `interval` epochs or steps, and whenever a metric improves.
 
-    After saving a new best checkpoint, the hook calls `after_new_best(runner, metrics)` of all hooks that define it.
+    After saving a new best checkpoint, the hook calls `after_new_best(runner, metrics)` on all hooks that define it.
 
     Args:
         interval: epochs (`by_epoch`) or steps between two checkpoints; -1 saves only the last one.
@@ -363,7 +363,7 @@ class CheckpointHook(Hook):
 
 
 def warn_without_checkpoints(runner: Runner, option: str) -> None:
-    """Warn if no CheckpointHook saves checkpoints from which the run can continue before its end."""
+    """Warn if no CheckpointHook saves complete checkpoints during the run."""
     hooks = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
     if not any(hook.interval > 0 and hook.is_complete for hook in hooks):
         runner.logger.warning(

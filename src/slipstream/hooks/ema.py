@@ -115,7 +115,7 @@ class EMAHook(Hook):
             optim.parts.append(self._part)
 
     def _restore(self) -> None:
-        """Load the average of the resumed checkpoint; without one, start from the model's weights."""
+        """Load the average from the resumed checkpoint; if there is none, start from the model's weights."""
         average = self._average
         if self._resumed is not None:
             with restoring("ema_state_dict", "the resumed checkpoint"):

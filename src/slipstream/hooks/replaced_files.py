@@ -32,14 +32,15 @@ class _File(NamedTuple):
 class ReplacedFiles:
     """The files of a run (such as best checkpoints) that newer files have replaced.
 
-    Without roll-backs, they are removed at once. With roll-backs, a replaced file is kept until no checkpoint to which
-    the run can go back is older than the replacement. After a roll-back, the files that the restored checkpoint names
-    exist again, and the files from abandoned steps are removed. The list is part of each checkpoint, so a resumed run
-    removes the files that it no longer needs. Only rank 0 changes files.
+    Without roll-backs, these files are removed at once. With roll-backs, a replaced file is kept until no checkpoint to
+    which the run can go back is older than the replacement. After a roll-back, the files that the restored checkpoint
+    names exist again, and the files from abandoned steps are removed. The list is part of each checkpoint, so a resumed
+    run removes the files that it no longer needs. Only rank 0 changes files.
 
     Args:
         key: name of the list in the message hub.
-        is_own: `is_own(name)` returns whether such a file can have this name. Names in a checkpoint may be untrusted.
+        is_own: `is_own(name)` returns whether a file in the list can have this name. Names in a checkpoint may be
+            untrusted.
     """
 
     def __init__(self, key: str, is_own: Callable[[str], bool]) -> None:

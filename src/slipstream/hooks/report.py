@@ -151,7 +151,7 @@ class ReportHook(Hook):
     # ---- curves --------------------------------------------------------------------------------------
 
     def _read(self, runner: Runner) -> None:
-        """Add the values since the last call to the curves. All of them are on the host."""
+        """Add the values since the last call to the curves. All values are on the host."""
         at = runner.meter.newest or self._start or 0
         for key, history in runner.message_hub.log_scalars.items():
             new = history.total - self._seen.get(key, 0)

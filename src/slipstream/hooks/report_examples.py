@@ -43,7 +43,7 @@ class _Candidate:
 
 
 class ExampleSelection:
-    """The samples of one validation that the report shows: confident errors, then doubtful correct predictions.
+    """The samples of one validation run that the report shows: confident errors, then uncertain correct predictions.
 
     Args:
         batches: number of validation batches; None if it is unknown, so that the first batches are read.
@@ -96,7 +96,7 @@ def _own(candidate: _Candidate) -> _Candidate:
 
 
 def _images(batch: Any) -> Sequence[Tensor] | None:
-    """Return the images (channels, height, width) of a batch, or None if it has none with 1 or 3 channels."""
+    """Return the images (channels, height, width) of a batch, or None if it has no images with 1 or 3 channels."""
     inputs = batch.get("inputs") if isinstance(batch, Mapping) else None
     if isinstance(batch, list | tuple) and batch:
         inputs = batch[0]

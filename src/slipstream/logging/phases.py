@@ -15,7 +15,7 @@ Phase = Literal[
     "validation", "test", "checkpoint", "other",
 ]  # fmt: skip
 """`data`: waiting for a batch. `preprocess`: the data preprocessor, which copies the batch to the device. `step`: parts
-of the training step that are not split into `forward`, `backward` and `optimizer`, such as a step in one graph.
+of the training step that are not split into `forward`, `backward` and `optimizer`, such as a step that is one graph.
 `logging`: reading the losses from the device, log lines and scalars. `other`: start and end of a run."""
 
 STEP_PHASES: tuple[Phase, ...] = (

@@ -74,7 +74,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
     Args:
         mean, std: one value, or one per channel, on the scale of the inputs (0..255 for uint8). Specify both or
             neither. Specify neither if the dataset's transforms normalize the images.
-        pad_size_divisor: pad the images at the right and bottom to a height and width that are multiples of this.
+        pad_size_divisor: pad the images at the right and bottom, so that height and width are multiples of this number.
         pad_value: value of the padding, applied after normalization.
         bgr_to_rgb, rgb_to_bgr: reverse the order of the channels.
         non_blocking: see `BaseDataPreprocessor`.

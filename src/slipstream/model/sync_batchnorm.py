@@ -119,7 +119,7 @@ def _global_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dims = [0, *range(2, x.ndim)]
     if x.numel():
         var, mean = torch.var_mean(x, dims, correction=0)
-    else:  # depends on x, because the other ranks' backward passes wait for this rank
+    else:  # use a value that depends on x, because the other ranks' backward passes wait for this rank
         var = mean = x.sum(dims)
     count = torch.full((1,), x.numel() // x.shape[1], dtype=x.dtype, device=x.device)
     if get_world_size() * (2 * len(mean) + 1) <= _ONE_MESSAGE:

@@ -112,4 +112,4 @@ class FusedLayouts:
 
 
 _END = (object(),)
-"""An item after the last one, so that lists of different lengths differ."""
+"""Appended to compared lists, so that lists of different lengths differ."""

@@ -21,7 +21,7 @@ LIBRARIES = (
     "mmseg",
     "mmyolo",
 )
-"""Scopes whose child registries are created by the module `registry` of the package with this name."""
+"""Scopes whose child registries are created by the module `registry` of the package with the scope's name."""
 
 # Packages whose modules may be imported; other modules must be imported already.
 _IMPORTABLE = (*LIBRARIES, "mmcv", "mmengine", "slipstream", "torch", "torchmetrics")

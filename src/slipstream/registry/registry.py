@@ -28,7 +28,7 @@ ROOT_SCOPE = "slipstream"
 # Scopes of MMEngine and SuperGradients configurations; they map to the root.
 _ROOT_ALIASES = ("mmengine", "super_gradients")
 
-# Extras of this distribution that install the package of a namespace.
+# For each namespace in an optional package, the extra of this distribution that installs the package.
 _EXTRAS = {"pytorch_optimizer": "optimizers", "torchmetrics": "metrics"}
 
 _scope: ContextVar[str | None] = ContextVar("slipstream_default_scope", default=None)
@@ -240,7 +240,7 @@ class Registry:
         if dot and (registry := self._in_scope(scope)) is not None:
             return [registry], name
         preferred = self._in_scope(_scope.get() or "")
-        # The root must not come first, even as default scope, because it hides overrides of a child.
+        # The root must not come first, even as the default scope, because it would hide overrides in a child registry.
         return [self] if preferred in (None, self.root) else [preferred, self], key
 
     def _in_scope(self, scope: str) -> Registry | None:
@@ -361,7 +361,7 @@ _WRONG_ARGUMENT = (
     AssertionError,
     RuntimeError,
 )
-"""Exceptions from constructors that are reported with the config path; others, such as OSError, pass unchanged."""
+"""Exceptions from constructors that are reported with the config path; others, such as OSError, are not changed."""
 
 
 def _reason(error: Exception) -> str:

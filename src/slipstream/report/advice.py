@@ -41,7 +41,7 @@ class Advice:
 
     @property
     def bound(self) -> float:
-        """The largest possible ratio of the duration of training to its duration without this time."""
+        """The largest possible speedup: the duration of training divided by the duration without this time."""
         return 1 / (1 - self.share)
 
     @property

@@ -45,7 +45,7 @@ class LogFile:
 
 
 def log_file(folder: Path) -> Path | None:
-    """Return the log of a run folder, or None. The log has the name of the folder, or is the only one."""
+    """Return the log in a run folder, or None. The log has the name of the folder, or is the only log in it."""
     named = folder / f"{folder.name}.log"
     if named.is_file():
         return named

@@ -130,13 +130,13 @@ class OptionRow:
     option: str
     value: str
     source: str
-    """The configuration key that sets it, or `auto`."""
+    """The configuration key that sets the option, or `auto`."""
     reason: str
 
 
 @dataclass
 class RunRecord:
-    """What a run recorded. `report.json` contains these fields; its format may gain fields in later versions."""
+    """What a run recorded. `report.json` contains these fields; later versions may add fields."""
 
     name: str
     """The experiment name."""

@@ -20,7 +20,7 @@ def utilization(record: RunRecord) -> float | None:
 
 
 def utilization_note(record: RunRecord) -> str:
-    """Return how the utilization is computed, or why it is unknown; empty if the run recorded neither."""
+    """Return how the utilization is computed, or why it is unknown; empty if neither was recorded."""
     compute, value, speed = record.compute, utilization(record), mean_speed(record)
     if value is None or speed is None:
         problem = compute.problem or ("the run has too few steps" if compute.flops_per_sample else "")

@@ -57,7 +57,7 @@ def add_notes(error: Exception, where: str, describe_batch: Callable[[int], str]
 def warn_of_single_sample(model: nn.Module, loader: DataLoader[Any], warn: Callable[[str], None]) -> None:
     """Warn if the last batch of each epoch has one sample, on which a BatchNorm layer may be unable to train.
 
-    Call it while the model is in training mode: frozen BatchNorm layers accept any batch.
+    Call this function while the model is in training mode: frozen BatchNorm layers accept any batch.
     """
     if batch_size(loader) == 1 or last_batch_size(loader) != 1:
         return
@@ -73,7 +73,8 @@ def warn_of_single_sample(model: nn.Module, loader: DataLoader[Any], warn: Calla
 def warn_of_sampler_state(loader: DataLoader[Any], epoch: int, warn: Callable[[str], None]) -> None:
     """Warn if the order of the loader's sampler depends on state that a resume or a roll-back cannot restore.
 
-    Call it before the epoch at which the run continues; the first indices of this epoch are drawn twice and compared.
+    Call this function before the epoch at which the run continues. It draws the first indices of this epoch twice and
+    compares them.
     """
     batches = loader.batch_sampler
     if not isinstance(batches, EpochBatchSampler):

@@ -158,7 +158,7 @@ class _TrainLoop(BaseLoop):
 
     @property
     def validated(self) -> bool:
-        """Whether the run has no validation left to repeat that was due after the checkpoint it continues from."""
+        """Whether the validation that was due after the checkpoint to continue from has run; True if none was due."""
         return self._validated
 
     @property

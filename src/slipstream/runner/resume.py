@@ -200,8 +200,8 @@ def optimizer_state(model: nn.Module, optim: OptimWrapper) -> dict[str, Any]:
 def restore_counts(model: nn.Module, optim: OptimWrapper, counts: Mapping[str, int]) -> None:
     """Restore the number of batches of each wrapper, which determines where its accumulation windows end.
 
-    The count of a single wrapper is normally the number of iterations, which `initialize_count_status` sets. It differs
-    if `train_step` updates the weights several times per batch.
+    The count of a single wrapper is normally the number of iterations, which `initialize_count_status` sets. The count
+    differs if `train_step` updates the weights several times per batch.
     """
     for name, wrapper in _wrappers(optim).items():
         wrapper.batches = counts.get(name, wrapper.batches)
@@ -237,8 +237,8 @@ def sampler_states(loader: Any) -> dict[str, Any]:
 def restore_samplers(loader: DataLoader[Any], meta: Mapping[str, Any], source: Any) -> None:
     """Restore the generators of the loader's sampler.
 
-    The checkpoint contains what `sampler_states` has returned on each rank. With a different number of processes, the
-    states of rank 0 are used on all of them.
+    The checkpoint contains what `sampler_states` has returned on each rank. If the number of processes has changed, all
+    processes use the states of rank 0.
 
     Raises:
         CheckpointError: a state does not belong to its generator; no generator is changed.

@@ -243,7 +243,7 @@ class Rollback:
 
         Args:
             iteration: number of the step, from 1.
-            all_ranks: whether to include the samples of the other ranks, which must then call this as well.
+            all_ranks: whether to include the samples of the other ranks, which must then also call this method.
         """
         own = self._runner.train_loop.passes.samples(iteration)
         parts = all_gather_object(own) if all_ranks else [own]
@@ -271,7 +271,7 @@ class Rollback:
         newer = [entry for entry in self._saved if entry[0] > runner.iter]
         if newer:
             self._saved = deque((entry for entry in self._saved if entry not in newer), maxlen=_REMEMBERED)
-            if is_main_process():  # a run that is killed now must not resume from them
+            if is_main_process():  # a run that is killed now must not resume from a newer checkpoint
                 mark_last_checkpoint(runner.work_dir, path)
 
     # ---- batches that are left out ----------------------------------------------------------------------

@@ -168,7 +168,7 @@ class CompileReport:
 
     Args:
         kinds: number of different blocks that share one function (scope 'block'); the expected number of recompiles
-            is proportional to it.
+            is proportional to this number.
     """
 
     def __init__(self, kinds: int = 1) -> None:

@@ -80,7 +80,7 @@ def read_ema(value: Any) -> EmaOptions | None:
 
 
 def check_begin(begin_iter: int, begin_epoch: int) -> None:
-    """Raise a ConfigError if both are set, or if either is negative."""
+    """Raise a ConfigError if both arguments are set, or if one of them is negative."""
     for name, value in {"begin_iter": begin_iter, "begin_epoch": begin_epoch}.items():
         check(value, NonNegativeInt, name)
     if begin_iter and begin_epoch:

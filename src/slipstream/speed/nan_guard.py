@@ -136,9 +136,9 @@ class StepGuard:
     accumulation, the whole window is skipped. All ranks skip the same steps. With a loss scale, the `GradScaler` skips
     steps as usual, and this class counts them.
 
-    A step that creates optimizer state cannot be undone. This applies to the first step, and to steps in which further
-    parameters have a gradient. The host then waits for the device, and calls the optimizer only if the gradients are
-    finite. If an optimizer may store state on the host, such as a step count, this applies to every step.
+    A step that creates optimizer state cannot be undone. This applies to the first step, and to steps in which other
+    parameters have their first gradient. The host then waits for the device, and calls the optimizer only if the
+    gradients are finite. If an optimizer may store state on the host, such as a step count, this applies to every step.
 
     Args:
         model: the model, unwrapped.

@@ -19,7 +19,7 @@ class SendEarly(CustomGraphPass):
         send_early(graph)
 
     def uuid(self) -> Any:
-        """Return an identifier of this version of the pass."""
+        """Return an identifier for this version of the pass."""
         return "slipstream.send_early.1"
 
 

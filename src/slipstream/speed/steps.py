@@ -211,7 +211,7 @@ def _sync(model: nn.Module) -> GradientSync | None:
 
 
 def _backend(how: CompileOptions, device_type: str, cuda_graph: bool) -> tuple[Callable[..., Any], bool]:
-    """Return the compiler of a captured step, and whether its code runs as a CUDA graph."""
+    """Return the compiler for a captured step, and whether the compiled code runs as a CUDA graph."""
     options = backend_options(how)
     if how.backend == "inductor":
         from slipstream.speed.inductor_options import inductor_options  # imports Dynamo, which takes seconds

@@ -120,7 +120,7 @@ class AveragePart(StepPart):
 
 
 def copied_to(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of `tensors` on `device`; if it is the CPU, wait once until all of them are complete."""
+    """Return copies of `tensors` on `device`; if `device` is the CPU, wait once until all copies are complete."""
     copies = [tensor.to(device, non_blocking=True) for tensor in tensors]
     if device.type == "cpu" and (source := next((t.device for t in tensors if not t.is_cpu), None)):
         torch.accelerator.current_stream(source).synchronize()

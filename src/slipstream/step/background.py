@@ -60,7 +60,7 @@ class BackgroundCompiler:
         self._pid: int | None = None
         self._began = 0.0
         self.seconds: float | None = None
-        """Duration of the last function in seconds; None if it failed."""
+        """Duration of the last function call in seconds; None if the call failed."""
         self.exceeded = False
         """Whether the last function exceeded the timeout and was killed."""
 

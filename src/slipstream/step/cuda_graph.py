@@ -76,9 +76,9 @@ class CapturedCalls:
         self._calls: dict[Any, int] = {}
         self._graphs: dict[Any, _Graph] = {}
         self._failed = False
-        # A graph with collectives must be released before its process group. Functions that are registered later, such
-        # as this one, run earlier at exit. At the end of a multiprocessing child, only finalizers run, and the one that
-        # destroys the process group (`dist/failure_detection.py`) has a lower priority.
+        # A graph with collectives must be released before its process group. At exit, functions that were registered
+        # later, such as this one, run earlier. At the end of a multiprocessing child, only finalizers run, and the
+        # finalizer that destroys the process group (`dist/failure_detection.py`) has a lower priority.
         release = self._graphs.clear
         atexit.register(release)
         Finalize(self, _release, (release,), exitpriority=0)

@@ -145,7 +145,7 @@ class GraphStep:
 
     @property
     def has_graph(self) -> bool:
-        """Whether the step has captured a graph, with which it trains batches of the same shape."""
+        """Whether the step has captured a graph, which it uses for batches of the same shape."""
         return self._fallback is None and self._step is not None
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
@@ -377,7 +377,7 @@ class GraphStep:
     def _compiles_elsewhere(self, captured: CapturedStep, inputs: Any, ends: bool) -> bool:
         """Start or check the background compilation for this kind of batch; return whether it is running.
 
-        All ranks train eagerly until all of them have finished. Each rank compiles for its own shapes.
+        All ranks train eagerly until the compilation has finished on all ranks. Each rank compiles for its own shapes.
         """
         if self.background is None:
             return False

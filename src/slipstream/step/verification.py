@@ -47,7 +47,7 @@ class NotCapturedError(SlipstreamError, RuntimeError):
 
     @staticmethod
     def inside(error: BaseException) -> NotCapturedError | None:
-        """Return `error` or the exception wrapped in it if that is a `NotCapturedError`, otherwise None."""
+        """Return the `NotCapturedError` that `error` is or wraps; None if there is none."""
         candidates = (error, getattr(error, "inner_exception", None), error.__cause__)
         return next((each for each in candidates if isinstance(each, NotCapturedError)), None)
 

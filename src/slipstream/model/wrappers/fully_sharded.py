@@ -144,8 +144,8 @@ class MMFullyShardedDataParallel(nn.Module):
 def whole_weights(model: nn.Module) -> Iterator[None]:
     """Replace the sharded parameters of a model with full plain parameters inside the context, then shard them again.
 
-    Use it for code that sets weights, such as `init_weights`, because random values drawn for a shard differ from those
-    of a single process. A model that is not sharded does not change.
+    Use this context manager for code that sets weights, such as `init_weights`, because random values drawn for a shard
+    differ from those of a single process. A model that is not sharded does not change.
     """
     owners = [
         (module, name, param)
