@@ -110,23 +110,26 @@ class CheckpointHook(Hook):
             fields = [spec for _, _, spec, _ in Formatter().parse(self.filename_tmpl or "") if spec]
             if any(
                 not re.fullmatch(r"0?\d{0,2}d?", spec) for spec in fields
-            ):  # {:>9999999999} fills the memory
+            ):  # a width such as {:>9999999999} would exhaust the memory
                 raise ValueError
             name = (self.filename_tmpl or "_").format(0)
         except (LookupError, ValueError, AttributeError):
             raise ConfigError(
                 f"must contain at most one {{}}, for the number, not {self.filename_tmpl!r}", "filename_tmpl"
             ) from None
-        remedy = "the folder of the checkpoints; set out_dir for another folder"
-        check_name(name, "filename_tmpl", remedy)
+        folder = "the checkpoint folder (set out_dir to use a different folder)"
+        check_name(name, "filename_tmpl", folder)
         if self.best_filename is not None:
-            check_name(self.best_filename, "best_filename", remedy)
+            check_name(self.best_filename, "best_filename", folder)
         if self.best_filename is not None and len(self.monitors) != 1:
             raise ConfigError(
                 f"requires exactly one metric in save_best, not {len(self.monitors)}", "best_filename"
             )
         if len({monitor.replace("/", "_") for monitor in self.monitors}) < len(self.monitors):
-            raise ConfigError(f"contains metrics with the same file name, {self.monitors}", "save_best")
+            raise ConfigError(
+                f"contains metrics whose checkpoints have the same file name, {self.monitors}; remove one of them",
+                "save_best",
+            )
         if self.save_epochs and self.filename_tmpl == "ckpt_epoch_{}.pth":
             raise ConfigError("must differ from the file names that save_epochs uses", "filename_tmpl")
         if any(epoch < 1 for epoch in self.save_epochs):

@@ -126,7 +126,7 @@ class EMAHook(Hook):
             average.module.load_state_dict(self.model.state_dict())
 
     def after_rollback(self, runner: Runner) -> None:
-        """Load the average of the checkpoint."""
+        """Load the average from the checkpoint."""
         if self._resumed is None:  # averaging had not begun
             self._average.steps = 0
         self._restore()

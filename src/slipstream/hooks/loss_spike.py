@@ -109,13 +109,13 @@ class LossSpikeHook(Hook):
             self._undo.callback(runner.rollback.disable, LossSpikeError)
 
     def before_train(self, runner: Runner) -> None:
-        """Restore the recent losses of a resumed run."""
+        """Restore the recent losses from a resumed run."""
         self._restore(runner)
         if self.action == "rollback":
             warn_without_checkpoints(runner, "LossSpikeHook")
 
     def after_rollback(self, runner: Runner) -> None:
-        """Restore the recent losses of the checkpoint."""
+        """Restore the recent losses from the checkpoint."""
         self._restore(runner)
 
     def _restore(self, runner: Runner) -> None:

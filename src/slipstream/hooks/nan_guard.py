@@ -100,7 +100,7 @@ class NanGuardHook(Hook):
             )
 
     def _log_samples(self, runner: Runner) -> None:
-        """Log the samples of this rank in the steps whose loss was not finite."""
+        """Log this rank's samples in the steps whose loss was not finite."""
         dropped, runner.meter.dropped = runner.meter.dropped, []
         for iteration in dropped[:_LOGGED]:
             samples = runner.rollback.describe(iteration)

@@ -26,7 +26,7 @@ class HistoryBuffer:
 
     Args:
         log_history: initial values, oldest first.
-        count_history: number of samples of each initial value.
+        count_history: number of samples that each initial value represents.
         max_length: maximum number of entries; older entries are dropped.
 
     Raises:

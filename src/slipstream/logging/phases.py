@@ -35,7 +35,7 @@ class PhaseTimes:
         first: the host time of the first step in each phase, in seconds. It is separate because it includes the start
             of worker processes, memory allocation and compilation.
         steps: number of finished training steps, including the first one.
-        samples: number of samples of all processes in the training steps, without the first step.
+        samples: number of samples in the training steps, without the first step, summed over all processes.
         current: the current phase.
     """
 

@@ -42,7 +42,7 @@ class PhaseSplit:
     steps: NonNegativeInt = 0
     """Number of training steps, including the first one."""
     samples: NonNegativeInt = 0
-    """Number of samples of all processes in these steps, without the first step; 0 if unknown."""
+    """Number of samples in these steps, without the first step, summed over all processes; 0 if unknown."""
 
 
 @dataclass

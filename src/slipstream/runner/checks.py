@@ -36,7 +36,7 @@ _NOTES = {
 
 
 def add_notes(error: Exception, where: str, describe_batch: Callable[[int], str]) -> None:
-    """Add notes to an error: the step, a remedy for known torch errors, and the samples of a non-finite loss.
+    """Add notes to an error: the step, a remedy for known torch errors, and the samples behind a non-finite loss.
 
     Args:
         error: an error raised in training or validation.
@@ -88,6 +88,6 @@ def warn_of_sampler_state(loader: DataLoader[Any], epoch: int, warn: Callable[[s
 
 
 def _needs_samples(module: nn.Module) -> bool:
-    """Return whether the layer computes statistics from the samples of this process only."""
+    """Return whether the layer computes statistics only from the samples on this process."""
     synced = isinstance(module, SyncBatchNorm | nn.SyncBatchNorm) and get_world_size() > 1
     return isinstance(module, _BatchNorm) and module.training and not synced

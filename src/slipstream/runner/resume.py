@@ -189,7 +189,7 @@ def read_checkpoint(
 
 
 def optimizer_state(model: nn.Module, optim: OptimWrapper) -> dict[str, Any]:
-    """Return the checkpoint entries of the optimizer, pending gradients and DDP communication hook."""
+    """Return the checkpoint entries for the optimizer, pending gradients and DDP communication hook."""
     counts = {name: wrapper.batches for name, wrapper in _wrappers(optim).items()}
     state = {"optimizer": optim.state_dict(), "batches": counts, **_pending_gradients(unwrap_model(model))}
     if remembered := comm_hook_state(model):

@@ -40,7 +40,7 @@ _DESCRIBED = 20
 
 
 class Passes:
-    """The recent passes over a training loader, from which the samples of a step can be computed.
+    """The recent passes over a training loader, from which the samples in a step can be computed.
 
     Args:
         loader: the training loader.
