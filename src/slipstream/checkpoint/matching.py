@@ -78,7 +78,7 @@ def check_tensors(
     Args:
         own: tensors in the run.
         saved: tensors in the checkpoint.
-        where: place of `saved` in the checkpoint.
+        where: location of `saved` in the checkpoint.
         source: name of the checkpoint in messages.
         warn: called for a tensor whose values are rounded when copied.
         shapes: whether the shapes must be equal.

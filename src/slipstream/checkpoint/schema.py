@@ -37,7 +37,7 @@ def check(value: Any, rule: Rule, source: Any, where: str = "") -> None:
 
     Args:
         source: name of the checkpoint in the message.
-        where: place of `value` in the checkpoint.
+        where: location of `value` in the checkpoint.
 
     Raises:
         CheckpointError: `value` does not match; the message names the key.

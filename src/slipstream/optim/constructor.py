@@ -34,7 +34,7 @@ class ParamwiseOptions:
 
     custom_keys: dict[str, dict[str, Any]] = field(
         default_factory=dict
-    )  # {part of a name: lr_mult, decay_mult, options}
+    )  # maps parts of parameter names to dicts with lr_mult, decay_mult and optimizer options
     bias_lr_mult: NonNegative | None = None  # biases, except those of norm layers
     bias_decay_mult: NonNegative | None = None  # biases, except those of norm layers
     norm_decay_mult: NonNegative | None = None  # weights and biases of norm layers

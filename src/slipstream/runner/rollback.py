@@ -299,7 +299,7 @@ class Rollback:
             return
         if info["samples_per_step"] != runner.samples_per_step and info["left_out"]:
             runner.logger.warning(
-                "The batch size has changed since the run was rolled back, so the batches that it left out are used "
+                "The batch size has changed since the run was rolled back, so the batches that were left out are used "
                 "again"
             )
             info = {**info, "left_out": []}

@@ -32,8 +32,8 @@ class Budgeted:
 
     The modules run eagerly until their code is compiled, separately for training and for evaluation (calls with and
     without gradients). If the forked process exceeds the limit, it is killed, and the modules keep running eagerly. In
-    this process, the limit is checked between compilations: once it is exceeded, no further graph is compiled, and
-    inputs that require a new graph run eagerly.
+    this process, the limit is checked between compilations: once the limit is exceeded, no more graphs are compiled,
+    and inputs that require a new graph run eagerly.
 
     Args:
         model: the model.

@@ -64,7 +64,7 @@ class CapturedCalls:
     BatchNorm statistics) needs to be restored. Before a replay, tensor arguments are copied to static buffers.
     Arguments that the function changes in place are copied back after the replay. Outputs are copied. All other tensors
     that the function reads or changes must be on the device and keep their addresses. At most 16 graphs are captured;
-    other kinds of calls run without a graph. If a capture fails, all further calls run without a graph.
+    other kinds of calls run without a graph. If a capture fails, all later calls run without a graph.
 
     Args:
         capture: captures the kernels of a call.

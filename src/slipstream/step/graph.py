@@ -67,7 +67,7 @@ class GraphStep:
 
     The eager step runs on the first batch, to determine which parameters receive a gradient and to create the
     optimizer's state. On the second batch, the step is captured, compiled and verified on copies of all inputs of the
-    graph, while the eager step trains on the original inputs. The compiled code runs on all further batches. Each new
+    graph, while the eager step trains on the original inputs. The compiled code runs on all later batches. Each new
     graph is verified in the same way. The user's Python code therefore runs exactly as often as without compilation,
     and a failure before the end of the verification has no side effects.
 
@@ -128,7 +128,7 @@ class GraphStep:
         call_after_load(optim.optimizer, self._infer_trained)
 
     def close(self) -> None:
-        """Drop the compiled code; further batches run eagerly."""
+        """Drop the compiled code; later batches run eagerly."""
         self._fallback = self._fallback or self.eager
         self._reset()
 
