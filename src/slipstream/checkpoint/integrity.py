@@ -146,9 +146,10 @@ class _Archive(io.RawIOBase):
         super().close()
 
     def _check_sizes(self, entries: list[ZipInfo]) -> None:
-        """Check that the entries are not larger than the file. `torch.save` does not compress them.
+        """Check that the entries are not compressed, and not larger than the file.
 
-        `torch.load` also reads compressed entries, and a small archive can contain any amount of compressed zeros.
+        `torch.save` does not compress entries. `torch.load` also reads compressed entries, and a small archive can
+        contain any amount of compressed zeros.
         """
         compressed = next((entry.filename for entry in entries if entry.compress_type != ZIP_STORED), None)
         if compressed is not None:
@@ -206,7 +207,7 @@ class _Archive(io.RawIOBase):
     def _read_some(self, target: memoryview, position: int) -> int:
         if hasattr(os, "preadv"):
             return os.preadv(self._file.fileno(), [target], position)
-        with self._lock:  # Windows: the threads share the position of the file
+        with self._lock:  # Windows has no preadv, so the threads share the file position
             self._file.seek(position)
             return self._file.readinto(target) or 0
 

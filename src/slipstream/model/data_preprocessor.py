@@ -97,9 +97,11 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         if (mean is None) != (std is None):
             raise ConfigError("specify both mean and std, or neither")
         if mean is not None and std is not None and len(mean) != len(std):
-            raise ConfigError(f"mean has {len(mean)} channels, but std has {len(std)}")
+            raise ConfigError(
+                f"mean has {len(mean)} channels, but std has {len(std)}; both must have the same number"
+            )
         if bgr_to_rgb and rgb_to_bgr:
-            raise ConfigError("bgr_to_rgb and rgb_to_bgr are mutually exclusive")
+            raise ConfigError("bgr_to_rgb and rgb_to_bgr are mutually exclusive; remove one of them")
         if pad_size_divisor < 1:
             raise ConfigError(f"must be at least 1, not {pad_size_divisor}", "pad_size_divisor")
         self.normalizes = mean is not None

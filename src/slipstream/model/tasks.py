@@ -45,7 +45,9 @@ class Task(BaseModel):
                 first batch is checked.
         """
         if targets is None:
-            raise DataError("the batch has no 'targets', which mode 'loss' requires")
+            raise DataError(
+                "the batch has no 'targets', which mode 'loss' requires; return them from the dataset"
+            )
         if not torch.compiler.is_compiling() and not self._checked_labels:
             self._checked_labels = True
             check_labels(self.loss, main_output(outputs), targets)

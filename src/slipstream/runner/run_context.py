@@ -60,7 +60,7 @@ class RunContext:
             ConfigError: this Runner is already running, or an earlier training run ended inside an epoch.
         """
         if self._active:
-            raise ConfigError("train() cannot be called by a hook of a Runner that is running", "Runner")
+            raise ConfigError("train() cannot be called by a hook while its Runner is running", "Runner")
         with self.running():
             if self._stopped:
                 raise ConfigError(

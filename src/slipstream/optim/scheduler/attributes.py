@@ -70,7 +70,7 @@ def restored_attributes(scheduler: Any, saved: Any, ignored: Collection[str]) ->
         inherited = isinstance(key, str) and hasattr(type(scheduler), key) and key not in own
         if not isinstance(key, str) or key in ignored or inherited:
             raise CheckpointError(
-                f"'attributes' of {name} contains {key!r}, which is not an attribute to restore"
+                f"'attributes' of {name} contains {key!r}, which is not an attribute that {name} restores"
             )
         current = own.get(key)
         fits, restored[key] = _like(current, copy.deepcopy(value))
