@@ -57,7 +57,7 @@ class Accuracy(CountingMetric):
         self.num_classes = num_classes
 
     def num_counts(self) -> int:
-        """Return the number of counts: one for each k, samples, ids out of range, and the confusion matrix."""
+        """Return the number of counts: one for each k, the samples, the invalid ids, and the confusion matrix."""
         return len(self.topk) + 2 + self._classes**2
 
     @property
@@ -89,7 +89,7 @@ class Accuracy(CountingMetric):
         counts[len(self.topk) + 1].add_(bad.sum())
 
     def _count_pairs(self, counts: Tensor, preds: Tensor, targets: Tensor, classes: int) -> Tensor:
-        """Add the pairs (target, prediction) to the confusion matrix; return where an id is out of range."""
+        """Add the pairs (target, prediction) to the confusion matrix; return a mask of the pairs with invalid ids."""
         if preds.ndim == 2:
             if preds.shape[1] != classes and self.num_classes is None:
                 return torch.zeros_like(targets, dtype=torch.bool)
