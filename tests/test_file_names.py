@@ -28,7 +28,7 @@ def test_names_inside_are_accepted(name):
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_names_of_checkpoints_stay_inside(name):
-    remedy = "inside the folder of the checkpoints; set out_dir"
+    remedy = r"inside the checkpoint folder \(set out_dir to use a different folder\)"
     with pytest.raises(ConfigError, match=f"filename_tmpl: .*{remedy}"):
         CheckpointHook(interval=1, filename_tmpl=name + ".pth" if name != ".." else name)
     with pytest.raises(ConfigError, match=f"best_filename: .*{remedy}"):

@@ -1,4 +1,4 @@
-"""Entry point of `python -m slipstream`, the same command as `slipstream`."""
+"""Entry point for `python -m slipstream`, which is equivalent to the `slipstream` command."""
 
 import sys
 

@@ -40,7 +40,8 @@ def available_memory(root: Path = _ROOT) -> int | None:
         limit = _limit(version, folder)
         with suppress(OSError, ValueError):
             used = int((folder / ("memory.current" if version == 2 else "memory.usage_in_bytes")).read_text())
-            prefix = "" if version == 2 else "total_"  # without the prefix, version 1 leaves out the children
+            # In version 1, the values without this prefix exclude child cgroups.
+            prefix = "" if version == 2 else "total_"
             names = (f"{prefix}inactive_file", f"{prefix}active_file")
             lines = [line.split() for line in (folder / "memory.stat").read_text().splitlines()]
             cached = sum(int(value) for name, value in lines if name in names)
@@ -55,7 +56,7 @@ def _limit(version: int, folder: Path) -> int | None:
 
 
 def _folders(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
-    """Yield the version and the folder of each cgroup of this process that has the controller, and of its parents."""
+    """Yield the version and folder of each of this process's cgroups that has the controller, and of its parents."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:

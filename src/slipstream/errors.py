@@ -29,7 +29,7 @@ __all__ = [
 
 
 class SlipstreamError(Exception):
-    """Base class of all exceptions raised by Slipstream."""
+    """Base class for all exceptions raised by Slipstream."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
@@ -68,7 +68,7 @@ class BuildError(ConfigError, TypeError):
 
 
 class DataError(SlipstreamError, ValueError):
-    """A dataset, sample or batch has an unexpected type, shape or content."""
+    """A dataset, sample or batch has an unexpected type or shape, or invalid contents."""
 
 
 class ModelError(SlipstreamError, ValueError):

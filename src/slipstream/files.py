@@ -69,7 +69,7 @@ def write_text(path: Path, text: str, errors: str = "strict") -> None:
 
     Args:
         path: the file.
-        text: the content; line endings are written unchanged.
+        text: the contents of the file; line endings are written unchanged.
         errors: how to handle characters that UTF-8 cannot represent; see `str.encode`.
     """
     with replacing(path) as temporary:
@@ -101,7 +101,7 @@ def disk_problem(error: BaseException, folder: Path) -> str | None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write the folder's list of files to disk, so that a power failure does not revert a rename in it."""
+    """Write the folder's list of files to disk, so that a power failure does not revert a rename in the folder."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)

@@ -55,7 +55,7 @@ def install_finder(finder: ReplacementFinder, package: str, workers: str) -> Non
         workers: folder with a package NAME for worker processes.
 
     Raises:
-        ConfigError: the package itself is imported already.
+        ConfigError: the package itself is already imported.
     """
     name = finder.name
     loaded = sys.modules.get(name)

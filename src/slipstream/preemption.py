@@ -37,7 +37,7 @@ twice."""
 _POLL_INTERVAL = 0.25
 """Seconds between two checks for a signal on another rank."""
 _TIMEOUT = timedelta(seconds=30)
-"""Time in which every rank must report its step after a signal."""
+"""Time limit for every rank to report its step after a signal."""
 
 
 class Preempted(SystemExit):
@@ -64,8 +64,8 @@ class Preemption:
                     sys.exit(slipstream.preemption.EXIT_STATUS)
 
     A second signal, at least one second after the first, has its default effect and ends the process. Signals that the
-    process ignores (`nohup`) or for which it has its own handler are not changed. Outside the main thread, where Python
-    cannot handle signals, this process only reacts to the signals of other ranks. All ranks must enter the block.
+    process ignores (`nohup`) or already handles itself are not changed. Outside the main thread, where Python cannot
+    handle signals, this process only reacts to signals that other ranks receive. All ranks must enter the block.
     """
 
     def __init__(self) -> None:
@@ -135,11 +135,11 @@ def _print(text: str) -> None:
 
 
 class _Ranks:
-    """Let all ranks agree on the call of `requested` that returns True first.
+    """Lets all ranks agree on the call to `requested` that is the first to return True.
 
-    A thread of each rank checks for a signal. Each rank then publishes how often it has called `requested`. Training
-    stops at the call after the maximum. No rank can have passed this call, because `requested` waits for the result
-    once `noticed` is True.
+    On each rank, a thread checks for a signal. If there is one, each rank publishes how often it has called
+    `requested`. Training stops at the call that follows the largest of these numbers. No rank can have passed this
+    call, because `requested` waits for the result once `noticed` is True.
     """
 
     def __init__(self, preemption: Preemption) -> None:

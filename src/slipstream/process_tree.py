@@ -12,7 +12,7 @@ __all__ = ["descendants", "end_group", "kill"]
 
 
 def descendants(pid: int) -> dict[int, str]:
-    """Return the start time of each descendant of a process by its id (Linux only; elsewhere, an empty dict).
+    """Return the start times of a process's descendants by process id (Linux only; elsewhere, an empty dict).
 
     The start time distinguishes a process from a later one with the same id.
     """

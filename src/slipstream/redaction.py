@@ -1,7 +1,7 @@
 """Remove secrets from text that is written to files and logs.
 
-Three kinds of values are secrets: values of environment variables and configuration keys whose names say so
-(`WANDB_API_KEY`, `password`), and text in the form of a known token (`ghp_...`).
+Secrets are the values of environment variables and configuration keys whose names indicate a secret (`WANDB_API_KEY`,
+`password`), and text that has the form of a known token (`ghp_...`).
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ class Reference(str):
 
 
 def is_secret_name(name: Any) -> bool:
-    """Return whether the name of a key or an environment variable says that its value is a secret."""
+    """Return whether the name of a key or an environment variable indicates that its value is a secret."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", str(name)).replace("-", "_").lower()
     return _NAME.search(words) is not None and _VOCABULARY.search(words) is None
 
 
 class Redactor(logging.Filter):
-    """Replaces secrets in text: those of a configuration, those of the environment, and known tokens.
+    """Replaces secrets in text: secrets from a configuration and from the environment, and known tokens.
 
-    As a filter of a logger, it replaces them in log records and their tracebacks.
+    As a logger's filter, it replaces secrets in log records and their tracebacks.
 
     Args:
         tree: a configuration, as nested dicts and lists.
@@ -83,7 +83,7 @@ class Redactor(logging.Filter):
             for name, value in os.environ.items()
             if len(value) >= _SHORTEST and is_secret_name(name) and name != "PWD"  # the working directory
         }
-        # A secret may be a part of a longer one.
+        # A secret may be part of a longer secret.
         self._replaced = sorted(found.items(), key=lambda item: -len(item[0]))
 
     def __call__(self, text: str) -> str:
@@ -93,7 +93,7 @@ class Redactor(logging.Filter):
         return _TOKEN.sub(REDACTED, text)
 
     def tree(self, value: Any) -> Any:
-        """Return nested dicts and lists of built-in values with this replacement in all text."""
+        """Return nested dicts and lists of built-in values, with the secrets in all text replaced."""
         if isinstance(value, dict):
             return {key: self.tree(item) for key, item in value.items()}
         if type(value) in (list, tuple):
@@ -157,7 +157,7 @@ def _may_be_secret(value: Any) -> bool:
 
 @contextmanager
 def redact_errors(redactor: Redactor) -> Iterator[None]:
-    """Remove secrets from the messages and notes of errors raised in the block, and of their causes."""
+    """Remove secrets from the messages and notes of errors raised in the block, and from those of their causes."""
     try:
         yield
     except Exception as error:

@@ -14,7 +14,7 @@ __all__ = ["make_table", "table_text"]
 
 
 def make_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = ()) -> Table:
-    """Return a table whose cells are folded if they do not fit.
+    """Return a table whose cells are wrapped if they do not fit.
 
     Args:
         header: the names of the columns.

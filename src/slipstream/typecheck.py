@@ -40,7 +40,7 @@ class Rule:
 
     accepts: Callable[[Any], bool]
     text: str
-    """The condition in an error message, after the type: `of at least 1`."""
+    """The condition as text that follows the type in an error message, such as `of at least 1`."""
 
 
 PositiveInt = Annotated[int, Rule(lambda value: value >= 1, "of at least 1")]
@@ -81,7 +81,7 @@ def check_finite(value: Any, path: str = "") -> None:
 
 
 def check_optimizer_options(options: Mapping[Any, Any], path: str = "") -> None:
-    """Raise a `ConfigError` for a value that no optimizer supports as option of the optimizer or of a group."""
+    """Raise a `ConfigError` for a value that no optimizer supports as an option of the optimizer or of a group."""
     prefix = f"{path}." if path else ""
     check_finite({f"{prefix}{key}": value for key, value in options.items() if key != "params"})
     for key, limit in _OPTIMIZER_LIMITS.items():

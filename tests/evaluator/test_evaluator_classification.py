@@ -150,7 +150,7 @@ def test_confusion_matrix_of_small_integer_types_does_not_overflow(dtype):
 
 def test_confusion_matrix_requires_the_number_of_classes():
     metric = Accuracy(num_classes=3)
-    with pytest.raises(DataError, match="scores of 4 classes, but its num_classes is 3"):
+    with pytest.raises(DataError, match="scores for 4 classes, but its num_classes is 3"):
         metric.process(None, dict(preds=torch.zeros(2, 4), targets=torch.tensor([0, 1])))
     with pytest.raises(ConfigError, match="num_classes"):
         Accuracy(num_classes=0)

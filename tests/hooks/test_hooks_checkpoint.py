@@ -354,7 +354,7 @@ def test_files_of_another_run_are_not_removed(tmp_path):
 )
 def test_two_hooks_with_the_same_file_names_raise_an_error(tmp_path, options):
     first = dict(type="CheckpointHook", interval=1, save_epochs=[1])
-    with pytest.raises(ConfigError, match="same in two CheckpointHooks"):
+    with pytest.raises(ConfigError, match="in two CheckpointHooks, or other file names are equal"):
         run(
             tmp_path,
             default_hooks=dict(checkpoint=first),

@@ -233,7 +233,7 @@ def test_model_with_its_own_train_step_is_not_split(tmp_path):
             return losses
 
     made = report(run(tmp_path, model=Own()))
-    assert made.step == "train_step of the model"
+    assert made.step == "the model's train_step"
     assert made.phases.seconds["optimizer"] > 0
     assert made.phases.seconds["step"] > 0
     assert "forward" not in made.phases.seconds

@@ -104,8 +104,8 @@ def test_utilization_is_unknown_without_a_peak(tmp_path):
     record = made(runner)
     assert utilization(record) is None
     assert record.compute.flops_per_sample == 0
-    assert "the peak of the CPU for fp32 is not in the table of accelerators" in record.compute.problem
-    assert "Model FLOPs utilization: unknown, because the peak of the CPU" in page(runner)
+    assert "the peak speed of the CPU for fp32 is not in the table of accelerators" in record.compute.problem
+    assert "Model FLOPs utilization: unknown, because the peak speed of the CPU" in page(runner)
 
 
 def test_counting_does_not_change_the_run(tmp_path):

@@ -128,7 +128,7 @@ def test_result_of_tune_states_what_was_measured():
     text = tuned_text(record(tuned=[found]))
     assert "channels_last + compile=step trains 1.35 times as fast (1.30 to 1.40; training steps" in text
     found.is_product = True
-    assert "(the product of the ratios of the single options; training steps" in tuned_text(
+    assert "(the product of the ratios of the individual options; training steps" in tuned_text(
         record(tuned=[found])
     )
     assert tuned_text(record()) == ""

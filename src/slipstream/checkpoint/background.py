@@ -64,7 +64,7 @@ class BackgroundWriter:
 
         def run() -> None:
             for device, event in copied.items():
-                # A new thread starts with device 0, and torch's writer of shards waits for its current device only.
+                # A new thread starts with device 0, and torch's shard writer waits only for the current device.
                 torch.accelerator.set_device_index(device)
                 event.synchronize()
             written = write_checkpoint(content, path, warn, group=self._group)
@@ -101,7 +101,7 @@ class BackgroundWriter:
     def _copy(
         self, checkpoint: Mapping[str, Any], warn: Callable[[str], None]
     ) -> tuple[dict[str, Any], dict[torch.device, torch.Event]]:
-        """Return a copy of the checkpoint, and for each device the event after which its tensors are complete."""
+        """Return a copy of the checkpoint, and for each device an event that marks the end of its copies."""
         buffers: dict[str, Tensor] = {}
         devices: set[torch.device] = set()
         on_host: list[tuple[Tensor, Tensor]] = []

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 __all__ = ["combined"]
 
-_POLYNOMIAL = 0xEDB88320  # of CRC-32; bit 31 is the coefficient of x^0, and bit 0 that of x^31
+_POLYNOMIAL = 0xEDB88320  # CRC-32; bit 31 is the coefficient of x^0, and bit 0 is the coefficient of x^31
 _ONE, _X_TO_8 = 1 << 31, 1 << 23
 
 
 def combined(checksums: Sequence[int], length: int) -> int:
     """Return the CRC-32 of consecutive chunks from the CRC-32 of each; all but the first have `length` bytes.
 
-    The CRC of a sequence `a + b` is `crc(a) * x^(8 * len(b)) + crc(b)`, as polynomials modulo that of CRC-32.
+    The CRC of a sequence `a + b` is `crc(a) * x^(8 * len(b)) + crc(b)`, as polynomials modulo the CRC-32 polynomial.
     """
     factor, total = _power(length), 0
     for checksum in checksums:

@@ -27,22 +27,22 @@ except ImportError:
 
 __all__ = ["verified", "verify"]
 
-_HEADER = 30  # bytes of an entry's header, which its name and an extra field follow
+_HEADER = 30  # size of an entry's header in bytes, excluding the name and the extra field that follow
 _CHUNK = (
     2**22
-)  # bytes that a thread reads at once: few enough to be still in a cache when the checksum is computed
+)  # bytes that a thread reads at once: few enough to still be in a cache when the checksum is computed
 
 
 @contextmanager
 def verified(path: Path, start: int = 0, length: int | None = None) -> Iterator[IO[bytes]]:
     """Yield a part of `path` for `torch.load`. The bytes that the block reads are compared with their checksums.
 
-    At the end of the block, the entries that it did not read are verified as well. The format of torch before 1.6, a
-    pickle, has no checksums, so such a file is not verified.
+    At the end of the block, the entries that it did not read are verified as well. Files written by torch before 1.6
+    are pickles without checksums, so they are not verified.
 
     Raises:
-        CheckpointError: the file is damaged (replaces an error that the block raises for this reason), its entries are
-            compressed, or several of them share the same bytes.
+        CheckpointError: the file is damaged (this error replaces any error that the damage causes in the block), its
+            entries are compressed, or several of them share the same bytes.
     """
     with path.open("rb", buffering=0) as file, _Archive(path, file, start, length) as archive:
         if archive.is_pickle:
@@ -80,7 +80,7 @@ class _Archive(io.RawIOBase):
         rest = max(os.fstat(file.fileno()).st_size - start, 0)
         self._start, self._size = start, rest if length is None else min(length, rest)
         self._position = 0
-        self._entries: dict[int, ZipInfo] = {}  # by the position of their content
+        self._entries: dict[int, ZipInfo] = {}  # by the position of their data
         self._unread: dict[ZipInfo, int] = {}  # entries that have not been verified, with this position
         self.is_pickle = self._bytes(0, 1) == b"\x80"
 
@@ -88,7 +88,7 @@ class _Archive(io.RawIOBase):
         """Read the list of entries.
 
         Raises:
-            CheckpointError: the archive is incomplete, compressed, or its entries share bytes.
+            CheckpointError: the archive is incomplete or compressed, or its entries share bytes.
         """
         if self._size == 0:
             raise self._damaged("it is empty")
@@ -146,9 +146,10 @@ class _Archive(io.RawIOBase):
         super().close()
 
     def _check_sizes(self, entries: list[ZipInfo]) -> None:
-        """Check that the entries are not larger than the file. `torch.save` does not compress them.
+        """Check that the entries are not compressed, and not larger than the file.
 
-        `torch.load` also reads compressed entries, and a small archive can contain any amount of compressed zeros.
+        `torch.save` does not compress entries. `torch.load` also reads compressed entries, and a small archive can
+        contain any amount of compressed zeros.
         """
         compressed = next((entry.filename for entry in entries if entry.compress_type != ZIP_STORED), None)
         if compressed is not None:
@@ -206,7 +207,7 @@ class _Archive(io.RawIOBase):
     def _read_some(self, target: memoryview, position: int) -> int:
         if hasattr(os, "preadv"):
             return os.preadv(self._file.fileno(), [target], position)
-        with self._lock:  # Windows: the threads share the position of the file
+        with self._lock:  # Windows has no preadv, so the threads share the file position
             self._file.seek(position)
             return self._file.readinto(target) or 0
 

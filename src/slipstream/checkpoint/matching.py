@@ -20,7 +20,7 @@ __all__ = ["check_like", "check_optimizer", "check_tensors", "restoring"]
 Warn = Callable[[str], None]
 
 _SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
-"""Entries of the states of torch's optimizers that have one element."""
+"""Entries with a single element in the states of torch's optimizers."""
 _STATES: Mapping[str, tuple[str, ...]] = {
     "ASGD": ("step", "eta", "mu", "ax"),
     "Adadelta": ("step", "square_avg", "acc_delta"),
@@ -43,7 +43,7 @@ _STATES_OF_OPTIONS = {
 }
 """The entries that torch's optimizers additionally require if an option is set."""
 _SHAPED = frozenset({"momentum_buffer", *chain(*_STATES.values(), _STATES_OF_OPTIONS.values())}) - _SCALARS
-"""Entries of the states of torch's optimizers that have the shape of the parameter."""
+"""Entries with the shape of the parameter in the states of torch's optimizers."""
 _NOT_NEGATIVE = ("lr", "initial_lr", "weight_decay", "momentum", "eps")
 _REPLACED = ("params", "fused", "foreach", "capturable")
 """Keys of a parameter group whose saved values are replaced by those of the run."""
@@ -57,7 +57,7 @@ def restoring(key: str, source: Any) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # the content can have any form
+    except Exception as error:  # the entry can have any form
         raise CheckpointError(
             f"{source}: '{key}' cannot be restored ({type(error).__name__}: {error}). The run may be partly restored; "
             "build it again before training"
@@ -73,12 +73,12 @@ def check_tensors(
     shapes: bool = True,
     layouts: bool = True,
 ) -> None:
-    """Check that the tensors in `saved` can be copied into those in `own` that have the same names.
+    """Check that the tensors in `saved` can be copied into the tensors in `own` with the same names.
 
     Args:
-        own: tensors of the run.
-        saved: tensors of the checkpoint.
-        where: place of `saved` in the checkpoint.
+        own: tensors in the run.
+        saved: tensors in the checkpoint.
+        where: location of `saved` in the checkpoint.
         source: name of the checkpoint in messages.
         warn: called for a tensor whose values are rounded when copied.
         shapes: whether the shapes must be equal.
@@ -97,7 +97,7 @@ def check_tensors(
 def _check_tensor(
     own: Tensor, saved: Any, where: str, source: Any, shape: bool = True, layout: bool = True
 ) -> None:
-    text = f"a tensor of {own.dtype}" + f" with the shape {tuple(own.shape)}" * shape
+    text = f"a tensor of {own.dtype}" + f" with shape {tuple(own.shape)}" * shape
     fits = (
         isinstance(saved, Tensor)
         and (saved.layout is own.layout or not layout)
@@ -212,7 +212,7 @@ def _check_states(
     source: Any,
     warn: Warn | None,
 ) -> None:
-    inner = getattr(optimizer, "optim", optimizer)  # that of a ZeroRedundancyOptimizer
+    inner = getattr(optimizer, "optim", optimizer)  # the inner optimizer of a ZeroRedundancyOptimizer
     kinds = [kind.__name__ for kind in type(inner).__mro__ if kind.__module__.startswith("torch.optim.")]
     kind = next((name for name in kinds if name in _STATES), None)
     groups = {number: group for group in saved["param_groups"] for number in group["params"]}

@@ -1,4 +1,4 @@
-"""Read checkpoints of MMEngine without executing code from them."""
+"""Read MMEngine's checkpoints without executing code from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMPY_CLASSES = ("bool", "int32", "int64", "uint8", "float16", "float32", "floa
 
 
 class _SavedHistory:
-    """The content of MMEngine's `HistoryBuffer`."""
+    """The contents of MMEngine's `HistoryBuffer`."""
 
     def __setstate__(self, state: Any) -> None:
         self.saved = dict(state) if isinstance(state, Mapping) else {}
@@ -55,9 +55,10 @@ def is_from_mmengine(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def translated(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the checkpoint of MMEngine in the file `path` with a message hub and meta that Slipstream can resume from.
+    """Return an MMEngine checkpoint with a message hub and meta that Slipstream can resume from.
 
-    NumPy numbers become built-in numbers. Only the newest values of each scalar history are kept.
+    NumPy numbers become built-in numbers. Only the newest values of each scalar history are kept. `path` is the file
+    that contains the checkpoint, for messages.
 
     Raises:
         CheckpointError: the message hub is damaged.

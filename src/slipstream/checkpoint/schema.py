@@ -1,7 +1,7 @@
 """Types and ranges of a checkpoint's entries.
 
-A rule is a function that yields one message for each mismatch. Unknown keys are accepted, so files of other engines can
-be loaded.
+A rule is a function that yields one message for each mismatch. Unknown keys are accepted, so files from other engines
+can be loaded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check(value: Any, rule: Rule, source: Any, where: str = "") -> None:
 
     Args:
         source: name of the checkpoint in the message.
-        where: place of `value` in the checkpoint.
+        where: location of `value` in the checkpoint.
 
     Raises:
         CheckpointError: `value` does not match; the message names the key.
@@ -62,7 +62,7 @@ def weights_in(checkpoint: Mapping[Any, Any], source: Any) -> dict[str, Any]:
 def shown(value: Any) -> str:
     """Return a short description of `value` for a message."""
     if isinstance(value, Tensor):
-        return f"a tensor of {value.dtype} with the shape {tuple(value.shape)}"
+        return f"a tensor of {value.dtype} with shape {tuple(value.shape)}"
     if isinstance(value, bool | int | float | str) or value is None:
         text = repr(value)
         return text if len(text) <= 40 else f"{text[:40]}..."
@@ -126,7 +126,7 @@ def _by_name(rule: Rule) -> Rule:
 
 
 def _entries(required: Mapping[str, Rule], optional: Mapping[str, Rule] | None = None) -> Rule:
-    """Accept a dict with the keys of `required`; the values of these keys and of those in `optional` are checked."""
+    """Accept a dict with all keys in `required`; check the values of these keys and of the keys in `optional`."""
     rules = {**required, **(optional or {})}
 
     def entries(value: Any, where: str) -> Iterator[str]:
@@ -263,7 +263,7 @@ ACCELERATED = _entries(
         "gradients": _each(_optional(_tensor)),
     },
 )
-"""The state of a step of `slipstream.accelerate`."""
+"""The state of a training step from `slipstream.accelerate`."""
 META: Rule = _meta
 """The entry `meta` of a checkpoint that a run resumes from."""
 OPTIMIZER = _entries({"state": _mapping, "param_groups": _each(_entries({"params": _each(_count)}))})

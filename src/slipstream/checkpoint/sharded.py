@@ -159,7 +159,9 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def verify_checkpoint(path: Path, part: int = 0, of: int = 1) -> None:
-    """Compare a checkpoint with its checksums; of a sharded checkpoint, every `of`-th shard, beginning with `part`.
+    """Compare a checkpoint with its checksums.
+
+    For a sharded checkpoint, only every `of`-th shard is compared, beginning with shard `part`.
 
     Raises:
         CheckpointError: the checkpoint is damaged or incomplete.
@@ -176,7 +178,7 @@ def verify_checkpoint(path: Path, part: int = 0, of: int = 1) -> None:
 
 
 def remove_partial_checkpoints(folder: Path) -> None:
-    """Remove what processes left in `folder` when they were killed while writing a sharded checkpoint.
+    """Remove the incomplete sharded checkpoints of processes that were killed while writing to `folder`.
 
     The caller must ensure that no other process writes to this folder.
     """

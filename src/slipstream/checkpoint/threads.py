@@ -15,7 +15,7 @@ def share(action: Callable[[T], object], items: Sequence[T], pool: Executor, oth
     """Call `action` for each item, in this thread and in up to `others` threads of `pool`.
 
     Each thread takes the next item, so a thread whose core is busy with another process delays only one item. When this
-    function returns or raises, no thread runs `action` any more.
+    function returns or raises, no thread is still running `action`.
 
     Raises:
         Exception: an exception that `action` has raised.

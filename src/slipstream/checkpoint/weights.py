@@ -48,7 +48,7 @@ def load_weights(
 
 
 def loaded_names(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
-    """Return the names of the tensors of the unwrapped model that `load_weights` loads from `state`."""
+    """Return the names of the tensors in the unwrapped model that `load_weights` loads from `state`."""
     state = _renamed(model, state)
     return {
         key

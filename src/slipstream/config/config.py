@@ -85,7 +85,7 @@ class Config(MutableMapping[str, Any]):
         Raises:
             ConfigError: a file is missing, has a syntax error or raises an error; a base is missing or circular, or
                 two bases set the same key; a dict would be merged into a value of a different type; or a data file
-                may not execute code. The message contains the file and, if known, the line.
+                requires `trust` to execute code. The message contains the file and, if known, the line.
         """
         path = Path(filename).expanduser()
         trust = trust or path.suffix.lower() == ".py"
@@ -96,8 +96,8 @@ class Config(MutableMapping[str, Any]):
     def fromstring(cls, cfg_str: str, file_format: str, *, trust: bool = False) -> Config:
         """Load text in the format `".py"`, `".yaml"`, `".yml"`, `".json"` or `".toml"`.
 
-        Bases are relative to the working directory; `custom_imports` are imported. Only `.py` text is executed. `trust`
-        is that of `fromfile`.
+        Bases are relative to the working directory; `custom_imports` are imported. Only `.py` text is executed. See
+        `fromfile` for `trust`.
 
         Raises:
             ConfigError: see `fromfile`; the file name in messages is `<string>`.

@@ -12,7 +12,7 @@ from slipstream.errors import ConfigError, did_you_mean
 __all__ = ["SCOPE", "Base", "find_base", "library_folder", "set_scope"]
 
 SCOPE = "_scope_"
-"""The key of a dict with a `type` that names the library in which the names in this dict are looked up first."""
+"""In a dict with a `type`, the key that names the library in which the names in this dict are looked up first."""
 
 _NAME = re.compile(r"(\w+)::([^:]+)")
 
@@ -64,7 +64,7 @@ def library_folder(library: str, source: str) -> Path:
 
 
 def set_scope(value: Any, scope: str) -> Any:
-    """Return `value` with `_scope_` set in every dict with a `type` that is not inside another such dict."""
+    """Return `value` with `_scope_` set in the outermost dicts that have a `type`."""
     if isinstance(value, dict):
         if "type" in value:
             return value if value.get(SCOPE) is not None else {**value, SCOPE: scope}

@@ -11,14 +11,14 @@ __all__ = ["MAX_COPIES", "MAX_DEPTH", "check_depth"]
 MAX_DEPTH = 100
 """Maximum depth of nested dicts and lists."""
 MAX_COPIES = 100_000
-"""Maximum number of values that all aliases (`*name`) of a YAML file stand for."""
+"""Maximum total number of values that the aliases (`*name`) in a YAML file stand for."""
 
 
 def check_depth(tree: Any, source: str) -> None:
     """Check that dicts and lists are not nested deeper than `MAX_DEPTH`.
 
     Raises:
-        ConfigError: they are nested deeper, or a value contains itself; the message names `source`.
+        ConfigError: the values are nested deeper, or a value contains itself; the message names `source`.
     """
     level = [tree]
     for _ in range(MAX_DEPTH + 1):

@@ -48,7 +48,7 @@ def load_file(path: Path, chain: tuple[Path, ...] = (), trust: bool = False) -> 
 def load_text(
     source: str, path: Path, suffix: str, chain: tuple[Path, ...] = (), trust: bool = False
 ) -> Loaded:
-    """Load `source` as if it were the content of a file at `path`, in the format of `suffix`.
+    """Load `source` as if it were the contents of a file at `path`, in the format of `suffix`.
 
     Raises:
         ConfigError: see `load_file`.
@@ -129,8 +129,8 @@ def import_custom(values: dict[str, Any], source: str, trust: bool) -> None:
     Args:
         values: the configuration.
         source: its file, for error messages.
-        trust: whether any module may be imported, rather than only those that are imported already and those of
-            slipstream, torch and torchmetrics.
+        trust: whether any module may be imported. By default, only modules that are already imported, and modules of
+            slipstream, torch and torchmetrics, may be imported.
 
     Raises:
         ConfigError: the value is malformed, a module may not be imported, or a module cannot be imported and

@@ -25,7 +25,7 @@ _PATTERN = re.compile(
     r"|\$(?P<env>\w+)(?::(?P<default>[^{}\n]*+))?"  # *+ does not backtrack, so that the search takes linear time
     r")[ \t]*+\}\}"
 )
-# Strings and comments of JSON and TOML. A string that is not closed matches, too, so that the search takes linear time.
+# Strings and comments in JSON and TOML. An unterminated string also matches, so that the search takes linear time.
 _STRING = re.compile(
     r'''"""(?:\\.|[^\\])*?(?:"""|\Z)|'{3}.*?(?:'{3}|\Z)|"(?:\\.|[^"\\\n])*"?|'[^'\n]*'?|\#[^\n]*''', re.DOTALL
 )
@@ -35,7 +35,7 @@ _TOKEN = re.compile(r"_slipstream_placeholder_\d+_")
 class Placeholders:
     """The placeholders of one file.
 
-    `text` is the source with a token in place of each placeholder, so that a parser of the format can read it. `fill`
+    `text` is the source with a token in place of each placeholder, so that a parser for the format can read it. `fill`
     replaces the tokens with the values. A placeholder that is a whole value has a type: a base value is copied, and an
     environment variable outside quotes is parsed like an override. A placeholder inside a longer string becomes text.
     Placeholders in comments are ignored. Text from an environment variable is a `Reference`.
@@ -148,7 +148,7 @@ class Placeholders:
 def fill_references(value: Any) -> Any:
     """Return a dumped configuration with its references to environment variables (`{{ $NAME }}`) replaced.
 
-    Those to secrets, and those to variables that are not set and have no default, remain.
+    References to secrets, and to variables that are not set and have no default, are kept.
     """
     if isinstance(value, dict):
         return {key: fill_references(item) for key, item in value.items()}

@@ -60,7 +60,7 @@ def traceable_sum(data: Tensor) -> Tensor:
 
     Unlike `all_reduce`, this is differentiable, and `torch.compile(fullgraph=True)` can trace it.
     """
-    # The import takes longer than any other that the engine needs, and one process does not need it.
+    # Import here, because this import is slow and a run with a single process does not need it.
     from torch.distributed import _functional_collectives
 
     total: Tensor = _functional_collectives.all_reduce(

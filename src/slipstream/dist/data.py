@@ -41,7 +41,7 @@ def cast_data_device(data: Any, device: torch.device, out: Any = None) -> Any:
         if out is None:
             return data.to(device)
         if not isinstance(out, Tensor):
-            raise DataError(f"`out` must have a tensor for each tensor of the data, not {type(out).__name__}")
+            raise DataError(f"`out` must have a tensor for each tensor in the data, not {type(out).__name__}")
         return out.copy_(data)
     if isinstance(data, Mapping):
         keys, parts = list(data), list(data.values())

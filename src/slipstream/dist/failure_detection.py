@@ -33,7 +33,7 @@ from slipstream.dist.threads import wait_for_gloo_threads
 
 __all__ = ["announce_failure", "report_progress", "start_failure_detection", "stop_failure_detection"]
 
-PATIENCE = 5.0  # seconds for which the other processes wait for a failed process to exit before they exit
+PATIENCE = 5.0  # seconds that the other processes wait for a failed process to exit, before they also exit
 GRACE = 1.0  # seconds for a process to print its own error before the failure of another rank ends it
 EXIT_TIMEOUT = 30.0  # seconds until a failed process is killed; a broken accelerator can block its exit
 

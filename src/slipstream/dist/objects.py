@@ -57,7 +57,7 @@ def gather_named_tensors(
 ) -> list[dict[str, Tensor]]:
     """Return the tensors of all ranks in rank order on rank 0, on the CPU, and an empty list on the other ranks.
 
-    The ranks may have tensors of different names. One tensor is gathered at a time.
+    The ranks may have tensors with different names. One tensor is gathered at a time.
     """
     kinds = all_gather_object({name: (t.shape, t.dtype, t.layout) for name, t in tensors.items()}, group)
     gathered: list[dict[str, Tensor]] = [{} for _ in kinds]

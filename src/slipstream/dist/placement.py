@@ -15,7 +15,7 @@ __all__ = ["LAUNCHERS", "Launcher", "Placement", "first_set", "infer_launcher", 
 Launcher = Literal["none", "pytorch", "slurm", "mpi"]
 LAUNCHERS: tuple[Launcher, ...] = ("none", "pytorch", "slurm", "mpi")
 DEFAULT_PORT = "29500"
-# Variables of rank, world size, local rank and local size in Open MPI, MVAPICH2 and Hydra (MPICH, Intel MPI).
+# Variables for rank, world size, local rank and local size in Open MPI, MVAPICH2 and Hydra (MPICH, Intel MPI).
 _MPI_FAMILIES = (
     tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     tuple(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),

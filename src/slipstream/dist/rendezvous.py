@@ -1,4 +1,4 @@
-"""Rendezvous of all processes of a job. Errors report missing ranks and incorrect variables."""
+"""Rendezvous of all processes in a job. Errors report missing ranks and incorrect variables."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _connect(here: Placement, seconds: float) -> Store:
     if isinstance(store, dist.DistError):
         raise DistributedError(
             f"rank {here.rank} on {socket.gethostname()!r} cannot connect to rank 0 at {_master(here)} within "
-            f"{seconds:g} s; check that rank 0 runs there with the same MASTER_PORT and no firewall blocks it"
+            f"{seconds:g} s; check that rank 0 runs there with the same MASTER_PORT, and that no firewall blocks it"
         ) from store
     return store
 

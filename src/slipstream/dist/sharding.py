@@ -46,7 +46,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def with_local(tensor: Tensor, shard: Tensor) -> Tensor:
-    """Return a tensor that is sharded like `tensor`, with another local shard."""
+    """Return a tensor that is sharded like `tensor`, with a different local shard."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(

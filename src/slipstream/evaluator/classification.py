@@ -16,7 +16,7 @@ from slipstream.typecheck import PositiveInt, check
 __all__ = ["Accuracy"]
 
 _MOST_CLASSES = 200
-"""Number of classes of the dataset up to which a confusion matrix is counted without `num_classes`."""
+"""Maximum number of dataset classes for which a confusion matrix is counted if `num_classes` is not set."""
 
 
 @METRICS.register_module()
@@ -28,9 +28,9 @@ class Accuracy(CountingMetric):
 
     Args:
         topk: the values of k.
-        num_classes: the number of classes. The metric also computes the confusion matrix, which the report of the run
-            contains with a table per class. None uses the number of the dataset's `classes`, if it is at most 200, and
-            then there is no matrix if the model has a different number of classes.
+        num_classes: the number of classes in the confusion matrix, which the run's report shows with a per-class
+            table. By default, it is the number of the dataset's `classes`. In this case, no matrix is computed if
+            there are more than 200 classes, or if the model has a different number of classes.
         collect_device, prefix, collect_dir: see `BaseMetric`.
 
     Raises:
@@ -57,12 +57,12 @@ class Accuracy(CountingMetric):
         self.num_classes = num_classes
 
     def num_counts(self) -> int:
-        """Return the number of counts: one for each k, samples, ids out of range, and the confusion matrix."""
+        """Return the number of counts: one for each k, the samples, the invalid ids, and the confusion matrix."""
         return len(self.topk) + 2 + self._classes**2
 
     @property
     def _classes(self) -> int:
-        """The number of classes of the confusion matrix, the same on all ranks; 0 if there is none."""
+        """The number of classes in the confusion matrix, the same on all ranks; 0 if there is no matrix."""
         named = (self.dataset_meta or {}).get("classes")
         known = len(named) if isinstance(named, list | tuple) and len(named) <= _MOST_CLASSES else 0
         return self.num_classes or known
@@ -89,14 +89,14 @@ class Accuracy(CountingMetric):
         counts[len(self.topk) + 1].add_(bad.sum())
 
     def _count_pairs(self, counts: Tensor, preds: Tensor, targets: Tensor, classes: int) -> Tensor:
-        """Add the pairs (target, prediction) to the confusion matrix; return where an id is out of range."""
+        """Add the pairs (target, prediction) to the confusion matrix; return a mask of the pairs with invalid ids."""
         if preds.ndim == 2:
             if preds.shape[1] != classes and self.num_classes is None:
                 return torch.zeros_like(targets, dtype=torch.bool)
             if preds.shape[1] != classes:
                 raise DataError(
-                    f"Accuracy got scores of {preds.shape[1]} classes, but its num_classes is {classes}; set it to "
-                    "the model's number of classes"
+                    f"Accuracy got scores for {preds.shape[1]} classes, but its num_classes is {classes}; set "
+                    "num_classes to the model's number of classes"
                 )
             preds = preds.argmax(1)
         bad = (targets < 0) | (targets >= classes) | (preds < 0) | (preds >= classes)

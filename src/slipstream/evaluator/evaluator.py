@@ -46,7 +46,7 @@ class Evaluator:
     def process(self, data_samples: Any, data_batch: Any = None) -> None:
         """Pass one batch, and the model's output for it in predict mode, to every metric.
 
-        As in MMEngine, its data elements are passed as dicts.
+        As in MMEngine, data elements are passed as dicts.
         """
         if isinstance(data_samples, list | tuple) and any(map(_is_data_element, data_samples)):
             data_samples = [s.to_dict() if _is_data_element(s) else s for s in data_samples]
@@ -78,7 +78,7 @@ class Evaluator:
     def offline_evaluate(
         self, data_samples: Sequence[Any], data: Sequence[Any] | None = None, chunk_size: int = 1
     ) -> dict[str, float]:
-        """Return the metrics of stored predictions, in the format of `DumpResults`.
+        """Return the metrics for stored predictions, which have the format of `DumpResults`.
 
         Args:
             data_samples: one prediction per sample.

@@ -73,7 +73,7 @@ class AverageBestHook(Hook):
         )
 
     def before_train(self, runner: Runner) -> None:
-        """Restore the list of best epochs of a resumed run."""
+        """Restore a resumed run's list of best epochs."""
         self._folder = Path(runner.work_dir) / FOLDER
         self._restore(runner)
         self._replaced.load(runner, self._folder, runner.checkpoints.owns_files(runner.work_dir))
@@ -96,7 +96,7 @@ class AverageBestHook(Hook):
                 )
 
     def after_rollback(self, runner: Runner) -> None:
-        """Restore the checkpoint's list of best epochs, and remove the files of abandoned steps."""
+        """Restore the checkpoint's list of best epochs, and remove the files from abandoned steps."""
         abandoned = [name for _, name in self._best]
         current = [name for _, name in runner.message_hub.get_info(FOLDER, [])]
         self._replaced.restore(runner, abandoned, current)

@@ -30,7 +30,7 @@ __all__ = ["CheckpointHook", "warn_without_checkpoints"]
 class CheckpointHook(Hook):
     """Save checkpoints every `interval` epochs or steps, and whenever a metric improves.
 
-    After saving a new best checkpoint, the hook calls `after_new_best(runner, metrics)` of all hooks that define it.
+    After saving a new best checkpoint, the hook calls `after_new_best(runner, metrics)` on all hooks that define it.
 
     Args:
         interval: epochs (`by_epoch`) or steps between two checkpoints; -1 saves only the last one.
@@ -110,25 +110,28 @@ class CheckpointHook(Hook):
             fields = [spec for _, _, spec, _ in Formatter().parse(self.filename_tmpl or "") if spec]
             if any(
                 not re.fullmatch(r"0?\d{0,2}d?", spec) for spec in fields
-            ):  # {:>9999999999} fills the memory
+            ):  # a width such as {:>9999999999} would exhaust the memory
                 raise ValueError
             name = (self.filename_tmpl or "_").format(0)
         except (LookupError, ValueError, AttributeError):
             raise ConfigError(
                 f"must contain at most one {{}}, for the number, not {self.filename_tmpl!r}", "filename_tmpl"
             ) from None
-        remedy = "the folder of the checkpoints; set out_dir for another folder"
-        check_name(name, "filename_tmpl", remedy)
+        folder = "the checkpoint folder (set out_dir to use a different folder)"
+        check_name(name, "filename_tmpl", folder)
         if self.best_filename is not None:
-            check_name(self.best_filename, "best_filename", remedy)
+            check_name(self.best_filename, "best_filename", folder)
         if self.best_filename is not None and len(self.monitors) != 1:
             raise ConfigError(
                 f"requires exactly one metric in save_best, not {len(self.monitors)}", "best_filename"
             )
         if len({monitor.replace("/", "_") for monitor in self.monitors}) < len(self.monitors):
-            raise ConfigError(f"contains metrics with the same file name, {self.monitors}", "save_best")
+            raise ConfigError(
+                f"contains metrics whose checkpoints have the same file name, {self.monitors}; remove one of them",
+                "save_best",
+            )
         if self.save_epochs and self.filename_tmpl == "ckpt_epoch_{}.pth":
-            raise ConfigError("must not be the name of the checkpoints of save_epochs", "filename_tmpl")
+            raise ConfigError("must differ from the file names that save_epochs uses", "filename_tmpl")
         if any(epoch < 1 for epoch in self.save_epochs):
             raise ConfigError(
                 f"must contain only epochs of 1 or more, not {min(self.save_epochs)}", "save_epochs"
@@ -191,7 +194,7 @@ class CheckpointHook(Hook):
                 runner.logger.info(f"Removed {name}, which the checkpoint {path.name} replaced")
 
     def _names_in(self, runner: Runner, key: str) -> list[str]:
-        """Return the names in a list of the resumed checkpoint that regular checkpoints of this hook can have."""
+        """Return the names from a list in the resumed checkpoint that this hook's regular checkpoints can have."""
         names = runner.message_hub.get_info(key, []) if self._owns_files else []
         if not matches(names, list[str]):
             return []
@@ -203,8 +206,8 @@ class CheckpointHook(Hook):
                 continue
             if other._folder_of(runner).resolve() == self._folder.resolve() and self._same_name(other):
                 raise self.wrong(
-                    "or another file name is the same in two CheckpointHooks, which would overwrite each other's "
-                    "checkpoints; set another name, or another out_dir, in one of them",
+                    "has the same value in two CheckpointHooks, or other file names are equal, so the hooks would "
+                    "overwrite each other's checkpoints; set a different name or out_dir in one of them",
                     "filename_tmpl",
                 )
             if common := set(self.monitors) & set(other.monitors):
@@ -267,7 +270,7 @@ class CheckpointHook(Hook):
         surplus = self._kept[: -self.max_keep_ckpts] if self.max_keep_ckpts > 0 else []
         self._kept = self._kept[len(surplus) :]
         runner.message_hub.update_info(self._kept_key, self._kept)
-        # If the run is killed before it has removed them, a run that resumes from this checkpoint removes them.
+        # If the run is killed before it has removed the surplus, a run that resumes from this checkpoint removes it.
         runner.message_hub.update_info(self._surplus_key, surplus)
         self._save(
             runner,
@@ -323,7 +326,8 @@ class CheckpointHook(Hook):
         name = self._name(runner, self.best_filename or f"{prefix}{count}.pth")
         hub.update_info(f"best_score/{key}", value)
         hub.update_info(f"best_ckpt/{key}", name)
-        # The name of the previous one comes from the checkpoint, so it may name a file that this hook did not write.
+        # The name of the previous best checkpoint may come from a resumed run and refer to a file that this hook did
+        # not write.
         own = key in self._saved_best or self._owns_files
         surplus = (
             self._replace(runner, previous, name) if own and previous and self._is_best(previous) else []
@@ -362,7 +366,7 @@ class CheckpointHook(Hook):
 
 
 def warn_without_checkpoints(runner: Runner, option: str) -> None:
-    """Warn if no CheckpointHook saves checkpoints from which the run can continue before its end."""
+    """Warn if no CheckpointHook saves complete checkpoints during the run."""
     hooks = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
     if not any(hook.interval > 0 and hook.is_complete for hook in hooks):
         runner.logger.warning(

@@ -115,7 +115,7 @@ class EMAHook(Hook):
             optim.parts.append(self._part)
 
     def _restore(self) -> None:
-        """Load the average of the resumed checkpoint; without one, start from the model's weights."""
+        """Load the average from the resumed checkpoint; if there is none, start from the model's weights."""
         average = self._average
         if self._resumed is not None:
             with restoring("ema_state_dict", "the resumed checkpoint"):
@@ -126,7 +126,7 @@ class EMAHook(Hook):
             average.module.load_state_dict(self.model.state_dict())
 
     def after_rollback(self, runner: Runner) -> None:
-        """Load the average of the checkpoint."""
+        """Load the average from the checkpoint."""
         if self._resumed is None:  # averaging had not begun
             self._average.steps = 0
         self._restore()
@@ -206,10 +206,14 @@ class EMAHook(Hook):
         check_tensors(own, average, "state_dict", "the average of the checkpoint", runner.logger.warning)
         names = sorted(own.keys() ^ average.keys())
         if names:
-            text = f"the average of the checkpoint belongs to a different model: only one of them contains {names[:5]}"
+            text = (
+                f"the average in the checkpoint belongs to a different model: only one model has {names[:5]}"
+            )
             if self.strict_load or not own.keys() & average.keys():
                 raise CheckpointError(f"'state_dict': {text}")
-            runner.logger.warning(f"EMAHook: {text}; the average of other tensors starts again")
+            runner.logger.warning(
+                f"EMAHook: {text}; averages that are not in the checkpoint start again from the model's weights"
+            )
 
     def _warn_if_missing(self, runner: Runner, meta: dict[str, Any]) -> None:
         begin = self.begin_iter + self._average.interval * _accumulation(runner)

@@ -55,7 +55,7 @@ class Hook:
 
     priority: int | str = "NORMAL"
     runs_last: ClassVar[bool] = False
-    """Whether the hook runs after the hooks of all priorities, because it may end the run."""
+    """Whether the hook runs after all hooks without this flag, regardless of priority, because it may end the run."""
     reads_phases: ClassVar[bool] = False
     """Whether the hook reads `runner.phases`. The times are measured only if a hook reads them."""
     source: Mapping[str, Any] | None = None
@@ -169,7 +169,7 @@ class Hook:
         pass
 
     def release(self, runner: Runner) -> None:
-        """Called at the end of each run, even after an error: release what the hook holds."""
+        """Called at the end of each run, even after an error, to release the hook's resources."""
 
     # ---- intervals ------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The newest values of a run for its progress bar, and for its table in a notebook."""
+"""The newest values of a run, for the progress bar and for the table in a notebook."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _LOSSES = 10
 class LiveValues:
     """The newest loss, learning rate, metric, training speed and fraction of time spent waiting for data, as text.
 
-    Reading the values does not synchronize the device. They change when the Runner reads the losses, and after a
-    validation.
+    Reading the values does not synchronize the device. They change when the Runner reads the losses, and after each
+    validation run.
     """
 
     def __init__(self) -> None:
         self._metric: tuple[str, str] | None = None
 
     def add_metrics(self, runner: Runner, metrics: dict[str, float] | None) -> None:
-        """Store the metric of a validation: the one that `CheckpointHook.save_best` names, or the first one."""
+        """Store one metric of a validation run: the one that `CheckpointHook.save_best` names, or the first one."""
         values = {name: value for name, value in (metrics or {}).items() if isinstance(value, int | float)}
         monitored = (
             name for hook in runner.hooks if isinstance(hook, CheckpointHook) for name in hook.monitors

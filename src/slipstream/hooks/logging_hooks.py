@@ -111,7 +111,7 @@ class ProgressBarHook(Hook):
     """Show a progress bar below the log lines. The Runner registers this hook on rank 0 if its output is a terminal.
 
     Besides the progress, the bar shows the loss, the learning rate, a metric, the training speed, and the fraction of
-    time spent waiting for data. They change when the Runner reads the losses, and after a validation.
+    time spent waiting for data. They change when the Runner reads the losses, and after each validation run.
     """
 
     priority = "LOWEST"
@@ -146,7 +146,7 @@ class ProgressBarHook(Hook):
         self._text = "  ".join(names.get(name, f"{name} {{}}").format(value) for name, value in rows)
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
-        """Read the metric of a validation during training."""
+        """Read the metric of a validation run."""
         if self._bar is not None:
             self._values.add_metrics(runner, metrics)
             self.read_logs(runner)

@@ -23,9 +23,10 @@ __all__ = ["LossSpikeHook"]
 
 _Positive = Annotated[float, Rule(lambda value: value > 0, "above 0")]
 _NORMAL = 1.4826
-"""1 / (0.75 quantile of the normal distribution): MAD x this is the standard deviation of normal values."""
+"""1 / (0.75 quantile of the normal distribution). For normally distributed values, the standard deviation is the MAD
+times this factor."""
 _SMALLEST = 0.01
-"""The scale is at least this fraction of the median, so that rounding errors of a constant loss are no spikes."""
+"""The scale is at least this fraction of the median, so that rounding errors of a constant loss are not spikes."""
 
 
 @HOOKS.register_module()
@@ -45,8 +46,8 @@ class LossSpikeHook(Hook):
     Training steps do not wait for the device: the hook uses values that are read for the log, at log intervals and
     before checkpoints. With several processes, it uses the mean of their losses.
 
-    `rollback` works as for `nan_guard`: the run continues from its last good checkpoint, without the batches from the
-    update before the spike to the last one that was read. Chowdhery et al., *PaLM: Scaling Language Modeling with
+    `rollback` works as in `nan_guard`: the run continues from its last good checkpoint, without the batches from the
+    update before the spike to the last loss that was read. Chowdhery et al., *PaLM: Scaling Language Modeling with
     Pathways* (2022), section 5.1, describe this remedy: they restart about 100 steps before the spike and skip 200 to
     500 batches.
 
@@ -54,8 +55,8 @@ class LossSpikeHook(Hook):
         action: `warn` logs one warning for each spike. `rollback` goes back to a checkpoint.
         monitor: name of the loss to compare, as returned by the model.
         window: number of losses in the medians.
-        threshold: factor of the scale.
-        min_history: number of losses without which nothing is compared; at most `window`.
+        threshold: factor for the scale in the formula above.
+        min_history: number of losses that must be available before a loss is compared; at most `window`.
         patience: number of consecutive steps that must be above the limit.
         max_rollbacks: maximum number of times that a run goes back to a checkpoint, before it stops with
             `LossSpikeError`.
@@ -92,7 +93,7 @@ class LossSpikeHook(Hook):
         self._undo = ExitStack()
         self._losses: deque[float] = deque(maxlen=window)
         self._above = 0  # number of consecutive losses above the limit
-        self._first = 0  # the step of the first of them
+        self._first = 0  # the step of the first of these losses
         self._read: list[tuple[int, float]] = []
         self._names: set[str] = set()
 
@@ -108,13 +109,13 @@ class LossSpikeHook(Hook):
             self._undo.callback(runner.rollback.disable, LossSpikeError)
 
     def before_train(self, runner: Runner) -> None:
-        """Restore the recent losses of a resumed run."""
+        """Restore the recent losses from a resumed run."""
         self._restore(runner)
         if self.action == "rollback":
             warn_without_checkpoints(runner, "LossSpikeHook")
 
     def after_rollback(self, runner: Runner) -> None:
-        """Restore the recent losses of the checkpoint."""
+        """Restore the recent losses from the checkpoint."""
         self._restore(runner)
 
     def _restore(self, runner: Runner) -> None:
@@ -191,7 +192,7 @@ class LossSpikeHook(Hook):
 
 
 def _mean_by_step(ranks: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float]]:
-    """Return the mean loss of each step over the ranks that have a finite one, in the order of the steps."""
+    """Return the mean loss of each step over the ranks whose loss is finite, in the order of the steps."""
     losses: dict[int, list[float]] = {}
     for rank in ranks:
         for number, loss in rank:

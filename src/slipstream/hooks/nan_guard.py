@@ -100,7 +100,7 @@ class NanGuardHook(Hook):
             )
 
     def _log_samples(self, runner: Runner) -> None:
-        """Log the samples of this rank in the steps whose loss was not finite."""
+        """Log this rank's samples in the steps whose loss was not finite."""
         dropped, runner.meter.dropped = runner.meter.dropped, []
         for iteration in dropped[:_LOGGED]:
             samples = runner.rollback.describe(iteration)
@@ -108,13 +108,13 @@ class NanGuardHook(Hook):
             text = f"The loss of iteration {iteration} is not finite{batch}"
             if get_rank() == 0:
                 runner.logger.warning(text)
-            else:  # only errors of other ranks are printed
+            else:  # ranks other than 0 print only errors
                 runner.logger.error(f"Rank {get_rank()}: {text}")
         if len(dropped) > _LOGGED:
             runner.logger.warning(f"The losses of {len(dropped) - _LOGGED} more iterations are not finite")
 
     def after_rollback(self, runner: Runner) -> None:
-        """Forget what the guard and the locator found in the steps that are repeated."""
+        """Discard what the guard and the locator found in the steps that are repeated."""
         runner.meter.dropped = []
         if self.guard is not None:
             self.guard.reset()

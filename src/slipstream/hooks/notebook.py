@@ -25,7 +25,7 @@ _CHARTS = 4
 
 
 def in_notebook() -> bool:
-    """Return whether this process is the kernel of a Jupyter notebook. Nothing is imported outside of one."""
+    """Return whether this process is the kernel of a Jupyter notebook. In other processes, nothing is imported."""
     if "ipykernel" not in sys.modules or "IPython" not in sys.modules:
         return False
     shell = sys.modules["IPython"].get_ipython()
@@ -117,7 +117,7 @@ def _table(rows: list[tuple[str, str]]) -> str:
 
 
 def _chart(name: str, curve: Curve) -> str:
-    """Return a chart as an image, so that its style does not change that of the notebook."""
+    """Return a chart as an image, so that its style does not affect the notebook."""
     svg = svg_document(line_chart(name, [Line(name, curve)], "iteration", name))
     encoded = base64.b64encode(svg.encode("utf-8", errors="replace")).decode("ascii")
     title = escape(name, quote=True)

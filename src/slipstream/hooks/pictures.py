@@ -45,7 +45,7 @@ class SegVisualizationHook(Hook):
         self._rows: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def before_val_epoch(self, runner: Runner) -> None:
-        """Clear the samples of the previous validation and select batches spread over the data."""
+        """Clear the samples from the previous validation run, and select batches spread over the data."""
         self._rows = []
         batches = length(runner.val_dataloader) or self.num_samples  # without a length, use the first batches
         self._every = max(1, batches // self.num_samples)

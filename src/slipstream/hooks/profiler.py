@@ -56,7 +56,7 @@ class ProfilerHook(Hook):
     def before_train(self, runner: Runner) -> None:
         """Start the profiler."""
         if is_main_process():
-            # Without `activities`, the profiler records all that the device supports.
+            # Without `activities`, the profiler records all activities that the device supports.
             self._profiler = profile(
                 schedule=self._schedule, on_trace_ready=self._trace_handler(runner), **self._options
             )

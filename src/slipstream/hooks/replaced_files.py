@@ -32,14 +32,15 @@ class _File(NamedTuple):
 class ReplacedFiles:
     """The files of a run (such as best checkpoints) that newer files have replaced.
 
-    Without roll-backs, they are removed at once. With roll-backs, a replaced file is kept until no checkpoint to which
-    the run can go back is older than the replacement. After a roll-back, the files that the restored checkpoint names
-    exist, and those of the abandoned steps are removed. The list is part of each checkpoint, so a resumed run removes
-    the files that it no longer needs. Only rank 0 changes files.
+    Without roll-backs, these files are removed at once. With roll-backs, a replaced file is kept until no checkpoint to
+    which the run can go back is older than the replacement. After a roll-back, the files that the restored checkpoint
+    names exist again, and the files from abandoned steps are removed. The list is part of each checkpoint, so a resumed
+    run removes the files that it no longer needs. Only rank 0 changes files.
 
     Args:
         key: name of the list in the message hub.
-        is_own: `is_own(name)` returns whether such a file can have this name. Names in a checkpoint may be untrusted.
+        is_own: `is_own(name)` returns whether a file in the list can have this name. Names in a checkpoint may be
+            untrusted.
     """
 
     def __init__(self, key: str, is_own: Callable[[str], bool]) -> None:
@@ -48,7 +49,7 @@ class ReplacedFiles:
         self._folder = Path()
 
     def load(self, runner: Runner, folder: Path, own: bool = True) -> None:
-        """Read the list of a resumed run, whose files are in `folder`, and remove the files that are not needed.
+        """Read the list from a resumed run, whose files are in `folder`, and remove the files that are not needed.
 
         If `own` is False, the list belongs to a different run and is ignored.
         """
@@ -103,7 +104,7 @@ class ReplacedFiles:
         """Restore the files that a checkpoint names, after the run has gone back to it.
 
         Args:
-            runner: the run, whose message hub is that of the checkpoint.
+            runner: the run, which has restored the message hub from the checkpoint.
             abandoned: the current files before the roll-back.
             current: the current files of the checkpoint.
         """

@@ -43,7 +43,7 @@ __all__ = ["ReportHook"]
 T = TypeVar("T")
 _MOST_CLASSES = 200
 _SECONDS_BETWEEN_MEMORY = 1.0
-"""Reading the memory of the process can take longer than the rest of the hook's work."""
+"""Minimum interval in seconds. Reading the process's memory use can take longer than the rest of the hook's work."""
 
 
 @HOOKS.register_module()
@@ -54,10 +54,10 @@ class ReportHook(Hook):
     each evaluation. The page is described in docs/report.md.
 
     Args:
-        peak_tflops: the peak of the device in 10^12 operations per second at the precision of the run, for the model
-            FLOPs utilization; None looks it up in `slipstream.speed.flops.PEAKS`.
-        probe_workers: at the end of a run that has waited for data, measure how fast other numbers of workers load
-            batches, for some seconds. Worker processes read samples of the training dataset.
+        peak_tflops: the peak speed of the device in 10^12 operations per second at the precision of the run, for the
+            model FLOPs utilization; None looks it up in `slipstream.speed.flops.PEAKS`.
+        probe_workers: at the end of a run that has waited for data, measure for some seconds how fast batches are
+            loaded with other numbers of workers. Worker processes read samples from the training dataset.
     """
 
     priority = "VERY_LOW"
@@ -151,7 +151,7 @@ class ReportHook(Hook):
     # ---- curves --------------------------------------------------------------------------------------
 
     def _read(self, runner: Runner) -> None:
-        """Add the values since the last call to the curves. All of them are on the host."""
+        """Add the values since the last call to the curves. All values are on the host."""
         at = runner.meter.newest or self._start or 0
         for key, history in runner.message_hub.log_scalars.items():
             new = history.total - self._seen.get(key, 0)
@@ -202,7 +202,10 @@ class ReportHook(Hook):
             self._confusions[mode, name] = Confusion(name, mode, runner.iter, names, matrix)
 
     def _evaluated(self, key: str, at: int) -> str:
-        """Return the name of a metric's curve; a second evaluation at an iteration, with other weights, is separate."""
+        """Return the name of a metric's curve.
+
+        A second evaluation at the same iteration, with different weights, has its own curve.
+        """
         curve = self._curves.get(key)
         return f"{key} (second evaluation)" if curve is not None and curve.x[-1] == at else key
 
@@ -259,7 +262,7 @@ class ReportHook(Hook):
         )
 
     def _add_measurements(self, runner: Runner, record: RunRecord) -> None:
-        """Add what is counted, measured or found after the run. Only training has it."""
+        """Add the results that are counted or measured after the run, which exist only for training."""
         if not self._training:
             if self._measured is not None:
                 record.compute, record.loading_rates, record.tuned = self._measured
@@ -328,7 +331,10 @@ def _settings(runner: Runner) -> dict[str, Any]:
 
 
 def _uses_fused(optim: OptimWrapper | OptimWrapperDict | None) -> bool | None:
-    """Return whether the optimizer uses the fused kernels of torch; None if it has no such option or is not one."""
+    """Return whether the optimizer uses torch's fused kernels.
+
+    Return None if the optimizer has no option `fused`, or if there is not exactly one optimizer.
+    """
     if optim is None or isinstance(optim, OptimWrapperDict):
         return None
     states = [group.get("fused") for group in optim.param_groups if "fused" in group]
@@ -344,7 +350,7 @@ def _describe_step(runner: Runner) -> str:
     if isinstance(step, EagerStep):
         compiled = getattr(unwrap_model(runner.model), "_compiled_call_impl", None) is not None
         return "eager, with a compiled model" if compiled else "eager"
-    return "train_step of the model" if step is not None else ""
+    return "the model's train_step" if step is not None else ""
 
 
 def _memory(device: torch.device) -> dict[str, float]:

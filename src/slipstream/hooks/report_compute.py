@@ -24,13 +24,13 @@ __all__ = ["ComputeCount"]
 
 
 class ComputeCount:
-    """The operations of a step, counted after the run from the shapes of its first batch.
+    """The number of operations in a step, counted after the run from the shapes of its first batch.
 
-    The data preprocessor's output for the first batch is observed by a forward hook, which is removed in this call, so
-    later steps have no additional work.
+    A forward hook observes the data preprocessor's output for the first batch. It is then removed, so later steps have
+    no additional work.
 
     Args:
-        peak_tflops: the peak of the device in 10^12 operations per second; None looks it up by the device's name.
+        peak_tflops: the peak speed of the device in 10^12 operations per second; None looks it up by the device's name.
     """
 
     def __init__(self, peak_tflops: float | None) -> None:
@@ -63,19 +63,19 @@ class ComputeCount:
             self._problem = f"{type(error).__name__}: {error}"
 
     def end(self) -> None:
-        """Stop waiting for a first batch."""
+        """Stop waiting for the first batch."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
     def result(self, runner: Runner) -> Compute:
-        """Count the operations, if the peak of the device is known."""
+        """Count the operations, if the peak speed of the device is known."""
         compute = Compute(devices=get_world_size(), precision=self._precision)
         found = self._peak(runner.device)
         if found is None:
             compute.problem = (
-                f"the peak of {_device_name(runner.device)} for {self._precision} is not in the table of accelerators; "
-                "set it with default_hooks.report.peak_tflops"
+                f"the peak speed of {_device_name(runner.device)} for {self._precision} is not in the table of "
+                "accelerators; set it with default_hooks.report.peak_tflops"
             )
             return compute
         compute.peak_flops, compute.source = found
@@ -131,7 +131,7 @@ def _precision(runner: Runner) -> Precision:
 
 
 def _uses_tf32() -> bool:
-    """Return whether float32 convolutions or matrix products use TF32 on NVIDIA GPUs; torch does it for the former."""
+    """Return whether float32 convolutions (torch's default) or matrix products use TF32 on NVIDIA GPUs."""
     try:
         return bool(torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
     except RuntimeError:  # the settings were changed through torch's newer interface

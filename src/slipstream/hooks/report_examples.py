@@ -36,17 +36,17 @@ class _Candidate:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """Errors are first, the most confident one at the beginning; then the least confident correct predictions."""
+        """Sort key: errors in order of decreasing confidence, then correct predictions of increasing confidence."""
         sure = 0.0 if self.probability is None else self.probability
         correct = self.label == self.prediction
         return correct, sure if correct else -sure
 
 
 class ExampleSelection:
-    """The samples of one validation that the report shows: confident errors, then doubtful correct predictions.
+    """The samples of one validation run that the report shows: confident errors, then uncertain correct predictions.
 
     Args:
-        batches: number of batches of the validation; None if it is unknown, and the first ones are read.
+        batches: number of validation batches; None if it is unknown, so that the first batches are read.
     """
 
     def __init__(self, batches: int | None) -> None:
@@ -54,7 +54,7 @@ class ExampleSelection:
         self._chosen: list[_Candidate] = []
 
     def add(self, index: int, batch: Any, outputs: Any) -> None:
-        """Consider the samples of a batch. Batches and outputs that are not those of a classifier are ignored."""
+        """Consider the samples of a batch. Batches and outputs that do not come from a classifier are ignored."""
         if index % self._every or index >= _BATCHES * self._every:
             return
         images = _images(batch)
@@ -79,7 +79,7 @@ class ExampleSelection:
         self._chosen = [each if each in self._chosen else _own(each) for each in kept]
 
     def examples(self, names: Sequence[str]) -> list[Example]:
-        """Return the selected samples; `names` are those of the classes, if they are known."""
+        """Return the selected samples; `names` contains the class names, if they are known."""
 
         def name(index: int) -> str:
             return str(names[index]) if 0 <= index < len(names) else str(index)
@@ -96,7 +96,7 @@ def _own(candidate: _Candidate) -> _Candidate:
 
 
 def _images(batch: Any) -> Sequence[Tensor] | None:
-    """Return the images (channels, height, width) of a batch, or None if it has none with 1 or 3 channels."""
+    """Return the images (channels, height, width) of a batch, or None if it has no images with 1 or 3 channels."""
     inputs = batch.get("inputs") if isinstance(batch, Mapping) else None
     if isinstance(batch, list | tuple) and batch:
         inputs = batch[0]
@@ -112,7 +112,7 @@ def _is_image(image: Tensor) -> bool:
 
 
 def _predictions(scores: Tensor, targets: Tensor) -> tuple[list[int], list[float | None]] | None:
-    """Return the predicted classes and their probabilities; None if `scores` are not those of a classifier."""
+    """Return the predicted classes and their probabilities; None if `scores` do not come from a classifier."""
     if scores.shape == targets.shape and not scores.is_floating_point():
         return scores.tolist(), [None] * len(targets)
     if (

@@ -129,11 +129,11 @@ class EarlyStoppingHook(Hook):
         self._best, self._waited = -math.inf, 0
 
     def before_train(self, runner: Runner) -> None:
-        """Restore the best score and the patience counter of a resumed run."""
+        """Restore the best score and the patience counter from a resumed run."""
         self._best, self._waited = runner.message_hub.get_info(self._key, (self._best, self._waited))
 
     def after_rollback(self, runner: Runner) -> None:
-        """Restore the best score and the patience counter of the checkpoint."""
+        """Restore the best score and the patience counter from the checkpoint."""
         self.before_run(runner)
         self.before_train(runner)
 

@@ -27,7 +27,7 @@ class IterTimerHook(Hook):
 
     def __init__(self) -> None:
         self._last = self._ready = 0.0
-        # data_time, time and number of samples of each step since the last read
+        # For each step since the last read: data_time, time and number of samples.
         self._new: list[tuple[float, float, int]] = []
         self._spent = 0.0
         self._steps = self._samples = 0

@@ -26,7 +26,7 @@ class HistoryBuffer:
 
     Args:
         log_history: initial values, oldest first.
-        count_history: number of samples of each initial value.
+        count_history: number of samples that each initial value represents.
         max_length: maximum number of entries; older entries are dropped.
 
     Raises:
@@ -72,7 +72,7 @@ class HistoryBuffer:
         return f"HistoryBuffer(entries={len(self)}{newest})"
 
     def update(self, log_val: Number, count: int = 1) -> None:
-        """Append the value of `count` samples, in constant time."""
+        """Append a value that represents `count` samples, in constant time."""
         if count < 1:
             raise ConfigError(f"count must be at least 1, not {count}")
         self.total += 1

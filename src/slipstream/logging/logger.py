@@ -153,7 +153,7 @@ def build_logger(
         log_file: file for the lines of all levels; its folder is created if it does not exist.
         level: minimum level printed to the console of rank 0; other ranks only print errors.
         rank: rank of this process.
-        redactor: replaces secrets in log lines; by default only those of the environment and known tokens.
+        redactor: replaces secrets in log lines; by default, only known tokens and secrets from the environment.
 
     Raises:
         ConfigError: `level` is not a level of Python's `logging`.

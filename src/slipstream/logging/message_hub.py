@@ -49,8 +49,8 @@ class MessageHub:
         Args:
             key: the scalar's name, with its mode: `train/loss`.
             value: a number, or an array or tensor with one element. A tensor on an accelerator causes a
-                synchronization; `Meter` avoids it.
-            count: number of samples of the value.
+                synchronization; `Meter` avoids this.
+            count: number of samples that the value represents.
             resumed: whether checkpoints contain the history.
 
         Raises:
@@ -114,7 +114,7 @@ class MessageHub:
         }
 
     def drop_saved(self) -> None:
-        """Remove the entries that checkpoints contain, before those of an earlier checkpoint are loaded."""
+        """Remove the entries that checkpoints contain, before the entries of an earlier checkpoint are loaded."""
         saved = self.state_dict()
         for entries, names in (
             (self._scalars, saved["log_scalars"]),
@@ -171,7 +171,7 @@ class MessageHub:
 
     @classmethod
     def get_current_instance(cls) -> MessageHub:
-        """Return the hub of the Runner active in this context, or else the newest hub, which may be new."""
+        """Return the hub of the Runner active in this context, or else the newest hub; create one if there is none."""
         for hub in reversed(list(_hubs.get().values())):
             return hub
         return cls.get_instance("slipstream")

@@ -32,7 +32,7 @@ class Meter:
         self.tolerant = False
         """Drop non-finite values instead of raising an error; set if steps with such a loss are skipped."""
         self.dropped: list[int] = []
-        """Numbers of the steps whose loss was not finite and was dropped. The reader removes them."""
+        """Numbers of the steps whose loss was not finite and was dropped. The code that reads this list clears it."""
         self.locate: Callable[[], str] | None = None
         """Function that returns the location in the model where a loss became non-finite."""
         self.agree: Callable[[NonFiniteLossError | None], NonFiniteLossError | None] | None = None

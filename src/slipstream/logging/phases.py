@@ -15,7 +15,7 @@ Phase = Literal[
     "validation", "test", "checkpoint", "other",
 ]  # fmt: skip
 """`data`: waiting for a batch. `preprocess`: the data preprocessor, which copies the batch to the device. `step`: parts
-of the training step that are not split into `forward`, `backward` and `optimizer`, such as a step in one graph.
+of the training step that are not split into `forward`, `backward` and `optimizer`, such as a step that is one graph.
 `logging`: reading the losses from the device, log lines and scalars. `other`: start and end of a run."""
 
 STEP_PHASES: tuple[Phase, ...] = (
@@ -35,7 +35,7 @@ class PhaseTimes:
         first: the host time of the first step in each phase, in seconds. It is separate because it includes the start
             of worker processes, memory allocation and compilation.
         steps: number of finished training steps, including the first one.
-        samples: number of samples of all processes in the training steps, without the first step.
+        samples: number of samples in the training steps, without the first step, summed over all processes.
         current: the current phase.
     """
 
@@ -52,7 +52,7 @@ class PhaseTimes:
         self.current, self._since = "other", perf_counter()
 
     def stop(self) -> None:
-        """Stop until the next `start`. Later calls of `switch` have no effect."""
+        """Stop until the next `start`. Calls to `switch` have no effect in the meantime."""
         self.switch("other")
         self._since = None
 
@@ -65,7 +65,7 @@ class PhaseTimes:
         self.current, self._since = phase, now
 
     def total(self, phase: Phase) -> float:
-        """Return the seconds in a phase that has ended, with those of the first step."""
+        """Return the seconds in a phase that has ended, including the first step."""
         return self.seconds.get(phase, 0.0) + self.first.get(phase, 0.0)
 
     @contextmanager

@@ -28,7 +28,7 @@ class ProgressBar:
         self._next_draw = 0.0
 
     def start(self, total: int | None, description: str = "") -> None:
-        """Show an empty bar of `total` steps (None: unknown); it replaces the previous bar."""
+        """Show an empty bar for `total` steps (None: unknown); it replaces the previous bar."""
         self.stop()
         if self.console.is_terminal:
             self._progress = _progress(self.console)

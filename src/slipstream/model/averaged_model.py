@@ -97,7 +97,7 @@ class BaseAveragedModel(nn.Module):
         assert self.total_steps is not None, "total_steps must be set"
         last = self.weight(self.total_steps - 1)
         if self.total_steps * last > 4 * self.interval:
-            # Weights decrease over time, so using the last weight for all updates gives a lower bound of the mean.
+            # Weights decrease over time, so using the last weight for all updates gives a lower bound on the mean.
             return self.total_steps - self.interval / last
         mean = 1.0
         for step in range(self.interval, self.total_steps, self.interval):
@@ -260,7 +260,7 @@ def _check_precision(model: nn.Module, weight: float, key: str) -> None:
 
 
 def _sharded_copy(model: nn.Module, copied: dict[Any, Any] | None = None) -> nn.Module:
-    """Return copies of a sharded model's tensors in a module without `forward`; deepcopy does not support them."""
+    """Return a module without `forward` that contains copies of a sharded model, which deepcopy does not support."""
     copied = {None: None} if copied is None else copied
     new = copied[model] = nn.Module()
     for name, param in model._parameters.items():
@@ -382,7 +382,7 @@ class ScheduledEMA(BaseAveragedModel):
         model: the model to average (unwrapped).
         decay, decay_type, beta: see `DecaySchedule`.
         interval, device, update_buffers: see `BaseAveragedModel`.
-        count: whether the steps of the decay schedule are `updates`, or `batches` as in SuperGradients. They differ if
+        count: unit of the steps in the decay schedule: `updates`, or `batches` as in SuperGradients. The two differ if
             gradients are accumulated.
     """
 

@@ -47,7 +47,7 @@ class BaseModel(BaseModule):
             self.data_preprocessor = MODELS.build(data_preprocessor or {}, default_args=default)
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
-        """Train on one batch and return 0-dim device tensors to log. Override it for other training steps (GANs)."""
+        """Train on one batch and return 0-dim device tensors to log. Override this method for other steps (GANs)."""
         return EagerStep(self.loss_step, self, optim_wrapper, self.parse_losses)(data)
 
     def loss_step(self, data: Any) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ class BaseModule(nn.Module):
         return self._is_init
 
     def init_weights(self) -> None:
-        """Apply `init_cfg` to this module, then initialize its children; further calls have no effect."""
+        """Apply `init_cfg` to this module, then initialize its children; later calls have no effect."""
         if self._is_init:
             return
         self._is_init = True

@@ -21,7 +21,7 @@ __all__ = ["BaseDataPreprocessor", "ImgDataPreprocessor"]
 class BaseDataPreprocessor(nn.Module):
     """Move a batch (nested dicts, lists and tuples of tensors) to the module's device, and apply device transforms.
 
-    If a batch contains parameters of device transforms (key `finish`), `cast_data` applies these transforms to the
+    If a batch contains parameters for device transforms (key `finish`), `cast_data` applies these transforms to the
     images (key `inputs`); see `slipstream.dataset.apply_device_transforms`.
 
     Args:
@@ -74,7 +74,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
     Args:
         mean, std: one value, or one per channel, on the scale of the inputs (0..255 for uint8). Specify both or
             neither. Specify neither if the dataset's transforms normalize the images.
-        pad_size_divisor: pad the images at the right and bottom to a height and width that are multiples of this.
+        pad_size_divisor: pad the images at the right and bottom, so that height and width are multiples of this number.
         pad_value: value of the padding, applied after normalization.
         bgr_to_rgb, rgb_to_bgr: reverse the order of the channels.
         non_blocking: see `BaseDataPreprocessor`.
@@ -97,9 +97,11 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         if (mean is None) != (std is None):
             raise ConfigError("specify both mean and std, or neither")
         if mean is not None and std is not None and len(mean) != len(std):
-            raise ConfigError(f"mean has {len(mean)} channels, but std has {len(std)}")
+            raise ConfigError(
+                f"mean has {len(mean)} channels, but std has {len(std)}; both must have the same number"
+            )
         if bgr_to_rgb and rgb_to_bgr:
-            raise ConfigError("bgr_to_rgb and rgb_to_bgr are mutually exclusive")
+            raise ConfigError("bgr_to_rgb and rgb_to_bgr are mutually exclusive; remove one of them")
         if pad_size_divisor < 1:
             raise ConfigError(f"must be at least 1, not {pad_size_divisor}", "pad_size_divisor")
         self.normalizes = mean is not None
@@ -142,7 +144,8 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
             return image
         if len(self.mean) not in (1, image.shape[-3]):  # broadcasting would create channels
             raise DataError(
-                f"the images have {image.shape[-3]} channels, but mean and std have {len(self.mean)}"
+                f"the images have {image.shape[-3]} channels, but mean and std have {len(self.mean)}; set them to one "
+                "value, or to one value per channel"
             )
         return (image - self.mean) / self.std
 

@@ -16,8 +16,8 @@ def check_labels(loss: nn.Module, scores: Any, targets: Tensor) -> None:
     """Raise a DataError if a target is neither a class of the network nor the ignored value.
 
     On an accelerator, the loss itself would end the process without naming the target. The check synchronizes with the
-    device, so it checks only one batch. It ignores losses that may use targets in a different way: those that are not
-    torch's and do not set `takes_class_ids = True`.
+    device, so it checks only one batch. Losses that are not part of torch may use targets in a different way, so they
+    are checked only if they set `takes_class_ids = True`.
 
     Args:
         loss: the loss module.

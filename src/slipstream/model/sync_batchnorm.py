@@ -119,7 +119,7 @@ def _global_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dims = [0, *range(2, x.ndim)]
     if x.numel():
         var, mean = torch.var_mean(x, dims, correction=0)
-    else:  # depends on x, because the other ranks' backward passes wait for this rank
+    else:  # use a value that depends on x, because the other ranks' backward passes wait for this rank
         var = mean = x.sum(dims)
     count = torch.full((1,), x.numel() // x.shape[1], dtype=x.dtype, device=x.device)
     if get_world_size() * (2 * len(mean) + 1) <= _ONE_MESSAGE:
@@ -155,7 +155,7 @@ def _sum_over_ranks(x: Tensor) -> Tensor:
 
 
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Replace every BatchNorm in the module with a `SyncBatchNorm` with the same tensors, and return the module."""
+    """Replace every BatchNorm in the module with a `SyncBatchNorm` that has the same tensors; return the module."""
     if isinstance(module, _BatchNorm):
         return (
             module

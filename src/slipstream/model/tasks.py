@@ -25,7 +25,7 @@ class Task(BaseModel):
     """A network and a loss, built from modules or configurations."""
 
     num_classes: int | None = None
-    """Number of classes of the dataset, if known; the network must have the same number of outputs."""
+    """Number of classes in the dataset, if known; the network must have the same number of outputs."""
     _checked_labels = False
 
     def __init__(self, network: Configured, loss: Configured | None, data_preprocessor: Any) -> None:
@@ -45,7 +45,9 @@ class Task(BaseModel):
                 first batch is checked.
         """
         if targets is None:
-            raise DataError("the batch has no 'targets', which mode 'loss' requires")
+            raise DataError(
+                "the batch has no 'targets', which mode 'loss' requires; return them from the dataset"
+            )
         if not torch.compiler.is_compiling() and not self._checked_labels:
             self._checked_labels = True
             check_labels(self.loss, main_output(outputs), targets)

@@ -26,7 +26,7 @@ _DEFORMABLE = {"DeformConv2d", "ModulatedDeformConv2d"}  # by name, because the 
 
 @dataclass(frozen=True)
 class ParamwiseOptions:
-    """`paramwise_cfg`: factors of the optimizer's `lr` and `weight_decay` for some of the parameters.
+    """`paramwise_cfg`: factors for the optimizer's `lr` and `weight_decay` for some of the parameters.
 
     If the name of a parameter contains one of `custom_keys`, only this key applies. If it contains several keys, the
     longest one applies; among keys of equal length, the first one in alphabetical order applies.
@@ -34,7 +34,7 @@ class ParamwiseOptions:
 
     custom_keys: dict[str, dict[str, Any]] = field(
         default_factory=dict
-    )  # {part of a name: lr_mult, decay_mult, options}
+    )  # maps parts of parameter names to dicts with lr_mult, decay_mult and optimizer options
     bias_lr_mult: NonNegative | None = None  # biases, except those of norm layers
     bias_decay_mult: NonNegative | None = None  # biases, except those of norm layers
     norm_decay_mult: NonNegative | None = None  # weights and biases of norm layers
@@ -123,7 +123,7 @@ class DefaultOptimWrapperConstructor:
                 raise ConfigError(f"{key} requires '{name}' in the optimizer configuration", "paramwise_cfg")
 
     def __call__(self, model: nn.Module) -> OptimWrapper:
-        """Return the wrapper, with an optimizer of the trainable parameters of `model`.
+        """Return the wrapper, with an optimizer for the trainable parameters of `model`.
 
         Raises:
             ModelError: the model has no trainable parameters, or a parameter occurs twice with different options.

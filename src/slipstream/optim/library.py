@@ -64,8 +64,8 @@ class RMSpropTF(_Foreach):
         momentum: decay of the momentum.
         centered: whether to subtract the square of the mean gradient from the mean squares.
         decoupled_decay: whether to multiply the weights by `1 - weight_decay` instead, independent of `lr`.
-        lr_in_momentum: whether to multiply gradients by `lr` before they are added to the momentum; if False, multiply
-            the momentum by `lr`, like torch.
+        lr_in_momentum: whether to multiply gradients by `lr` before they are added to the momentum; if False, the
+            momentum is multiplied by `lr`, as in torch.
 
     Raises:
         ConfigError: an argument is negative.

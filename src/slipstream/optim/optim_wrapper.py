@@ -98,7 +98,7 @@ class _Guard(Protocol):
         """Call `optim.step()`; the call has no effect if a gradient is not finite."""
 
     def settle(self, finite: Tensor) -> None:
-        """Restore the saved state unless `finite`, after a step that did not run in `step`."""
+        """Restore the saved state unless `finite`; called after an optimizer step that `step` did not run."""
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -238,7 +238,7 @@ class OptimWrapper:
         return self._ends_window(self._inner_count)
 
     def should_sync(self) -> bool:
-        """Return whether the next batch ends its accumulation window, and its backward must sync gradients."""
+        """Return whether the next batch ends its accumulation window, so that its backward must sync gradients."""
         return self._ends_window(self._inner_count + 1)
 
     def claim_gradients(self) -> None:

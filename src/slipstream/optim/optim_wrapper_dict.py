@@ -83,7 +83,8 @@ class OptimWrapperDict(OptimWrapper):
         """Restore each wrapper by its name."""
         if state_dict.keys() != self.optim_wrappers.keys():
             raise ConfigError(
-                f"the optimizers are {sorted(self.keys())}, but the state contains {sorted(state_dict)}"
+                f"the optimizers are {sorted(self.keys())}, but the state contains {sorted(state_dict)}; load the "
+                "state of a run with the same optimizers"
             )
         for name, wrapper in self.items():
             wrapper.load_state_dict(state_dict[name])

@@ -32,9 +32,9 @@ class ZeroRedundancyOptimizer(Optimizer):
     requires memory for another copy of the parameters. With one process, the class behaves like the inner optimizer.
     The inner optimizer must update each parameter independently, as torch's optimizers do.
 
-    `state_dict` has the format of the inner optimizer, so a run can resume with any number of processes, and also with
-    only the inner optimizer. torch's class of the same name requires parameters of one dtype, and its state is
-    available on only one rank, after `consolidate_state_dict`.
+    `state_dict` has the format of the inner optimizer, so a run can resume with any number of processes, or with the
+    inner optimizer alone. torch's class of the same name requires all parameters to have the same dtype, and its state
+    is available on only one rank, after `consolidate_state_dict`.
 
     Args:
         params: parameters or parameter groups.

@@ -1,4 +1,4 @@
-"""Registered objects by their import string, such as `mmdet.models.RetinaNet`, which written configurations contain."""
+"""Look up registered objects by import strings such as `mmdet.models.RetinaNet`, which saved configurations contain."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ LIBRARIES = (
     "mmseg",
     "mmyolo",
 )
-"""Scopes whose child registries are created by the module `registry` of the package with this name."""
+"""Scopes whose child registries are created by the module `registry` of the package with the scope's name."""
 
 # Packages whose modules may be imported; other modules must be imported already.
 _IMPORTABLE = (*LIBRARIES, "mmcv", "mmengine", "slipstream", "torch", "torchmetrics")
 
 
 def import_registered(name: str, is_registered: Callable[[Any], bool]) -> Any | None:
-    """Return the object with an import string, or None if there is none or it is not registered.
+    """Return the object that an import string names, or None if it does not exist or is not registered.
 
     A configuration that is data can contain any string, so objects that are not registered are not returned.
     """

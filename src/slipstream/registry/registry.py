@@ -28,7 +28,7 @@ ROOT_SCOPE = "slipstream"
 # Scopes of MMEngine and SuperGradients configurations; they map to the root.
 _ROOT_ALIASES = ("mmengine", "super_gradients")
 
-# Extras of this distribution that install the package of a namespace.
+# For each namespace in an optional package, the extra of this distribution that installs the package.
 _EXTRAS = {"pytorch_optimizer": "optimizers", "torchmetrics": "metrics"}
 
 _scope: ContextVar[str | None] = ContextVar("slipstream_default_scope", default=None)
@@ -240,14 +240,14 @@ class Registry:
         if dot and (registry := self._in_scope(scope)) is not None:
             return [registry], name
         preferred = self._in_scope(_scope.get() or "")
-        # The root must not come first, even as default scope, because it hides overrides of a child.
+        # The root must not come first, even as the default scope, because it would hide overrides in a child registry.
         return [self] if preferred in (None, self.root) else [preferred, self], key
 
     def _in_scope(self, scope: str) -> Registry | None:
         found = self.root._descendant(scope)
         if found is None and scope in LIBRARIES and importlib.util.find_spec(scope) is not None:
             importlib.import_module(f"{scope}.registry")  # creates the library's child registries
-            # A library has child registries only of some kinds; for the others, it uses MMEngine's.
+            # A library has child registries for only some kinds of objects; for the others, it uses MMEngine's.
             found = self.root._descendant(scope)
             found = self.root._descendant("mmengine") if found is None else found
         return self.root if found is None and scope in _ROOT_ALIASES else found
@@ -361,7 +361,7 @@ _WRONG_ARGUMENT = (
     AssertionError,
     RuntimeError,
 )
-"""Exceptions of constructors that are reported with the config path; others, such as OSError, pass unchanged."""
+"""Exceptions from constructors that are reported with the config path; others, such as OSError, are not changed."""
 
 
 def _reason(error: Exception) -> str:
@@ -422,7 +422,7 @@ def _check_arguments(target: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def _check_types(target: Any, arguments: Mapping[str, Any]) -> None:
-    # Annotations of other packages are often inexact; torch.nn's numbers are checked because layers accept any object.
+    # Annotations in other packages are often inexact; torch.nn's numbers are checked because layers accept any object.
     module = str(getattr(target, "__module__", ""))
     if not module.startswith(("slipstream.", "torch.nn.")):
         return
@@ -436,7 +436,7 @@ def _check_types(target: Any, arguments: Mapping[str, Any]) -> None:
 
 
 _SIZES = ("in_channels", "out_channels", "kernel_size", "stride", "dilation", "groups")
-"""Parameters of convolution and pooling layers for whose invalid values torch.nn raises unclear errors, or none."""
+"""Parameters of convolution and pooling layers. If their values are invalid, torch.nn raises unclear errors or none."""
 
 
 def _is_like_number(value: Any, hint: Any) -> bool:

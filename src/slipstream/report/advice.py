@@ -1,4 +1,4 @@
-"""Recommendations from the measured time split, each with an upper bound of its gain."""
+"""Recommendations from the measured time split, each with an upper bound on its gain."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ OUTSIDE = ("other", "test")
 """The phases of a run that do not belong to training."""
 
 _WAITS = 0.05
-"""Fraction of the time from which waiting for data has a recommendation."""
+"""Minimum fraction of time spent waiting for data that causes a recommendation."""
 _FEWEST_STEPS = 10
-"""Number of steps below which a split says little about longer runs."""
+"""Minimum number of steps for recommendations; the time split of a shorter run says little about longer runs."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Advice:
     """A recommendation."""
 
     share: float
-    """The fraction of `training_seconds` that it could save at most."""
+    """The maximum fraction of `training_seconds` that the recommendation can save."""
     problem: str
     """What takes the time."""
     remedy: str
@@ -41,7 +41,7 @@ class Advice:
 
     @property
     def bound(self) -> float:
-        """The largest possible ratio of the duration of training to its duration without this time."""
+        """The largest possible speedup: the duration of training divided by the duration without this time."""
         return 1 / (1 - self.share)
 
     @property
@@ -81,9 +81,10 @@ def mean_speed(record: RunRecord) -> float | None:
 def advice(record: RunRecord) -> list[Advice]:
     """Return the recommendations for a run, the largest share first.
 
-    A phase that takes `p` of the host's time cannot save more than `p`, also on an accelerator, because the phases of
-    the host add up to the duration of training. The time of forward, backward and optimizer has no such entry: the host
-    cannot measure how much of it an option would save.
+    If a phase takes a fraction `p` of the host's time, a recommendation for it cannot save more than `p`, even on an
+    accelerator, because the host's phases add up to the duration of training. There is no recommendation for forward
+    and backward, and none for the optimizer on an accelerator: the host cannot measure how much of this time an option
+    would save.
     """
     if not trusted_split(record):
         return []
@@ -129,7 +130,7 @@ def _measured_workers(record: RunRecord) -> str:
     if present not in rates or speed is None:
         return ""
     computing = samples / max(samples / speed - record.phases.seconds.get("data", 0.0), 1e-9)
-    # Loading in the process of the run does not overlap with the steps.
+    # Loading in the training process does not overlap with the steps.
     possible = {count: min(rate, computing) for count, rate in rates.items() if count and rate}
     most = max(possible.values(), default=0.0)
     best = min((count for count, rate in possible.items() if rate >= 0.95 * most), default=present)
@@ -154,7 +155,7 @@ def tuned_text(record: RunRecord) -> str:
         return ""
     found = record.tuned[0]
     how = (
-        "the product of the ratios of the single options"
+        "the product of the ratios of the individual options"
         if found.is_product
         else f"{found.low:.2f} to {found.high:.2f}"
     )

@@ -12,7 +12,7 @@ from slipstream.report.svg import STYLES, Line, line_chart, number
 __all__ = ["MOST_CHARTS", "curve_charts", "figure", "is_per_class", "is_rate"]
 
 MOST_CHARTS = 24
-"""Number of charts on a page; further scalars are listed in a table."""
+"""Maximum number of charts on a page; the remaining scalars are listed in a table."""
 
 
 def curve_charts(record: RunRecord) -> str:
@@ -26,7 +26,7 @@ def curve_charts(record: RunRecord) -> str:
         return ""
     rows = [[name, number(record.curves[name].last())] for name in rest]
     more = (
-        f"<h3>Newest values of further scalars</h3>{table(['scalar', 'value'], rows, (1,))}" if rows else ""
+        f"<h3>Newest values of the other scalars</h3>{table(['scalar', 'value'], rows, (1,))}" if rows else ""
     )
     return (
         f'<div class="charts">{"".join(charts)}</div><p class="note">A point of a training curve is the mean over the '
@@ -36,7 +36,7 @@ def curve_charts(record: RunRecord) -> str:
 
 
 def _groups(record: RunRecord) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield title, unit and curves of each chart, the most important first."""
+    """Yield the title, unit and curves of each chart, the most important chart first."""
     names = list(record.curves)
     rates = [name for name in names if is_rate(name)]
     training = [name for name in names if name.startswith("train/") and name not in rates]

@@ -1,4 +1,4 @@
-"""The table per class and the confusion matrix of one metric."""
+"""The per-class table and the confusion matrix of one metric."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def _percent(part: int, whole: int) -> str:
 
 
 def confusion_section(confusion: Confusion) -> tuple[str, str]:
-    """Return the title and the HTML of the section of a confusion matrix."""
+    """Return the title and the HTML of the section for a confusion matrix."""
     title = f"Classes ({confusion.metric}, {confusion.mode} after iteration {confusion.iteration:,})"
     header = ["class", "share %", "IoU %", "precision %", "recall %", "targets"]
     classes = table(header, class_rows(confusion), (1, 2, 3, 4, 5))
     note = (
-        '<p class="note">Share: fraction of all targets. A dash means that a value is undefined, because the class '
-        "occurs neither in the targets nor in the predictions that the value divides by.</p>"
+        '<p class="note">Share: fraction of all targets. A dash means that a value is undefined, because the number '
+        "of targets or predictions in its denominator is zero.</p>"
     )
     small = len(confusion.classes) <= _MOST_IN_MATRIX
     return title, classes + note + (_matrix(confusion) if small else "") + _largest(confusion)
@@ -61,7 +61,7 @@ def _matrix(confusion: Confusion) -> str:
         cells = "".join(_cell(value, total, index == column) for column, value in enumerate(row))
         rows.append(f"<tr><th>{name} {index}</th>{cells}</tr>")
     return (
-        "<h3>Confusion matrix: percent of the targets of each row that are predicted as the class of the column</h3>"
+        "<h3>Confusion matrix: percentage of each row's targets that are predicted as the column's class</h3>"
         f'<div class="scroll"><table class="matrix"><thead><tr><th>target \\ predicted</th>{head}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )

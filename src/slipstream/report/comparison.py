@@ -21,17 +21,17 @@ from slipstream.report.utilization import utilization
 __all__ = ["MOST_RUNS", "ComparedRun", "compare", "comparison_csv", "comparison_page"]
 
 MOST_RUNS = STYLES
-"""Number of runs that can be compared, because each has a separate line style."""
+"""Maximum number of runs that can be compared, because each run has its own line style."""
 _UNKNOWN = "unknown"
 _SETTINGS_OF_A_RUN = ("work_dir", "experiment_name", "resume", "load_from")
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run of a comparison."""
+    """A run in a comparison."""
 
     label: str
-    """A short name, different from the others'."""
+    """A short name that no other run has."""
     folder: Path
     record: RunRecord
 

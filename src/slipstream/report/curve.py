@@ -142,7 +142,7 @@ class Curve:
 
 _VALUES = ("mean", "low", "high")
 _MOST = 2**53
-"""Maximum of step numbers and counts. A float represents all integers up to it exactly."""
+"""Maximum step number and count. A float represents all integers up to this value exactly."""
 _LISTS = ("x", "mean", "low", "high", "count", "bad", "newest")
 _NON_FINITE = ("nan", "inf", "-inf")
 

@@ -20,9 +20,9 @@ def examples_section(examples: list[Example]) -> str:
     if not items:
         return ""
     return (
-        f'<ul class="examples">{items}</ul><p class="note">Samples of the last validation, from batches that are '
-        "spread over its data: errors first, the most confident one at the beginning, and then the correct "
-        "predictions with the lowest probability. The pictures are the inputs before the data preprocessor; the "
+        f'<ul class="examples">{items}</ul><p class="note">Samples from the last validation run, from batches that are '
+        "spread over its data: first the errors, in order of decreasing probability, then the correct predictions "
+        "with the lowest probability. The pictures are the inputs before the data preprocessor; the "
         "brightness of inputs that are not 8-bit images is scaled.</p>"
     )
 

@@ -24,7 +24,8 @@ def read_run(folder: Path) -> RunRecord:
     A record with the status `incomplete` is read again from the log files, because the run may have continued.
 
     Raises:
-        DataError: a file is damaged, is not a regular file, or is not readable. The message names it and the remedy.
+        DataError: a file is damaged, is not a regular file, or is not readable. The message names the file and the
+            remedy.
     """
     path = folder / JSON
     check_file(path)
@@ -60,5 +61,5 @@ def write_report(record: RunRecord, folder: Path) -> Path:
 
 def write_page(path: Path, text: str) -> None:
     """Write a text file atomically."""
-    # Text of a run may contain characters that UTF-8 cannot represent, for example from a file name.
+    # Text from a run may contain characters that UTF-8 cannot represent, for example from a file name.
     write_text(path, text, errors="replace")

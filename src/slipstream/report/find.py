@@ -32,7 +32,7 @@ class RunRow:
     """Why the record cannot be read."""
 
     def value(self, key: str) -> Any:
-        """Return a column, the newest value of a scalar (`val/mIoU` or `mIoU`), or a configuration value; or None."""
+        """Return the value of a column, a scalar (`val/mIoU` or `mIoU`; the newest value) or a configuration key."""
         if key in ("run", "folder"):
             return str(self.folder)
         if key == "status":
@@ -89,14 +89,16 @@ def row_of(folder: Path) -> RunRow:
 
 
 def run_folder(path: Path) -> Path:
-    """Return the run folder that `path` names: itself, the folder of its report, or the newest run of a work_dir.
+    """Return the run folder for `path`: a run folder itself, a file in it, or a work_dir, whose newest run is used.
 
     Raises:
-        ConfigError: there is no run.
+        ConfigError: `path` contains no run.
     """
     folder = path.parent if path.is_file() else path
     if not folder.is_dir():
-        raise ConfigError(f"{path} does not exist; give a run folder, or run 'slipstream runs' to list them")
+        raise ConfigError(
+            f"{path} does not exist; pass a run folder, or run 'slipstream runs' to list all runs"
+        )
     if is_run(folder):
         return folder
     runs = [child for child in folder.iterdir() if child.is_dir() and is_run(child)]

@@ -18,9 +18,9 @@ from slipstream.report.record import LogMessage, RunRecord
 __all__ = ["MOST_MESSAGES", "LogFile", "check_file", "log_file", "read_log", "record_from_logs"]
 
 MOST_MESSAGES = 200
-"""Number of warnings and errors that are kept."""
+"""Maximum number of warnings and errors to keep."""
 _LONGEST = 4000
-"""Number of characters that are kept of a message."""
+"""Maximum number of characters to keep from a message."""
 _RECORD = re.compile(r"^(\d{4}/\d\d/\d\d \d\d:\d\d:\d\d) - (DEBUG|INFO|WARNING|ERROR|CRITICAL) - (.*)$")
 _SCALARS = "scalars.json"
 _COUNTERS = ("step", "iter", "epoch")
@@ -29,7 +29,7 @@ _EPOCH = re.compile(r"^Epoch\(train\)\s+\[\s*\d+\]")
 
 @dataclass
 class LogFile:
-    """What is read from a log file."""
+    """The contents of a log file that are used in a report."""
 
     started: str = ""
     """Local time of the first line, `YYYY-MM-DD HH:MM:SS`."""
@@ -38,14 +38,14 @@ class LogFile:
     messages: list[LogMessage] = field(default_factory=list)
     """The warnings, the errors and the summary of torch.compile."""
     dropped: int = 0
-    """Number of further messages."""
+    """Number of messages that are not in `messages`."""
     environment: dict[str, str] = field(default_factory=dict)
     by_epoch: bool = False
-    """Whether a line of training counts epochs."""
+    """Whether a training line contains an epoch."""
 
 
 def log_file(folder: Path) -> Path | None:
-    """Return the log of a run folder, or None. The log has the name of the folder, or is the only one."""
+    """Return the log in a run folder, or None. The log has the name of the folder, or is the only log in it."""
     named = folder / f"{folder.name}.log"
     if named.is_file():
         return named
@@ -137,15 +137,17 @@ def check_file(path: Path) -> None:
     """Check that a path is a file that can be read, or does not exist.
 
     Raises:
-        DataError: otherwise.
+        DataError: the path is not a regular file, or is not readable.
     """
     if not os.path.lexists(path):
         return
     if not path.is_file():
         kind = "a folder" if path.is_dir() else "not a file"
-        raise DataError(f"{path} is {kind}, but a run has a file of this name; remove or rename it")
+        raise DataError(f"{path} is {kind}, but a run stores a file with this name; remove or rename it")
     if not os.access(path, os.R_OK):
-        raise DataError(f"{path} cannot be read, because its permissions do not allow it; change them")
+        raise DataError(
+            f"{path} cannot be read, because its permissions do not allow it; change its permissions"
+        )
 
 
 def _json_lines(folder: Path) -> Iterator[dict[str, Any]]:

@@ -155,8 +155,8 @@ def _advice(record: RunRecord) -> str:
             f'<p class="note">None: the run has {steps} training steps, too few for a useful time split.</p>'
         )
     return (
-        '<p class="note">None: no phase outside the training step takes much time. How much a speed option would save '
-        "of forward, backward and optimizer cannot be computed from this split.</p>"
+        '<p class="note">None: no phase outside the training step takes much time. This split does not show how much '
+        "time a speed option would save in forward, backward and optimizer.</p>"
     )
 
 
@@ -203,8 +203,8 @@ def _split_notes(record: RunRecord) -> list[str]:
     if record.settings.get("device", "cpu") != "cpu":
         notes.append(
             f"Kernels on the {record.settings['device']} device run asynchronously. The host does not observe "
-            "when they run: forward, backward and optimizer contain the time to launch kernels, and the time "
-            "that the host waits for the device is in the phase in which it waits, usually reading losses."
+            "when they run: forward, backward and optimizer only contain the time to launch kernels, and the time "
+            "for which the host waits for the device is in the phase in which it waits, usually reading losses."
         )
     if record.settings.get("prefetch"):
         notes.append("With prefetch, the copy to the device starts while the loop waits for data.")

@@ -42,22 +42,23 @@ class PhaseSplit:
     steps: NonNegativeInt = 0
     """Number of training steps, including the first one."""
     samples: NonNegativeInt = 0
-    """Number of samples of all processes in these steps, without the first step; 0 if unknown."""
+    """Number of samples in these steps, without the first step, summed over all processes; 0 if unknown."""
 
 
 @dataclass
 class Compute:
-    """The operations of a training step and the peak of the device, for the model FLOPs utilization."""
+    """The operations in a training step and the peak speed of the device, for the model FLOPs utilization."""
 
     flops_per_sample: NonNegative = 0.0
-    """Floating-point operations of matrix products and convolutions in forward and backward; 0 if unknown."""
+    """Number of floating-point operations in matrix products and convolutions, for forward and backward on one sample;
+    0 if unknown."""
     peak_flops: NonNegative = 0.0
     """Operations per second of one device at `precision`; 0 if unknown."""
     devices: NonNegativeInt = 1
     precision: str = ""
     """`fp32`, `tf32`, `bf16`, `fp16` or `fp8`."""
     source: str = ""
-    """Where the peak comes from."""
+    """Source of `peak_flops`."""
     problem: str = ""
     """Why the utilization is unknown."""
 
@@ -110,7 +111,7 @@ class TunedOptions:
     high: NonNegative
     """The interval of `ratio`."""
     is_product: bool
-    """Whether these numbers are products of those of single options."""
+    """Whether these numbers are products of the numbers that were measured for individual options."""
 
 
 @dataclass
@@ -124,18 +125,18 @@ class LogMessage:
 
 @dataclass
 class OptionRow:
-    """A speed option that is set, or that `auto` leaves off."""
+    """A speed option that is set, or that `auto` leaves disabled."""
 
     option: str
     value: str
     source: str
-    """The configuration key that sets it, or `auto`."""
+    """The configuration key that sets the option, or `auto`."""
     reason: str
 
 
 @dataclass
 class RunRecord:
-    """What a run recorded. `report.json` contains these fields; its format may gain fields in later versions."""
+    """What a run recorded. `report.json` contains these fields; later versions may add fields."""
 
     name: str
     """The experiment name."""
@@ -163,7 +164,7 @@ class RunRecord:
     """The iteration that a resumed run started from."""
     resumed_from: str = ""
     samples_per_step: NonNegativeInt = 0
-    """Number of samples of a full batch, summed over all processes; 0 if unknown."""
+    """Number of samples in a full batch, summed over all processes; 0 if unknown."""
     phases: PhaseSplit = field(default_factory=PhaseSplit)
     curves: dict[str, Curve] = field(default_factory=dict)
     """Scalars over iterations: `train/loss`, `val/mIoU`, `speed/images_per_second`, `memory/host_mib`, ..."""

@@ -91,7 +91,7 @@ def document(title: str, body: str) -> str:
 
 
 def svg_document(svg: str) -> str:
-    """Return a chart of `line_chart` as an SVG file with its style."""
+    """Return a chart from `line_chart` as an SVG file with its style."""
     style = f"<style>{_STYLE}svg{{background:var(--bg)}}</style>"
     head, _, rest = svg.partition(">")
     return f'{head} xmlns="http://www.w3.org/2000/svg" font-family="system-ui,sans-serif">{style}{rest}'

@@ -99,7 +99,7 @@ class _Axis:
 
     @classmethod
     def covering(cls, values: Sequence[float]) -> _Axis:
-        """Return an axis for values; it is logarithmic if they are positive and most span two decades."""
+        """Return an axis for values; it is logarithmic if all are positive and most of them span two decades."""
         ranked = sorted(values)
         if ranked and ranked[0] > 0:
             low, high = ranked[len(ranked) // 20], ranked[-1 - len(ranked) // 20]

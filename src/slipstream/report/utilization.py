@@ -10,9 +10,9 @@ __all__ = ["utilization", "utilization_note"]
 
 
 def utilization(record: RunRecord) -> float | None:
-    """Return the operations of the model per second, divided by the peak of all devices; None if it is unknown.
+    """Return the model's operations per second, divided by the total peak speed of all devices; None if unknown.
 
-    The duration is that of training without the first step, validation and checkpoints.
+    The first step, validation and checkpoints are excluded.
     """
     compute, speed = record.compute, mean_speed(record)
     peak = compute.peak_flops * compute.devices
@@ -20,7 +20,7 @@ def utilization(record: RunRecord) -> float | None:
 
 
 def utilization_note(record: RunRecord) -> str:
-    """Return how the utilization is computed, or why it is unknown; empty if the run recorded neither."""
+    """Return how the utilization is computed, or why it is unknown; empty if neither was recorded."""
     compute, value, speed = record.compute, utilization(record), mean_speed(record)
     if value is None or speed is None:
         problem = compute.problem or ("the run has too few steps" if compute.flops_per_sample else "")

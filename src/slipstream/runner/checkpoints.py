@@ -115,7 +115,7 @@ class Checkpoints:
     def read_to_resume(
         self, source: str | Path, map_location: str | torch.device
     ) -> tuple[dict[str, Any], int | None]:
-        """Return a checkpoint to `restore`, and its run's seed if the training loop is still to be built with it."""
+        """Return a checkpoint for `restore`, and its seed if the training loop must still be built with this seed."""
         runner = self._runner
         checkpoint = self._read(source, map_location, resume.STRIP_WRAPPER)
         resume_check.check_content(checkpoint, source)
@@ -298,7 +298,7 @@ class Checkpoints:
             self.wait()
         except CheckpointError as error:
             self._runner.logger.error(
-                f"{error}. Training does not stop, because the next checkpoint may be written"
+                f"{error}. Training continues, because the next checkpoint may be written successfully"
             )
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Checks of a training run's data and model before the first step, and notes on the errors that they cannot foresee."""
+"""Checks of a training run's data and model before the first step, and notes for errors that occur later."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _NOTES = {
         "the CPU, with CUDA_VISIBLE_DEVICES='', names the target)"
     ),
 }
-"""Notes by a part of torch's message."""
+"""Notes, by a substring of torch's message."""
 
 
 def add_notes(error: Exception, where: str, describe_batch: Callable[[int], str]) -> None:
-    """Add notes to an error: the step, a remedy for known errors of torch, and the samples of a non-finite loss.
+    """Add notes to an error: the step, a remedy for known torch errors, and the samples behind a non-finite loss.
 
     Args:
         error: an error raised in training or validation.
@@ -57,7 +57,7 @@ def add_notes(error: Exception, where: str, describe_batch: Callable[[int], str]
 def warn_of_single_sample(model: nn.Module, loader: DataLoader[Any], warn: Callable[[str], None]) -> None:
     """Warn if the last batch of each epoch has one sample, on which a BatchNorm layer may be unable to train.
 
-    Call it while the model is in training mode: frozen BatchNorm layers accept any batch.
+    Call this function while the model is in training mode: frozen BatchNorm layers accept any batch.
     """
     if batch_size(loader) == 1 or last_batch_size(loader) != 1:
         return
@@ -73,7 +73,8 @@ def warn_of_single_sample(model: nn.Module, loader: DataLoader[Any], warn: Calla
 def warn_of_sampler_state(loader: DataLoader[Any], epoch: int, warn: Callable[[str], None]) -> None:
     """Warn if the order of the loader's sampler depends on state that a resume or a roll-back cannot restore.
 
-    Call it before the epoch at which the run continues; the first indices of this epoch are drawn twice and compared.
+    Call this function before the epoch at which the run continues. It draws the first indices of this epoch twice and
+    compares them.
     """
     batches = loader.batch_sampler
     if not isinstance(batches, EpochBatchSampler):
@@ -87,6 +88,6 @@ def warn_of_sampler_state(loader: DataLoader[Any], epoch: int, warn: Callable[[s
 
 
 def _needs_samples(module: nn.Module) -> bool:
-    """Return whether the layer computes statistics from the samples of this process only."""
+    """Return whether the layer computes statistics only from the samples on this process."""
     synced = isinstance(module, SyncBatchNorm | nn.SyncBatchNorm) and get_world_size() > 1
     return isinstance(module, _BatchNorm) and module.training and not synced

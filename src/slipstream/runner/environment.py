@@ -63,7 +63,7 @@ class MpOptions:
     opencv_num_threads: Annotated[int, Rule(lambda count: -1 <= count <= 1024, "from -1 to 1024")] | None = (
         None
     )
-    """Number of OpenCV's threads in each worker; None keeps the setting of the process."""
+    """Number of OpenCV threads in each worker; None keeps the setting of the process."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _unused_launcher() -> str | None:
     started = infer_launcher()
     try:
         alone = started == "none" or placement(started, os.environ).world_size == 1
-    except DistributedError:  # the job's variables are set, but not those of its processes
+    except DistributedError:  # the job's variables are set, but not the variables of each process
         return None
     return None if alone else started
 

@@ -88,7 +88,7 @@ class FolderLock:
 
 
 def _unlock(file: IO[str]) -> None:
-    """Release the lock also for child processes, which share it."""
+    """Release the lock, including for child processes, which share it."""
     import fcntl
 
     fcntl.flock(file, fcntl.LOCK_UN)

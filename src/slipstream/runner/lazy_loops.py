@@ -35,10 +35,10 @@ class LazyLoops:
         return self._loops[mode] is not None
 
     def require(self, mode: str) -> None:
-        """Check that the arguments define the loop of `mode`.
+        """Check that the arguments define the loop for `mode`.
 
         Raises:
-            ConfigError: they do not.
+            ConfigError: the arguments do not define the loop.
         """
         if mode not in self:
             *others, last = TRIPLES[mode]
@@ -46,7 +46,7 @@ class LazyLoops:
             raise ConfigError(f"{call} requires {', '.join(others)} and {last}", "Runner")
 
     def get(self, mode: str) -> Any:
-        """Return the loop of `mode`, or None if the arguments do not define it; the first call builds it."""
+        """Return the loop for `mode`, or None if the arguments do not define it; the first call builds it."""
         loop = self._loops[mode]
         if isinstance(loop, Mapping):
             try:
@@ -57,7 +57,7 @@ class LazyLoops:
         return loop
 
     def built(self, mode: str) -> Any:
-        """Return the loop of `mode`, or None if it has not been built."""
+        """Return the loop for `mode`, or None if it has not been built."""
         loop = self._loops[mode]
         return None if isinstance(loop, Mapping) else loop
 

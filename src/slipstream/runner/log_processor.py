@@ -22,7 +22,7 @@ __all__ = ["LogProcessor"]
 
 Tag = dict[str, Any]
 _LONGEST = timedelta.max.total_seconds() // 2
-"""Upper bound of the remaining time that is shown, in seconds; `timedelta` cannot represent larger values."""
+"""Upper bound on the displayed remaining time in seconds; `timedelta` cannot represent larger values."""
 
 
 @LOG_PROCESSORS.register_module()
@@ -39,7 +39,7 @@ class LogProcessor:
         custom_cfg: additional statistics, each a dict with `data_src` (the scalar's name without its mode, such as
             `loss`), `method_name` (a method of `HistoryBuffer`: `mean`, `min`, `max`, `current`, or a registered one),
             `window_size` (a number, `"epoch"` or `"global"`; default: the whole history), `log_name`
-            (default: `data_src`, so the statistic replaces that scalar), and other arguments of the method.
+            (default: `data_src`, so the statistic replaces that scalar), and other arguments for the method.
         num_digits: number of digits after the decimal point.
         log_with_hierarchy: keep the mode in the names passed to the visualizer (`train/loss`).
         mean_pattern: regular expression for the names of the scalars to average.

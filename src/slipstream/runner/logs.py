@@ -113,7 +113,7 @@ def open_logs(
 
 
 def log_start(logger: MMLogger, seed: int, replaced_seed: int | None, work_dir: str) -> None:
-    """Log the environment, the seed and the folder of a run, with a warning if it does not use the configured seed."""
+    """Log a run's environment, seed and folder, with a warning if the run does not use the configured seed."""
     logger.info("Environment: " + ", ".join(f"{k} {v}" for k, v in collect_env().items()))
     logger.info(f"Seed: {seed}; work_dir: {work_dir}")
     if replaced_seed is not None:

@@ -93,7 +93,7 @@ class BaseLoop:
     def _warn_of_stall(self, text: str) -> None:
         if get_rank() == 0:
             self._runner.logger.warning(text)
-        else:  # only errors of other ranks are printed
+        else:  # ranks other than 0 print only errors
             self._runner.logger.error(f"Rank {get_rank()}: {text}")
 
     def end_loading(self) -> None:
@@ -134,7 +134,7 @@ class _TrainLoop(BaseLoop):
             )
         self.stop_training = False
         self.passes = Passes(self.dataloader, runner.meter.max_pending + 1)
-        """The recent passes over the loader, from which the samples of a step can be computed."""
+        """The recent passes over the loader, from which the samples in a step can be computed."""
         self._epoch = 0
         self._iter = 0
         self._start = 0
@@ -144,7 +144,7 @@ class _TrainLoop(BaseLoop):
         self.step_samples = 0
         """Number of samples in the newest step, summed over all processes."""
         self.inner_iter = 0
-        """Number of finished batches of the current epoch (or pass over the data)."""
+        """Number of finished batches in the current epoch (or pass over the data)."""
 
     @property
     def epoch(self) -> int:
@@ -158,7 +158,7 @@ class _TrainLoop(BaseLoop):
 
     @property
     def validated(self) -> bool:
-        """Whether validation after the checkpoint that the run continues from, if it was due, has been run."""
+        """Whether the validation that was due after the checkpoint to continue from has run; True if none was due."""
         return self._validated
 
     @property
@@ -176,7 +176,7 @@ class _TrainLoop(BaseLoop):
 
     @property
     def samples_per_step(self) -> int:
-        """Number of samples of a full batch, summed over all processes."""
+        """Number of samples in a full batch, summed over all processes."""
         return (batch_size(self.dataloader) or 1) * get_world_size()
 
     def position(self, by_epoch: bool | None) -> dict[str, Any]:
@@ -241,7 +241,7 @@ class _TrainLoop(BaseLoop):
         self.inner_iter, self._validated = start, validated
 
     def _recover(self, train: Callable[[], None]) -> None:
-        """Call `train`, and again after each fault from which the run can continue at an earlier checkpoint."""
+        """Call `train`; call it again after each fault from which the run can continue at an earlier checkpoint."""
         runner, rollback = self._runner, self._runner.rollback
         rollback.begin()
         while True:
@@ -290,7 +290,7 @@ class _TrainLoop(BaseLoop):
         phases.end_step()
 
     def _run_missed_validation(self) -> None:
-        """Validate if the resumed run stopped between a checkpoint and its validation."""
+        """Validate if the resumed run stopped after writing a checkpoint and before the validation that follows it."""
         if not self._validated:
             self._runner.checkpoints.restore_random_state()
             self._validate()
@@ -421,7 +421,7 @@ class EpochBasedTrainLoop(_TrainLoop):
             self._validate()
 
     def run_epoch(self) -> None:
-        """Train on the batches of one epoch; a resumed run starts at its next batch."""
+        """Train on the batches of one epoch; a resumed run starts at the batch after the checkpoint."""
         runner = self._runner
         runner.call_hook("before_train_epoch")
         runner.model.train()

@@ -1,4 +1,4 @@
-"""Find the checkpoint to resume; save and restore weights, optimizer state and schedulers."""
+"""Find the checkpoint to resume from; save and restore weights, optimizer state and schedulers."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def read_checkpoint(
 
 
 def optimizer_state(model: nn.Module, optim: OptimWrapper) -> dict[str, Any]:
-    """Return the checkpoint entries of the optimizer, pending gradients and DDP communication hook."""
+    """Return the checkpoint entries for the optimizer, pending gradients and DDP communication hook."""
     counts = {name: wrapper.batches for name, wrapper in _wrappers(optim).items()}
     state = {"optimizer": optim.state_dict(), "batches": counts, **_pending_gradients(unwrap_model(model))}
     if remembered := comm_hook_state(model):
@@ -200,8 +200,8 @@ def optimizer_state(model: nn.Module, optim: OptimWrapper) -> dict[str, Any]:
 def restore_counts(model: nn.Module, optim: OptimWrapper, counts: Mapping[str, int]) -> None:
     """Restore the number of batches of each wrapper, which determines where its accumulation windows end.
 
-    The count of a single wrapper is normally the number of iterations, which `initialize_count_status` sets. It differs
-    if `train_step` updates the weights several times per batch.
+    The count of a single wrapper is normally the number of iterations, which `initialize_count_status` sets. The count
+    differs if `train_step` updates the weights several times per batch.
     """
     for name, wrapper in _wrappers(optim).items():
         wrapper.batches = counts.get(name, wrapper.batches)
@@ -229,7 +229,7 @@ def _like(param: nn.Parameter, gradient: Tensor) -> Tensor:
 
 
 def sampler_states(loader: Any) -> dict[str, Any]:
-    """Return the states of the generators of the loader's sampler that a checkpoint contains."""
+    """Return the states of the random generators in the loader's sampler, for a checkpoint."""
     batches = getattr(loader, "batch_sampler", None)
     return batches.generator_states() if isinstance(batches, EpochBatchSampler) else {}
 
@@ -237,8 +237,8 @@ def sampler_states(loader: Any) -> dict[str, Any]:
 def restore_samplers(loader: DataLoader[Any], meta: Mapping[str, Any], source: Any) -> None:
     """Restore the generators of the loader's sampler.
 
-    The checkpoint contains what `sampler_states` has returned on each rank. With a different number of processes, the
-    states of rank 0 are used on all of them.
+    The checkpoint contains what `sampler_states` has returned on each rank. If the number of processes has changed, all
+    processes use the states of rank 0.
 
     Raises:
         CheckpointError: a state does not belong to its generator; no generator is changed.
@@ -274,7 +274,7 @@ def restore_schedulers(schedulers: list[Any] | dict[str, list[Any]], checkpoint:
 
 
 def _pending_gradients(model: nn.Module) -> dict[str, Any]:
-    """Return the entries of an unfinished accumulation window, if it has gradients.
+    """Return the checkpoint entries for an unfinished accumulation window, if it has gradients.
 
     `rank_gradients` contains each rank's gradients, on rank 0. The gradients of a sharded model are averaged over all
     ranks in `gradients`.

@@ -29,7 +29,7 @@ Warn = Callable[[str], None]
 Schedulers = list[Any] | dict[str, list[Any]] | None
 
 _DEFAULTS = ("seed", "inner_samples", "samples_per_step", "validated", "random_state")
-"""Entries of `meta` without which a run can resume, but not exactly."""
+"""Entries of `meta` that are optional; without them, a resumed run differs from an uninterrupted run."""
 
 
 def check_content(checkpoint: Mapping[str, Any], source: Any) -> None:

@@ -32,7 +32,7 @@ __all__ = ["Passes", "Rollback"]
 Fault = NonFiniteLossError | LossSpikeError
 _KEY = "rollback"
 _REMEMBERED = 100
-"""Maximum number of checkpoints of this run in the list."""
+"""Maximum number of this run's checkpoints in the list."""
 _LISTED = 1000
 """Maximum number of sample indices in a message."""
 _DESCRIBED = 20
@@ -40,7 +40,7 @@ _DESCRIBED = 20
 
 
 class Passes:
-    """The recent passes over a training loader, from which the samples of a step can be computed.
+    """The recent passes over a training loader, from which the samples in a step can be computed.
 
     Args:
         loader: the training loader.
@@ -53,7 +53,7 @@ class Passes:
         self._order = EpochOrder()
 
     def begin(self, done: int, epoch: int, start: int, used: int = 0) -> None:
-        """Store that, after `done` steps, a pass begins at batch `start` of an epoch, after `used` samples of it."""
+        """Store that a pass begins after `done` steps, at batch `start` of an epoch, after `used` of its samples."""
         while self._passes and self._passes[-1][0] >= done:  # repeated after a roll-back
             self._passes.pop()
         self._passes.append((done, epoch, start, used))
@@ -140,12 +140,12 @@ class Rollback:
         self._buffers = {name: b.detach().clone() for name, b in core.named_buffers() if name not in saved}
 
     def add(self, iteration: int, path: Path) -> None:
-        """Remember a complete checkpoint of this run, written after `iteration` steps."""
+        """Store the path of a complete checkpoint of this run, written after `iteration` steps."""
         kept = (entry for entry in self._saved if entry[1] != path)  # the file of such an entry was replaced
         self._saved = deque((*kept, (iteration, path)), maxlen=_REMEMBERED)
 
     def agree(self, error: NonFiniteLossError | None) -> NonFiniteLossError | None:
-        """Return the earliest error of any rank on all ranks. Every rank must call this."""
+        """Return the earliest error among all ranks, the same on every rank. All ranks must call this method."""
         if get_world_size() == 1:
             return error
         own = None if error is None else (error.iteration or 0, str(error), error.located)
@@ -218,7 +218,7 @@ class Rollback:
         """Return the newest intact checkpoint after at most `wanted` steps; if there is none, after at most `done`.
 
         Returns:
-            The number of steps, the path and the content, or None if no checkpoint is intact.
+            The number of steps, the path and the contents, or None if no checkpoint is intact.
         """
         found: list[Any] = [None]
         if is_main_process():
@@ -243,7 +243,7 @@ class Rollback:
 
         Args:
             iteration: number of the step, from 1.
-            all_ranks: whether to include the samples of the other ranks, which must then call this as well.
+            all_ranks: whether to include the samples of the other ranks, which must then also call this method.
         """
         own = self._runner.train_loop.passes.samples(iteration)
         parts = all_gather_object(own) if all_ranks else [own]
@@ -259,7 +259,7 @@ class Rollback:
         optim, resumed_from = runner.optim_wrapper, runner.checkpoints.resumed_from
         assert optim is not None
         drop_unsharded_gradients(core)
-        optim.zero_grad()  # of an unfinished accumulation window
+        optim.zero_grad()  # drop the gradients of an unfinished accumulation window
         runner.message_hub.drop_saved()
         runner.checkpoints.restore(checkpoint, path)
         runner.checkpoints.resumed_from = resumed_from
@@ -271,7 +271,7 @@ class Rollback:
         newer = [entry for entry in self._saved if entry[0] > runner.iter]
         if newer:
             self._saved = deque((entry for entry in self._saved if entry not in newer), maxlen=_REMEMBERED)
-            if is_main_process():  # a run that is killed now must not resume from them
+            if is_main_process():  # a run that is killed now must not resume from a newer checkpoint
                 mark_last_checkpoint(runner.work_dir, path)
 
     # ---- batches that are left out ----------------------------------------------------------------------
@@ -293,12 +293,13 @@ class Rollback:
         if not _is_valid(info):
             if info is not None:
                 runner.logger.warning(
-                    "The checkpoint's list of roll-backs is damaged and is ignored; their batches are used again"
+                    "The checkpoint's list of roll-backs is damaged and is ignored; the batches that the roll-backs "
+                    "left out are used again"
                 )
             return
         if info["samples_per_step"] != runner.samples_per_step and info["left_out"]:
             runner.logger.warning(
-                "The batch size has changed since the run was rolled back, so the batches that it left out are used "
+                "The batch size has changed since the run was rolled back, so the batches that were left out are used "
                 "again"
             )
             info = {**info, "left_out": []}
@@ -316,7 +317,7 @@ class Rollback:
 
 
 def _restore_buffer(core: nn.Module, name: str, initial: Tensor) -> None:
-    """Restore a buffer in place, or replace it if the model has changed its shape or dtype, as a cache that grows."""
+    """Restore a buffer in place, or replace it if the model has changed its shape or dtype (a growing cache)."""
     owner, _, leaf = name.rpartition(".")
     buffers = core.get_submodule(owner)._buffers
     current = buffers.get(leaf)

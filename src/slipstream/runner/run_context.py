@@ -60,7 +60,7 @@ class RunContext:
             ConfigError: this Runner is already running, or an earlier training run ended inside an epoch.
         """
         if self._active:
-            raise ConfigError("train() cannot be called by a hook of a Runner that is running", "Runner")
+            raise ConfigError("train() cannot be called by a hook while its Runner is running", "Runner")
         with self.running():
             if self._stopped:
                 raise ConfigError(
@@ -70,8 +70,8 @@ class RunContext:
                 yield
             except BaseException as error:
                 loop = self._runner.loops.built("train")
-                # After a part of an epoch, the loader, the gradients and the counters do not agree. User-defined loops
-                # may have no passes.
+                # In the middle of an epoch, the states of the loader, the gradients and the counters are not
+                # consistent. User-defined loops may have no passes.
                 if (passes := getattr(loop, "passes", None)) is not None and passes.has_begun(loop.epoch):
                     inside = f"{type(error).__name__} inside an epoch, which cannot be continued exactly"
                     self._stopped = "a signal" if isinstance(error, Preempted) else inside

@@ -101,7 +101,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> AutoScaleLr:
 
 
 def constructor_arguments(cfg: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return the Runner's arguments in a configuration, given the names of all arguments.
+    """Return the Runner's arguments from a configuration; `names` contains the names of all arguments.
 
     Raises:
         ConfigError: the configuration has no `model` or `work_dir`.
@@ -131,7 +131,7 @@ def unread_keys(cfg: Iterable[str], known: list[str]) -> Iterator[str]:
 
 
 def loop_options(mode: str, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the configuration of the loop of `mode`, or None if `arguments` defines no such loop.
+    """Return the configuration of the loop for `mode`, or None if `arguments` defines no such loop.
 
     Raises:
         ConfigError: only some of the mode's three arguments are set, or the loop's type is ambiguous.

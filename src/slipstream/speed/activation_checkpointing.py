@@ -66,7 +66,7 @@ def read_activation_checkpointing(value: Any) -> ActivationCheckpointingOptions 
 
 
 def checkpoint_activations(model: nn.Module, how: ActivationCheckpointingOptions) -> list[str]:
-    """Checkpoint the activations of blocks of `model`, in place; return the names of these blocks.
+    """Checkpoint the activations of blocks in `model`, in place; return the names of these blocks.
 
     Module names and state dict keys do not change. The model can be copied. A forward pass without gradients is not
     affected. `model` must not be wrapped in DDP, but may be sharded by `fully_shard`.
@@ -192,7 +192,7 @@ def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], Abstract
 
 
 class _Recomputation(AbstractContextManager[None]):
-    """Context manager of a recomputation, with the buffers and SyncBN sums of the forward pass; reusable.
+    """Context manager for a recomputation, with the buffers and SyncBN sums of the forward pass; reusable.
 
     On exit, the buffers are restored to their values before the recomputation.
     """

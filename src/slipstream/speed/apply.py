@@ -294,7 +294,7 @@ def _with_config_path(plan: SpeedPlan, option: str) -> Iterator[None]:
 
 @contextmanager
 def compiling(plan: SpeedPlan, model: nn.Module, logger: logging.Logger | MMLogger) -> Iterator[None]:
-    """Cache the code that is compiled inside the context, and log graph breaks and recompiles at its end."""
+    """Cache the code that is compiled inside the context, and log graph breaks and recompiles when the context ends."""
     if plan.compile is None:
         yield
         return

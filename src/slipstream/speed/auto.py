@@ -83,7 +83,7 @@ def convolution_share(model: nn.Module) -> float:
 
 @dataclass(frozen=True)
 class Choice:
-    """An option that `auto` enables or leaves off, and the reason."""
+    """An option that `auto` enables or leaves disabled, and the reason."""
 
     option: str
     why: str

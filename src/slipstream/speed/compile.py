@@ -51,8 +51,8 @@ class CompileOptions:
     options: dict[str, Any] | None = None
     """Backend options."""
     scope: Literal["step", "model", "block"] | None = None
-    """The unit that is compiled as one graph: the whole training step, the model's forward, or each of its blocks. None
-    tries `step` and falls back to `model`."""
+    """The unit that is compiled as one graph: the whole training step, the model's forward, or each of the model's
+    blocks. None tries `step` and falls back to `model`."""
     blocks: list[str] = field(default_factory=list)
     """The blocks that scope 'block' compiles, as names of modules (`backbone.layer1`, or `layers.*` with wildcards) or
     of classes. The default is the repeated blocks: children of a `ModuleList` or `Sequential` that have children
@@ -66,8 +66,8 @@ class CompileOptions:
     Linux). By default, steps run eagerly during compilation, so the number of eager steps depends on the compilation
     time."""
     budget: float | str | None = None
-    """Time limit of the compilation in each scope: seconds, or text such as `90s` or `5m`. Beyond it, a smaller scope
-    is compiled, or nothing. None means no limit (in the background, two hours)."""
+    """Time limit for the compilation in each scope: seconds, or text such as `90s` or `5m`. If it is exceeded, a
+    smaller scope is compiled, or nothing. None means no limit (in the background, two hours)."""
 
     def __post_init__(self) -> None:
         """Check the combination of options."""
@@ -147,7 +147,7 @@ def _limit_time(
     switch: Switch,
     warn: Callable[[str], None],
 ) -> None:
-    """Compile the modules of a model within a time limit; beyond it, compile only the repeated blocks, or nothing."""
+    """Compile a model within a time limit; if it is exceeded, compile only the repeated blocks, or nothing."""
     name = type(model).__name__
 
     def exceeded(trains: bool) -> None:
@@ -248,8 +248,8 @@ def _call_of(module: nn.Module, fullgraph: bool) -> Callable[..., Any]:
     """Return the function to compile for a module, wrapped if torch silently skips the original.
 
     torch.compile can silently skip `Module._call_impl`, because it is defined in torch. This always happens for torch's
-    own modules, and for other modules if their `forward` cannot be traced. In the second case, torch 2.11 and 2.12 do
-    not report it even with `fullgraph`.
+    own modules, and for other modules if their `forward` cannot be traced. In the second case, torch 2.11 and 2.12
+    report no error even with `fullgraph`.
     """
     forward = getattr(type(module), "forward", None)  # None for a scripted module
     if not (fullgraph or str(getattr(forward, "__module__", "")).startswith("torch.")):

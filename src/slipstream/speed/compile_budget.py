@@ -28,12 +28,12 @@ class Switch:
 
 
 class Budgeted:
-    """The call of a model of which the whole, or parts, are compiled within a time limit.
+    """Calls a model that is compiled within a time limit, as a whole or in some of its modules.
 
     The modules run eagerly until their code is compiled, separately for training and for evaluation (calls with and
-    without gradients). If the forked process exceeds the limit, it is ended, and the modules keep running eagerly. In
-    this process, the limit is checked between compilations: beyond it, no further graph is compiled, and inputs that
-    require one run eagerly.
+    without gradients). If the forked process exceeds the limit, it is killed, and the modules keep running eagerly. In
+    this process, the limit is checked between compilations: once the limit is exceeded, no more graphs are compiled,
+    and inputs that require a new graph run eagerly.
 
     Args:
         model: the model.
@@ -41,7 +41,8 @@ class Budgeted:
         switch: turns the compiled code of the modules on and off.
         limit: the limit in seconds.
         waits: whether the model waits for the forked process instead of running eagerly.
-        exceeded: called with whether it is training if the limit is exceeded before any code is compiled.
+        exceeded: `exceeded(trains)` is called if the forked process exceeds the limit; `trains` is whether it compiled
+            for training or for evaluation.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Budgeted:
         if self._background.exceeded:
             self._given_up.add(finished)
             self._exceeded(finished)
-        else:  # after an error, this process reports it
+        else:  # if the compilation failed, it fails again in this process, which reports the error
             self._ready.add(finished)
         return trains in self._ready
 

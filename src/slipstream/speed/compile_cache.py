@@ -26,7 +26,7 @@ __all__ = ["cache_folder", "folder_now", "use_cache"]
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _TAG = "CACHEDIR.TAG"  # marks the folder as a cache for backup programs, see bford.info/cachedir
 _TAG_TEXT = """Signature: 8a477f597d28d172789f06886806bc55
-# Compiled code of Slipstream. It may be deleted at any time.
+# Slipstream caches compiled code in this folder. The folder may be deleted at any time.
 """
 
 

@@ -23,7 +23,7 @@ _ENGINE = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (
 _LIBRARY = str(Path(os.__file__).parent) + os.sep
 _LIMIT = "recompile limit exceeded"
 _EXPECTED = 4
-"""Expected recompiles of one function: for validation, a smaller last batch, other heights and other widths."""
+"""Expected recompiles per function: for validation, a smaller last batch, different heights and different widths."""
 
 
 def explain_failure(error: BaseException) -> str:
@@ -82,7 +82,7 @@ def limit_hit(since: int) -> str:
     Beyond the limit, inputs that need a new graph run eagerly.
 
     Args:
-        since: a `time.time_ns()`; earlier compilations are ignored.
+        since: a value of `time.time_ns()`; earlier compilations are ignored.
     """
     for record in _records():
         if getattr(record, "start_time_us", 0) >= since // 1000 and (varied := _limit_hit(record)):
@@ -123,7 +123,7 @@ class CompileSummary:
     """Function and cause of each recompile."""
     unexpected: int = 0
     """Number of recompiles beyond the expected four per function, which are due to validation, a smaller last batch,
-    other heights and other widths."""
+    different heights and different widths."""
     eager: dict[str, int] = field(default_factory=dict)
     """Cause of the last recompile of each function that reached torch's recompile limit and then ran eagerly."""
     skipped: dict[str, int] = field(default_factory=dict)
@@ -168,7 +168,7 @@ class CompileReport:
 
     Args:
         kinds: number of different blocks that share one function (scope 'block'); the expected number of recompiles
-            is proportional to it.
+            is proportional to this number.
     """
 
     def __init__(self, kinds: int = 1) -> None:
@@ -233,7 +233,7 @@ class CompileReport:
         return Counter(_where(each.user_stack) + ": " + each.reason.strip().splitlines()[0] for each in new)
 
     def _skips(self, number: int) -> dict[str, int]:
-        """Return the reasons of `number` skipped CUDA graphs; torch records reasons only at compile time."""
+        """Return the reasons for `number` skipped CUDA graphs; torch records reasons only at compile time."""
         reasons = [getattr(record, "cudagraph_skip_reason", None) for record in self._new]
         known = Counter(reason.strip().splitlines()[0] for reason in reasons if reason)
         rest = number - sum(known.values())

@@ -23,7 +23,7 @@ _BY_STRIDES = {
 }  # fmt: skip
 """Operators whose result depends on the strides of their operand."""
 _HEAVY = 8
-"""Convolutions stay contiguous if the weight has more than this many times the elements of the activations."""
+"""Convolutions stay contiguous if the weight has more than this many times as many elements as the activations."""
 
 
 class LayOutConvolutions(CustomGraphPass):
@@ -41,9 +41,9 @@ class LayOutConvolutions(CustomGraphPass):
 def lay_out_convolutions(graph: fx.Graph) -> None:
     """Rewrite 2-d convolutions and their gradients in place, and recompute the strides of all other nodes.
 
-    A 1x1 convolution becomes a matrix product over the pixels. All others use channels_last, unless the weight is much
-    larger than the activations. In that case, channels_last is slow: oneDNN writes the gradient of the weight in a
-    different order, and torch then transposes it.
+    A 1x1 convolution becomes a matrix product over the pixels. All other convolutions use channels_last, unless the
+    weight is much larger than the activations. In that case, channels_last is slow: oneDNN writes the gradient of the
+    weight in a different order, and torch then transposes it.
 
     With `layout_optimization` off, inductor passes operands to a convolution with the strides of `node.meta["val"]`.
     This pass recomputes these strides from the first node to the last, so BatchNorm and ReLU between two convolutions

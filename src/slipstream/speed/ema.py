@@ -38,7 +38,7 @@ class EmaOptions:
     begin_epoch: NonNegativeInt = 0
     """First epoch whose weights are averaged; set at most one of `begin_iter` and `begin_epoch`."""
     count: str = "updates"
-    """What the steps of the decay schedule are: `updates`, or `batches` as in SuperGradients."""
+    """Unit of the steps in the decay schedule: `updates`, or `batches` as in SuperGradients."""
 
     def __post_init__(self) -> None:
         if self.type not in _TYPES:
@@ -80,7 +80,7 @@ def read_ema(value: Any) -> EmaOptions | None:
 
 
 def check_begin(begin_iter: int, begin_epoch: int) -> None:
-    """Raise a ConfigError if both are set, or if either is negative."""
+    """Raise a ConfigError if both arguments are set, or if one of them is negative."""
     for name, value in {"begin_iter": begin_iter, "begin_epoch": begin_epoch}.items():
         check(value, NonNegativeInt, name)
     if begin_iter and begin_epoch:

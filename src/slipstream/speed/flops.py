@@ -1,4 +1,4 @@
-"""Model FLOPs utilization: the operations of a training step, and the peak of known accelerators."""
+"""Model FLOPs utilization: the number of operations in a training step, and the peak speed of known accelerators."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["PEAKS", "Accelerator", "peak_flops", "training_flops", "without_data
 
 @dataclass(frozen=True)
 class Accelerator:
-    """The peak of an accelerator, from the data sheet of its manufacturer."""
+    """The peak speed of an accelerator, from its manufacturer's data sheet."""
 
     words: str
     """Words that the device's name contains, such as `H100 PCIe`."""
@@ -32,7 +32,7 @@ class Accelerator:
     source: str
 
 
-_SHEET = "data sheet of NVIDIA {}"
+_SHEET = "NVIDIA {} data sheet"
 _ADA = "NVIDIA Ada GPU architecture white paper"
 _AMPERE = "NVIDIA Ampere GA102 GPU architecture white paper"
 PEAKS = (
@@ -62,11 +62,11 @@ PEAKS = (
 16-bit and 8-bit values are those with accumulation in float32, which PyTorch uses."""
 
 _DIFFERENT = {"laptop", "mobile", "max", "mig", "d", "ti", "super", "ada"}
-"""Words in the names of variants with a different peak."""
+"""Words in the names of variants with a different peak speed."""
 
 
 def peak_flops(device_name: str, precision: Precision) -> tuple[float, str] | None:
-    """Return the peak of a device in operations per second, and its source; None if it is unknown.
+    """Return the peak speed of a device in operations per second, and its source; None if it is unknown.
 
     Args:
         device_name: the name that torch reports, such as `NVIDIA H100 80GB HBM3`.
@@ -114,13 +114,15 @@ def without_data(inputs: Any) -> Any:
 
 
 def training_flops(model: nn.Module, inputs: Any, loss_of: Callable[[nn.Module, Any], Tensor]) -> int:
-    """Return the floating-point operations of matrix products and convolutions in forward and backward of a batch.
+    """Return the number of floating-point operations for forward and backward on a batch.
+
+    Only matrix products and convolutions are counted.
 
     The model is copied, and neither the copy nor its inputs have data. Nothing is computed, and the model, its
     gradients and the random state do not change. Blocks whose activations are recomputed are counted once.
 
     Args:
-        model: the model, without a wrapper.
+        model: the model, unwrapped.
         inputs: the inputs of a batch from `without_data`.
         loss_of: `loss_of(model, inputs)` returns the loss to minimize; it is called with the copies.
 

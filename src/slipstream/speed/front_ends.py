@@ -78,7 +78,7 @@ def settings(paths: Mapping[str, Sequence[str]], front_ends: Mapping[str, FrontE
 
 
 def is_plain_wrapper(optim_wrapper: Any) -> bool:
-    """Return whether precision, accumulation and clipping of `optim_wrapper` can still be set."""
+    """Return whether the precision, accumulation and clipping options of `optim_wrapper` can still be set."""
     if isinstance(optim_wrapper, torch.optim.Optimizer):
         return True
     if not isinstance(optim_wrapper, Mapping) or not {"optimizer", "constructor"} & set(optim_wrapper):
@@ -102,7 +102,7 @@ def _kind(kind: Any) -> str:
 
 
 def _wrapper_keys(wrapper: Any, device: str) -> FrontEnd:
-    """Return precision, accumulation and clipping of an optimizer wrapper or of its configuration."""
+    """Return the precision, accumulation and clipping options of an optimizer wrapper or its configuration."""
     if isinstance(wrapper, OptimWrapper) and not isinstance(wrapper, OptimWrapperDict):
         counts = wrapper.accumulative_counts
         # Do not read the property `dtype`: it caches the device type of the parameters, which are moved later.
@@ -169,7 +169,7 @@ def _ema(params: FrontEnd) -> Any:
     if not params.get("ema"):
         return params.get("ema")
     ema = dict(params.get("ema_params") or {})
-    if "exp_activation" in ema:  # an older key of SuperGradients
+    if "exp_activation" in ema:  # a key in older versions of SuperGradients
         exponential = ema.pop("exp_activation")
         ema.setdefault("decay_type", "exp" if exponential else "constant")
     if "decay_type" in ema:

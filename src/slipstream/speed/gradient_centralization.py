@@ -32,7 +32,7 @@ class GradientCentralizationOptions:
 
 
 class CentralizeGradients(StepPart):
-    """Subtract from each weight's gradient its mean over all dimensions except the first, before the update."""
+    """Subtracts from each weight's gradient its mean over all dimensions except the first, before the update."""
 
     def __init__(self, conv_only: bool = False) -> None:
         self.min_ndim = 3 if conv_only else 2

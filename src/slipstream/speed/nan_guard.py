@@ -57,7 +57,7 @@ class NanGuardOptions:
 def read_nan_guard(value: Any) -> NanGuardOptions | None:
     """Read `nan_guard`: `'stop'`, `'skip'`, `'rollback'`, a dict, True (`'stop'`), None or False.
 
-    With None and False, a loss that is not finite still stops the run the next time it logs.
+    With None and False, a loss that is not finite still stops the run the next time the run logs.
 
     Raises:
         ConfigError: the value has an unsupported type, or an option is unknown.
@@ -111,7 +111,10 @@ class SkipCount:
 
     def __init__(self, device: torch.device) -> None:
         self.tensor = torch.zeros(2, dtype=torch.int64, device=device)
-        """Number of steps skipped since the last `read`, and of consecutive skipped steps; int64, changed in place."""
+        """The number of steps skipped since the last `read`, and the number of consecutive skipped steps.
+
+        int64, changed in place.
+        """
 
     def add(self, finite: Tensor) -> None:
         """Count one step; `finite` is a 0-dim bool tensor. Traceable."""
@@ -133,9 +136,9 @@ class StepGuard:
     accumulation, the whole window is skipped. All ranks skip the same steps. With a loss scale, the `GradScaler` skips
     steps as usual, and this class counts them.
 
-    A step that creates optimizer state cannot be undone. This applies to the first step, and to steps in which further
-    parameters have a gradient. The host then waits for the device, and calls the optimizer only if the gradients are
-    finite. If an optimizer may store state on the host, such as a step count, this applies to every step.
+    A step that creates optimizer state cannot be undone. This applies to the first step, and to steps in which other
+    parameters have their first gradient. The host then waits for the device, and calls the optimizer only if the
+    gradients are finite. If an optimizer may store state on the host, such as a step count, this applies to every step.
 
     Args:
         model: the model, unwrapped.
@@ -199,7 +202,7 @@ class StepGuard:
         self.count.add(finite)
 
     def reset(self) -> None:
-        """Forget the unfinished accumulation window and the counts, after the run has gone back to a checkpoint."""
+        """Discard the unfinished accumulation window and the counts, after the run has gone back to a checkpoint."""
         self._before = {}
         self.count.tensor.zero_()
 

@@ -135,7 +135,7 @@ class SpeedPlan:
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     """For each option that is set, its config path (`cfg.compile`, `speed.precision`) or `auto: <reason>`."""
     notes: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """For each option that `auto` leaves off, the reason."""
+    """For each option that `auto` leaves disabled, the reason."""
 
     @classmethod
     def read(

@@ -1,4 +1,4 @@
-"""Build the training step: one graph, or the eager step with or without a compiled model."""
+"""Build the training step: a single graph, or the eager step with or without a compiled model."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def build_step(
     warn: Callable[[str], None],
     info: Callable[[str], None] = lambda _: None,
 ) -> Step:
-    """Return the step for a plan. If the plan compiles without a `scope`, it is one graph if possible.
+    """Return the step for a plan. If `compile` is enabled without a `scope`, the step is a single graph if possible.
 
     Args:
         training: the model, the optimizer and the losses.
@@ -166,7 +166,10 @@ def _one_graph(
     backend, replays = _backend(how, device_type, cuda_graph)
     forks = how.backend == "inductor" and can_fork(device_type)
     if how.budget is not None and not forks:
-        warn("compile.budget does not limit the compilation of the step, which runs in this process here")
+        warn(
+            "compile.budget does not limit the compilation of the step on this machine, because the step is compiled "
+            "in the training process"
+        )
     in_background = forks and (how.budget is not None or not how.wait)
     return GraphStep(
         loss_of=partial(training.losses, core),
@@ -208,7 +211,7 @@ def _sync(model: nn.Module) -> GradientSync | None:
 
 
 def _backend(how: CompileOptions, device_type: str, cuda_graph: bool) -> tuple[Callable[..., Any], bool]:
-    """Return the compiler of a captured step, and whether its code runs as a CUDA graph."""
+    """Return the compiler for a captured step, and whether the compiled code runs as a CUDA graph."""
     options = backend_options(how)
     if how.backend == "inductor":
         from slipstream.speed.inductor_options import inductor_options  # imports Dynamo, which takes seconds

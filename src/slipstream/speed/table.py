@@ -13,7 +13,7 @@ __all__ = ["option_rows"]
 
 
 def option_rows(plan: SpeedPlan, capabilities: Capabilities) -> Iterator[tuple[str, str, str, str]]:
-    """Yield option, value, source and reason of each option that is set, or that `auto` leaves off."""
+    """Yield the option, value, source and reason for each option that is set, or that `auto` leaves disabled."""
     without_effect = {option: f"no effect here: {why}" for option, why in idle(plan, capabilities)}
     for option in plan.options():
         if option in plan.notes:

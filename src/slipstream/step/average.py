@@ -26,7 +26,7 @@ class _Average(Protocol):
         """Whether every batch counts as an update, not only the last batch of an accumulation window."""
 
     def next_weight(self) -> float:
-        """Count an update; return the EMA weight of the current parameters."""
+        """Count an update, and return the EMA weight for the current parameters."""
 
     def pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
         """Return the averages and the averaged tensors of the model, in the same order."""
@@ -62,7 +62,7 @@ class AveragePart(StepPart):
         done: returns the number of batches that have been trained.
         window: number of batches in an accumulation window.
         total: number of batches in the whole training run, or None if unknown; the last window may be smaller.
-        begun: returns whether averaging has begun at a batch number (from 1).
+        begun: returns whether averaging has begun at a given batch (counted from 1).
         on_host: whether to update the average outside a compiled step.
     """
 
@@ -120,7 +120,7 @@ class AveragePart(StepPart):
 
 
 def copied_to(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of `tensors` on `device`; if it is the CPU, wait once until all of them are complete."""
+    """Return copies of `tensors` on `device`; if `device` is the CPU, wait once until all copies are complete."""
     copies = [tensor.to(device, non_blocking=True) for tensor in tensors]
     if device.type == "cpu" and (source := next((t.device for t in tensors if not t.is_cpu), None)):
         torch.accelerator.current_stream(source).synchronize()

@@ -27,12 +27,12 @@ import torch
 __all__ = ["BackgroundCompiler", "can_fork"]
 
 _NICE = 12
-"""Increment of the nice value (nice(2)). Training that uses all cores then becomes 2 to 6% slower
-(`benchmarks/background.py`), and the compilation gets 6 to 7% of a core."""
+"""Increment of the child's nice value, see nice(2). With this value, training that uses all cores is 2 to 6% slower
+during the compilation (`benchmarks/background.py`), and the compilation gets 6 to 7% of a core."""
 _LIMIT = 2 * 3600.0
 """Default timeout of the child process in seconds."""
 _POLL = 0.05
-"""Seconds between two checks whether the child process has ended."""
+"""Seconds between checks whether the child process has ended."""
 
 
 def can_fork(device_type: str) -> bool:
@@ -60,7 +60,7 @@ class BackgroundCompiler:
         self._pid: int | None = None
         self._began = 0.0
         self.seconds: float | None = None
-        """Duration of the last function in seconds; None if it failed."""
+        """Duration of the last function call in seconds; None if the call failed."""
         self.exceeded = False
         """Whether the last function exceeded the timeout and was killed."""
 

@@ -82,11 +82,11 @@ class CapturedStep:
         self.last_compiled: Any = None
         """The compiled code of the last call."""
         self.agreed: set[bool] = set()
-        """Kinds of batches whose graph is verified on all ranks: whether the batch is the last of its accumulation
-        window."""
+        """Kinds of batches whose graph is verified on all ranks. The kind is whether the batch is the last of its
+        accumulation window."""
         self.kinds: set[tuple[Any, ...]] = set()
-        """Kinds of batches whose graph was compiled in the background: whether the batch is the last of its
-        accumulation window, and either its shapes or whether they differ from those of the first batch."""
+        """Kinds of batches whose graph was compiled in the background. The kind consists of whether the batch is the
+        last of its accumulation window, and either its shapes or whether they differ from those of the first batch."""
         self.slow_kinds: set[tuple[Any, ...]] = set()
         """Kinds of batches that run eagerly, because the compilation of their graph exceeded its time limit."""
         self.only_compiles = False
@@ -330,7 +330,7 @@ class Changes:
 
     @property
     def too_many(self) -> bool:
-        """Whether compiling a further graph is not worthwhile."""
+        """Whether there were so many changes that compiling another graph is not worthwhile."""
         return self.rebuilds > _REBUILDS
 
     @property

@@ -1,4 +1,4 @@
-"""Detect changes to the classes whose code a graph contains; Dynamo's guards do not check them."""
+"""Detect changes to the classes whose code a graph contains, which Dynamo's guards do not check."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _CODE = attrgetter("__code__")
 
 
 class ClassChanges:
-    """Detects changes to the classes of all objects reachable from a step: methods, properties, and values they read.
+    """Detects changes to the classes of all objects that are reachable from a step.
+
+    The compared attributes of a class are its methods, its properties, and the values that methods read.
 
     Args:
         roots: modules, functions and objects that the step calls.

@@ -64,7 +64,7 @@ class CapturedCalls:
     BatchNorm statistics) needs to be restored. Before a replay, tensor arguments are copied to static buffers.
     Arguments that the function changes in place are copied back after the replay. Outputs are copied. All other tensors
     that the function reads or changes must be on the device and keep their addresses. At most 16 graphs are captured;
-    other kinds of calls run without a graph. If a capture fails, all further calls run without a graph.
+    other kinds of calls run without a graph. If a capture fails, all later calls run without a graph.
 
     Args:
         capture: captures the kernels of a call.
@@ -76,9 +76,9 @@ class CapturedCalls:
         self._calls: dict[Any, int] = {}
         self._graphs: dict[Any, _Graph] = {}
         self._failed = False
-        # A graph with collectives must be released before its process group. Functions that are registered later, such
-        # as this one, run earlier at exit. At the end of a multiprocessing child, only finalizers run, and the one that
-        # destroys the process group (`dist/failure_detection.py`) has a lower priority.
+        # A graph with collectives must be released before its process group. At exit, functions that were registered
+        # later, such as this one, run earlier. At the end of a multiprocessing child, only finalizers run, and the
+        # finalizer that destroys the process group (`dist/failure_detection.py`) has a lower priority.
         release = self._graphs.clear
         atexit.register(release)
         Finalize(self, _release, (release,), exitpriority=0)

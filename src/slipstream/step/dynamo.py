@@ -25,11 +25,11 @@ def tracing() -> AbstractContextManager[Any]:
     """Return a context manager with Dynamo's settings for capturing a step."""
     settings: AbstractContextManager[Any] = torch._dynamo.config.patch(
         trace_autograd_ops=True,
-        # Without this, a counter that a module increments in forward causes a new graph in every step.
+        # Without this setting, a counter that a module increments in forward causes a new graph in every step.
         allow_unspec_int_on_nn_module=True,
         # Capture a new graph if hooks are added or removed later.
         skip_nnmodule_hook_guards=False,
-        # Without this, NumPy's random numbers are drawn from torch's generator.
+        # Without this setting, NumPy's random numbers are drawn from torch's generator.
         use_numpy_random_stream=True,
     )
     return settings
@@ -91,8 +91,8 @@ def why_not_recomputed() -> str | None:
     if _recomputes():
         return None
     return (
-        "activation checkpointing in the graph of a step requires torch 2.12 or newer, because older versions of torch "
-        "do not recompute in a graph that contains both forward and backward"
+        "activation checkpointing in the graph of a step requires torch 2.12 or newer, because older versions do not "
+        "recompute activations in a graph that contains both forward and backward"
     )
 
 

@@ -71,7 +71,7 @@ class EagerStep:
         return self.train(inputs)
 
     def train(self, inputs: Any, with_host_parts: bool = True) -> dict[str, Tensor]:
-        """Train on the prepared inputs of a batch, for which `StepPart.before_batch` was called.
+        """Train on the prepared inputs of a batch, after `StepPart.before_batch` has been called for it.
 
         Args:
             with_host_parts: whether to also call `after_batch` for parts with `on_host`.
@@ -182,7 +182,7 @@ class EagerStep:
             ) from error
 
     def _drop_leaked_gradients(self) -> None:
-        """Drop gradients of another step's backward pass, which could not be restricted to its own parameters."""
+        """Drop gradients from the backward pass of another step, if backward cannot be restricted to parameters."""
         if self._restricts is False and self.optim.begins_window():
             self.optim.zero_grad()
 

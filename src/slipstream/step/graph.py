@@ -67,7 +67,7 @@ class GraphStep:
 
     The eager step runs on the first batch, to determine which parameters receive a gradient and to create the
     optimizer's state. On the second batch, the step is captured, compiled and verified on copies of all inputs of the
-    graph, while the eager step trains on the original inputs. The compiled code runs on all further batches. Each new
+    graph, while the eager step trains on the original inputs. The compiled code runs on all later batches. Each new
     graph is verified in the same way. The user's Python code therefore runs exactly as often as without compilation,
     and a failure before the end of the verification has no side effects.
 
@@ -128,7 +128,7 @@ class GraphStep:
         call_after_load(optim.optimizer, self._infer_trained)
 
     def close(self) -> None:
-        """Drop the compiled code; further batches run eagerly."""
+        """Drop the compiled code; later batches run eagerly."""
         self._fallback = self._fallback or self.eager
         self._reset()
 
@@ -145,7 +145,7 @@ class GraphStep:
 
     @property
     def has_graph(self) -> bool:
-        """Whether the step has captured a graph, with which it trains batches of the same shape."""
+        """Whether the step has captured a graph, which it uses for batches of the same shape."""
         return self._fallback is None and self._step is not None
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
@@ -377,7 +377,7 @@ class GraphStep:
     def _compiles_elsewhere(self, captured: CapturedStep, inputs: Any, ends: bool) -> bool:
         """Start or check the background compilation for this kind of batch; return whether it is running.
 
-        All ranks train eagerly until all of them have finished. Each rank compiles for its own shapes.
+        All ranks train eagerly until the compilation has finished on all ranks. Each rank compiles for its own shapes.
         """
         if self.background is None:
             return False
@@ -408,12 +408,19 @@ class GraphStep:
         return True
 
     def _exceeded(self, captured: CapturedStep, kind: tuple[Any, ...], seconds: float) -> bool:
-        """Train the batches whose compilation exceeded its time limit eagerly, or give up if no graph is compiled."""
+        """Run this kind of batch eagerly, because its compilation exceeded the time limit.
+
+        Raises:
+            BudgetExceededError: no graph has been compiled yet, or there are several processes.
+        """
         if self.sync is not None or not captured.kinds:
             raise BudgetExceededError(seconds)
         captured.slow_kinds.add(kind)
         self._compiling = None
-        self.info(f"Batches of another kind run eagerly: {BudgetExceededError(seconds)}")
+        self.info(
+            "Batches of another kind run eagerly, because the compilation of their graph takes longer than "
+            f"compile.budget ({seconds:g} s)"
+        )
         return True
 
     def _only_compile(self, captured: CapturedStep, inputs: Any, ends: bool) -> None:

@@ -22,7 +22,7 @@ __all__ = ["StepPart", "apply_update", "has_gradients"]
 class StepPart:
     """Base class for operations around the optimizer's update; subclasses override the methods they need.
 
-    The step calls the methods in this order, each for all parts in the order of the list:
+    The step calls the methods in this order. It calls each method for all parts, in the order of the list:
 
     1. `before_batch`: on the host, before each batch.
     2. `gradients`: once per batch, after the forward and backward passes (at most one part in a list may override it).
@@ -38,7 +38,7 @@ class StepPart:
     """Whether `gradients` is overridden."""
 
     def before_batch(self) -> None:
-        """Prepare for the next batch, for example count it or write changed numbers to tensors."""
+        """Prepare for the next batch; for example, count it or write changed numbers to tensors."""
 
     def gradients(
         self,
@@ -74,7 +74,7 @@ class StepPart:
         """
 
     def after_batch(self) -> None:
-        """Process the new weights, for example update their average."""
+        """Process the new weights; for example, update their average."""
 
     def state(self) -> Mapping[str, Tensor]:
         """Return a dict from names to the tensors that the part changes in place and never replaces."""

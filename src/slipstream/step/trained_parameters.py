@@ -62,7 +62,7 @@ class _TrainedParameters:
         self._params = [params[name] for params, name in self._places]
 
     def check(self) -> None:
-        """Check that no module has a different parameter in the place of a trained one.
+        """Check that no module has a different parameter in place of a trained one.
 
         Raises:
             ModelError: a parameter was replaced, and the optimizer does not contain the new one.

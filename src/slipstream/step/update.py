@@ -160,8 +160,8 @@ class _Group:
         if device.type != "cpu" and "capturable" in sources[0]:
             _move_counts(optimizer, sources, self.params, device)
         names, self.flag, self.state = _create_state(optimizer, sources[0], self.params)
-        # Use float64 if possible: in float32, 1 - beta2 ** step has only four correct digits. Eager optimizers compute
-        # it with Python floats, which are float64.
+        # Use float64 if possible: in float32, 1 - beta2 ** step has only four correct digits. Eager optimizers use
+        # Python floats, which are float64.
         dtype = precise_dtype(device)
         self.count_dtype = dtype
         self.counters = [name in _COUNTERS for name in names]

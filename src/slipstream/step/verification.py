@@ -2,10 +2,10 @@
 
 The verification computes the step for one batch four times on copies of all inputs of the graph: with the compiled
 code, and by interpreting the captured graph in float64 and twice with eager kernels, the second time with weights that
-are perturbed by the machine epsilon. The eager step then trains on the original inputs. The larger distance of the two
-interpretations from float64 is the network's rounding error. The compiled code and the eager step may differ from
-float64 by a small multiple of this error. A larger error of the eager step means that the captured graph is incomplete.
-A larger error of the compiled code indicates a compiler bug.
+are perturbed by the machine epsilon. The eager step then trains on the original inputs. The network's rounding error is
+the larger of the distances between the two eager interpretations and the float64 result. The compiled code and the
+eager step may differ from float64 by a small multiple of this error. A larger error in the eager step means that the
+captured graph is incomplete. A larger error in the compiled code indicates a compiler bug.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class NotCapturedError(SlipstreamError, RuntimeError):
 
     @staticmethod
     def inside(error: BaseException) -> NotCapturedError | None:
-        """Return `error` or the exception wrapped in it if that is a `NotCapturedError`, otherwise None."""
+        """Return the `NotCapturedError` that `error` is or wraps; None if there is none."""
         candidates = (error, getattr(error, "inner_exception", None), error.__cause__)
         return next((each for each in candidates if isinstance(each, NotCapturedError)), None)
 
@@ -257,7 +257,7 @@ class _Row:
     moved: bool
     """Whether the captured graph changes the tensor."""
     noise: float
-    """Larger error of the two interpretations of the captured graph, which is the rounding error."""
+    """Rounding error: the larger of the errors of the two eager interpretations of the captured graph."""
     eager: float
     """Error of the eager step."""
     compiled: float
@@ -277,7 +277,7 @@ class _Row:
         perturbed: Tensor | None,
         exact: Tensor | None,
     ) -> _Row:
-        """Compare the results with the exact one or, if there is none, with the eager result."""
+        """Compare the results with the exact result or, if there is none, with the eager result."""
         if captured is None or perturbed is None or exact is None:
             captured, exact, noise = eager, eager, None
         else:

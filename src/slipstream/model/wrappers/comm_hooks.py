@@ -1,7 +1,7 @@
-"""Communication hooks of DDP that compress gradients: half precision and low-rank factors (PowerSGD).
+"""Communication hooks for DDP that compress gradients: half precision and low-rank factors (PowerSGD).
 
 PyTorch's hooks are not used, because its bfloat16 hook requires a CUDA build, and its PowerSGD hook waits inside
-callbacks of gloo's threads, which deadlocks with several buckets. The PowerSGD hook also stores its state by bucket,
+callbacks on gloo's threads, which deadlocks with several buckets. Its PowerSGD hook also stores its state by bucket,
 so the state cannot be saved in a checkpoint.
 """
 
@@ -53,7 +53,7 @@ class HalfPrecision:
         self.dtype = dtype
 
     def __call__(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Return a future of the bucket's mean over all ranks, in the bucket's dtype."""
+        """Return a future for the bucket's mean over all ranks, in the bucket's dtype."""
         buffer = bucket.buffer()
         return _mean(buffer, buffer.div_(self.group.size()).to(self.dtype), self.group)
 
@@ -87,7 +87,7 @@ class PowerSGD:
         self._shapes = {name: _matrix(parameter) for name, parameter in named.items()}
 
     def __call__(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Return a future of the (approximate) mean of the bucket over all ranks."""
+        """Return a future for the (approximate) mean of the bucket over all ranks."""
         if self.step < self.options.start_step:
             buffer = bucket.buffer()
             future = _mean(buffer, buffer.div_(self.group.size()), self.group)
@@ -172,7 +172,7 @@ class PowerSGD:
         """Check that the errors and factors in `state_dict` belong to this model.
 
         Raises:
-            CheckpointError: a name is not that of a parameter, or a shape differs.
+            CheckpointError: no parameter has one of the names, or a shape differs.
         """
         errors = [(name, tensor, 0) for of_rank in state_dict["errors"] for name, tensor in of_rank.items()]
         for name, tensor, first in [*errors, *((*item, 1) for item in state_dict["factors"].items())]:
@@ -216,7 +216,7 @@ run_comm_hook.__annotations__.clear()  # DDP compares annotations with classes, 
 
 
 def _mean(buffer: Tensor, scaled: Tensor, group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
-    """Return a future of `buffer` filled with the sum of `scaled` over all ranks."""
+    """Return a future for `buffer`, filled with the sum of `scaled` over all ranks."""
     work = dist.all_reduce(scaled, group=group, async_op=True)
     assert work is not None
     done: torch.futures.Future[Tensor] = work.get_future().then(lambda f: buffer.copy_(f.value()[0]))

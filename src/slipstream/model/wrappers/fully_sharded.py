@@ -144,8 +144,8 @@ class MMFullyShardedDataParallel(nn.Module):
 def whole_weights(model: nn.Module) -> Iterator[None]:
     """Replace the sharded parameters of a model with full plain parameters inside the context, then shard them again.
 
-    Use it for code that sets weights, such as `init_weights`, because random values drawn for a shard differ from those
-    of a single process. A model that is not sharded does not change.
+    Use this context manager for code that sets weights, such as `init_weights`, because random values drawn for a shard
+    differ from those of a single process. A model that is not sharded does not change.
     """
     owners = [
         (module, name, param)
@@ -187,7 +187,7 @@ def unsharded_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def drop_unsharded_gradients(model: nn.Module) -> None:
-    """Drop the gradients that `unsharded_gradients` returns. Every rank must call this, as for that function."""
+    """Drop the gradients that `unsharded_gradients` returns. Every rank must call this function."""
     for module in model.modules():
         if hasattr(module, "unshard") and mesh_of(module) is not None:
             module.unshard()  # type: ignore[operator]

@@ -60,7 +60,7 @@ def restored_attributes(scheduler: Any, saved: Any, ignored: Collection[str]) ->
     """Return the saved attributes, in the types that the scheduler's attributes have.
 
     Raises:
-        CheckpointError: a name is no attribute that a scheduler can have, or a value has a different type.
+        CheckpointError: a name is not an attribute that a scheduler can have, or a value has a different type.
     """
     name, own = type(scheduler).__name__, vars(scheduler)
     if not isinstance(saved, Mapping):
@@ -70,7 +70,7 @@ def restored_attributes(scheduler: Any, saved: Any, ignored: Collection[str]) ->
         inherited = isinstance(key, str) and hasattr(type(scheduler), key) and key not in own
         if not isinstance(key, str) or key in ignored or inherited:
             raise CheckpointError(
-                f"'attributes' of {name} contains {key!r}, which is not an attribute to restore"
+                f"'attributes' of {name} contains {key!r}, which is not an attribute that {name} restores"
             )
         current = own.get(key)
         fits, restored[key] = _like(current, copy.deepcopy(value))

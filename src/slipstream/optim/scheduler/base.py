@@ -21,7 +21,7 @@ __all__ = ["_ParamScheduler"]
 
 
 class _RemembersAttributes(ABCMeta):
-    """Metaclass that stores the attributes of each scheduler after its constructor."""
+    """Metaclass that stores the attributes of each scheduler after its constructor has run."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         scheduler = super().__call__(*args, **kwargs)

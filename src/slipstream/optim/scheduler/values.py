@@ -19,7 +19,7 @@ class ParamValues:
 
     The option may be a 0-dim tensor, which avoids recompilation of a compiled step. It is filled in place, and the
     value is cached on the host. A read synchronizes with the device only if other code has changed the tensor. The
-    cache is an attribute of the optimizer, so all its schedulers share it.
+    cache is an attribute of the optimizer, so all schedulers of the optimizer share it.
 
     Args:
         optimizer: an object with `param_groups`; for an `OptimWrapper`, its inner optimizer stores the cache.
@@ -63,7 +63,7 @@ class ParamValues:
     def restore(self, values: Sequence[float]) -> None:
         """Cache `values` as the values of the tensors if they are equal after rounding to the tensor's dtype.
 
-        Without this, a float32 learning rate continues from its rounded value after resuming.
+        Without this method, a float32 learning rate continues from its rounded value after resuming.
         """
         for group, value in zip(self.groups, values, strict=True):
             current = self._get(group)
