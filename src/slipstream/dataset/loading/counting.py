@@ -21,7 +21,7 @@ class BatchSizes:
     datasets of ready batches, the samples are counted in the batch.
 
     Args:
-        loader: a loader of `build_dataloader`.
+        loader: a loader returned by `build_dataloader`.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -31,7 +31,7 @@ class BatchSizes:
     def at(self, number: int, batch: Any) -> int:
         """Return the number of samples in batch `number` (from 0); 1 if it is neither drawn by a sampler nor counted.
 
-        Call it while the pass over the loader is in progress, because the next pass has other sizes.
+        Call this method while the pass over the loader is in progress, because the next pass has other sizes.
         """
         if self._batches is not None and (drawn := self._batches.size_of(number)) is not None:
             return drawn

@@ -52,7 +52,7 @@ _KINDS: dict[type, GeneratorKind] = {
         torch.Generator.get_state, torch.Generator.set_state, torch.Generator.manual_seed
     ),
 }
-# A dataset or a model that the sampler refers to has generators of its own, which are not part of the order.
+# A dataset or a model that the sampler refers to has its own generators, which do not determine the order.
 _NOT_SEARCHED = (type, ModuleType, Tensor, np.ndarray, nn.Module, Dataset, DataLoader, str, bytes, int, float)
 
 
@@ -87,7 +87,7 @@ def find_generators(roots: Sequence[Any]) -> dict[str, Any]:
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    """Return the attributes and items of a value that can hold generators, with the end of their names."""
+    """Return the attributes and items of a value that can hold generators, with the last part of their names."""
     children: Iterable[tuple[str, Any]]
     if isinstance(value, list | tuple | deque):
         children = ((f"[{number}]", item) for number, item in enumerate(value))

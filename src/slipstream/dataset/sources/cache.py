@@ -126,7 +126,7 @@ class DecodeCache:
 
     @staticmethod
     def file_size(shape: tuple[int, int]) -> int:
-        """Return the size in bytes of the file of a sample with this (height, width)."""
+        """Return the size in bytes of the file for a sample with this (height, width)."""
         return _Header(*shape, b"", 0).file_size
 
     def prune(self, keep: Iterable[str]) -> tuple[int, int]:

@@ -56,8 +56,8 @@ class ImageMaskPairs(SegmentationDataset):
         metainfo: see `SegmentationDataset`.
         transforms, cache_in_memory, cache: see `SegmentationDataset`.
         skip_corrupt: read every file once at construction, and skip samples with unreadable files. Each is logged
-            as a warning. Otherwise such a sample raises an error when it is read.
-        max_pixels: largest accepted number of pixels of a file; None for no limit.
+            as a warning. Otherwise, an unreadable sample raises an error when it is accessed.
+        max_pixels: maximum number of pixels in a file; None for no limit.
 
     Raises:
         DataError: no pair can be read.
@@ -132,7 +132,7 @@ class ImageMaskPairs(SegmentationDataset):
         meaning = f"{len(self.metainfo['classes'])} {self.metainfo['ignore_index']} ".encode()
         digest = hashlib.blake2b(meaning + (b"" if table is None else table.tobytes()), digest_size=8)
         version = "-".join(f"{s.st_size}-{s.st_mtime_ns}" for s in stats)
-        reader = f"{type(self).__module__}.{type(self).__qualname__}"  # a subclass may read other pixels
+        reader = f"{type(self).__module__}.{type(self).__qualname__}"  # a subclass may decode a file differently
         return "\n".join(
             [reader, *(str(path.absolute()) for path in files)]
         ), f"{version}-{digest.hexdigest()}"
