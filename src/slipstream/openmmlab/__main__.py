@@ -1,4 +1,4 @@
-"""Run a script whose `import mmengine` imports Slipstream: `python -m slipstream.openmmlab tools/train.py CONFIG`.
+"""Run a script in which `import mmengine` imports Slipstream: `python -m slipstream.openmmlab tools/train.py CONFIG`.
 
 Speed options come before the script: `python -m slipstream.openmmlab --speed compile=True tools/train.py CONFIG`.
 """

@@ -132,7 +132,7 @@ class ImageMaskPairs(SegmentationDataset):
         meaning = f"{len(self.metainfo['classes'])} {self.metainfo['ignore_index']} ".encode()
         digest = hashlib.blake2b(meaning + (b"" if table is None else table.tobytes()), digest_size=8)
         version = "-".join(f"{s.st_size}-{s.st_mtime_ns}" for s in stats)
-        reader = f"{type(self).__module__}.{type(self).__qualname__}"  # a subclass may decode a file differently
+        reader = f"{type(self).__module__}.{type(self).__qualname__}"  # a subclass may decode differently
         return "\n".join(
             [reader, *(str(path.absolute()) for path in files)]
         ), f"{version}-{digest.hexdigest()}"

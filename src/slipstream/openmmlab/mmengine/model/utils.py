@@ -70,10 +70,10 @@ def detect_anomalous_params(loss: Tensor, model: nn.Module) -> None:
 
 
 def convert_sync_batchnorm(module: nn.Module, implementation: str = "torch") -> nn.Module:
-    """Replace every BatchNorm with a `SyncBatchNorm` and return the module.
+    """Replace every BatchNorm in a module with a `SyncBatchNorm`, and return the module.
 
     Raises:
-        ConfigError: `implementation` is neither `torch` nor `mmcv`; both use Slipstream's `SyncBatchNorm`.
+        ConfigError: `implementation` is neither `torch` nor `mmcv`. (Both select Slipstream's `SyncBatchNorm`.)
     """
     if implementation not in ("torch", "mmcv"):
         raise ConfigError(f"must be 'torch' or 'mmcv', not {implementation!r}", "implementation")

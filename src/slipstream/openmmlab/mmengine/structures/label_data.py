@@ -17,7 +17,7 @@ class LabelData(BaseDataElement):
         """Return the ids of the classes that are set in a 1-dim tensor of zeros and ones.
 
         Raises:
-            ValueError: the tensor has another shape, or values outside [0, 1].
+            ValueError: the tensor has more than one dimension, or values outside [0, 1].
         """
         assert isinstance(onehot, torch.Tensor)
         if onehot.ndim != 1 or onehot.max().item() > 1 or onehot.min().item() < 0:
