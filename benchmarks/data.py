@@ -129,26 +129,26 @@ def albumentations(root: Path) -> Pipeline:
 
 
 def slipstream(root: Path, cache: Path | None = None) -> Pipeline:
-    """Return the worker part of Slipstream's pipeline."""
+    """Return the part of Slipstream's pipeline that runs in a worker."""
     data = CityscapesDataset(root, split="train", ignore_label=IGNORED, transforms=TRANSFORMS, cache=cache)
     return lambda index, epoch: data[SampleIndex(index, seed=0, epoch=epoch)]
 
 
 def by_pillow(root: Path) -> Pipeline:
-    """Return the worker part of Slipstream's pipeline with Pillow as decoder."""
+    """Return the part of Slipstream's pipeline that runs in a worker, with Pillow as the decoder."""
     decode._formats = lambda: None
     return slipstream(root)
 
 
 def by_pywuffs(root: Path) -> Pipeline:
-    """Return the worker part of Slipstream's pipeline with pywuffs as PNG decoder."""
+    """Return the part of Slipstream's pipeline that runs in a worker, with pywuffs as the PNG decoder."""
     import pywuffs  # noqa: F401  (skip this contender if it is not installed)
 
     return slipstream(root)
 
 
 def cached(root: Path) -> Pipeline:
-    """Return the worker part of Slipstream's pipeline with a filled and verified cache."""
+    """Return the part of Slipstream's pipeline that runs in a worker, with a filled and verified cache."""
     get = slipstream(root, root / "cache")
     for index in [*range(image_count(root))] * 2:
         get(index, 0)

@@ -159,7 +159,7 @@ class Results:
                 self.networks = read["networks"]
 
     def own(self) -> Iterator[Figures]:
-        """Yield the measurements of Slipstream's contenders."""
+        """Yield the measurements of the contenders that use Slipstream."""
         for network in self.networks.values():
             yield from (found for name, found in network["contenders"].items() if "Slipstream" in name)
 

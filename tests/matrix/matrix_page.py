@@ -37,9 +37,9 @@ were active. `python tests/matrix/matrix_page.py` generates this page from the t
   options with every precision, with and without SAM. It takes too long for `.ci/run`, which runs the other two
   commands.
 
-In `make matrix`, each run enables many options. The runs are covering arrays (`tests/matrix/matrix_arrays.py`): for every two
-options that can be combined, there are runs with both, with either one, and with neither. Each option is tested on both
-networks, but a pair may be tested on only one.
+In `make matrix`, each run enables many options. The runs are covering arrays (`tests/matrix/matrix_arrays.py`): for
+every two options that can be combined, there are runs with both, with either one, and with neither. Each option is
+tested on both networks, but a pair may be tested on only one.
 
 In `make exhaustive`, each pair is tested on one network in one process and on the other network in two processes; pairs
 that require several processes are tested on both networks. Each triple is tested once, alternating between the networks

@@ -228,7 +228,7 @@ def _entry(running: _Running, loop: _Running) -> Entry:
 
 
 def _difference(running: _Running, loop: _Running, count: int) -> str:
-    """Describe how the losses differ from those of the loop by more than the tolerance; empty if they do not."""
+    """Describe where the losses differ from the loop's by more than the tolerance; empty if they do not."""
     allowed = LOW_PRECISION if running.low_precision else EXACT
     first, mean = difference(running.losses, loop.losses)
     if not (first <= allowed.first and mean <= allowed.mean):  # also for NaN

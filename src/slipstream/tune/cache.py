@@ -31,7 +31,8 @@ def cache_file(run: Any, names: list[str], budget: float) -> Path:
     """Return the file for the results of a search.
 
     Args:
-        run: the description of the configuration or of the objects; anything with a stable `repr` or JSON form.
+        run: the description of the configuration or of the objects; any value with a stable `repr` or JSON
+            representation.
         names: the measured options.
         budget: the time limit in seconds.
     """

@@ -151,7 +151,7 @@ class _Description:
         """
         self._count += 1
         if self._count > _MOST:
-            raise UndescribedError(f"there are more than {_MOST:,} values")
+            raise UndescribedError(f"the description has more than {_MOST:,} values")
         if (plain := _plain(value)) is not None:
             return plain
         if isinstance(value, Tensor):

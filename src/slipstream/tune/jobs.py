@@ -212,7 +212,7 @@ class RunnerJob:
 
 
 def _counts_steps(cfg: Mapping[str, Any]) -> bool:
-    """Return whether the length of a run or its schedule is given in steps instead of epochs."""
+    """Return whether the length of a run or its schedule is specified in steps instead of epochs."""
     schedulers = cfg.get("param_scheduler") or ()
     every = schedulers if isinstance(schedulers, list | tuple) else [schedulers]
     by_epoch = [isinstance(each, Mapping) and each.get("by_epoch", True) for each in every]

@@ -26,7 +26,7 @@ _FEWEST = 10
 _SPAN = 8
 """Number of steps before and after a step that are used to estimate the slope of the smoothed loss."""
 _SMALLEST_FALL = 1e-3
-"""Relative fall of the smoothed loss below which there is no suggestion."""
+"""Minimum relative decrease of the smoothed loss for which a learning rate is suggested."""
 
 
 @dataclass(frozen=True)

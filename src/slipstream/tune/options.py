@@ -95,7 +95,7 @@ class Batches:
     shapes: int = 1
     """Number of different shapes among the first batches."""
     counted: bool = False
-    """Whether the length of the run or its learning rate schedule is given in steps."""
+    """Whether the length of the run or its learning rate schedule is specified in steps."""
 
 
 def check_names(names: Iterable[str]) -> list[str]:

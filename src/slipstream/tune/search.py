@@ -420,10 +420,10 @@ class _PlanFailedError(Exception):
 
 
 def _how_to_launch(setting: Setting, own: Any) -> str:
-    """Return the command that trains with all changes of a data-parallel trial: those of the plan, and its own.
+    """Return the command that trains with all changes of a data-parallel trial: the plan's and the trial's own.
 
-    The file of the plan is not part of the command: an option that is adopted after this trial, such as `accumulate`,
-    can change the batch size.
+    The command does not use the file that contains the plan: an option that is adopted after this trial, such as
+    `accumulate`, can change the batch size.
     """
     # If `speed` is text, an override cannot set its keys.
     words = ["'speed={_delete_: true, auto: true}'"] if own == "auto" else []

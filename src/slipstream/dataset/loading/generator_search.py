@@ -1,4 +1,4 @@
-"""Search the attributes of an object for random generators of torch, NumPy and `random`."""
+"""Search the attributes of an object for random generators from torch, NumPy and `random`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["GeneratorKind", "find_generators", "generator_kind"]
 
 _MAX_DEPTH = 5
 _MAX_ITEMS = 100
-"""Longer containers hold samples rather than generators, so they are not searched."""
+"""Maximum length of a container to search; longer containers contain samples rather than generators."""
 _MAX_OBJECTS = 1000
 
 

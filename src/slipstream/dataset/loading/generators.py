@@ -1,4 +1,4 @@
-"""Temporary use of the global random generators of Python, NumPy and torch (CPU)."""
+"""Use the global random generators of Python, NumPy and torch (CPU) temporarily."""
 
 from __future__ import annotations
 

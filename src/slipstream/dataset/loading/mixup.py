@@ -33,8 +33,8 @@ def collate_mixup(
 
     A factor l, which is the same for the whole batch, is drawn from Beta(alpha, alpha). Mixup returns
     `l * image + (1 - l) * other`, in float32. CutMix replaces a rectangle that covers 1 - l of the image. The targets
-    are mixed with the same factor, after label smoothing. The global random generators of torch are used, which a
-    loader seeds from (seed, epoch, index).
+    are mixed with the same factor, after label smoothing. Random numbers are drawn from torch's global generator, which
+    a loader seeds from (seed, epoch, index).
 
     Args:
         data_batch: samples with `inputs`, (C, H, W) in the range 0 to 255, and `targets`, a class id; or (inputs,
@@ -97,12 +97,12 @@ def _stacked(samples: Sequence[Any]) -> tuple[Tensor, Tensor, dict[str, Tensor] 
 
 
 def _mixed(values: Tensor, factor: float) -> Tensor:
-    """Return `factor` of each item and `1 - factor` of its counterpart from the end."""
+    """Return `factor` times each item plus `1 - factor` times its counterpart, counted from the end."""
     return values * factor + values.flip(0) * (1 - factor)
 
 
 def _cut(images: Tensor, factor: float, correct: bool) -> tuple[Tensor, float]:
-    """Return the images with a rectangle of their counterparts, and the remaining part of each image."""
+    """Return the images, each with a rectangle from its counterpart, and the remaining fraction of each image."""
     height, width = images.shape[-2:]
     side = (1 - factor) ** 0.5
     sides = []

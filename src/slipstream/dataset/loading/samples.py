@@ -66,7 +66,7 @@ class SeededDataset(Dataset[Any]):
         return getattr(self.dataset, name)
 
     def used(self, epoch: int, indices: Sequence[int]) -> list[int]:
-        """Return `indices` with the index of each replaced sample substituted by that of its replacement."""
+        """Return `indices`, with the index of each replaced sample changed to that of its replacement."""
         return list(indices) if self._replacements is None else self._replacements.used(epoch, indices)
 
     def __getitem__(self, index: Any) -> Any:

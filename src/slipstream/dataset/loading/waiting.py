@@ -133,7 +133,7 @@ def stop_workers(iterator: Any) -> None:
 
 @contextmanager
 def explain_worker_errors(name: str) -> Iterator[None]:
-    """Replace torch's errors about worker processes by errors that name the loader's option and a remedy.
+    """Replace torch's errors about worker processes with errors that name the loader's option and a remedy.
 
     When a worker dies, torch raises an error in the training process at whatever line it is executing.
 

@@ -69,7 +69,7 @@ def end_workers(loader: DataLoader[Any]) -> None:
 def with_workers(
     options: Mapping[str, Any], dataset: Any, batches: Iterable[Sequence[Any]], name: str
 ) -> dict[str, Any]:
-    """Return a loader's options with each `auto` replaced by a number, and log the measurements.
+    """Return a loader's options with a number in place of each `auto`, and log the measurements.
 
     The throughput is measured for 1, 2, 4, ... workers, up to the number of cores available to this process divided
     by the number of processes on the machine. The result is the smallest number of workers whose throughput is within

@@ -120,7 +120,7 @@ class DecodeCache:
             file.writelines(pieces)
 
     def path(self, name: str) -> Path:
-        """Return the file of a sample, given its name (the first half of its key)."""
+        """Return the path of the file for a sample with this name (the first part of its key)."""
         digest = hashlib.blake2b(os.fsencode(name), digest_size=16).hexdigest()
         return self.folder / digest[:2] / f"{digest[2:]}{_ENDING}"
 

@@ -47,8 +47,8 @@ class CityscapesDataset(ImageMaskPairs):
     Args:
         root_dir: folder that contains `leftImg8bit` and `gtFine`.
         split: `train`, `val` or `test`. Samples are sorted by path.
-        list_file: text file with an image and its mask on each line. All paths, including that of the file itself,
-            are relative to `root_dir`.
+        list_file: text file with an image and its mask on each line. All paths, including the path of the list file
+            itself, are relative to `root_dir`.
         labels_csv_path: table (CSV), relative to `root_dir`, that maps each label id (column `id`, or the row number if
             there is no such column) to a train id (column `trainId`): 0 to 18, or 255 or -1 for pixels that are not
             scored. By default, the Cityscapes table is used.

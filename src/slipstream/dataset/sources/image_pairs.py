@@ -164,7 +164,8 @@ def files_by_name(folder: Path, suffix: str | None, what: str) -> dict[str, Path
     or "mask") determines the extensions.
 
     Raises:
-        DataError: the folder is missing or cannot be read, has no such files, or has two files of the same name.
+        DataError: the folder is missing or cannot be read, contains no matching files, or contains two files with the
+            same name.
     """
     check_folder(folder, what)
     endings = (suffix,) if suffix else _EXTENSIONS[what]
@@ -222,7 +223,7 @@ def with_remedy(error: DataError, remedy: str) -> DataError:
 
 
 def check_pairs(images: Mapping[str, Path], masks: Mapping[str, Path], remedy: str) -> None:
-    """Raise a DataError that lists all files with no counterpart of the same name, if there are any."""
+    """Raise a DataError that lists all files without a counterpart of the same name, if any exist."""
     unpaired = [f"image without a mask: '{images[name]}'" for name in sorted(images.keys() - masks.keys())]
     unpaired += [f"mask without an image: '{masks[name]}'" for name in sorted(masks.keys() - images.keys())]
     if unpaired:

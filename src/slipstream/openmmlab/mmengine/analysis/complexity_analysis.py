@@ -136,7 +136,7 @@ class _Analyzer:
         """Return the count of each operator in a module.
 
         Raises:
-            ConfigError: the model has no such module.
+            ConfigError: the model has no module with this name.
         """
         if module_name not in self._counts:
             raise ConfigError(f"the model has no module '{module_name}'")

@@ -222,7 +222,7 @@ def _module(node: ast.ImportFrom) -> str:
 
 
 def _is_eager(module: str) -> bool:
-    """Return whether a module is imported while the file is read (the standard library, and that of `read_base`)."""
+    """Return whether a module is imported while the file is read: a standard-library module, or that of `read_base`."""
     if module.startswith("."):
         return False
     return module.split(".")[0] in sys.stdlib_module_names or module.startswith("mmengine.config")

@@ -234,7 +234,7 @@ class BaseInferencer(metaclass=InferencerMeta):
         """Return the names of the models in the metafiles of a library that match a regular expression, and log them.
 
         Raises:
-            ConfigError: there is no scope, or no library with this name.
+            ConfigError: no scope is set, or no library has this name.
         """
         current = DefaultScope.get_current_instance()
         scope = current.scope_name if scope is None and current is not None else scope

@@ -38,7 +38,7 @@ class DefaultScope:
 
     @classmethod
     def check_instance_created(cls, name: str) -> bool:
-        """Return whether there is a default scope in this context."""
+        """Return whether this context has a default scope."""
         return current_scope() is not None
 
     @classmethod

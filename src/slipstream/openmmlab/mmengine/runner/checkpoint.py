@@ -75,7 +75,7 @@ def load_from_local(filename: str, map_location: Any = None) -> Any:
     """Read a local file without loading pickled objects.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
     """
     path = Path(filename).expanduser()
     if not path.is_file():

@@ -55,12 +55,12 @@ class ManagerMixin(metaclass=ManagerMeta):
         """Return the instance that was created last.
 
         Raises:
-            RuntimeError: there is no instance.
+            RuntimeError: no instance exists.
         """
         with _lock:
             if not cls._instance_dict:
                 raise NoInstanceError(
-                    f"there is no {cls.__name__}; call {cls.__name__}.get_instance(name=...) first"
+                    f"no {cls.__name__} has been created; call {cls.__name__}.get_instance(name=...) first"
                 )
             return cls._instance_dict[next(reversed(cls._instance_dict))]
 

@@ -166,7 +166,9 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         """Draw texts at positions (N, 2). Each other argument is a single value or a list of N values."""
         lines = [texts] if isinstance(texts, str) else texts
         points = tensor2ndarray(positions).reshape(-1, 2)
-        assert len(points) == len(lines), f"there are {len(lines)} texts, but {len(points)} positions"
+        assert len(points) == len(lines), (
+            f"there are {len(lines)} texts, but {len(points)} positions; pass one position per text"
+        )
         options = {
             "size": self._default_font_size if font_sizes is None else font_sizes,
             "color": color_val_matplotlib(colors),
@@ -199,14 +201,14 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         return self
 
     def draw_circles(self, center: Any, radius: Any, **options: Any) -> Self:
-        """Draw circles with centers (N, 2) and radii (N,); the options are those of `draw_polygons`."""
+        """Draw circles with centers (N, 2) and radii (N,); see `draw_polygons` for the options."""
         angles = np.linspace(0, 2 * np.pi, 65)[:-1]
         unit = np.stack([np.cos(angles), np.sin(angles)], axis=1)
         centers, radii = tensor2ndarray(center).reshape(-1, 2), tensor2ndarray(radius).reshape(-1)
         return self.draw_polygons([c + r * unit for c, r in zip(centers, radii, strict=True)], **options)
 
     def draw_bboxes(self, bboxes: Any, **options: Any) -> Self:
-        """Draw boxes (N, 4) with the corners (x1, y1) and (x2, y2); the options are those of `draw_polygons`."""
+        """Draw boxes (N, 4) with the corners (x1, y1) and (x2, y2); see `draw_polygons` for the options."""
         boxes = tensor2ndarray(bboxes).reshape(-1, 4)
         assert (boxes[:, :2] <= boxes[:, 2:]).all(), "a box must have x1 <= x2 and y1 <= y2"
         return self.draw_polygons(list(boxes[:, [0, 1, 2, 1, 2, 3, 0, 3]].reshape(-1, 4, 2)), **options)
