@@ -67,7 +67,7 @@ def tune(
 
     Raises:
         ConfigError: the budget is too short for one trial, or an argument is invalid.
-        SlipstreamError: the model does not train without further options.
+        SlipstreamError: the model does not train with the baseline's options.
     """
     names = check_names(_IN_OWN_LOOP if options is None else options)
     if "prefetch" in names:
@@ -145,7 +145,7 @@ def _tune(
     report: Callable[[Row], None],
     start: float | None = None,
 ) -> TuneResult:
-    """Return the result in the first file, or search and store the result in all files."""
+    """Return the result stored in the first file; if it does not exist, search and store the result in all files."""
     if files[0] is not None and (stored := load(files[0])) is not None:
         return stored
     result = TuneResult(Search(make_job, speed, names, seconds, report, start).run(), speed, name)

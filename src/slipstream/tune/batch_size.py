@@ -151,9 +151,8 @@ class _Search:
             return None
         (small, less), (large, more) = known[-2:]
         expected = more + max(more - less, 0.0) * (size - large) / (large - small)
-        needed = (
-            expected - known[0][1]
-        )  # the smallest trial approximates the memory of the process without a batch
+        # The smallest trial approximates the memory of the process without a batch.
+        needed = expected - known[0][1]
         if needed <= _STOP_AT * self._available:
             return None
         reason = f"needs about {expected:.0f} MiB; {self._available:.0f} MiB are available"

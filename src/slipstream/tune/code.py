@@ -205,7 +205,7 @@ class _Description:
         return [self._contents(value), self._object(value)]
 
     def _contents(self, value: Any) -> Any:
-        """Describe the items of a container; None for another object."""
+        """Describe the items of a container; return None for other objects."""
         if isinstance(value, Mapping):
             return [[self.value(key), self.value(item)] for key, item in value.items()]
         if isinstance(value, list | tuple | deque):

@@ -50,13 +50,13 @@ class LrRange:
 
     @property
     def suggestion(self) -> float | None:
-        """The learning rate at which the smoothed loss falls fastest per factor of the rate; None if it never falls."""
+        """The rate at which the smoothed loss falls fastest relative to the rate's logarithm; None if it never falls."""
         losses = self.smoothed
         first = min(SETTLING, len(losses) // 4)
         if len(losses) < _FEWEST or losses[first] - min(losses) <= _SMALLEST_FALL * abs(losses[first]):
             return None
         lowest = losses.index(min(losses[first:]))
-        # The rates increase by a constant factor, so slopes over the steps are proportional to the derivative with #
+        # The rates increase by a constant factor, so slopes over the steps are proportional to the derivative with
         # respect to the logarithm of the rate. Differences between adjacent steps are too noisy for small batches.
         slopes = {
             step: _slope(losses[max(step - _SPAN, 0) : step + _SPAN + 1]) for step in range(first, lowest + 1)

@@ -117,7 +117,7 @@ class LrSweep(Observer):
     Args:
         connection: connection to the parent process.
         start, end: first and last learning rate of the group with the largest configured learning rate. The ratios
-        between groups do not change.
+            between groups do not change.
         steps: number of steps.
     """
 
@@ -186,7 +186,7 @@ def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def peak_mib() -> float:
-    """Return the peak memory in MiB: of the accelerator's allocator, or on a CPU, of the process."""
+    """Return the peak memory of the accelerator's allocator or, on a CPU, of the process, in MiB."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB

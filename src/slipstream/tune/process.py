@@ -46,7 +46,7 @@ _RESET = (
 
 
 class Job(Protocol):
-    """A training run that a trial can execute. If the platform does not fork processes, it must support pickling."""
+    """A training run that a trial can execute. If the platform does not fork processes, the run must support pickling."""
 
     def train(self, observer: Observer, folder: Path) -> None:
         """Train until `observer` raises `Finished`; write files only in `folder`, which is deleted afterwards."""
@@ -80,7 +80,7 @@ class Process:
         make_observer = make_observer or partial(Timer, warmup=WARMUP)
         fork = forks()
         context: Any = multiprocessing.get_context("fork" if fork else "spawn")
-        # A forked process has copies of all objects. On other platforms, plain pickle copies tensors, whereas the #
+        # A forked process has copies of all objects. On other platforms, plain pickle copies tensors, whereas the
         # pickler of torch.multiprocessing would share their memory, and the trial would train the user's model.
         work = (job, make_observer) if fork else _pickled(job, make_observer)
         self._connection, theirs = context.Pipe()
@@ -229,7 +229,7 @@ def _main(connection: Connection, work: Any, folder: Path, threads: int, forked:
         if forked:
             gc.freeze()  # prevents finalizers of the parent's objects from running
             # The parent's OpenMP threads do not exist in this process, but a new thread starts its own. It gets a copy
-            # of the # context, because torch's settings are context variables.
+            # of the context, because torch's settings are context variables.
             context, arguments = contextvars.copy_context(), (_run, connection, folder, *work, threads)
             thread = threading.Thread(target=context.run, args=arguments, daemon=True)
             thread.start()

@@ -102,7 +102,7 @@ class _Running:
         """Seconds from the start of the process to the end of its warm-up."""
         self.step = median(process.warmup_seconds[len(process.warmup_seconds) // 2 :])
         self.extra = max(sum(process.warmup_seconds) - len(process.warmup_seconds) * self.step, 0.0)
-        """Seconds of the warm-up in addition to its steps."""
+        """Duration of the warm-up beyond that of its steps, in seconds."""
         self.untimed = 1 + int(warm["buffered"])  # batches loaded during the wait take no time
         self.accumulate = int(warm["accumulate"])
         """Number of steps per update. All timed rounds contain the same fraction of updates."""

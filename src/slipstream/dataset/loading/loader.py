@@ -167,7 +167,7 @@ class RunLoader(DataLoader[Any]):
 
 
 class TensorBatches(Dataset[Any]):
-    """`TensorDataset` wrapper that indexes a whole batch in one call, many times faster than collating samples."""
+    """`TensorDataset` wrapper that indexes a whole batch in one call, which is many times faster than collating."""
 
     def __init__(self, dataset: TensorDataset) -> None:
         self.dataset = dataset

@@ -61,7 +61,7 @@ class SeededDataset(Dataset[Any]):
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # unpickling reads it before it is set
+        if name == "dataset":  # unpickling accesses `dataset` before it is set
             raise AttributeError(name)
         return getattr(self.dataset, name)
 

@@ -218,7 +218,7 @@ class _Probe(Dataset[Any]):
         self.collate = collate
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # unpickling reads it before it is set
+        if name == "dataset":  # unpickling accesses `dataset` before it is set
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -242,7 +242,7 @@ def _choose_num_workers(rates: Mapping[int, float], limit: int) -> int:
     # Without workers, each step waits for its data, so 0 is chosen only if it is much faster.
     if rates[0] > 1.5 * best:
         return 0
-    # The time limit was reached, and each doubling helped.
+    # The time limit was reached while each doubling still increased the throughput.
     if last < limit and all(measured[last] >= 1.05 * measured[n] for n in measured if n != last):
         return min(2 * last, limit)
     return min(workers for workers, rate in measured.items() if rate >= 0.95 * best)

@@ -12,7 +12,7 @@ __all__ = ["ConfigParsingError", "LazyAttr", "LazyImportError", "LazyObject", "l
 
 
 class ConfigParsingError(ConfigError, RuntimeError):
-    """A Python-style configuration uses Python in a way that is not supported."""
+    """A Python-style configuration contains Python code that is not supported."""
 
 
 class LazyImportError(ConfigError, ImportError):  # type: ignore[misc]  # both define `path`

@@ -16,7 +16,7 @@ __all__ = ["library_of", "models_in", "repo_or_mim_folder"]
 
 
 def library_of(name: str) -> tuple[str, str]:
-    """Return the library and the configuration in `mmdet::retinanet/NAME.py`.
+    """Split a name such as `mmdet::retinanet/NAME.py` into the library and the configuration.
 
     Raises:
         ConfigError: the name does not have this form, or the library is not one of OpenMMLab's.

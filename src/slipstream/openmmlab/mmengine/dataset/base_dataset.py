@@ -90,7 +90,7 @@ class BaseDataset(Dataset[Any]):
     Args:
         ann_file: annotation file, relative to `data_root`.
         metainfo: entries that override those in the class attribute `METAINFO`; a string is the path to a file with one
-            value per line or, if there is no such file, the value itself.
+            value per line or, if the file does not exist, the value itself.
         data_root: root folder.
         data_prefix: maps each key that contains a path in a sample to the folder of these paths, relative to
             `data_root`.

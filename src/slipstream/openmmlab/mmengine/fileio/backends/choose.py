@@ -1,4 +1,4 @@
-"""Choice of a storage backend."""
+"""Choose a storage backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.openmmlab.mmengine.fileio.backends.local_backend import LocalBac
 __all__ = ["backends", "get_file_backend"]
 
 backends: Mapping[str, type[Any]] = MappingProxyType({"local": LocalBackend, "LocalBackend": LocalBackend})
-"""The classes of the backends that read local files, by name."""
+"""Maps names to the backend classes that read local files."""
 
 
 def get_file_backend(
