@@ -46,7 +46,7 @@ _RESET = (
 
 
 class Job(Protocol):
-    """A training run that a trial can execute. If the platform does not fork processes, the run must support pickling."""
+    """A training run that a trial can execute. On platforms without `fork`, it must be picklable."""
 
     def train(self, observer: Observer, folder: Path) -> None:
         """Train until `observer` raises `Finished`; write files only in `folder`, which is deleted afterwards."""

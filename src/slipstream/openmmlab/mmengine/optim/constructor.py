@@ -37,7 +37,7 @@ class DefaultOptimWrapperConstructor(OwnConstructor):
     def _merge(self, params: list[dict[str, Any]], names: dict[int, str]) -> list[dict[str, Any]]:
         if not self.paramwise_cfg:
             return super()._merge(params, names)
-        super()._merge(params, names)  # checks repeated parameters
+        super()._merge(params, names)  # raises an error for repeated parameters
         groups: list[dict[str, Any]] = []
         seen: set[int] = set()
         for single in params:

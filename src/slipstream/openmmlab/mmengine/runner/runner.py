@@ -21,7 +21,7 @@ from slipstream.step.background import can_fork
 __all__ = ["Runner"]
 
 _BUDGET = "5m"
-"""Default time limit of compilation, because graphs with OpenMMLab's losses or post-processing can take longer."""
+"""Default time limit of compilation. Graphs with OpenMMLab's losses or post-processing can take longer to compile."""
 
 
 @RUNNERS.register_module()
@@ -58,7 +58,7 @@ class Runner(OwnRunner):
 
         Args:
             dataloader: the configuration, or a loader.
-            seed: seed of the order and the augmentation; by default 0.
+            seed: seed for the order and the augmentation (default: 0).
             diff_rank_seed: accepted and ignored; each sample has its own seed.
         """
         with default_scope(current_scope() or "mmengine"):

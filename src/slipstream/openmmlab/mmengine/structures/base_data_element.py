@@ -42,7 +42,7 @@ class BaseDataElement:
             self.set_field(value, name, field_type="metainfo")
 
     def set_data(self, data: dict[str, Any]) -> None:
-        """Set data fields. If the class defines a property for a field, its setter is called."""
+        """Set data fields. If the class defines a property for a field, the property's setter is called."""
         assert isinstance(data, dict), f"data must be a dict, not {type(data)}"
         for name, value in data.items():
             setattr(self, name, value)

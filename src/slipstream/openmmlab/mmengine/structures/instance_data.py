@@ -83,7 +83,7 @@ class InstanceData(BaseDataElement):
         if len(instances_list) == 1:
             return first
         assert all(set(part.all_keys()) == set(first.all_keys()) for part in instances_list), (
-            "the elements to concatenate have different fields"
+            "the elements to concatenate must have the same fields"
         )
         new = type(first)(metainfo=first.metainfo)
         for key in first.keys():  # noqa: SIM118

@@ -113,7 +113,7 @@ def concat_list(in_list: Iterable[list[Any]]) -> list[Any]:
 
 
 def apply_to(data: Any, expr: Callable[[Any], bool], apply_func: Callable[[Any], Any]) -> Any:
-    """Return `data` with `apply_func` applied to each value in its containers for which `expr` is true."""
+    """Apply `apply_func` to each value in nested containers for which `expr` returns True; return the result."""
     if expr(data):
         return apply_func(data)
     if isinstance(data, dict):

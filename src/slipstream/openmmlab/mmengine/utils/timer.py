@@ -18,7 +18,7 @@ class Timer:
     """Measure the time since the start and since the last check; can be used in a `with` statement.
 
     Args:
-        start: start the timer.
+        start: whether to start the timer.
         print_tmpl: format string, such as `{:.3f}`, for the time that is printed at the end of a `with` block.
     """
 

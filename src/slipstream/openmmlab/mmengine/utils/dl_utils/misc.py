@@ -1,4 +1,4 @@
-"""Layers and processes."""
+"""Functions for layers, worker processes and compiled operators."""
 
 from __future__ import annotations
 
