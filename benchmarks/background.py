@@ -1,4 +1,4 @@
-"""How much background compilation slows down training, and how long it takes until the compiled graph is used.
+"""Measure how much background compilation slows down training, and how long it takes until the graph is used.
 
 python benchmarks/background.py --out benchmarks/results/background.md
 
@@ -30,7 +30,7 @@ from report import circumstances, table, write_result
 from slipstream.speed.accelerate import TrainStep, accelerate
 
 SLICE, PAIRS = 2.0, 8
-"""Seconds for which the compilation is paused and resumed each time, and the number of repetitions."""
+"""Duration of each pause and of each interval between pauses, in seconds, and the number of repetitions."""
 AFTER = 200
 """Number of batches to time with the compiled graph."""
 
@@ -193,7 +193,8 @@ def main() -> None:
     ]
     text = table(header, rows) + (
         f"\n\nA dash means that the graph was not compiled within {args.limit:.0f} s. Compilation runs with a nice "
-        "value of 12. With threads on every core it therefore gets 6 to 7% of a core; with a free core it takes about "
+        "value of 12. With threads on every core, it therefore gets 6 to 7% of a core. With a free core, it takes "
+        "about "
         "as much time as with wait=True."
     )
     print(text)

@@ -1,4 +1,4 @@
-"""Time for which training waits while a checkpoint is saved, and the time to verify a checkpoint while it is loaded.
+"""Measure how long training waits while a checkpoint is saved, and the additional time to verify a loaded checkpoint.
 
 python benchmarks/checkpoint.py --rounds 5 --out benchmarks/results/checkpoint.md
 """
@@ -52,11 +52,11 @@ def timed(action: Callable[[], Any]) -> float:
 
 
 def save_times(folder: Path, rounds: int, sharded: bool) -> dict[str, list[float]]:
-    """Return the seconds of each synchronous save, and of each call that saves in the background."""
+    """Return the duration in seconds of each synchronous save, and of each call that saves in the background."""
     _, state = model_and_state(sharded)
     writer = BackgroundWriter()
     times: dict[str, list[float]] = {"synchronous": [], "stall": [], "background": []}
-    for number in range(-1, rounds):  # the first round, which allocates the copies, is not counted
+    for number in range(-1, rounds):  # the first round allocates the copies and is not counted
         path = folder / f"{number}.pth"
         synchronous = timed(lambda path=path: write_checkpoint(state, path, print))
         stall = timed(lambda path=path: writer.write(state, path, print, lambda _: None))
@@ -69,7 +69,7 @@ def save_times(folder: Path, rounds: int, sharded: bool) -> dict[str, list[float
 
 
 def load_times(folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each load without and with verification."""
+    """Return the duration in seconds of each load without and with verification."""
     path = folder / "whole.pth"
     write_checkpoint(model_and_state(sharded=False)[1], path, print)
     times: dict[str, list[float]] = {"torch.load": [], "verified": []}

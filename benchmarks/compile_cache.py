@@ -1,4 +1,4 @@
-"""Time until a compiled model has finished its first training step and validation on the first and on the second start.
+"""Measure the time until a compiled model has finished its first step and validation, at the first and second start.
 
 python benchmarks/compile_cache.py --rounds 3 --out benchmarks/results/compile_cache.md
 """
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 def start(depth: int, how: CompileOptions | None) -> dict[str, Any]:
-    """Return the seconds until the first step and validation are done in this process, and inductor's cache hits."""
+    """Return the seconds until the first step and validation have finished, and inductor's cache hits."""
     torch.manual_seed(0)
     net, inputs, targets = ConvNet(depth), torch.randn(4, 3, 64, 64), torch.arange(4)
     report = CompileReport()
@@ -112,7 +112,7 @@ def rows(scope: str, measured: dict[str, list[dict[str, Any]]]) -> list[list[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--depth", type=int, default=6, help="number of blocks of each width")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each start")
+    parser.add_argument("--rounds", type=int, default=3, help="number of measurements of each start")
     parser.add_argument("--threads", type=int, default=2, help="number of torch threads")
     parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     parser.add_argument("--start", choices=STARTS, help=argparse.SUPPRESS)

@@ -33,7 +33,7 @@ COMPILED: dict[str, Callable[[Work], float]] = {
 
 
 def installed() -> dict[str, Callable[[Work], float]]:
-    """Return the contenders whose packages are installed; print the names of the others."""
+    """Return the contenders whose packages are installed, and print the names of the others."""
     found = {}
     for name, (package, contender) in CONTENDERS.items():
         if find_spec(package) is None:

@@ -1,4 +1,4 @@
-"""Images per second on one core: pairs of 2048 x 1024 PNG files, transforms of the recipe cityscapes_pplite_seg75.
+"""Images per second on one core, for pairs of 2048 x 1024 PNG files with the transforms of cityscapes_pplite_seg75.
 
 python benchmarks/data.py --rounds 5 --out benchmarks/results/data.md
 
@@ -10,15 +10,14 @@ thread:
 - slipstream: only the required crop is resized, once; color transforms and normalization then run on the batch. PNGs
   are decoded by Pillow or pywuffs, or read from the decode cache.
 
-Slipstream runs color transforms and normalization on the training device. It is measured twice: once for only
-the work of a data worker (`worker`), and once including the device transforms on the same core (`all`), as on a
-machine without an accelerator. The other contenders have no device transforms. Contenders that are not installed are
-skipped.
+Slipstream runs color transforms and normalization on the training device. It is measured twice: once with only the work
+of a data worker (`worker`), and once with the device transforms on the same core (`all`), as on a machine without an
+accelerator. The other contenders have no device transforms. Contenders that are not installed are skipped.
 
-Speed is per second of CPU time, so other programs on the machine affect the result only through shared
-caches and hyper-threads. `time waiting` is the fraction of wall time in which other programs had the core. Files are
-in the page cache, and the decode cache's checksums have already been verified. `added MB` is the increase in the
-process's private memory during the batches.
+Speeds are per second of CPU time, so other programs on the machine affect the result only through shared caches and
+hyper-threads. `time waiting` is the fraction of wall time during which other programs used the core. Files are in the
+page cache, and the decode cache's checksums have already been verified. `added MB` is the increase in the process's
+private memory during the batches.
 """
 
 from __future__ import annotations
@@ -130,26 +129,26 @@ def albumentations(root: Path) -> Pipeline:
 
 
 def slipstream(root: Path, cache: Path | None = None) -> Pipeline:
-    """Return the worker part of Slipstream's pipeline."""
+    """Return the part of Slipstream's pipeline that runs in a worker."""
     data = CityscapesDataset(root, split="train", ignore_label=IGNORED, transforms=TRANSFORMS, cache=cache)
     return lambda index, epoch: data[SampleIndex(index, seed=0, epoch=epoch)]
 
 
 def by_pillow(root: Path) -> Pipeline:
-    """Return the worker part of Slipstream's pipeline with Pillow as decoder."""
+    """Return the part of Slipstream's pipeline that runs in a worker, with Pillow as the decoder."""
     decode._formats = lambda: None
     return slipstream(root)
 
 
 def by_pywuffs(root: Path) -> Pipeline:
-    """Return the worker part of Slipstream's pipeline with pywuffs as PNG decoder."""
+    """Return the part of Slipstream's pipeline that runs in a worker, with pywuffs as the PNG decoder."""
     import pywuffs  # noqa: F401  (skip this contender if it is not installed)
 
     return slipstream(root)
 
 
 def cached(root: Path) -> Pipeline:
-    """Return the worker part of Slipstream's pipeline with a filled and verified cache."""
+    """Return the part of Slipstream's pipeline that runs in a worker, with a filled and verified cache."""
     get = slipstream(root, root / "cache")
     for index in [*range(image_count(root))] * 2:
         get(index, 0)
@@ -260,7 +259,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each contender")
+    parser.add_argument("--rounds", type=int, default=5, help="number of measurements of each contender")
     parser.add_argument("--images", type=int, default=24, help="number of image pairs to generate")
     parser.add_argument("--batches", type=int, default=6, help="number of batches of 8 per measurement")
     parser.add_argument("--size", default="1024x2048", help="HxW of the images")

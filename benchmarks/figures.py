@@ -36,7 +36,7 @@ NAMES = {
     "ddrnet_23_slim": "DDRNet-23-slim",
 }
 LOADERS = {"own data set": "custom dataset"}
-"""Labels of data loaders that were renamed after a result was written."""
+"""Maps the labels of data loaders in older results to their current names."""
 TWO_PROCESSES = "Tiny networks in two gloo processes (the loop uses DDP)"
 DECODERS = {
     "PIL": "Pillow, one transform after the other",
@@ -141,7 +141,7 @@ def readme() -> str:
 
 
 def overhead_note() -> str:
-    """Return what the results of overhead.py do not contain."""
+    """Return a note about overhead that the results of overhead.py do not include."""
     return (
         "The overhead was measured before reports were added; their timer adds about "
         f"{median(result('report_overhead')['timer_us']):.0f} µs per step ({machine('report_overhead')})."
@@ -207,7 +207,7 @@ def one_graph() -> str:
 
 
 def channels_last() -> str:
-    """Return how much longer channels_last alone takes in a hand-written loop."""
+    """Return the step time of hand-written loops with channels_last, relative to the default layout."""
     parts = result("one_graph")["milliseconds"]["The recipes' networks"]
     rows = [
         [NAMES[name], ratio(times["loop, channels_last"], times["loop"])] for name, times in parts.items()
@@ -416,7 +416,7 @@ def pages() -> list[Path]:
 
 
 def rendered(text: str, page: str) -> str:
-    """Return a page with its regions written again.
+    """Return a page with its regions regenerated.
 
     Raises:
         ValueError: a region has an unknown name or no end.
@@ -438,7 +438,7 @@ def rendered(text: str, page: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; print what differs")
+    parser.add_argument("--check", action="store_true", help="do not change files; print the differences")
     args = parser.parse_args()
     texts = {page: page.read_text(encoding="utf-8") for page in pages()}
     new = {page: rendered(text, page.name) for page, text in texts.items()}

@@ -1,4 +1,4 @@
-"""Time of an optimizer step for a ResNet-18 with fused kernels, foreach kernels, and a loop over the parameters.
+"""Measure the optimizer step of a ResNet-18 with fused kernels, foreach kernels, and a loop over the parameters.
 
 python benchmarks/fused.py --rounds 21 --out benchmarks/results/fused.md
 """

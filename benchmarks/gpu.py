@@ -1,10 +1,10 @@
-"""The networks of five recipes with their crops and batch sizes on one GPU: time, memory, launches, host reads.
+"""Measure the networks of five recipes on one GPU: step time, memory, kernel launches and host reads.
 
     python benchmarks/gpu.py --out benchmarks/results/gpu.md
 
 All contenders of a network train in bf16 on batches that are already on the device, so only the step is measured. They
-are created one after the other and then measured in turn. The results are written after every contender; a run
-that is stopped keeps them, and a later run on the same GPU (`--networks`) adds to them. No contender starts after
+are created one after the other and then measured in turn. The results are written after every contender, so they are
+kept if a run is stopped. A later run on the same GPU (`--networks`) adds to them. No contender starts after
 `--minutes`, divided evenly among the networks. (Smoke test: `--device cpu --size 64 --batch-size 2 --steps 2`.)
 """
 
@@ -81,7 +81,7 @@ class Device:
         return math.nan if self.is_cpu else torch.accelerator.max_memory_reserved()
 
     def host_reads(self, train: Train, steps: int) -> float:
-        """Return how often the host waits for the device in one step, as counted by torch."""
+        """Return how many times the host waits for the device in one step, as counted by torch."""
         if self.device.type != "cuda":
             return math.nan
         torch.cuda.set_sync_debug_mode("warn")
@@ -159,7 +159,7 @@ class Results:
                 self.networks = read["networks"]
 
     def own(self) -> Iterator[Figures]:
-        """Yield the measurements of Slipstream's contenders."""
+        """Yield the measurements of the contenders that use Slipstream."""
         for network in self.networks.values():
             yield from (found for name, found in network["contenders"].items() if "Slipstream" in name)
 
@@ -276,8 +276,8 @@ def main() -> int:
     )
     parser.add_argument("--device", default=usable_devices()[0], help="device to train on")
     parser.add_argument("--backend", default="inductor", help="compiler (default: inductor)")
-    parser.add_argument("--steps", type=int, default=10, help="steps of each measurement")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each contender")
+    parser.add_argument("--steps", type=int, default=10, help="number of steps per measurement")
+    parser.add_argument("--rounds", type=int, default=5, help="number of measurements of each contender")
     parser.add_argument("--size", type=int, help="crop size (default: the recipe's)")
     parser.add_argument("--batch-size", type=int, help="batch size (default: the recipe's)")
     parser.add_argument("--minutes", type=float, default=8, help="do not start a contender after this time")

@@ -1,4 +1,4 @@
-"""The contenders of benchmarks/gpu.py: each trains the same network in bf16 on batches that are on the device."""
+"""The contenders for benchmarks/gpu.py. Each trains the same network in bf16 on batches that are on the device."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Setting:
 
 
 Train = Callable[[int, Clock], Tensor]
-"""A function that trains for a number of steps between `clock.start` and `clock.stop` and returns the last loss."""
+"""A function that trains a number of steps between `clock.start` and `clock.stop`, and returns the last loss."""
 
 
 def each_step(setting: Setting, step: Step) -> Train:

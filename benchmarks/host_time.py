@@ -1,8 +1,8 @@
-"""Host time of the compiled step compared with `jax.jit`, for networks so small that host time dominates.
+"""Compare the host time of the compiled step with `jax.jit`, for networks so small that host time dominates.
 
     python benchmarks/host_time.py --rounds 9 --out benchmarks/results/host_time.md
 
-All contenders run interleaved in one process, which is bound to one core, because JAX dispatches work to its own
+All contenders run interleaved in one process. The process is bound to one core, because JAX dispatches work to its own
 threads. Ratios are computed within a round. JAX is optional (`pip install jax`, part of the `bench` extra). If it is
 missing, the result says so.
 """
@@ -166,7 +166,7 @@ def describe(cases: dict[str, dict[str, list[tuple[float, float]]]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=9, help="measurements of each contender")
+    parser.add_argument("--rounds", type=int, default=9, help="number of measurements of each contender")
     parser.add_argument("--seconds", type=float, default=0.3, help="seconds per contender and round")
     parser.add_argument("--out", help="write Markdown to this file, and JSON next to it")
     args = parser.parse_args()

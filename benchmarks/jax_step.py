@@ -36,7 +36,7 @@ def jax_step(net: nn.Sequential, optimizer: torch.optim.Optimizer) -> Callable[[
 
     compiled = jax.jit(step, donate_argnums=0)
     zeros = [jax.tree.map(jnp.zeros_like, params) for _ in range(2)]
-    lr = jnp.float32(optimizer.param_groups[0]["lr"])  # an argument, so a schedule can change it
+    lr = jnp.float32(optimizer.param_groups[0]["lr"])  # passed as an argument, so a schedule can change it
     state: Any = (params, buffers, (jnp.float32(0), *zeros))
 
     def run(batch: tuple[Any, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Resident memory during a long training run with the default hooks, to detect leaks.
+"""Record the resident memory during a long training run with the default hooks, to detect leaks.
 
 python benchmarks/memory.py --steps 100000 --out benchmarks/results/memory.md
 """
@@ -28,7 +28,7 @@ BATCH_SIZE = 8
 STEPS_PER_EPOCH = 1000
 THREADS = 2
 WARM_UP = 0.2
-"""The fraction of the steps during which caches and bounded histories may fill up."""
+"""Fraction of the steps after which caches and bounded histories are assumed to be full."""
 
 
 class TinyMLP(BaseModel):
@@ -60,7 +60,7 @@ def resident_bytes() -> int:
 
 
 def train(steps: int) -> dict[int, int]:
-    """Train for `steps` steps and return the resident bytes at each tenth of them."""
+    """Train for `steps` steps, and return the resident bytes after each tenth of the steps."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(STEPS_PER_EPOCH * BATCH_SIZE, 16, generator=generator)
     targets = torch.randint(0, 4, (len(inputs),), generator=generator)
@@ -84,7 +84,7 @@ def train(steps: int) -> dict[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=100_000, help="a multiple of 10,000")
+    parser.add_argument("--steps", type=int, default=100_000, help="number of steps, a multiple of 10,000")
     parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     args = parser.parse_args()
     if args.steps < 10_000 or args.steps % 10_000:

@@ -1,8 +1,9 @@
-"""Time of an optimizer step for a ResNet-18 with and without the NaN guard (action 'skip').
+"""Measure the optimizer step of a ResNet-18 with and without the NaN guard (action 'skip').
 
     python benchmarks/nan_guard.py --rounds 21 --clock cpu --out benchmarks/results/nan_guard.md
 
-The guard checks all gradients. Fused optimizers skip a step themselves; for others, weights and state are copied.
+The guard checks all gradients. Fused optimizers can skip a step themselves; for other optimizers, the guard copies
+weights and state.
 """
 
 from __future__ import annotations

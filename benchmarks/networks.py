@@ -31,7 +31,7 @@ class Case:
     """Whether there is one class per pixel instead of one per image."""
     learning_rate: float = 0.01
     tolerance: float = 1e-3
-    """Relative tolerance of the losses of the first steps. BatchNorm over few values amplifies rounding errors."""
+    """Relative tolerance for the losses of the first steps. BatchNorm over few values amplifies rounding errors."""
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The training step as one graph, compared with hand-written loops.
+"""Compare the training step as one graph with hand-written loops.
 
     python benchmarks/one_graph.py --rounds 7 --out benchmarks/results/one_graph.md
 
@@ -179,14 +179,16 @@ def describe(cases: dict[str, dict[str, list[float]]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7, help="measurements of each contender")
+    parser.add_argument("--rounds", type=int, default=7, help="number of measurements of each contender")
     parser.add_argument("--seconds", type=float, default=0.5, help="seconds per contender and round")
-    parser.add_argument("--threads", type=int, default=2, help="torch threads of the single process")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="number of torch threads in the part with a single process"
+    )
     parser.add_argument(
         "--clock",
         choices=CLOCKS,
         default="wall",
-        help="clock for the single process; cpu: CPU time of the process",
+        help="clock for the part with a single process; cpu measures the CPU time of the process",
     )
     parser.add_argument(
         "--networks",

@@ -36,15 +36,15 @@ from library_cases import CASES, Case, folder, missing  # noqa: E402
 ENGINES = {"MMEngine": "mmengine", "Slipstream": "slipstream", "Slipstream, compile": "slipstream"}
 COMPILED = "Slipstream, compile"
 WARMUP = 12
-"""Untimed steps. A graph for batches with another shape than the first is compiled after eight such batches."""
+"""Untimed steps. After eight batches whose shape differs from the first, a graph for these batches is compiled."""
 ROUNDS = 7
 ROUND_SECONDS = 2.0
 _RESERVE = 0.4
-"""Part of the remaining time of a case that is reserved for the rounds."""
+"""Fraction of a case's remaining time that is reserved for the rounds."""
 
 
 class WorkerError(Exception):
-    """A process failed, or did not answer in time."""
+    """A process failed, or did not answer before the time limit."""
 
 
 class Worker:
@@ -138,7 +138,7 @@ def checked(case: Case, work: Path, data: Path, resume: bool, seconds: float) ->
 
 
 def started(case: Case, work: Path, data: Path, budget: float) -> dict[str, Worker]:
-    """Start all processes; the one that compiles starts its untimed steps, which take the longest."""
+    """Start all processes, and the untimed steps of the process that compiles, because these take the longest."""
     common = [*case.options(data, 10**6), "default_hooks.checkpoint.interval=1000000"]
     common.append("default_hooks.logger.interval=50")
     extra = [f"speed.compile.budget={budget:g}", "speed.compile.wait=True"]
@@ -154,7 +154,7 @@ def timed(workers: dict[str, Worker], end: float) -> dict[str, Any]:
     """Return the seconds per step in each round by engine, the scope of the compiled code, and failures."""
     failures: dict[str, str] = {}
     scope, steps = None, 0
-    reserve = _RESERVE * (end - time.monotonic())  # for the rounds
+    reserve = _RESERVE * (end - time.monotonic())  # time reserved for the rounds
     for engine, worker in list(workers.items()):
         try:
             if engine != COMPILED:
@@ -196,7 +196,7 @@ def why_not_one_graph(log: Path) -> str | None:
 
 
 def run(name: str, limit: float, budget: float | None) -> dict[str, Any]:
-    """Return the result of a case within `limit` seconds; without a budget, the times are not measured."""
+    """Return the result of a case within `limit` seconds; if no budget is set, the times are not measured."""
     case = CASES[name]
     if (reason := missing(case)) is not None:
         return {"library": case.library, "name": name, "config": case.config, "missing": reason}
@@ -227,7 +227,7 @@ def run(name: str, limit: float, budget: float | None) -> dict[str, Any]:
 
 
 def ratios(case: dict[str, Any], engine: str) -> list[float]:
-    """Return the time of a step divided by MMEngine's in the same round."""
+    """Return the step time divided by MMEngine's step time in the same round."""
     seconds = case.get("seconds", {})
     if engine not in seconds or "MMEngine" not in seconds:
         return []

@@ -1,4 +1,4 @@
-"""Time per training step of tiny networks, where framework overhead dominates, compared with a plain loop.
+"""Compare the step times of tiny networks, where framework overhead dominates, with those of a plain loop.
 
     python benchmarks/overhead.py --steps 1500 --rounds 5 --out benchmarks/results/overhead.md
 
@@ -124,7 +124,7 @@ def train(
         seconds = contender(
             Work(net, loader, lambda net, batch: criterion(net(batch[0]), batch[1]), sgd, folder, epochs)
         )
-    assert torch.get_num_threads() == threads, "a framework changed the number of threads"
+    assert torch.get_num_threads() == threads, "a framework changed the number of torch threads"
     return seconds, net
 
 

@@ -1,13 +1,14 @@
-"""Time that the run report adds to a training step of the recipe street_scenes_pp_lite_t on a CPU.
+"""Measure the time that the run report adds to a training step of the recipe street_scenes_pp_lite_t on a CPU.
 
     python benchmarks/report_overhead.py --steps 60 --rounds 15 --out benchmarks/results/report_overhead.md
 
-The difference between runs with and without the report is smaller than the noise of their times. Therefore, the work of
-the report is measured directly: the recipe trains with one thread, and each round repeats the work of the report in one
-step many times.
+The difference between runs with and without the report is smaller than the noise in their times. Therefore, the work of
+the report is measured directly: the recipe trains with one thread, and each round repeats many times the work that the
+report does in one step.
 
 - The timer: the calls of one step, in the order recorded in the run.
-- The hook: one reading of the losses, with new values of each scalar and the memory of the process. Its time is divided
+- The hook: one reading of the losses, with new values for each scalar and the memory of the process. Its time is
+divided
   by the log interval.
 
 All times are CPU times, because other programs may use the machine.
@@ -35,7 +36,7 @@ RECIPE = "street_scenes_pp_lite_t"
 
 
 class Recorder(PhaseTimes):
-    """A timer that stores the phases of the current step, and of the last finished step."""
+    """A timer that stores the phases of the current step and those of the last finished step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class Recorder(PhaseTimes):
 
     def end_step(self) -> None:
         super().end_step()
-        self.step, self.calls = tuple(self.calls[:-1]), []  # the last call is that of end_step
+        self.step, self.calls = tuple(self.calls[:-1]), []  # the last call belongs to end_step
 
 
 class Clock(Hook):
@@ -101,7 +102,7 @@ def timer_us(step: tuple[str, ...], repeats: int) -> float:
 
 
 def reading_us(runner: Runner, hook: ReportHook, interval: int, repeats: int) -> float:
-    """Return the microseconds of CPU time that one call of `read_logs` takes after `interval` steps."""
+    """Return the microseconds of CPU time that one call to `read_logs` takes after `interval` steps."""
     histories = [
         history for key, history in runner.message_hub.log_scalars.items() if key.startswith("train/")
     ]

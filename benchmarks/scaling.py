@@ -1,12 +1,12 @@
-"""Step times of 2 and 4 processes, compared with predictions from single-process times and microbenchmarks.
+"""Compare step times with 2 and 4 processes with predictions from single-process times and microbenchmarks.
 
     python benchmarks/scaling.py --rounds 3 --out benchmarks/results/scaling.md
 
 Each round measures one process while the others wait, then all processes independently (side by side), then
 distributed training. `slipstream.apps.scaling` predicts the times using only the single-process step times and the
-microbenchmarks of collectives. The side-by-side steps, which do not communicate, show which errors come from the
-machine model and which from the communication model. The minimum over the rounds is used, because other programs can
-only increase the times.
+microbenchmarks of collectives. Side-by-side steps do not communicate, so they show which part of the error comes from
+the machine model and which from the communication model. The minimum over the rounds is used, because other programs
+can only increase the times.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def cluster_of(pings_of_rounds: list[dict[str, Any]], processes: int) -> Cluster
         gpus_per_node=processes,
         intra=Link(alpha, share * beta),
         inter=Link(alpha, share * beta),
-        # This and the next line only determine how the measured step time is divided among the blocks.
+        # This line and the next only determine how the measured step time is divided among the blocks.
         flops=100e9,
         memory_bandwidth=10e9,
         memory=1e12,

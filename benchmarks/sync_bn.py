@@ -2,8 +2,8 @@
 
     python benchmarks/sync_bn.py --rounds 15 --out benchmarks/results/sync_bn.md
 
-Both variants run in turn in the same processes, on a network of thirty 1x1 convolutions, each followed by a SyncBN
-layer, so communication dominates.
+Both variants take turns in the same processes. The network consists of thirty 1x1 convolutions, each followed by a
+SyncBN layer, so communication dominates.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ PLAN, AUTO, BASELINE = "plan", 'speed="auto"', "baseline"
 ROUND_SECONDS = 1.0
 MOST_ROUNDS = 9
 SEARCH_PART = 0.55
-"""Maximum fraction of a recipe's time for the search. The remaining time is for measuring its plan again."""
+"""Maximum fraction of a recipe's time for the search. The plan is measured again in the remaining time."""
 MEASURED = ("adopted", "slower", "no gain", "inconclusive")
 END_SECONDS = 5.0
 """Time in seconds that is reserved for ending processes."""
@@ -116,7 +116,7 @@ def measure(cfg: Mapping[str, Any], every: Sequence[Contender], end: float) -> N
     with ExitStack() as stack:
         cache = stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-tune-"))
         for number, contender in enumerate(every):
-            # Each contender reserves time for its part of five rounds.
+            # For each contender, reserve the time that it needs in five rounds.
             reserve = 5 * 1.5 * ROUND_SECONDS * (number + 1)
             contender.setting = replace(contender.setting, compile_cache=cache)
             contender.start(cfg, stack, end - reserve)

@@ -29,7 +29,7 @@ from slipstream.runner import Runner
 
 
 def points(count, seed):
-    \"\"\"Return points of the plane, and whether they are inside of a ring.\"\"\"
+    \"\"\"Return points in the plane, and whether each is inside a ring.\"\"\"
     inputs = torch.randn(count, 2, generator=torch.Generator().manual_seed(seed))
     radius = inputs.norm(dim=1)
     return TensorDataset(inputs, ((radius > 0.7) & (radius < 1.5)).long())

@@ -47,7 +47,7 @@ def main():
         ),
         optim_wrapper=dict(
             type="OptimWrapper",
-            # type="AmpOptimWrapper", dtype="bfloat16",  # mixed precision, on hardware that supports it well
+            # type="AmpOptimWrapper", dtype="bfloat16",  # mixed precision, on hardware with native bfloat16 support
             optimizer=dict(type="AdamW", lr=0.001, weight_decay=0.01),
         ),
         param_scheduler=dict(type="OneCycleLR", eta_max=0.002, by_epoch=True, convert_to_iter_based=True),

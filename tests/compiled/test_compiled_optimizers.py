@@ -391,7 +391,7 @@ MID_RUN = [
 
 CASES = [*ALL, *LEARNING_RATES, *MID_RUN]
 GROUPS = {
-    "Optimizers of `torch.optim`": [*ALL, *NOT_HERE],
+    "Optimizers from `torch.optim`": [*ALL, *NOT_HERE],
     "Tensor learning rates and betas": LEARNING_RATES,
     "Changes during training": MID_RUN,
 }

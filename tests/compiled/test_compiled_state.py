@@ -347,7 +347,7 @@ LOSSES = [
 
 CASES = [*OPTIMIZERS, *BUFFERS, *AVERAGED, *BATCHES, *LOSSES]
 GROUPS = {
-    "Optimizers of pytorch_optimizer, and custom optimizers": OPTIMIZERS,
+    "Optimizers from pytorch_optimizer, and custom optimizers": OPTIMIZERS,
     "Buffers": BUFFERS,
     "Buffers and averages": AVERAGED,
     "Batches": BATCHES,

@@ -37,9 +37,9 @@ were active. `python tests/matrix/matrix_page.py` generates this page from the t
   options with every precision, with and without SAM. It takes too long for `.ci/run`, which runs the other two
   commands.
 
-In `make matrix`, a run has many options. The runs are covering arrays (`tests/matrix/matrix_arrays.py`): for every two
-options that can be combined, there are runs with both, with either one, and with neither. Each option is tested on both
-networks, but a pair may be tested on only one.
+In `make matrix`, each run enables many options. The runs are covering arrays (`tests/matrix/matrix_arrays.py`): for
+every two options that can be combined, there are runs with both, with either one, and with neither. Each option is
+tested on both networks, but a pair may be tested on only one.
 
 In `make exhaustive`, each pair is tested on one network in one process and on the other network in two processes; pairs
 that require several processes are tested on both networks. Each triple is tested once, alternating between the networks
@@ -59,7 +59,7 @@ _BOTTOM = """## Tolerances
 
 - `bf16` and `fp16` are compared with the same loop under autocast. fp16 starts with a loss scale at which the first
   step overflows. The comparison includes the skipped step and the changes to the scale. On an accelerator, the absolute
-  tolerance of both is doubled, because its kernels are not those of the loop.
+  tolerance of both is doubled, because its kernels differ from those that the loop uses.
 - In each precision, the tests detect an option that should change the results but has no effect: in the hand-written
   loop, each such option changes weights or averages by more than ten times the absolute tolerance.
 - SWA averages every second update. Layer decay treats the first convolution and the block as its layers.

@@ -20,8 +20,8 @@ HEAD = """# MMEngine's public API
 `slipstream.openmmlab` makes `import mmengine` import Slipstream
 ([OpenMMLab's libraries](from_mmengine.md#openmmlabs-libraries)). This page lists the {total} public names of
 MMEngine {version} with the parameters of functions and constructors: {same} are equal, {differs} differ, and {missing}
-are missing. `python tests/openmmlab/mmengine_page.py` generates it from the recorded names of MMEngine and by importing
-those of Slipstream.
+are missing. `python tests/openmmlab/mmengine_page.py` generates the page: it compares recorded names of MMEngine with
+the modules of Slipstream.
 
 A name is listed once, at its shortest module path. Additional parameters and methods of Slipstream, and the behavior of
 functions, are not compared here; [from_mmengine.md](from_mmengine.md#openmmlabs-libraries) lists the differences in
@@ -34,9 +34,9 @@ TESTING = "helpers of MMEngine's own tests"
 BACKENDS = "files are read from local storage or by fsspec"
 FORMATS = "`load` and `dump` support JSON, YAML and pickle; further formats cannot be registered"
 OPTIMIZERS = "optimizers are found in torch and in installed packages when a configuration names them"
-MODELS = "names of models in other projects are not resolved; pass a path or an address"
+MODELS = "names of models in other projects are not resolved; pass a path or a URL"
 ZOO = "the experiment tracker has no backend in Slipstream"
-PARSING = "part of MMEngine's reader of configurations"
+PARSING = "part of MMEngine's configuration parser"
 SPEED = "set by a speed option instead"
 LOGS = "part of MMEngine's logger"
 HELPERS = "not used by mmcv, mmpretrain, mmsegmentation and mmdetection"

@@ -123,7 +123,7 @@ def test_an_index_selects_instances_in_all_fields():
     assert (len(empty), empty.names, empty.boxes.shape) == (0, [], (0, 4))
     with pytest.raises(IndexError, match="3 is out of range"):
         instances[3]
-    with pytest.raises(AssertionError, match="mask has the length 2"):
+    with pytest.raises(AssertionError, match="mask has length 2"):
         instances[torch.tensor([True, False])]
 
 
@@ -144,7 +144,7 @@ def test_pixel_data_is_cropped():
     assert maps.shape == (3, 4)
     assert maps[1:, :2].label.tolist() == [[[4, 5], [8, 9]]]
     assert maps[0, 3].label.tolist() == [[[3]]]
-    with pytest.warns(UserWarning, match="becomes"):
+    with pytest.warns(UserWarning, match="is stored with shape"):
         maps.other = torch.zeros(3, 4)
     assert maps.other.shape == (1, 3, 4)
     with pytest.raises(AssertionError, match="the size is"):

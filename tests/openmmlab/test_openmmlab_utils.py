@@ -64,7 +64,7 @@ def test_the_newest_instance_is_the_current_one():
             super().__init__(name)
             self.size = size
 
-    with pytest.raises(RuntimeError, match="there is no Thing"):
+    with pytest.raises(RuntimeError, match="no Thing has been created"):
         Thing.get_current_instance()
     first = Thing.get_instance("first", size=3)
     second = Thing.get_instance("second")

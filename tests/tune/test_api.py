@@ -468,7 +468,7 @@ def test_a_missing_compiler_is_the_reason_in_the_row(own, monkeypatch, short_rou
 
 
 def test_a_configuration_without_training_is_refused():
-    with pytest.raises(ConfigError, match="train_dataloader: is required to measure training"):
+    with pytest.raises(ConfigError, match="train_dataloader: is required, because training is measured"):
         tune_config({"model": dict(type=tiny_runs.Net)})
 
 

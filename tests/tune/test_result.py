@@ -23,7 +23,7 @@ def result(**changes):
     outcome = Outcome(
         rows=[
             Row("compile=step", "adopted", "", "baseline", FASTER, 0.05, 812.0, 30.0, (1e-6, 2e-6)),
-            Row("precision=bf16", "rejected", "different numbers: 1 and 2"),
+            Row("precision=bf16", "rejected", "different losses: 1 and 2"),
         ],
         setting=Setting({"compile": {"scope": "step"}}, num_workers=2, compile_cache="/tmp/x"),
         adopted=["num_workers=2", "compile=step"],
@@ -65,19 +65,19 @@ def test_the_batch_size_of_an_accumulation_is_written_and_read(tmp_path):
 
 def test_summary_says_when_nothing_pays():
     text = result(total=None, setting=Setting(), adopted=[]).summary()
-    assert "No measured option makes a_recipe faster on this machine; keep the present options." in text
+    assert "No measured option makes a_recipe faster on this machine; keep the current options." in text
 
 
 def test_table_contains_ratio_interval_memory_and_reason():
     text = str(result())
     assert "1.90-2.10" in text
     assert "812" in text
-    assert "rejected: different numbers: 1 and 2" in text
+    assert "rejected: different losses: 1 and 2" in text
 
 
 def test_a_product_of_ratios_has_no_interval():
     text = result(total_is_product=True).summary()
-    assert "compile=step: 2.00 times the speed of the baseline (product of the single ratios)." in text
+    assert "compile=step: 2.00 times the speed of the baseline (product of the individual ratios)." in text
 
 
 def test_brackets_in_a_reason_are_printed():

@@ -238,7 +238,7 @@ def test_a_budget_too_short_for_one_trial_names_the_minimum(fake_process):
 def test_a_step_longer_than_the_budget_is_named(fake_process):
     late = TrialError("timed out", "")
     with pytest.raises(
-        ConfigError, match=r"did not finish a step in this time; one trial needs at least 240 s"
+        ConfigError, match=r"did not finish a single step within this time; one trial needs at least 240 s"
     ):
         search({"": Script(error=late)})
     some = TrialError("timed out", "", (30.0, 12.0, 12.0))

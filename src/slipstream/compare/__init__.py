@@ -1,4 +1,4 @@
-"""Compare training steps of a hand-written loop, Slipstream and other frameworks, each in its own process."""
+"""Compare the training steps of a hand-written loop, Slipstream and other frameworks, each in its own process."""
 
 from slipstream.compare.contenders import CONTENDERS, Contender, Work
 from slipstream.compare.measure import Comparison, Entry, compare

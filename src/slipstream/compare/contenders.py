@@ -63,7 +63,7 @@ class _Clock:
 
 
 def hand_written(work: Work, compiled: bool = False) -> float:
-    """Train with a loop of plain PyTorch, optionally with `torch.compile(model)`."""
+    """Train with a loop in plain PyTorch, optionally with `torch.compile(model)`."""
     optimizer, clock = work.make_optimizer(work.net), _Clock()
     net: Any = torch.compile(work.net) if compiled else work.net
     net.train()
@@ -83,7 +83,7 @@ compiled_loop = partial(hand_written, compiled=True)
 
 
 def with_accelerate(work: Work) -> float:
-    """Train with Accelerate, in its documented loop."""
+    """Train with Accelerate, using the loop from its documentation."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=work.device.type == "cpu")
@@ -104,7 +104,7 @@ def with_accelerate(work: Work) -> float:
 
 
 def with_lightning(work: Work) -> float:
-    """Train with Lightning's Trainer, without loggers, checkpoints and the progress bar."""
+    """Train with Lightning's Trainer, without loggers, checkpoints and a progress bar."""
     import lightning.pytorch as pl
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -186,7 +186,7 @@ def _with_runner(work: Work, base_model: Any, base_hook: Any, runner: Any, **opt
             return {"loss": work.loss(self.net, batch or named)}
 
         def init_weights(self) -> None:
-            """Keep the weights, which all contenders share."""
+            """Keep the initial weights, because all contenders must start from the same weights."""
 
     class Epochs(base_hook):
         def before_train_epoch(self, runner: Any) -> None:
@@ -225,7 +225,7 @@ def _with_runner(work: Work, base_model: Any, base_hook: Any, runner: Any, **opt
 
 
 def _observe(runner: Any, observer: Observer | None) -> None:
-    """Make an observed run wait for its compilation, and report to the observer whether it uses the compiled code."""
+    """Make an observed run wait for its compilation, and tell the observer whether the run uses the compiled code."""
     if observer is None:
         return
     from slipstream.model import unwrap_model
@@ -242,7 +242,7 @@ def _observe(runner: Any, observer: Observer | None) -> None:
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to train."""
+    """A framework, or a configuration of one, that trains the same run."""
 
     label: str
     package: str
@@ -266,4 +266,4 @@ CONTENDERS = {
         partial(with_slipstream, speed={"compile": {"scope": "step"}}),
     ),
 }
-"""The contenders by the names that `slipstream compare --with` accepts."""
+"""Maps the names that `slipstream compare --with` accepts to the contenders."""

@@ -25,10 +25,10 @@ from slipstream.tune.statistics import Estimate, difference, estimate
 __all__ = ["FINAL_TOLERANCE", "WARMUP", "Comparison", "Entry", "compare"]
 
 WARMUP = 10
-"""Number of untimed steps at the beginning, whose losses are compared."""
+"""Number of untimed steps at the beginning. The losses of these steps are compared."""
 FINAL_TOLERANCE = 0.05
-"""Maximum difference of the final losses, relative to the first loss of the loop. It is not relative to the final
-loss, which may be close to 0, while rounding differences accumulate over the steps."""
+"""Maximum difference of the final losses, relative to the first loss of the loop. It is not relative to the final loss,
+because rounding differences accumulate over the steps and the final loss may be close to 0."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def _entry(running: _Running, loop: _Running) -> Entry:
 
 
 def _difference(running: _Running, loop: _Running, count: int) -> str:
-    """Describe how the losses differ from those of the loop by more than the tolerance; empty if they do not."""
+    """Describe where the losses differ from the loop's by more than the tolerance; empty if they do not."""
     allowed = LOW_PRECISION if running.low_precision else EXACT
     first, mean = difference(running.losses, loop.losses)
     if not (first <= allowed.first and mean <= allowed.mean):  # also for NaN

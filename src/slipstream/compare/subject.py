@@ -1,4 +1,4 @@
-"""What all contenders train: a model with its weights, prepared batches, and an optimizer."""
+"""The training run that all contenders share: a model with its weights, prepared batches, and an optimizer."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _TRAINING_PARAMS = (
     "torch_compile_options",
     "speed",
 )
-"""SuperGradients' keys of options that change how the step is computed."""
+"""SuperGradients' keys for options that change how the step is computed."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, batches on its device, and an optimizer of its parameters."""
+    """A model, batches on its device, and an optimizer for its parameters."""
 
     name: str
     model: nn.Module
@@ -60,7 +60,7 @@ class Subject:
 
 
 class Batches(Dataset[Any]):
-    """A dataset whose samples are whole batches. It repeats them until it has `length` samples."""
+    """A dataset whose samples are whole batches, which are repeated until the dataset has `length` samples."""
 
     def __init__(self, batches: list[Any], length: int = _STEPS) -> None:
         self._batches, self._length = batches, length
@@ -80,13 +80,13 @@ def model_loss(net: Any, batch: Any) -> Tensor:
 
 
 def config_subject(cfg: Mapping[str, Any], name: str) -> Subject:
-    """Return the model, the first batches and the optimizer of a Runner's configuration.
+    """Return the model, the first batches and the optimizer that a Runner's configuration defines.
 
     Speed options, hooks, gradient clipping, schedules and weight averaging are left out, because the frameworks
     implement them differently. The batches are loaded and preprocessed once.
 
     Raises:
-        ConfigError: the configuration does not train, or its optimizer wrapper has several optimizers.
+        ConfigError: the configuration does not include training, or its optimizer wrapper has several optimizers.
     """
     from slipstream.runner import Runner
     from slipstream.runner.builders import build_optim
@@ -95,7 +95,7 @@ def config_subject(cfg: Mapping[str, Any], name: str) -> Subject:
 
     for key in ("train_dataloader", "train_cfg", "optim_wrapper"):
         if cfg.get(key) is None:
-            raise ConfigError("is required to measure training", key)
+            raise ConfigError("is required, because training is measured", key)
     with tempfile.TemporaryDirectory(prefix="slipstream-compare-") as folder:
         plain = _plain(cfg, Path(folder))
         with at_user_paths(plain):
@@ -104,7 +104,10 @@ def config_subject(cfg: Mapping[str, Any], name: str) -> Subject:
             init_weights(model)
             optimizer = getattr(build_optim(model, plain.optim_wrapper), "optimizer", None)
             if not isinstance(optimizer, Optimizer):
-                raise ConfigError("must have one optimizer to be compared", "optim_wrapper")
+                raise ConfigError(
+                    "must have a single optimizer, because the other frameworks' loops use one",
+                    "optim_wrapper",
+                )
             loaded = islice(iter(runner.train_dataloader), _BATCHES)
             batches = [model.data_preprocessor(batch, True) for batch in loaded]
             samples = runner.samples_per_step
@@ -113,7 +116,7 @@ def config_subject(cfg: Mapping[str, Any], name: str) -> Subject:
 
 
 def network_subject(name: str, size: tuple[int, int] = (128, 256), batch_size: int = 4) -> Subject:
-    """Return a network of the registry with random images, class ids and SGD.
+    """Return a network from the registry with random images, random class ids, and SGD.
 
     Args:
         name: name of a network in `MODELS`.

@@ -1,4 +1,4 @@
-"""Run a script whose `import mmengine` imports Slipstream: `python -m slipstream.openmmlab tools/train.py CONFIG`.
+"""Run a script in which `import mmengine` imports Slipstream: `python -m slipstream.openmmlab tools/train.py CONFIG`.
 
 Speed options come before the script: `python -m slipstream.openmmlab --speed compile=True tools/train.py CONFIG`.
 """
@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> None:
     """Run a script with its arguments: `[--speed OPTION=VALUE ...] SCRIPT [ARGUMENTS]`.
 
     Raises:
-        ConfigError: there is no such script, or a speed option is invalid.
+        ConfigError: the script does not exist, or a speed option is invalid.
     """
     speed, arguments = split_speed(arguments)
     if speed:

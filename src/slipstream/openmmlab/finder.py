@@ -1,4 +1,4 @@
-"""Import of `mmengine` and its submodules from `slipstream.openmmlab.mmengine`."""
+"""Import `mmengine` and its submodules from `slipstream.openmmlab.mmengine`."""
 
 from __future__ import annotations
 
@@ -64,6 +64,6 @@ def install() -> None:
     """Make `import mmengine` import `slipstream.openmmlab.mmengine`; see `install_finder`.
 
     Raises:
-        ConfigError: MMEngine itself is imported already.
+        ConfigError: the real MMEngine has already been imported.
     """
     install_finder(_Finder(), "slipstream.openmmlab", _WORKERS)

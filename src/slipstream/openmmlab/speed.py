@@ -1,7 +1,7 @@
-"""Speed options for scripts that do not know Slipstream: `--speed compile=True precision=bf16 ema=True`.
+"""Speed options for scripts without support for Slipstream: `--speed compile=True precision=bf16 ema=True`.
 
-`python -m slipstream.openmmlab` passes them to the Runner in the environment variable SLIPSTREAM_SPEED, which is also
-inherited by processes that the script starts.
+`python -m slipstream.openmmlab` passes them to the Runner in the environment variable SLIPSTREAM_SPEED, which processes
+that the script starts also inherit.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def split_speed(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def with_environment(speed: Any) -> Any:
-    """Return a Runner's `speed` with the options of the environment variable, which have priority.
+    """Return a Runner's `speed` with the options from the environment variable, which take precedence.
 
     Raises:
-        ConfigError: an option of the environment variable is invalid.
+        ConfigError: an option in the environment variable is invalid.
     """
     options = shlex.split(os.environ.get(VARIABLE, ""))
     if not options:

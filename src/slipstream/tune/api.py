@@ -29,12 +29,12 @@ from slipstream.tune.search import Row, Search
 
 __all__ = ["config_job", "find_batch_size", "find_lr", "parse_budget", "stored_result", "tune", "tune_config"]
 
-# `feed` prefetches in a custom loop, and only a Runner's configuration can be built again in each process.
+# In a custom loop, `feed` prefetches. Only a Runner's configuration can be built again in each process.
 _IN_OWN_LOOP = tuple(name for name in OPTIONS if name not in ("prefetch", "data_parallel"))
 _NO_KEY = (UndescribedError, RecursionError)
-"""Errors of a description that is not complete or is nested too deeply for a key of the cache."""
+"""Errors raised if a description is incomplete, or too deeply nested for a cache key."""
 _MEASURED = ("model", "data_preprocessor", "train_dataloader", "optim_wrapper", "env_cfg", "speed")
-"""The arguments of a Runner that determine the time of its steps, in addition to `CFG_OPTIONS`."""
+"""The arguments of a Runner that, in addition to `CFG_OPTIONS`, determine its step time."""
 LossFn = Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
 
 
@@ -57,17 +57,17 @@ def tune(
     Args:
         model, optimizer, loss_fn: as for `accelerate`.
         loader: an iterable over batches `(inputs, targets)`, which is iterated again when it ends.
-        budget: time limit: a number of seconds, or a text such as `5m` or `1h30m`.
+        budget: time limit, as a number of seconds or text such as `5m` or `1h30m`.
         options: names of `OPTIONS` to measure; None means all.
         speed: the options of the baseline: `'auto'`, a dict of the fields of `SpeedPlan`, or None for no options.
-        cache: whether to return the stored result of an earlier call with an equal model, machine and versions, and to
-            store this one. Without it, the objects need not be described. A result is not stored either if an attribute
-            of an object cannot be read completely, such as a lock.
+        cache: whether to return the stored result of an earlier call with the same model, machine and versions, and to
+            store the result of this call. If it is False, the objects are not described. A result is also not stored if
+            an attribute of an object, such as a lock, cannot be read completely.
         report: called with each row as soon as it is measured.
 
     Raises:
         ConfigError: the budget is too short for one trial, or an argument is invalid.
-        SlipstreamError: the model does not train without further options.
+        SlipstreamError: the model does not train with the baseline's options.
     """
     names = check_names(_IN_OWN_LOOP if options is None else options)
     if "prefetch" in names:
@@ -81,7 +81,7 @@ def tune(
     make_job = _objects_job(model, loader, optimizer, loss_fn, speed)
     file = None
     if cache:
-        with suppress(*_NO_KEY):  # without a complete key, another model could get this result
+        with suppress(*_NO_KEY):  # with an incomplete key, another model could get this result
             described = [describe_objects(model, loader, optimizer, loss_fn), speed]
             file = cache_file(described, names, seconds)
     return _tune(make_job, speed, names, seconds, type(model).__name__, [file], report)
@@ -102,7 +102,7 @@ def tune_config(
         cfg: the configuration, whose keys are the arguments of a Runner.
         budget, options, cache, report: as for `tune`.
         name: name of the configuration in the summary.
-        start: when the budget began (`time.monotonic()`); None means now.
+        start: the start of the budget, a value of `time.monotonic()`; None means now.
 
     Raises:
         ConfigError, SlipstreamError: as for `tune`.
@@ -130,7 +130,7 @@ def stored_result(cfg: Mapping[str, Any]) -> TuneResult | None:
 
 
 def _newest_file(cfg: Mapping[str, Any]) -> Path:
-    """Return the file for the newest result of a configuration: only of the parts that the step time depends on."""
+    """Return the file for the newest result of a configuration, named after the parts that affect the step time."""
     run = {key: cfg[key] for key in (*_MEASURED, *CFG_OPTIONS) if cfg.get(key) is not None}
     return cache_file(describe_config(run), [], 0.0)
 
@@ -145,7 +145,7 @@ def _tune(
     report: Callable[[Row], None],
     start: float | None = None,
 ) -> TuneResult:
-    """Return the result in the first file, or search and store the result in all files."""
+    """Return the result stored in the first file; if it does not exist, search and store the result in all files."""
     if files[0] is not None and (stored := load(files[0])) is not None:
         return stored
     result = TuneResult(Search(make_job, speed, names, seconds, report, start).run(), speed, name)
@@ -174,7 +174,7 @@ def find_batch_size(
         loader: a `DataLoader` with a map-style dataset; its own batch size is not used.
         max_size: largest batch size to try.
         speed: the speed options, as for `accelerate`; None for no options.
-        budget: time limit: a number of seconds, or a text such as `5m`.
+        budget: time limit, as a number of seconds or text such as `5m`.
         report: called with each row as soon as it is measured.
 
     Raises:
@@ -204,10 +204,10 @@ def find_lr(
     Args:
         model, optimizer, loss_fn: as for `accelerate`.
         loader: an iterable over batches.
-        start, end: the first and the last learning rate, of the group with the largest one.
+        start, end: the first and the last learning rate of the group with the largest learning rate.
         steps: number of steps. The test ends earlier if the loss exceeds four times its smallest value.
         speed: the speed options, as for `accelerate`; None for no options.
-        budget: time limit: a number of seconds, or a text such as `5m`.
+        budget: time limit, as a number of seconds or text such as `5m`.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -219,14 +219,14 @@ def find_lr(
 
 
 def config_job(cfg: Mapping[str, Any]) -> Callable[[Setting], RunnerJob]:
-    """Return a function that returns the run of a Runner's configuration with a setting.
+    """Return a function that creates the training run for a Runner's configuration with a given setting.
 
     Raises:
-        ConfigError: the configuration does not train.
+        ConfigError: the configuration does not include training.
     """
     for key in ("train_dataloader", "train_cfg", "optim_wrapper"):
         if cfg.get(key) is None:
-            raise ConfigError("is required to measure training", key)
+            raise ConfigError("is required, because training is measured", key)
     return lambda setting: RunnerJob(cfg, setting)
 
 
@@ -234,7 +234,7 @@ def parse_budget(budget: float | str) -> float:
     """Return a budget in seconds, given as a number or as text such as `300`, `90s`, `5m` or `1h30m`.
 
     Raises:
-        ConfigError: it is not a positive duration.
+        ConfigError: the budget is not a positive duration.
     """
     return read_duration(budget, "budget")
 

@@ -41,7 +41,7 @@ class BatchSizes:
 
     rows: list[BatchSizeRow]
     stopped: str = ""
-    """Why the search ended before the limit was found; empty if it did not."""
+    """Why the search ended before the limit was found; empty if it was found."""
 
     @property
     def largest(self) -> int:
@@ -72,7 +72,8 @@ def search_batch_sizes(
 ) -> BatchSizes:
     """Try 1, 2, 4, ... up to `max_size`, and then sizes between the largest that fits and the smallest that does not.
 
-    Each size runs in its own process. On a CPU, a size is not tried if its expected memory exceeds the available one.
+    Each size runs in its own process. On a CPU, a size is not tried if its expected memory exceeds the available
+    memory.
 
     Raises:
         SlipstreamError: no batch size fits or trains.
@@ -88,7 +89,9 @@ def search_batch_sizes(
     if not any(row.status == "fits" for row in search.rows):
         last = search.rows[-1] if search.rows else None
         why = f"batch size {last.batch_size}: {last.status}: {last.reason}" if last else stopped
-        raise SlipstreamError(f"no batch size was found with which the run trains ({why})")
+        raise SlipstreamError(
+            f"the run does not train with any batch size that was tried ({why}); correct the cause"
+        )
     return BatchSizes(search.rows, stopped)
 
 
@@ -117,7 +120,7 @@ class _Search:
             if status == "fits":
                 fits, size = size, self._next(size)
             elif status == "failed" and size == 1 and self._max > 1:
-                size = 2  # BatchNorm cannot train on one value per channel
+                size = 2  # BatchNorm cannot train with a single value per channel
             else:
                 fails = size
         while fits and fails - fits > max(fits // 8, 1):
@@ -128,7 +131,7 @@ class _Search:
                 fails = middle
 
     def _next(self, size: int) -> int:
-        """Return the double of a size, or the limit if that is smaller; above the limit after the limit itself."""
+        """Return twice the size, but at most the limit; if the size is the limit, return a larger number."""
         return self._max + 1 if size == self._max else min(2 * size, self._max)
 
     def _measure(self, size: int) -> str:
@@ -138,7 +141,7 @@ class _Search:
         return row.status
 
     def _too_large(self, size: int) -> BatchSizeRow | None:
-        """Return a row if the memory of a CPU is not sufficient according to the two largest sizes that fit."""
+        """Return a row if, extrapolated from the two largest sizes that fit, the CPU memory is insufficient."""
         known = sorted(
             (row.batch_size, row.peak_mib)
             for row in self.rows
@@ -148,7 +151,8 @@ class _Search:
             return None
         (small, less), (large, more) = known[-2:]
         expected = more + max(more - less, 0.0) * (size - large) / (large - small)
-        needed = expected - known[0][1]  # the smallest trial measures what the process needs without a batch
+        # The smallest trial approximates the memory of the process without a batch.
+        needed = expected - known[0][1]
         if needed <= _STOP_AT * self._available:
             return None
         reason = f"needs about {expected:.0f} MiB; {self._available:.0f} MiB are available"

@@ -1,4 +1,4 @@
-"""Keep the results of complete searches, by model, configuration, machine and versions."""
+"""Store the results of complete searches by model, configuration, machine and versions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def cache_file(run: Any, names: list[str], budget: float) -> Path:
     """Return the file for the results of a search.
 
     Args:
-        run: the description of the configuration or of the objects; anything with a stable `repr` or JSON form.
+        run: the description of the configuration or of the objects; any value with a stable `repr` or JSON
+            representation.
         names: the measured options.
         budget: the time limit in seconds.
     """
@@ -39,7 +40,7 @@ def cache_file(run: Any, names: list[str], budget: float) -> Path:
 
 
 def load(file: Path) -> TuneResult | None:
-    """Return the stored result, or None if there is none or it is not readable."""
+    """Return the stored result, or None if it does not exist or is not readable."""
     try:
         return TuneResult.from_dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):
@@ -90,8 +91,8 @@ def describe_config(cfg: Any) -> Any:
 
 
 def _registered(name: str) -> list[Any]:
-    """Return the objects with this name in `_REGISTRIES`."""
-    with suppress(Exception):  # for an unknown scope or a failing import, the run raises the error
+    """Return the objects that are registered under this name in `_REGISTRIES`."""
+    with suppress(Exception):  # the run itself reports an unknown scope or a failing import
         return [found for registry in _REGISTRIES if (found := registry.get(name)) is not None]
     return []
 
@@ -105,7 +106,7 @@ def _describe_loader(loader: Any) -> list[Any]:
 
 
 def _describe_sample(dataset: Any) -> list[str]:
-    """Return the types, shapes and dtypes of the first sample; empty if the dataset has no samples by index."""
+    """Return the types, shapes and dtypes of the first sample, or nothing if the dataset cannot be indexed."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return []
     state = get_random_state()

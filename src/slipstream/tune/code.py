@@ -1,4 +1,4 @@
-"""Descriptions of the code and the settings of objects, from which the key of the cache is computed."""
+"""Describe the code and the settings of objects, from which the cache key is computed."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _INTERNAL = frozenset(vars(nn.Module()))
 """Attributes that every module has. This includes `training`, which trials set."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MOST = 100_000
-"""Largest number of values in a description. More of them are data rather than settings."""
+"""Largest number of values in a description. A larger number indicates data rather than settings."""
 _HEAP_TYPE = 1 << 9
-"""The flag of classes that are created while Python runs, which most classes written in C lack."""
+"""Flag of heap types: classes created at run time. Most classes written in C do not have it."""
 _BY_REPR = (
     bool
     | int
@@ -82,12 +82,12 @@ _TRANSPARENT = (
     deque,
     types.SimpleNamespace,
 )
-"""Classes written in C whose objects have no state except their items and attributes."""
+"""Classes written in C whose instances have no state except their items and attributes."""
 _METHODS = (staticmethod, classmethod, property)
 
 
 class UndescribedError(SlipstreamError):
-    """A value has a state that cannot be read, so the key of the cache cannot contain it."""
+    """The state of a value cannot be read, so the cache key cannot include it."""
 
 
 def digest(value: Any) -> str:
@@ -119,11 +119,11 @@ def describe_callable(function: Any) -> Any:
 
 
 class _Description:
-    """Describes values. An object that was described before, or that contains itself, is replaced by its number."""
+    """Describes values. An object that is already described, or that contains itself, is replaced by its number."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
-        self._kept: list[Any] = []  # while an object exists, no other one has its id
+        self._kept: list[Any] = []  # keeps objects alive, because the id of a deleted object can be reused
         self._used_modules: set[tuple[str, frozenset[str]]] = set()
         self._count = 0
 
@@ -131,7 +131,7 @@ class _Description:
         """Describe a module with its tensors and submodules."""
         modules = list(model.named_modules())
         for _, module in modules:
-            self._seen(module)  # attributes and hooks of submodules can refer to any of them
+            self._seen(module)  # attributes and hooks of any submodule can refer to other submodules
         first: dict[int, str] = {}
         tensors = chain(
             model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
@@ -147,11 +147,11 @@ class _Description:
         """Describe any value.
 
         Raises:
-            UndescribedError: the value has a state that cannot be read, or there are too many values.
+            UndescribedError: the state of the value cannot be read, or there are too many values.
         """
         self._count += 1
         if self._count > _MOST:
-            raise UndescribedError(f"there are more than {_MOST:,} values")
+            raise UndescribedError(f"the description has more than {_MOST:,} values")
         if (plain := _plain(value)) is not None:
             return plain
         if isinstance(value, Tensor):
@@ -179,7 +179,7 @@ class _Description:
         return None
 
     def _new(self, value: Any) -> Any:
-        """Describe an object that was not described before."""
+        """Describe an object that has not been described yet."""
         if isinstance(value, nn.Module):
             return self.model(value)
         if isinstance(value, FunctionType):
@@ -201,11 +201,11 @@ class _Description:
         if isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
             return [value.__qualname__, self.value(value.__self__)]
         if isinstance(value, Dataset):
-            return self.value(type(value))  # the content of the data is not part of the key
+            return self.value(type(value))  # the values of the data are not part of the key
         return [self._contents(value), self._object(value)]
 
     def _contents(self, value: Any) -> Any:
-        """Describe the items of a container; None for another object."""
+        """Describe the items of a container; return None for other objects."""
         if isinstance(value, Mapping):
             return [[self.value(key), self.value(item)] for key, item in value.items()]
         if isinstance(value, list | tuple | deque):
@@ -213,7 +213,7 @@ class _Description:
         if isinstance(value, set | frozenset):
             items = [_plain(item) for item in value]
             if None in items:
-                raise UndescribedError(f"{type(value).__qualname__} contains objects in no fixed order")
+                raise UndescribedError(f"{type(value).__qualname__} contains objects without a fixed order")
             return sorted(map(repr, items))
         return None
 
@@ -221,7 +221,7 @@ class _Description:
         """Describe the class and the attributes of an object."""
         kind = type(value)
         own = [base for base in kind.__mro__ if base not in _TRANSPARENT]
-        # Without attributes, a class that seems to be written in Python can be written in C.
+        # A class that seems to be written in Python, but has no attributes, may be written in C.
         readable = hasattr(value, "__dict__") or any("__slots__" in vars(base) for base in own)
         if own and not (readable and all(map(_is_python, own))):
             raise UndescribedError(f"the state of an object of class {_name(kind)} cannot be read")
@@ -246,7 +246,7 @@ class _Description:
         if is_known(kind.__module__):
             return [_name(kind), version_of(kind.__module__)]
         found = [[base.__qualname__, self.value(base)] for base in kind.__bases__]
-        # The fields of a named tuple are described with its values.
+        # The fields of a named tuple are part of the description of its values.
         omitted = ("_abc_impl", *getattr(kind, "_fields", ()))
         for key, value in sorted(vars(kind).items()):
             special = key.startswith("__") and key.endswith("__")
@@ -283,7 +283,10 @@ class _Description:
         if is_known(module.__name__):
             return [module.__name__, version_of(module.__name__)]
         if names is None:
-            raise UndescribedError(f"the module {module.__name__} is a value, so its use is unknown")
+            raise UndescribedError(
+                f"the module {module.__name__} is used as a value, so it is unknown which of its "
+                f"names are used"
+            )
         if (module.__name__, names) in self._used_modules:
             return [module.__name__]
         self._used_modules.add((module.__name__, names))
@@ -324,7 +327,7 @@ def _name(value: Any) -> str:
 
 
 def _is_python(kind: type) -> bool:
-    """Return whether a class is written in Python, so that its objects have no state except their attributes."""
+    """Return whether a class is written in Python, so that its instances have no state except their attributes."""
     module = sys.modules.get(kind.__module__)
     file = str(getattr(module, "__file__", None) or "")
     in_python = file.endswith(".py") or (not file and kind.__module__ not in sys.builtin_module_names)

@@ -32,7 +32,7 @@ from slipstream.tune.observer import Observer, shapes_of, total_loss
 __all__ = ["ObjectsJob", "RunnerJob", "Setting", "WarningLog", "compile_problem", "merged_speed"]
 
 _REPEATED = 6
-"""Number of batches that a Runner's trial repeats, so that all trials read the same samples, from memory if cached."""
+"""Number of batches that a Runner's trial repeats, so that all trials read the same (possibly cached) samples."""
 
 _LOADER_OPTIONS = (
     "num_workers",
@@ -50,7 +50,7 @@ _LOADER_OPTIONS = (
 
 @dataclass(frozen=True)
 class Setting:
-    """Changes of a trial to the baseline."""
+    """Changes that a trial makes to the baseline."""
 
     speed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `SpeedPlan`."""
@@ -61,13 +61,13 @@ class Setting:
     split: int = 1
     """Number of batches into which each batch of the baseline is divided; the order of the samples is the same."""
     processes: int = 1
-    """Number of processes that train data parallel; `batch_size` is that of one process."""
+    """Number of data-parallel processes; `batch_size` is the batch size of one process."""
     constant_lr: bool = False
-    """Whether to remove the learning rate schedule and the check of the losses, for the range test."""
+    """Whether to remove the learning rate schedule and the check of the losses, as the range test requires."""
     loader: Mapping[str, int] = field(default_factory=dict)
-    """Values of the training loader's options that are `auto`, as the baseline chose them."""
+    """The values that the baseline chose for options of the training loader that are set to `auto`."""
     compile_cache: str | None = None
-    """Folder for compiled code, which is empty at first so that the compilation time can be measured."""
+    """Folder for compiled code. It is initially empty, so that the compilation time can be measured."""
 
     @property
     def dataloader(self) -> dict[str, Any]:
@@ -104,20 +104,20 @@ def merged_speed(speed: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class WarningLog(logging.Handler):
-    """Keeps the warnings of a run, which contain the reason if an option is not in effect."""
+    """Stores the warnings of a run. If an option is not in effect, they contain the reason."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the message."""
+        """Store the message."""
         self.messages.append(record.getMessage())
 
 
 @dataclass(frozen=True)
 class RunnerJob:
-    """Train a Runner's configuration without validation, checkpoints and logs of trackers.
+    """Train a Runner's configuration without validation, checkpoints and trackers.
 
     The first batches of the first epoch are repeated in one pass that does not end, with the same augmentation. If the
     loader has no batch sampler, and for the learning rate range test, all batches are used.
@@ -147,7 +147,7 @@ class RunnerJob:
             warnings = WarningLog()
             runner.logger.addHandler(warnings)
             if (how := runner.speed.compile) is not None:
-                # A trial must not measure eager steps during compilation.
+                # A trial must not measure the eager steps that run during compilation.
                 how = replace(how, wait=True, cache=self.setting.compile_cache or how.cache)
                 runner.speed = replace(runner.speed, compile=how)
             loader = runner.train_dataloader
@@ -176,7 +176,7 @@ class RunnerJob:
         cfg.train_cfg = {**cfg.train_cfg, **{key: lengths[key] for key in lengths if key in cfg.train_cfg}}
         if self.setting.constant_lr:
             cfg.param_scheduler = None
-            # The logger raises an error if a loss is not finite, but this is how a range test ends.
+            # The logger raises an error for a non-finite loss, but a range test ends with such a loss.
             cfg.default_hooks["logger"] = None
         return cfg
 
@@ -188,7 +188,7 @@ class RunnerJob:
             if (value := getattr(self.setting, key)) is not None:
                 changes[key] = value
         if "dataloader" not in loader and changes.get("num_workers", loader.get("num_workers", 0)):
-            changes["persistent_workers"] = True  # starting workers in a new pass is not part of a step
+            changes["persistent_workers"] = True  # a step must not include the start of workers
         return {**loader, **changes}
 
     def _describe(self, runner: Any, warnings: list[str], shapes: set[Any]) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class RunnerJob:
 
 
 def _counts_steps(cfg: Mapping[str, Any]) -> bool:
-    """Return whether the length of a run or its schedule is given in steps instead of epochs."""
+    """Return whether the length of a run or its schedule is specified in steps instead of epochs."""
     schedulers = cfg.get("param_scheduler") or ()
     every = schedulers if isinstance(schedulers, list | tuple) else [schedulers]
     by_epoch = [isinstance(each, Mapping) and each.get("by_epoch", True) for each in every]
@@ -379,9 +379,9 @@ def _divisible_size(loader: Any) -> int | None:
 
 
 def _detach_workers(loader: Any) -> None:
-    """Let a loader with persistent workers start its own, instead of reading the batches of the parent process."""
+    """Make a loader with persistent workers start new workers instead of using those of the parent process."""
     if isinstance(loader, DataLoader) and loader._iterator is not None:
-        # Deleting the iterator would end the workers of the parent process.
+        # Deleting the iterator would end the parent process's workers.
         loader._iterator_of_parent = loader._iterator
         loader._iterator = None
 
@@ -406,12 +406,12 @@ def _length(loader: Any) -> int | None:
 
 
 def _buffered(loader: Any) -> int:
-    """Return the number of batches that the workers of a loader can load while the training waits."""
+    """Return the number of batches that a loader's workers can load while training waits."""
     return getattr(loader, "num_workers", 0) * (getattr(loader, "prefetch_factor", None) or 0)
 
 
 def _chosen(cfg: Any, loader: DataLoader[Any]) -> dict[str, int]:
-    """Return the options that are `auto` in the loader's configuration, with the values that were chosen."""
+    """Return the options that are set to `auto` in the loader's configuration, with the chosen values."""
     own = cfg if isinstance(cfg, Mapping) else {}
     found = {
         key: getattr(loader, key) for key in ("num_workers", "prefetch_factor") if own.get(key) == "auto"
@@ -420,7 +420,7 @@ def _chosen(cfg: Any, loader: DataLoader[Any]) -> dict[str, int]:
 
 
 def _acts_on_steps(hook: Any) -> bool:
-    """Return whether a hook takes part in training steps; other hooks write files or validate."""
+    """Return whether a hook affects training steps; other hooks write files or validate."""
     kind = hook_class(hook)
     if not isinstance(kind, type):
         return True  # the Runner raises the error
@@ -429,7 +429,7 @@ def _acts_on_steps(hook: Any) -> bool:
 
 
 def _waiting(speed: dict[str, Any], cache: str | None) -> dict[str, Any]:
-    """Return `speed` with a compilation that ends before the first timed step."""
+    """Return `speed` with settings that complete the compilation before the first timed step."""
     how = speed.get("compile")
     if not how:
         return speed

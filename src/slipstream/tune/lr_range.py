@@ -24,9 +24,9 @@ __all__ = ["LrRange", "sweep_lr"]
 
 _FEWEST = 10
 _SPAN = 8
-"""Number of steps on each side of a step from which the slope of the smoothed loss is estimated."""
+"""Number of steps before and after a step that are used to estimate the slope of the smoothed loss."""
 _SMALLEST_FALL = 1e-3
-"""Relative fall of the smoothed loss below which there is no suggestion."""
+"""Minimum relative decrease of the smoothed loss for which a learning rate is suggested."""
 
 
 @dataclass(frozen=True)
@@ -42,22 +42,22 @@ class LrRange:
     def smoothed(self) -> list[float]:
         """The losses before divergence, as an exponential moving average with bias correction.
 
-        The average is computed forward and then backward, because the average of one direction is delayed by about
+        The average is computed forward and then backward, because an average in only one direction is delayed by about
         1 / (1 - decay) steps, which would increase the suggestion. The losses after divergence are left out, because
-        the backward average would spread them over the steps before it.
+        the backward average would spread them over the preceding steps.
         """
         return _average(_average(_before_divergence(self.losses))[::-1])[::-1]
 
     @property
     def suggestion(self) -> float | None:
-        """The learning rate at which the smoothed loss falls fastest per factor of the rate; None if it never falls."""
+        """The rate at which the smoothed loss falls fastest over the rate's logarithm; None if it never falls."""
         losses = self.smoothed
         first = min(SETTLING, len(losses) // 4)
         if len(losses) < _FEWEST or losses[first] - min(losses) <= _SMALLEST_FALL * abs(losses[first]):
             return None
         lowest = losses.index(min(losses[first:]))
         # The rates increase by a constant factor, so slopes over the steps are proportional to the derivative with
-        # respect to the logarithm of the rate. Differences of neighboring steps are too noisy for small batches.
+        # respect to the logarithm of the rate. Differences between adjacent steps are too noisy for small batches.
         slopes = {
             step: _slope(losses[max(step - _SPAN, 0) : step + _SPAN + 1]) for step in range(first, lowest + 1)
         }
@@ -100,9 +100,9 @@ class LrRange:
 
 
 def _before_divergence(losses: Sequence[float]) -> list[float]:
-    """Return the finite losses. If the sweep ended because it diverged, omit those from the first large loss on.
+    """Return the finite losses. If the sweep ended because it diverged, omit the first large loss and all later ones.
 
-    A large loss in a sweep that does not diverge is the noise of a batch.
+    In a sweep that does not diverge, a large loss is noise from a single batch.
     """
     finite = [loss for loss in losses if math.isfinite(loss)]
     average = _average(finite)
@@ -126,7 +126,7 @@ def _average(losses: Sequence[float]) -> list[float]:
 
 
 def _slope(values: Sequence[float]) -> float:
-    """Return the slope of the line with the least squared distance to the values, per step."""
+    """Return the slope, per step, of the least-squares line through the values."""
     middle, mean = (len(values) - 1) / 2, fmean(values)
     covariance = sum((i - middle) * (value - mean) for i, value in enumerate(values))
     return covariance / sum((i - middle) ** 2 for i in range(len(values)))

@@ -1,4 +1,4 @@
-"""Code inside a trial's process that times its training steps on request."""
+"""Time the training steps of a trial on request, inside the trial's process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Finished", "LrSweep", "Observer", "Timer", "largest_loss", "shapes_o
 
 
 class Finished(BaseException):
-    """Ends a trial. It is not an `Exception`, so that no handler of the training loop suppresses it."""
+    """Ends a trial. It is not an `Exception`, so that no handler in the training loop suppresses it."""
 
 
 class Observer:
@@ -40,7 +40,7 @@ class Timer(Observer):
 
     Args:
         connection: connection to the parent process, which sends `(steps, untimed)`.
-        warmup: number of steps before the first request, whose losses are reported.
+        warmup: number of steps before the first request. Their losses are reported.
     """
 
     def __init__(self, connection: Connection, warmup: int) -> None:
@@ -66,7 +66,7 @@ class Timer(Observer):
         self._done += 1
         if self._done == self._timed:
             _synchronize()
-            # A median of single steps would leave out waits for data and, with accumulation, the updates.
+            # A median over single steps would leave out waits for data and, with accumulation, the updates.
             mean = self._since_last() / self._timed
             self.connection.send(
                 {"event": "timed", "seconds": mean, "peak_mib": peak_mib(), "loss": float(loss)}
@@ -74,7 +74,7 @@ class Timer(Observer):
             self._await_request()
 
     def _warm_up(self, loss: Tensor) -> None:
-        self._losses.append(float(loss))  # waits for the device
+        self._losses.append(float(loss))  # this waits for the device
         self.connection.send({"event": "step", "seconds": self._since_last()})
         if len(self._losses) == self._warmup:
             described = {"losses": self._losses, "peak_mib": peak_mib(), **self.describe()}
@@ -98,9 +98,9 @@ class Timer(Observer):
 SMOOTHING = 0.9
 """Decay of the exponential moving average of the losses in a learning rate range test."""
 SETTLING = 10
-"""Number of steps after which this average hardly depends on single batches."""
+"""Number of steps after which the average hardly depends on single batches."""
 _LIMIT = 4.0
-"""Largest ratio between a loss and the smallest smoothed loss in a sweep that does not diverge."""
+"""If the ratio of a loss to the smallest smoothed loss is larger than this, the sweep diverges."""
 
 
 def largest_loss(best: float) -> float:
@@ -111,13 +111,13 @@ def largest_loss(best: float) -> float:
 class LrSweep(Observer):
     """Increase the learning rate exponentially from step to step, and report the losses.
 
-    The sweep ends after `steps` steps, at a loss that is not finite, or if it diverges: if the smoothed loss `s` rises
-    above `largest_loss(best)`, where `best` is the smallest `s` after the first ten steps.
+    The sweep ends after `steps` steps, at a non-finite loss, or when it diverges. It diverges when the smoothed loss
+    `s` rises above `largest_loss(best)`, where `best` is the smallest `s` after the first ten steps.
 
     Args:
         connection: connection to the parent process.
-        start, end: first and last learning rate of the group with the largest configured rate. The ratios between
-            groups do not change.
+        start, end: first and last learning rate of the group with the largest configured learning rate. The ratios
+            between groups do not change.
         steps: number of steps.
     """
 
@@ -186,7 +186,7 @@ def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def peak_mib() -> float:
-    """Return the peak memory in MiB: of the accelerator's allocator, or on a CPU, of the process."""
+    """Return the peak memory of the accelerator's allocator or, on a CPU, of the process, in MiB."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB

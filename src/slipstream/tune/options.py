@@ -1,4 +1,4 @@
-"""The speed options that are measured, in order, with the tolerance of each."""
+"""The speed options to measure, in order, with the tolerance of each."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest relative differences of the losses from those of the baseline."""
+    """Maximum relative differences between the losses of a trial and those of the baseline."""
 
     first: float
-    """Of the first loss, before any update of the weights."""
+    """Difference of the first loss, before any update of the weights."""
     mean: float
-    """Of the mean loss of the compared steps. An optimizer such as Adam amplifies rounding errors in early updates."""
+    """Difference of the mean loss. Optimizers such as Adam amplify rounding errors in the first updates."""
 
 
 EXACT = Tolerance(first=1e-4, mean=2e-2)
-"""Of options that compute in float32: the order of operations may change."""
+"""Tolerance of options that compute in float32: only the order of operations may change."""
 LOW_PRECISION = Tolerance(first=2e-2, mean=5e-2)
-"""Of options that compute in 16 bits or TF32."""
+"""Tolerance of options that compute in 16 bits or TF32."""
 
 DATA_PARALLEL = Tolerance(first=1e-2, mean=5e-2)
-"""Of data parallelism. The mean of the mean losses of all processes differs from the mean loss of the global batch if
-the processes average over different numbers of elements, for example of pixels that are not ignored."""
+"""Tolerance of data parallelism. The mean over the processes differs from the mean loss of the global batch if the
+processes average over different numbers of elements, such as pixels that are not ignored."""
 
 _MOST_WORKERS = 8
 
@@ -63,8 +63,9 @@ OPTIONS = (
     "data_parallel",
     "accumulate",
 )
-"""The options in the order in which they are measured. Compilation takes minutes, so it follows the options that it
-compiles. Data parallelism is never adopted; it divides the batches of the baseline, so it precedes accumulation."""
+"""The options in the order in which they are measured. Compilation takes minutes, so it follows the options that change
+the compiled code. Data parallelism is never adopted. It divides the batches of the baseline, so it precedes
+accumulation."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +77,16 @@ class Candidate:
     setting: Setting
     tolerance: Tolerance = EXACT
     unless: str = ""
-    """Skip this value if this other value of the option was measured and works."""
+    """Another value of the option; if it was measured and works, skip this value."""
     needs: str = ""
-    """Skip this value unless this option is part of the plan."""
+    """Another option; skip this value unless that option is part of the plan."""
     refused: str = ""
     """Why this value cannot be measured; empty if it can."""
 
 
 @dataclass(frozen=True)
 class Batches:
-    """What the baseline reports about its batches."""
+    """Properties of the baseline's batches."""
 
     num_workers: int = 0
     """Number of worker processes of the loader."""
@@ -94,7 +95,7 @@ class Batches:
     shapes: int = 1
     """Number of different shapes among the first batches."""
     counted: bool = False
-    """Whether the length of the run or its learning rate schedule is given in steps."""
+    """Whether the length of the run or its learning rate schedule is specified in steps."""
 
 
 def check_names(names: Iterable[str]) -> list[str]:
@@ -118,8 +119,8 @@ def candidates(names: Sequence[str], capabilities: Capabilities, batches: Batche
     """Yield the values to measure.
 
     Args:
-        names: options, from `check_names`.
-        capabilities: of the machine and the model.
+        names: options, as returned by `check_names`.
+        capabilities: capabilities of the machine and the model.
         batches: the batches of the baseline.
     """
     for name in names:
@@ -148,7 +149,7 @@ def _values(name: str, capabilities: Capabilities, batches: Batches) -> Iterator
 
 
 def _compilations(name: str, batches: Batches) -> Iterator[Candidate]:
-    """Yield the scopes, or modes of the adopted scope. The mode with CUDA graphs is the option `cuda_graph`."""
+    """Yield the scopes, or the modes for the adopted scope. The mode with CUDA graphs is the option `cuda_graph`."""
     if name == "compile":
         yield Candidate(name, "compile=step", Setting({"compile": {"scope": "step"}}))
         yield Candidate(
@@ -167,18 +168,18 @@ def _compilations(name: str, batches: Batches) -> Iterator[Candidate]:
 
 
 def _smaller_batches(batches: Batches) -> Candidate:
-    """Return the accumulation of two batches of half the size, which has the same effective batch size."""
+    """Return the setting that accumulates two batches of half the size; the effective batch size does not change."""
     size, why = batches.size, ""
     if size is None or size % 2:
         why = f"requires an even batch size that can be changed, not {size}"
     elif batches.counted:
-        why = "the run or its learning rate schedule counts steps, of which there would be twice as many"
+        why = "the run or its learning rate schedule counts steps, and the number of steps would double"
     setting = Setting({"accumulate": 2}, batch_size=None if size is None else size // 2, split=2)
     return Candidate("accumulate", "accumulate=2, half the batch size", setting, refused=why)
 
 
 def _data_parallel(kind: str, capabilities: Capabilities, batches: Batches) -> Candidate:
-    """Return data parallelism on all devices, or in two processes on a CPU, with the same global batch."""
+    """Return the data-parallel settings on all devices, or in two CPU processes, with the same global batch."""
     on_cpu = capabilities.device == "cpu"
     count = min(cores(), 2) if on_cpu else torch.accelerator.device_count()
     size, why = batches.size, ""
@@ -187,7 +188,7 @@ def _data_parallel(kind: str, capabilities: Capabilities, batches: Batches) -> C
     elif size is None or size % count:
         why = f"requires a batch size that is divisible by {count}, not {size}"
     local_size = None if size is None else size // max(count, 1)
-    # The statistics of BatchNorm must be those of the global batch.
+    # BatchNorm must use the statistics of the global batch.
     setting = Setting({"parallel": kind, "sync_bn": True}, batch_size=local_size, processes=max(count, 1))
     return Candidate("parallel", f"parallel={kind}, {count} processes", setting, DATA_PARALLEL, refused=why)
 
@@ -197,8 +198,8 @@ def unsupported(setting: Setting, speed: dict[str, object], capabilities: Capabi
 
     Args:
         setting: the changes of a candidate.
-        speed: the options of the trial: those that are already in use, and the candidate's.
-        capabilities: of the machine and the model.
+        speed: the options of the trial, which include those already in use and those of the candidate.
+        capabilities: capabilities of the machine and the model.
 
     Raises:
         ConfigError: a value in `speed` is invalid.

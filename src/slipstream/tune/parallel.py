@@ -1,4 +1,4 @@
-"""A trial that trains data parallel in several processes of this machine."""
+"""A trial with data-parallel training in several processes on this machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Train = Callable[[Observer, Path], None]
 
 
 class _Averaged(Observer):
-    """Passes the mean loss of all processes to another observer during the warm-up, and then the local loss."""
+    """Passes losses to another observer: during the warm-up, the mean over all processes; then, the local loss."""
 
     def __init__(self, inner: Observer) -> None:
         self._inner, self._left = inner, WARMUP
@@ -48,7 +48,7 @@ class _Averaged(Observer):
 def launch(train: Train, observer: Observer, folder: Path, processes: int) -> None:
     """Train in this process as rank 0, and in `processes` - 1 other processes on the same cores.
 
-    The other processes are descendants of this one, so the end of the trial kills them.
+    The other processes are descendants of this one, so they are killed at the end of the trial.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -70,7 +70,7 @@ def _rank(work: Any, folder: Path, rank: int, processes: int, port: int, threads
     thread = threading.Thread(target=_train, args=arguments, daemon=True)
     thread.start()
     thread.join()
-    os._exit(1)  # a rank returns only after an error; its exit ends the collectives of rank 0
+    os._exit(1)  # a rank returns only after an error; when it exits, the collectives of rank 0 fail
 
 
 def _train(work: Any, folder: Path, rank: int, processes: int, port: int, threads: int) -> None:

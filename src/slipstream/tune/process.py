@@ -1,4 +1,4 @@
-"""One trial in a separate process, which can fail, hang or be killed without an effect on this process."""
+"""One trial in a separate process, which can fail, hang or be killed without affecting this process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from slipstream.tune.observer import Finished, Observer, Timer
 __all__ = ["WARMUP", "Job", "Process", "TrialError", "forks"]
 
 WARMUP = 6
-"""Number of steps whose losses are compared; then a trial is timed."""
+"""Number of steps at the beginning whose losses are compared. The trial is timed after these steps."""
 _LOG = "output.log"
 _RESET = (
     signal.SIGINT,
@@ -42,11 +42,11 @@ _RESET = (
     signal.SIGILL,
     signal.SIGSEGV,
 )
-"""Signals whose handlers in the parent process would keep a trial alive."""
+"""Signals for which handlers inherited from the parent process would keep a trial alive."""
 
 
 class Job(Protocol):
-    """A training run that a trial can execute. It can be pickled if the platform does not fork processes."""
+    """A training run that a trial can execute. On platforms without `fork`, it must be picklable."""
 
     def train(self, observer: Observer, folder: Path) -> None:
         """Train until `observer` raises `Finished`; write files only in `folder`, which is deleted afterwards."""
@@ -57,8 +57,8 @@ class TrialError(Exception):
 
     Args:
         status: `out of memory`, `timed out` or `failed`.
-        reason: one line.
-        warmup_seconds: the durations of the steps that it completed, in seconds.
+        reason: one line of text.
+        warmup_seconds: durations of the completed steps, in seconds.
     """
 
     def __init__(self, status: str, reason: str, warmup_seconds: tuple[float, ...] = ()) -> None:
@@ -69,7 +69,7 @@ class TrialError(Exception):
 
 
 class Process:
-    """A process that runs a job. Use it in a `with` block, which ends the process and all its descendants.
+    """A process that runs a job. Use it in a `with` block: at its end, the process and all its descendants are killed.
 
     Args:
         job: the run to execute.
@@ -80,8 +80,8 @@ class Process:
         make_observer = make_observer or partial(Timer, warmup=WARMUP)
         fork = forks()
         context: Any = multiprocessing.get_context("fork" if fork else "spawn")
-        # A forked process has copies of all objects. Otherwise, plain pickle copies tensors, but the pickler of
-        # torch.multiprocessing would share their memory, and the trial would train the user's model.
+        # A forked process has copies of all objects. On other platforms, plain pickle copies tensors, whereas the
+        # pickler of torch.multiprocessing would share their memory, and the trial would train the user's model.
         work = (job, make_observer) if fork else _pickled(job, make_observer)
         self._connection, theirs = context.Pipe()
         self._folder = Path(tempfile.mkdtemp(prefix="slipstream-tune-"))
@@ -118,7 +118,7 @@ class Process:
             seconds: the timeout in seconds.
 
         Raises:
-            TrialError: the run failed, ended or did not answer in time.
+            TrialError: the run failed, ended, or did not respond within `seconds`.
         """
         end = time.monotonic() + seconds
         while True:
@@ -155,10 +155,10 @@ class Process:
     def end(self) -> None:
         """Kill the process and all its descendants. Further calls have no effect."""
         if self._connection.closed:
-            return  # the id may already belong to another process
+            return  # the process id may already belong to another process
         if self.pid is not None:
             end_group(self.pid, descendants(self.pid))
-            self._process.kill()  # it is in the group of its parent until it starts a session
+            self._process.kill()  # until the process starts a session, it belongs to its parent's process group
             self._process.join()
         self._connection.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -168,7 +168,9 @@ class Process:
         code = self._process.exitcode
         last = _last_line(self._folder / _LOG)
         if code == -signal.SIGKILL:
-            return TrialError("out of memory", "killed by SIGKILL, most likely because the memory is used up")
+            return TrialError(
+                "out of memory", "killed by SIGKILL, most likely because the system ran out of memory"
+            )
         name = (
             f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exited with status {code}"
         )
@@ -177,7 +179,7 @@ class Process:
 
 @contextmanager
 def _deferred_interrupt() -> Iterator[None]:
-    """Handle SIGINT after the block. Python ignores a KeyboardInterrupt that is raised in a function called at fork."""
+    """Handle SIGINT after the block, because Python ignores a KeyboardInterrupt raised in a function called at fork."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python handles signals only in the main thread
         return
@@ -202,7 +204,7 @@ def _pickled(job: Job, make_observer: Any) -> bytes:
     except Exception as error:  # pickle raises errors of many types
         raise ConfigError(
             f"the model, the loader, the optimizer and the loss cannot be copied to another process ({error}); on this "
-            "platform, they must be defined in a module, and not in a function or as a lambda"
+            "platform, define them at the top level of a module, not in a function or as a lambda"
         ) from error
 
 
@@ -225,9 +227,9 @@ def _main(connection: Connection, work: Any, folder: Path, threads: int, forked:
     try:
         _isolate(folder / _LOG)
         if forked:
-            gc.freeze()  # do not run finalizers of the parent's objects
-            # The parent's OpenMP threads do not exist here. A new thread starts its own. It gets a copy of the context,
-            # because torch's settings are context variables.
+            gc.freeze()  # prevents finalizers of the parent's objects from running
+            # The parent's OpenMP threads do not exist in this process, but a new thread starts its own. It gets a copy
+            # of the context, because torch's settings are context variables.
             context, arguments = contextvars.copy_context(), (_run, connection, folder, *work, threads)
             thread = threading.Thread(target=context.run, args=arguments, daemon=True)
             thread.start()
@@ -246,7 +248,7 @@ def _main(connection: Connection, work: Any, folder: Path, threads: int, forked:
 def _isolate(log: Path) -> None:
     """Start a session, write all output to `log`, and end with the parent process."""
     os.setsid()
-    faulthandler.disable()  # it would write to the parent's stderr
+    faulthandler.disable()  # otherwise, it would write to the parent's stderr
     if sys.platform == "linux":
         import ctypes
 

@@ -1,4 +1,4 @@
-"""What the code of a function refers to, and which modules belong to Python or to installed packages."""
+"""Find the names that a function's code refers to, and the modules that belong to Python or to installed packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 __all__ = ["global_names", "imported_names", "is_known", "is_known_function", "names_in", "version_of"]
 
 _COVERED = ("torch", "slipstream")
-"""Packages whose versions are part of the key of the cache, so their code is not."""
+"""Packages whose versions, instead of their code, are part of the cache key."""
 _FOLDERS = ("site-packages", "dist-packages")
 
 
@@ -45,7 +45,7 @@ def imported_names(code: CodeType, scope: Mapping[str, Any]) -> Iterator[str]:
             if instruction.opname == "IMPORT_NAME":
                 level = found[
                     index - 2
-                ].argval  # the compiler loads the level, then the names, then the module
+                ].argval  # the bytecode loads the level, then the names, then the module
                 name = "." * level + str(instruction.argval)
                 yield importlib.util.resolve_name(name, scope.get("__package__") or "") if level else name
 
@@ -71,7 +71,7 @@ def is_known_function(function: FunctionType) -> bool:
 
 
 def version_of(module: str) -> str:
-    """Return the version of the package of a module, or an empty string."""
+    """Return the version of the package that contains a module, or an empty string."""
     return str(getattr(sys.modules.get(module.partition(".")[0]), "__version__", ""))
 
 

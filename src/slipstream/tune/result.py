@@ -42,12 +42,12 @@ class TuneResult:
 
     @property
     def num_workers(self) -> int | None:
-        """The number of worker processes of the training loader; None if the present number is the fastest."""
+        """The number of worker processes of the training loader; None if the current number is the fastest."""
         return self.outcome.setting.num_workers
 
     @property
     def batch_size(self) -> int | None:
-        """Samples per batch that keep the effective batch size with the plan's `accumulate`; None if unchanged."""
+        """Samples per batch that, with the plan's `accumulate`, keep the effective batch size; None if unchanged."""
         return self.outcome.setting.batch_size
 
     @property
@@ -71,7 +71,7 @@ class TuneResult:
         return make_table(header, [("baseline", "", "1.00", "", *first, "", ""), *map(_cells, self.rows)])
 
     def summary(self) -> str:
-        """Return the improvement, the time per epoch before and after, and when the compilation has paid off."""
+        """Return the improvement, the time per epoch before and after, and how many steps offset the compilation."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -80,13 +80,13 @@ class TuneResult:
             yield f"The search is not complete: {outcome.stopped}."
         before = outcome.baseline_seconds
         if not any(row.estimate for row in outcome.rows):
-            yield f"No option was measured for {self.name}; keep the present options."
+            yield f"No option was measured for {self.name}; keep the current options."
         elif total is None:
-            yield f"No measured option makes {self.name} faster on this machine; keep the present options."
+            yield f"No measured option makes {self.name} faster on this machine; keep the current options."
         else:
             after = before / total.ratio
-            how = (  # the product of the single intervals is not an interval of the product
-                "product of the single ratios"
+            how = (  # the product of the single intervals is not a confidence interval of the product
+                "product of the individual ratios"
                 if outcome.total_is_product
                 else f"{total.low:.2f} to {total.high:.2f}, measured against the baseline"
             )
@@ -122,12 +122,12 @@ class TuneResult:
         return f"{table_text(self.table())}{self.summary()}"
 
     def yaml_text(self) -> str:
-        """Return the content of `tuned.yaml`: the keys `speed` and `train_dataloader` of a configuration."""
+        """Return the contents of `tuned.yaml`: the keys `speed` and `train_dataloader` of a configuration."""
         content: dict[str, Any] = {"speed": self.speed}
         if loader := self.outcome.setting.dataloader:
             content["train_dataloader"] = loader
         lines = [f"# {line}" for line in self.summary().splitlines()]
-        # PyYAML refuses subclasses of dict, such as those of a nested configuration.
+        # PyYAML rejects subclasses of dict, such as those in a nested configuration.
         plain = json.loads(json.dumps(content, default=str))
         return "\n".join([*lines, yaml.safe_dump(plain, sort_keys=False)])
 
@@ -157,7 +157,7 @@ class TuneResult:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TuneResult:
-        """Return the result of `to_dict`.
+        """Build the result from the return value of `to_dict`.
 
         Raises:
             KeyError, TypeError: a key is missing or unknown.
@@ -180,7 +180,7 @@ class TuneResult:
 
 
 def read_tuned(path: str | Path) -> dict[str, dict[str, Any]]:
-    """Return the content of a file that `TuneResult.save` wrote: `speed`, and optionally `train_dataloader`.
+    """Return the contents of a file that `TuneResult.save` wrote: `speed`, and optionally `train_dataloader`.
 
     Raises:
         ConfigError: the file cannot be read, or contains other keys.
@@ -193,7 +193,7 @@ def read_tuned(path: str | Path) -> dict[str, dict[str, Any]]:
         raise ConfigError(f"'{path}' is not a YAML file: {str(error).splitlines()[0]}", "speed") from None
     known = {"speed": None, "train_dataloader": _LOADER_KEYS}
     if not isinstance(content, Mapping) or "speed" not in content:
-        raise ConfigError(f"'{path}' has no key 'speed'; `slipstream tune` writes such files", "speed")
+        raise ConfigError(f"'{path}' has no key 'speed'; pass a file that `slipstream tune` wrote", "speed")
     for key, section in content.items():
         if key not in known:
             raise ConfigError(f"'{path}': unknown key '{key}'{did_you_mean(str(key), known)}", "speed")

@@ -25,18 +25,18 @@ __all__ = ["Outcome", "Row", "Search"]
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 24
 _LONGEST_ROUND = 2.0
 _MARGIN, _LONGEST_MARGIN = 0.02, 5.0
-"""Time for ending processes and writing files: a fraction of the budget, and its maximum in seconds."""
+"""Time reserved for ending processes and writing files: a fraction of the budget, and the maximum in seconds."""
 _MAX_PROCESSES = 3
 """Maximum number of processes to end at the deadline: those of the baseline, the plan and a trial."""
 _MIN_GAIN = 1.01
 """Smallest ratio for which an option is adopted."""
 _LIKELY = 0.85
-"""Smallest confidence for which an option is adopted if its interval contains 1. The options do not change the results
-beyond their tolerance, so the only risk is that the option does not help."""
+"""Smallest confidence for which an option is adopted if its interval contains 1. Adopted options do not change the
+losses beyond the tolerance, so the only risk is that an option does not help."""
 _CLEARLY_WORSE = 0.8
-"""A trial ends after three rounds in which it is slower than this ratio."""
+"""A trial ends after three rounds if its ratio is below this value in all of them."""
 _ROUNDS_FRACTION = 0.12
-"""Fraction of the budget after which a trial that has its smallest number of rounds ends."""
+"""Fraction of the budget after which a trial ends as soon as it has the minimum number of rounds."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Row:
     peak_mib: float | None = None
     compile_seconds: float | None = None
     loss_difference: tuple[float, float] | None = None
-    """Relative differences of the first loss and of the mean loss."""
+    """Relative differences of the first loss and the mean loss from those of the baseline."""
     setting: Setting = field(default_factory=Setting)
     """The changes of this trial, without those of the plan."""
 
@@ -75,8 +75,8 @@ class Outcome:
     total: Estimate | None = None
     """Step time of the baseline divided by that of the plan; None if no option is adopted."""
     total_is_product: bool = False
-    """Whether `total` is the product of the ratios of single options instead of a direct measurement. Its `low` and
-    `high` are then products too, and do not form an interval of known probability."""
+    """Whether `total` is the product of the ratios of single options instead of a direct measurement. In this case, its
+    `low` and `high` are also products, which do not form an interval of known probability."""
     compile_seconds: float = 0.0
     """Compilation time of the plan, in seconds."""
     steps_per_epoch: int | None = None
@@ -89,7 +89,7 @@ class Outcome:
 
 
 class _Running:
-    """A warm trial process, with what it reported."""
+    """A trial process after its warm-up, with the values that it has reported."""
 
     def __init__(self, process: Process, warm: Mapping[str, Any], startup: float, split: int) -> None:
         self.process = process
@@ -102,15 +102,15 @@ class _Running:
         """Seconds from the start of the process to the end of its warm-up."""
         self.step = median(process.warmup_seconds[len(process.warmup_seconds) // 2 :])
         self.extra = max(sum(process.warmup_seconds) - len(process.warmup_seconds) * self.step, 0.0)
-        """Seconds of the warm-up in addition to its steps."""
-        self.untimed = 1 + int(warm["buffered"])  # batches loaded while the process waited take no time
+        """Duration of the warm-up beyond that of its steps, in seconds."""
+        self.untimed = 1 + int(warm["buffered"])  # batches loaded during the wait take no time
         self.accumulate = int(warm["accumulate"])
-        """Number of steps per update; all timed rounds contain the same share of updates."""
+        """Number of steps per update. All timed rounds contain the same fraction of updates."""
         self.seconds: list[float] = []
         self.peak_mib = float(warm["peak_mib"])
 
     def time(self, seconds: float, timeout: float) -> float:
-        """Run about `seconds` seconds of steps; return the mean step time in seconds."""
+        """Run steps for about `seconds` seconds, and return the mean step time in seconds."""
         steps = max(2, math.ceil(seconds / max(self.step, 1e-6)))
         steps = math.ceil(steps / self.accumulate) * self.accumulate
         timed = self.process.time(steps, self.untimed, timeout)
@@ -124,15 +124,15 @@ class _Running:
 
 
 class Search:
-    """Measure the candidates one after the other, each on top of the options adopted before.
+    """Measure the candidates one after the other, each combined with the options adopted before.
 
     Args:
         make_job: returns the run for a setting.
         speed: the baseline's value of `speed`.
-        names: options to measure, from `check_names`.
+        names: options to measure, as returned by `check_names`.
         budget: time limit in seconds.
         report: called with each new row.
-        start: when the budget began (`time.monotonic()`); None means now.
+        start: the start of the budget, a value of `time.monotonic()`; None means now.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Search:
         self.outcome = Outcome(budget=budget)
 
     def run(self) -> Outcome:
-        """Return the results. After Ctrl-C, they are partial; no process remains.
+        """Run the search and return its results, which are partial after Ctrl-C. No process remains.
 
         Raises:
             ConfigError: the budget is too short for one trial.
@@ -233,13 +233,11 @@ class Search:
     def _too_short(self, seconds: Sequence[float]) -> ConfigError:
         """Return the error for a baseline that did not warm up within the budget."""
         if not seconds:
-            found = "the baseline did not finish a step in this time"
+            found = "the baseline did not finish a single step within this time"
             needed = f"at least {_shown(4 * self._budget)}"
         else:
             step = median(seconds)
-            found = (
-                f"the baseline finished {len(seconds)} steps in this time, and a step takes {_shown(step)}"
-            )
+            found = f"the baseline finished {len(seconds)} steps within this time, and a step takes {_shown(step)}"
             needed = f"about {_shown(2 * (sum(seconds[:1]) + 6 * step) + 2 * _MIN_ROUNDS * 4 * step)}"
         return ConfigError(
             f"{_shown(self._budget)} is too short: {found}; one trial needs {needed}", "budget"
@@ -258,13 +256,13 @@ class Search:
     # ---- trials ------------------------------------------------------------------------------------------------
 
     def _launch(self, setting: Setting, stack: ExitStack, reserve: float) -> _Running:
-        """Start a process, and wait for the end of its warm-up until at most `reserve` seconds before the deadline."""
+        """Start a process and wait for the end of its warm-up, at most until `reserve` seconds before the deadline."""
         began = time.monotonic()
         setting = replace(setting, loader=self._auto, compile_cache=self._cache)
         observer = partial(Timer, warmup=WARMUP * setting.split)
         process = stack.enter_context(Process(self._make_job(setting), observer))
         stack.callback(self._time_end, process)  # runs before the `__exit__` of the process
-        # Starting a process takes seconds on a busy machine, so compute the timeout only now.
+        # On a busy machine, starting a process takes seconds, so the timeout is computed after the start.
         warm = process.wait_for("warm", max(self._remaining - reserve, 0.0))
         return _Running(process, warm, time.monotonic() - began, setting.split)
 
@@ -279,7 +277,7 @@ class Search:
         row = Row(candidate.label, "skipped", against=plan, setting=candidate.setting)
         if reason := self._why_skipped(candidate):
             return replace(row, reason=reason)
-        # Rounds beyond the minimum leave this time for the final measurement of a plan with several options.
+        # Beyond the minimum number of rounds, leave this time for the final measurement of a plan with several options.
         reserve = self._rounds_seconds if self.outcome.adopted else 0.0
         expected = self._startup(candidate) + self._rounds_seconds
         if self._remaining < expected:
@@ -322,7 +320,7 @@ class Search:
         if candidate.refused:
             return candidate.refused
         if candidate.setting.processes > 1:
-            return None  # the capabilities are those of one process
+            return None  # the capabilities describe a single process
         speed = merged_speed(self._speed, self.outcome.setting.plus(candidate.setting).speed)
         return unsupported(candidate.setting, speed, self._capabilities)
 
@@ -331,7 +329,7 @@ class Search:
             return replace(row, status="failed", reason=trial.warm["problem"], peak_mib=trial.peak_mib)
         first, mean = difference(trial.losses, self._current.losses)
         combined = {**self._baseline.warm["sources"], **self.outcome.setting.speed}
-        # Low precision amplifies the rounding differences of the other options.
+        # Low precision amplifies the rounding differences caused by other options.
         allowed = LOW_PRECISION if "precision" in combined else candidate.tolerance
         row = replace(row, loss_difference=(first, mean), peak_mib=trial.peak_mib)
         if "compile" in self.outcome.setting.plus(candidate.setting).speed:
@@ -340,7 +338,7 @@ class Search:
             return replace(
                 row,
                 status="rejected",
-                reason=f"different numbers: the first loss differs by {first:.2g} (allowed: {allowed.first:g}), and "
+                reason=f"different losses: the first loss differs by {first:.2g} (allowed: {allowed.first:g}), and "
                 f"the mean of {len(trial.losses)} losses by {mean:.2g} (allowed: {allowed.mean:g})",
             )
         self._working.add(candidate.label)
@@ -392,7 +390,7 @@ class Search:
         outcome.total, outcome.total_is_product = product, len(outcome.adopted) > 1
         outcome.compile_seconds = row.compile_seconds or 0.0
         if "compile" in outcome.setting.speed and "compile" not in candidate.setting.speed:
-            # The code was partly in the cache of this search, but a new run compiles all of it.
+            # Part of the compiled code was in the cache of this search, but a new run compiles everything.
             earlier = [each.compile_seconds or 0.0 for each in outcome.rows if each.status == "adopted"]
             outcome.compile_seconds = max([outcome.compile_seconds, *earlier])
         self._current = trial
@@ -422,22 +420,22 @@ class _PlanFailedError(Exception):
 
 
 def _how_to_launch(setting: Setting, own: Any) -> str:
-    """Return the command that trains with all changes of a data-parallel trial: those of the plan, and its own.
+    """Return the command that trains with all changes of a data-parallel trial: the plan's and the trial's own.
 
-    The file of the plan is not part of the command: an option that is adopted after this trial, such as `accumulate`,
-    can change the batch size.
+    The command does not use the file that contains the plan: an option that is adopted after this trial, such as
+    `accumulate`, can change the batch size.
     """
-    # A text has no keys that an override could set.
+    # If `speed` is text, an override cannot set its keys.
     words = ["'speed={_delete_: true, auto: true}'"] if own == "auto" else []
     words += [*_overrides("speed", setting.speed), *_overrides("train_dataloader", setting.dataloader)]
     return (
-        f"not part of the plan, because it needs {setting.processes} processes: slipstream train ... "
+        f"not part of the plan, because it requires {setting.processes} processes; run: slipstream train ... "
         f"--nproc {setting.processes} {' '.join(words)}"
     )
 
 
 def _overrides(key: str, value: Any) -> Iterator[str]:
-    """Yield the overrides of a configuration that set the values of nested dicts."""
+    """Yield configuration overrides that set the values in nested dicts."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from _overrides(f"{key}.{name}", item)

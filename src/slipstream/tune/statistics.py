@@ -16,8 +16,8 @@ _CONFIDENCE = 0.9
 class Estimate:
     """The median of ratios, with an interval between two order statistics.
 
-    For a fixed number of at least five independent rounds, it would contain the median with a probability of at least
-    90%. Because the measurement ends as soon as the result is clear, the probability is lower.
+    For a fixed number of at least five independent rounds, the interval would contain the median with a probability of
+    at least 90%. Because the measurement ends as soon as the result is clear, the probability is lower.
     """
 
     ratio: float
@@ -25,7 +25,7 @@ class Estimate:
     high: float
     rounds: int
     confidence: float
-    """One minus the p-value of the one-sided sign test, of which the null hypothesis is that the median is 1."""
+    """One minus the p-value of the one-sided sign test with the null hypothesis that the median is 1."""
 
     @property
     def width(self) -> float:
@@ -34,7 +34,7 @@ class Estimate:
 
 
 def estimate(ratios: Sequence[float]) -> Estimate:
-    """Return the median of the ratios and its confidence interval, see `median_interval`.
+    """Return the median of the ratios and its confidence interval (see `median_interval`).
 
     Args:
         ratios: at least one positive number.
@@ -47,8 +47,9 @@ def estimate(ratios: Sequence[float]) -> Estimate:
 def median_interval(values: Sequence[float], confidence: float) -> tuple[float, float]:
     """Return the distribution-free confidence interval of the median.
 
-    The interval is between two order statistics: it assumes only that the values are independent. If even their range
-    does not have this confidence (for 90%, with fewer than five values), the result is the range.
+    The bounds of the interval are two order statistics. The method assumes only that the values are independent. If
+    even the range of the values does not have this confidence (for 90%, with fewer than five values), the result is the
+    range.
 
     Args:
         values: at least one number.
@@ -63,7 +64,7 @@ def median_interval(values: Sequence[float], confidence: float) -> tuple[float, 
 
 
 def _sign_confidence(ratios: Sequence[float]) -> float:
-    """Return the probability that fewer of the ratios are above 1 if each one is with a probability of 50%."""
+    """Return the probability that fewer of the ratios exceed 1, if each exceeds 1 with a probability of 50%."""
     above = sum(ratio > 1 for ratio in ratios)
     return sum(comb(len(ratios), i) for i in range(above)) / float(2 ** len(ratios))
 
@@ -76,7 +77,7 @@ def _coverage(count: int, cut: int) -> float:
 def difference(losses: Sequence[float], baseline: Sequence[float]) -> tuple[float, float]:
     """Return the relative differences of the first loss, and of the mean of all losses.
 
-    A value is NaN or infinite if a loss is.
+    A difference is NaN or infinite if a loss is NaN or infinite.
     """
     means = sum(losses) / len(losses), sum(baseline) / len(baseline)
     return _relative(losses[0], baseline[0]), _relative(*means)

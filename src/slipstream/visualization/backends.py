@@ -113,7 +113,7 @@ class LocalVisBackend(BaseVisBackend):
     def add_scalars(
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
     ) -> None:
-        """Append a JSON line with the values and `step` to the scalars file and, if set, `save_dir/file_path`."""
+        """Append a JSON line with the values and `step` to the scalars file and, if set, to `save_dir/file_path`."""
         line = as_json({"step": step, **scalar_dict}) + "\n"
         self._append(self.scalar_save_file, line)
         if file_path is not None:
@@ -135,7 +135,7 @@ class LocalVisBackend(BaseVisBackend):
         self._files.clear()
 
     def _append(self, name: str, line: str) -> None:
-        """Append a line. A file that cannot be written is reported once and does not end the run."""
+        """Append a line. If the file cannot be written, report this once without ending the run."""
         try:
             self._file(name).write(line)
         except OSError as error:
@@ -159,7 +159,7 @@ class LocalVisBackend(BaseVisBackend):
 
 
 def _drop_partial_line(path: Path) -> None:
-    """Remove the incomplete last line of a file, which was written when the disk became full."""
+    """Remove an incomplete last line, which remains in a file if the disk became full while it was written."""
     with contextlib.suppress(OSError):
         if path.is_file():  # not a device
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)

@@ -28,8 +28,8 @@ class WandbVisBackend(BaseVisBackend):
     Args:
         save_dir: folder for local files.
         init_kwargs: arguments of `wandb.init` (`project`, `name`, `mode`, ...).
-        define_metric_cfg: summaries by metric (`{"val/mIoU": "max"}`), or a list of dicts with the
-            arguments of `Run.define_metric`.
+        define_metric_cfg: maps metrics to summaries (`{"val/mIoU": "max"}`), or a list of dicts with the arguments of
+            `Run.define_metric`.
         commit: whether every call completes a W&B step.
         log_code_name: name under which to upload the source code; by default it is not uploaded.
 
@@ -103,7 +103,7 @@ class MLflowVisBackend(BaseVisBackend):
         run_name: name of the run; by default MLflow generates one.
         tags: tags of the run.
         params: parameters to record in addition to the configuration.
-        tracking_uri: address of the server or store; by default MLflow's setting (environment variable
+        tracking_uri: URI of the server or store; by default MLflow's setting (environment variable
             MLFLOW_TRACKING_URI).
         artifact_suffix: suffixes of the files in `save_dir` to upload at the end of the run.
         tracked_config_keys: top-level keys of the configuration to record; by default all keys.

@@ -74,7 +74,7 @@ def check_image(name: str, image: Any) -> npt.NDArray[np.uint8]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert arrays and tensors to (lists of) Python numbers; return other values unchanged."""
+    """Convert arrays and tensors to Python numbers or lists of numbers; return other values unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 

@@ -162,8 +162,8 @@ def test_failed_download_error_names_the_url_and_the_remedy(tmp_path, monkeypatc
         (lambda d: d[:3] + b"\1" + d[4:], "is not an IDX file"),
         (lambda d: d[:10], "is not an IDX file"),
         (lambda d: b"", "is not an IDX file"),
-        (lambda d: d[:-1], "declares 5 x 28 x 28 values, but it has 3919"),
-        (lambda d: d + b"\0", "declares 5 x 28 x 28 values, but it has 3921"),
+        (lambda d: d[:-1], "declares 5 x 28 x 28 values, but the file contains 3919"),
+        (lambda d: d + b"\0", "declares 5 x 28 x 28 values, but the file contains 3921"),
         (
             lambda d: idx(np.zeros((5, 14, 14))),
             r"must contain images of 28 x 28 pixels; its shape is \(5, 14, 14\)",

@@ -1,4 +1,4 @@
-"""Derive the blocks of a network and their costs on the meta device, without any computation."""
+"""Determine the blocks of a network and their costs on the meta device, without computing values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Part:
 
 @dataclass
 class _Observer:
-    """Assigns FLOPs and saved tensors to the last module with parameters that ran."""
+    """Assigns FLOPs and saved tensors to the last executed module with parameters."""
 
     count_flops: Any
     seen: set[int]
@@ -61,9 +61,9 @@ class _Observer:
 def describe(network: nn.Module, input_shape: tuple[int, ...], name: str | None = None) -> Model:
     """Return the blocks of a network in training mode, one for each module with its own parameters.
 
-    Operations without parameters (activations, pooling, resizing) are assigned to the preceding block. FLOPs are those
-    of matrix products and convolutions (`torch.utils.flop_counter`). Activations are the storages that autograd saves,
-    counted as float32.
+    Operations without parameters (activations, pooling, resizing) are assigned to the preceding block. FLOPs include
+    only matrix products and convolutions (`torch.utils.flop_counter`). Activations are the storages that autograd
+    saves, counted as float32.
 
     Args:
         network: the network. This function analyzes a copy and does not change the network.
@@ -107,7 +107,8 @@ def _observe(network: nn.Module, copy: nn.Module, observer: _Observer) -> None:
 
     owned: set[int] = set()
     for (name, module), copied in zip(network.named_modules(), copy.modules(), strict=True):
-        # Shared parameters belong to the first module. The copy on the meta device does not share them.
+        # Shared parameters belong to the first module that uses them. In the copy on the meta device, they are not
+        # shared.
         new = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in owned]
         owned.update(map(id, new))
         if new:

@@ -14,7 +14,7 @@ Kind = Literal["ddp", "hsdp", "fsdp2"]
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a network that runs and is gathered as one unit."""
+    """A part of a network that is executed and gathered as one unit."""
 
     name: str
     parameters: int

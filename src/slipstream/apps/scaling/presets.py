@@ -50,7 +50,7 @@ class Network:
     """Alpha for large and for small messages."""
 
 
-# NVIDIA's data sheets "V100 Tensor Core GPU" (2020, SXM2 32GB), "A100" (2022, SXM 80GB), "H100" (2023, SXM),
+# Sources: NVIDIA's data sheets "V100 Tensor Core GPU" (2020, SXM2 32GB), "A100" (2022, SXM 80GB), "H100" (2023, SXM),
 # "H200" (2024, SXM), and the Ada whitepaper (RTX 4090). Their NVLink figures add up both directions.
 # Latencies per hop: NCCL's table (src/graph/tuning.cc) for rings with its protocols LL128 and LL: NVLink 1.9
 # and 0.6 us, PCI 2.5 and 1.0 us, network 4.0 and 2.7 us. TCP over Ethernet: 30 us, an assumption.
@@ -112,7 +112,8 @@ def segformer_1b(height: int, width: int) -> Model:
         patch = (7 if number == 1 else 3) ** 2 * before * c
         blocks.append(Block(f"patch{number}", patch + 3 * c, 2.0 * patch * tokens, 3.0 * c * tokens))
         keys = tokens / reduction**2
-        # Queries, projection and feed-forward layers process all tokens; keys and values process only the reduced ones.
+        # Queries, projection and feed-forward layers process all tokens. Keys and values process only the reduced
+        # tokens.
         per_token = 2 * c * c + 8 * c * c + 36 * c
         per_key = 2 * c * c + ((reduction * c) ** 2 if reduction > 1 else 0)
         vectors = 19 * c if reduction > 1 else 16 * c  # biases and LayerNorms

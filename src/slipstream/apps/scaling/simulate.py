@@ -1,4 +1,4 @@
-"""Event simulation of a training step on a processor and a network that runs one collective at a time."""
+"""Event simulation of a training step on one processor, and one network that runs one collective at a time."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def _replicated(model: Model, cluster: Cluster, strategy: Strategy, work: Work, 
 def _sharded(model: Model, cluster: Cluster, strategy: Strategy, work: Work, schedule: Schedule) -> None:
     """Simulate FSDP2 or HSDP (Zhao et al. 2023).
 
-    Each unit is gathered while the previous one runs. In the backward pass, its gradients are then reduce-scattered.
+    Each unit is gathered while the previous unit runs. After a unit's backward pass, its gradients are
+    reduce-scattered.
     """
     ranks = shards(cluster, strategy)
     group = (cluster, ranks // cluster.local, cluster.local)
@@ -153,9 +154,9 @@ def _sharded(model: Model, cluster: Cluster, strategy: Strategy, work: Work, sch
 def _sync_norm(block: Block, strategy: Strategy, schedule: Schedule, seconds: float) -> None:
     """Compute a block; in each pass, a SyncBN first waits for one or two small all-reduces.
 
-    A single all-reduce sends a row with the moments and the count of each GPU. If it is too large, the means and counts
-    are reduced first, then the squared deviations. The backward pass reduces the gradients of these values in the same
-    way.
+    A single all-reduce sends a buffer with a row for each GPU, which contains its moments and its count. If the buffer
+    is too large, the means and counts are reduced first, then the squared deviations. The backward pass reduces the
+    gradients of these values in the same way.
     """
     cluster = schedule.cluster
     if strategy.sync_bn and block.norm_channels and cluster.gpus > 1:

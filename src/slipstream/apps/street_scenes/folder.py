@@ -40,7 +40,7 @@ class _Part(NamedTuple):
 def write_street_folder(
     root: str | Path, train: int = 8, val: int = 4, size: tuple[int, int] = (256, 512), seed: int = 0
 ) -> None:
-    """Write street scenes in the Cityscapes folder layout: images, masks of label ids, and the folder `lists`.
+    """Write street scenes in the Cityscapes folder layout: images, masks with label ids, and the folder `lists`.
 
     `lists` contains the files that SuperGradients' recipes require: `train.lst`, `val.lst` and `labels.csv`. Many
     scenes are drawn in several processes, so a calling script requires `if __name__ == "__main__":`.

@@ -150,7 +150,7 @@ def _motorcycle(bike: _Figure, paint: Color, r: Random) -> None:
 def _rider(bike: _Figure, r: Random, helmet: bool) -> None:
     top, legs, skin = _clothes(r), _clothes(r), r.choice(_SKINS)
     hip, chest = (-0.22, 0.98), (0.02, 1.5)
-    # If the figure is turned away, both legs and shoulders are visible side by side.
+    # If the figure is turned away, both legs and both shoulders are visible side by side.
     spread = 0.13 / max(abs(bike.squeeze), 0.12) if abs(bike.squeeze) < 0.5 else 0.0
     for sign, foot in ((-1, (-0.02, 0.18)), (1, (0.02, 0.42))):
         knee = (0.16 + sign * spread, 0.6 + 0.1 * sign)

@@ -25,7 +25,7 @@ BUILDING, WALL, FENCE, VEGETATION = 2, 3, 4, 8
 
 
 class Side(NamedTuple):
-    """One side of the street: its sign (-1 or 1), the X coordinate of its row, and the start and width of the gap for
+    """One side of the street: its sign (-1 or 1), the X coordinate of its row, and the start and width of the gap at
     the cross street."""
 
     sign: int

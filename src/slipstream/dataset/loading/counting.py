@@ -18,10 +18,10 @@ class BatchSizes:
     """The number of this rank's samples in each batch of a pass over a loader.
 
     If the loader has an `EpochBatchSampler`, these are the sizes that it has drawn. For iterable datasets and for
-    datasets of ready batches, the samples are counted in the batch.
+    datasets of ready batches, the samples in each batch are counted.
 
     Args:
-        loader: a loader of `build_dataloader`.
+        loader: a loader returned by `build_dataloader`.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -29,9 +29,9 @@ class BatchSizes:
         self._batches = loader.batch_sampler if isinstance(loader.batch_sampler, EpochBatchSampler) else None
 
     def at(self, number: int, batch: Any) -> int:
-        """Return the number of samples in batch `number` (from 0); 1 if it is neither drawn by a sampler nor counted.
+        """Return the number of samples in batch `number` (from 0), or 1 if the number is unknown.
 
-        Call it while the pass over the loader is in progress, because the next pass has other sizes.
+        Call this method while the pass over the loader is in progress, because the next pass has other sizes.
         """
         if self._batches is not None and (drawn := self._batches.size_of(number)) is not None:
             return drawn

@@ -163,8 +163,8 @@ class _SideStream:
     def send(self, batch: Any) -> tuple[Any, torch.Event]:
         """Start copying `batch`; return the copy and an event that marks its end."""
         # The allocator may reuse the memory of a batch whose step has not finished on the device, so the copy waits
-        # for all previously launched steps and overlaps with the next step. (`record_stream` would delay the reuse of
-        # that memory, by up to one log interval, because the host runs ahead of the device.)
+        # for all previously launched steps and overlaps with the next step. (Because the host runs ahead of the device,
+        # `record_stream` would delay the reuse of that memory by up to one log interval.)
         self.stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self.stream:
             moved = _move(batch, self.device)

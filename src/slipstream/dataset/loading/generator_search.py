@@ -1,4 +1,4 @@
-"""Search the attributes of an object for random generators of torch, NumPy and `random`."""
+"""Search the attributes of an object for random generators from torch, NumPy and `random`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["GeneratorKind", "find_generators", "generator_kind"]
 
 _MAX_DEPTH = 5
 _MAX_ITEMS = 100
-"""Longer containers hold samples rather than generators, so they are not searched."""
+"""Maximum length of a container to search; longer containers contain samples rather than generators."""
 _MAX_OBJECTS = 1000
 
 
@@ -52,7 +52,7 @@ _KINDS: dict[type, GeneratorKind] = {
         torch.Generator.get_state, torch.Generator.set_state, torch.Generator.manual_seed
     ),
 }
-# A dataset or a model that the sampler refers to has generators of its own, which are not part of the order.
+# A dataset or a model that the sampler refers to has its own generators, which do not determine the order.
 _NOT_SEARCHED = (type, ModuleType, Tensor, np.ndarray, nn.Module, Dataset, DataLoader, str, bytes, int, float)
 
 
@@ -87,7 +87,7 @@ def find_generators(roots: Sequence[Any]) -> dict[str, Any]:
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    """Return the attributes and items of a value that can hold generators, with the end of their names."""
+    """Return the attributes and items of a value that can hold generators, with the last part of their names."""
     children: Iterable[tuple[str, Any]]
     if isinstance(value, list | tuple | deque):
         children = ((f"[{number}]", item) for number, item in enumerate(value))

@@ -1,4 +1,4 @@
-"""Temporary use of the global random generators of Python, NumPy and torch (CPU)."""
+"""Use the global random generators of Python, NumPy and torch (CPU) temporarily."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class IsolatedGenerators:
 
     The context `with generators:` replaces the global state with the private one and restores it at the end.
     NumPy's bit generator object is swapped, which is sixty times faster than copying its state. The only side effect
-    is that the legacy `np.random.randn` loses its cached second value.
+    is that the legacy function `np.random.randn` loses its cached second value.
     """
 
     def __init__(self) -> None:

@@ -58,7 +58,7 @@ def build_dataloader(
             and the arguments of `torch.utils.data.DataLoader`; `num_workers` and `prefetch_factor` may be `auto`
             (see `with_workers`). `skip_errors` is the number of samples that may raise errors and are replaced by
             others (see `SeededDataset`). `stall_warning` is the number of seconds without a batch after which a run
-            logs a warning (see `Loading`; default: 60, 0 for none). Alternatively, a `DataLoader`, or
+            logs a warning (see `Loading`; default: 60; 0 disables the warning). Alternatively, a `DataLoader`, or
             `dict(dataloader=..., num_batch_per_epoch=...)` to limit its number of batches per epoch.
         seed: seed of the run. The order and the augmentation depend on it, but not on the number of workers.
         name: name of the loader in error messages (such as `train_dataloader`).
@@ -167,7 +167,7 @@ class RunLoader(DataLoader[Any]):
 
 
 class TensorBatches(Dataset[Any]):
-    """`TensorDataset` wrapper that indexes a whole batch in one call, many times faster than collating samples."""
+    """`TensorDataset` wrapper that indexes a whole batch in one call, which is many times faster than collating."""
 
     def __init__(self, dataset: TensorDataset) -> None:
         self.dataset = dataset
@@ -236,7 +236,7 @@ def _check_fault_options(options: Mapping[str, Any], name: str, training: bool) 
     check(options.get("stall_warning", 0), NonNegative, f"{name}.stall_warning")
     if options.get("timeout") and not options.get("num_workers"):
         raise ConfigError(
-            "requires worker processes, because a sample that hangs in the process of the run cannot be interrupted; "
+            "requires worker processes, because a sample that hangs in the training process cannot be interrupted; "
             "set num_workers to at least 1, or remove this option",
             f"{name}.timeout",
         )
@@ -283,7 +283,7 @@ def _batch_sampler(options: dict[str, Any], dataset: Any, seed: int, training: b
 
 
 def _check_sampler(sampler: Any, path: str, wrong: Any) -> None:
-    """Check that `sampler` is a configuration or can be iterated; a list must not contain items of the type `wrong`."""
+    """Check that `sampler` is a configuration or an iterable; a list must not contain items of type `wrong`."""
     iterable = sampler is None or (hasattr(sampler, "__iter__") and not isinstance(sampler, str | bytes))
     if not iterable or (isinstance(sampler, list) and any(isinstance(item, wrong) for item in sampler)):
         raise ConfigError(f"must be a sampler or a dict with a 'type', not {shown(sampler)}", path)

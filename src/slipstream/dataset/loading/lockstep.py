@@ -1,4 +1,4 @@
-"""End an epoch or an evaluation at the same batch on all ranks, even if they have different amounts of data.
+"""End an epoch or an evaluation at the same batch on all ranks, even if the ranks have different amounts of data.
 
 A rank with more batches than the others would hang in the gradient all-reduce. This package's samplers and torch's
 `DistributedSampler` give every rank the same number of batches; for other loaders, the number is not known in advance.
@@ -43,7 +43,7 @@ def agree_on_length(loader: DataLoader[Any], warn: Callable[[str], None]) -> int
 def check_complete(loader: DataLoader[Any], name: str, batches: int, expected: int | None) -> None:
     """Raise a DataError if a pass over `loader` ended after fewer than `expected` batches (None: any number)."""
     streamed = isinstance(loader.dataset, IterableDataset)
-    # With `drop_last`, each worker drops the incomplete last batch of its own part of an iterable dataset.
+    # With `drop_last`, each worker drops the incomplete last batch of its own shard of an iterable dataset.
     uncertain = max(loader.num_workers - 1, 0) if streamed and loader.drop_last else 0
     if is_infinite(loader):
         raise DataError(f"{name} ended after {batches} batches, but its sampler never ends")
@@ -90,7 +90,7 @@ def until_all_end(batches: Iterable[Any], loader: DataLoader[Any]) -> Iterator[t
 
     `batches` are the batches of one pass over `loader`.
 
-    Use it for models whose forward pass runs collectives, such as sharded models.
+    Use this function for models whose forward pass runs collectives, such as sharded models.
 
     Raises:
         DataError: a rank has no batch, and its dataset is iterable, so there is no sample to repeat.

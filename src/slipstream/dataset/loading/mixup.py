@@ -29,20 +29,21 @@ def collate_mixup(
     mode: str = "batch",
     cutmix_minmax: None = None,
 ) -> Any:
-    """Return a batch in which each image i is combined with image N - 1 - i, and the class probabilities as targets.
+    """Return a batch in which each image i is mixed with image N - 1 - i, with class probabilities as targets.
 
     A factor l, which is the same for the whole batch, is drawn from Beta(alpha, alpha). Mixup returns
     `l * image + (1 - l) * other`, in float32. CutMix replaces a rectangle that covers 1 - l of the image. The targets
-    are mixed with the same factor, after label smoothing. The global random generators of torch are used, which a
-    loader seeds from (seed, epoch, index).
+    are mixed with the same factor, after label smoothing. Random numbers are drawn from torch's global generator, which
+    a loader seeds from (seed, epoch, index).
 
     Args:
-        data_batch: samples with `inputs`, (C, H, W) in the range 0 to 255, and `targets`, a class id; or pairs of them.
+        data_batch: samples with `inputs`, (C, H, W) in the range 0 to 255, and `targets`, a class id; or (inputs,
+            targets) pairs.
         mixup_alpha: alpha of mixup; 0 disables it.
         cutmix_alpha: alpha of CutMix; 0 disables it.
         prob: probability of mixing a batch.
         switch_prob: probability of CutMix if both are enabled.
-        correct_lam: whether l of CutMix is computed from the part of the rectangle inside the image.
+        correct_lam: whether CutMix computes l from the part of the rectangle that is inside the image.
         label_smoothing: probability that is distributed evenly over all classes.
         num_classes: number of classes.
         mode: must be 'batch'.
@@ -64,7 +65,8 @@ def collate_mixup(
     images, ids, finish = _stacked(data_batch)
     if not 0 <= int(ids.min()) <= int(ids.max()) < num_classes:
         raise DataError(
-            f"class ids {int(ids.min())} to {int(ids.max())} do not fit num_classes={num_classes} of CollateMixup"
+            f"class ids {int(ids.min())} to {int(ids.max())} are not all between 0 and {num_classes - 1} "
+            "(num_classes - 1)"
         )
     uses_cutmix = cutmix_alpha > 0 and (mixup_alpha <= 0 or bool(torch.rand(()) < switch_prob))
     alpha = cutmix_alpha if uses_cutmix else mixup_alpha
@@ -95,12 +97,12 @@ def _stacked(samples: Sequence[Any]) -> tuple[Tensor, Tensor, dict[str, Tensor] 
 
 
 def _mixed(values: Tensor, factor: float) -> Tensor:
-    """Return `factor` of each item and `1 - factor` of its counterpart from the end."""
+    """Return `factor` times each item plus `1 - factor` times its counterpart, counted from the end."""
     return values * factor + values.flip(0) * (1 - factor)
 
 
 def _cut(images: Tensor, factor: float, correct: bool) -> tuple[Tensor, float]:
-    """Return the images with a rectangle of their counterparts, and the remaining part of each image."""
+    """Return the images, each with a rectangle from its counterpart, and the remaining fraction of each image."""
     height, width = images.shape[-2:]
     side = (1 - factor) ** 0.5
     sides = []

@@ -23,14 +23,14 @@ def batch_indices(
 
     If `skip_errors` has replaced a sample of the batch, its replacement is returned.
 
-    The order is a function of (seed, epoch, index) for `DefaultSampler`, `InfiniteSampler` and the samplers of torch in
-    a `BatchSampler`. Other samplers and iterable datasets may depend on state that a second iteration would change.
+    The order is a function of (seed, epoch, index) for `DefaultSampler`, `InfiniteSampler` and torch's samplers in a
+    `BatchSampler`. Other samplers and iterable datasets may depend on state that a second iteration would change.
 
     Args:
-        loader: a loader of `build_dataloader`. An iteration over it is not disturbed.
+        loader: a loader returned by `build_dataloader`. An iteration in progress is not affected.
         epoch: epoch (pass over the data) of the batch, from 0; 0 for an endless sampler.
         number: number of the batch in the epoch, from 0.
-        order: the order that an earlier call with this loader has drawn. This call continues or replaces it.
+        order: the order that an earlier call with this loader has drawn. This call continues the order or replaces it.
     """
     batches = loader.batch_sampler
     if not isinstance(batches, EpochBatchSampler) or not uses_own_generator(batches):

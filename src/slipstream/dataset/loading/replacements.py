@@ -10,14 +10,14 @@ from torch.utils.data import get_worker_info
 __all__ = ["Replacements"]
 
 _EPOCHS = 8
-"""Replacements of at least this many epochs are stored, unless `_MAX_ROWS` limits their number."""
+"""Minimum number of epochs whose replacements are stored, unless `_MAX_ROWS` limits it further."""
 _MAX_ROWS = 4096
 
 
 class Replacements:
     """The replaced samples of recent epochs.
 
-    Each process writes only to its own rows, so no lock is required. When they are full, it overwrites the oldest.
+    Each process writes only to its own rows, so no lock is required. When its rows are full, it overwrites the oldest.
 
     Args:
         samples: maximum number of different samples that can be replaced.

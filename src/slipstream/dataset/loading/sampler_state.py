@@ -19,9 +19,10 @@ __all__ = ["SamplerState"]
 class SamplerState:
     """Makes the order of samplers that have their own random generators a function of the epoch.
 
-    Epoch 0 uses the state that a generator has when this object is created. Each later epoch uses a state computed
-    from it, so an epoch that is repeated, or begins after a resume, has the same order. A torch generator in the
-    attribute `generator` of a sampler is left out, because it is seeded from the seed of the run.
+    Epoch 0 uses the state that a generator has when this object is created. Each later epoch uses a state that is
+    computed from this first state, so an epoch that is repeated, or that begins after a resume, has the same order. A
+    torch generator in the attribute `generator` of a sampler is left out, because it is seeded from the seed of the
+    run.
 
     Args:
         samplers: a sampler and a batch sampler; objects without attributes are ignored.
@@ -120,7 +121,7 @@ class SamplerState:
 
 
 _LIMITS = {"pos": 624, "buffer_pos": 4}
-"""Largest positions in the states of NumPy's MT19937 and Philox, which NumPy does not check."""
+"""Largest positions in the states of MT19937 and Philox; NumPy does not check the position when it sets a state."""
 _CONTAINERS = (list, dict, set, deque)
 
 
@@ -146,11 +147,11 @@ def _saved(state: Any) -> Any:
 
 
 def _restored(saved: Any, like: Any, name: str) -> Any:
-    """Return the generator's state from which `_saved` returned `saved`; `like` is a state of the same form."""
+    """Return the generator's state for which `_saved` returned `saved`; `like` is a state with the same structure."""
     if isinstance(like, dict) and isinstance(saved, dict) and saved.keys() == like.keys():
         for key in saved.keys() & _LIMITS.keys():
             if not isinstance(saved[key], int) or not 0 <= saved[key] <= _LIMITS[key]:
-                raise ValueError(f"the state of the sampler's generator {name} has a wrong '{key}'")
+                raise ValueError(f"the state of the sampler's generator {name} has an invalid '{key}'")
         return {key: _restored(saved[key], value, name) for key, value in like.items()}
     if isinstance(like, tuple | list) and isinstance(saved, list) and len(saved) == len(like):
         return type(like)(_restored(*pair, name) for pair in zip(saved, like, strict=True))
@@ -160,7 +161,7 @@ def _restored(saved: Any, like: Any, name: str) -> Any:
             return saved.cpu().numpy() if isinstance(like, np.ndarray) else saved.cpu()
     elif isinstance(saved, int | float | str | None) and not isinstance(like, dict | tuple | list):
         return saved
-    raise ValueError(f"the state of the sampler's generator {name} has another form")
+    raise ValueError(f"the state of the sampler's generator {name} has an unexpected format")
 
 
 def _check(generator: Any, kind: GeneratorKind, state: Any, name: str) -> None:
@@ -168,7 +169,7 @@ def _check(generator: Any, kind: GeneratorKind, state: Any, name: str) -> None:
     present = kind.get(generator)
     try:
         kind.set(generator, state)
-    except Exception as error:  # the content can have any form
+    except Exception as error:  # the state can have any format
         raise ValueError(f"the state of the sampler's generator {name} cannot be set ({error})") from error
     finally:
         kind.set(generator, present)

@@ -177,7 +177,7 @@ class EpochBatchSampler(Sampler[list[int]]):
                 sampler.set_epoch(epoch)
 
     def generator_states(self) -> dict[str, Any]:
-        """Return the first states of the sampler's generators, which checkpoints contain.
+        """Return the first states of the sampler's generators, to store in checkpoints.
 
         A new process may create a generator with another state, for example if it is not seeded.
         """

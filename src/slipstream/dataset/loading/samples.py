@@ -1,4 +1,4 @@
-"""Read samples with seeded generators, name the sample that raises an error, and replace it if asked."""
+"""Read samples with seeded generators, name a sample that raises an error, and replace it on request."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SeededDataset(Dataset[Any]):
         self.dataset = dataset
         self.collate = collate
         self.skip_errors = skip_errors
-        # One flag per sample, in shared memory: the workers set them, and the process of the run reads them.
+        # One flag per sample, in shared memory: the workers set the flags, and the training process reads them.
         self.failed = torch.zeros(len(dataset), dtype=torch.bool).share_memory_() if skip_errors else None
         self._replacements = Replacements(skip_errors, workers) if skip_errors else None
         self._generators = IsolatedGenerators()
@@ -61,12 +61,12 @@ class SeededDataset(Dataset[Any]):
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # unpickling reads it before it is set
+        if name == "dataset":  # unpickling accesses `dataset` before it is set
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
     def used(self, epoch: int, indices: Sequence[int]) -> list[int]:
-        """Return `indices`, in which the index of each replaced sample is that of its replacement."""
+        """Return `indices`, with the index of each replaced sample changed to that of its replacement."""
         return list(indices) if self._replacements is None else self._replacements.used(epoch, indices)
 
     def __getitem__(self, index: Any) -> Any:
@@ -145,12 +145,12 @@ def describe_sample(dataset: Any, index: Any) -> str:
 def _raise(error: Exception, what: str) -> NoReturn:
     """Raise `error` with a note that says where it was raised.
 
-    A loop would take `StopIteration` for the end of the data, so it is replaced.
+    A loop would interpret `StopIteration` as the end of the data, so a different error is raised instead.
     """
     if isinstance(error, StopIteration):
         raise DataError(
-            f"{what} raised StopIteration, which would end the epoch early; find the call of next() in the dataset, "
-            "its transforms or collate_fn whose iterator ended"
+            f"{what} raised StopIteration, which would end the epoch early; in the dataset, its transforms or "
+            "collate_fn, find the call to next() whose iterator is exhausted"
         ) from error
     error.add_note(f"({what})")
     raise error
@@ -173,7 +173,7 @@ def _file(dataset: Any, index: Any) -> str | None:
 
 
 def _inner(dataset: Any, index: int) -> tuple[Any, int] | None:
-    """Return the wrapped dataset and the index in it, for wrappers of torch and of this package."""
+    """Return the wrapped dataset and the index in it, for wrappers from torch and from this package."""
     if hasattr(dataset, "cumulative_sizes"):
         which = bisect.bisect_right(dataset.cumulative_sizes, index)
         return dataset.datasets[which], index - (dataset.cumulative_sizes[which - 1] if which else 0)

@@ -38,7 +38,7 @@ class Loading:
     """One pass over a loader.
 
     A thread warns if no batch arrives for `stall_warning` seconds, and again each time the waiting time has doubled.
-    A batch that arrives in time costs two assignments.
+    If a batch arrives within this time, the overhead is two assignments.
 
     Args:
         loader: the loader. Its worker processes start immediately.
@@ -51,7 +51,7 @@ class Loading:
         self.seconds: float = getattr(loader, "stall_warning", STALL_WARNING)
         try:
             self._iterator: Any = iter(loader)
-        except OSError as error:  # the queues and locks of the workers are in shared memory, too
+        except OSError as error:  # the workers' queues and locks are also in shared memory
             if error.errno != errno.ENOSPC:
                 raise
             raise DataLoaderError(_out_of_shared_memory(name)) from error
@@ -93,7 +93,7 @@ class Loading:
         if hasattr(self._iterator, "_workers") and not in_worker:
             raise DataLoaderError(
                 f"{self.name}: a worker process died while it sent a batch; set num_workers=0 to see the error in the "
-                "process of the run"
+                "training process"
             ) from error
 
     def _watch(self) -> None:
@@ -120,7 +120,7 @@ class Loading:
             )
         pids = ", ".join(str(worker.pid) for worker in workers)
         return text + (
-            f"A worker process (pid {pids}) is slow or hangs; `py-spy dump --pid PID` prints what it does"
+            f"A worker process (pid {pids}) is slow or hangs; `py-spy dump --pid PID` prints its current stack"
             f"{_scarce_shared_memory()}. To end the run with an error instead, set {self.name}.timeout=SECONDS"
         )
 
@@ -133,9 +133,9 @@ def stop_workers(iterator: Any) -> None:
 
 @contextmanager
 def explain_worker_errors(name: str) -> Iterator[None]:
-    """Replace torch's errors about worker processes by errors that name the loader's option and a remedy.
+    """Replace torch's errors about worker processes with errors that name the loader's option and a remedy.
 
-    The death of a worker raises an error wherever the process of the run is at that moment.
+    When a worker dies, torch raises an error in the training process at whatever line it is executing.
 
     Raises:
         DataLoaderError: a worker died or timed out, or shared memory or open files were exhausted.
@@ -153,13 +153,13 @@ def _explain(text: str, name: str) -> str | None:
     if timed_out := _TIMED_OUT.search(text):
         return (
             f"no batch arrived within {timed_out[1]} s ({name}.timeout): a worker process is slow or hangs"
-            f"{_scarce_shared_memory()}. Find out which sample takes so long with num_workers=0, or raise the timeout"
+            f"{_scarce_shared_memory()}. Set num_workers=0 to find the sample that takes so long, or raise the timeout"
         )
     if _SHARED_MEMORY.search(text):
         return _out_of_shared_memory(name)
     if _OPEN_FILES.search(text):
         return (
-            f"{name}: the worker processes have too many open files, because each tensor of a batch is one; raise "
+            f"{name}: the worker processes have too many open files, because each tensor in a batch uses one; raise "
             "the limit (ulimit -n 65536), or call torch.multiprocessing.set_sharing_strategy('file_system')"
         )
     if died := _KILLED.search(text):
@@ -168,7 +168,7 @@ def _explain(text: str, name: str) -> str | None:
             cause = "the system probably ran out of memory"
         return (
             f"{name}: {died[0]}; {cause}{_scarce_shared_memory()}. Lower num_workers, or set num_workers=0 to see the "
-            "error in the process of the run"
+            "error in the training process"
         )
     return None
 
@@ -189,7 +189,7 @@ def _shared_memory() -> str:
 
 
 def _scarce_shared_memory() -> str:
-    """Return a hint if shared memory is nearly full, or as small as in a container by default."""
+    """Return a hint if shared memory is nearly full, or has only the default size of a container."""
     if not _SHM.is_dir():
         return ""
     usage = shutil.disk_usage(_SHM)

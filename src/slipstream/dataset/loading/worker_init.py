@@ -25,8 +25,9 @@ _POLL_INTERVAL = 1.0
 class WorkerInit:
     """A `worker_init_fn` that prepares the worker and calls the user's function.
 
-    - Signals are ignored, except SIGTERM from the training process. Terminals, Slurm and torchrun also send them to the
-      workers, but the training process still needs its workers: it saves a checkpoint after the current step.
+    - Signals are ignored, except SIGTERM from the training process. Terminals, Slurm and torchrun also send signals to
+    the workers, but the training process still needs its workers until it has saved a checkpoint after the current
+    step.
     - The worker ends when the training process has died. torch's workers check this only between batches, and therefore
       not while a sample hangs.
     - The worker ends when it cannot send a batch, because shared memory is full or because the batch cannot be pickled.
@@ -63,7 +64,7 @@ def worker_init(user_init: Callable[[int], None] | None) -> WorkerInit:
 
 
 def _end_with_parent() -> None:
-    """End this process when the process that created it has died or sends SIGTERM, as torch does to end a worker."""
+    """End this process when the process that created it dies or sends SIGTERM, which torch uses to end a worker."""
     parent = parent_process()
     if parent is None:
         return

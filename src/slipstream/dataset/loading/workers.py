@@ -31,7 +31,7 @@ _TIME_LIMIT = 5.0
 _TRIAL_TIME = 0.5
 """Seconds of measurement for each number of workers."""
 _TARGET_BATCH_TIME = 0.03
-"""Approximate seconds of work per batch in a trial, whose batches may be smaller than those of the run."""
+"""Approximate seconds of work per batch in a trial. A trial may use smaller batches than the run."""
 _TRIAL_BATCHES = 64
 """Number of the run's batches whose samples are used in the trials."""
 _MAX_PREFETCH_FACTOR = 8
@@ -69,7 +69,7 @@ def end_workers(loader: DataLoader[Any]) -> None:
 def with_workers(
     options: Mapping[str, Any], dataset: Any, batches: Iterable[Sequence[Any]], name: str
 ) -> dict[str, Any]:
-    """Return a loader's options with each `auto` replaced by a number, and log the measurements.
+    """Return a loader's options with a number in place of each `auto`, and log the measurements.
 
     The throughput is measured for 1, 2, 4, ... workers, up to the number of cores available to this process divided
     by the number of processes on the machine. The result is the smallest number of workers whose throughput is within
@@ -115,8 +115,8 @@ def with_workers(
 def loading_rates(loader: DataLoader[Any]) -> dict[int, float]:
     """Return the samples/s of a loader by number of workers, without training; empty if it cannot be measured.
 
-    The numbers are those of `with_workers`, and the loader's own. Randomly drawn samples are read in worker processes,
-    so the generators, the sampler and the caches of this process do not change.
+    The numbers of workers are those that `with_workers` measures, and the loader's own number. Randomly drawn samples
+    are read in worker processes, so the generators, the sampler and the caches of this process do not change.
     """
     dataset: Any = loader.dataset
     size = getattr(getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler), "batch_size", None)
@@ -145,7 +145,7 @@ class _Trials:
             k: v for k, v in options.items() if k in ("multiprocessing_context", "worker_init_fn")
         }
         self.size = len(batches[0])
-        # All trials share one iterator, so that a trial does not read files that an earlier trial has cached.
+        # All trials share one iterator, so that no trial reads files that are cached because of an earlier trial.
         self._indices = cycle(chain.from_iterable(batches))
         probes = self._probe(1)
         self.sample_seconds = [seconds for seconds, _ in probes]
@@ -218,7 +218,7 @@ class _Probe(Dataset[Any]):
         self.collate = collate
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # unpickling reads it before it is set
+        if name == "dataset":  # unpickling accesses `dataset` before it is set
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -242,7 +242,7 @@ def _choose_num_workers(rates: Mapping[int, float], limit: int) -> int:
     # Without workers, each step waits for its data, so 0 is chosen only if it is much faster.
     if rates[0] > 1.5 * best:
         return 0
-    # The time limit was reached, and each doubling helped.
+    # The time limit was reached while each doubling still increased the throughput.
     if last < limit and all(measured[last] >= 1.05 * measured[n] for n in measured if n != last):
         return min(2 * last, limit)
     return min(workers for workers, rate in measured.items() if rate >= 0.95 * best)

@@ -120,13 +120,13 @@ class DecodeCache:
             file.writelines(pieces)
 
     def path(self, name: str) -> Path:
-        """Return the file of a sample, given its name (the first half of its key)."""
+        """Return the path of the file for a sample with this name (the first part of its key)."""
         digest = hashlib.blake2b(os.fsencode(name), digest_size=16).hexdigest()
         return self.folder / digest[:2] / f"{digest[2:]}{_ENDING}"
 
     @staticmethod
     def file_size(shape: tuple[int, int]) -> int:
-        """Return the size in bytes of the file of a sample with this (height, width)."""
+        """Return the size in bytes of the file for a sample with this (height, width)."""
         return _Header(*shape, b"", 0).file_size
 
     def prune(self, keep: Iterable[str]) -> tuple[int, int]:

@@ -47,12 +47,12 @@ class CityscapesDataset(ImageMaskPairs):
     Args:
         root_dir: folder that contains `leftImg8bit` and `gtFine`.
         split: `train`, `val` or `test`. Samples are sorted by path.
-        list_file: text file with an image and its mask on each line. All paths, including that of the file itself,
-            are relative to `root_dir`.
+        list_file: text file with an image and its mask on each line. All paths, including the path of the list file
+            itself, are relative to `root_dir`.
         labels_csv_path: table (CSV), relative to `root_dir`, that maps each label id (column `id`, or the row number if
             there is no such column) to a train id (column `trainId`): 0 to 18, or 255 or -1 for pixels that are not
             scored. By default, the Cityscapes table is used.
-        ignore_label: id that pixels that are not scored have in the samples.
+        ignore_label: id, in the samples, of pixels that are not scored.
         transforms: see `SegmentationDataset`.
         cache_labels: keep each mask in memory after the first read (2 MB per mask, in each worker process).
         cache_images: keep each image in memory after the first read (6 MB per image).
@@ -62,7 +62,7 @@ class CityscapesDataset(ImageMaskPairs):
     Raises:
         ConfigError: both or neither of `split` and `list_file` are set, or `ignore_label` is a class.
         DataError: folders or files are missing (the message lists all), or the table is invalid; or, when a sample
-            is read, a file is corrupt, sizes differ, or a mask contains an unknown id.
+            is read, a file is corrupt, the sizes of image and mask differ, or a mask contains an unknown id.
     """
 
     def __init__(

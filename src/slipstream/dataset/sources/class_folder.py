@@ -25,7 +25,7 @@ from slipstream.registry import DATASETS
 
 __all__ = ["ImageNetDataset"]
 
-_LAYOUT = "Expected are root/CLASS/IMAGE files, with one folder for each class"
+_LAYOUT = "Expected files are root/CLASS/IMAGE, with one folder for each class"
 
 
 @DATASETS.register_module()
@@ -37,11 +37,11 @@ class ImageNetDataset(Dataset[dict[str, torch.Tensor]]):
     of a `SampleIndex`. The attribute `image_paths` lists the files.
 
     Args:
-        root: folder with the folders of the classes.
+        root: folder that contains the class folders.
         transforms: `RandomResizedCropAndInterpolation`, `RandomHorizontalFlip`, `RandAugmentTransform`, `Resize`,
             `CenterCrop`, `RandomCrop`, or functions of an image, uint8 (3, H, W), and a generator; then `ToTensor` and
             `Normalize`. Dicts are built with `TRANSFORMS`.
-        max_pixels: largest accepted number of pixels of a file; None for no limit.
+        max_pixels: maximum number of pixels in a file; None for no limit.
 
     Raises:
         DataError: the folder is missing, or contains no images in subfolders; or, when a sample is read, a file is
@@ -64,7 +64,7 @@ class ImageNetDataset(Dataset[dict[str, torch.Tensor]]):
             raise with_remedy(error, f"{_LAYOUT} (in recipes, set data_root_dir=FOLDER)") from error
         parts = [(path.relative_to(folder).parts, path) for path in files.values()]
         if flat := [path for names, path in parts if len(names) < 2]:
-            raise DataError(f"'{flat[0]}' is not in the folder of a class. {_LAYOUT}")
+            raise DataError(f"'{flat[0]}' is not in a class folder. {_LAYOUT}")
         classes = sorted({names[0] for names, _ in parts})
         ids = {name: index for index, name in enumerate(classes)}
         self.image_paths = [path for _, path in parts]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_PIXELS", "check_readable", "open_image", "read_image", "read_mask"]
 
 MAX_PIXELS = 178_956_970
-"""Default of the largest number of pixels of a file, which is Pillow's limit. A small file can describe any number."""
+"""Default maximum number of pixels in a file, the same as Pillow's. Even a small file can describe a huge image."""
 _GRAY, _RGB = 0, 2  # color types of PNG
 
 
@@ -150,8 +150,7 @@ def _formats() -> dict[int, Any] | None:
 
 
 def _is_plain(start: bytes, max_pixels: int | None, kinds: tuple[int, ...]) -> bool:
-    """Return whether a file starts like an 8-bit PNG with one of these color types and does not exceed the limits of
-    pixels."""
+    """Return whether a file starts like an 8-bit PNG with one of these color types, within the pixel limits."""
     if start[:8] != b"\x89PNG\r\n\x1a\n" or start[12:16] != b"IHDR" or len(start) < 29:
         return False
     width, height = int.from_bytes(start[16:20], "big"), int.from_bytes(start[20:24], "big")
@@ -173,7 +172,7 @@ def _chunks_before_pixels(data: bytes) -> Iterator[bytes]:
 def _is_scaled(codecs: Sequence[tuple[Any, ...]]) -> bool:
     """Return whether Pillow scaled the gray values.
 
-    It does so for PNGs and TIFFs with 2 or 4 bits per pixel, and for PGMs whose maximum is not 255.
+    Pillow scales them for PNGs and TIFFs with 2 or 4 bits per pixel, and for PGMs whose maximum is not 255.
     """
     return any(
         "L;2" in codec or "L;4" in codec or (codec[0].startswith("ppm") and codec[2:] != (255,))
@@ -182,7 +181,7 @@ def _is_scaled(codecs: Sequence[tuple[Any, ...]]) -> bool:
 
 
 def _by_pillow(path: Path, max_pixels: int | None) -> tuple[Image.Image, list[tuple[Any, ...]]]:
-    """Return the loaded image, and the Pillow codecs that decoded it with their arguments."""
+    """Return the loaded image, and the Pillow codecs that decoded it, with their arguments."""
     try:
         with open_image(path, max_pixels) as image:
             codecs = [

@@ -183,8 +183,8 @@ def _read_idx(path: Path, ndim: int) -> torch.Tensor:
     shape = np.frombuffer(data, dtype=">u4", count=ndim, offset=4).tolist()
     if len(data) - start != math.prod(shape):
         raise DataError(
-            f"'{path}' is damaged: its header declares {' x '.join(map(str, shape))} values, but it has "
-            f"{len(data) - start}; download it again"
+            f"'{path}' is damaged: its header declares {' x '.join(map(str, shape))} values, but the file "
+            f"contains {len(data) - start}; download it again"
         )
     return torch.from_numpy(np.frombuffer(data, dtype=np.uint8, offset=start).reshape(shape).copy())
 

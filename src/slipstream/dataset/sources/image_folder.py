@@ -47,12 +47,11 @@ class ImageMaskFolder(ImageMaskPairs):
         transforms, cache_in_memory, cache: see `SegmentationDataset`.
         skip_corrupt: read every file once at construction, and skip samples with unreadable files. Each is logged
             as a warning.
-        max_pixels: largest accepted number of pixels of a file; None for no limit. A small file can describe a huge
-            image.
+        max_pixels: maximum number of pixels in a file; None for no limit. Even a small file can describe a huge image.
 
     Raises:
         DataError: a folder is missing or has no images, or a file has no counterpart; or, when a sample is read, a file
-            is corrupt, sizes differ, or a label id is neither a class nor `ignore_index`.
+            is corrupt, the sizes of image and mask differ, or a label id is neither a class nor `ignore_index`.
         ConfigError: `palette`, `label_map` or `ignore_index` does not match the classes.
     """
 

@@ -56,8 +56,8 @@ class ImageMaskPairs(SegmentationDataset):
         metainfo: see `SegmentationDataset`.
         transforms, cache_in_memory, cache: see `SegmentationDataset`.
         skip_corrupt: read every file once at construction, and skip samples with unreadable files. Each is logged
-            as a warning. Otherwise such a sample raises an error when it is read.
-        max_pixels: largest accepted number of pixels of a file; None for no limit.
+            as a warning. Otherwise, an unreadable sample raises an error when it is accessed.
+        max_pixels: maximum number of pixels in a file; None for no limit.
 
     Raises:
         DataError: no pair can be read.
@@ -132,7 +132,7 @@ class ImageMaskPairs(SegmentationDataset):
         meaning = f"{len(self.metainfo['classes'])} {self.metainfo['ignore_index']} ".encode()
         digest = hashlib.blake2b(meaning + (b"" if table is None else table.tobytes()), digest_size=8)
         version = "-".join(f"{s.st_size}-{s.st_mtime_ns}" for s in stats)
-        reader = f"{type(self).__module__}.{type(self).__qualname__}"  # a subclass may read other pixels
+        reader = f"{type(self).__module__}.{type(self).__qualname__}"  # a subclass may decode differently
         return "\n".join(
             [reader, *(str(path.absolute()) for path in files)]
         ), f"{version}-{digest.hexdigest()}"
@@ -164,7 +164,8 @@ def files_by_name(folder: Path, suffix: str | None, what: str) -> dict[str, Path
     or "mask") determines the extensions.
 
     Raises:
-        DataError: the folder is missing or cannot be read, has no such files, or has two files of the same name.
+        DataError: the folder is missing or cannot be read, contains no matching files, or contains two files with the
+            same name.
     """
     check_folder(folder, what)
     endings = (suffix,) if suffix else _EXTENSIONS[what]
@@ -222,7 +223,7 @@ def with_remedy(error: DataError, remedy: str) -> DataError:
 
 
 def check_pairs(images: Mapping[str, Path], masks: Mapping[str, Path], remedy: str) -> None:
-    """Raise a DataError that lists all files with no counterpart of the same name, if there are any."""
+    """Raise a DataError that lists all files without a counterpart of the same name, if any exist."""
     unpaired = [f"image without a mask: '{images[name]}'" for name in sorted(images.keys() - masks.keys())]
     unpaired += [f"mask without an image: '{masks[name]}'" for name in sorted(masks.keys() - images.keys())]
     if unpaired:

@@ -154,8 +154,8 @@ class SegCropImageAndMask(Geometric):
 
     Args:
         crop_size: (width, height), or one number for both.
-        mode: 'random' draws the position uniformly; 'center' crops the center. An odd margin m puts round(m / 2) pixels
-            above or to the left of the crop, as in SuperGradients.
+        mode: 'random' draws the position uniformly; 'center' crops the center. If a margin m is odd, round(m / 2)
+            pixels are above or to the left of the crop, as in SuperGradients.
 
     Raises:
         DataError: the image is smaller than the crop (when called).

@@ -18,7 +18,7 @@ __all__ = ["CenterCrop", "RandomResizedCropAndInterpolation", "Resize"]
 _FILTERS = ("bilinear", "bicubic", "lanczos", "hamming", "nearest", "box")
 _RANDOM = ("bilinear", "bicubic")
 _ATTEMPTS = 10
-"""Number of random boxes that may not fit into the image before the center of the image is used."""
+"""Number of random boxes to try; if none fits into the image, the center of the image is used."""
 
 Image = NDArray[np.uint8]
 
@@ -76,7 +76,8 @@ class RandomResizedCropAndInterpolation:
     """Crop a random box and resize it to a fixed size.
 
     The area of the box is a uniformly random fraction of the image, and the logarithm of its aspect ratio is uniformly
-    random. If ten boxes do not fit into the image, the largest box at the center with an allowed aspect ratio is used.
+    random. If none of ten boxes fits into the image, the largest box at the center with an allowed aspect ratio is
+    used.
 
     Args:
         size: (height, width) of the result, or one number for both.

@@ -1,4 +1,4 @@
-"""RandAugment (arXiv 1909.13719): random operations of Pillow, with SuperGradients' configuration string."""
+"""RandAugment (arXiv 1909.13719): random Pillow operations, selected by SuperGradients' configuration string."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WEIGHTS = {
 }  # fmt: skip
 """Probability of each operation with `w0`. Without it, all operations have the same probability."""
 _SIGNED = {"Rotate": 30.0, "ShearX": 0.3, "ShearY": 0.3, "TranslateXRel": 0.45, "TranslateYRel": 0.45}
-"""Argument at the largest magnitude of the operations whose argument has a random sign."""
+"""Argument of each operation with a random sign, at the largest magnitude."""
 _ENHANCE = ("Color", "Contrast", "Brightness", "Sharpness")
 
 
@@ -57,7 +57,7 @@ class RandAugmentTransform:
         self.increasing = "inc" in sections
         self.weighted = "w" in sections
         if sections.get("w", "0") != "0":
-            raise ConfigError(f"only the weights w0 exist, not w{sections['w']}", "config_str")
+            raise ConfigError(f"only the weights w0 are supported, not w{sections['w']}", "config_str")
 
     def __call__(self, image: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
         """Return the image, uint8 (3, H, W), after the operations."""

@@ -25,9 +25,9 @@ _MAX_OVERHEAD = 2  # torch resizes a pixel more than twice as fast as Pillow
 def bilinear(image: Pixels, scaled: Pair, box: Box) -> Pixels:
     """Return a box of the image resized to `scaled`, uint8 (h, w, 3); the result may be a view.
 
-    The result equals the same box of the whole image resized by Pillow (with antialiasing when it shrinks), except for
-    rounding differences of at most one gray level, or rarely two, in noise. Only the source pixels that affect the box
-    are read and, in some cases, those between the box and the nearest edges.
+    The result equals the same box of the whole image resized by Pillow (with antialiasing when the image shrinks),
+    except for rounding differences of at most one gray level (rarely two, in noisy images). Only the source pixels that
+    affect the box are read, and in some cases also those between the box and the nearest edges.
 
     Args:
         image: uint8 (H, W, 3).

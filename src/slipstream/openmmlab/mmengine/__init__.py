@@ -1,4 +1,4 @@
-"""MMEngine's modules and names, provided by Slipstream. `import slipstream.openmmlab` makes `mmengine` refer to it."""
+"""Slipstream's versions of MMEngine's modules. After `import slipstream.openmmlab`, `mmengine` is this package."""
 
 from slipstream.openmmlab.mmengine.config import Config, ConfigDict, DictAction, read_base
 from slipstream.openmmlab.mmengine.fileio import *  # noqa: F403

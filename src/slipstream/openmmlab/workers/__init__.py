@@ -1,1 +1,1 @@
-"""A folder for `sys.path`: worker processes, which do not inherit the finder, import its `mmengine` (see `install`)."""
+"""A folder for `sys.path`. Worker processes do not inherit the finder, so they import `mmengine` from this folder."""

@@ -1,4 +1,4 @@
-"""Numbers of operations, activations and parameters of a model."""
+"""Count the operations, activations and parameters of a model."""
 
 from slipstream.openmmlab.mmengine.analysis.complexity_analysis import (
     ActivationAnalyzer,

@@ -1,8 +1,8 @@
-"""Count operations and activations with torch's FLOP counter, with MMEngine's numbers for each operator.
+"""Count operations and activations with torch's FLOP counter and MMEngine's formula for each operator.
 
-MMEngine traces the model instead. The numbers differ in these cases: attention that calls
-`scaled_dot_product_attention` is counted here and not by MMEngine, adaptive average pooling to one value per channel is
-not counted here, and operators are named as in torch's dispatcher (`addmm` for a linear layer).
+MMEngine traces the model instead, so some results differ. Attention that calls `scaled_dot_product_attention` is
+counted here, but not by MMEngine. Adaptive average pooling to one value per channel is not counted here. Operators are
+named as in torch's dispatcher (`addmm` for a linear layer).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 
 def _raw(function: Handle) -> Handle:
-    """Mark a function that receives the arguments of an operator, and not only their shapes."""
+    """Mark a function that receives the arguments of an operator instead of their shapes."""
     function._get_raw = True  # type: ignore[attr-defined]
     return function
 
@@ -119,7 +119,7 @@ class _Analyzer:
 
     Args:
         model: the model.
-        inputs: the positional arguments of the call, or the only one.
+        inputs: a tuple of positional arguments for the call, or a single argument.
     """
 
     _handles: ClassVar[Callable[[], dict[Any, Handle]]]
@@ -129,14 +129,14 @@ class _Analyzer:
         self._inputs = inputs if isinstance(inputs, tuple) else (inputs,)
 
     def total(self, module_name: str = "") -> int:
-        """Return the count of a module, by default of the model."""
+        """Return the count of a module (by default, of the whole model)."""
         return sum(self.by_operator(module_name).values())
 
     def by_operator(self, module_name: str = "") -> Counter[str]:
-        """Return the counts of the operators in a module.
+        """Return the count of each operator in a module.
 
         Raises:
-            ConfigError: the model has no such module.
+            ConfigError: the model has no module with this name.
         """
         if module_name not in self._counts:
             raise ConfigError(f"the model has no module '{module_name}'")
@@ -147,7 +147,7 @@ class _Analyzer:
         return Counter({name: sum(counts.values()) for name, counts in self._counts.items()})
 
     def by_module_and_operator(self) -> dict[str, Counter[str]]:
-        """Return the counts of the operators in each module."""
+        """Return the count of each operator in each module."""
         return dict(self._counts)
 
     @cached_property
@@ -161,7 +161,7 @@ class _Analyzer:
         for name, _ in self._model.named_modules():
             counts[name] = Counter()
             for operator, count in found.get(f"{root}.{name}" if name else "Global", {}).items():
-                counts[name] += Counter({_name(operator): int(count)})  # without zeros
+                counts[name] += Counter({_name(operator): int(count)})  # `+=` removes zero counts
         return counts
 
 
@@ -178,11 +178,11 @@ def _name(operator: Any) -> str:
 
 
 class FlopAnalyzer(_Analyzer):
-    """Count operations; a multiplication with an addition is one operation.
+    """Count operations; a multiplication followed by an addition is one operation.
 
     Args:
         model: the model.
-        inputs: the positional arguments of the call, or the only one.
+        inputs: a tuple of positional arguments for the call, or a single argument.
     """
 
     _handles = staticmethod(_operations)
@@ -193,7 +193,7 @@ class ActivationAnalyzer(_Analyzer):
 
     Args:
         model: the model.
-        inputs: the positional arguments of the call, or the only one.
+        inputs: a tuple of positional arguments for the call, or a single argument.
     """
 
     _handles = staticmethod(_activations)
@@ -205,7 +205,7 @@ def flop_count(
     """Return the operations by operator, in units of 10^9, and an empty Counter.
 
     Raises:
-        ConfigError: `supported_ops` is set, which contains functions for MMEngine's trace of the model.
+        ConfigError: `supported_ops` is set. It contains functions for MMEngine's trace, which does not exist here.
     """
     return _scaled(FlopAnalyzer(model, inputs), 1e9, supported_ops), Counter()
 

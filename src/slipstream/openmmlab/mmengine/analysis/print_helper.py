@@ -1,4 +1,4 @@
-"""Tables of a model's complexity."""
+"""Tables that show the complexity of a model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def get_model_complexity_info(
     show_table: bool = True,
     show_arch: bool = True,
 ) -> dict[str, Any]:
-    """Return the number of operations, activations and parameters of a model; it is called once.
+    """Call a model once, and return its numbers of operations, activations and parameters.
 
     Args:
         model: the model.
@@ -47,11 +47,11 @@ def get_model_complexity_info(
         show_arch: include the structure of the model (`out_arch`).
 
     Returns:
-        A dict with the keys `flops`, `activations` and `params`, the same as text (`flops_str`, ...), `out_table` and
-        `out_arch`.
+        A dict with the keys `flops`, `activations` and `params`, the same values as text (`flops_str`, ...),
+        `out_table` and `out_arch`.
 
     Raises:
-        ConfigError: both or none of `input_shape` and `inputs` are set, or `input_shape` is not a tuple of integers.
+        ConfigError: both or neither of `input_shape` and `inputs` are set, or `input_shape` is not a tuple of integers.
     """
     if (input_shape is None) == (inputs is None):
         raise ConfigError("set either input_shape or inputs")

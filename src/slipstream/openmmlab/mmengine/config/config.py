@@ -31,7 +31,7 @@ class Config(OwnConfig):
     """Slipstream's `Config`, with MMEngine's signatures, additional methods and Python-style configurations.
 
     A file that contains `with read_base():`, or imports modules outside the standard library, is a Python-style
-    configuration: the objects that it imports are values, and are imported when they are read.
+    configuration. The objects that it imports are values; they are imported only when they are read.
 
     Args:
         cfg_dict: the values; containers are copied.
@@ -145,13 +145,13 @@ class Config(OwnConfig):
 
     @staticmethod
     def diff(cfg1: str | Path | OwnConfig, cfg2: str | Path | OwnConfig) -> str:
-        """Return the differences of two configurations, or configuration files, line by line."""
+        """Return the differences between two configurations or configuration files, line by line."""
         first, second = (c if isinstance(c, OwnConfig) else Config.fromfile(c) for c in (cfg1, cfg2))
         return "\n".join(difflib.ndiff(first.pretty_text.split("\n"), second.pretty_text.split("\n")))
 
     @staticmethod
     def auto_argparser(description: str | None = None) -> tuple[ArgumentParser, OwnConfig]:
-        """Return a parser with an option for each value of the configuration file in `sys.argv`, and this file."""
+        """Return a parser with an option for each value of the configuration file named in `sys.argv`, and its path."""
         parser = ArgumentParser(description=description)
         parser.add_argument("config", help="configuration file")
         known: Namespace = parser.parse_known_args()[0]

@@ -1,4 +1,4 @@
-"""`LazyConfigDict`, a `ConfigDict` that imports an object when it is read."""
+"""`LazyConfigDict`, a `ConfigDict` that imports an object when the object is read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LazyConfigDict(ConfigDict):
         return self._read(dict.__getitem__(self, key))
 
     def __iter__(self) -> Iterator[Any]:
-        # `dict(cfg)` and `**cfg` copy the stored values of a dict without its own `__iter__`.
+        # If a dict subclass does not define `__iter__`, `dict(cfg)` and `**cfg` copy the stored values.
         return iter(self.keys())
 
     def get(self, key: Any, default: Any = None) -> Any:
@@ -108,7 +108,7 @@ class LazyConfigDict(ConfigDict):
 
 
 class FileDict(LazyConfigDict):
-    """A dict of a base file while a configuration is read: reading a value does not import the object."""
+    """A dict from a base file, used while a configuration is read: reading a value does not import the object."""
 
     _imports = False
 
@@ -124,7 +124,7 @@ def as_written(value: Any) -> Any:
 
 
 def contains_lazy(value: Any) -> bool:
-    """Return whether an object that is not imported yet is in `value`."""
+    """Return whether `value` contains an object that has not been imported yet."""
     if isinstance(value, dict):
         return any(contains_lazy(item) for item in dict.values(value))
     if isinstance(value, list | tuple):

@@ -12,7 +12,7 @@ __all__ = ["ConfigParsingError", "LazyAttr", "LazyImportError", "LazyObject", "l
 
 
 class ConfigParsingError(ConfigError, RuntimeError):
-    """A Python-style configuration uses Python in a way that is not supported."""
+    """A Python-style configuration contains Python code that is not supported."""
 
 
 class LazyImportError(ConfigError, ImportError):  # type: ignore[misc]  # both define `path`
@@ -20,7 +20,7 @@ class LazyImportError(ConfigError, ImportError):  # type: ignore[misc]  # both d
 
 
 class _Lazy:
-    """Base class of names in a configuration that stand for an imported object."""
+    """Base class for names in a configuration that refer to an imported object."""
 
     location: str | None
 
@@ -45,7 +45,7 @@ class _Lazy:
             ConfigParsingError: always.
         """
         raise ConfigParsingError(
-            f"{lazy_path(self)} is imported after the configuration is read, so the configuration cannot call it; "
+            f"{lazy_path(self)} is imported only after the configuration is read, so the configuration cannot call it; "
             f"write dict(type={self}, ...) instead ({self.location})"
         )
 
@@ -65,7 +65,7 @@ class LazyObject(_Lazy):
     `import a.b as x` is `LazyObject("a.b")`, and `from a import b` is `LazyObject("a", "b")`.
 
     Args:
-        module: the module, or all modules of a package that `import` statements without `as` name.
+        module: the module, or a list of all modules of a package that are imported by `import` statements without `as`.
         imported: the name that is imported from the module, if any.
         location: file and line of the import statement.
 
@@ -87,7 +87,7 @@ class LazyObject(_Lazy):
 
     @property
     def module(self) -> str:
-        """The module; the package, if several modules are imported."""
+        """The module, or the package if several modules are imported."""
         return self._module if isinstance(self._module, str) else self._module[0].split(".")[0]
 
     def build(self) -> Any:
@@ -139,7 +139,7 @@ class LazyAttr(_Lazy):
 
 
 def lazy_path(lazy: LazyObject | LazyAttr | Any) -> str:
-    """Return the import string of an object, which written configurations contain."""
+    """Return the import string of an object, as it appears in written configurations."""
     is_module = isinstance(lazy, LazyObject) and lazy._imported is None
     return str(lazy.module) if is_module else f"{lazy.module}.{lazy}"
 

@@ -1,6 +1,7 @@
-"""Read Python-style configurations: `with read_base():` imports base files, and other imports are objects.
+"""Read Python-style configurations: `with read_base():` imports base files, and other imports become lazy objects.
 
-The files are executed, like all Python configuration files; the objects that they import are not imported.
+The files are executed, like all Python configuration files, but the objects that they name in `import` statements are
+not imported.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from slipstream.openmmlab.mmengine.config.lazy import ConfigParsingError, LazyOb
 __all__ = ["LazyFile", "is_lazy", "load_lazy"]
 
 _BASE = "_base_"
-_LAZY = "__lazy_object__"  # the files call the constructor under a name that they do not use themselves
+_LAZY = "__lazy_object__"  # name of the constructor in the executed files; they do not use it themselves
 # Types of objects that a file may define or import from the standard library, but that are not values.
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
@@ -36,7 +37,7 @@ class LazyFile:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The variables that are values of the configuration: no modules, functions or classes."""
+        """The variables that are values of the configuration, which excludes modules, functions and classes."""
         return {
             name: as_plain(value)
             for name, value in self.variables.items()
@@ -68,7 +69,7 @@ def _is_lazy_node(node: ast.AST) -> bool:
 
 
 def load_lazy(path: Path, chain: tuple[Path, ...] = ()) -> LazyFile:
-    """Read a file and its bases; `chain` lists the files that have it as a base, outermost first.
+    """Read a file and its bases; `chain` lists the files that use it as a base, outermost first.
 
     Raises:
         ConfigError: a file is missing or its own base, or raises an error.
@@ -95,7 +96,7 @@ def load_lazy(path: Path, chain: tuple[Path, ...] = ()) -> LazyFile:
 
 
 def _located(error: Exception, path: Path) -> ConfigError:
-    """Return an error with the line of the configuration in which `error` was raised."""
+    """Return an error that names the line of the configuration in which `error` was raised."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)][-1:]
     location = ":".join([str(path), *map(str, lines)])
     kind = ConfigParsingError if isinstance(error, ConfigParsingError) else ConfigError
@@ -103,7 +104,7 @@ def _located(error: Exception, path: Path) -> ConfigError:
 
 
 class _Imports(ast.NodeTransformer):
-    """Replace imports: those of base files set variables, and the others create `LazyObject`s.
+    """Replace imports: imports of base files set variables, and other imports create `LazyObject`s.
 
     Modules of the standard library are imported.
     """
@@ -170,7 +171,7 @@ class _Imports(ast.NodeTransformer):
 
 
 def _take_bases(tree: ast.Module, path: Path) -> dict[str, Path]:
-    """Replace `with read_base():` by its imports, and return the file of each base module."""
+    """Replace `with read_base():` with its imports, and return the file of each base module."""
     found: dict[str, Path] = {}
     body: list[ast.stmt] = []
     for node in tree.body:
@@ -221,7 +222,7 @@ def _module(node: ast.ImportFrom) -> str:
 
 
 def _is_eager(module: str) -> bool:
-    """Return whether a module is imported while the file is read: those of the standard library and `read_base`."""
+    """Return whether a module is imported while the file is read: a standard-library module, or that of `read_base`."""
     if module.startswith("."):
         return False
     return module.split(".")[0] in sys.stdlib_module_names or module.startswith("mmengine.config")

@@ -16,10 +16,10 @@ __all__ = ["library_of", "models_in", "repo_or_mim_folder"]
 
 
 def library_of(name: str) -> tuple[str, str]:
-    """Return the library and the configuration in `mmdet::retinanet/NAME.py`.
+    """Split a name such as `mmdet::retinanet/NAME.py` into the library and the configuration.
 
     Raises:
-        ConfigError: the name has another form, or the library is not one of OpenMMLab's.
+        ConfigError: the name does not have this form, or the library is not one of OpenMMLab's.
     """
     match = re.fullmatch(r"(\w+)::([^:/]+/[^:]+)", name)
     if match is None:
@@ -31,7 +31,7 @@ def library_of(name: str) -> tuple[str, str]:
 
 
 def repo_or_mim_folder(library: str) -> Path:
-    """Return the folder that contains `configs` of a library: of its source code, or `.mim` in its package.
+    """Return the folder that contains the `configs` of a library: its source folder, or `.mim` in its package.
 
     Raises:
         ConfigError: the library is not installed, or has no configurations.

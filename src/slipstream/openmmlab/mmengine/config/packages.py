@@ -28,4 +28,4 @@ _MODULES = (
 )
 
 MODULE2PACKAGE = MappingProxyType({name: _OTHER_NAMES.get(name, name) for name in _MODULES})
-"""The name of the package (for `pip install`) that contains a module."""
+"""Maps a module to the package that contains it, as named for `pip install`."""

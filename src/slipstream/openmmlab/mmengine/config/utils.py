@@ -1,4 +1,4 @@
-"""Names of packages, and errors of Python-style configurations."""
+"""Package names, and errors raised by Python-style configurations."""
 
 from slipstream.openmmlab.mmengine.config.lazy import ConfigParsingError
 from slipstream.openmmlab.mmengine.config.packages import MODULE2PACKAGE

@@ -54,7 +54,7 @@ class Compose:
 
 
 def force_full_init(old_func: Callable[..., Any]) -> Any:
-    """Decorate a method of a dataset so that it first calls `full_init` of a dataset that is not initialized."""
+    """Decorate a dataset method so that it first calls `full_init` if the dataset is not initialized."""
 
     @functools.wraps(old_func)
     def wrapper(obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +62,7 @@ def force_full_init(old_func: Callable[..., Any]) -> Any:
             raise AttributeError(f"{type(obj).__name__} has no method full_init")
         if not getattr(obj, "_fully_initialized", False):
             print_log(
-                f"{type(obj).__name__} is initialized by the first call of {old_func.__name__}",
+                f"{type(obj).__name__} is initialized by the first call to {old_func.__name__}",
                 "current",
                 logging.WARNING,
             )
@@ -74,7 +74,7 @@ def force_full_init(old_func: Callable[..., Any]) -> Any:
 
 
 class _Packed:
-    """Samples as one array of pickled bytes, which forked worker processes share without copying it."""
+    """Samples in one array of pickled bytes, which forked worker processes share without a copy."""
 
     def __init__(self, samples: Sequence[bytes]) -> None:
         self.data = np.frombuffer(b"".join(samples), dtype=np.uint8)
@@ -82,23 +82,24 @@ class _Packed:
 
 
 class BaseDataset(Dataset[Any]):
-    """A dataset of samples that are described by dicts and loaded by a pipeline of transforms.
+    """A dataset whose samples are described by dicts and loaded by a pipeline of transforms.
 
     Subclasses override `load_data_list`, or `parse_data_info` for annotation files in OpenMMLab's format
     (`dict(metainfo=..., data_list=[...])`).
 
     Args:
         ann_file: annotation file, relative to `data_root`.
-        metainfo: entries that replace those of the class attribute `METAINFO`; a string is the path of a file with
-            one value in each line, or a value if there is no such file.
+        metainfo: entries that override those in the class attribute `METAINFO`; a string is the path to a file with one
+            value per line or, if the file does not exist, the value itself.
         data_root: root folder.
-        data_prefix: folders of the data by the key of the sample's path, relative to `data_root`.
-        filter_cfg: options for `filter_data` of a subclass.
-        indices: use only these samples, or the first `indices`; the last ones if it is negative.
+        data_prefix: maps each key that contains a path in a sample to the folder of these paths, relative to
+            `data_root`.
+        filter_cfg: options for the `filter_data` method of a subclass.
+        indices: use only these samples; an int n selects the first n samples, or the last -n samples if it is negative.
         serialize_data: store the descriptions in one array of bytes.
         pipeline: transforms or their configurations.
         test_mode: raise an error if the pipeline returns None, instead of drawing a different sample.
-        lazy_init: do not load the annotations before `full_init`.
+        lazy_init: load the annotations only when `full_init` is called.
         max_refetch: number of samples to draw if the pipeline returns None.
     """
 
@@ -174,12 +175,12 @@ class BaseDataset(Dataset[Any]):
         """Return the description of a sample with the folders of `data_prefix` joined to its paths."""
         for key, prefix in self.data_prefix.items():
             if key not in raw_data_info:
-                raise DataError(f"the sample {raw_data_info} has no '{key}', which data_prefix contains")
+                raise DataError(f"data_prefix contains '{key}', but the sample {raw_data_info} does not")
             raw_data_info[key] = join_path(prefix, raw_data_info[key])
         return raw_data_info
 
     def filter_data(self) -> list[Any]:
-        """Return the descriptions to use; the default uses all."""
+        """Return the descriptions to use; by default, all."""
         return self.data_list
 
     def get_cat_ids(self, idx: int) -> list[int]:
@@ -234,7 +235,10 @@ class BaseDataset(Dataset[Any]):
             if (data := self.prepare_data(idx)) is not None:
                 return data
             if self.test_mode:
-                raise DataError(f"the pipeline returned None for sample {idx}, which is not allowed in tests")
+                raise DataError(
+                    f"the pipeline returned None for sample {idx}, which is not allowed with "
+                    f"test_mode=True; correct the pipeline"
+                )
             idx = self._rand_another()
         raise DataError(
             f"the pipeline returned None for {self.max_refetch + 1} samples; check the paths and the pipeline"
@@ -251,7 +255,7 @@ class BaseDataset(Dataset[Any]):
 
     @force_full_init
     def get_subset_(self, indices: Indices) -> None:
-        """Keep only some of the samples; `indices` is as in the constructor."""
+        """Keep only some of the samples; see the constructor for `indices`."""
         if self.serialize_data:
             self.data_bytes, self.data_address = self._get_serialized_subset(indices)
         else:
@@ -259,7 +263,7 @@ class BaseDataset(Dataset[Any]):
 
     @force_full_init
     def get_subset(self, indices: Indices) -> Self:
-        """Return a dataset of some of the samples; `indices` is as in the constructor."""
+        """Return a dataset with some of the samples; see the constructor for `indices`."""
         subset = self._copy_without_annotation()
         if self.serialize_data:
             subset.data_bytes, subset.data_address = self._get_serialized_subset(indices)
@@ -297,7 +301,7 @@ class BaseDataset(Dataset[Any]):
 
 
 def _positions(indices: Indices, length: int) -> Sequence[int]:
-    """Return the positions of the first (or last, if negative) `indices` samples, or those in a sequence."""
+    """Return the positions that `indices` selects: the first or last samples for an int, or the items of a sequence."""
     if isinstance(indices, int):
         return range(length)[:indices] if indices >= 0 else range(length)[indices:]
     if not isinstance(indices, Sequence):

@@ -1,4 +1,4 @@
-"""Dataset wrappers with the methods of MMEngine."""
+"""Dataset wrappers with MMEngine's methods."""
 
 from __future__ import annotations
 

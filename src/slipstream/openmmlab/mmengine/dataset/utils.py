@@ -25,7 +25,7 @@ def pseudo_collate(data_batch: Sequence[Any]) -> Any:
 
 @FUNCTIONS.register_module()
 def default_collate(data_batch: Sequence[Any]) -> Any:
-    """Return a batch with the structure of a sample and stacked tensors; data elements are not stacked."""
+    """Return a batch with the structure of a sample; tensors are stacked, and data elements are not."""
     return _collate(data_batch, lambda values: torch_default_collate(list(values)))
 
 

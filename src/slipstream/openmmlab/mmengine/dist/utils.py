@@ -1,4 +1,4 @@
-"""Processes."""
+"""Ranks, launchers and process groups, at MMEngine's module path."""
 
 from slipstream.dist import (
     barrier,

@@ -1,4 +1,4 @@
-"""Base classes of metrics."""
+"""Base classes for metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metric values by indicator."""
+"""Look up a metric value by its indicator."""
 
 from __future__ import annotations
 
@@ -18,5 +18,7 @@ def get_metric_value(indicator: str, metrics: Mapping[str, Any]) -> Any:
     """
     found = [name for name in metrics if indicator in (name, name.split("/")[-1])]
     if len(found) != 1:
-        raise ConfigError(f"'{indicator}' names {len(found)} of the metrics {sorted(metrics)}")
+        raise ConfigError(
+            f"'{indicator}' must match exactly one metric, but matches {len(found)} of {sorted(metrics)}"
+        )
     return metrics[found[0]]

@@ -1,4 +1,4 @@
-"""Files of local and remote storage, and JSON, YAML and pickle files."""
+"""Files in local and remote storage, and JSON, YAML and pickle files."""
 
 from slipstream.openmmlab.mmengine.fileio.backends import (
     BaseStorageBackend,

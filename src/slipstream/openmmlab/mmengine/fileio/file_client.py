@@ -16,7 +16,7 @@ class FileClient:
 
     Args:
         backend: name of the backend; see `get_file_backend`.
-        prefix: prefix of the paths that selects the backend.
+        prefix: path prefix that selects the backend.
         **kwargs: options of the backend.
     """
 
@@ -28,7 +28,7 @@ class FileClient:
     def infer_client(
         cls, file_client_args: Mapping[str, Any] | None = None, uri: str | Path | None = None
     ) -> FileClient:
-        """Return a client from its arguments, or one for the path `uri`."""
+        """Return a client for these arguments, or for the path `uri`."""
         if file_client_args is not None:
             return cls(**file_client_args)
         return cls(prefix=str(uri).split("://")[0] if "://" in str(uri) else None)

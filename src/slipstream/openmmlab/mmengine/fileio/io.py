@@ -39,13 +39,13 @@ Args = Mapping[str, Any] | None
 
 
 def get(filepath: str | Path, backend_args: Args = None) -> bytes:
-    """Return the content of a file."""
+    """Return the contents of a file."""
     content: bytes = get_file_backend(filepath, backend_args=backend_args).get(filepath)
     return content
 
 
 def get_text(filepath: str | Path, encoding: str = "utf-8", backend_args: Args = None) -> str:
-    """Return the content of a text file."""
+    """Return the contents of a text file."""
     text: str = get_file_backend(filepath, backend_args=backend_args).get_text(filepath, encoding)
     return text
 
@@ -61,27 +61,27 @@ def put_text(obj: str, filepath: str | Path, backend_args: Args = None) -> None:
 
 
 def exists(filepath: str | Path, backend_args: Args = None) -> bool:
-    """Return whether there is a file or a folder with this path."""
+    """Return whether a file or a folder with this path exists."""
     return bool(get_file_backend(filepath, backend_args=backend_args).exists(filepath))
 
 
 def isdir(filepath: str | Path, backend_args: Args = None) -> bool:
-    """Return whether there is a folder with this path."""
+    """Return whether a folder with this path exists."""
     return bool(get_file_backend(filepath, backend_args=backend_args).isdir(filepath))
 
 
 def isfile(filepath: str | Path, backend_args: Args = None) -> bool:
-    """Return whether there is a file with this path."""
+    """Return whether a file with this path exists."""
     return bool(get_file_backend(filepath, backend_args=backend_args).isfile(filepath))
 
 
 def join_path(filepath: str | Path, *filepaths: str | Path, backend_args: Args = None) -> str:
-    """Join parts of a path."""
+    """Join the components of a path."""
     return str(get_file_backend(filepath, backend_args=backend_args).join_path(filepath, *filepaths))
 
 
 def get_local_path(filepath: str | Path, backend_args: Args = None) -> AbstractContextManager[str | Path]:
-    """Return a context manager that yields the path of a local file with the same content."""
+    """Return a context manager that yields the path of a local file with the same contents."""
     context: AbstractContextManager[str | Path]
     context = get_file_backend(filepath, backend_args=backend_args).get_local_path(str(filepath))
     return context
@@ -106,8 +106,8 @@ def list_dir_or_file(
         dir_path: the folder.
         list_dir: yield folders.
         list_file: yield files, except hidden ones.
-        suffix: the endings of the files' names; requires `list_dir=False`.
-        recursive: also yield the content of subfolders.
+        suffix: an ending, or a tuple of endings, of the file names; requires `list_dir=False`.
+        recursive: also yield the contents of subfolders.
         backend_args: see `get_file_backend`.
     """
     backend = get_file_backend(dir_path, backend_args=backend_args)
@@ -123,7 +123,7 @@ def list_from_file(
     file_client_args: Args = None,
     backend_args: Args = None,
 ) -> list[str]:
-    """Return the lines of a text file after the first `offset`, each with `prefix`; at most `max_num` if it is set."""
+    """Return the lines of a text file, each with `prefix`: skip `offset` lines, and return at most `max_num` if set."""
     text = get_text(filename, encoding, backend_args or file_client_args)
     lines = [prefix + line.rstrip("\r\n") for line in io.StringIO(text)]
     return lines[offset : offset + max_num if max_num else None]
@@ -136,7 +136,7 @@ def dict_from_file(
     file_client_args: Args = None,
     backend_args: Args = None,
 ) -> dict[Any, Any]:
-    """Return the entries of a text file whose lines are a key followed by one or several values."""
+    """Return the entries of a text file in which each line contains a key followed by one or more values."""
     found: dict[Any, Any] = {}
     for line in list_from_file(filename, encoding=encoding, backend_args=backend_args or file_client_args):
         key, *values = line.split()
@@ -154,7 +154,7 @@ def load(
     backend_args: Args = None,
     **kwargs: Any,
 ) -> Any:
-    """Return the content of a JSON, YAML or pickle file.
+    """Return the contents of a JSON, YAML or pickle file.
 
     Pickle files may contain only built-in values, NumPy arrays and tensors, because other pickles can execute code.
 
@@ -229,4 +229,4 @@ def _jsonable(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, np.generic):
         return value.item()
-    raise DataError(f"a {type(value).__name__} cannot be written as JSON")
+    raise DataError(f"an object of type {type(value).__name__} cannot be written as JSON")

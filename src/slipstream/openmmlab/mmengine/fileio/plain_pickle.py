@@ -34,13 +34,13 @@ def load_plain(content: bytes) -> Any:
     """Return the object in a pickle.
 
     Raises:
-        DataError: the pickle contains an object of another type.
+        DataError: the pickle contains an object of a different type.
     """
     return _PlainUnpickler(io.BytesIO(content)).load()
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Load built-in values, NumPy arrays and numbers, and tensors, and nothing else."""
+    """Load only built-in values, NumPy arrays and numbers, and tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch.storage", "_load_from_bytes"):

@@ -17,7 +17,7 @@ __all__ = ["PrepareTTAHook", "build_runner_with_tta"]
 
 @HOOKS.register_module()
 class PrepareTTAHook(Hook):
-    """Before the first test, replace the model of the Runner by a `BaseTTAModel` that contains it.
+    """Before the first test, replace the Runner's model with a `BaseTTAModel` that wraps it.
 
     Args:
         tta_cfg: configuration of the `BaseTTAModel`, without its argument `module`.
@@ -35,7 +35,7 @@ class PrepareTTAHook(Hook):
 
 
 def build_runner_with_tta(cfg: Any) -> Runner:
-    """Build a Runner that tests with `tta_pipeline` and `tta_model` of the configuration.
+    """Build a Runner that tests with the `tta_pipeline` and `tta_model` from the configuration.
 
     Args:
         cfg: the configuration; the pipeline of its test dataset is replaced.
@@ -45,7 +45,7 @@ def build_runner_with_tta(cfg: Any) -> Runner:
     """
     for key in ("tta_model", "tta_pipeline"):
         if key not in cfg:
-            raise ConfigError("is required to test with augmentation; add it to the configuration", key)
+            raise ConfigError("is required for testing with augmentation; add it to the configuration", key)
     cfg["test_dataloader"]["dataset"]["pipeline"] = cfg["tta_pipeline"]
     runner: Runner = RUNNERS.build(cfg)
     runner.register_hook(PrepareTTAHook(cfg["tta_model"]))

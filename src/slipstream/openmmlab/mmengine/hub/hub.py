@@ -22,10 +22,10 @@ def get_config(cfg_path: str, pretrained: bool = False) -> Any:
 
     Args:
         cfg_path: the library and the file, as in `mmdet::retinanet/retinanet_r18_fpn_1x_coco.py`.
-        pretrained: set `model_path` to the address of the trained weights.
+        pretrained: set `model_path` to the URL of the trained weights.
 
     Raises:
-        ConfigError: the library is not installed or has no such configuration, or no weights are known.
+        ConfigError: the library is not installed, the configuration does not exist, or its weights are unknown.
     """
     library, name = library_of(cfg_path)
     folder = library_folder(library, cfg_path) / ".mim"
@@ -51,7 +51,7 @@ def get_model(cfg_path: str, pretrained: bool = False, **kwargs: Any) -> nn.Modu
 
     Args:
         cfg_path: see `get_config`.
-        pretrained: load the trained weights, which are downloaded.
+        pretrained: download and load the trained weights.
         **kwargs: default arguments of the model.
 
     Raises:

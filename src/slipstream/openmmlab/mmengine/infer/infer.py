@@ -55,7 +55,7 @@ _STAGES = ("preprocess", "forward", "visualize", "postprocess")
 
 
 class InferencerMeta(ABCMeta):
-    """Metaclass that checks that each argument of an inferencer belongs to one stage."""
+    """Metaclass that checks that each argument of an inferencer belongs to only one stage."""
 
     def __init__(cls, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -74,18 +74,18 @@ class BaseInferencer(metaclass=InferencerMeta):
     """Base class for predictions: prepare the inputs, call the model, draw the predictions, and return them.
 
     Subclasses define `_init_pipeline`, `visualize` and `postprocess`. The sets `preprocess_kwargs`, `forward_kwargs`,
-    `visualize_kwargs` and `postprocess_kwargs` contain the names of the arguments of a call that each stage receives.
+    `visualize_kwargs` and `postprocess_kwargs` contain the names of the call's arguments that each stage receives.
 
     Args:
         model: a configuration or its file, or the name of a model in the metafiles of the installed library `scope`.
-            If it is None, the checkpoint contains the configuration.
-        weights: a checkpoint; by default, that of the metafile.
+            If it is None, the configuration is read from the checkpoint.
+        weights: a checkpoint; by default, the one named in the metafile.
         device: the device; by default, the available one.
         scope: the registry scope to search first; by default, the current one.
         show_progress: show a progress bar.
 
     Raises:
-        ConfigError: the model is not known, or neither `model` nor `weights` is set.
+        ConfigError: the model is unknown, or neither `model` nor `weights` is set.
     """
 
     preprocess_kwargs: ClassVar[set[str]] = set()
@@ -116,7 +116,7 @@ class BaseInferencer(metaclass=InferencerMeta):
         """Return the configuration and the checkpoint."""
         if model is None:
             if weights is None:
-                raise ConfigError("is required if no model is given", "weights")
+                raise ConfigError("is required if no model is passed", "weights")
             return ConfigDict(), weights
         if isinstance(model, OwnConfig | ConfigDict):
             return copy.deepcopy(model), weights
@@ -134,7 +134,7 @@ class BaseInferencer(metaclass=InferencerMeta):
     def __call__(
         self, inputs: InputsType, return_datasamples: bool = False, batch_size: int = 1, **kwargs: Any
     ) -> Any:
-        """Return what `postprocess` returns for the predictions.
+        """Predict for the inputs, and return the result of `postprocess`.
 
         Args:
             inputs: a path, an array, a tensor, a folder, or a list of them.
@@ -156,14 +156,14 @@ class BaseInferencer(metaclass=InferencerMeta):
         return self.postprocess(predictions, drawn, return_datasamples, **finish)
 
     def _inputs_to_list(self, inputs: InputsType) -> list[Any]:
-        """Return a list of the inputs; a folder is replaced by its files."""
+        """Return a list of the inputs, with each folder replaced by its files."""
         if isinstance(inputs, str) and isdir(inputs):
             names = list_dir_or_file(inputs, list_dir=False)
             return [join_path(inputs, name) for name in names]
         return list(inputs) if isinstance(inputs, list | tuple) else [inputs]
 
     def preprocess(self, inputs: Any, batch_size: int = 1, **kwargs: Any) -> Iterator[Any]:
-        """Yield batches, which `forward` receives."""
+        """Yield the batches that `forward` receives."""
         yield from map(self.collate_fn, self._get_chunk_data(map(self.pipeline, inputs), batch_size))
 
     @torch.no_grad()
@@ -190,7 +190,7 @@ class BaseInferencer(metaclass=InferencerMeta):
 
         Args:
             preds: the predictions.
-            visualization: what `visualize` has returned.
+            visualization: the return value of `visualize`.
             return_datasample: return data elements instead of built-in values.
             **kwargs: the arguments of the call that are in `postprocess_kwargs`.
         """
@@ -200,10 +200,12 @@ class BaseInferencer(metaclass=InferencerMeta):
         """Return a function that prepares one input."""
 
     def _load_model_from_metafile(self, model: str) -> tuple[Any, str | None]:
-        """Return the configuration and the address of the weights of a model in the library's metafiles."""
+        """Return the configuration of a model in the library's metafiles, and the URL of its weights."""
         if self.scope is None:
             raise ConfigError(
-                f"is required to find the model '{model}'; use scope='mmdet' or similar", "scope"
+                f"is required to find the model '{model}'; set it to the name of its library, for example "
+                f"scope='mmdet'",
+                "scope",
             )
         folder = self._get_repo_or_mim_dir(self.scope)
         for entry in self._get_models_from_metafile(folder):
@@ -232,7 +234,7 @@ class BaseInferencer(metaclass=InferencerMeta):
         """Return the names of the models in the metafiles of a library that match a regular expression, and log them.
 
         Raises:
-            ConfigError: there is no scope, or no library with this name.
+            ConfigError: no scope is set, or no library has this name.
         """
         current = DefaultScope.get_current_instance()
         scope = current.scope_name if scope is None and current is not None else scope
@@ -263,11 +265,12 @@ class BaseInferencer(metaclass=InferencerMeta):
             _load_checkpoint_to_model(model, checkpoint)
         else:
             warnings.warn(
-                "the weights of the model are random, because no checkpoint is loaded", stacklevel=2
+                "the weights of the model are random, because no checkpoint was passed; pass weights=FILE",
+                stacklevel=2,
             )
 
     def _init_collate(self, cfg: Any) -> Callable[[Any], Any]:
-        """Return the function of the test loader that makes batches, by default `pseudo_collate`."""
+        """Return the collate function of the test loader, by default `pseudo_collate`."""
         loader = cfg.get("test_dataloader") or {}
         name = loader.get("collate_fn")
         if name is None:
@@ -299,7 +302,7 @@ class BaseInferencer(metaclass=InferencerMeta):
         unknown = set(kwargs).difference(*names)
         if unknown:
             raise ConfigError(
-                f"{type(self).__name__} has no arguments {sorted(unknown)}; known are "
+                f"{type(self).__name__} has no arguments {sorted(unknown)}; the valid arguments are "
                 f"{sorted(set().union(*names))}"
             )
         return tuple({key: kwargs[key] for key in kwargs if key in stage} for stage in names)

@@ -1,4 +1,4 @@
-"""Base classes of models, and their initialization."""
+"""Base classes for models, and weight initialization."""
 
 from slipstream.model import (
     BaseAveragedModel,

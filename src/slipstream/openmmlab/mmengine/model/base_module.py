@@ -1,4 +1,4 @@
-"""Base classes of modules, which apply `init_cfg` as MMEngine does."""
+"""Base classes for modules, which apply `init_cfg` as MMEngine does."""
 
 from __future__ import annotations
 

@@ -21,10 +21,10 @@ class BaseTTAModel(BaseModel):
 
     Args:
         module: the model or its configuration.
-        data_preprocessor: the data preprocessor of a model that is built from a configuration.
+        data_preprocessor: the model's data preprocessor, if the model is built from a configuration.
 
     Raises:
-        ConfigError: `module` is neither, or has no `test_step`.
+        ConfigError: `module` is neither a model nor a configuration, or has no `test_step`.
     """
 
     def __init__(self, module: Any, data_preprocessor: Any = None) -> None:

@@ -35,7 +35,7 @@ def stack_batch(tensor_list: list[Tensor], pad_size_divisor: int = 1, pad_value:
     assert isinstance(tensor_list, list), f"tensor_list must be a list, not {type(tensor_list)}"
     assert tensor_list, "tensor_list must not be empty"
     assert len({tensor.ndim for tensor in tensor_list}) == 1, (
-        "the tensors have different numbers of dimensions"
+        "the tensors must have the same number of dimensions"
     )
     largest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensor_list), strict=True)]
     common = [math.ceil(size / pad_size_divisor) * pad_size_divisor for size in largest]
@@ -50,7 +50,7 @@ def stack_batch(tensor_list: list[Tensor], pad_size_divisor: int = 1, pad_value:
 
 
 def merge_dict(*args: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a dict with the entries of all dicts."""
+    """Return a single dict with the entries of all dicts."""
     return {key: value for part in args for key, value in part.items()}
 
 
@@ -70,10 +70,10 @@ def detect_anomalous_params(loss: Tensor, model: nn.Module) -> None:
 
 
 def convert_sync_batchnorm(module: nn.Module, implementation: str = "torch") -> nn.Module:
-    """Replace every BatchNorm with a `SyncBatchNorm` and return the module.
+    """Replace every BatchNorm in a module with a `SyncBatchNorm`, and return the module.
 
     Raises:
-        ConfigError: `implementation` is neither `torch` nor `mmcv`; both use Slipstream's `SyncBatchNorm`.
+        ConfigError: `implementation` is neither `torch` nor `mmcv`. (Both select Slipstream's `SyncBatchNorm`.)
     """
     if implementation not in ("torch", "mmcv"):
         raise ConfigError(f"must be 'torch' or 'mmcv', not {implementation!r}", "implementation")

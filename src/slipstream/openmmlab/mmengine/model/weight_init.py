@@ -56,7 +56,7 @@ _OF_LAYERS = (
 
 
 def initialize(module: nn.Module, init_cfg: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-    """Apply initializers as Slipstream's `initialize`, except that those without `layer` and `override` do nothing."""
+    """Apply initializers like Slipstream's `initialize`, but ignore those without `layer` and `override`."""
     for cfg in [init_cfg] if isinstance(init_cfg, Mapping) else init_cfg:
         kind = cfg.get("type")
         target = WEIGHT_INITIALIZERS.get(kind) if isinstance(kind, str) else kind

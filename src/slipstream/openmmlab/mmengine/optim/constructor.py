@@ -1,4 +1,4 @@
-"""The constructor of optimizer wrappers for configurations of OpenMMLab's libraries."""
+"""The constructor of optimizer wrappers for configurations from OpenMMLab's libraries."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["DefaultOptimWrapperConstructor", "build_optim_wrapper"]
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
 class DefaultOptimWrapperConstructor(OwnConstructor):
-    """Slipstream's constructor with MMEngine's parameter groups, so that the optimizer's state has the same form.
+    """Slipstream's constructor with MMEngine's parameter groups, so that the optimizer's state has the same structure.
 
-    With `paramwise_cfg`, each trainable parameter has a group of its own. Without it, one group contains all
-    parameters, including frozen ones. The groups contain the settings of the custom key that applies.
+    With `paramwise_cfg`, each trainable parameter has its own group. Without it, a single group contains all
+    parameters, including frozen ones. A group contains the settings of the custom key that applies to it.
 
-    `custom_keys` that match no parameter are logged and not an error, because stock configurations contain such keys,
-    for example for variants of a network.
+    Custom keys that match no parameter are logged and do not raise an error, because stock configurations contain such
+    keys, for example for other variants of a network.
     """
 
     def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
@@ -37,7 +37,7 @@ class DefaultOptimWrapperConstructor(OwnConstructor):
     def _merge(self, params: list[dict[str, Any]], names: dict[int, str]) -> list[dict[str, Any]]:
         if not self.paramwise_cfg:
             return super()._merge(params, names)
-        super()._merge(params, names)  # checks repeated parameters
+        super()._merge(params, names)  # raises an error for repeated parameters
         groups: list[dict[str, Any]] = []
         seen: set[int] = set()
         for single in params:

@@ -1,8 +1,8 @@
 """MMEngine's root registries: children of Slipstream's registries, in which OpenMMLab's libraries register.
 
-A name is looked up here first, then in Slipstream's registry. Therefore, classes of the libraries and of this package
-take precedence over Slipstream's classes of the same name, such as `Normalize`. Slipstream's own registries do not
-contain them.
+A name is looked up here first, then in Slipstream's registry. Therefore, classes from the libraries and from this
+package take precedence over Slipstream's classes of the same name, such as `Normalize`. Slipstream's own registries do
+not contain them.
 """
 
 from slipstream.openmmlab.mmengine.registry.default_scope import DefaultScope

@@ -16,7 +16,7 @@ class DefaultScope:
     """A default scope by name. Creating one with `get_instance` makes it the current default scope.
 
     Args:
-        name: name of the instance; it has no effect.
+        name: name of the instance; has no effect.
         scope_name: the scope.
     """
 
@@ -38,12 +38,12 @@ class DefaultScope:
 
     @classmethod
     def check_instance_created(cls, name: str) -> bool:
-        """Return whether there is a default scope in this context."""
+        """Return whether this context has a default scope."""
         return current_scope() is not None
 
     @classmethod
     @contextmanager
     def overwrite_default_scope(cls, scope_name: str | None) -> Iterator[None]:
-        """Use `scope_name` as default scope inside the `with` block; None changes nothing."""
+        """Use `scope_name` as the default scope inside the `with` block; None keeps the current scope."""
         with default_scope(current_scope() if scope_name is None else scope_name):
             yield

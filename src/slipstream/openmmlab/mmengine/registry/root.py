@@ -71,7 +71,7 @@ INFERENCERS = _child(own.INFERENCERS)
 
 
 def build_model_from_cfg(cfg: Any, registry: Registry, default_args: Any = None) -> Any:
-    """Build a module, or an `nn.Sequential` from a list of configurations, with the given registry."""
+    """Build a module with the given registry; a list of configurations becomes an `nn.Sequential`."""
     return own.MODELS.build_func(cfg, default_args=default_args, registry=registry)
 
 

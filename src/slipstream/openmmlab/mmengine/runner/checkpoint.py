@@ -72,10 +72,10 @@ class CheckpointLoader:
 
 @CheckpointLoader.register_scheme(prefixes="")
 def load_from_local(filename: str, map_location: Any = None) -> Any:
-    """Read a local file; pickled objects in it are not loaded.
+    """Read a local file without loading pickled objects.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
     """
     path = Path(filename).expanduser()
     if not path.is_file():
@@ -136,7 +136,7 @@ def load_checkpoint(
     logger: logging.Logger | str | None = None,
     revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
 ) -> Any:
-    """Load the weights of a checkpoint into a model and return the checkpoint.
+    """Load the weights from a checkpoint into a model, and return the checkpoint.
 
     Args:
         model: the model.

@@ -1,4 +1,4 @@
-"""Convert the states of schedulers in MMEngine's checkpoints."""
+"""Convert scheduler states from MMEngine's checkpoints."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["ConvertSchedulerStates"]
 
 
 class ConvertSchedulerStates(Hook):
-    """Remove the value of the group that MMEngine's optimizer wrapper adds for the learning rate without options.
+    """Remove the value for the additional group in which MMEngine's optimizer wrapper keeps the base learning rate.
 
-    MMEngine adds this group, which has no parameters of the model, if the optimizer has several groups.
+    MMEngine adds this group, which contains no parameters of the model, if the optimizer has several groups.
     """
 
     priority = "VERY_HIGH"

@@ -21,16 +21,16 @@ from slipstream.step.background import can_fork
 __all__ = ["Runner"]
 
 _BUDGET = "5m"
-"""Default time limit of compilation. Graphs of OpenMMLab's losses and post-processing can take longer."""
+"""Default time limit of compilation. Graphs with OpenMMLab's losses or post-processing can take longer to compile."""
 
 
 @RUNNERS.register_module()
 class Runner(OwnRunner):
     """Slipstream's Runner with MMEngine's defaults.
 
-    Batches are lists of samples (`pseudo_collate`), names without a scope are those of MMEngine, and the logger and the
-    message hub of the newest Runner are the current ones, also before and after a run. Compilation has a time limit,
-    and the speed options of SLIPSTREAM_SPEED have priority over those of the configuration.
+    Batches are lists of samples (`pseudo_collate`), and names without a scope refer to MMEngine's registries. The
+    logger and the message hub of the newest Runner are the current ones, even before and after a run. Compilation has a
+    time limit. The speed options in SLIPSTREAM_SPEED take precedence over those in the configuration.
     """
 
     @classmethod
@@ -41,7 +41,7 @@ class Runner(OwnRunner):
     def load_or_resume(self) -> None:
         """Resume from the checkpoint found at construction, or load `load_from`. Later calls have no effect.
 
-        As in MMEngine, a call before `train` resumes the complete state, if the configuration trains.
+        As in MMEngine, a call before `train` resumes the complete state if the configuration includes training.
         """
         source = self.checkpoints.resume_from
         trains = self._training["optim_wrapper"] is not None
@@ -58,7 +58,7 @@ class Runner(OwnRunner):
 
         Args:
             dataloader: the configuration, or a loader.
-            seed: seed of the order and the augmentation; by default 0.
+            seed: seed for the order and the augmentation (default: 0).
             diff_rank_seed: accepted and ignored; each sample has its own seed.
         """
         with default_scope(current_scope() or "mmengine"):
@@ -91,7 +91,7 @@ class Runner(OwnRunner):
 
 
 def _with_collate(loader: Any) -> Any:
-    """Return the configuration of a loader with MMEngine's default of `collate_fn`."""
+    """Return the configuration of a loader with MMEngine's default for `collate_fn`."""
     if isinstance(loader, Mapping) and "dataset" in loader and loader.get("collate_fn") is None:
         return {**loader, "collate_fn": {"type": "pseudo_collate"}}
     return loader

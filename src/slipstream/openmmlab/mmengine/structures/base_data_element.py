@@ -1,4 +1,4 @@
-"""`BaseDataElement`, a container of metainfo and data fields."""
+"""`BaseDataElement`, a container for metainfo and data fields."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PRIVATE = ("_metainfo_fields", "_data_fields")
 class BaseDataElement:
     """Attributes of a sample in two groups: metainfo, such as `img_shape`, and data, such as labels.
 
-    Setting an attribute sets a data field; `set_metainfo` sets metainfo. A name belongs to one group only. The methods
-    of tensors (`to`, `cpu`, `detach`, ...) return a new element with converted data.
+    Setting an attribute sets a data field; `set_metainfo` sets metainfo. A name belongs to only one group. The tensor
+    methods (`to`, `cpu`, `detach`, ...) return a new element with converted data.
 
     Args:
-        metainfo: the metainfo by name; it is copied.
-        **kwargs: the data by name.
+        metainfo: maps names to metainfo values, which are copied.
+        **kwargs: the data fields by name.
     """
 
     def __init__(self, *, metainfo: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -42,13 +42,13 @@ class BaseDataElement:
             self.set_field(value, name, field_type="metainfo")
 
     def set_data(self, data: dict[str, Any]) -> None:
-        """Set data fields, by the setter of a property if the class has one."""
+        """Set data fields. If the class defines a property for a field, the property's setter is called."""
         assert isinstance(data, dict), f"data must be a dict, not {type(data)}"
         for name, value in data.items():
             setattr(self, name, value)
 
     def set_field(self, value: Any, name: str, dtype: Any = None, field_type: str = "data") -> None:
-        """Set one field; a class with properties calls this in the setters.
+        """Set one field. Classes that define properties call this method in the setters.
 
         Args:
             value: the value.
@@ -61,7 +61,7 @@ class BaseDataElement:
         """
         assert field_type in ("metainfo", "data")
         if dtype is not None:
-            assert isinstance(value, dtype), f"{value} must be a {dtype}, not {type(value)}"
+            assert isinstance(value, dtype), f"{value} must have the type {dtype}, not {type(value)}"
         own, other = self._metainfo_fields, self._data_fields
         if field_type == "data":
             own, other = other, own
@@ -95,7 +95,7 @@ class BaseDataElement:
         self.set_data(dict(instance.items()))
 
     def pop(self, *args: Any) -> Any:
-        """Remove a field and return its value; without such a field, return the second argument or raise KeyError."""
+        """Remove a field and return its value; if it does not exist, return the second argument or raise KeyError."""
         assert 1 <= len(args) <= 2, "pop expects a name and an optional default"
         for fields in (self._metainfo_fields, self._data_fields):
             if args[0] in fields:
@@ -123,7 +123,7 @@ class BaseDataElement:
 
     def _batch_fields(self) -> dict[str, Any]:
         """Return the data that a compiled step receives, in a fixed order; see `slipstream.step.leaves`."""
-        # A property that sets `_name` is a field without a value of its own.
+        # A property that sets `_name` is a field that has no value of its own.
         return {name: self.__dict__[name] for name in sorted(self._data_fields) if name in self.__dict__}
 
     def metainfo_keys(self) -> list[str]:
@@ -164,7 +164,7 @@ class BaseDataElement:
         return dict(self.metainfo_items())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as a dict; nested elements become dicts, too."""
+        """Return all fields as a dict; nested elements also become dicts."""
         return {
             key: value.to_dict() if isinstance(value, BaseDataElement) else value
             for key, value in self.all_items()
@@ -173,7 +173,7 @@ class BaseDataElement:
     # ---- copies ----------------------------------------------------------------------------------------
 
     def new(self, *, metainfo: dict[str, Any] | None = None, **kwargs: Any) -> Self:
-        """Return a new element with the same fields; `metainfo` and `kwargs` each replace a whole group."""
+        """Return a new element with the same fields; `metainfo` and `kwargs`, if set, replace their whole group."""
         new = type(self)()
         new.set_metainfo(self.metainfo if metainfo is None else metainfo)
         new.set_data(kwargs or dict(self.items()))
@@ -191,7 +191,7 @@ class BaseDataElement:
         return new
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Apply `to` to everything in the data that has this method."""
+        """Call `to` on all data values that have this method."""
         new = self.new()
         for key, value in self.items():
             if hasattr(value, "to"):

@@ -1,4 +1,4 @@
-"""`InstanceData`, data fields of equal length that can be indexed together."""
+"""`InstanceData`: data fields of equal length that can be indexed together."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class InstanceData(BaseDataElement):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _PRIVATE:
-            assert isinstance(value, Sized), "the value must have a length"
+            assert isinstance(value, Sized), "the value must have a length, like a tensor or a list"
             if len(self) > 0:
                 assert len(value) == len(self), (
-                    f"the length of the value is {len(value)}, but the InstanceData has the length {len(self)}"
+                    f"the length of the value is {len(value)}, but the InstanceData has length {len(self)}"
                 )
         super().__setattr__(name, value)
 
@@ -59,18 +59,20 @@ class InstanceData(BaseDataElement):
             return slice(item, None, len(self))  # keeps the first dimension
         if isinstance(item, slice):
             return item
-        assert isinstance(item, torch.Tensor), f"an index cannot have the type {type(item)}"
-        assert item.dtype in (torch.bool, torch.int64), f"an index cannot have the type {item.dtype}"
+        assert isinstance(item, torch.Tensor), f"an index of type {type(item)} is not supported"
+        assert item.dtype in (torch.bool, torch.int64), (
+            f"an index of dtype {item.dtype} is not supported; use an int64 or bool tensor"
+        )
         assert item.dim() == 1, "only the first dimension can be indexed"
         if item.dtype == torch.bool:
             assert len(item) == len(self), (
-                f"the mask has the length {len(item)}, but the InstanceData has the length {len(self)}"
+                f"the mask has length {len(item)}, but the InstanceData has length {len(self)}"
             )
         return item
 
     @staticmethod
     def cat(instances_list: Sequence[Any]) -> Any:
-        """Return one element with the instances of all elements, which must have the same fields.
+        """Concatenate the instances of elements that have the same fields.
 
         Raises:
             ValueError: a value cannot be concatenated.
@@ -81,7 +83,7 @@ class InstanceData(BaseDataElement):
         if len(instances_list) == 1:
             return first
         assert all(set(part.all_keys()) == set(first.all_keys()) for part in instances_list), (
-            "the elements to concatenate have different fields"
+            "the elements to concatenate must have the same fields"
         )
         new = type(first)(metainfo=first.metainfo)
         for key in first.keys():  # noqa: SIM118

@@ -14,10 +14,10 @@ class LabelData(BaseDataElement):
 
     @staticmethod
     def onehot_to_label(onehot: torch.Tensor) -> torch.Tensor:
-        """Return the ids of the classes that are set in a 1-dim tensor of zeros and ones.
+        """Return the class ids at which a 1-dim tensor of zeros and ones contains a one.
 
         Raises:
-            ValueError: the tensor has another shape, or values outside [0, 1].
+            ValueError: the tensor has more than one dimension, or values outside [0, 1].
         """
         assert isinstance(onehot, torch.Tensor)
         if onehot.ndim != 1 or onehot.max().item() > 1 or onehot.min().item() < 0:

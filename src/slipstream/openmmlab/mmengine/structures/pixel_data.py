@@ -1,4 +1,4 @@
-"""`PixelData`, data fields of shape (C, H, W) with equal height and width."""
+"""`PixelData`: data fields of shape (C, H, W) with equal height and width."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class PixelData(BaseDataElement):
         )
         size = tuple(value.shape[-2:])
         if self.shape:
-            assert size == self.shape, f"the size is {size}, but the PixelData has the size {self.shape}"
+            assert size == self.shape, f"the size is {size}, but the PixelData has size {self.shape}"
         assert value.ndim in (2, 3), f"the value must have 2 or 3 dimensions, not {value.ndim}"
         if value.ndim == 2:
             value = value[None]
-            warnings.warn(f"the shape {size} becomes {tuple(value.shape)}", stacklevel=2)
+            warnings.warn(f"a value of shape {size} is stored with shape {tuple(value.shape)}", stacklevel=2)
         super().__setattr__(name, value)
 
     def __getitem__(self, item: Any) -> PixelData:
@@ -54,7 +54,7 @@ class PixelData(BaseDataElement):
 
 def _as_slice(part: Any, length: int | None) -> slice:
     if isinstance(part, int):
-        return slice(part, None, length)  # keeps the dimension
+        return slice(part, None, length)  # a slice keeps the dimension
     if isinstance(part, slice):
         return part
     raise TypeError(f"PixelData must be indexed with two ints or slices, not {type(part)}")

@@ -15,7 +15,7 @@ _lock = threading.RLock()
 
 
 class ManagerMeta(type):
-    """Metaclass that gives each class its own named instances; the constructor must have the argument `name`."""
+    """Metaclass that gives each class its own named instances; the constructor must accept an argument `name`."""
 
     def __init__(cls, *args: Any) -> None:
         cls._instance_dict: dict[str, Any] = {}
@@ -44,7 +44,8 @@ class ManagerMixin(metaclass=ManagerMeta):
                 cls._instance_dict[name] = cls(name=name, **kwargs)
             elif kwargs:
                 warnings.warn(
-                    f"{cls.__name__} '{name}' exists, so the other arguments are ignored", stacklevel=2
+                    f"{cls.__name__} '{name}' already exists, so the other arguments are ignored",
+                    stacklevel=2,
                 )
             instance: Self = cls._instance_dict[name]
             return instance
@@ -54,18 +55,18 @@ class ManagerMixin(metaclass=ManagerMeta):
         """Return the instance that was created last.
 
         Raises:
-            RuntimeError: there is no instance.
+            RuntimeError: no instance exists.
         """
         with _lock:
             if not cls._instance_dict:
                 raise NoInstanceError(
-                    f"there is no {cls.__name__}; call {cls.__name__}.get_instance(name=...) first"
+                    f"no {cls.__name__} has been created; call {cls.__name__}.get_instance(name=...) first"
                 )
             return cls._instance_dict[next(reversed(cls._instance_dict))]
 
     @classmethod
     def check_instance_created(cls, name: str) -> bool:
-        """Return whether there is an instance `name`."""
+        """Return whether an instance named `name` exists."""
         return name in cls._instance_dict
 
     @property

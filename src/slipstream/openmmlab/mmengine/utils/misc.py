@@ -1,4 +1,4 @@
-"""Checks and conversions of types, and decorators for deprecated and optional functions."""
+"""Type checks and conversions, and decorators for deprecated and optional functions."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def tuple_cast(inputs: Iterable[Any], dst_type: Callable[[Any], Any]) -> tuple[A
 
 
 def slice_list(in_list: list[Any], lens: int | Sequence[int]) -> list[list[Any]]:
-    """Split a list into parts of the lengths `lens`, or of one length.
+    """Split a list into parts with the lengths `lens`; an int is the length of every part.
 
     Raises:
         ValueError: the lengths do not add up to the length of the list.
@@ -113,7 +113,7 @@ def concat_list(in_list: Iterable[list[Any]]) -> list[Any]:
 
 
 def apply_to(data: Any, expr: Callable[[Any], bool], apply_func: Callable[[Any], Any]) -> Any:
-    """Return `data` with `apply_func` applied to each value in its containers for which `expr` is true."""
+    """Apply `apply_func` to each value in nested containers for which `expr` returns True; return the result."""
     if expr(data):
         return apply_func(data)
     if isinstance(data, dict):
@@ -128,7 +128,7 @@ def apply_to(data: Any, expr: Callable[[Any], bool], apply_func: Callable[[Any],
 def import_modules_from_strings(
     imports: str | Sequence[str] | None, allow_failed_imports: bool = False
 ) -> Any:
-    """Import modules by name; with `allow_failed_imports`, a failed import is a warning and returns None."""
+    """Import modules by name; with `allow_failed_imports`, a failed import returns None with a warning."""
     if not imports:
         return None
     if isinstance(imports, str):
@@ -149,7 +149,7 @@ def _import(name: Any, allow_failure: bool) -> Any:
 
 
 def get_object_from_string(obj_name: str) -> Any:
-    """Return the object with a dotted import path, or None if there is none."""
+    """Return the object at a dotted import path, or None if it does not exist."""
     parts = obj_name.split(".")
     for count in range(len(parts), 0, -1):
         try:
@@ -180,7 +180,7 @@ def check_prerequisites(
     checker: Callable[[str], bool],
     msg_tmpl: str = "{} requires {}, which is missing",
 ) -> Any:
-    """Decorate a function so that a call raises an error if `checker` is false for a prerequisite."""
+    """Decorate a function so that a call raises an error if `checker` returns False for a prerequisite."""
     names = [prerequisites] if isinstance(prerequisites, str) else prerequisites
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,12 +209,12 @@ def requires_package(prerequisites: str | Sequence[str]) -> Any:
 
 
 def requires_executable(prerequisites: str | Sequence[str]) -> Any:
-    """Decorate a function that requires programs."""
+    """Decorate a function that requires executables."""
     return check_prerequisites(prerequisites, lambda name: shutil.which(name) is not None)
 
 
 def deprecated_api_warning(name_dict: dict[str, str], cls_name: str | None = None) -> Any:
-    """Decorate a function so that it still accepts old names of arguments: `{old: new}`."""
+    """Decorate a function so that it still accepts deprecated argument names, given as `{old: new}`."""
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         label = f"{cls_name}.{function.__name__}" if cls_name else function.__name__

@@ -16,7 +16,7 @@ def is_filepath(x: Any) -> bool:
 
 
 def is_abs(path: str) -> bool:
-    """Return whether a path is absolute, or the address of a remote file."""
+    """Return whether a path is absolute, or the URL of a remote file."""
     return Path(path).is_absolute() or path.startswith(("http://", "https://", "s3://"))
 
 
@@ -26,7 +26,7 @@ def fopen(filepath: str | Path, *args: Any, **kwargs: Any) -> Any:
 
 
 def check_file_exist(filename: str | Path, msg_tmpl: str = 'file "{}" does not exist') -> None:
-    """Raise a FileNotFoundError if there is no file `filename`."""
+    """Raise a FileNotFoundError if the file `filename` does not exist."""
     if not Path(filename).is_file():
         raise FileNotFoundError(msg_tmpl.format(filename))
 
@@ -54,7 +54,7 @@ def scandir(
 
     Args:
         dir_path: the folder.
-        suffix: the endings of the names.
+        suffix: an ending, or a tuple of endings, of the file names.
         recursive: also yield the files in subfolders.
         case_sensitive: whether the case of `suffix` matters.
     """

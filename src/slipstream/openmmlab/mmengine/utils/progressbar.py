@@ -1,4 +1,4 @@
-"""Progress bars for loops outside of runs, with MMEngine's interface."""
+"""Progress bars with MMEngine's interface, for loops that do not use a Runner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ProgressBar:
     Args:
         task_num: number of tasks; 0 if it is unknown.
         bar_width: width of the bar in characters.
-        start: start to measure the time now.
+        start: whether to start measuring the time now.
         file: where to print.
     """
 
@@ -31,7 +31,7 @@ class ProgressBar:
             self.start()
 
     def start(self) -> None:
-        """Start to measure the time."""
+        """Start measuring the time."""
         self.start_time = time.monotonic()
         self._print()
 
@@ -75,7 +75,7 @@ def track_iter_progress(tasks: Any, bar_width: int = 50, file: TextIO | None = N
 def track_progress(
     func: Callable[..., Any], tasks: Any, bar_width: int = 50, file: TextIO | None = None, **kwargs: Any
 ) -> list[Any]:
-    """Return `func(task)` for each task and print the progress."""
+    """Return a list with `func(task)` for each task, and print the progress."""
     return [func(task, **kwargs) for task in track_iter_progress(tasks, bar_width, file)]
 
 
@@ -91,7 +91,7 @@ def track_parallel_progress(
     keep_order: bool = True,
     file: TextIO | None = None,
 ) -> list[Any]:
-    """Return `func(task)` for each task, computed by `nproc` processes, and print the progress.
+    """Return `func(task)` for each task, computed in `nproc` processes, and print the progress.
 
     `skip_first` has no effect.
     """

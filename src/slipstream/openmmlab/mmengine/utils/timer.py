@@ -15,11 +15,11 @@ class TimerError(SlipstreamError):
 
 
 class Timer:
-    """Measure time since the start and since the last check; usable in a `with` statement.
+    """Measure the time since the start and since the last check; can be used in a `with` statement.
 
     Args:
-        start: start the timer.
-        print_tmpl: text with `{:.3f}` to print at the end of the `with` block.
+        start: whether to start the timer.
+        print_tmpl: format string, such as `{:.3f}`, for the time that is printed at the end of a `with` block.
     """
 
     def __init__(self, start: bool = True, print_tmpl: str | None = None) -> None:

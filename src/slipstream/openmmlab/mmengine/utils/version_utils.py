@@ -25,7 +25,7 @@ _RANKS = {
 
 
 def digit_version(version_str: str, length: int = 4) -> tuple[int, ...]:
-    """Return a version as a tuple that compares like the version: `1.2rc1` is `(1, 2, 0, 0, -1, 1)`.
+    """Return a version as a tuple, such that tuples compare like versions: `1.2rc1` is `(1, 2, 0, 0, -1, 1)`.
 
     Args:
         version_str: the version; a local part (`+cpu`) is ignored.

@@ -17,7 +17,7 @@ def tensor2ndarray(value: Any) -> npt.NDArray[Any]:
 
 
 def color_val_matplotlib(colors: Any) -> Any:
-    """Return colors for matplotlib: tuples of values from 0 to 255 become fractions; names stay the same."""
+    """Return colors for matplotlib: tuples with values from 0 to 255 become fractions, and names are not changed."""
     if isinstance(colors, list):
         return [color_val_matplotlib(color) for color in colors]
     if isinstance(colors, str):

@@ -31,15 +31,15 @@ Image = npt.NDArray[np.uint8]
 class Visualizer(OwnVisualizer, ManagerMixin):
     """Draw on an image, and pass scalars, images and the configuration to all visualization backends.
 
-    The newest visualizer, of any subclass, is the current instance. Methods whose names start with `draw_` draw on the
-    image of `set_image`, from which `get_image` returns a picture.
+    The newest visualizer, of any subclass, is the current instance. `set_image` sets the image, methods whose names
+    start with `draw_` draw on it, and `get_image` returns the resulting picture.
 
     Args:
         name: name of the instance.
         image: an RGB image, uint8 (H, W, 3).
         vis_backends: the backends or their configurations.
-        save_dir: parent folder of the backends' files; without it, backends that require a folder are left out.
-        fig_save_cfg: options of matplotlib's figure.
+        save_dir: parent folder of the backends' files; if it is not set, backends that require a folder are left out.
+        fig_save_cfg: options for matplotlib's figure.
         fig_show_cfg: has no effect.
     """
 
@@ -61,7 +61,7 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         self._default_font_size = 10.0
         if image is not None:
             self.set_image(image)
-        # `Visualizer.get_current_instance` also returns instances of subclasses.
+        # This allows `Visualizer.get_current_instance` to return instances of subclasses.
         for instances in (type(self)._instance_dict, Visualizer._instance_dict):
             instances.pop(name, None)
             instances[name] = self
@@ -113,14 +113,14 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         )
 
     def get_image(self) -> Image:
-        """Return the picture with everything that was drawn, RGB (H, W, 3)."""
+        """Return the image with everything that was drawn on it, RGB (H, W, 3)."""
         assert self._image is not None, "call set_image first"
         return img_from_canvas(self.fig_save_canvas)
 
     def show(
         self, drawn_img: Image | None = None, win_name: str = "image", wait_time: float = 0.0, **kwargs: Any
     ) -> None:
-        """Show a picture in a window of matplotlib, for `wait_time` seconds (0: until it is closed)."""
+        """Show a picture in a matplotlib window for `wait_time` seconds (0: until the window is closed)."""
         from matplotlib import pyplot
 
         figure = pyplot.figure(win_name)
@@ -163,10 +163,12 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         bboxes: Any = None,
         font_properties: Any = None,
     ) -> Self:
-        """Draw texts at positions (N, 2); every other argument is one value, or a list of N values."""
+        """Draw texts at positions (N, 2). Each other argument is a single value or a list of N values."""
         lines = [texts] if isinstance(texts, str) else texts
         points = tensor2ndarray(positions).reshape(-1, 2)
-        assert len(points) == len(lines), f"there are {len(lines)} texts, but {len(points)} positions"
+        assert len(points) == len(lines), (
+            f"there are {len(lines)} texts, but {len(points)} positions; pass one position per text"
+        )
         options = {
             "size": self._default_font_size if font_sizes is None else font_sizes,
             "color": color_val_matplotlib(colors),
@@ -199,14 +201,14 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         return self
 
     def draw_circles(self, center: Any, radius: Any, **options: Any) -> Self:
-        """Draw circles with centers (N, 2) and radii (N,); the options are those of `draw_polygons`."""
+        """Draw circles with centers (N, 2) and radii (N,); see `draw_polygons` for the options."""
         angles = np.linspace(0, 2 * np.pi, 65)[:-1]
         unit = np.stack([np.cos(angles), np.sin(angles)], axis=1)
         centers, radii = tensor2ndarray(center).reshape(-1, 2), tensor2ndarray(radius).reshape(-1)
         return self.draw_polygons([c + r * unit for c, r in zip(centers, radii, strict=True)], **options)
 
     def draw_bboxes(self, bboxes: Any, **options: Any) -> Self:
-        """Draw boxes (N, 4) with the corners (x1, y1) and (x2, y2); the options are those of `draw_polygons`."""
+        """Draw boxes (N, 4) with the corners (x1, y1) and (x2, y2); see `draw_polygons` for the options."""
         boxes = tensor2ndarray(bboxes).reshape(-1, 4)
         assert (boxes[:, :2] <= boxes[:, 2:]).all(), "a box must have x1 <= x2 and y1 <= y2"
         return self.draw_polygons(list(boxes[:, [0, 1, 2, 1, 2, 3, 0, 3]].reshape(-1, 4, 2)), **options)
@@ -224,7 +226,7 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         from matplotlib.collections import PolyCollection
 
         shapes = [tensor2ndarray(p) for p in (polygons if isinstance(polygons, list) else [polygons])]
-        assert all(shape.shape[1] == 2 for shape in shapes), "a polygon must have the shape (M, 2)"
+        assert all(shape.shape[1] == 2 for shape in shapes), "a polygon must have shape (M, 2)"
         widths = line_widths if isinstance(line_widths, list) else [line_widths] * len(shapes)
         self.ax_save.add_collection(
             PolyCollection(
@@ -243,10 +245,12 @@ class Visualizer(OwnVisualizer, ManagerMixin):
     ) -> Self:
         """Color the pixels of bool masks (N, H, W) or (H, W)."""
         masks = tensor2ndarray(binary_masks)
-        assert masks.dtype == np.bool_, f"masks must have the type bool, not {masks.dtype}"
+        assert masks.dtype == np.bool_, f"masks must have dtype bool, not {masks.dtype}"
         masks = masks[None] if masks.ndim == 2 else masks
         picture = self.get_image().astype(np.float32)
-        assert masks.shape[1:] == picture.shape[:2], "the masks and the image have different sizes"
+        assert masks.shape[1:] == picture.shape[:2], (
+            "the masks and the image must have the same height and width"
+        )
         for i, mask in enumerate(masks):
             color = colors[i] if isinstance(colors, list) else colors
             rgb = color_str2rgb(color) if isinstance(color, str) else color
@@ -287,7 +291,7 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         if channel_reduction == "select_max":
             return _heat(maps[order[0]], overlaid_image, alpha)
         rows, columns = arrangement
-        assert rows * columns >= topk, "the grid of `arrangement` has fewer cells than `topk`"
+        assert rows * columns >= topk, "`arrangement` must have at least as many cells as `topk`"
         tiles = [_heat(maps[i], overlaid_image, alpha) for i in order[: topk if topk > 0 else 1]]
         tiles += [np.zeros_like(tiles[0])] * (rows * columns - len(tiles))
         return np.concatenate(
@@ -306,7 +310,7 @@ def _heat(values: torch.Tensor, image: Image | None, alpha: float) -> Image:
 
 
 def _with_folder(backends: Any, save_dir: str | None) -> list[Any]:
-    """Return the backends without the configurations that have no `save_dir`; a warning names these."""
+    """Return the backends, except configurations without a required `save_dir`, which a warning names."""
     found = list(backends) if isinstance(backends, list | tuple) else [backends]
     if save_dir is not None:
         return found

@@ -1,4 +1,4 @@
-"""Replaces itself with Slipstream's `mmengine`, in a process in which `slipstream.openmmlab` is not imported yet."""
+"""Replaces itself with Slipstream's `mmengine` in a process that has not imported `slipstream.openmmlab` yet."""
 
 import importlib
 import sys

@@ -18,8 +18,8 @@ class BaseStorageBackend(ABC):
 
     @abstractmethod
     def get(self, filepath: Any) -> Any:
-        """Return the content of a file as bytes."""
+        """Return the contents of a file as bytes."""
 
     @abstractmethod
     def get_text(self, filepath: Any, encoding: str = "utf-8") -> str:
-        """Return the content of a file as text."""
+        """Return the contents of a file as text."""

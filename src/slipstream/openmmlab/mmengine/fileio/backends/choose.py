@@ -1,4 +1,4 @@
-"""Choice of a storage backend."""
+"""Choose a storage backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.openmmlab.mmengine.fileio.backends.local_backend import LocalBac
 __all__ = ["backends", "get_file_backend"]
 
 backends: Mapping[str, type[Any]] = MappingProxyType({"local": LocalBackend, "LocalBackend": LocalBackend})
-"""The classes of the backends that read local files, by name."""
+"""Maps names to the backend classes that read local files."""
 
 
 def get_file_backend(
@@ -27,20 +27,20 @@ def get_file_backend(
     """Return the backend for a path, or the one that `backend_args["backend"]` names.
 
     Args:
-        uri: a path or an address; its prefix (`s3://`) selects a file system of fsspec.
-        backend_args: `backend` (`local`, or a protocol of fsspec) and the options of the backend.
+        uri: a path or URL; its prefix (`s3://`) selects a file system supported by fsspec.
+        backend_args: `backend` (`local`, or an fsspec protocol) and the options of the backend.
         enable_singleton: has no effect, because the backends of this package have no state.
         backend_key: has no effect.
 
     Raises:
-        ConfigError: the backend is one that only MMEngine supports.
+        ConfigError: only MMEngine supports the backend.
     """
     options = dict(backend_args or {})
     prefix = str(uri).split("://")[0] if uri is not None and "://" in str(uri) else "local"
     name = options.pop("backend", None) or prefix
     if name in ("petrel", "memcached", "lmdb"):
         raise ConfigError(
-            f"the storage backend '{name}' is not supported; use local files or a protocol of fsspec such as 's3'"
+            f"the storage backend '{name}' is not supported; use local files or an fsspec protocol such as 's3'"
         )
     if name in ("local", "disk", "LocalBackend", "HardDiskBackend"):
         return LocalBackend()

@@ -1,4 +1,4 @@
-"""Files of remote storage through fsspec."""
+"""Files in remote storage, accessed through fsspec."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FsspecBackend(BaseStorageBackend):
 
     Args:
         protocol: the protocol, such as `s3`.
-        **options: options of fsspec's file system.
+        **options: options for fsspec's file system.
 
     Raises:
         MissingPackageError: fsspec is not installed.
@@ -36,12 +36,12 @@ class FsspecBackend(BaseStorageBackend):
         self.fs: Any = fsspec.filesystem(protocol, **options)
 
     def get(self, filepath: str) -> bytes:
-        """Return the content of a file."""
+        """Return the contents of a file."""
         content: bytes = self.fs.cat_file(filepath)
         return content
 
     def get_text(self, filepath: str, encoding: str = "utf-8") -> str:
-        """Return the content of a text file."""
+        """Return the contents of a text file."""
         return self.get(filepath).decode(encoding)
 
     def put(self, obj: Any, filepath: str) -> None:
@@ -53,19 +53,19 @@ class FsspecBackend(BaseStorageBackend):
         self.put(obj.encode(encoding), filepath)
 
     def exists(self, filepath: str) -> bool:
-        """Return whether there is a file or a folder with this path."""
+        """Return whether a file or a folder with this path exists."""
         return bool(self.fs.exists(filepath))
 
     def isdir(self, filepath: str) -> bool:
-        """Return whether there is a folder with this path."""
+        """Return whether a folder with this path exists."""
         return bool(self.fs.isdir(filepath))
 
     def isfile(self, filepath: str) -> bool:
-        """Return whether there is a file with this path."""
+        """Return whether a file with this path exists."""
         return bool(self.fs.isfile(filepath))
 
     def join_path(self, filepath: str, *filepaths: str) -> str:
-        """Join parts of a path."""
+        """Join the components of a path."""
         return "/".join([filepath.rstrip("/"), *(part.strip("/") for part in filepaths)])
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Files of the local file system."""
+"""Files in the local file system."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class LocalBackend(BaseStorageBackend):
         return
 
     def get(self, filepath: str | Path) -> bytes:
-        """Return the content of a file."""
+        """Return the contents of a file."""
         return Path(filepath).read_bytes()
 
     def get_text(self, filepath: str | Path, encoding: str = "utf-8") -> str:
-        """Return the content of a text file."""
+        """Return the contents of a text file."""
         return Path(filepath).read_text(encoding)
 
     def put(self, obj: Any, filepath: str | Path) -> None:
@@ -41,24 +41,24 @@ class LocalBackend(BaseStorageBackend):
         self.put(obj.encode(encoding), filepath)
 
     def exists(self, filepath: str | Path) -> bool:
-        """Return whether there is a file or a folder with this path."""
+        """Return whether a file or a folder with this path exists."""
         return Path(filepath).exists()
 
     def isdir(self, filepath: str | Path) -> bool:
-        """Return whether there is a folder with this path."""
+        """Return whether a folder with this path exists."""
         return Path(filepath).is_dir()
 
     def isfile(self, filepath: str | Path) -> bool:
-        """Return whether there is a file with this path."""
+        """Return whether a file with this path exists."""
         return Path(filepath).is_file()
 
     def join_path(self, filepath: str | Path, *filepaths: str | Path) -> str:
-        """Join parts of a path."""
+        """Join the components of a path."""
         return os.path.join(filepath, *filepaths)  # noqa: PTH118  # keeps './' and '//', as MMEngine does
 
     @contextmanager
     def get_local_path(self, filepath: str | Path) -> Iterator[str | Path]:
-        """Yield the path of a local file with the same content."""
+        """Yield the path of a local file with the same contents."""
         yield filepath
 
     def copyfile(self, src: str | Path, dst: str | Path) -> str:
@@ -73,7 +73,7 @@ class LocalBackend(BaseStorageBackend):
         Path(filepath).unlink()
 
     def rmtree(self, dir_path: str | Path) -> None:
-        """Remove a folder and its content."""
+        """Remove a folder and its contents."""
         shutil.rmtree(dir_path)
 
     def list_dir_or_file(

@@ -22,7 +22,7 @@ class BaseModel(BaseModule, OwnModel):
     """
 
     def parse_losses(self, losses: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the sum of the means of all losses and the values to log."""
+        """Return the sum of the means of all losses, and the values to log."""
         return sum_losses({name: _mean(value) for name, value in losses.items()})
 
     def _run_forward(self, data: Any, mode: str) -> Any:

@@ -20,7 +20,7 @@ __all__ = ["BaseDataPreprocessor", "ImgDataPreprocessor"]
 
 
 def _contiguous(value: Any) -> Any:
-    """Return a tensor with the strides of a new tensor, also in dimensions of size 1, or an element of such tensors."""
+    """Return tensors (or an element's tensors) as contiguous, with default strides even in dimensions of size 1."""
     if isinstance(value, BaseDataElement):
         return value._map(_contiguous)
     if type(value) is not Tensor or value.layout is not torch.strided:
@@ -43,7 +43,7 @@ class BaseDataPreprocessor(OwnPreprocessor):
         super().__init__(bool(non_blocking))
 
     def cast_data(self, data: Any) -> Any:
-        """Move all tensors to the device; those of data elements become contiguous.
+        """Move all tensors to the device, and make the tensors of data elements contiguous.
 
         A compiled step is specialized for the strides of its inputs, but transforms such as flips change them.
         """
@@ -61,10 +61,10 @@ class BaseDataPreprocessor(OwnPreprocessor):
 
 @MODELS.register_module()
 class ImgDataPreprocessor(BaseDataPreprocessor):
-    """Normalize, pad and stack the images `inputs` of a batch, a tensor (N, C, H, W) or a list of tensors (C, H, W).
+    """Normalize, pad and stack a batch's images, `inputs`: a tensor (N, C, H, W) or a list of tensors (C, H, W).
 
     Args:
-        mean, std: values by channel, or one value; both or neither.
+        mean, std: one value per channel, or a single value. Set both or neither.
         pad_size_divisor: pad the height and width at the bottom and right to multiples of this number.
         pad_value: value of the padding, after normalization.
         bgr_to_rgb, rgb_to_bgr: reverse the order of the channels.
@@ -106,7 +106,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         data = self.cast_data(data)
         images = data["inputs"] if isinstance(data, Mapping) else None
         if isinstance(images, Tensor) and images.dim() == 4:
-            self._check_channels(images, (1, 3))  # MMEngine repeats one channel
+            self._check_channels(images, (1, 3))  # like MMEngine, repeat a single channel
             batch = self._pad(self._normalize(images))
         elif isinstance(images, list | tuple) and all(isinstance(image, Tensor) for image in images):
             for image in images:
@@ -115,7 +115,8 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
             batch = stack_batch(prepared, self.pad_size_divisor, self.pad_value)
         else:
             raise DataError(
-                "the batch must be a dict whose 'inputs' are a tensor (N, C, H, W) or a list of tensors (C, H, W)"
+                "the batch must be a dict, and its 'inputs' must be a tensor (N, C, H, W) or a list of tensors (C, H, "
+                "W)"
             )
         data["inputs"] = batch
         data.setdefault("data_samples", None)
@@ -138,7 +139,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
 
     def _normalize(self, image: Tensor) -> Tensor:
         if self._channel_conversion:
-            image = image.narrow(-3, 0, 3).flip(-3)  # without an alpha channel
+            image = image.narrow(-3, 0, 3).flip(-3)  # `narrow` removes an alpha channel
         image = image.float()
         return (image - self.mean) / self.std if self._enable_normalize else image
 

@@ -29,7 +29,7 @@ __all__ = [
 
 
 class _ParamScheduler(own._ParamScheduler):
-    """Slipstream's base class of schedulers, except that `load_state_dict` restores the saved arguments."""
+    """Slipstream's base class for schedulers, except that `load_state_dict` restores the saved arguments."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress and all other attributes, including the arguments."""
@@ -40,13 +40,13 @@ class _ParamScheduler(own._ParamScheduler):
         return {**super().state_dict(), "attributes": attributes}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict()`, of this class or of MMEngine's, including the arguments."""
+        """Load a state from `state_dict()` of this class or of MMEngine's class, including the arguments."""
         super().load_state_dict(state_dict)
         for name in [n for n in vars(self) if isinstance(getattr(type(self), n, None), cached_property)]:
-            delattr(self, name)  # computed from the old arguments
+            delattr(self, name)  # remove values computed from the old arguments
 
     def check_attributes(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the attributes to restore; MMEngine's states contain them next to the progress."""
+        """Return the attributes to restore; in MMEngine's states, they are stored beside the progress."""
         known = own_attributes(self, self._saved_elsewhere)
         saved = {name: state_dict[name] for name in known if name in state_dict}
         nested = state_dict.get("attributes", {})

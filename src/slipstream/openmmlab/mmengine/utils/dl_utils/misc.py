@@ -1,4 +1,4 @@
-"""Layers and processes."""
+"""Functions for layers, worker processes and compiled operators."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["has_batch_norm", "is_norm", "mmcv_full_available", "set_multi_proces
 def set_multi_processing(
     mp_start_method: str = "fork", opencv_num_threads: int = 0, distributed: bool = False
 ) -> None:
-    """Set how worker processes are started, and OpenCV's number of threads."""
+    """Set the start method of worker processes, and the number of OpenCV threads."""
     setup_env("none", EnvOptions(mp_cfg=MpOptions(mp_start_method, opencv_num_threads)))  # type: ignore[arg-type]
 
 
 def is_norm(layer: nn.Module, exclude: Any = None) -> bool:
-    """Return whether `layer` is a batch, instance, group or layer norm, and not of a class in `exclude`."""
+    """Return whether `layer` is a batch, instance, group or layer norm, and not an instance of a class in `exclude`."""
     if exclude is not None and isinstance(layer, exclude):
         return False
     return isinstance(layer, _BatchNorm | _InstanceNorm | nn.GroupNorm | nn.LayerNorm)
