@@ -214,7 +214,7 @@ def test_small_files_that_describe_huge_images_are_refused(tmp_path, kind, read)
         read(path)
 
 
-def test_the_limit_of_pixels_is_configurable(tmp_path):
+def test_the_pixel_limit_is_configurable(tmp_path):
     path = tmp_path / "x.png"
     path.write_bytes(png(np.zeros((20, 30, 3), np.uint8)))
     assert read_image(path, 600).shape == (20, 30, 3)
@@ -224,7 +224,7 @@ def test_the_limit_of_pixels_is_configurable(tmp_path):
             read(path, 599)
 
 
-def test_a_limit_above_that_of_pillow_is_applied(tmp_path, monkeypatch):
+def test_a_limit_above_the_limit_of_pillow_is_applied(tmp_path, monkeypatch):
     path = tmp_path / "x.png"
     path.write_bytes(png(np.zeros((20, 30, 3), np.uint8)))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
