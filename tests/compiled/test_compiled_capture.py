@@ -31,7 +31,7 @@ HERE = Path(__file__).name
 
 
 def of(module, loss=F.mse_loss):
-    """Return a builder of a run with this network class that also compares its `calls` at the end."""
+    """Return a function that builds a run with this network class. The run also compares `calls` at the end."""
 
     def make():
         model = module()

@@ -119,7 +119,7 @@ def plain():
 
 
 def normed(norm, **options):
-    """Return a builder of a run with a network whose first layer has a computed weight."""
+    """Return a function that builds a run with a network whose first layer has a computed weight."""
 
     def make():
         model = plain()

@@ -1,4 +1,4 @@
-"""Changes that Dynamo's guards do not report: structure of batches, branches and optimizer steps."""
+"""Changes that Dynamo's guards do not report: batch structure, branches and optimizer steps."""
 
 import copy
 import functools

@@ -135,9 +135,9 @@ BREAKS = {("compile=model", "FSDP2")}
 TOLERANCES = {"fp32": (1e-5, 1e-6), "bf16": (5e-3, 5e-3), "fp16": (6e-4, 6e-4)}
 """Tolerances by precision: relative for losses, weights and EMA weights, absolute for weights and EMA weights.
 
-In fp32, the absolute tolerance is for weights near zero: 1e-5 of 0.1, the usual magnitude. Half precision is compared
-with the same loop under autocast. Results differ because of another operation order: one rounding is 4e-3 of a
-value in bf16 and 5e-4 in fp16."""
+In fp32, the absolute tolerance applies to weights near zero. It is 1e-5 of 0.1, the usual magnitude. Half precision is
+compared with the same loop under autocast. Results differ because operations run in a different order. A single
+rounding error is 4e-3 of a value in bf16 and 5e-4 in fp16."""
 
 
 def precision(options):

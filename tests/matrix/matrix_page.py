@@ -59,7 +59,7 @@ _BOTTOM = """## Tolerances
 
 - `bf16` and `fp16` are compared with the same loop under autocast. fp16 starts with a loss scale at which the first
   step overflows. The comparison includes the skipped step and the changes to the scale. On an accelerator, the absolute
-  tolerance of both is doubled, because its kernels are not those of the loop.
+  tolerance of both is doubled, because its kernels differ from those of the loop.
 - In each precision, the tests detect an option that should change the results but has no effect: in the hand-written
   loop, each such option changes weights or averages by more than ten times the absolute tolerance.
 - SWA averages every second update. Layer decay treats the first convolution and the block as its layers.

@@ -74,7 +74,7 @@ def batches(count=20):
 
 
 def train(model, compiled=False, dtype=None, steps=20, accumulate=1):
-    """Train with SGD, as one graph if `compiled`. Return losses and state."""
+    """Train with SGD, as a single graph if `compiled`. Return losses and state."""
     params = list(model.parameters())
 
     def step(window):

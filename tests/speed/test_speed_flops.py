@@ -1,4 +1,4 @@
-"""Operations of a training step, and peaks of accelerators."""
+"""Operation counts of training steps, and peak speeds of accelerators."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def loss_of(net, inputs):
 
 
 def expected(size):
-    """Two operations for each product of a weight with an input; backward computes two gradients per layer.
+    """Count two operations for each product of a weight and an input. Backward computes two gradients per layer.
 
     The first layer has no gradient of its input.
     """

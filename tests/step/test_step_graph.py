@@ -259,7 +259,7 @@ def test_smaller_last_batch_needs_no_new_graph():
     assert compiler.graphs == 1
 
 
-def test_many_shapes_use_one_graph_with_dynamic_shapes():
+def test_many_shapes_use_a_single_graph_with_dynamic_shapes():
     sizes = [6, 5, 4, 3, 2] * 8
     data = [(x[:n], y[:n]) for (x, y), n in zip(batches(40), sizes, strict=True)]
     compiler = Counting()
