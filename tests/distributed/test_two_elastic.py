@@ -1,4 +1,4 @@
-"""A run that continues with another number of processes uses each sample of an epoch once, in the same order."""
+"""A run that continues with a different number of processes uses each sample of an epoch once, in the same order."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""Training of a sharded model matches one process with the whole batch."""
+"""Training a sharded model gives the same results as one process with the whole batch."""
 
 import pytest
 import torch

@@ -157,7 +157,7 @@ def zero(folder):
 
 
 def refused(folder):
-    """Return the errors of wrappers that cannot be compiled into one graph."""
+    """Return the errors for wrappers that cannot be compiled into a single graph."""
     said = []
     for parallel in (dict(type="ddp", comm_hook="powersgd"), dict(type="ddp", find_unused_parameters=True)):
         try:
