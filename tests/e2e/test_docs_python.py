@@ -18,7 +18,7 @@ import pytest
 from doc_pages import IN_ORDER, ROOT, Block, blocks, text_of
 
 BLOCKS = [block for block in blocks("python") if not block.page.startswith("docs/zh/")]
-"""Blocks of the English pages. The blocks of the Chinese pages are the same."""
+"""Blocks of the English pages. The Chinese pages contain the same blocks."""
 SECONDS = 300  # time limit in seconds for all blocks of a page
 DRIVER = """
 import json, sys, traceback
