@@ -60,7 +60,7 @@ class _Parser(HTMLParser):
 
 
 def parsed(html):
-    """Parse a page, check that all elements are closed, and that it loads nothing; return its parser."""
+    """Parse a page, and check that all elements are closed and that the page loads no resources. Return the parser."""
     parser = _Parser()
     parser.feed(html)
     parser.close()
