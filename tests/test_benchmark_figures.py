@@ -1,4 +1,4 @@
-"""The measured figures of README.md and docs/ come from the JSON files in benchmarks/results/."""
+"""The measured figures in README.md and docs/ come from the JSON files in benchmarks/results/."""
 
 import re
 import sys
@@ -56,7 +56,7 @@ def test_readme_compares_decoders_on_the_same_work(monkeypatch):
     monkeypatch.setattr(
         figures, "result", lambda name: {**result(name), **({"rounds": rounds} if name == "data" else {})}
     )
-    assert figures.readme() == before  # the time of the workers alone leaves out a part of Slipstream's work
+    assert figures.readme() == before  # the time of the workers alone excludes part of Slipstream's work
 
 
 def test_report_takes_less_than_one_percent_of_a_step():

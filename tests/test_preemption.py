@@ -190,7 +190,7 @@ def test_signal_after_a_failed_background_write_still_saves(tmp_path):
 
 
 class TwoOptimizers(Net):
-    """Trains its two layers with separate optimizers and accumulation windows."""
+    """A model that trains its two layers with separate optimizers and accumulation windows."""
 
     def train_step(self, data, optim_wrapper):
         losses = {}

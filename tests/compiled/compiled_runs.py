@@ -76,7 +76,7 @@ class Case:
     slow: bool = False
     exhaustive: bool = False
     warnings: int = 1
-    """Number of warnings of a step that falls back: 2 if the model cannot be compiled either."""
+    """Number of warnings from a step that falls back: 2 if the model cannot be compiled either."""
 
 
 def params_of(cases, fast_only=False):

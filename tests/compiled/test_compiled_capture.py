@@ -148,7 +148,7 @@ class Prints(Item):
 
 
 class Tries(Item):
-    """A network that catches the error of an operation and continues."""
+    """A network that catches an error in an operation and continues."""
 
     def change(self, x):
         self.calls += 1
@@ -191,7 +191,7 @@ class _Halved(torch.autograd.Function):
 
 
 class _ByNumpy(torch.autograd.Function):
-    """A function that computes its forward and backward pass in NumPy."""
+    """A function that computes its forward and backward passes in NumPy."""
 
     @staticmethod
     def forward(ctx, x):

@@ -1,4 +1,4 @@
-"""Every optimizer of torch.optim, tensor learning rates, and changes during a run."""
+"""Every optimizer in torch.optim, tensor learning rates, and changes during a run."""
 
 import copy
 from functools import partial

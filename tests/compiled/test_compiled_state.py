@@ -307,7 +307,7 @@ def with_loss(make):
 
 
 def teacher_in_mid_run():
-    """The network of the loss is set to eval mode before step 6."""
+    """The network in the loss is set to eval mode before step 6."""
     training = with_loss(Teacher)
     training.before = {6: lambda t: t.loss.model.eval()}
     return training

@@ -156,7 +156,7 @@ def class_step_replaced():
 
 
 class Recompute(torch.autograd.Function):
-    """A custom reentrant checkpoint. Its backward computes the layer again and calls backward itself."""
+    """A custom reentrant checkpoint. Its backward recomputes the layer and calls backward itself."""
 
     @staticmethod
     def forward(ctx, layer, x):

@@ -130,8 +130,8 @@ def train(folder, *args, **kwargs):
 def assert_same(left, right, rtol=0.0, atol=0.0, steps=None):
     """Compare two runs.
 
-    `left` may contain fewer losses, norms and validation errors than `right`. They are compared with the last ones
-    of `right`.
+    `left` may contain fewer losses, norms and validation errors than `right`. In this case, they are compared with the
+    last values in `right`.
     """
     assert isinstance(left, dict), left
     assert isinstance(right, dict), right

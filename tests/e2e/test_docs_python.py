@@ -1,4 +1,4 @@
-"""Every Python block of the README and of docs/ runs as printed.
+"""Every Python block in the README and in docs/ runs as printed.
 
 The blocks of a page run in one process, each in a separate namespace. On a page with the comment
 `<!-- python: in order -->`, they share one namespace. `<!-- not run: REASON -->` directly before the fence excludes a

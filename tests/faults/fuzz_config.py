@@ -1,4 +1,6 @@
-"""Build and run Runners from mutated configurations, and report every error that is not Slipstream's or names no key.
+"""Build and run Runners from mutated configurations, and report every unacceptable error.
+
+An error is acceptable if it is a SlipstreamError that names a key, or an error that depends on the data.
 
 Run `python tests/faults/fuzz_config.py --count 100000` with tests/ and src/ in PYTHONPATH.
 """
@@ -39,7 +41,7 @@ from slipstream.runner import Runner
 from tiny_runs import Accuracy, Net
 
 SECONDS = 60
-"""Time limit of one input."""
+"""Time limit for one input, in seconds."""
 
 
 class Blocks(BaseModel):
@@ -212,7 +214,7 @@ def by_iter() -> dict[str, Any]:
 
 
 def segmentation() -> dict[str, Any]:
-    """Return a valid configuration that trains a network of this package on images with transforms."""
+    """Return a valid configuration that trains one of the package's networks on images with transforms."""
 
     def scenes(length: int, *transforms: dict[str, Any]) -> dict[str, Any]:
         return dict(type="StreetScenes", size=[32, 32], length=length, seed=1, cache_in_memory=True,

@@ -14,11 +14,11 @@ from slipstream.runner import Runner
 from tiny_runs import Net, Scripted, assert_same, run, training, validation, weights
 
 BEFORE, AFTER = [0.5, 0.7, 0.9], [0.6, 0.4]
-"""Values of the metric before the roll-back, and of epochs 3 and 4 after it."""
+"""Metric values before the roll-back, and in epochs 3 and 4 after the roll-back."""
 
 
 class BreaksOnce(Net):
-    """A model whose loss is NaN in the 18th step, in epoch 4."""
+    """A model whose loss is NaN in step 18, which is in epoch 4."""
 
     calls = 0
 

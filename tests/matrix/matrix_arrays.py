@@ -47,7 +47,7 @@ def refused_runs(processes):
 
 
 def _factors(processes):
-    """Return the values of each factor: the networks, then options. The value None is an option that is off."""
+    """Return the values of each factor: the networks, then options. The value None means that an option is off."""
     groups = [[option for option in OPTIONS if option in group] for group in ONE_OF]
     groups += [[option] for option in OPTIONS if not any(option in group for group in ONE_OF)]
     available = [[option for option in group if possible([option], processes)] for group in groups]

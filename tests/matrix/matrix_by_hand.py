@@ -178,7 +178,7 @@ def _clipped(grad, param):
 
 
 class _Scale:
-    """The loss scale of float16."""
+    """The loss scale for float16."""
 
     def __init__(self):
         self.value, self.good = SCALE["init_scale"], 0

@@ -82,7 +82,7 @@ OPTIONS = {
     "layer decay": _speed(layer_decay=dict(decay=LAYER_FACTOR, layers=["net.stem", "net.block"])),
     "SWA": _speed(ema=dict(type="swa", interval=INTERVAL)),
 }
-"""Changes of each option to the arguments of a Runner. `backend` is the compiler's backend."""
+"""The changes that each option makes to the arguments of a Runner. `backend` is the compiler's backend."""
 
 ONE_OF = [{"bf16", "fp16"}, {"compile=step", "compile=model"}, {"DDP", "FSDP2"}, {"EMA", "SWA"}]
 """Mutually exclusive options."""
@@ -102,7 +102,7 @@ IN_NUMBERS = {
     "layer decay",
     "SWA",
 }
-"""Options that change the results. All others must not."""
+"""Options that change the results. The other options must not change the results."""
 REFUSED = {
     (
         "compile=step",

@@ -134,7 +134,7 @@ def test_network_with_a_different_number_of_classes_than_the_dataset_raises(task
 
 
 class Own(nn.Module):
-    """A user's loss, whose targets are not checked before it is called."""
+    """A user-defined loss. Targets are not checked before it is called."""
 
     def forward(self, outputs, targets):
         return F.cross_entropy(outputs, targets)

@@ -1,4 +1,4 @@
-"""Python-style configurations have MMEngine's semantics: bases by import, and objects that are imported when read."""
+"""Python-style configurations have MMEngine's semantics: imported bases, and objects that are imported when read."""
 
 import copy
 import json

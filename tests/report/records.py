@@ -1,4 +1,4 @@
-"""Records of runs for the tests of reports."""
+"""Run records for the report tests."""
 
 from html.parser import HTMLParser
 

@@ -250,7 +250,7 @@ def test_browser_renders_the_page(tmp_path):
         "--disable-background-networking", "--disable-component-update", "--disable-sync",
         f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={picture}", "--window-size=1000,1500", html.as_uri(),
     ]  # fmt: skip
-    # The processes of a browser may outlive it, and would keep a pipe open.
+    # Child processes of a browser may outlive the browser, and would keep a pipe open.
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60)
     image = pytest.importorskip("PIL.Image").open(picture)
     assert len(image.convert("RGB").getcolors(1 << 24)) > 20

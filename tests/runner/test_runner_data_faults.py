@@ -124,7 +124,7 @@ def test_short_evaluation_raises_an_error(mode, tmp_path):
     [
         (dict(dataset=Stream(18), batch_size=2), ITERATIONS, 100),  # no length
         (dict(dataset=Sized(18, 18), batch_size=2), EPOCHS, 18),
-        # 15 samples of each worker: 2 x 3 batches, although 30 samples are 7 batches of 4
+        # Each worker yields 15 samples in 3 full batches, although 30 samples would fill 7 batches.
         (dict(dataset=Sized(30, 30), batch_size=4, num_workers=2, drop_last=True), EPOCHS, 12),
         (loader(num_batch_per_epoch=3), EPOCHS, 6),
         (dict(dataset=Noisy(), batch_sampler=Claims(9, 9)), EPOCHS, 18),

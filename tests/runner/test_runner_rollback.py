@@ -31,7 +31,7 @@ EPOCHS, ITERS = dict(by_epoch=True, max_epochs=4), dict(by_epoch=False, max_iter
 class Breaks(Net):
     """A model with a NaN loss, or a finite loss and a NaN weight gradient, in the calls listed in `broken`.
 
-    Calls of `forward` are not repeated after a roll-back, so a repeated batch does not fail again.
+    The model counts its calls across roll-backs, so a repeated batch does not fail again.
     """
 
     def __init__(self, broken=(), in_gradient=False, **options):
@@ -137,7 +137,7 @@ def test_pending_gradients_of_a_left_out_window_are_dropped(tmp_path):
 
 
 class LeaveOut(Hook):
-    """Leave out the batches from the start."""
+    """A hook that leaves out the batches from the start."""
 
     def __init__(self, first, last):
         self.range = [first, last]

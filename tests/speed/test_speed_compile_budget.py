@@ -37,7 +37,7 @@ class Slow(Backend):
 
 
 class Deep(BaseModel):
-    """A network with repeated blocks, whose class has children."""
+    """A network with repeated blocks that have child modules."""
 
     def __init__(self):
         super().__init__()

@@ -36,7 +36,7 @@ def loss_of(net, inputs):
 def expected(size):
     """Count two operations for each product of a weight and an input. Backward computes two gradients per layer.
 
-    The first layer has no gradient of its input.
+    The first layer does not compute the gradient of its input.
     """
     first = 2 * size * 4 * 8 * 8 * 3 * 3 * 3
     block = 2 * size * 6 * 4 * 4 * 4 * 3 * 3

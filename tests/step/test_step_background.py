@@ -188,7 +188,7 @@ def test_accelerator_is_not_used_in_a_forked_process():
 
 
 class After:
-    """A mock compiler that finishes after `asked` calls of `done`."""
+    """A mock compiler that finishes after `asked` calls to `done`."""
 
     seconds, exceeded = 0.0, False
 

@@ -209,7 +209,7 @@ def test_unused_parameter_has_no_state():
 
 
 class OwnSGD(SGD):
-    """A custom optimizer outside torch."""
+    """A custom optimizer that is not part of torch."""
 
     __module__ = "somewhere.else"
 
@@ -228,7 +228,7 @@ def test_custom_optimizer_steps_outside_the_graph():
 
 
 class KeepsGradients(SGD):
-    """Sets gradients to zero instead of None, like the fused NPU optimizers."""
+    """An optimizer that sets gradients to zero instead of None, like the fused NPU optimizers."""
 
     def zero_grad(self, set_to_none=False):
         super().zero_grad(set_to_none=False)

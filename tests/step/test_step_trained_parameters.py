@@ -1,4 +1,4 @@
-"""On devices where `Module.to` replaces parameters, replaced parameters raise an error. Others are not checked."""
+"""On devices where `Module.to` replaces parameters, replaced parameters raise an error. Other devices do not check."""
 
 import pytest
 import torch

@@ -35,7 +35,7 @@ class Script:
     shapes: int = 1
     counted: bool = False
     startup: float = 0.0
-    """Seconds that the start of the trial takes, in addition to its warm-up steps."""
+    """Time that the start of the trial takes in seconds, in addition to its warm-up steps."""
 
 
 class FakeProcess:

@@ -364,7 +364,7 @@ def test_a_batch_limit_and_a_loader_without_batches_are_measured(tmp_path):
 
 
 def halves(process):
-    """Return the means of the losses of two half batches each."""
+    """Return the mean loss of each pair of consecutive half batches."""
     losses = process.wait_for("warm", 60)["losses"]
     return [sum(losses[i : i + 2]) / 2 for i in range(0, len(losses), 2)]
 

@@ -198,7 +198,7 @@ def test_a_plan_whose_process_dies_ends_the_search_with_the_reason(fake_process)
 
 
 class Steps:
-    """A run whose steps take a time in seconds."""
+    """A run whose steps take `seconds` seconds."""
 
     def __init__(self, seconds):
         self.seconds = seconds

@@ -22,7 +22,7 @@ def _preserve_generators():
 
 
 def samplers_of_ranks(kind, size, world, epoch=0, **options):
-    """Return the sampler of every rank."""
+    """Return one sampler per rank."""
     result = []
     for rank in range(world):
         with pytest.MonkeyPatch.context() as patch:
