@@ -1,4 +1,4 @@
-"""The accelerator of the tests marked `gpu`: a CUDA device, or a device such as the simulated NPU (`make npu`)."""
+"""The accelerator used by the tests marked `gpu`: a CUDA device, or a device such as the simulated NPU (`make npu`)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

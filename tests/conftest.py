@@ -1,4 +1,4 @@
-"""Common setup of all tests: one thread per process, and restored global torch settings."""
+"""Common setup for all tests: one thread per process, and restored global torch settings."""
 
 import gc
 import os
@@ -26,7 +26,7 @@ def _handle_interrupts() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _freeze_objects() -> None:
-    """Exclude the objects of imported modules from garbage collection, which otherwise takes much of the time."""
+    """Exclude the objects of imported modules from garbage collection, which would otherwise slow down the tests."""
     gc.collect()
     gc.freeze()
 

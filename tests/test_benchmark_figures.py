@@ -1,4 +1,4 @@
-"""The measured figures of README.md and docs/ come from the JSON files in benchmarks/results/."""
+"""The measured figures in README.md and docs/ come from the JSON files in benchmarks/results/."""
 
 import re
 import sys
@@ -47,7 +47,7 @@ def test_every_case_of_a_result_is_in_its_table():
         assert f"`compile=True`, {figures.NAMES[network]} |" in figures.readme()
 
 
-def test_readme_compares_the_same_work_of_all_decoders(monkeypatch):
+def test_readme_compares_decoders_on_the_same_work(monkeypatch):
     before, result = figures.readme(), figures.result
     rounds = [
         {name: {**times, "worker": 1e9} for name, times in found.items()}
@@ -56,7 +56,7 @@ def test_readme_compares_the_same_work_of_all_decoders(monkeypatch):
     monkeypatch.setattr(
         figures, "result", lambda name: {**result(name), **({"rounds": rounds} if name == "data" else {})}
     )
-    assert figures.readme() == before  # the time of the workers alone leaves out a part of Slipstream's work
+    assert figures.readme() == before  # the time of the workers alone excludes part of Slipstream's work
 
 
 def test_report_takes_less_than_one_percent_of_a_step():
@@ -82,7 +82,7 @@ def test_ratio_is_computed_within_rounds():
         ("<!-- figures: fuse -->\n<!-- end -->", "a.md has a region named 'fuse'. The regions are: readme, "),
     ],
 )
-def test_wrong_region_is_an_error(text, message):
+def test_wrong_region_raises_an_error(text, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         figures.rendered(text, "a.md")
 

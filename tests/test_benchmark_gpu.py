@@ -94,7 +94,7 @@ def test_damaged_results_raise_an_error(tmp_path, content):
         (["--device", "cuda:99"], "--device cuda:99 is not available; choose one of .*cpu$"),
     ],
 )
-def test_unusable_arguments_are_an_error_on_one_line(monkeypatch, arguments, message):
+def test_unusable_arguments_raise_a_one_line_error(monkeypatch, arguments, message):
     monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
     with pytest.raises(SystemExit, match=f"^{message}") as exit_:
         gpu.main()

@@ -1,4 +1,4 @@
-"""The benchmark that measures the plans of `slipstream tune` again."""
+"""The benchmark that repeats the measurement of the plans that `slipstream tune` has found."""
 
 import json
 import sys

@@ -50,7 +50,7 @@ def test_memory_limit_is_the_smallest_of_the_cgroup_and_its_parents(tmp_path, li
         ("4:memory:/a/b\n", "memory/", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"),
     ],
 )
-def test_available_memory_is_what_the_fullest_cgroup_leaves_without_cached_files(
+def test_available_memory_follows_the_fullest_cgroup_and_ignores_cached_files(
     tmp_path, lines, folder, names, prefix
 ):
     stat = f"anon 7\n{prefix}inactive_file 100\n{prefix}active_file 20"

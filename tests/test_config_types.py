@@ -1,4 +1,4 @@
-"""Argument types: mypy flags mistakes in a script, and the typed keys are those that the readers accept."""
+"""Argument types: mypy flags mistakes in a script, and the typed keys match the keys that the readers accept."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""What the engine writes stays in the work_dir: names in configurations that lead out of it are refused."""
+"""The engine writes only inside the work_dir. Names in configurations that lead out of the work_dir are refused."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def test_names_inside_are_accepted(name):
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_names_of_checkpoints_stay_inside(name):
+def test_checkpoint_names_stay_inside(name):
     remedy = r"inside the checkpoint folder \(set out_dir to use a different folder\)"
     with pytest.raises(ConfigError, match=f"filename_tmpl: .*{remedy}"):
         CheckpointHook(interval=1, filename_tmpl=name + ".pth" if name != ".." else name)
@@ -48,7 +48,7 @@ def test_ordinary_templates_are_accepted():
         HOOKS.build(dict(type="CheckpointHook", interval=1, filename_tmpl=template))
 
 
-def test_names_of_images_and_scalars_stay_inside(tmp_path):
+def test_image_and_scalar_names_stay_inside(tmp_path):
     folder = tmp_path / "a" / "b"
     image = np.zeros((2, 2, 3), np.uint8)
     for options in (

@@ -73,7 +73,7 @@ def test_hook_can_be_removed(tmp_path):
     assert not (tmp_path / "preempted.pth").exists()
 
 
-def test_own_handlers_and_ignored_signals_are_not_changed():
+def test_user_handlers_and_ignored_signals_are_not_changed():
     received = []
     previous = (
         signal.signal(signal.SIGUSR1, lambda *_: received.append(1)),
@@ -190,7 +190,7 @@ def test_signal_after_a_failed_background_write_still_saves(tmp_path):
 
 
 class TwoOptimizers(Net):
-    """Trains its two layers with separate optimizers and accumulation windows."""
+    """A model that trains its two layers with separate optimizers and accumulation windows."""
 
     def train_step(self, data, optim_wrapper):
         losses = {}

@@ -1,4 +1,4 @@
-"""Secrets: which names and texts are recognised, and where the values must not appear."""
+"""Secrets: which names and texts are recognized, and where the values must not appear."""
 
 import copy
 import logging
@@ -19,7 +19,7 @@ VALUE = "0123e4567890-not-for-files"
     ["api_key", "WANDB_API_KEY", "apiKey", "token", "HF_TOKEN", "auth-token", "password", "PGPASSWORD", "secret",
      "AWS_SECRET_ACCESS_KEY", "aws_access_key_id", "credentials", "db_pass", "private_key", "webhook_url"],
 )  # fmt: skip
-def test_names_of_secrets_are_recognised(name):
+def test_names_of_secrets_are_recognized(name):
     assert is_secret_name(name)
 
 

@@ -1,4 +1,4 @@
-"""Type checks of option values against annotations."""
+"""Checks of option values against type annotations."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The script behind `make versions`: requirements of a pair, counts in a report, and the table."""
+"""The script behind `make versions`: requirements for a pair of versions, counts in a report, and the table."""
 
 import importlib.util
 import sys
@@ -34,7 +34,7 @@ REPORT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_lowest_versions_are_those_that_the_project_declares():
+def test_lowest_versions_match_the_declared_requirements():
     assert versions.requirements(PROJECT, Pair("python3.11", "2.11.0", "lowest")) == [
         "torch==2.11.0",
         "numpy==1.26",
@@ -87,7 +87,7 @@ def page(tmp_path, monkeypatch):
     return page
 
 
-def test_missing_interpreter_or_wheel_is_a_row_and_not_a_failure(page, monkeypatch):
+def test_missing_interpreter_or_wheel_has_a_row_and_is_not_a_failure(page, monkeypatch):
     def run(command, **_):
         if command[0] == "python3.12":
             return Done(127, stderr="python3.12: command not found\nit exists elsewhere\n")

@@ -1,4 +1,4 @@
-"""Checksums of chunks combine to the checksum of the whole."""
+"""The checksums of chunks are combined into the checksum of all the data."""
 
 import random
 import zlib

@@ -1,4 +1,4 @@
-"""Damaged checkpoint files are recognized, whichever byte is wrong."""
+"""Damage to any byte of a checkpoint file is detected."""
 
 import os
 import random
@@ -15,7 +15,7 @@ from slipstream.errors import CheckpointError
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return a checkpoint's content and the bytes of its file."""
+    """Return a checkpoint's contents and the bytes of its file."""
     generator = torch.Generator().manual_seed(0)
     weights = {f"layer{i}.weight": torch.randn(64, 64, generator=generator) for i in range(8)}
     content = {"meta": {"iter": 3, "epoch": 1, "cfg": "lr: 0.1\n" * 20}, "state_dict": weights}
@@ -24,7 +24,7 @@ def saved(tmp_path_factory):
     return content, path.read_bytes()
 
 
-def assert_recognized(damaged, content, path):
+def assert_detected(damaged, content, path):
     """Check that loading raises an error, unless the damage is in bytes that are never read."""
     path.write_bytes(damaged)
     with suppress(CheckpointError):
@@ -34,28 +34,28 @@ def assert_recognized(damaged, content, path):
 
 
 def spots(size, count=150):
-    """Return positions all over a file, and more of them in its first and last bytes."""
+    """Return positions throughout a file, most of them in its first and last bytes."""
     draw = random.Random(0)
     ranges = [(0, size), (0, 2000), (size - 3000, size)]
     return [draw.randrange(*limits) for limits in ranges for _ in range(count)]
 
 
-def test_flipped_bits(saved, tmp_path):
+def test_flipped_bits_are_detected(saved, tmp_path):
     content, good = saved
     for number, spot in enumerate(spots(len(good))):
         damaged = bytearray(good)
         damaged[spot] ^= 1 << number % 8
-        assert_recognized(bytes(damaged), content, tmp_path / "a.pth")
+        assert_detected(bytes(damaged), content, tmp_path / "a.pth")
 
 
-def test_zeroed_sectors(saved, tmp_path):
+def test_zeroed_sectors_are_detected(saved, tmp_path):
     content, good = saved
     for start in range(0, len(good), 4096):
         damaged = good[:start] + bytes(len(good[start : start + 512])) + good[start + 512 :]
-        assert_recognized(damaged, content, tmp_path / "a.pth")
+        assert_detected(damaged, content, tmp_path / "a.pth")
 
 
-def test_truncated_files(saved, tmp_path):
+def test_truncated_files_are_detected(saved, tmp_path):
     _, good = saved
     path = tmp_path / "a.pth"
     for size in (0, 1, 100, *range(1000, len(good), 5003), len(good) - 1):
@@ -80,7 +80,7 @@ def test_error_names_the_file_and_the_entry(saved, tmp_path):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Read each weight in several chunks, as a file with large weights."""
+    """Read each weight in several chunks, as for a file with large weights."""
     monkeypatch.setattr(integrity, "_CHUNK", 1000)
 
 
@@ -94,7 +94,7 @@ def test_weights_that_are_read_in_chunks_are_equal(saved, tmp_path):
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_damage_in_each_chunk_is_recognized(saved, tmp_path):
+def test_damage_in_each_chunk_is_detected(saved, tmp_path):
     path = tmp_path / "a.pth"
     weight = saved[0]["state_dict"]["layer5.weight"].numpy().tobytes()
     start = saved[1].index(weight)
@@ -144,7 +144,7 @@ def test_files_without_checksums_are_not_verified(tmp_path):
     assert torch.equal(load_checkpoint(path)["a"], torch.ones(2))
 
 
-def test_part_of_a_file(saved, tmp_path):
+def test_part_of_a_file_is_verified_separately(saved, tmp_path):
     path = tmp_path / "parts"
     damaged = bytearray(saved[1])
     damaged[8000] ^= 1

@@ -79,7 +79,7 @@ def test_each_entry_must_have_the_shape_of_the_parameter(name, options):
             check_optimizer(optimizer(name, options)[1], changed, "optimizer", "a.pth")
 
 
-def test_other_groups_and_parameters_are_rejected():
+def test_different_groups_and_parameters_are_rejected():
     saved = saved_state("SGD", {})
     net = nn.Linear(3, 2)
     two = torch.optim.SGD([dict(params=[net.weight]), dict(params=[net.bias])], lr=0.1)
@@ -90,7 +90,7 @@ def test_other_groups_and_parameters_are_rejected():
         check_optimizer(optimizer("SGD", {})[1], saved, "optimizer", "a.pth")
 
 
-def test_subclass_with_entries_of_its_own_is_accepted():
+def test_subclass_with_its_own_entries_is_accepted():
     class Mine(torch.optim.SGD):
         pass
 

@@ -1,4 +1,4 @@
-"""Tasks are shared among threads, each is run once, and none runs after an error is raised."""
+"""Threads share tasks. Each task runs once, and no task runs after an error is raised."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

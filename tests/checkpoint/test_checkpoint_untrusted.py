@@ -1,4 +1,4 @@
-"""Hostile checkpoints: they execute nothing, allocate no more than their size, and remove no other files."""
+"""Hostile checkpoints execute no code, allocate no more memory than their size, and remove no other files."""
 
 import os
 import pickle
@@ -19,7 +19,7 @@ from slipstream.errors import CheckpointError
 
 
 class Evil:
-    """An object that leaves a file when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, file):
         self.file = file
@@ -34,7 +34,7 @@ def marker(tmp_path):
 
 
 def pickles(tmp_path, marker):
-    """Yield files whose unpickling would leave `marker`."""
+    """Yield files that create `marker` when they are unpickled."""
     evil = Evil(marker)
     contents = [
         evil,
@@ -167,7 +167,7 @@ def test_links_to_checkpoints_are_removed_but_not_followed(tmp_path):
 
 
 class Method:
-    """A value that is pickled like a method of MMEngine's HistoryBuffer: by a call of `getattr`."""
+    """A value that is pickled like a method of MMEngine's HistoryBuffer, through a call to `getattr`."""
 
     def __reduce__(self):
         return getattr, (sys.modules["mmengine.logging.history_buffer"].HistoryBuffer, "mean")
@@ -195,7 +195,7 @@ def write_mmengine(path, history, **entries):
     torch.save({"meta": meta, "state_dict": {"w": torch.ones(2)}, "message_hub": hub, **entries}, path)
 
 
-def test_a_checkpoint_of_mmengine_is_read(tmp_path, mmengine_history):
+def test_an_mmengine_checkpoint_is_read(tmp_path, mmengine_history):
     history = mmengine_history()
     vars(history).update(_log_history=np.array([2.0, 1.0]), _count_history=np.array([1, 4]), max_length=9)
     history.statistics_methods = {"mean": Method()}
@@ -217,7 +217,7 @@ class ReadsAttribute:
         return getattr, (OrderedDict, "fromkeys")
 
 
-def test_a_checkpoint_of_mmengine_cannot_read_attributes_of_other_classes(tmp_path, mmengine_history):
+def test_an_mmengine_checkpoint_cannot_read_attributes_of_other_classes(tmp_path, mmengine_history):
     write_mmengine(tmp_path / "epoch_1.pth", mmengine_history(), extra=ReadsAttribute())
     with pytest.raises(CheckpointError, match=r"attribute 'fromkeys' of an object, which is not allowed"):
         load_checkpoint(tmp_path / "epoch_1.pth")
@@ -231,7 +231,7 @@ def test_a_history_of_an_unknown_format_is_dropped(tmp_path, mmengine_history):
 
 
 @pytest.mark.parametrize("hub", [{"log_scalars": 5}, {"log_scalars": [1]}, {"runtime_info": None}])
-def test_a_damaged_message_hub_of_mmengine_is_named(tmp_path, mmengine_history, hub):
+def test_error_names_a_damaged_mmengine_message_hub(tmp_path, mmengine_history, hub):
     write_mmengine(tmp_path / "epoch_1.pth", mmengine_history(), message_hub=hub)
     with pytest.raises(CheckpointError, match=rf"epoch_1\.pth is damaged: message_hub\.{next(iter(hub))}"):
         load_checkpoint(tmp_path / "epoch_1.pth")

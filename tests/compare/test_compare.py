@@ -74,7 +74,7 @@ def test_each_contender_trains_like_plain_pytorch(tmp_path, name):
     assert expected[-1] != pytest.approx(expected[1], rel=1e-2)
 
 
-def test_the_loop_and_slipstream_are_timed_in_turns_with_equal_losses(tmp_path):
+def test_the_loop_and_slipstream_are_timed_alternately_with_equal_losses(tmp_path):
     found = compare(subject(tmp_path), ["slipstream"], **SHORT)
     assert [entry.name for entry in found.entries] == ["loop", "slipstream"]
     for entry in found.entries:
@@ -115,13 +115,13 @@ def test_batches_repeat_up_to_the_length():
     assert list(Batches(["first", "second"], 3)) == ["first", "second", "first"]
 
 
-def test_an_unknown_network_names_the_nearest():
+def test_unknown_network_error_names_the_nearest_network():
     with pytest.raises(UnknownNameError, match="did you mean 'regseg48'"):
         network_subject("regseg4")
 
 
 def halved(work):
-    """A contender that trains with half of the learning rate."""
+    """A contender that trains with half the learning rate."""
     optimizer = work.make_optimizer(work.net)
     optimizer.param_groups[0]["lr"] /= 2
     return CONTENDERS["loop"].train(replace(work, make_optimizer=lambda net: optimizer))
@@ -239,7 +239,7 @@ def test_ctrl_c_keeps_the_finished_rounds(tmp_path, monkeypatch):
     assert "not complete: interrupted" in markdown(found, {})
 
 
-def test_a_loop_that_does_not_train_is_an_error(tmp_path, monkeypatch):
+def test_a_loop_that_does_not_train_raises_an_error(tmp_path, monkeypatch):
     monkeypatch.setitem(CONTENDERS, "loop", Contender("loop", "torch", broken))
     with pytest.raises(SlipstreamError, match=r"loop does not train \(failed\): ValueError: no such method"):
         compare(subject(tmp_path), [], **SHORT)
@@ -271,7 +271,7 @@ def test_the_command_prints_a_table_and_writes_files(tmp_path, monkeypatch, caps
     assert "n = 2 rounds of 2 steps" in text
 
 
-def test_an_unknown_contender_is_named(tmp_path, monkeypatch, capsys):
+def test_unknown_contender_error_suggests_the_nearest_name(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["compare", "--with", "lightening"]) == 2
     assert "did you mean 'lightning'" in capsys.readouterr().err

@@ -30,8 +30,8 @@ _TOP = """## What a compiled step supports
 must agree within a relative error of {tolerance:g} ({float32:g} for NAdam and RAdam). `make test` and `make matrix` run
 {regular} of the cases, at least one of each kind; `make exhaustive` runs the others.
 
-- *{one}*: forward, loss and backward run as one graph, without warnings. The optimizer update is part of it if the
-  optimizer can be traced; otherwise it runs after the graph.
+- *{one}*: forward, loss and backward run as a single graph, without warnings. The optimizer update is part of the graph
+  if the optimizer can be traced; otherwise it runs after the graph.
 - *{back}*: the results are the same. A warning names the cause and, if there is one, the line in the user's code. If
   the model cannot be compiled either, a second warning says so.
 - *{refused}*: an error is raised before training starts. The message names the remedy.

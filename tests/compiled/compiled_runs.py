@@ -76,7 +76,7 @@ class Case:
     slow: bool = False
     exhaustive: bool = False
     warnings: int = 1
-    """Number of warnings of a step that falls back: 2 if the model cannot be compiled either."""
+    """Number of warnings from a step that falls back: 2 if the model cannot be compiled either."""
 
 
 def params_of(cases, fast_only=False):
@@ -112,7 +112,10 @@ def batches(count=STEPS, size=6, features=4, outputs=3, number=7):
 
 
 def net():
-    """Return a small network with BatchNorm, without a preceding bias, whose gradient would be a rounding error."""
+    """Return a small network with BatchNorm.
+
+    The layer before BatchNorm has no bias, because the gradient of the bias would consist of rounding errors.
+    """
     return nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
@@ -185,7 +188,7 @@ def by_step(training, **speed):
 
 
 def compiled_scope(step):
-    """Return the currently compiled scope: "step", "model", "block" or None."""
+    """Return the scope that is currently compiled: "step", "model", "block" or None."""
     return step.compiled_scope
 
 
@@ -240,7 +243,7 @@ def check(case):
     assert_equal(found, _ended(by_hand, case, **_of_loop(speed)), case.tolerance)
     assert "compiler bug" not in " ".join(warnings), f"a compiler bug was reported: {warnings}"
     assert "slipstream/step/" not in " ".join(warnings), (
-        f"a warning names a line of Slipstream instead of the user's line: {warnings}"
+        f"a warning names a line in Slipstream instead of the user's line: {warnings}"
     )
     if case.expect == ONE_GRAPH:
         assert (scope, warnings) == ("step", []), (

@@ -31,7 +31,7 @@ HERE = Path(__file__).name
 
 
 def of(module, loss=F.mse_loss):
-    """Return a builder of a run with this network class that also compares its `calls` at the end."""
+    """Return a function that builds a run with this network class. The run also compares `calls` at the end."""
 
     def make():
         model = module()
@@ -148,7 +148,7 @@ class Prints(Item):
 
 
 class Tries(Item):
-    """A network that catches the error of an operation and continues."""
+    """A network that catches an error in an operation and continues."""
 
     def change(self, x):
         self.calls += 1
@@ -191,7 +191,7 @@ class _Halved(torch.autograd.Function):
 
 
 class _ByNumpy(torch.autograd.Function):
-    """A function that computes its forward and backward pass in NumPy."""
+    """A function that computes its forward and backward passes in NumPy."""
 
     @staticmethod
     def forward(ctx, x):

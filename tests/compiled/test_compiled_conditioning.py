@@ -73,7 +73,7 @@ def deep_with_adam(dtype):
 
 
 def nearly_constant(dtype):
-    """BatchNorm of almost equal features, whose gradients are large and have large rounding errors."""
+    """BatchNorm on almost equal features, whose gradients are large and have large rounding errors."""
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
     data = [((x * 1e-3 + 1).to(dtype), y.to(dtype)) for x, y in batches(8)]
     model = model.to(torch.float64).to(dtype)
@@ -119,7 +119,7 @@ def plain():
 
 
 def normed(norm, **options):
-    """Return a builder of a run with a network whose first layer has a computed weight."""
+    """Return a function that builds a run with a network whose first layer has a computed weight."""
 
     def make():
         model = plain()

@@ -13,7 +13,7 @@ HERE = Path(__file__).name
 
 
 def changed(change, at=1, undo=None, make=sgd, module=net):
-    """Return a builder of a run that calls `change(training, seen)` before step `at`, and `undo` before step 9."""
+    """Return a function that builds a run with `change(training, seen)` before step `at` and `undo` before step 9."""
 
     def build():
         model = module()
@@ -100,7 +100,7 @@ _GRADIENT_HOOKS = {
 
 
 def _needed(hook, at, undo):
-    """Return whether no other case has this kind of hook, or the moments of its addition and removal."""
+    """Return whether no other case covers this kind of hook, or the steps at which it is added and removed."""
     if hook is halves:
         return True
     if hook in (clips_after, module_backward):

@@ -27,7 +27,7 @@ HERE = Path(__file__).name
 
 
 def of(module, *observed, loss=F.mse_loss):
-    """Return a builder of a run with this network class that compares these attributes at the end."""
+    """Return a function that builds a run with this network class. The run compares these attributes at the end."""
 
     def make():
         model = module()

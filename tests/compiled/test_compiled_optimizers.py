@@ -1,4 +1,4 @@
-"""Every optimizer of torch.optim, tensor learning rates, and changes during a run."""
+"""Every optimizer in torch.optim, tensor learning rates, and changes during a run."""
 
 import copy
 from functools import partial
@@ -71,7 +71,7 @@ ONE_EACH = (
     "Rprop",
     "Adafactor",
 )
-"""At least one case of each optimizer. The others are exhaustive."""
+"""At least one case for each optimizer. Only `make exhaustive` runs the others."""
 
 
 def by_name(name):
@@ -243,7 +243,7 @@ def adamw(model):
 
 
 def between(*changes, make=adamw, module=net):
-    """Return a builder of a run that makes these changes before steps 5, 7 and 9."""
+    """Return a function that builds a run with these changes before steps 5, 7 and 9."""
 
     def build():
         model = module()

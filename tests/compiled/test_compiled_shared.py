@@ -114,7 +114,7 @@ def train_both(parts, steps, first=0):
 
 
 def train_generator_on_every_third(parts, steps):
-    """Train the generator only on each third batch."""
+    """Train the generator only on every third batch."""
     losses = []
     for number, (x, y) in enumerate(batches(STEPS)):
         with torch.no_grad():
@@ -179,7 +179,7 @@ def two_optimizers(first, second, windows=(1, 1)):
 
 
 def halves():
-    """Return two parts of one model, each with an optimizer for one half of it."""
+    """Return two parts of one model, each with an optimizer for one half of the model."""
     model = net()
     return [
         Part(model, SGD(model[:2].parameters(), lr=0.05, momentum=0.9)),
@@ -232,7 +232,7 @@ def test_steps_that_share_parameters_match_plain_loops(make, train, speed):
 @pytest.mark.parametrize("windows", [(2, 2), (2, 1)])
 @pytest.mark.parametrize("speed", SPEEDS.values(), ids=SPEEDS)
 def test_step_raises_for_gradients_that_another_step_accumulates(speed, windows):
-    """Both steps would accumulate in p.grad: one step would use the sum, and the other no gradient."""
+    """Both steps would accumulate in p.grad: one step would use the sum, and the other would have no gradient."""
     parts = two_optimizers(_SGD, _ADAM, windows)
     steps = [
         accelerate(part.model, part.optimizer, part.loss, speed=speed | dict(accumulate=part.window))

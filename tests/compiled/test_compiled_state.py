@@ -1,4 +1,4 @@
-"""State other than parameters that a step changes: state of optimizers, buffers, batches and losses."""
+"""State that a step changes in addition to parameters: optimizer states, buffers, batches and losses."""
 
 from functools import partial
 
@@ -39,7 +39,7 @@ LIBRARY = {
 """Optimizers that count steps in their groups or attributes, with options for a tiny network."""
 
 KINDS = ("SOAP", "Ranger21", "ScheduleFreeAdamW", "Prodigy", "Kron")
-"""Optimizers of different kinds. The others are exhaustive."""
+"""Optimizers of different kinds. Only `make exhaustive` runs the others."""
 
 
 def from_library(name):
@@ -135,7 +135,7 @@ class InPlace(Buffered):
 
 
 def of(module, loss=F.mse_loss):
-    """Return a builder of a run with this network class and SGD."""
+    """Return a function that builds a run with this network class and SGD."""
 
     def make():
         model = module()
@@ -251,7 +251,7 @@ class RunningInPlace(RunningLoss):
 
 
 class Teacher:
-    """A loss that contains another network, whose BatchNorm is updated with the scores."""
+    """A loss that contains another network. The scores update the BatchNorm statistics of that network."""
 
     def __init__(self, follows=False):
         self.model = nn.Sequential(nn.Linear(3, 5, bias=False), nn.BatchNorm1d(5), nn.Linear(5, 1)).double()
@@ -307,7 +307,7 @@ def with_loss(make):
 
 
 def teacher_in_mid_run():
-    """The network of the loss is set to eval mode before step 6."""
+    """The network in the loss is set to eval mode before step 6."""
     training = with_loss(Teacher)
     training.before = {6: lambda t: t.loss.model.eval()}
     return training

@@ -16,7 +16,7 @@ from slipstream.errors import ConfigError
 
 SUFFIXES = [".py", ".yaml", ".json", ".toml"]
 
-# Reserved words, and names that Python source would normalize or that it uses itself.
+# Reserved words, names that Python normalizes in source code, and names that a dumped Python file uses itself.
 tricky = st.sampled_from(
     ["my-key", "ﬁ", "dict", "float", "globals", "class", "é", "a b", "1e-3", "null", "", "on"]
 )

@@ -1,4 +1,4 @@
-"""Hostile configuration files: they execute nothing, and do not exhaust time or memory."""
+"""Hostile configuration files execute no code, and exhaust neither time nor memory."""
 
 import contextlib
 import sys
@@ -23,7 +23,7 @@ def write(tmp_path):
 
 @pytest.fixture
 def evil(tmp_path, monkeypatch):
-    """A module that leaves a file when it is executed; the fixture returns a function that tells whether it was."""
+    """A module that creates a file when it is executed. The fixture returns a function that checks for this file."""
     (tmp_path / "evil_module.py").write_text(EVIL)
     monkeypatch.syspath_prepend(tmp_path)
     yield (tmp_path / "was_here").exists
@@ -58,7 +58,7 @@ MERGES = "a0: &a0 {k: 1, l: 2}\n" + "".join(
         ("a = []\nfor _ in range(150): a = [a]", "py", "nested too deeply; the limit is 100"),
     ],
 )
-def test_bombs_are_refused_at_once(text, suffix, message):
+def test_bombs_are_refused_immediately(text, suffix, message):
     begin = time.process_time()
     with pytest.raises(ConfigError, match=message):
         Config.fromstring(text, suffix)
@@ -85,7 +85,7 @@ def test_long_values_take_linear_time(text, suffix):
 
 
 @pytest.mark.parametrize("text", ["a: '%s'", "a: [%s]"])
-def test_bases_that_multiply_are_refused_at_once(write, text):
+def test_bases_that_grow_exponentially_are_refused_immediately(write, text):
     write("b0.yaml", "a: xxxxxxxxxx\n")
     for number in range(1, 10):
         copies = "{{ _base_.a }}, " * 10
@@ -98,7 +98,7 @@ def test_bases_that_multiply_are_refused_at_once(write, text):
     assert time.process_time() - begin < 1
 
 
-def test_ordinary_aliases_and_depths_are_read():
+def test_ordinary_aliases_and_nesting_depths_are_accepted():
     text = (
         "a: &a {x: 1}\n"
         + "".join(f"b{i}: {{<<: *a, y: [*a, *a]}}\n" for i in range(50))
@@ -127,7 +127,7 @@ def test_a_trusted_data_file_imports_modules(write, evil):
     path = write("a.yaml", "custom_imports: {imports: [evil_module]}\n")
     Config.fromfile(path, trust=True)
     assert evil()
-    Config.fromfile(path)  # the program has imported the module already
+    Config.fromfile(path)  # the program has already imported the module
 
 
 def test_a_python_file_is_trusted_with_its_bases(write, evil):

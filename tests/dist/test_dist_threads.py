@@ -1,4 +1,4 @@
-"""Tests of `wait_for_gloo_threads` with Python threads that have the name of gloo's threads."""
+"""Tests of `wait_for_gloo_threads` with Python threads that are named like gloo's threads."""
 
 import hashlib
 import sys
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="requires glibc"
 
 
 def as_gloo(function, *args):
-    """Start a thread with the name of gloo's threads. Return it once it runs."""
+    """Start a thread that is named like gloo's threads. Return the thread once it runs."""
     started = threading.Event()
 
     def run():

@@ -52,7 +52,7 @@ class Net(BaseModel):
 
 
 class Error(BaseMetric):
-    """The mean error over all samples."""
+    """A metric that computes the mean error over all samples."""
 
     def process(self, data_batch, data_samples):
         self.results += data_samples.flatten().tolist()
@@ -128,7 +128,11 @@ def train(folder, *args, **kwargs):
 
 
 def assert_same(left, right, rtol=0.0, atol=0.0, steps=None):
-    """Compare two runs. Of losses, norms and validations, compare only the last ones, as many as `left` contains."""
+    """Compare two runs.
+
+    `left` may contain fewer losses, norms and validation errors than `right`. In this case, they are compared with the
+    last values in `right`.
+    """
     assert isinstance(left, dict), left
     assert isinstance(right, dict), right
     if steps is not None:

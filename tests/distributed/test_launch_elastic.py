@@ -1,4 +1,4 @@
-"""torchrun --nnodes=1:2: when a machine dies, the other continues alone and uses each sample once."""
+"""torchrun --nnodes=1:2: when a machine dies, the other machine continues alone and uses each sample once."""
 
 import json
 import time
@@ -61,7 +61,7 @@ def test_machine_that_dies_does_not_end_the_run_and_no_sample_is_lost(machines, 
     recorded = lines(folder)
     starts = [line for line in recorded if "start" in line and line["world"] == 1]
     assert len(starts) == 1, recorded
-    # One process makes two steps for each step of two processes.
+    # A single process runs two steps for each step of two processes.
     done, rest = divmod(starts[0]["start"], 2)
     assert rest == 0
     assert done >= 2, (

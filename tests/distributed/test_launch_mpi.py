@@ -1,4 +1,4 @@
-"""Commands of docs/distributed.md for Open MPI's mpirun and MPICH's mpiexec."""
+"""Commands in docs/distributed.md for Open MPI's mpirun and MPICH's mpiexec."""
 
 import pytest
 from cluster.evidence import FAILING, ended_by_rank_1, trained

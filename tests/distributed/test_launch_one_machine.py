@@ -1,4 +1,4 @@
-"""Commands of docs/distributed.md for torchrun, torch.distributed.launch and `slipstream train --nproc`."""
+"""Commands in docs/distributed.md for torchrun, torch.distributed.launch and `slipstream train --nproc`."""
 
 import pytest
 from cluster.evidence import FAILING, ended_by_rank_1, trained, words
@@ -11,7 +11,7 @@ STEPS = {"examples/distributed_training.py": 20, "street_scenes_pp_lite_t": 4}
 
 
 def _command(text):
-    """Return a command as a test parameter. The choice of GPUs does not change the start of the processes."""
+    """Return a command as a test parameter. The choice of GPUs does not change how the processes start."""
     marks = pytest.mark.exhaustive if text.startswith("CUDA_VISIBLE_DEVICES") else ()
     return pytest.param(text, id=" ".join(text.split()[:2]), marks=marks)
 

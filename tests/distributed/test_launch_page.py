@@ -1,4 +1,4 @@
-"""The commands and code of docs/distributed.md run as printed."""
+"""The commands and code in docs/distributed.md run as printed."""
 
 from pathlib import Path
 

@@ -20,7 +20,7 @@ def test_documented_srun_command_trains_on_both_machines(cluster, folder):
     [
         pytest.param(
             "-N2 --ntasks-per-node=1", marks=pytest.mark.exhaustive
-        ),  # the documented command has two, too
+        ),  # the documented command also uses two machines
         "-N1 --ntasks-per-node=2",
     ],
 )

@@ -1,4 +1,4 @@
-"""The two commands of docs/distributed.md on two machines."""
+"""The two commands in docs/distributed.md on two machines."""
 
 import pytest
 from cluster.evidence import FAILING, ended_by_rank_1, trained

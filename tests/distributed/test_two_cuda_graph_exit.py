@@ -1,4 +1,4 @@
-"""CUDA graphs, whose collectives use the process group, are released before it is destroyed at exit."""
+"""CUDA graphs are released before the process group that their collectives use is destroyed at exit."""
 
 import pytest
 from ranks import job, run_jobs
@@ -29,7 +29,7 @@ def add_one(arguments):
     return arguments[0] + 1
 
 def train():
-    global calls  # it would be released after all functions that are called at exit
+    global calls  # without an explicit release, it is released after all exit functions have run
     calls = CapturedCalls(Capture())
     for _ in range(5):
         calls(add_one, [torch.ones(1)])
@@ -49,7 +49,7 @@ child.join()
 """
 OWN = """
 torch.distributed.init_process_group("gloo")
-torch.distributed.barrier()  # a rank that ends at once would close the connection that the other one still opens
+torch.distributed.barrier()  # a rank that exits immediately would close a connection that the other is still opening
 atexit.register(destroy_process_group)
 train()
 """

@@ -1,4 +1,4 @@
-"""DDP options in two processes: number and content of messages, and correct results."""
+"""DDP options in two processes: number and contents of messages, and correct results."""
 
 import contextlib
 
@@ -166,7 +166,7 @@ def compressed(folder):
     answers["saved"] = saved["errors"], dict(model.comm_hook.errors)
     errors = [saved["errors"]]
     torch.distributed.broadcast_object_list(errors)  # a resumed run reads them from the file
-    # The saved errors result in the same next gradients, and so does their mean, as after a change of the world size.
+    # The saved errors give the same next gradients. Their mean, which is used if the world size changes, does as well.
     same, mean = (
         MMDistributedDataParallel(model.module, comm_hook=dict(type="powersgd", rank=1, start_step=1))
         for _ in range(2)

@@ -1,4 +1,4 @@
-"""A run that continues with another number of processes uses each sample of an epoch once, in the same order."""
+"""A run that continues with a different number of processes uses each sample of an epoch once, in the same order."""
 
 import contextlib
 
@@ -16,7 +16,7 @@ from tiny_runs import run
 pytestmark = pytest.mark.slow
 
 SAMPLES, EPOCHS = 46, 2
-# For each part of the run, processes x samples per process, and the number of steps until it stops.
+# For each part of the run, processes x samples per process, and the number of steps until the part stops.
 EQUAL = [(2, 4, 3), (1, 8, 5), (2, 4, None)]
 LARGER = [(2, 4, 3), (1, 10, 4), (2, 6, None)]  # 24 samples, then batches of 10 from sample 24, then of 12
 UNEVEN = [(2, 4, 1), (1, 3, 3), (2, 4, None)]  # one process stops after 15 samples
@@ -54,7 +54,7 @@ class Record(Hook):
 
 
 def part(folder, batch_size, stop, launcher="none"):
-    """Train until the run stops; return [(epoch, step, indices), ...] of this rank."""
+    """Train until the run stops. Return this rank's [(epoch, step, indices), ...]."""
     torch.manual_seed(0)
     record = Record(stop)
     with contextlib.suppress(Preempted):

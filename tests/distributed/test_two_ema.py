@@ -1,4 +1,4 @@
-"""The average of two processes matches one process with the whole batch."""
+"""The average in two processes matches the average in one process with the whole batch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Training of a sharded model matches one process with the whole batch."""
+"""Training a sharded model gives the same results as one process with the whole batch."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def sync_bn(folder, world=2):
 
 
 def overflow(folder):
-    """Make one gradient infinite on rank 0 only. Return the change of the weights and the loss scale."""
+    """Make one gradient infinite on rank 0 only. Return the change in the weights, and the loss scale."""
     runner = make(folder, FSDP, world=2)
     runner._build_training()
     before = [p.detach().full_tensor() for p in runner.model.parameters()]

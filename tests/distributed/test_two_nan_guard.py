@@ -15,8 +15,8 @@ from slipstream.optim import OptimWrapper
 from slipstream.speed.nan_guard import StepGuard
 from slipstream.step import EagerStep
 
-PLAIN, NAN_ON_1, INF_LOSS_ON_0 = "plain", "nan in the data of rank 1", "infinite loss of rank 0"
-NO_GRADIENT_ON_1 = "nan loss of rank 1 whose gradient is zero"
+PLAIN, NAN_ON_1, INF_LOSS_ON_0 = "plain", "nan in the data on rank 1", "infinite loss on rank 0"
+NO_GRADIENT_ON_1 = "nan loss on rank 1 with a gradient of zero"
 BATCHES = [NAN_ON_1, PLAIN, INF_LOSS_ON_0, NAN_ON_1, PLAIN, NO_GRADIENT_ON_1, PLAIN]
 
 

@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 def batches(count=STEPS, size=BATCH):
-    """Return this rank's batches: every second sample of two processes."""
+    """Return this rank's batches. In two processes, each rank gets every second sample."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(count, size, 3, 6, 6, generator=generator, dtype=torch.float64)
     y = torch.randint(0, 4, (count, size), generator=generator)
@@ -100,7 +100,7 @@ def ragged(folder):
 
 
 class FailsOnRank1:
-    """A backend that fails on rank 1, from its graph number `count` on."""
+    """A backend that fails on rank 1 from graph number `count` onwards."""
 
     def __init__(self, count):
         self.left = count
@@ -157,7 +157,7 @@ def zero(folder):
 
 
 def refused(folder):
-    """Return the errors of wrappers that cannot be compiled into one graph."""
+    """Return the errors for wrappers that cannot be compiled into a single graph."""
     said = []
     for parallel in (dict(type="ddp", comm_hook="powersgd"), dict(type="ddp", find_unused_parameters=True)):
         try:

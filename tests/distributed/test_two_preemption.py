@@ -44,7 +44,7 @@ def interrupted_within_a_window(folder):
 
 
 def rank_that_ends_before_the_signal(folder):
-    """Rank 0 leaves the block immediately; rank 1 must not wait for it."""
+    """Rank 0 leaves the block immediately. Rank 1 must not wait for rank 0."""
     with Preemption() as preemption:
         if torch.distributed.get_rank() == 0:
             return True

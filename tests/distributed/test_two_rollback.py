@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow  # starts processes and takes more than ten second
 
 
 class Breaks(Net):
-    """A model whose loss on rank 1 is NaN in the calls in `broken`."""
+    """A model whose loss on rank 1 is NaN in the calls listed in `broken`."""
 
     def __init__(self, broken=()):
         super().__init__()
@@ -75,7 +75,7 @@ def fsdp2(folder):
 
 
 class Spikes(Breaks):
-    """A model whose loss on rank 1 is 1000 higher in the calls in `broken`."""
+    """A model whose loss on rank 1 is 1000 higher in the calls listed in `broken`."""
 
     def forward(self, inputs, targets, mode):
         out = Net.forward(self, inputs, targets, mode)

@@ -1,4 +1,4 @@
-"""Resuming sharded runs with any number of processes. With the same number, results are bitwise equal."""
+"""Sharded runs resume with any number of processes. With the same number of processes, results are bitwise equal."""
 
 import io
 import os

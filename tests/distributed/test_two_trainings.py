@@ -121,7 +121,7 @@ def validation(folder):
 
 
 class Output(BaseMetric):
-    """A number that depends on every running statistic."""
+    """A metric that depends on every running statistic."""
 
     def process(self, data_batch, data_samples):
         self.results.append(float(data_samples.square().sum()))

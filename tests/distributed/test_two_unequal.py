@@ -28,7 +28,7 @@ class Net(BaseModel):
 
 
 class Stream(IterableDataset):
-    """3 batches of 2 samples on rank 0, 5 on rank 1."""
+    """A stream of 3 batches of 2 samples on rank 0, and 5 on rank 1."""
 
     def __iter__(self):
         yield from ({"x": x} for x in torch.ones(6 + 4 * get_rank(), 3))
@@ -51,7 +51,7 @@ class Samples(Dataset):
 
 
 class UnequalBatches:
-    """4 batches on rank 0, 2 on rank 1."""
+    """A batch sampler with 4 batches on rank 0 and 2 on rank 1."""
 
     def __iter__(self):
         return iter([[0, 1]] * len(self))
@@ -103,7 +103,7 @@ def own_batches(folder):
 
 
 class EndsEarly(UnequalBatches):
-    """Claims 4 batches; rank 1 yields 2."""
+    """A batch sampler with the length 4 that yields only 2 batches on rank 1."""
 
     def __iter__(self):
         return iter([[0, 1]] * (4 - 2 * get_rank()))

@@ -44,7 +44,7 @@ def run_in_two(functions, folder, timeout=60, world=2, start_method="forkserver"
     context = torch.multiprocessing.get_context(start_method)
     if start_method == "forkserver":
         context.set_forkserver_preload(["torch._dynamo", "slipstream.runner"])
-    # The server has the environment variables of its start.
+    # The server keeps the environment variables with which it was started.
     arguments = (free_port(), folder, functions, world, dict(os.environ))
     children = [context.Process(target=_child, args=(rank, *arguments)) for rank in ranks]
     try:

@@ -11,7 +11,7 @@ from slipstream.runner import Runner
 
 
 class Labeled(Dataset):
-    """Points in eight dimensions with labels of three classes."""
+    """A dataset of points in eight dimensions, with labels for three classes."""
 
     def __init__(self, size=40):
         generator = torch.Generator().manual_seed(0)

@@ -18,7 +18,7 @@ def cells():
     return [{**cell, "source": "".join(cell["source"])} for cell in notebook["cells"]]
 
 
-def test_cells_are_those_of_the_script(cells):
+def test_cells_match_the_script(cells):
     found = [(cell["cell_type"], cell["source"]) for cell in cells]
     assert found == [(kind, text.rstrip()) for kind, text in make_notebook.CELLS], "run docs/make_notebook.py"
 

@@ -1,4 +1,4 @@
-"""Every Python block of the README and of docs/ runs as printed.
+"""Every Python block in the README and in docs/ runs as printed.
 
 The blocks of a page run in one process, each in a separate namespace. On a page with the comment
 `<!-- python: in order -->`, they share one namespace. `<!-- not run: REASON -->` directly before the fence excludes a
@@ -18,7 +18,7 @@ import pytest
 from doc_pages import IN_ORDER, ROOT, Block, blocks, text_of
 
 BLOCKS = [block for block in blocks("python") if not block.page.startswith("docs/zh/")]
-"""Blocks of the English pages. The blocks of the Chinese pages are the same."""
+"""Blocks of the English pages. The Chinese pages contain the same blocks."""
 SECONDS = 300  # time limit in seconds for all blocks of a page
 DRIVER = """
 import json, sys, traceback

@@ -14,7 +14,7 @@ from slipstream.cli.configure import load_config
 from slipstream.cli.parser import parse
 
 RUN = ("README.md", "docs/start.md", "docs/performance.md")
-"""Pages whose commands run here. tests/distributed runs the commands of docs/distributed.md."""
+"""Pages whose commands run here. tests/distributed runs the commands in docs/distributed.md."""
 ALL = [(block, line) for block in blocks("bash") if block.runs for line in commands(block)]
 COMMANDS = list(dict.fromkeys(line for block, line in ALL if block.page in RUN))
 PARSED = list(

@@ -24,7 +24,7 @@ CASES = {
     "channels_last": dict(channels_last=True),
     "bf16": dict(precision="bf16", ema=EMA),
     "fp16": dict(precision="fp16", clip_grad=dict(max_norm=0.5)),
-    "sync_bn of one process": dict(sync_bn=True),
+    "sync_bn in one process": dict(sync_bn=True),
     "CUDA graph": dict(cuda_graph=True, ema=EMA, clip_grad=dict(max_norm=0.5)),
     "CUDA graph, fp16": dict(cuda_graph=True, precision="fp16"),
     "CUDA graph, accumulation": dict(cuda_graph=True, accumulate=2),

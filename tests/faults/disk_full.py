@@ -49,7 +49,7 @@ def train(folder: Path, asynchronous: bool) -> Any:
 
 
 def full_disk(folder: Path, asynchronous: bool, whole: Any) -> dict[str, Any]:
-    """Fill the disk during the run, and resume after space is free; return what was observed."""
+    """Fill the disk during the run, free space, and resume the run. Return the observations."""
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], check=True)
     work_dir, filler = folder / "run", folder / "filler"

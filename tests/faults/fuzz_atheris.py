@@ -1,9 +1,9 @@
 """Read YAML, JSON and TOML configurations and overrides that atheris (libFuzzer) generates, guided by code coverage.
 
-Run `python tests/faults/fuzz_atheris.py -max_total_time=600` with src/ in PYTHONPATH, after `pip install atheris`. The
-arguments are those of libFuzzer. The first input that raises an error other than Slipstream's, or an error that does
-not name the file, ends the program with a traceback and is written to a file `crash-...`. A configuration that can be
-read must not change if it is written and read again.
+Run `pip install atheris`, and then `python tests/faults/fuzz_atheris.py -max_total_time=600` with src/ in PYTHONPATH.
+The script accepts libFuzzer's arguments. The program ends with a traceback at the first input that raises an error
+other than a SlipstreamError, or an error that does not name the file. It writes this input to a file `crash-...`. A
+configuration that can be read must not change if it is written and read again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_one_input(data: bytes) -> None:
 
 
 def read_file(name: str, text: bytes) -> None:
-    """Read a file. An error must name it or its base; without an error, the dumped configuration must be equal."""
+    """Read a file. An error must name the file or its base. Otherwise, the dumped configuration must be equal."""
     path = FOLDER / name
     path.write_bytes(text)
     try:
@@ -67,7 +67,7 @@ def read_file(name: str, text: bytes) -> None:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Return whether two configurations are equal; YAML has no tuples, and NaN is equal to NaN."""
+    """Return whether two configurations are equal. A tuple equals a list, as YAML has no tuples. NaN equals NaN."""
     if isinstance(one, dict) and isinstance(other, dict):
         return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list):
@@ -78,7 +78,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def read_override(text: str) -> None:
-    """Parse an override; an error must contain its key."""
+    """Parse an override. An error must contain the key."""
     try:
         parse_override(text)
     except SlipstreamError as error:

@@ -1,7 +1,7 @@
-"""Change the content of a checkpoint at random, and resume from it.
+"""Change the contents of a checkpoint at random, and resume from the checkpoint.
 
 A resumed run must either fail with an error that names the changed key, before its weights or optimizer state change,
-or continue with exactly the numbers in the file. Run many inputs with
+or continue with exactly the numbers in the file. To run many inputs, use
 `python tests/faults/fuzz_checkpoint.py --count 5000 --seed 0`.
 """
 
@@ -59,7 +59,7 @@ class Watch(Hook):
 
 
 def state_of(runner):
-    """Return what a resume changes, as a copy in the form of a checkpoint."""
+    """Return a copy of the state that a resume changes, in the format of a checkpoint."""
     average = next(hook for hook in runner.hooks if isinstance(hook, EMAHook)).ema_model
     optim = runner.optim_wrapper
     gradients = {name: p.grad for name, p in runner.model.named_parameters() if p.grad is not None}
@@ -115,7 +115,7 @@ class Stop(Hook):
 
 
 def valid_checkpoint(folder):
-    """Return the content of a checkpoint inside an epoch and inside an accumulation window."""
+    """Return the contents of a checkpoint that was saved inside an epoch and an accumulation window."""
     with suppress(DoneError):
         Runner(**arguments(folder, Stop())).train()
     return torch.load(folder / "iter_7.pth", weights_only=True)
@@ -211,7 +211,7 @@ def alter(parent, key, rng):
     return chosen
 
 
-# ---- judging ----------------------------------------------------------------------------------------------
+# ---- checks -----------------------------------------------------------------------------------------------
 
 
 def _dense(tensor):
@@ -219,7 +219,7 @@ def _dense(tensor):
 
 
 def same(one, other):
-    """Return whether two states are equal; tensors are compared after the conversion to the dtype of `one`."""
+    """Return whether two states are equal. Tensors are converted to the dtype of `one` before the comparison."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         one, other = (_dense(torch.as_tensor(value)) for value in (one, other))
         return one.numel() == other.numel() and bool(
@@ -233,7 +233,7 @@ def same(one, other):
 
 
 def expected(content, start):
-    """Return the state that a run resumed from `content` must have; `start` is its state before."""
+    """Return the state that a run resumed from `content` must have. `start` is its state before it resumes."""
     meta, hub = content["meta"], content.get("message_hub") or {}
     weights, average = content["state_dict"], {}
     if "ema_state_dict" in content:
@@ -241,12 +241,12 @@ def expected(content, start):
         average = {**weights, "steps": saved["steps"]}
         average = {key: value for key, value in average.items() if key in start["average"]}
         weights = {k.removeprefix(prefix): v for k, v in saved.items() if str(k).startswith(prefix)}
-        if average.get("steps") == 0:  # the average has not started: it starts with the weights
+        if average.get("steps") == 0:  # the average has not started, so it starts with the weights
             average = {**weights, "steps": 0}
     ranks = content.get("rank_gradients") or ()
     # Each run sets its own kernels, and AdamW sets decoupled_weight_decay.
     kernels = ("fused", "foreach", "capturable", "decoupled_weight_decay")
-    # Another batch size changes the number of iterations.
+    # A different batch size changes the number of iterations.
     position = ("epoch", "iter", "seed") if meta.get("samples_per_step", 8) == 8 else ("epoch", "seed")
     optimizer = {
         "state": content["optimizer"]["state"],
@@ -266,7 +266,7 @@ def expected(content, start):
         {key: state[key] for key in own}
         for own, state in zip(start["param_schedulers"], content["param_schedulers"], strict=True)
     ]
-    own = ("epoch", "iter", "eta", "max_epochs", "max_iters", "loop_stage")  # each run sets these infos
+    own = ("epoch", "iter", "eta", "max_epochs", "max_iters", "loop_stage")  # each run sets these values
     infos = {k: v for k, v in hub.get("runtime_info", {}).items() if k not in own}
     return {
         "weights": weights,

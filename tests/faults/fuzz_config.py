@@ -1,4 +1,6 @@
-"""Build and run Runners from mutated configurations, and report every error that is not Slipstream's or names no key.
+"""Build and run Runners from mutated configurations, and report every unacceptable error.
+
+An error is acceptable if it is a SlipstreamError that names a key, or an error that depends on the data.
 
 Run `python tests/faults/fuzz_config.py --count 100000` with tests/ and src/ in PYTHONPATH.
 """
@@ -39,7 +41,7 @@ from slipstream.runner import Runner
 from tiny_runs import Accuracy, Net
 
 SECONDS = 60
-"""Time limit of one input."""
+"""Time limit for one input, in seconds."""
 
 
 class Blocks(BaseModel):
@@ -64,7 +66,7 @@ ABOUT_DATA = (
     "is out of bounds|stack expects each tensor to be equal size|is out of range|index out of bounds"
     r"|expected input.* to have \d+ channels|Kernel size can't be greater than actual input size"
 )
-"""Errors of torch about the content of batches, which depend on the data and not on a single key."""
+"""Errors that torch raises for the contents of batches. They depend on the data and not on a single key."""
 
 
 class EndOfRunError(Exception):
@@ -95,7 +97,7 @@ def loader(batch_size: int, **options: Any) -> dict[str, Any]:
 
 
 def by_epoch() -> dict[str, Any]:
-    """Return a valid configuration with most keys of MMEngine."""
+    """Return a valid configuration with most of MMEngine's keys."""
     sampler = dict(type="DefaultSampler", shuffle=True)
     return dict(
         model=dict(type=Net),
@@ -212,7 +214,7 @@ def by_iter() -> dict[str, Any]:
 
 
 def segmentation() -> dict[str, Any]:
-    """Return a valid configuration that trains a network of this package on images with transforms."""
+    """Return a valid configuration that trains one of the package's networks on images with transforms."""
 
     def scenes(length: int, *transforms: dict[str, Any]) -> dict[str, Any]:
         return dict(type="StreetScenes", size=[32, 32], length=length, seed=1, cache_in_memory=True,
@@ -272,7 +274,7 @@ BASES: tuple[Callable[[], dict[str, Any]], ...] = (by_epoch, by_iter, segmentati
 
 @dataclass
 class Finding:
-    """An input whose result is not acceptable, or which was accepted."""
+    """An input whose result is not acceptable, or an input that was accepted."""
 
     kind: str
     mutations: list[Mutation]
@@ -282,12 +284,12 @@ class Finding:
 
     @property
     def signature(self) -> str:
-        """Findings with the same signature have the same cause, most likely."""
+        """The kind and place of the finding. Findings with the same signature most likely have the same cause."""
         return f"{self.kind}: {self.where}"
 
 
 def tried(cfg: dict[str, Any], mutations: list[Mutation], base: str) -> Finding | None:
-    """Build a Runner and train for a few steps; return what is wrong, or `accepted`; None means a good error."""
+    """Build a Runner and train for a few steps. Return a finding, or None if the error is acceptable."""
     try:
         run(cfg)
     except SlipstreamError as error:
@@ -350,7 +352,7 @@ def _text(error: BaseException) -> str:
 
 
 def _origin(error: BaseException) -> str:
-    """Return the exception type, and the last line of Slipstream's code that it passed."""
+    """Return the exception type, and the last line of Slipstream's code in the traceback."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/slipstream/" in f.filename]
     last = frames[-1] if frames else traceback.extract_tb(error.__traceback__)[-1]
     return (
@@ -368,7 +370,7 @@ def inputs(seed: int, count: int) -> Iterator[tuple[dict[str, Any], list[Mutatio
 
 
 def prepare() -> None:
-    """Run the valid configurations once; the time limit must not interrupt the imports of the first run."""
+    """Run the valid configurations once, because the time limit must not interrupt the imports of the first run."""
     torch.set_num_threads(1)
     for base in BASES:
         run(base(), seconds=0)
@@ -423,7 +425,7 @@ def main() -> int:
 
 
 def report(found: list[Finding]) -> int:
-    """Print the findings by signature; return 1 if there is one that is not `accepted`."""
+    """Print the findings by signature. Return 1 if any finding is not `accepted`."""
     print(dict(Counter(finding.kind for finding in found)))
     bad = [finding for finding in found if finding.kind != "accepted"]
     for signature, count in Counter(finding.signature for finding in bad).most_common():

@@ -1,4 +1,4 @@
-"""Read damaged configuration files, and recipes with random overrides; report every error that is not Slipstream's.
+"""Read damaged configuration files and recipes with random overrides, and report every unacceptable error.
 
 Run `python tests/faults/fuzz_files.py --count 100000` with src/ in PYTHONPATH.
 """
@@ -74,7 +74,7 @@ VALUES = (
 
 
 class Finding(NamedTuple):
-    """An input that raised an error that is not acceptable."""
+    """An input that raised an unacceptable error."""
 
     kind: str
     given: str
@@ -129,7 +129,7 @@ def override(keys: Sequence[str], rng: random.Random) -> str:
 
 
 def read_damaged_file(seed: int) -> Finding | None:
-    """Read a damaged file; every error must name the file."""
+    """Read a damaged file. Every error must name the file."""
     rng = random.Random(seed)
     name = rng.choice(list(FILES))
     with tempfile.TemporaryDirectory() as folder:
@@ -141,7 +141,7 @@ def read_damaged_file(seed: int) -> Finding | None:
 
 
 def compose_with_overrides(seed: int) -> Finding | None:
-    """Compose a recipe with random overrides; every error must name the recipe or a key."""
+    """Compose a recipe with random overrides. Every error must name the recipe or a key."""
     rng = random.Random(seed)
     recipe = rng.choice(RECIPES)
     if recipe not in _KEYS:

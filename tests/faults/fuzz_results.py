@@ -1,8 +1,8 @@
-"""Write the number of inputs that the fuzzers tried into a table of docs/reliability.md.
+"""Write the number of inputs that the fuzzers tried into a table in docs/reliability.md.
 
 Run `python tests/faults/fuzz_results.py --page docs/reliability.md LOG...` with the outputs of the fuzzers. The last
 line of a fuzzer's output contains its name, the number of inputs and the number of findings. The findings of all logs
-must have been fixed. The date of a row is that of its newest log.
+must have been fixed. The date of a row is the date of its newest log.
 """
 
 from __future__ import annotations

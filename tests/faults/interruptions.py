@@ -39,7 +39,7 @@ FAULTS = (
     "deleted file",
     "second run",
 )
-"""Faults of a trial: the first two stop the run at a random time; the next four damage its last checkpoint."""
+"""Faults of a trial. The first two stop the run at a random time. The next four damage its last checkpoint."""
 OUTCOMES = ("same result", "reported", "lost", "silent")
 EPOCHS = 5
 FINAL = f"epoch_{EPOCHS}.pth"
@@ -49,7 +49,7 @@ _CONTEXT.set_forkserver_preload(["torch._dynamo", "slipstream.runner", "tiny_run
 
 
 class Slow(Noisy):
-    """Takes about as long for each sample as for a step, so that signals arrive at every stage of a run."""
+    """A dataset whose samples take about as long as a step, so that signals arrive at every stage of a run."""
 
     def __getitem__(self, index: int) -> Any:
         time.sleep(0.001)
@@ -57,7 +57,7 @@ class Slow(Noisy):
 
 
 def train(folder: Path, result: Any) -> None:
-    """Train, or resume, the run in `folder`; send the error's type and message, or None."""
+    """Train or resume the run in `folder`. Send the error's type and message, or None."""
     os.setsid()  # a signal is sent to the process and its workers
     torch.set_num_threads(1)
     with (folder.with_suffix(".txt")).open("a") as log, redirect_stdout(log), redirect_stderr(log):
@@ -80,7 +80,7 @@ def train(folder: Path, result: Any) -> None:
 
 
 def start(folder: Path) -> tuple[Any, Any]:
-    """Start `train` in a new process; return the process and a connection to its result."""
+    """Start `train` in a new process. Return the process and a connection that receives its result."""
     receiver, sender = _CONTEXT.Pipe(duplex=False)
     process = _CONTEXT.Process(target=train, args=(folder, sender))
     process.start()
@@ -89,7 +89,7 @@ def start(folder: Path) -> tuple[Any, Any]:
 
 
 def finish(folder: Path, limit: float = 120) -> tuple[int | None, Any]:
-    """Train to the end; return the exit status and the error, if any."""
+    """Train to the end. Return the exit status and the error, if any."""
     process, receiver = start(folder)
     process.join(limit)
     stop(process, signal.SIGKILL)
@@ -104,7 +104,7 @@ def error_of(receiver: Any) -> Any:
 
 
 def stop(process: Any, number: int) -> None:
-    """Send a signal to the process group, and to the process while it has no group of its own."""
+    """Send a signal to the process group, or to the process if it has no process group yet."""
     for send in (os.killpg, os.kill):
         try:
             send(process.pid, number)
@@ -136,7 +136,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def interrupted(folder: Path, rng: random.Random, signals: list[int], duration: float) -> str:
-    """Send signals at random times to the run and its next starts; return the problem, or an empty string."""
+    """Send signals to the run and to its restarts at random times. Return the problem, or an empty string."""
     for number in signals:
         process, receiver = start(folder)
         time.sleep(rng.uniform(0, duration))
@@ -180,7 +180,7 @@ def damaged(folder: Path, rng: random.Random, fault: str, duration: float) -> No
 
 
 def second_run(folder: Path, rng: random.Random, duration: float) -> str:
-    """Start a second run in the folder of a running one; it must be refused."""
+    """Start a second run in the folder of a running one. The second run must be refused."""
     first, receiver = start(folder)
     while not (folder / ".lock").exists() and first.is_alive():
         time.sleep(0.01)
@@ -194,7 +194,7 @@ def second_run(folder: Path, rng: random.Random, duration: float) -> str:
 
 
 def trial(fault: str, seed: int, folder: Path, expected: dict[str, Any], duration: float) -> tuple[str, str]:
-    """Run one trial; return its outcome and a description of the problem."""
+    """Run one trial. Return its outcome and a description of the problem."""
     rng, problem = random.Random(f"{fault} {seed}"), ""
     if fault == "SIGKILL":
         problem = interrupted(folder, rng, [signal.SIGKILL] * 2, duration)
@@ -215,7 +215,7 @@ def trial(fault: str, seed: int, folder: Path, expected: dict[str, Any], duratio
 
 
 def run(count: int, seed: int, report: Callable[[str], None]) -> dict[str, Counter[str]]:
-    """Run `count` trials, in turn of every fault; return the number of each outcome by fault."""
+    """Run `count` trials that cycle through the faults. Return the number of each outcome by fault."""
     table: dict[str, Counter[str]] = {fault: Counter() for fault in FAULTS}
     with tempfile.TemporaryDirectory() as name:
         whole = Path(name, "whole")

@@ -32,7 +32,7 @@ class Mutation(NamedTuple):
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of nested dicts and lists; other objects are shared."""
+    """Return a copy of nested dicts and lists. Other objects are shared."""
     if isinstance(value, dict):
         return {key: copied(item) for key, item in value.items()}
     return [copied(item) for item in value] if isinstance(value, list) else value
@@ -100,7 +100,7 @@ def _mutate(cfg: dict[str, Any], rng: random.Random, everywhere: list[tuple[Any,
 
 
 def misspelled(word: str, rng: random.Random) -> str:
-    """Return `word` with one letter dropped, doubled, swapped or in the other case."""
+    """Return `word` with one letter dropped, doubled, swapped with the next letter, or changed in case."""
     at = rng.randrange(len(word)) if word else 0
     tails = (word[at + 1 :], word[at:], word[at + 1 : at + 2] + word[at : at + 1] + word[at + 2 :])
     return word[:at] + rng.choice([*tails, word[at : at + 1].swapcase() + word[at + 1 :]])

@@ -1,4 +1,4 @@
-"""Resume from checkpoints whose content was changed."""
+"""Resume from checkpoints whose contents were changed."""
 
 import copy
 import math
@@ -121,7 +121,7 @@ def test_unchanged_checkpoint_resumes_exactly(valid, tmp_path):
     ],
     ids=str,
 )
-def test_invalid_entry_is_named_and_nothing_changes(valid, tmp_path, path, value):
+def test_error_names_an_invalid_entry_and_nothing_changes(valid, tmp_path, path, value):
     message = refused(put(valid, value, *path), tmp_path, *path)
     assert "changed.pth" in message or "average of the checkpoint" in message
 
@@ -143,7 +143,7 @@ def test_invalid_entry_is_named_and_nothing_changes(valid, tmp_path, path, value
     ],
     ids=str,
 )
-def test_missing_entry_is_named_and_nothing_changes(valid, tmp_path, path):
+def test_error_names_a_missing_entry_and_nothing_changes(valid, tmp_path, path):
     refused(without(valid, *path), tmp_path, *path)
 
 
@@ -160,7 +160,7 @@ def test_missing_entry_is_named_and_nothing_changes(valid, tmp_path, path):
     ],
     ids=str,
 )
-def test_entry_without_which_a_resume_is_not_exact_is_reported(valid, tmp_path, capsys, path, warning):
+def test_missing_entry_that_an_exact_resume_requires_is_reported(valid, tmp_path, capsys, path, warning):
     content = without(valid, *path)
     if path == ("rank_gradients",):
         del content["gradients"]
@@ -173,7 +173,7 @@ def test_entry_without_which_a_resume_is_not_exact_is_reported(valid, tmp_path, 
     assert warning in " ".join(capsys.readouterr().out.split())
 
 
-def test_invalid_meta_in_the_newest_checkpoint_falls_back_to_the_one_before(tmp_path, capsys):
+def test_invalid_meta_in_the_newest_checkpoint_falls_back_to_the_previous_checkpoint(tmp_path, capsys):
     run(tmp_path)
     newest = torch.load(tmp_path / "epoch_2.pth", weights_only=True)
     torch.save(put(newest, -7, "meta", "epoch"), tmp_path / "epoch_2.pth")
@@ -201,7 +201,7 @@ def test_load_from_reads_only_weights(tmp_path):
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(1000, marks=pytest.mark.slow)])
-def test_random_changes_are_named_or_resumed_exactly(valid, tmp_path, first):
+def test_random_changes_raise_errors_that_name_them_or_resume_exactly(valid, tmp_path, first):
     problems = []
     for seed in range(first, first + (40 if first == 0 else 2000)):
         content, path, change = fuzz.mutated(valid, random.Random(seed))

@@ -1,4 +1,4 @@
-"""A run on a full disk ends with one error that names the disk, and resumes as if there had been space."""
+"""A run on a full disk ends with an error that names the disk, and resumes with the results of an uninterrupted run."""
 
 import json
 import os
@@ -16,7 +16,7 @@ NAMESPACE = ["unshare", "--map-root-user", "--mount"]
 
 
 def require_mounts(folder):
-    """Skip the test without the right to mount; in continuous integration, root must have this right."""
+    """Skip the test without the right to mount. In continuous integration, root must have this right."""
     if shutil.which("unshare") is None:
         pytest.skip("requires unshare of util-linux")
     mount = [*NAMESPACE, "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
@@ -26,7 +26,7 @@ def require_mounts(folder):
 
 
 @pytest.mark.slow
-def test_run_on_a_full_disk_names_it_and_resumes_after_space_is_free(tmp_path):
+def test_run_on_a_full_disk_names_the_disk_and_resumes_after_space_is_free(tmp_path):
     require_mounts(tmp_path)
     path = os.pathsep.join([str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
     command = [*NAMESPACE, sys.executable, str(SCRIPT), str(tmp_path)]

@@ -1,4 +1,4 @@
-"""A few hundred random inputs of each fuzzer; `make faults` runs 100,000."""
+"""A few hundred random inputs for each fuzzer. `make faults` runs 100,000."""
 
 import random
 
@@ -40,7 +40,7 @@ def test_errors_for_random_overrides_name_the_recipe_or_a_key(seed):
         ("street_scenes_pp_lite_t", ["@=["]),
     ],
 )
-def test_overrides_that_the_fuzzer_has_found_are_errors_that_name_them(recipe, given):
+def test_overrides_found_by_the_fuzzer_raise_errors_that_name_them(recipe, given):
     names = [recipe, given[0].partition("=")[0] or given[0]]
     assert fuzz_files._tried(lambda: load_config(recipe, given), "", names) is None
 
@@ -48,7 +48,7 @@ def test_overrides_that_the_fuzzer_has_found_are_errors_that_name_them(recipe, g
 @pytest.mark.parametrize(
     ("key", "value"), [("in_channels", True), ("out_channels", 0), ("kernel_size", False), ("kernel_size", 0)]
 )
-def test_values_of_layers_that_the_fuzzer_has_found_are_errors_that_name_the_key(key, value):
+def test_layer_values_found_by_the_fuzzer_raise_errors_that_name_the_key(key, value):
     cfg = fuzz_config.segmentation()
     cfg["model"]["network"][key] = value
     assert tried(cfg, [], "segmentation") is None
@@ -56,7 +56,7 @@ def test_values_of_layers_that_the_fuzzer_has_found_are_errors_that_name_the_key
 
 def test_same_seed_gives_the_same_input():
     first, second = ([str(m) for _, m, _ in inputs(7, 20)] for _ in range(2))
-    # Objects without a representation of their own are shown with their address.
+    # The default representation of an object contains its memory address.
     assert [text.partition(" at 0x")[0] for text in map(str, first)] == [
         text.partition(" at 0x")[0] for text in map(str, second)
     ]
@@ -93,7 +93,7 @@ def test_foreign_errors_and_errors_without_a_key_are_found(monkeypatch):
     monkeypatch.setattr(fuzz_config, "run", run)
 
 
-def test_results_of_the_fuzzers_are_summed_by_fuzzer(tmp_path):
+def test_results_are_summed_by_fuzzer(tmp_path):
     logs = [tmp_path / name for name in ("a", "b", "c")]
     logs[0].write_text(f"x\n{fuzz_results.summary('fuzz_files', 30, 2)}\n")
     logs[1].write_text(f"{fuzz_results.summary('fuzz_files', 12, 1)}\n")

@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped or damaged at random resume with the same results; `make faults` tries thousands."""
+"""Runs that are killed, stopped or damaged at random resume with the same results. `make faults` runs thousands."""
 
 import pytest
 

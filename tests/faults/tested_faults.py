@@ -1,8 +1,8 @@
-"""Run the tests of each kind of fault and write their number into a table of docs/reliability.md.
+"""Run the tests for each kind of fault and write their number into a table in docs/reliability.md.
 
 Run `python tests/faults/tested_faults.py --page docs/reliability.md`. With `--results`, it reads the JUnit files of
 complete test runs (`make test` and `make matrix` with `PYTEST_ADDOPTS=--junitxml=...`) instead of running the tests.
-The random faults of `interruptions.py` and of the fuzzers have tables of their own.
+The random faults of `interruptions.py` and of the fuzzers have separate tables.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ROWS: dict[tuple[str, str], tuple[str, ...]] = {
         "hooks/test_hooks_checkpoint.py::test_two_hooks_with_the_same_file_names_raise_an_error",
     ),
     ("kill while a sharded checkpoint is replaced", "the previous one is kept until the new one is complete"): (
-        "runner/test_folder_lock.py::test_run_removes_what_killed_runs_left",
+        "runner/test_folder_lock.py::test_run_removes_temporary_files_of_killed_runs",
         "distributed/test_two_sharded_checkpoints.py::test_sharded_folders_are_kept_removed_and_found_like_files",
     ),
     ("stop within an accumulation window, also in two processes", "bitwise equal end after a resume"): (
@@ -54,10 +54,10 @@ ROWS: dict[tuple[str, str], tuple[str, ...]] = {
     ("`StopIteration` in a dataset, and epochs that end early", "an error that names the sample or both lengths"): (
         "dataset/loading/test_samples.py::test_stop_iteration_of_a_sample_does_not_end_the_epoch",
         "runner/test_runner_data_faults.py::test_stop_iteration_of_a_sample_fails_the_run_and_names_the_sample",
-        "runner/test_runner_data_faults.py::test_epoch_with_fewer_batches_than_the_length_is_an_error",
-        "runner/test_runner_data_faults.py::test_short_evaluation_is_an_error",
+        "runner/test_runner_data_faults.py::test_epoch_with_fewer_batches_than_the_length_raises_an_error",
+        "runner/test_runner_data_faults.py::test_short_evaluation_raises_an_error",
     ),
-    ("wrong content of a checkpoint", "an error that names the key; the run is not changed"): (
+    ("wrong contents of a checkpoint", "an error that names the key; the run is not changed"): (
         "faults/test_faults_checkpoint_content.py",
     ),
     ("full disk", "one error that names the disk; resumes when there is space"): (
@@ -70,7 +70,7 @@ ROWS: dict[tuple[str, str], tuple[str, ...]] = {
         "runner/test_runner_strict.py",
     ),
     ("temporary files of killed runs", "removed by the next run; files and folders are synced"): (
-        "runner/test_folder_lock.py::test_run_removes_what_killed_runs_left",
+        "runner/test_folder_lock.py::test_run_removes_temporary_files_of_killed_runs",
         "test_files.py",
     ),
     ("hanging and dying workers, failing samples, small `/dev/shm`", "a warning or an error that names the cause"): (
@@ -93,7 +93,7 @@ ROWS: dict[tuple[str, str], tuple[str, ...]] = {
         "distributed/test_two_rollback.py",
         "hooks/test_hooks_replaced_files.py",
     ),
-    ("death of one of two machines (`torchrun --nnodes=1:2`), and other numbers of processes",
+    ("death of one of two machines (`torchrun --nnodes=1:2`), and different numbers of processes",
      "the run continues; no sample is lost or repeated"): (
         "distributed/test_launch_elastic.py",
         "distributed/test_two_elastic.py",
@@ -115,7 +115,7 @@ def run(selected: Iterable[str], log: Path) -> None:
         f"--junitxml={log}",
     ]
     names = [f"tests/{name}" for name in dict.fromkeys(selected)]
-    environ = os.environ | {"SLIPSTREAM_CI": "1"}  # tests that cannot run then fail instead of being skipped
+    environ = os.environ | {"SLIPSTREAM_CI": "1"}  # makes tests that cannot run fail instead of being skipped
     subprocess.run([sys.executable, *words, *names], cwd=ROOT, env=environ, check=False)
 
 

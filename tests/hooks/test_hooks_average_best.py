@@ -195,7 +195,7 @@ def test_missing_snapshot_is_excluded_with_a_warning(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("change", ["rows", "missing", "no weights"])
-def test_changed_snapshot_is_named(tmp_path, change):
+def test_changed_snapshot_raises_an_error_that_names_it(tmp_path, change):
     class Change(Hook):
         priority = "LOWEST"
 

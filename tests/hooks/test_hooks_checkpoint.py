@@ -297,7 +297,7 @@ def test_incomplete_checkpoints_are_not_resumed_from(tmp_path):
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_surplus_of_a_run_that_was_killed_before_the_removal_is_removed(tmp_path, async_save):
+def test_surplus_checkpoints_of_a_killed_run_are_removed(tmp_path, async_save):
     """The process exits between the write of epoch_3.pth and the removal of epoch_1.pth."""
     script = f"""
         import os, sys
@@ -311,7 +311,7 @@ def test_surplus_of_a_run_that_was_killed_before_the_removal_is_removed(tmp_path
     killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, timeout=100, check=False)
     assert killed.returncode == 9
     assert files(tmp_path) == {"epoch_1.pth", "epoch_2.pth", "epoch_3.pth"}
-    foreign = tmp_path / "epoch_0.pth"  # a name of this hook, which the run has not written
+    foreign = tmp_path / "epoch_0.pth"  # matches the hook's template, but the run did not write it
     shutil.copy(tmp_path / "epoch_1.pth", foreign)
     trained(tmp_path, interval=1, max_keep_ckpts=2, epochs=3, resume=True)
     assert files(tmp_path) == {"epoch_0.pth", "epoch_2.pth", "epoch_3.pth"}
@@ -332,7 +332,7 @@ def test_surplus_list_of_a_checkpoint_never_removes_other_files(tmp_path):
     content["message_hub"]["runtime_info"][key] = names
     torch.save(content, path)
     os.utime(path, (1e9, 1e9))
-    shutil.copy(path, tmp_path / "epoch_7.pth")  # newer than the checkpoint, so another run has written it
+    shutil.copy(path, tmp_path / "epoch_7.pth")  # newer than the checkpoint, so another run wrote it
     trained(tmp_path, interval=1, max_keep_ckpts=2, epochs=3, resume=True)
     assert files(tmp_path) == {"epoch_2.pth", "epoch_3.pth", "notes.pth", "epoch_7.pth"}
     assert (tmp_path / "../outside.pth").exists()

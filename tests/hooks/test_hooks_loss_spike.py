@@ -1,4 +1,4 @@
-"""LossSpikeHook warns of losses far above their recent median, or goes back to a checkpoint."""
+"""LossSpikeHook warns about losses far above their recent median, or rolls back to a checkpoint."""
 
 import math
 import random
@@ -24,7 +24,7 @@ class FakeRunner:
 
 
 def watched(losses, read_every=7, runner=None, **options):
-    """Return the warnings of a hook that sees these losses, read every few steps."""
+    """Return the warnings of a hook that reads these losses every few steps."""
     runner = runner or FakeRunner()
     hook = LossSpikeHook(**options)
     hook.before_run(runner)
@@ -63,12 +63,12 @@ def test_limit_is_the_median_plus_a_multiple_of_the_scaled_deviation():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_noise_and_falling_losses_are_no_spikes(seed):
+def test_noise_and_falling_losses_are_not_spikes(seed):
     assert watched(noisy(1000, seed)) == []
     assert watched([math.exp(-step / 50) + 0.01 * loss for step, loss in enumerate(noisy(400, seed))]) == []
 
 
-def test_nearly_constant_losses_have_no_spikes_of_rounding_errors():
+def test_rounding_errors_of_nearly_constant_losses_are_not_spikes():
     assert watched([2.0] * 60 + [2.0 + 1e-6, 2.19]) == []
     assert len(watched([2.0] * 60 + [2.21])) == 1
 
@@ -143,7 +143,7 @@ def test_invalid_options_are_rejected(options, message):
 
 
 class Spikes(BaseModel):
-    """A model whose weights are multiplied by a call in `spikes`, as by a bad update."""
+    """A model that multiplies its weights in the calls listed in `spikes`, which simulates a bad update."""
 
     def __init__(self, spikes=()):
         super().__init__()
@@ -176,7 +176,7 @@ def train(folder, spikes=(), max_iters=60, **options):
 
 def test_run_goes_back_before_the_spike(tmp_path):
     runner = train(tmp_path, [31], action="rollback")
-    # Steps 31 to 35 are read together; the update of step 30 may have caused the spike.
+    # The losses of steps 31 to 35 are read together. The update of step 30 may have caused the spike.
     assert runner.rollback.left_out == {30, 31, 32, 33, 34, 35}
     assert runner.iter == 60
     assert runner.message_hub.get_scalar("train/loss").max(30) < 5
@@ -193,7 +193,7 @@ def test_run_that_only_warns_is_not_changed(tmp_path, capsys):
     assert not warned.meter.on_read
 
 
-def test_spikes_that_return_end_the_run(tmp_path):
+def test_recurring_spikes_end_the_run(tmp_path):
     with pytest.raises(
         LossSpikeError, match=r"rose to .*used all of its roll-backs .max_rollbacks=1"
     ) as raised:

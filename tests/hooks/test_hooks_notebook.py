@@ -17,7 +17,7 @@ from tiny_runs import Scripted, run, training, validation
 
 @pytest.fixture
 def outputs(monkeypatch):
-    """Simulate a notebook; return the outputs of its cell."""
+    """Simulate a notebook. Return the outputs of its cell."""
     found = []
 
     def display(content, raw, display_id):
@@ -89,7 +89,7 @@ def test_outside_of_a_notebook_nothing_is_imported(tmp_path):
     assert shown.stdout.strip() == "set()"
 
 
-def test_shell_of_ipython_without_a_kernel_is_not_a_notebook(outputs):
+def test_ipython_shell_without_a_kernel_is_not_a_notebook(outputs):
     sys.modules["IPython"].get_ipython = lambda: SimpleNamespace()
     assert not in_notebook()
     sys.modules["IPython"].get_ipython = lambda: None

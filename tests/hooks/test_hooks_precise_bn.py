@@ -94,7 +94,7 @@ def test_hook_does_not_change_training(tmp_path, workers):
 
 
 class Others(BaseModel):
-    """A model with some BatchNorm layers that must not change, and a counter of training forward passes."""
+    """A model with some BatchNorm layers that must not change. It counts its training forward passes."""
 
     def __init__(self):
         super().__init__()

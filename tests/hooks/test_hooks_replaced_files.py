@@ -14,11 +14,11 @@ from slipstream.runner import Runner
 from tiny_runs import Net, Scripted, assert_same, run, training, validation, weights
 
 BEFORE, AFTER = [0.5, 0.7, 0.9], [0.6, 0.4]
-"""Values of the metric before the roll-back, and of epochs 3 and 4 after it."""
+"""Metric values before the roll-back, and in epochs 3 and 4 after the roll-back."""
 
 
 class BreaksOnce(Net):
-    """A model whose loss is NaN in the 18th step, in epoch 4."""
+    """A model whose loss is NaN in step 18, which is in epoch 4."""
 
     calls = 0
 
@@ -31,7 +31,7 @@ class BreaksOnce(Net):
 
 
 class Weights(Hook):
-    """Stores the weights after each epoch, of which the last repetition remains."""
+    """A hook that stores the weights after each epoch. A repeated epoch overwrites its earlier weights."""
 
     def __init__(self):
         self.after = {}
@@ -41,7 +41,7 @@ class Weights(Hook):
 
 
 def options(values, *hooks, **checkpoint):
-    """Return the options of a run that goes back from step 18 to the checkpoint of step 12, in epoch 3."""
+    """Return the options of a run that rolls back from step 18 to the checkpoint of step 12, in epoch 3."""
     checkpoints = dict(type="CheckpointHook", interval=4, by_epoch=False, save_best="acc", **checkpoint)
     return dict(
         model=BreaksOnce(),
@@ -56,7 +56,7 @@ def options(values, *hooks, **checkpoint):
 
 @pytest.mark.parametrize(("name", "number"), [(None, "best_acc_iter_10.pth"), ("best.pth", "best.pth")])
 @pytest.mark.parametrize("async_save", [False, True])
-def test_best_checkpoint_of_abandoned_steps_is_replaced_by_the_one_before_them(
+def test_best_checkpoint_of_abandoned_steps_is_replaced_by_the_previous_best(
     tmp_path, name, number, async_save
 ):
     states = Weights()
@@ -116,7 +116,7 @@ def test_replaced_checkpoints_are_kept_only_while_the_run_can_go_back(tmp_path, 
     assert torch.load(path, weights_only=True)["meta"]["iter"] == 15
 
 
-def test_replaced_checkpoints_are_removed_with_the_checkpoints_that_name_them(tmp_path):
+def test_replaced_checkpoints_are_removed_with_the_checkpoints_that_refer_to_them(tmp_path):
     class Count(Hook):
         most = 0
 

@@ -121,7 +121,7 @@ def test_interrupted_run_has_a_report(tmp_path):
     assert report(runner).iteration >= 3
 
 
-def test_resumed_run_has_its_own_report_of_its_own_steps(tmp_path):
+def test_resumed_run_has_a_separate_report_of_its_own_steps(tmp_path):
     first = run(tmp_path, train_cfg=dict(by_epoch=True, max_epochs=2))
     second = run(tmp_path, train_cfg=dict(by_epoch=True, max_epochs=3), resume=True)
     assert first.log_dir != second.log_dir
@@ -256,10 +256,12 @@ def test_trainer_writes_a_report(tmp_path):
     assert made.status == "finished"
     assert made.name.startswith("mine")
     assert made.curves["val/Accuracy"].x == [5, 10]
-    assert made.curves["val/Accuracy (second evaluation)"].x == [10]  # of the average of the best checkpoints
+    assert made.curves["val/Accuracy (second evaluation)"].x == [
+        10
+    ]  # evaluates the average of the best checkpoints
 
 
-def test_damaged_report_is_an_error_with_a_remedy(tmp_path):
+def test_damaged_report_raises_an_error_with_a_remedy(tmp_path):
     runner = run(tmp_path)
     path = Path(runner.log_dir) / "report.json"
     path.write_text(path.read_text(encoding="utf-8")[:-100], encoding="utf-8")
@@ -268,7 +270,7 @@ def test_damaged_report_is_an_error_with_a_remedy(tmp_path):
 
 
 class Growing(Net):
-    """A model whose loss is NaN in the calls in `broken`; calls are not repeated after a roll-back."""
+    """A model whose loss is NaN in the calls listed in `broken`. Calls are not repeated after a roll-back."""
 
     def __init__(self, broken):
         super().__init__()
@@ -286,7 +288,7 @@ class Growing(Net):
 @pytest.mark.parametrize("by_epoch", [False, True])
 @pytest.mark.parametrize("broken", [13, 18])
 def test_steps_that_are_repeated_after_a_rollback_are_recorded_once(tmp_path, by_epoch, broken):
-    """Checkpoints after step 10, before the second of four validations; the fault is found after steps 15 or 20."""
+    """The checkpoint is written after step 10, before the second of four validations. The fault is found later."""
     runner = run(
         tmp_path,
         model=Growing([broken]),
@@ -310,8 +312,8 @@ def test_steps_that_are_repeated_after_a_rollback_are_recorded_once(tmp_path, by
     assert [confusion.iteration for confusion in made.confusions] == [20]
 
 
-def test_speed_after_a_rollback_counts_only_the_steps_since(tmp_path, monkeypatch):
-    """Each reading of the clock is one second later, so that the speed depends only on the counted steps."""
+def test_speed_after_a_rollback_counts_only_the_steps_since_the_rollback(tmp_path, monkeypatch):
+    """The simulated clock advances by one second per reading, so the speed depends only on the counted steps."""
     seconds = iter(range(10**6))
     monkeypatch.setattr("slipstream.logging.phases.perf_counter", lambda: float(next(seconds)))
 
@@ -336,7 +338,7 @@ def test_speed_after_a_rollback_counts_only_the_steps_since(tmp_path, monkeypatc
 
 
 def test_images_per_second_count_the_samples_of_a_smaller_last_batch(tmp_path, monkeypatch):
-    """The clock advances only in training steps: one second per sample, so every correct speed is 1 image/s."""
+    """The simulated clock advances only in training steps, by one second per sample. The correct speed is 1 image/s."""
     now = [0.0]
     for module in ("logging.phases", "hooks.timing"):
         monkeypatch.setattr(f"slipstream.{module}.perf_counter", lambda: now[0])
@@ -369,7 +371,7 @@ def test_classification_has_a_confusion_matrix(tmp_path):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_settings_are_those_that_the_run_used(tmp_path, fused):
+def test_report_contains_the_settings_that_the_run_used(tmp_path, fused):
     optim = dict(optimizer=dict(type="SGD", lr=0.1, fused=fused))
     checkpoint = dict(type="CheckpointHook", async_save=fused)
     runner = run(tmp_path, optim_wrapper=optim, default_hooks=dict(checkpoint=checkpoint))
@@ -378,8 +380,8 @@ def test_settings_are_those_that_the_run_used(tmp_path, fused):
     assert made.settings["async_save"] is fused
 
 
-def test_roll_backs_and_the_end_of_the_run_are_in_their_phases(tmp_path, monkeypatch):
-    """Each call of the replaced functions takes 1000 s by a clock that stands still elsewhere."""
+def test_phases_contain_the_time_of_roll_backs_and_of_the_end_of_the_run(tmp_path, monkeypatch):
+    """The simulated clock advances by 1000 s in each call to a replaced function."""
     now = [0.0]
     monkeypatch.setattr("slipstream.logging.phases.perf_counter", lambda: now[0])
 

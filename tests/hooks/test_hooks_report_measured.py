@@ -1,4 +1,4 @@
-"""The measurements and examples in the report of a run: FLOPs utilization, predictions, loader probe, tuned options."""
+"""The measurements and examples in a run's report: FLOPs utilization, predictions, loader probe, tuned options."""
 
 import base64
 import io
@@ -28,11 +28,11 @@ from slipstream.tune.statistics import Estimate
 from tiny_runs import assert_same, loader, run, training, validation, weights
 
 CONVOLUTION, LINEAR = 2 * 4 * 4 * 4 * 9, 2 * 64 * 3
-"""Operations of the layers of `network` in the forward pass of a sample: two per product."""
+"""Operations of the layers of `network` in the forward pass of one sample. Each product counts as two operations."""
 
 
 class Images(Dataset):
-    """Gray images; the brightest of three stripes is the class."""
+    """Gray images, whose class is the brightest of three stripes."""
 
     metainfo: ClassVar = dict(classes=("left", "middle", "right"))
 
@@ -93,7 +93,7 @@ def test_utilization_is_the_work_of_the_model_over_the_given_peak(tmp_path):
     assert "0.25 TFLOP/s (fp32, default_hooks.report.peak_tflops)" in page(runner)
 
 
-def test_precision_of_the_peak_is_that_of_autocast(tmp_path):
+def test_peak_has_the_precision_of_autocast(tmp_path):
     record = made(classifying(tmp_path, dict(peak_tflops=1.0), speed=dict(precision="bf16")))
     assert record.compute.precision == "bf16"
     assert record.compute.flops_per_sample > 0
@@ -280,7 +280,7 @@ def test_accuracy_counts_a_confusion_matrix_if_the_dataset_names_its_classes(tmp
 # ---- recommendations ----------------------------------------------------------------------------------
 
 
-def test_probe_measures_other_numbers_of_workers_and_does_not_change_the_run(tmp_path, monkeypatch):
+def test_probe_measures_different_numbers_of_workers_and_does_not_change_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("slipstream.hooks.report.waits", lambda record: True)
     data = loader(Images(delay=0.002))
     cfg = dict(train_dataloader=data)

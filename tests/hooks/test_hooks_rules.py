@@ -108,7 +108,7 @@ def test_training_weights_are_restored_after_a_failed_validation(tmp_path):
 
 
 class Releases(Hook):
-    """A hook that holds something in a run, and can fail in a step or when it releases it."""
+    """A hook that holds a resource during a run, and can fail in a step or when it releases the resource."""
 
     def __init__(self, released, name, fails_in=()):
         self.released, self.name, self.fails_in = released, name, fails_in
@@ -127,7 +127,7 @@ class Releases(Hook):
     ("fails_in", "error", "message"),
     [(("step",), "ValueError", "in a step"), (("release",), "NoneType", "in release")],
 )
-def test_all_hooks_release_what_they_hold_after_an_error(tmp_path, fails_in, error, message):
+def test_all_hooks_release_their_resources_after_an_error(tmp_path, fails_in, error, message):
     released = []
     hooks = [Releases(released, "a"), Releases(released, "b", fails_in), Releases(released, "c")]
     with pytest.raises(ValueError, match=message):

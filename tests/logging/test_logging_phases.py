@@ -9,7 +9,7 @@ from slipstream.logging import STEP_PHASES, PhaseTimes
 
 @pytest.fixture
 def ticks(monkeypatch):
-    """Return a list of times; each call of the timer's clock removes the first one."""
+    """Return a list of times. Each call to the timer's clock removes the first time and returns it."""
     times = []
     monkeypatch.setattr("slipstream.logging.phases.perf_counter", lambda: times.pop(0))
     return times

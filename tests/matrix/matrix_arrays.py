@@ -13,7 +13,7 @@ from matrix_nets import NETS
 from matrix_options import ONE_OF, OPTIONS, REFUSED, possible, refusal
 
 NET = 0
-"""The number of the factor that is the network. Others have the numbers from 1."""
+"""The index of the factor that is the network. The options have the indices from 1."""
 SEEDS = 10
 """The number of candidates for each run of an array. More candidates take longer and do not make the arrays smaller."""
 
@@ -31,7 +31,7 @@ def pair_runs(processes):
 
 
 def triple_runs(processes):
-    """Return runs with `compile=step` that cover all pairs of other options, and so all triples with it."""
+    """Return runs with `compile=step` that cover all pairs of other options, and therefore all triples with it."""
     step = "compile=step"
     return _runs(processes, [[step] if step in values else values for values in _factors(processes)])
 
@@ -47,7 +47,7 @@ def refused_runs(processes):
 
 
 def _factors(processes):
-    """Return the values of each factor: the networks, then options. The value None is an option that is off."""
+    """Return the values of each factor: the networks, then options. The value None means that an option is off."""
     groups = [[option for option in OPTIONS if option in group] for group in ONE_OF]
     groups += [[option] for option in OPTIONS if not any(option in group for group in ONE_OF)]
     available = [[option for option in group if possible([option], processes)] for group in groups]
@@ -57,8 +57,8 @@ def _factors(processes):
 def _runs(processes, factors):
     """Return the runs of a covering array.
 
-    Each run starts with a pair that does not occur yet. Then the factors in turn get the value with which the run has
-    the most new pairs. Of the runs that start with one of the first pairs, the one with the most new pairs is used.
+    Each run starts with a pair that does not occur yet. Then each of the other factors gets the value that adds the
+    most new pairs. From several candidates, which start with different pairs, the run with the most new pairs is used.
     """
     fixed = {number: values[0] for number, values in enumerate(factors) if len(values) == 1}
     missing, runs = dict.fromkeys(_allowed_pairs(processes, factors, fixed)), []
@@ -91,7 +91,7 @@ def _allowed_pairs(processes, factors, fixed):
 
 
 def _allowed(processes, run):
-    """Return whether a run, which may lack factors, is possible and raises no error."""
+    """Return whether a run is possible and raises no error. Factors may be missing."""
     net, options = run.get(NET), [value for number, value in run.items() if number != NET and value]
     if any(values <= {net, *options} for values in TOO_CLOSE):
         return False
@@ -99,5 +99,5 @@ def _allowed(processes, run):
 
 
 def _pairs(run, number, value):
-    """Return the pairs of a further value and the values of a run."""
+    """Return the pairs of an additional value and each value of a run."""
     return {tuple(sorted([item, (number, value)], key=itemgetter(0))) for item in run.items()}

@@ -178,7 +178,7 @@ def _clipped(grad, param):
 
 
 class _Scale:
-    """The loss scale of float16."""
+    """The loss scale for float16."""
 
     def __init__(self):
         self.value, self.good = SCALE["init_scale"], 0
@@ -204,7 +204,7 @@ def _swa_decay(update, total):
 
 
 DECAYS = {"EMA": _ema_decay, "SWA": _swa_decay}
-"""Decay of the average in update `update` of `total`."""
+"""Functions that return the decay of the average in update number `update` of `total` updates."""
 
 
 class _Average:

@@ -1,4 +1,4 @@
-"""Checks of a training run of the matrix."""
+"""Checks for the training runs of the matrix."""
 
 import torch
 from matrix_by_hand import STOP, WINDOW, by_hand

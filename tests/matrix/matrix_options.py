@@ -82,7 +82,7 @@ OPTIONS = {
     "layer decay": _speed(layer_decay=dict(decay=LAYER_FACTOR, layers=["net.stem", "net.block"])),
     "SWA": _speed(ema=dict(type="swa", interval=INTERVAL)),
 }
-"""Changes of each option to the arguments of a Runner. `backend` is the compiler's backend."""
+"""The changes that each option makes to the arguments of a Runner. `backend` is the compiler's backend."""
 
 ONE_OF = [{"bf16", "fp16"}, {"compile=step", "compile=model"}, {"DDP", "FSDP2"}, {"EMA", "SWA"}]
 """Mutually exclusive options."""
@@ -102,7 +102,7 @@ IN_NUMBERS = {
     "layer decay",
     "SWA",
 }
-"""Options that change the results. All others must not."""
+"""Options that change the results. The other options must not change the results."""
 REFUSED = {
     (
         "compile=step",
@@ -135,9 +135,9 @@ BREAKS = {("compile=model", "FSDP2")}
 TOLERANCES = {"fp32": (1e-5, 1e-6), "bf16": (5e-3, 5e-3), "fp16": (6e-4, 6e-4)}
 """Tolerances by precision: relative for losses, weights and EMA weights, absolute for weights and EMA weights.
 
-In fp32, the absolute tolerance is for weights near zero: 1e-5 of 0.1, the usual magnitude. Half precision is compared
-with the same loop under autocast. Results differ because of another operation order: one rounding is 4e-3 of a
-value in bf16 and 5e-4 in fp16."""
+In fp32, the absolute tolerance applies to weights near zero. It is 1e-5 of 0.1, the usual magnitude. Half precision is
+compared with the same loop under autocast. Results differ because operations run in a different order. A single
+rounding error is 4e-3 of a value in bf16 and 5e-4 in fp16."""
 
 
 def precision(options):

@@ -1,4 +1,4 @@
-"""Renders docs/matrix.md from the tables of the tests: `python tests/matrix/matrix_page.py`."""
+"""Render docs/matrix.md from the tables that the tests use: `python tests/matrix/matrix_page.py`."""
 
 import sys
 from pathlib import Path

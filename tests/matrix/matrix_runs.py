@@ -50,7 +50,7 @@ class Task(BaseModel):
 
 
 class Backend:
-    """A `torch.compile` backend that counts graphs, recomputed blocks and calls of the loss, and does not compile.
+    """A `torch.compile` backend that counts graphs, recomputed blocks and calls to the loss, and does not compile.
 
     The `conv` network runs through AOTAutograd, as with inductor, because its BatchNorms update a counter in place.
     """
@@ -199,7 +199,7 @@ def _state(module):
 
 
 def _in_force(runner, record, backend):
-    """Return the active options, regardless of whether they were requested."""
+    """Return the options that are active, regardless of whether they were requested."""
     core, optim, step = unwrap_model(runner.model), runner.optim_wrapper, runner.step
     parts = {type(part) for part in optim.parts}
     averages = [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook)]

@@ -83,7 +83,7 @@ def test_smaller_logits_are_resized_and_auxiliary_logits_are_ignored():
     torch.testing.assert_close(logits, expected)
 
 
-def test_slide_compiles_to_one_graph():
+def test_slide_compiles_to_a_single_graph():
     network = context_network()
     images = torch.rand(1, 3, 9, 13, dtype=torch.float64)
     window = SlidingWindow((8, 8), (5, 5))

@@ -98,7 +98,7 @@ def test_backward_keeps_only_low_precision_inputs(dtype, two_ranks):
 
 
 @pytest.mark.parametrize("shape", [(6, 3), (6, 3, 4), (6, 3, 4, 4)])
-def test_torch_sync_batchnorm_is_reverted_too(shape):
+def test_torch_sync_batchnorm_is_also_reverted(shape):
     norm = nn.SyncBatchNorm(3, momentum=0.3)
     norm.running_mean.fill_(0.5)
     model = revert_sync_batchnorm(nn.Sequential(norm))

@@ -134,14 +134,14 @@ def test_network_with_a_different_number_of_classes_than_the_dataset_raises(task
 
 
 class Own(nn.Module):
-    """A user's loss, whose targets are not checked before it is called."""
+    """A user-defined loss. Targets are not checked before it is called."""
 
     def forward(self, outputs, targets):
         return F.cross_entropy(outputs, targets)
 
 
 def wrong(*values):
-    """Return a batch of four samples with other targets in the third."""
+    """Return a batch of four samples. The targets of the third sample contain `values`."""
     targets = torch.zeros(4, 2, 2, dtype=torch.long)
     targets[2].view(-1)[: len(values)] = torch.tensor(values)
     return {"inputs": torch.zeros(4, 3, 2, 2), "targets": targets}
@@ -163,13 +163,13 @@ def wrong(*values):
         (Own(), (4,), "network: Target 4 is out of bounds"),
     ],
 )
-def test_target_that_is_not_a_class_is_named(loss, values, message):
+def test_error_names_a_target_that_is_not_a_class(loss, values, message):
     task = Segmentor(nn.Conv2d(3, 4, 1), loss)
     with pytest.raises(DataError, match=message):
         task.loss_step(wrong(*values))
 
 
-def test_only_the_first_batch_is_read_before_the_loss_and_later_ones_are_explained_by_it():
+def test_targets_of_later_batches_are_checked_only_after_the_loss_fails():
     task = Segmentor(nn.Conv2d(3, 4, 1), nn.CrossEntropyLoss(ignore_index=255))
     task.loss_step(wrong(255))
     with pytest.raises(DataError, match=r"network: Target 9 is out of bounds.*the classes are 0 to 3"):
@@ -190,7 +190,7 @@ def test_valid_targets_pass(loss, batch):
     assert Segmentor(nn.Conv2d(3, 4, 1), loss).loss_step(batch)["loss"].isfinite()
 
 
-def test_targets_of_a_loss_with_another_meaning_are_not_checked():
+def test_targets_that_are_not_class_ids_are_not_checked():
     class Distance(nn.Module):
         ignore_index = 255
 

@@ -114,7 +114,7 @@ def test_lazy_parameters_are_created_on_the_device():
 
 @pytest.mark.parametrize("devices", [("cpu",), ("cpu", "npu")])
 @pytest.mark.parametrize("speed", [{}, dict(compile=ONE_GRAPH)], ids=["eager", "compiled"])
-def test_model_that_is_moved_after_accelerate_is_an_error(speed, devices):
+def test_moving_the_model_after_accelerate_raises_an_error(speed, devices):
     model = net()
     step = accelerate(model, sgd(model.parameters()), F.cross_entropy, speed=speed)
     data = batches()

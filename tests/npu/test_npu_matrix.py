@@ -1,4 +1,4 @@
-"""The matrix of options on NPUs: each pair, and in two processes each option, on one of the two networks."""
+"""The matrix of options on NPUs. Each pair, and in two processes each option, is tested on one of the two networks."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Recipes train on an NPU as on the CPU."""
+"""Recipes give the same results on an NPU as on the CPU."""
 
 import os
 import subprocess

@@ -17,7 +17,7 @@ def late_copy(source):
         return source.to("npu", non_blocking=True), stream.record_event()
 
 
-def test_batch_without_a_wait_is_an_error():
+def test_use_of_a_batch_without_a_wait_raises_an_error():
     copied, event = late_copy(torch.ones(4).pin_memory())
     with pytest.raises(RuntimeError, match=r"aten::mul.* on stream 0 uses memory .* may still write"):
         copied * 2
@@ -25,7 +25,7 @@ def test_batch_without_a_wait_is_an_error():
     assert (copied * 2).cpu().tolist() == [2.0] * 4
 
 
-def test_result_of_another_stream_without_a_wait_is_an_error():
+def test_use_of_the_result_of_another_stream_without_a_wait_raises_an_error():
     stream, current = torch.Stream("npu"), torch.accelerator.current_stream()
     x = torch.ones(4, device="npu")
     with stream:

@@ -1,4 +1,4 @@
-"""Tests of the replacement of MMEngine. Its import changes `import mmengine`; this is undone after each test module."""
+"""Tests of the replacement for MMEngine. Importing it changes `import mmengine` until the end of the test module."""
 
 import sys
 

@@ -10,16 +10,16 @@ from library_data import write_cifar, write_cityscapes, write_coco, write_imagen
 
 @dataclass(frozen=True)
 class Case:
-    """A stock configuration and its changes, which may contain `{data}`, the folder of the data."""
+    """A stock configuration and its changes. In the changes, `{data}` stands for the data folder."""
 
     library: str
     config: str
     write: Callable[[Path], Path]
     metric: str
-    """A text that the log of a validation contains."""
+    """Text that the log of a validation must contain."""
     changes: tuple[str, ...] = ()
     iterations: bool = False
-    """Whether the length of the training is given in iterations instead of epochs."""
+    """Whether the length of training is specified in iterations instead of epochs."""
     header: str = ""
     """Code to add to the configuration file."""
 
@@ -28,7 +28,7 @@ class Case:
         return f"_base_ = {str(folder(self.library) / '.mim/configs' / self.config)!r}\n{self.header}"
 
     def options(self, data: Path, length: int) -> list[str]:
-        """Return the changes for a training of `length` epochs or iterations, for `--cfg-options`."""
+        """Return the changes for `--cfg-options`, with a training length of `length` epochs or iterations."""
         key = "max_iters" if self.iterations else "max_epochs"
         changes = (*_COMMON, *self.changes, f"train_cfg.{key}={length}")
         return [change.replace("{data}", str(data)) for change in changes]
@@ -148,7 +148,7 @@ CASES = {
         "mmdet",
         "retinanet/retinanet_r18_fpn_1x_coco.py",
         write_coco,
-        "Epoch(val)",  # without metrics, because the network does not detect any object yet
+        "Epoch(val)",  # There are no metrics, because the network does not detect any object yet.
         (*_COCO, _RESIZED, "model.bbox_head.num_classes=2"),
     ),
     "Faster R-CNN": Case(

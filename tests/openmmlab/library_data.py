@@ -8,7 +8,7 @@ from PIL import Image
 
 
 def write_cifar(folder, samples=80, seed=0):
-    """CIFAR-10's files, in which the brightness of one channel in one half of the image determines the class."""
+    """Write CIFAR-10's files. The brightness of one channel in one half of the image determines the class."""
     target = folder / "cifar-10-batches-py"
     target.mkdir(parents=True)
     rng = np.random.default_rng(seed)
@@ -25,7 +25,7 @@ def write_cifar(folder, samples=80, seed=0):
 
 
 def write_cityscapes(folder, samples=4, size=(64, 128), seed=0):
-    """Cityscapes' folders, with images whose brightness determines the class of a pixel."""
+    """Write Cityscapes' folders. The brightness of a pixel determines its class."""
     rng = np.random.default_rng(seed)
     for split in ("train", "val"):
         for kind in ("leftImg8bit", "gtFine"):
@@ -41,7 +41,7 @@ def write_cityscapes(folder, samples=4, size=(64, 128), seed=0):
 
 
 def write_coco(folder, samples=6, size=(96, 128), seed=0):
-    """COCO's files, with bright rectangles of the category 1 (person) and 3 (car)."""
+    """Write COCO's files. Bright rectangles belong to category 1 (person) or 3 (car)."""
     rng = np.random.default_rng(seed)
     (folder / "annotations").mkdir(parents=True)
     categories = [{"id": i, "name": name} for i, name in ((1, "person"), (3, "car"))]
@@ -66,7 +66,7 @@ def write_coco(folder, samples=6, size=(96, 128), seed=0):
 
 
 def write_imagenet(folder, samples=4, size=256, seed=0):
-    """ImageNet's folders with four classes, which differ in the color of the images."""
+    """Write ImageNet's folders with four classes. The classes differ in the color of the images."""
     rng = np.random.default_rng(seed)
     for split in ("train", "val"):
         for label in range(4):

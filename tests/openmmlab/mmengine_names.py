@@ -1,7 +1,7 @@
 """Record the public names of the installed MMEngine in `mmengine_names.json`.
 
-The command is `python tests/openmmlab/mmengine_names.py`. MMEngine is not installed where the tests of the page
-docs/mmengine_api.md run, so the names are stored.
+The command is `python tests/openmmlab/mmengine_names.py`. The names are stored because MMEngine is not installed in the
+environment that tests docs/mmengine_api.md.
 """
 
 import importlib
@@ -16,7 +16,7 @@ OWN = "slipstream.openmmlab."
 
 
 def parameters(obj):
-    """The parameters of a function or a constructor, as text: `a, b=, *args`."""
+    """Return the parameters of a function or a constructor as text, such as `a, b=, *args`."""
     try:
         signature = inspect.signature(obj)
     except (TypeError, ValueError):
@@ -29,7 +29,7 @@ def parameters(obj):
 
 
 def members(cls):
-    """The public methods and properties that MMEngine defines in a class."""
+    """Return the public methods and properties that MMEngine defines in a class."""
     found = set()
     for kind in cls.__mro__:
         if kind.__module__.split(".")[0] == "mmengine":
@@ -43,7 +43,7 @@ def members(cls):
 
 
 def public_names(module):
-    """The names in `__all__`; otherwise the functions and classes that the module defines."""
+    """Return the names in `__all__`, or the functions and classes that the module defines if it has no `__all__`."""
     if hasattr(module, "__all__"):
         return list(module.__all__)
     return [
@@ -56,7 +56,7 @@ def public_names(module):
 
 
 def modules(package):
-    """The package and its public submodules that can be imported."""
+    """Return the package and its public submodules that can be imported."""
     found = [package]
     for info in pkgutil.walk_packages(package.__path__, package.__name__ + ".", onerror=lambda name: None):
         if not any(part.startswith("_") for part in info.name.split(".")[1:]):
@@ -68,14 +68,14 @@ def modules(package):
 
 
 def record():
-    """Names by the shortest path at which they are public."""
+    """Return the names by the shortest path at which they are public."""
     import mmengine
 
     where, objects = {}, {}
     for module in modules(mmengine):
         for name in public_names(module):
             obj = getattr(module, name)
-            # Registries and constants have no module of their own.
+            # Registries and constants do not record the module that defines them.
             key = (name, id(obj) if hasattr(obj, "__dict__") else repr(obj))
             objects[key] = obj
             where.setdefault(key, []).append(module.__name__)

@@ -41,7 +41,7 @@ SPEED = "set by a speed option instead"
 LOGS = "part of MMEngine's logger"
 HELPERS = "not used by mmcv, mmpretrain, mmsegmentation and mmdetection"
 
-# Why names are missing, by the start of their path.
+# Reasons for missing names, by the start of their path.
 REASONS = (
     (("mmengine.analysis.",), TRACE),
     (("mmengine.testing.", "mmengine.utils.dl_utils.visualize."), TESTING),
@@ -82,7 +82,7 @@ def has_module(name):
 
 
 def find(path):
-    """The object at a path of MMEngine in Slipstream, or None."""
+    """Return the Slipstream object at a path of MMEngine, or None."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(OWN + module), name, None) if has_module(module) else None
 
@@ -92,7 +92,7 @@ def names_of(text):
 
 
 def is_set(cls, name):
-    """Whether a class has an attribute, or its methods set it on the instances."""
+    """Return whether a class has an attribute, or its methods set the attribute on the instances."""
     if hasattr(cls, name):
         return True
     own = [kind for kind in cls.__mro__ if kind.__module__.startswith("slipstream.")]
@@ -118,7 +118,7 @@ def compare(path, entry):
 
 
 def compare_parameters(theirs, own):
-    """Return a note if parameters are missing or in another order; additional parameters are no difference."""
+    """Return a note if parameters are missing or in a different order. Additional parameters are ignored."""
     expected, actual = names_of(theirs), names_of(own)
     if lost := [name for name in expected if name not in actual and "*" not in own]:
         return [f"no parameters {', '.join(f'`{name}`' for name in lost)}"]
@@ -133,7 +133,7 @@ def missing_reason(path):
 
 
 def page():
-    """The text of the page."""
+    """Return the text of the page."""
     data = load()
     rows, counts, why = {}, Counter(), {}
     for path, entry in data["names"].items():

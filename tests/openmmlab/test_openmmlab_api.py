@@ -1,4 +1,4 @@
-"""docs/mmengine_api.md lists MMEngine's names as they are, and the libraries' imports of MMEngine work."""
+"""docs/mmengine_api.md is current, and Slipstream has the names that the libraries import from MMEngine."""
 
 import importlib
 
@@ -7,7 +7,7 @@ from mmengine_page import PAGE, compare, has_module, load, missing_reason, page
 
 import slipstream.openmmlab  # noqa: F401
 
-# The names that the libraries and mmcv import, and the modules.
+# The names that the libraries and mmcv import, by module.
 IMPORTED = {
     "mmengine": (
         "Config ConfigDict DictAction DefaultScope FileClient MMLogger MODELS MessageHub ProgressBar "

@@ -1,4 +1,4 @@
-"""Python-style configurations have MMEngine's semantics: bases by import, and objects that are imported when read."""
+"""Python-style configurations have MMEngine's semantics: imported bases, and objects that are imported when read."""
 
 import copy
 import json
@@ -22,7 +22,7 @@ from slipstream.openmmlab.mmengine.registry import MODELS, OPTIMIZERS
 SRC = str(Path(__file__).parents[2] / "src")
 SCRIPT = Path(__file__).parent / "scripts/read_config.py"
 
-# The values of `child.py` in the script, worked out by hand.
+# The values of `child.py` in the script, computed by hand.
 VALUES = {
     "channels": [1, 2, 4],
     "model": {
@@ -161,12 +161,12 @@ def test_an_import_string_of_an_object_that_is_not_registered_is_refused():
         ("with read_base():\n    from .missing import *\n", r"its base .*missing\.py cannot be read"),
     ],
 )
-def test_unsupported_python_is_an_error_with_its_line(tmp_path, text, message):
+def test_unsupported_python_raises_an_error_with_its_line(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         config(tmp_path, text, base="name = 1\n")
 
 
-def test_a_base_file_with_base_is_an_error(tmp_path):
+def test_a_base_file_with_a_text_style_base_raises_an_error(tmp_path):
     with pytest.raises(ConfigParsingError, match="cannot have _base_"):
         config(tmp_path, "with read_base():\n    from .base import *\n", base="_base_ = 'other.py'\n")
 
@@ -202,7 +202,7 @@ def library(folder, monkeypatch, name="mmyolo", **configs):
 BASE = "model = dict(type='A', inner=dict(type='B'))\nparts = dict(one=[dict(type='C')], x=1)\nnote = 'm'\n"
 
 
-def test_a_base_of_an_installed_library_gets_its_scope(tmp_path, monkeypatch):
+def test_a_base_from_an_installed_library_has_the_scope_of_the_library(tmp_path, monkeypatch):
     library(tmp_path, monkeypatch, detector=BASE)
     (tmp_path / "config.py").write_text("_base_ = ['mmyolo::detector.py']\nmodel = dict(depth=2)\n")
     assert Config.fromfile(tmp_path / "config.py").to_dict() == {
@@ -221,7 +221,7 @@ def test_a_base_of_an_installed_library_gets_its_scope(tmp_path, monkeypatch):
         ("mmyolo::a::b.py", "must have the form"),
     ],
 )
-def test_a_wrong_base_of_a_library_is_named(tmp_path, monkeypatch, name, message):
+def test_error_names_a_wrong_base_from_a_library(tmp_path, monkeypatch, name, message):
     library(tmp_path, monkeypatch, detector=BASE)
     (tmp_path / "secret.py").write_text("x = 1\n")
     (tmp_path / "config.py").write_text(f"_base_ = {name!r}\n")
@@ -229,7 +229,7 @@ def test_a_wrong_base_of_a_library_is_named(tmp_path, monkeypatch, name, message
         OwnConfig.fromfile(tmp_path / "config.py")
 
 
-def test_a_data_file_does_not_execute_a_base_of_a_library(tmp_path, monkeypatch):
+def test_a_data_file_does_not_execute_a_base_from_a_library(tmp_path, monkeypatch):
     library(tmp_path, monkeypatch, detector=BASE)
     (tmp_path / "config.yaml").write_text("_base_: mmyolo::detector.py\n")
     with pytest.raises(ConfigError, match="is Python code, which would be executed"):

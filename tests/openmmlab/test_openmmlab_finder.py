@@ -1,4 +1,4 @@
-"""`import mmengine` imports Slipstream only after an explicit opt-in, and then in all of its submodules."""
+"""`import mmengine` imports Slipstream only after an explicit opt-in, which also applies to all submodules."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ def fake_mmengine(folder):
     return folder
 
 
-def test_the_package_replaces_an_installed_mmengine_and_says_so(tmp_path):
+def test_the_package_replaces_an_installed_mmengine_and_prints_a_message(tmp_path):
     program = (
         "import slipstream.openmmlab, mmengine, mmengine.structures\n"
         "from mmengine.structures import InstanceData\n"
@@ -49,7 +49,7 @@ def test_an_imported_mmengine_is_not_replaced(tmp_path):
     assert "import slipstream.openmmlab before mmengine" in done.stderr
 
 
-def test_a_module_that_is_missing_is_named():
+def test_import_error_names_a_missing_module():
     done = run("-c", "import slipstream.openmmlab, mmengine._strategy", code=1)
     assert "mmengine._strategy is not part of Slipstream's replacement for MMEngine" in done.stderr
 
@@ -86,7 +86,7 @@ def test_workers_that_are_not_forked_import_slipstream(tmp_path, context):
     assert done.stdout.splitlines()[-1] == "['slipstream.openmmlab.mmengine']"
 
 
-def test_a_missing_script_is_an_error_in_one_line():
+def test_a_missing_script_prints_a_one_line_error():
     done = run("-m", "slipstream.openmmlab", "nowhere.py", code=1)
     assert done.stderr.splitlines()[-1].startswith("error: 'nowhere.py' is not a file; use python -m")
 

@@ -1,4 +1,4 @@
-"""Inferencers, the hub and the analysis of models have MMEngine's semantics."""
+"""Inferencers, the hub and model analysis have MMEngine's semantics."""
 
 import json
 import math
@@ -205,8 +205,9 @@ class Small(nn.Module):
         return x @ x.transpose(1, 2)
 
 
-# By hand, for one input of 3 x 16 x 16: multiplications with additions, and the operations per value of the other
-# layers (batch norm in evaluation 2, bilinear upsampling 4, pooling 1, layer norm 5).
+# By hand, for one input of 3 x 16 x 16. A multiplication and its addition count as one operation. The other layers have
+# a number of operations per value: 2 for batch norm in evaluation mode, 4 for bilinear upsampling, 1 for pooling, and 5
+# for layer norm.
 FLOPS = {
     "conv": 8 * 8 * 8 * 27,
     "norm": 2 * 8 * 8 * 8,
@@ -277,7 +278,7 @@ print("RESULT " + json.dumps([info["flops"], info["activations"], info["params"]
 
 @pytest.mark.slow
 @pytest.mark.skipif(not any(metadata.distributions(name="mmengine")), reason="MMEngine is not installed")
-def test_the_counts_equal_those_of_mmengine(tmp_path):
+def test_the_counts_equal_the_counts_of_mmengine(tmp_path):
     source = Path(__file__).read_text()
     start, end = source.index("class Small"), source.index("# By hand, for one")
     head = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n\n\n"

@@ -1,6 +1,6 @@
 """mmpretrain, mmsegmentation and mmdetection train, validate, save and resume with stock configurations.
 
-`make openmmlab` installs the libraries in an environment of their own and runs these tests.
+`make openmmlab` installs the libraries in a separate environment and runs these tests.
 """
 
 import json
@@ -17,7 +17,7 @@ SRC = HERE.parents[1] / "src"
 
 
 def run(case, work, *options, speed=()):
-    # Only the names of the replacement of torchvision that mmpretrain imports; see shims/torchvision.
+    # The shims replace packages that the libraries import, such as torchvision.
     path = os.pathsep.join([str(SRC), str(HERE / "shims")])
     tools = folder(case.library) / ".mim/tools/train.py"
     start = [sys.executable, "-m", "slipstream.openmmlab", *speed, tools, work / "config.py"]
@@ -34,7 +34,7 @@ def run(case, work, *options, speed=()):
 
 
 def prepared(name, work):
-    """Write the configuration and the data of a case, and return the case and the folder of the data."""
+    """Write the configuration and the data of a case. Return the case and the data folder."""
     case = CASES[name]
     if (reason := missing(case)) is not None:
         pytest.skip(reason)
@@ -85,18 +85,18 @@ SPEED = ("--speed", "precision=bf16", "ema=True", "compile.backend=aot_eager", "
 
 
 @pytest.mark.slow
-def test_a_step_with_data_samples_is_one_graph_with_every_option(tmp_path):
+def test_a_step_with_data_samples_is_a_single_graph_with_every_option(tmp_path):
     case, data = prepared("PSPNet", tmp_path)
     options = [*case.options(data, 4), "train_cfg.val_interval=100"]
     log = run(case, tmp_path, "--cfg-options", *options, speed=[*SPEED, "compile.scope=step"])
     assert "cannot be compiled" not in log
-    # One graph for training, and one for the validation at the end. Flips of the labels do not change the graph.
+    # One graph for training, and one for the validation at the end. Flipped labels do not change the graph.
     assert "torch.compile: 2 graphs, no graph breaks, no recompiles" in log
     assert (tmp_path / "work/iter_4.pth").is_file()
 
 
 @pytest.mark.slow
-def test_a_loss_that_reads_tensors_is_named_and_its_model_has_a_compile_budget(tmp_path):
+def test_report_names_a_loss_that_reads_tensors_and_its_model_has_a_compile_budget(tmp_path):
     case, data = prepared("RetinaNet", tmp_path)
     log = run(case, tmp_path, "--cfg-options", *case.options(data, 1), speed=[*SPEED, "compile.budget=2s"])
     assert "Data-dependent branching" in log

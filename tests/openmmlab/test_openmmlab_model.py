@@ -61,7 +61,7 @@ def test_strides_of_data_elements_do_not_depend_on_the_transforms():
         assert (found.name, found.score) == ("a", 2)
 
 
-def test_init_functions_skip_what_a_layer_does_not_have():
+def test_init_functions_skip_missing_weights_and_biases():
     init.constant_init(nn.ReLU(), 1)
     layer = nn.Linear(2, 2, bias=False)
     init.constant_init(layer, 3, bias=1)
@@ -104,7 +104,7 @@ def test_the_preprocessor_normalizes_before_it_pads():
         (dict(rgb_to_bgr=True), (2, 4, 4)),
     ],
 )
-def test_images_with_other_channels_than_the_options_are_an_error(options, shape):
+def test_images_with_a_wrong_number_of_channels_raise_an_error(options, shape):
     with pytest.raises(DataError, match=str(shape[0])):
         ImgDataPreprocessor(**options)({"inputs": [torch.zeros(shape)]})
 

@@ -14,7 +14,7 @@ SRC = str(Path(__file__).parents[2] / "src")
 SCRIPT = str(Path(__file__).parent / "scripts/train_tiny.py")
 
 
-# Not by `find_spec`, which finds Slipstream's modules once another test has imported `slipstream.openmmlab`.
+# `find_spec` cannot be used: it finds Slipstream's modules once another test has imported `slipstream.openmmlab`.
 needs_mmengine = pytest.mark.skipif(
     not any(metadata.distributions(name="mmengine")), reason="MMEngine is not installed"
 )
@@ -42,7 +42,7 @@ def test_a_script_for_mmengine_trains_saves_and_finds_its_current_instances(tmp_
 
 @pytest.mark.slow
 @needs_mmengine
-def test_losses_and_weights_equal_those_of_mmengine_in_float64(tmp_path):
+def test_losses_and_weights_equal_mmengine_in_float64(tmp_path):
     expected = train(tmp_path / "mmengine")
     result = train(tmp_path / "slipstream", "-m", "slipstream.openmmlab")
     assert result["losses"] == pytest.approx(expected["losses"], rel=1e-12)
@@ -51,7 +51,7 @@ def test_losses_and_weights_equal_those_of_mmengine_in_float64(tmp_path):
 
 @pytest.mark.slow
 @needs_mmengine
-def test_a_run_of_mmengine_can_be_continued(tmp_path):
+def test_an_mmengine_run_can_be_continued(tmp_path):
     from slipstream.checkpoint import load_checkpoint
 
     train(tmp_path / "mmengine")
@@ -63,7 +63,7 @@ def test_a_run_of_mmengine_can_be_continued(tmp_path):
 
 @pytest.mark.slow
 @needs_mmengine
-def test_a_run_of_mmengine_is_resumed_with_its_optimizer_and_schedulers(tmp_path, monkeypatch):
+def test_an_mmengine_run_is_resumed_with_its_optimizer_and_schedulers(tmp_path, monkeypatch):
     train(tmp_path / "first", epochs=2)
     checkpoint = tmp_path / "first/epoch_2.pth"
     # MMEngine does not pass `weights_only` to torch, whose default refuses the checkpoint.

@@ -1,4 +1,4 @@
-"""Schedulers restore the saved arguments, and parameter groups have the form of MMEngine's optimizer state."""
+"""Schedulers restore the saved arguments, and parameter groups have the format of MMEngine's optimizer state."""
 
 from collections import Counter
 
@@ -56,11 +56,11 @@ def test_values_computed_from_the_arguments_follow_the_saved_ones():
     assert rates(second, resumed, 6) == pytest.approx([0.625, 0.75, 0.875, 1, 1, 1])
 
 
-def test_a_state_of_mmengine_restores_the_arguments():
+def test_an_mmengine_state_restores_the_arguments():
     optim = optimizer(lr=0.5)
     optim.param_groups[0]["initial_lr"] = 1.0
     scheduler = MultiStepLR(optim, milestones=[9], gamma=0.9)
-    # The attributes of MMEngine's scheduler after two steps, in which the milestone 1 has halved the rate.
+    # The attributes of MMEngine's scheduler after two steps. The milestone at step 1 has halved the rate.
     state = {
         "milestones": Counter({1: 1, 3: 2}),
         "gamma": 0.5,
@@ -122,7 +122,7 @@ def test_each_parameter_has_a_group_in_the_order_of_the_model():
     model = Net()
     wrapper = build_optim_wrapper(model, {**CFG, "paramwise_cfg": PARAMWISE})
     named = dict(model.named_parameters())
-    # Worked out by hand: the frozen bias has no group, and a custom key sets both options.
+    # Computed by hand. The frozen bias has no group, and a custom key sets both options.
     expected = [
         ("scale", 0.1, 0.01),
         ("backbone.0.weight", 0.1, 0.01),

@@ -1,4 +1,4 @@
-"""Configurations of an installed library, whose dicts have the key `_scope_`, train with its classes."""
+"""Configurations from an installed library, whose dicts have the key `_scope_`, use the classes of the library."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Speed options for scripts that do not know Slipstream, and compiled steps whose batches hold data samples."""
+"""Speed options for scripts that were written for MMEngine, and compiled steps with data samples in the batches."""
 
 import json
 import os
@@ -22,7 +22,7 @@ SRC = str(Path(__file__).parents[2] / "src")
 SCRIPT = str(Path(__file__).parent / "scripts/train_tiny.py")
 
 
-def test_options_end_at_the_script():
+def test_speed_options_end_before_the_script():
     assert split_speed(["train.py", "--speed", "a=1"]) == ([], ["train.py", "--speed", "a=1"])
     options, rest = split_speed(
         ["--speed", "compile=True", "auto", "train.py", "config.py", "--cfg-options", "a=1"]
@@ -52,7 +52,7 @@ def test_options_end_at_the_script():
         ("compile=False", {"compile": {"scope": "step"}}, {"compile": False}),
     ],
 )
-def test_options_of_the_environment_have_priority(monkeypatch, text, own, expected):
+def test_options_from_the_environment_have_priority(monkeypatch, text, own, expected):
     monkeypatch.setenv(VARIABLE, text)
     assert with_environment(own) == expected
 
@@ -82,7 +82,7 @@ def test_a_script_trains_with_the_options_and_a_compile_budget(tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 
-def test_an_invalid_option_is_an_error_in_one_line(tmp_path):
+def test_an_invalid_option_prints_a_one_line_error(tmp_path):
     done = train(tmp_path, "--speed")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("error: --speed requires options")

@@ -1,4 +1,4 @@
-"""Data elements have MMEngine's semantics, which the expected values below state independently."""
+"""Data elements have MMEngine's semantics. The expected values are stated independently of the code."""
 
 import numpy as np
 import pytest

@@ -40,7 +40,7 @@ def test_old_argument_names_still_work():
         assert function(old=4) == 4
 
 
-def test_a_missing_package_is_named():
+def test_error_names_a_missing_package():
     @utils.requires_package("nowhere_to_be_found")
     def function():
         return 1
@@ -74,7 +74,7 @@ def test_the_newest_instance_is_the_current_one():
 
 
 @pytest.mark.parametrize("suffix", ["json", "yaml", "pkl"])
-def test_what_is_written_can_be_read(tmp_path, suffix):
+def test_dumped_values_can_be_loaded(tmp_path, suffix):
     path = tmp_path / "folder" / f"values.{suffix}"
     fileio.dump({"a": [1, 2.5, "x"]}, path)
     assert fileio.load(path) == {"a": [1, 2.5, "x"]}
@@ -119,7 +119,7 @@ def test_remote_files_use_fsspec():
         fileio.get("x", {"backend": "petrel"})
 
 
-def test_a_library_may_use_the_names_of_own_classes():
+def test_a_library_may_register_the_names_of_slipstream_classes():
     own = OWN_TRANSFORMS.get("Normalize")
 
     @TRANSFORMS.register_module()

@@ -1,7 +1,7 @@
 """The NpuFused* names: torch_npu's classes if installed, otherwise equivalent optimizers.
 
 The equivalent optimizers are compared with float64 implementations of the papers (Lamb: You et al. 2020, third
-version; AdamP: Heo et al. 2021). Where the papers leave options open, they follow torch_npu.
+version; AdamP: Heo et al. 2021). Where the papers leave options open, the implementations follow torch_npu.
 """
 
 import math

@@ -22,7 +22,7 @@ class Wrapper:
 
 
 class DeformConv2d(nn.Module):
-    """A replacement for the class of torchvision or mmcv, which is recognized by its name."""
+    """A stand-in for the class in torchvision or mmcv, which is recognized by its name."""
 
     def __init__(self):
         super().__init__()

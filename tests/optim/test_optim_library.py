@@ -1,4 +1,4 @@
-"""RMSpropTF and BertAdam against float64 loops, library optimizers by name, and unsupported shapes for Muon."""
+"""RMSpropTF and BertAdam compared with float64 loops, library optimizers by name, and unsupported shapes for Muon."""
 
 import copy
 import importlib.machinery

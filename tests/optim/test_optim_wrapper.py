@@ -1,4 +1,4 @@
-"""`OptimWrapper` against manual training loops in float64."""
+"""`OptimWrapper`, compared with manual training loops in float64."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""A scheduler of the user resumes with its own attributes."""
+"""A user-defined scheduler resumes with its own attributes."""
 
 import abc
 import copy

@@ -1,4 +1,4 @@
-"""Records of runs for the tests of reports."""
+"""Run records for the report tests."""
 
 from html.parser import HTMLParser
 
@@ -60,7 +60,7 @@ class _Parser(HTMLParser):
 
 
 def parsed(html):
-    """Parse a page, check that all elements are closed, and that it loads nothing; return its parser."""
+    """Parse a page, and check that all elements are closed and that the page loads no resources. Return the parser."""
     parser = _Parser()
     parser.feed(html)
     parser.close()

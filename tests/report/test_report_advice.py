@@ -20,7 +20,7 @@ def test_bound_is_the_time_without_the_phase():
     assert "num_workers is 2" in found.text
 
 
-def test_start_of_the_run_and_test_do_not_change_the_share():
+def test_time_for_startup_and_testing_does_not_change_the_share():
     (found,) = advice(record(phases=split(data=34.0, forward=66.0, other=500.0, test=70.0)))
     assert found.share == pytest.approx(0.34)
 
@@ -74,7 +74,7 @@ def test_background_writes_are_recommended_only_if_they_are_off():
 
 
 def probed(rates, **changes):
-    """Return the recommendation of a run that loads 100 samples/s with two workers and waits for half of its time."""
+    """Return the recommendation for a run that loads 100 samples/s with two workers and waits half of the time."""
     phases = PhaseSplit({"data": 10.0, "forward": 10.0}, {}, 100, 2000)
     found = [LoadingRate(count, rate) for count, rate in rates.items()]
     (item,) = advice(record(phases=phases, loading_rates=found, **changes))
@@ -90,7 +90,7 @@ def test_probe_bounds_the_gain_by_the_loader():
 
 def test_probe_bounds_the_gain_by_the_steps_without_waiting():
     text = probed({0: 60.0, 2: 104.0, 4: 190.0, 8: 900.0})
-    # The steps without waiting take 10 s for 2000 samples; 8 workers reach this, 4 workers are within 5 % of it.
+    # Without waiting, 2000 samples take 10 s. 8 workers reach this speed, and 4 workers are within 5 % of it.
     assert "With num_workers=4, at most 1.90x is possible" in text
 
 
@@ -98,7 +98,7 @@ def test_bound_of_the_probe_includes_the_validation():
     phases = PhaseSplit({"data": 10.0, "forward": 10.0, "validation": 20.0}, {}, 100, 2000)
     rates = [LoadingRate(2, 104.0), LoadingRate(4, 160.0)]
     found = [item.text for item in advice(record(phases=phases, loading_rates=rates))]
-    # 20 s of validation, and 2000 samples at 160 samples/s instead of 20 s.
+    # Validation takes 20 s. At 160 samples/s, 2000 training samples take 12.5 s instead of 20 s.
     assert "With num_workers=4, at most 1.24x is possible." in "".join(found)
 
 
@@ -108,16 +108,16 @@ def test_probe_that_finds_no_faster_number_of_workers_recommends_other_remedies(
     assert "decode-once cache" in text
 
 
-def test_probe_compares_with_loading_in_the_process_of_the_run():
+def test_probe_compares_with_loading_in_the_main_process():
     text = probed({0: 60.0, 1: 150.0}, settings={"device": "cpu", "num_workers": 0})
     assert "With num_workers=1, at most 1.50x is possible" in text
 
 
-def test_probe_without_the_number_of_workers_of_the_run_is_not_used():
+def test_probe_that_did_not_measure_the_current_number_of_workers_is_not_used():
     assert "probe" not in probed({0: 60.0, 1: 150.0})
 
 
-def test_run_waits_from_five_percent_on():
+def test_waiting_is_reported_from_five_percent():
     assert waits(record(phases=split(data=5.0, forward=95.0)))
     assert not waits(record(phases=split(data=4.9, forward=95.1)))
     assert not waits(record(phases=split(steps=10, data=50.0, forward=50.0)))

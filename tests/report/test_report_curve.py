@@ -97,7 +97,7 @@ def test_reports_of_earlier_versions_can_be_read():
         {**curve([1.0]).to_json(), "bad": [0.5]},
     ],
 )
-def test_damaged_json_is_an_error_with_its_place(broken):
+def test_damaged_json_raises_an_error_with_its_location(broken):
     with pytest.raises(DataError, match="the place"):
         Curve.from_json(broken, "the place")
 

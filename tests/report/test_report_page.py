@@ -117,7 +117,7 @@ def test_constant_and_huge_values_have_finite_coordinates():
         assert "<svg" in svg
 
 
-def test_hundred_thousand_points_make_a_small_page():
+def test_page_with_a_hundred_thousand_points_is_small():
     long = curve([math.sin(i / 500) + 0.1 * math.sin(i) for i in range(100_000)])
     html = page(record(curves={"train/loss": long, "val/acc": long}))
     assert len(html) < 150_000
@@ -140,7 +140,7 @@ def test_class_table_matches_the_matrix():
         assert row in " ".join(text.split()), row
 
 
-def test_messages_show_fallbacks_and_the_number_that_is_left_out():
+def test_messages_show_fallbacks_and_the_number_of_omitted_messages():
     message = LogMessage(
         "2026/01/02 03:04:05", "WARNING", "The step cannot be compiled as one graph: several optimizers"
     )
@@ -149,13 +149,13 @@ def test_messages_show_fallbacks_and_the_number_that_is_left_out():
     assert "1,234 more warnings" in text
 
 
-def test_accelerator_page_says_what_the_host_cannot_observe():
+def test_accelerator_page_names_what_the_host_cannot_observe():
     text = text_of(page(record(settings={"device": "cuda"})))
     assert "asynchronously" in text
     assert "asynchronously" not in text_of(page(record()))
 
 
-def test_one_graph_is_not_split():
+def test_time_of_a_single_graph_is_not_split():
     made = record(
         step="one compiled graph", phases=PhaseSplit({"step": 9.0}, {}, 20), settings={"compile": True}
     )
@@ -214,7 +214,7 @@ def test_picture_that_is_not_a_png_is_not_shown():
 
 
 def test_utilization_is_computed_for_all_devices():
-    # 797 samples in 60 s; the peak of two devices is 4e9 operations per second.
+    # The run trains 797 samples in 60 s. The peak of two devices is 4e9 operations per second.
     made = record(compute=Compute(6e7, 2e9, 2, "bf16", "a data sheet"))
     assert utilization(made) == pytest.approx(6e7 * 797 / 60 / 4e9)
     text = text_of(page(made))
@@ -250,7 +250,7 @@ def test_browser_renders_the_page(tmp_path):
         "--disable-background-networking", "--disable-component-update", "--disable-sync",
         f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={picture}", "--window-size=1000,1500", html.as_uri(),
     ]  # fmt: skip
-    # The processes of a browser may outlive it, and would keep a pipe open.
+    # Child processes of a browser may outlive the browser, and would keep a pipe open.
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60)
     image = pytest.importorskip("PIL.Image").open(picture)
     assert len(image.convert("RGB").getcolors(1 << 24)) > 20

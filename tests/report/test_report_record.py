@@ -43,7 +43,7 @@ def test_report_of_an_earlier_version_has_no_measurements():
         ("tuned", "ratio", "fast", r"tuned\[0\].ratio"),
     ],
 )
-def test_invalid_value_is_named(section, key, value, path):
+def test_error_names_an_invalid_value(section, key, value, path):
     data = measured().to_json()
     part = data[section] if section == "compute" else data[section][0]
     part[key] = value

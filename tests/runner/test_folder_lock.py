@@ -64,7 +64,7 @@ def test_file_system_without_locks_causes_a_warning(tmp_path, monkeypatch):
     assert "cannot be locked" in warnings[0]
 
 
-def test_run_removes_what_killed_runs_left(tmp_path):
+def test_run_removes_temporary_files_of_killed_runs(tmp_path):
     left = [
         tmp_path / name
         for name in (".epoch_1.pth.0123abcd.tmp", ".epoch_1.sharded.tmp", ".epoch_2.sharded.old")
@@ -82,7 +82,7 @@ def test_run_removes_what_killed_runs_left(tmp_path):
     assert only_copy.exists()
 
 
-def test_other_spelling_of_a_folder_is_the_same_lock(tmp_path):
+def test_different_paths_to_a_folder_share_a_lock(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "runs")
     lock = FolderLock(pytest.fail)
     lock.lock(tmp_path / "runs", "work_dir")

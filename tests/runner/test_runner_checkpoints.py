@@ -1,4 +1,4 @@
-"""Weights and checkpoints that are loaded by calls of the Runner's methods before training."""
+"""Weights and checkpoints that are loaded by calls to the Runner's methods before training."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Calls of the Runner's methods by its own hooks, and after a run that ended with an error."""
+"""Calls to the Runner's methods by its own hooks, and after a run that ended with an error."""
 
 import pytest
 

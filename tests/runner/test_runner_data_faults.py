@@ -1,4 +1,4 @@
-"""Runs whose data end early, fail or hang; and worker processes, which never survive a run."""
+"""Runs whose data end early, fail or hang. Worker processes never survive a run."""
 
 import contextlib
 import multiprocessing
@@ -19,7 +19,7 @@ from tiny_runs import Net, Noisy, assert_same, loader, run, samples, training, v
 
 
 class Faulty(Noisy):
-    """40 samples, of which some raise an error or hang."""
+    """A dataset of 40 samples, some of which raise an error or hang."""
 
     def __init__(self, faulty=(), error=ValueError, seconds=0.0):
         super().__init__()
@@ -47,7 +47,7 @@ class Claims:
 
 
 class Stream(IterableDataset):
-    """`size` samples, divided among the workers."""
+    """A stream of `size` samples, which are divided among the workers."""
 
     def __init__(self, size):
         self.size = size
@@ -99,13 +99,13 @@ def test_stop_iteration_of_a_sample_fails_the_run_and_names_the_sample(workers, 
     ],
     ids=["sampler", "stream", "stream-of-workers"],
 )
-def test_epoch_with_fewer_batches_than_the_length_is_an_error(data, message, cfg, tmp_path):
+def test_epoch_with_fewer_batches_than_the_length_raises_an_error(data, message, cfg, tmp_path):
     with pytest.raises(DataError, match=message):
         run(tmp_path, train_dataloader=data, train_cfg=cfg)
 
 
 @pytest.mark.parametrize("mode", ["val", "test"])
-def test_short_evaluation_is_an_error(mode, tmp_path):
+def test_short_evaluation_raises_an_error(mode, tmp_path):
     data = dict(dataset=Noisy(), batch_sampler=Claims(3, 5))
     cfg = {f"{mode}{name.removeprefix('val')}": value for name, value in validation().items()}
     runner = Runner(**training(tmp_path, **{**cfg, f"{mode}_dataloader": data}))
@@ -124,7 +124,7 @@ def test_short_evaluation_is_an_error(mode, tmp_path):
     [
         (dict(dataset=Stream(18), batch_size=2), ITERATIONS, 100),  # no length
         (dict(dataset=Sized(18, 18), batch_size=2), EPOCHS, 18),
-        # 15 samples of each worker: 2 x 3 batches, although 30 samples are 7 batches of 4
+        # Each worker yields 15 samples in 3 full batches, although 30 samples would fill 7 batches.
         (dict(dataset=Sized(30, 30), batch_size=4, num_workers=2, drop_last=True), EPOCHS, 12),
         (loader(num_batch_per_epoch=3), EPOCHS, 6),
         (dict(dataset=Noisy(), batch_sampler=Claims(9, 9)), EPOCHS, 18),
@@ -134,7 +134,7 @@ def test_complete_epochs_and_data_without_a_length_train(data, cfg, steps, tmp_p
     assert run(tmp_path, train_dataloader=data, train_cfg=cfg).iter == steps
 
 
-def test_run_resumed_in_the_middle_or_at_the_end_of_an_epoch_counts_the_batches_before_it(tmp_path):
+def test_run_resumed_in_the_middle_or_at_the_end_of_an_epoch_counts_the_earlier_batches(tmp_path):
     by_iter = dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False)))
     whole = run(tmp_path / "whole", **by_iter)
     for number in (2, 5, 9):
@@ -146,7 +146,7 @@ def test_run_resumed_in_the_middle_or_at_the_end_of_an_epoch_counts_the_batches_
 # ---- failing samples -------------------------------------------------------------------------------------------------
 
 
-def test_skipped_samples_are_logged_and_a_resumed_run_replaces_them_by_the_same_samples(tmp_path):
+def test_skipped_samples_are_logged_and_a_resumed_run_uses_the_same_replacements(tmp_path):
     data = loader(Faulty([3, 17, 30]), skip_errors=3)
     kept = dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=3, by_epoch=False)))
     whole = run(tmp_path / "whole", train_dataloader=data, **kept)
@@ -169,7 +169,7 @@ def test_error_of_a_sample_names_sample_and_step(tmp_path):
 def test_hanging_sample_warns_in_the_log_and_ends_the_run_if_a_timeout_is_set(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2
-    )  # torch waits 5 s before it kills
+    )  # torch waits 5 s before it kills a worker
     data = loader(
         Faulty([13], seconds=60),
         shuffle=False,

@@ -1,4 +1,4 @@
-"""Color transforms and normalization on the device and on the host have the same training results."""
+"""Color transforms and normalization on the device and on the host give the same training results."""
 
 import numpy as np
 import pytest

@@ -77,7 +77,7 @@ def test_resume_restores_the_order_of_an_unseeded_sampler(tmp_path, stop):
     assert_same(weights(whole), weights(parts))
 
 
-def test_resume_with_another_kind_of_generator_in_the_sampler_raises(tmp_path):
+def test_resume_with_a_different_kind_of_generator_in_the_sampler_raises(tmp_path):
     def data(rng):
         sampler = FromClosure(True)
         sampler.kept.rng = rng
@@ -306,7 +306,7 @@ def test_resume_uses_the_newest_intact_checkpoint(tmp_path, problem):
     assert before <= {path.name for path in folder.glob("*.pth")}
 
 
-def test_resume_is_an_error_if_all_checkpoints_are_damaged(tmp_path):
+def test_resume_raises_an_error_if_all_checkpoints_are_damaged(tmp_path):
     run(tmp_path)
     for path in tmp_path.glob("*.pth"):
         damage(path)
@@ -446,7 +446,7 @@ class FromClosure(Sampler):
 
 
 @pytest.mark.parametrize(("nested", "warnings"), [(True, 0), (False, 1)])
-def test_resume_warns_of_a_sampler_whose_order_cannot_be_restored(tmp_path, nested, warnings):
+def test_resume_warns_about_a_sampler_whose_order_cannot_be_restored(tmp_path, nested, warnings):
     def trained(folder, epochs, **changes):
         data = dict(batch_size=8, dataset=TensorDataset(*samples()), sampler=FromClosure(nested))
         torch.manual_seed(0)

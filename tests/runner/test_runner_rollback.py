@@ -1,4 +1,4 @@
-"""A run with `nan_guard='rollback'` ends as a run that left out the same batches from the start."""
+"""A run with `nan_guard='rollback'` ends in the same state as a run that skips the same batches from the start."""
 
 import math
 import random
@@ -29,9 +29,9 @@ EPOCHS, ITERS = dict(by_epoch=True, max_epochs=4), dict(by_epoch=False, max_iter
 
 
 class Breaks(Net):
-    """A model whose loss, or the gradient of a weight (with a finite loss), is NaN in the calls in `broken`.
+    """A model with a NaN loss, or a finite loss and a NaN weight gradient, in the calls listed in `broken`.
 
-    Calls of `forward` are not repeated after a roll-back, so a repeated batch does not fail again.
+    The model counts its calls across roll-backs, so a repeated batch does not fail again.
     """
 
     def __init__(self, broken=(), in_gradient=False, **options):
@@ -100,7 +100,7 @@ WARM_UP = dict(
     ("cfg", "sampler"), [(EPOCHS, "DefaultSampler"), (ITERS, "DefaultSampler"), (ITERS, "InfiniteSampler")]
 )
 @pytest.mark.parametrize("in_gradient", [False, True])
-def test_run_without_the_faulty_batches_equals_a_loop_by_hand(tmp_path, cfg, sampler, in_gradient):
+def test_run_without_the_faulty_batches_matches_a_plain_loop(tmp_path, cfg, sampler, in_gradient):
     torch.manual_seed(3)
     model = Breaks(broken=[8], in_gradient=in_gradient)
     runner = recovering(
@@ -115,11 +115,11 @@ def test_run_without_the_faulty_batches_equals_a_loop_by_hand(tmp_path, cfg, sam
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_accumulation_windows_of_the_fault_and_before_it_make_no_update(tmp_path):
+def test_window_with_the_fault_and_the_window_before_it_make_no_update(tmp_path):
     torch.manual_seed(3)
     model = Breaks(broken=[12])
     runner = recovering(tmp_path, 5, model, **{**WARM_UP, "speed": dict(nan_guard="rollback", accumulate=2)})
-    # The checkpoint after step 10 contains no open window; steps 11 and 12 are the window of the fault.
+    # The checkpoint after step 10 contains no open window. Steps 11 and 12 are the window with the fault.
     assert runner.rollback.left_out == {11, 12}
     expected = by_hand({11, 12}, window=2)
     for name, value in weights(runner).items():
@@ -137,7 +137,7 @@ def test_pending_gradients_of_a_left_out_window_are_dropped(tmp_path):
 
 
 class LeaveOut(Hook):
-    """Leave out the batches from the start."""
+    """A hook that leaves out the batches from the start."""
 
     def __init__(self, first, last):
         self.range = [first, last]
@@ -427,7 +427,7 @@ class Huge(Net):
 
 
 def with_huge_update(folder, interval):
-    """Train without the batch of step 9 only after the fault that it causes in step 10."""
+    """Train. The batch of step 9 is left out only after it has caused the fault in step 10."""
     inputs, targets = samples(160)
     inputs[64, 0] = 777
     data = TensorDataset(inputs, targets)
@@ -452,7 +452,7 @@ def test_run_stops_if_all_checkpoints_contain_the_bad_update(tmp_path):
 
 
 class Grows(Breaks):
-    """A model with a cache that is not saved and grows with the calls."""
+    """A model with a cache that grows with each call and is not saved."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -470,7 +470,7 @@ def test_buffer_that_changed_its_shape_is_replaced(tmp_path):
     assert runner.rollback.left_out == {7, 8}
 
 
-def test_replaced_file_is_an_earlier_checkpoint_no_more(tmp_path):
+def test_replaced_file_is_no_longer_an_earlier_checkpoint(tmp_path):
     hooks = saving(3)
     hooks["checkpoint"]["filename_tmpl"] = "latest.pth"
     runner = recovering(tmp_path, 3, Breaks(broken=[11]), dict(skip_before=4), default_hooks=hooks)
@@ -479,7 +479,7 @@ def test_replaced_file_is_an_earlier_checkpoint_no_more(tmp_path):
 
 
 def overflowing(index=17):
-    """Return samples of which one makes a running variance infinite; the loss stays finite."""
+    """Return samples, one of which makes a running variance infinite while the loss stays finite."""
     inputs, targets = samples()
     inputs = inputs.clone()
     inputs[index] = 1e25
@@ -487,7 +487,7 @@ def overflowing(index=17):
 
 
 def test_infinite_batchnorm_statistics_are_never_saved(tmp_path):
-    """The loss stays finite: it is computed with the statistics of the batch."""
+    """The loss stays finite, because it is computed with the statistics of the batch."""
     with pytest.raises(
         NonFiniteLossError, match=r"running statistic 'norm\.running_var' is NaN or infinite at iteration 4\."
     ):

@@ -1,4 +1,4 @@
-"""A whole run with secrets in its configuration: it gets the real values, and no file contains them."""
+"""A run with secrets in its configuration uses the real values, and no file contains them."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ class LoginBackend(BaseVisBackend):
 
 
 class CarelessHook(Hook):
-    """A hook that puts secrets where they do not belong."""
+    """A hook that writes secrets to the log and to the message hub, and raises an error that contains one."""
 
     def __init__(self, token):
         self.token = token

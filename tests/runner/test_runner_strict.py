@@ -1,4 +1,4 @@
-"""Values of wrong types or out of range raise an error that starts with the key's path; most were found by fuzzing."""
+"""Values with a wrong type or out of range raise an error that starts with the key's path. Fuzzing found most cases."""
 
 import math
 
@@ -37,7 +37,7 @@ def scheduler(**options):
 
 
 CASES = [
-    # options that used to be accepted, but were changed silently or had no effect
+    # options that were once accepted, but were changed silently or had no effect
     (dict(auto_scale_lr=dict(enabled=True)), "auto_scale_lr.enabled", "did you mean 'enable'"),
     (dict(auto_scale_lr=dict(enable="false", base_batch_size=8)), "auto_scale_lr.enable", "must be bool"),
     (dict(auto_scale_lr=dict(enable=False, base_batch_size=-8)), "auto_scale_lr.base_batch_size", "at least 1"),
@@ -117,7 +117,7 @@ CASES = [
     (dict(default_hooks=[]), "default_hooks", "must be dict or None"),
     (dict(default_hooks=dict(logger=3)), "default_hooks.logger", "must be a hook"),
     (dict(default_hooks=dict(logger=dict(type="LoggerHook", interval="2"))), "default_hooks.logger.interval", "'2'"),
-    # the rest
+    # other keys
     *((dict(randomness=dict(seed=seed)), "randomness.seed", "") for seed in ("1", -1, math.nan, True, 2**64)),
     (dict(randomness=dict(deterministic=1)), "randomness.deterministic", "must be bool"),
     (dict(env_cfg=dict(mp_cfg=dict(mp_start_method="\0"))), "env_cfg.mp_cfg.mp_start_method", "'fork' or 'spawn'"),

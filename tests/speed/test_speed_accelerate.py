@@ -291,7 +291,7 @@ def test_state_dict_resumes_training_with_and_without_compile(before, after, sto
         ("gradients", {"a": 1}),
     ],
 )
-def test_invalid_state_is_named_and_nothing_changes(key, value):
+def test_error_names_the_invalid_state_and_nothing_changes(key, value):
     options = dict(accumulate=3, ema=dict(type="threshold", decay=0.9))
     _, _, step = train(batches()[:4], **options)
     saved = step.state_dict()
@@ -347,7 +347,7 @@ def test_exp_decay_depends_on_total_steps():
     assert step.average.total_steps == 12
 
 
-def test_step_that_cannot_be_one_graph_warns_once(caplog):
+def test_step_that_cannot_be_captured_as_a_single_graph_warns_once(caplog):
     def loss(scores, targets):
         found = F.cross_entropy(scores, targets)
         return found if found > 0 else found * 0

@@ -74,7 +74,7 @@ def batches(count=20):
 
 
 def train(model, compiled=False, dtype=None, steps=20, accumulate=1):
-    """Train with SGD, as one graph if `compiled`. Return losses and state."""
+    """Train with SGD, as a single graph if `compiled`. Return losses and state."""
     params = list(model.parameters())
 
     def step(window):
@@ -123,7 +123,7 @@ def test_20_steps_match_training_without_checkpointing(dtype, momentum):
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_one_graph_with_checkpointing_matches_eager(dtype):
     """The block has dropout and an in-place ReLU. aot_eager draws the same random numbers as eager."""
-    # The graph rounds bfloat16 at other points than eager execution, with and without recomputation.
+    # The graph rounds bfloat16 values at different points than eager execution, with and without recomputation.
     expected = train(Net(), dtype is not None, dtype, 6)
     torch._dynamo.reset()
     assert_same(train(checkpointed(Net()), True, dtype, 6), expected, 1e-6)

@@ -37,7 +37,7 @@ class Slow(Backend):
 
 
 class Deep(BaseModel):
-    """A network with repeated blocks, whose class has children."""
+    """A network with repeated blocks that have child modules."""
 
     def __init__(self):
         super().__init__()
@@ -88,7 +88,7 @@ def test_model_without_blocks_runs_eagerly_beyond_the_limit_with_one_warning():
 
 @pytest.fixture
 def exceeding(monkeypatch):
-    """Return a function that selects which compilations exceed the limit, by their number; none of them runs."""
+    """Return a function that selects, by number, the compilations that exceed the limit. No compilation runs."""
 
     def select(*numbers):
         class Mock:

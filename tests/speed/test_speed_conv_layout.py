@@ -1,4 +1,4 @@
-"""Convolutions of a graph get the fastest memory layout on CPU, and results match eager training."""
+"""Convolutions in a graph get the fastest memory layout on a CPU, and the results match eager training."""
 
 import copy
 import pickle

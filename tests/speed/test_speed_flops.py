@@ -1,4 +1,4 @@
-"""Operations of a training step, and peaks of accelerators."""
+"""Operation counts of training steps, and peak speeds of accelerators."""
 
 import pytest
 import torch
@@ -34,9 +34,9 @@ def loss_of(net, inputs):
 
 
 def expected(size):
-    """Two operations for each product of a weight with an input; backward computes two gradients per layer.
+    """Count two operations for each product of a weight and an input. Backward computes two gradients per layer.
 
-    The first layer has no gradient of its input.
+    The first layer does not compute the gradient of its input.
     """
     first = 2 * size * 4 * 8 * 8 * 3 * 3 * 3
     block = 2 * size * 6 * 4 * 4 * 4 * 3 * 3

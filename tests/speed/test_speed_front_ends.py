@@ -1,4 +1,4 @@
-"""Keys of MMEngine and SuperGradients, and conflicts between two front ends."""
+"""MMEngine and SuperGradients keys, and conflicts between two front ends."""
 
 import pytest
 import torch

@@ -91,7 +91,7 @@ def test_fuse_equals_building_with_fused(name):
     assert optimizer._step_supports_amp_scaling is True
     assert (
         getattr(theirs, "_step_supports_amp_scaling", True) is True
-    )  # Adagrad of torch 2.11 does not set it
+    )  # Adagrad in torch 2.11 does not set it
     train(OptimWrapper(theirs), built, batches(5))
     train(OptimWrapper(optimizer), net, batches(5))
     for a, b in zip(net.parameters(), built.parameters(), strict=True):

@@ -199,7 +199,7 @@ def test_averages_of_mixed_formats_match():
 @pytest.mark.parametrize("writes_last", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_checkpoint_of_the_other_format_resumes_with_the_same_results(kind, fused, writes_last, tmp_path):
+def test_checkpoint_in_the_other_format_resumes_with_the_same_results(kind, fused, writes_last, tmp_path):
     def optimizer(model):
         momentum = {"momentum": 0.9} if kind is torch.optim.SGD else {}
         return kind(model.parameters(), lr=0.01, fused=fused, **momentum)

@@ -105,7 +105,7 @@ def test_eager_step_is_the_default():
 
 
 @pytest.mark.parametrize("how", [True, dict(scope="step")])
-def test_compile_captures_the_step_as_one_graph(how):
+def test_compile_captures_the_step_as_a_single_graph(how):
     step, said, graphs = assert_trains_as_eager(Net(), how)
     assert type(step) is GraphStep
     assert (said, graphs.count) == ([], 1)

@@ -188,7 +188,7 @@ def test_accelerator_is_not_used_in_a_forked_process():
 
 
 class After:
-    """A mock compiler that finishes after `asked` calls of `done`."""
+    """A mock compiler that finishes after `asked` calls to `done`."""
 
     seconds, exceeded = 0.0, False
 
@@ -289,7 +289,7 @@ def test_new_shape_does_not_delay_the_first_one():
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_sizes_that_never_repeat_use_one_graph(dynamic):
+def test_sizes_that_never_repeat_use_a_single_graph(dynamic):
     sizes = [12, 12, 12, *range(16, 76)]
     batches = [batch(number, size) for number, size in enumerate(sizes)]
     model = net()
@@ -302,7 +302,7 @@ def test_sizes_that_never_repeat_use_one_graph(dynamic):
 
 @needs_fork
 def test_child_does_not_change_weights_in_shared_memory():
-    """This includes the case that a verified graph with dynamic shapes accepts the child's batch."""
+    """This includes the case in which a verified graph with dynamic shapes accepts the child's batch."""
 
     class Count(nn.Module):
         n = 0
@@ -356,7 +356,7 @@ def test_user_errors_are_raised_during_compilation():
 
 
 class TooSlow(After):
-    """A mock compiler that exceeds its time limit, from its `first` start on."""
+    """A mock compiler that exceeds its time limit in start number `first` and in all later ones."""
 
     limit = 90.0
 
@@ -427,7 +427,7 @@ def test_only_inductor_compiles_in_the_background(how, used):
 
 @pytest.fixture
 def _changed_settings():
-    """Settings that the child must share with this process, because they are part of the cache key.
+    """Change settings that the child must share with this process, because they are part of the cache key.
 
     The context restores them after the test. monkeypatch would delete them, and later compilations would fail.
     """

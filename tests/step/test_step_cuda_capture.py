@@ -1,4 +1,4 @@
-"""`CudaCapture` captures with torch.cuda.graph, here on a mock of the rest of torch.cuda."""
+"""`CudaCapture` captures with torch.cuda.graph. A mock replaces the rest of torch.cuda."""
 
 from threading import Thread
 
@@ -33,7 +33,7 @@ class Cuda:
             self.valid = False
 
     def invalidate(self):
-        """Call what a capture does not permit, such as a host read."""
+        """Call a function that a capture does not permit, such as a host read."""
         if self.mode is not None:
             self.valid = False
             raise RuntimeError(NOT_PERMITTED)

@@ -41,7 +41,7 @@ def test_warm_up_capture_and_replay_each_run_one_step():
     assert [float(t[0]) for t in kept] == [0, 2, 4, 6, 8, 10]  # replays do not overwrite outputs
 
 
-def test_other_shapes_and_values_use_separate_graphs():
+def test_different_shapes_and_values_use_separate_graphs():
     tape = Tape()
     run = partial(CapturedCalls(tape), step)
     for _ in range(5):
@@ -194,7 +194,7 @@ def test_failed_capture_is_reported_once_and_the_step_runs_without_a_graph():
 
 
 class Replay:
-    """A CUDA graph; a replay does nothing."""
+    """A CUDA graph whose replay does nothing."""
 
     def __call__(self):
         pass

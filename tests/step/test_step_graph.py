@@ -209,7 +209,7 @@ def test_unused_parameter_has_no_state():
 
 
 class OwnSGD(SGD):
-    """A custom optimizer outside torch."""
+    """A custom optimizer that is not part of torch."""
 
     __module__ = "somewhere.else"
 
@@ -228,7 +228,7 @@ def test_custom_optimizer_steps_outside_the_graph():
 
 
 class KeepsGradients(SGD):
-    """Sets gradients to zero instead of None, like the fused NPU optimizers."""
+    """An optimizer that sets gradients to zero instead of None, like the fused NPU optimizers."""
 
     def zero_grad(self, set_to_none=False):
         super().zero_grad(set_to_none=False)
@@ -259,7 +259,7 @@ def test_smaller_last_batch_needs_no_new_graph():
     assert compiler.graphs == 1
 
 
-def test_many_shapes_use_one_graph_with_dynamic_shapes():
+def test_many_shapes_use_a_single_graph_with_dynamic_shapes():
     sizes = [6, 5, 4, 3, 2] * 8
     data = [(x[:n], y[:n]) for (x, y), n in zip(batches(40), sizes, strict=True)]
     compiler = Counting()

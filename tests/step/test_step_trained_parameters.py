@@ -1,4 +1,4 @@
-"""Parameters that a user replaces are an error where `Module.to` replaces parameters, and not checked elsewhere."""
+"""On devices where `Module.to` replaces parameters, replaced parameters raise an error. Other devices do not check."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_parameters_are_not_checked_where_they_keep_their_identity():
 
 
 @pytest.mark.usefixtures("_replacing")
-def test_replaced_parameter_is_an_error():
+def test_replaced_parameter_raises_an_error():
     model, _, step = training()
     step(BATCH)
     model[1].weight = nn.Parameter(model[1].weight.detach().clone())

@@ -116,7 +116,7 @@ DECAYING = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", DECAYING)
 def test_compiled_code_keeps_the_weight_decay_of_matrices(kind):
-    """Inductor of torch 2.13 drops the alpha of `add(a @ b, c, alpha=alpha)`, the pattern of weight decay."""
+    """Inductor in torch 2.13 drops the alpha of `add(a @ b, c, alpha=alpha)`, the pattern of weight decay."""
 
     def matrices():
         torch.manual_seed(0)

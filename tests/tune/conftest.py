@@ -10,7 +10,7 @@ from slipstream.tune import batch_size, search
 
 @pytest.fixture
 def fake_process(monkeypatch):
-    """Replace the processes of trials with scripts, and check that all of them are ended."""
+    """Replace trial processes with scripts, and check that all of them are ended."""
 
     class Counted(FakeProcess):
         requests: ClassVar = []
@@ -23,7 +23,7 @@ def fake_process(monkeypatch):
 
 @pytest.fixture
 def clocked_process(monkeypatch):
-    """Replace the processes of trials with scripts on a simulated clock, and check that all of them are ended."""
+    """Replace trial processes with scripts on a simulated clock, and check that all of them are ended."""
 
     class Clocked(ClockedProcess):
         now: ClassVar = [0.0]
@@ -37,6 +37,6 @@ def clocked_process(monkeypatch):
 
 @pytest.fixture
 def short_rounds(monkeypatch):
-    """Measure for a short time, whatever the budget is; the budget is large because the machine may be busy."""
+    """Measure for a short time, regardless of the budget. The budget is large because the machine may be busy."""
     monkeypatch.setattr(search, "_LONGEST_ROUND", 0.02)
     monkeypatch.setattr(search, "_ROUNDS_FRACTION", 0.0)

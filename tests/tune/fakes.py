@@ -10,7 +10,7 @@ from slipstream.tune.process import TrialError
 
 
 def alive(pid):
-    """Return whether a process runs; a zombie does not."""
+    """Return whether a process is running. A zombie is not running."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
@@ -18,7 +18,7 @@ def alive(pid):
 
 @dataclass
 class Script:
-    """What one trial reports."""
+    """The values that one trial reports."""
 
     seconds: float = 0.1
     """Step time."""
@@ -35,11 +35,11 @@ class Script:
     shapes: int = 1
     counted: bool = False
     startup: float = 0.0
-    """Seconds that the start of the trial takes, in addition to its warm-up steps."""
+    """Time that the start of the trial takes in seconds, in addition to its warm-up steps."""
 
 
 class FakeProcess:
-    """A replacement of `Process`; the job is a `Script`."""
+    """A replacement for `Process`, whose job is a `Script`."""
 
     started = 0
     ended = 0

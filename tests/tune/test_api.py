@@ -96,14 +96,14 @@ def test_without_a_cache_and_without_a_complete_key_nothing_is_stored(own, tmp_p
     assert tune(*own).cached
 
 
-def test_a_loader_that_can_be_iterated_once_is_an_error_with_the_remedy(own):
+def test_a_loader_that_can_be_iterated_only_once_raises_an_error_with_the_remedy(own):
     model, loader, optimizer, loss = own
     once = (batch for batch in list(loader))
     with pytest.raises(SlipstreamError, match="can be iterated only once; pass a DataLoader or a list"):
         tune(model, once, optimizer, loss, budget=100, options=["fused"], cache=False)
 
 
-def test_a_model_that_cannot_train_is_an_error_with_its_message(own):
+def test_a_model_that_cannot_train_raises_an_error_with_its_message(own):
     model, _, optimizer, loss = own
     with pytest.raises(
         SlipstreamError, match=r"the baseline does not train \(failed\): RuntimeError: .*shape"
@@ -119,7 +119,7 @@ def test_a_model_that_cannot_train_is_an_error_with_its_message(own):
         (2, None, "optimizer: must be a torch.optim.Optimizer, not NoneType"),
     ],
 )
-def test_wrong_arguments_are_named(own, index, value, message):
+def test_errors_name_wrong_arguments(own, index, value, message):
     arguments = list(own)
     arguments[index] = value
     with pytest.raises(ConfigError, match=message):
@@ -308,7 +308,7 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.parametrize("dataset", [Stream(), dict(type=Stream)], ids=["object", "configuration"])
-def test_a_streamed_dataset_is_measured_without_a_limit_of_batches(tmp_path, dataset):
+def test_a_streamed_dataset_is_measured_without_a_batch_limit(tmp_path, dataset):
     loader = dict(batch_size=8, dataset=dataset, collate_fn=dict(type="default_collate"))
     cfg = tiny_runs.training(tmp_path, train_dataloader=loader, train_cfg=dict(by_epoch=False, max_iters=2))
     with Process(RunnerJob(cfg)) as process:
@@ -349,7 +349,7 @@ def test_a_trial_outlasts_the_run_and_repeats_its_first_batches_in_one_pass(tmp_
     assert len({float(batch.sum()) for batch in inputs}) == 6
 
 
-def test_a_limit_of_batches_and_a_loader_without_batches_are_measured(tmp_path):
+def test_a_batch_limit_and_a_loader_without_batches_are_measured(tmp_path):
     data = TensorDataset(*tiny_runs.samples())
     limited = dict(dataloader=DataLoader(data, batch_size=8), num_batch_per_epoch=3)
     with Process(RunnerJob(tiny_runs.training(tmp_path, train_dataloader=limited))) as process:
@@ -364,7 +364,7 @@ def test_a_limit_of_batches_and_a_loader_without_batches_are_measured(tmp_path):
 
 
 def halves(process):
-    """Return the means of the losses of two half batches each."""
+    """Return the mean loss of each pair of consecutive half batches."""
     losses = process.wait_for("warm", 60)["losses"]
     return [sum(losses[i : i + 2]) / 2 for i in range(0, len(losses), 2)]
 
@@ -458,7 +458,7 @@ def test_persistent_workers_of_this_process_keep_working(own):
 
 
 @pytest.mark.slow
-def test_a_missing_compiler_is_the_reason_in_the_row(own, monkeypatch, short_rounds):
+def test_the_row_names_a_missing_compiler_as_the_reason(own, monkeypatch, short_rounds):
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/nonexistent/g++",))
     result = tune(*own, budget="10m", options=["compile"], cache=False)
     assert [row.status for row in result.rows] == ["failed", "failed"]

@@ -32,7 +32,7 @@ def test_fastest_can_be_smaller_than_the_largest(fake_process):
     assert "fastest: 4" in str(found)
 
 
-def test_buffered_batches_are_not_timed_and_cycles_of_accumulation_are_complete(fake_process):
+def test_buffered_batches_are_not_timed_and_accumulation_cycles_are_complete(fake_process):
     search_batch_sizes(lambda setting: Script(buffered=6, accumulate=2), 1, 60, print)
     assert fake_process.requests == [(4, 7)]
 
@@ -42,7 +42,7 @@ def test_the_limit_itself_is_tried(fake_process):
     assert find(max_size=1).largest == 1
 
 
-def test_memory_of_the_cpu_bounds_the_size_before_it_is_tried(fake_process, monkeypatch):
+def test_cpu_memory_bounds_the_size_before_it_is_tried(fake_process, monkeypatch):
     monkeypatch.setattr(batch_size, "available_mib", lambda: 1000.0)
     tried = []
 
@@ -56,7 +56,7 @@ def test_memory_of_the_cpu_bounds_the_size_before_it_is_tried(fake_process, monk
     assert any(row.status == "too large" and "1000 MiB are available" in row.reason for row in found.rows)
 
 
-def test_out_of_memory_at_one_sample_is_an_error(fake_process):
+def test_out_of_memory_at_one_sample_raises_an_error(fake_process):
     with pytest.raises(SlipstreamError, match=r"batch size 1: out of memory: full"):
         find(lambda size: False)
 

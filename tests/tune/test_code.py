@@ -198,7 +198,7 @@ def test_a_changed_attribute_of_any_readable_class_changes_the_key(make):
     [threading.Lock(), iter([1]), ModuleType("own"), {object()}, list(range(200_000))],
     ids=["lock", "iterator", "module", "set", "data"],
 )
-def test_a_value_that_cannot_be_described_is_an_error(value):
+def test_a_value_that_cannot_be_described_raises_an_error(value):
     with pytest.raises(UndescribedError):
         describe_model(Holder([value]))
 

@@ -31,7 +31,7 @@ def test_suggestion_is_near_the_steepest_descent():
 
 
 @pytest.mark.parametrize("steps", [100, 200])
-def test_noisy_losses_of_small_batches_hardly_move_the_suggestion(steps):
+def test_noisy_losses_of_small_batches_barely_change_the_suggestion(steps):
     found = []
     for seed in range(30):
         generator = random.Random(seed)
@@ -103,7 +103,7 @@ def test_divergence_ends_the_sweep():
 
 
 @pytest.mark.parametrize("jump", [10.0, 1e3, 1e6])
-def test_a_diverged_end_does_not_change_the_suggestion(jump):
+def test_divergence_at_the_end_does_not_change_the_suggestion(jump):
     def falling(rate):
         return 2.3 - 1.5 / (1 + (1e-4 / rate) ** 2)
 

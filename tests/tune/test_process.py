@@ -18,7 +18,7 @@ from slipstream.tune.process import WARMUP, Process, TrialError
 
 
 class Job:
-    """A run of steps; `before` is called before the first one."""
+    """A run of steps that calls `before` before the first step."""
 
     def __init__(self, before=lambda: None, steps=10**6):
         self.before = before
@@ -69,7 +69,7 @@ def test_an_error_is_reported_on_one_line():
     assert (found.status, found.reason) == ("failed", "ValueError: wrong shape")
 
 
-def test_out_of_memory_is_named():
+def test_out_of_memory_is_reported():
     def allocate():
         torch.empty(10**15)
 

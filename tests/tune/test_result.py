@@ -63,7 +63,7 @@ def test_the_batch_size_of_an_accumulation_is_written_and_read(tmp_path):
     assert tuned == {"speed": {"accumulate": 2}, "train_dataloader": {"batch_size": 4}}
 
 
-def test_summary_says_when_nothing_pays():
+def test_summary_says_if_no_option_is_faster():
     text = result(total=None, setting=Setting(), adopted=[]).summary()
     assert "No measured option makes a_recipe faster on this machine; keep the current options." in text
 
@@ -125,13 +125,13 @@ def test_auto_stays_in_the_plan():
         ("speed: !!python/object/apply:os.getcwd []", "is not a YAML file"),
     ],
 )
-def test_a_file_with_other_content_is_refused(tmp_path, text, message):
+def test_a_file_with_different_contents_is_refused(tmp_path, text, message):
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_tuned(tmp_path / "bad.yaml")
 
 
-def test_missing_files_and_folders_are_named(tmp_path):
+def test_errors_name_missing_files_and_folders(tmp_path):
     with pytest.raises(ConfigError, match="cannot read"):
         read_tuned(tmp_path / "missing.yaml")
     with pytest.raises(ConfigError, match="cannot write"):

@@ -42,7 +42,7 @@ def equal(before, after):
 
 
 def objects(folder):
-    """Return a Runner whose model, loader and optimizer are objects, with workers that stay."""
+    """Return a Runner whose model, loader and optimizer are objects, with persistent workers."""
     model = tiny_runs.Net(dropout=0.1, norm=True)
     loader = DataLoader(
         TensorDataset(*tiny_runs.samples()), batch_size=8, num_workers=1, persistent_workers=True
@@ -74,13 +74,13 @@ def check_that_nothing_changes(tmp_path, make, trained):
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
-def test_a_runner_of_a_configuration_and_all_random_states_are_unchanged(tmp_path, short_rounds, trained):
+def test_a_runner_from_a_configuration_and_all_random_states_are_unchanged(tmp_path, short_rounds, trained):
     check_that_nothing_changes(tmp_path, configuration, trained)
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
-def test_a_runner_of_objects_and_all_random_states_are_unchanged(tmp_path, trained):
-    # In a new process: the worker of a forked trial once crashed in a process in which thousands of tests had run.
+def test_a_runner_from_objects_and_all_random_states_are_unchanged(tmp_path, trained):
+    # Runs in a new process, because a worker of a forked trial crashed in a process that had run thousands of tests.
     script = f"""
 from pathlib import Path
 import pytest, test_runner_tune

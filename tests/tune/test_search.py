@@ -18,7 +18,7 @@ from slipstream.tune.search import Search, _how_to_launch
 
 
 def search(scripts, names=("channels_last", "fused", "precision"), budget=60, speed=None, rows=None):
-    """Search with scripts by the names of the set options; a missing name behaves like the baseline."""
+    """Search with scripts by the names of the enabled options. Missing scripts behave like the baseline."""
 
     def make_job(setting):
         keys = [*setting.speed, *(["num_workers"] if setting.num_workers else [])]
@@ -66,7 +66,7 @@ def test_batches_that_workers_loaded_while_a_trial_waited_are_not_timed(fake_pro
 
 
 class NoisyProcess(FakeProcess):
-    """A process whose step times vary from round to round; the script contains one time for each round."""
+    """A process whose step times vary from round to round. The script contains one time for each round."""
 
     def time(self, steps, untimed, seconds):
         times = self.script.seconds
@@ -97,7 +97,7 @@ def test_option_that_is_likely_faster_is_adopted(monkeypatch, seconds, status, r
     assert outcome.adopted == (["fused"] if status == "adopted" else [])
 
 
-def test_nothing_pays(fake_process):
+def test_no_option_is_adopted_if_none_is_faster(fake_process):
     outcome = search({"channels_last": Script(0.0999)})
     assert outcome.setting.speed == {}
     assert outcome.total is None
@@ -142,7 +142,7 @@ def test_nan_losses_are_rejected(fake_process):
 
 
 @pytest.mark.parametrize("status", ["out of memory", "timed out", "failed"])
-def test_a_trial_without_a_result_is_a_row(fake_process, status):
+def test_a_trial_without_a_result_has_a_row(fake_process, status):
     outcome = search(
         {"fused": Script(error=TrialError(status, "why")), "precision": Script(0.05)}, ["fused", "precision"]
     )
@@ -198,7 +198,7 @@ def test_a_plan_whose_process_dies_ends_the_search_with_the_reason(fake_process)
 
 
 class Steps:
-    """A run whose steps take a time in seconds."""
+    """A run whose steps take `seconds` seconds."""
 
     def __init__(self, seconds):
         self.seconds = seconds
@@ -210,7 +210,7 @@ class Steps:
             observer.after_step(torch.tensor(1.0))
 
 
-def test_a_real_trial_that_hangs_is_ended_at_the_deadline_and_is_a_row(monkeypatch):
+def test_a_real_trial_that_hangs_is_ended_at_the_deadline_and_has_a_row(monkeypatch):
     started = []
 
     class Recorded(Process):
@@ -235,7 +235,7 @@ def test_a_budget_too_short_for_one_trial_names_the_minimum(fake_process):
         search({"": Script(1.0)}, budget=2)
 
 
-def test_a_step_longer_than_the_budget_is_named(fake_process):
+def test_error_reports_a_step_longer_than_the_budget(fake_process):
     late = TrialError("timed out", "")
     with pytest.raises(
         ConfigError, match=r"did not finish a single step within this time; one trial needs at least 240 s"
@@ -246,14 +246,14 @@ def test_a_step_longer_than_the_budget_is_named(fake_process):
         search({"": Script(error=some)})
 
 
-def test_a_baseline_that_does_not_train_is_an_error(fake_process):
+def test_a_baseline_that_does_not_train_raises_an_error(fake_process):
     with pytest.raises(SlipstreamError, match=r"the baseline does not train \(out of memory\): why"):
         search({"": Script(error=TrialError("out of memory", "why"))})
     with pytest.raises(NonFiniteLossError, match="losses of the baseline are not finite"):
         search({"": Script(losses=(1.0, float("inf")))})
 
 
-def test_trials_that_do_not_fit_in_the_budget_are_named(fake_process, monkeypatch):
+def test_trials_that_do_not_fit_in_the_budget_are_listed_with_a_reason(fake_process, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(
         "slipstream.tune.search.time.monotonic", lambda: now.__setitem__(0, now[0] + 0.5) or now[0]
@@ -290,13 +290,13 @@ def test_a_search_ends_within_its_budget_and_records_the_trial_that_hangs(clocke
         assert begun == ["channels_last", "fused", "precision=bf16", "compile=step"]
 
 
-def test_slow_ends_of_processes_are_part_of_the_budget(clocked_process):
+def test_the_time_to_end_processes_is_part_of_the_budget(clocked_process):
     clocked_process.end_seconds = 6.0
     names = ["channels_last", "fused", "precision"]
     assert search({"": Script(0.2, startup=5)}, names, 110).seconds <= 110
 
 
-def test_a_compilation_that_was_measured_is_not_begun_again_if_it_cannot_end(clocked_process):
+def test_a_measured_compilation_is_not_repeated_if_it_cannot_end_within_the_budget(clocked_process):
     compiled = Script(0.3, startup=100, compile_seconds=100)
     scripts = {"": Script(0.2, startup=2), "compile=step": compiled, "compile=model": compiled}
     broken = {
@@ -341,13 +341,13 @@ def test_dynamic_shapes_are_measured_if_the_shapes_of_the_batches_differ(fake_pr
     assert {rows[f"compile.dynamic={value}"].status for value in (True, False)} == {"no gain"}
 
 
-def test_single_options_of_compile_are_combined():
+def test_single_compile_options_are_combined():
     scope = Setting({"compile": {"scope": "step"}, "fused": True})
     mode = Setting({"compile": {"mode": "default"}})
     assert scope.plus(mode).speed == {"compile": {"scope": "step", "mode": "default"}, "fused": True}
 
 
-def test_accumulation_is_compared_for_the_samples_of_one_batch_of_the_baseline(fake_process):
+def test_accumulation_is_compared_for_the_samples_of_one_baseline_batch(fake_process):
     # Two half batches take 0.16 s, and the mean of their losses is the loss of the whole batch.
     halves = Script(0.08, losses=(1.9, 2.1, 1.4, 1.6, 0.9, 1.1))
     outcome = search({"": Script(0.2), "accumulate": halves}, ["accumulate"])
@@ -376,7 +376,7 @@ def test_data_parallelism_is_reported_with_its_command_but_not_adopted(fake_proc
     assert "--nproc 2 speed.fused=true speed.parallel=ddp" in row.reason
 
 
-def test_the_command_for_data_parallelism_contains_the_plan_that_it_was_compared_with():
+def test_the_command_for_data_parallelism_contains_the_compared_plan():
     plan = Setting({"fused": True, "compile": {"scope": "step"}}, num_workers=2)
     trial = Setting({"parallel": "ddp", "sync_bn": True}, batch_size=4, processes=2)
     *_, command = _how_to_launch(plan.plus(trial), "auto").partition("slipstream train ... ")
@@ -421,7 +421,7 @@ def test_accumulation_that_would_change_the_run_is_skipped(fake_process, script,
     assert row.reason.startswith(reason)
 
 
-def test_data_parallelism_divides_the_batches_of_the_baseline():
+def test_data_parallelism_divides_the_baseline_batches():
     assert check_names(["accumulate", "data_parallel"]) == ["data_parallel", "accumulate"]
 
 

@@ -78,12 +78,12 @@ def test_hsdp_all_reduces_its_partitions_between_nodes():
 
 @pytest.mark.parametrize("channels", [8, SYNC_BN_ONE_MESSAGE])
 def test_sync_bn_waits_for_its_messages_and_for_earlier_buckets(channels):
-    few = channels == 8  # 8 channels: one all-reduce of 2 s for the moments; otherwise, two of 1 s
-    lone = Link(1.0 if few else 0.5, 0.0)  # an all-reduce between two GPUs takes twice this time for any size
+    few = channels == 8  # With 8 channels, the moments need one all-reduce of 2 s; otherwise, two of 1 s.
+    lone = Link(1.0 if few else 0.5, 0.0)  # An all-reduce of any size between two GPUs takes twice this time.
     net = model(1, 1, norm=channels)
     schedule = simulate(net, cluster(intra=lone), plain("ddp", bucket_bytes=MIB), Work([1, 1], [1, 1], 0))
-    # Forward: (2 + 1) twice = 6. Backward of block 1: 2 + 1, its bucket starts at 9. The all-reduces of block 0 queue
-    # behind this bucket, and its own bucket starts after its backward pass.
+    # Forward: 2 * (2 + 1) = 6. Backward of block 1: 2 + 1, so its bucket starts at 9. The all-reduces of block 0 wait
+    # for this bucket, and the bucket of block 0 starts after the backward pass of block 0.
     bucket = 2 if few else 1
     assert len(spans(schedule, "SyncBN")) == (4 if few else 8)
     assert spans(schedule, "all-reduce") == [(9, 9 + bucket), (12 + bucket, 12 + 2 * bucket)]

@@ -169,7 +169,7 @@ def test_gradient_reaches_every_parameter_in_training():
 
 
 @pytest.mark.slow
-def test_network_compiles_as_one_graph_with_the_same_gradients():
+def test_network_compiles_as_a_single_graph_with_the_same_gradients():
     torch.manual_seed(0)
     network = ddrnet_23_slim(num_classes=4).double()
     x = torch.randn(2, 3, 64, 64, dtype=torch.float64)

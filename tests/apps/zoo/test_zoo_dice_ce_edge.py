@@ -175,7 +175,7 @@ def test_loss_does_not_synchronize_or_allocate_large_int64_tensors():
     }
 
 
-def test_loss_compiles_as_one_graph_with_the_same_gradients():
+def test_loss_compiles_as_a_single_graph_with_the_same_gradients():
     outputs, targets = batch(dtype=torch.float64)
     loss = loss_of()
 

@@ -15,7 +15,7 @@ IGNORE = 255
 
 
 def reference(logits, targets, ignore_index=IGNORE):
-    """Return the float64 mean of -log softmax over the pixels that are not ignored, or 0 without such pixels."""
+    """Return the float64 mean of -log softmax over the pixels that are not ignored, or 0 if there are none."""
     z = logits.detach().double().numpy()
     t = targets.numpy().astype(np.int64)
     z = np.moveaxis(z, 1, -1).reshape(-1, z.shape[1])

@@ -104,7 +104,7 @@ def test_parameter_count_of_the_cifar10_resnet_matches_the_original():
 @pytest.mark.parametrize(
     "name", ["pp_lite_b_seg", "stdc2_seg", "ddrnet_39", "segformer_b1", "resnet18_cifar"]
 )
-def test_larger_networks_export_and_compile_as_one_graph(name):
+def test_larger_networks_export_and_compile_as_a_single_graph(name):
     with torch.device("meta"):
         network, x = models.get(name, 19), torch.empty(2, 3, 128, 64)
     outputs = torch.compile(network, fullgraph=True, dynamic=False, backend="eager")(x)

@@ -177,7 +177,7 @@ def test_initial_weights_follow_he_and_norms_start_as_identity():
 
 
 @pytest.mark.slow
-def test_network_and_loss_compile_as_one_graph_with_the_same_gradients():
+def test_network_and_loss_compile_as_a_single_graph_with_the_same_gradients():
     torch.manual_seed(0)
     network, loss = pp_lite_t_seg(num_classes=4).double(), MultiHeadCrossEntropy()
     x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
@@ -197,7 +197,7 @@ def test_network_and_loss_compile_as_one_graph_with_the_same_gradients():
 
 
 def test_network_uses_no_scatter():
-    """With F.interpolate, the gradients of the network compiled for CPU were zero. See `resize`."""
+    """With F.interpolate, the gradients of the network are zero when it is compiled for a CPU. See `resize`."""
     seen = set()
 
     class Record(TorchDispatchMode):

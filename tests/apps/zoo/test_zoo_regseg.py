@@ -187,7 +187,7 @@ def test_channels_last_returns_equal_outputs():
 
 
 @pytest.mark.slow
-def test_training_is_one_graph_with_the_same_gradients():
+def test_training_is_a_single_graph_with_the_same_gradients():
     torch.manual_seed(0)
     network = regseg48(num_classes=4).double()
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)

@@ -182,7 +182,7 @@ def test_initial_weights_have_the_standard_deviations_of_the_paper():
 
 
 @pytest.mark.slow
-def test_network_compiles_as_one_graph_with_the_same_gradients():
+def test_network_compiles_as_a_single_graph_with_the_same_gradients():
     torch.manual_seed(0)
     network = tiny(drop_path=0.5).double()
     x = torch.randn(2, 3, 64, 64, dtype=torch.float64)

@@ -173,7 +173,7 @@ def test_channels_last_returns_equal_outputs():
 
 
 @pytest.mark.slow
-def test_network_and_loss_are_one_graph_with_the_same_gradients():
+def test_network_and_loss_are_a_single_graph_with_the_same_gradients():
     torch.manual_seed(0)
     network, loss = stdc1_seg(num_classes=4, dropout=0).double(), STDCLoss(4, ignore_index=19)
     x = torch.randn(2, 3, 64, 64, dtype=torch.float64)

@@ -21,7 +21,7 @@ Pair = namedtuple("Pair", ["image", "label"])
 
 
 class CopyStream:
-    """A copy stream that records the calls of `send` and `receive`."""
+    """A copy stream that records the calls to `send` and `receive`."""
 
     def __init__(self):
         self.log = []

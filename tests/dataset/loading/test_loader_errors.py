@@ -1,4 +1,4 @@
-"""Error messages of failing data loader workers."""
+"""Error messages from failing data loader workers."""
 
 import pytest
 from torch.utils.data import Dataset

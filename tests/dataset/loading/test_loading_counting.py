@@ -26,7 +26,7 @@ class Growing:
 
 
 class Numbers(Sampler):
-    """A sampler that yields `count` indices, and `more` indices per epoch."""
+    """A sampler that yields `count + more * epoch` indices."""
 
     def __init__(self, count, more=0):
         self.count, self.more, self.epoch = count, more, 0
@@ -39,7 +39,7 @@ class Numbers(Sampler):
 
 
 class Counted(Numbers):
-    """`Numbers` with the length `length`, or the true one."""
+    """A `Numbers` sampler that reports the length `length`, or its true length."""
 
     def __init__(self, *args, length=None):
         super().__init__(*args)
@@ -66,7 +66,7 @@ def build(cfg):
     ],
     ids=["last is smaller", "all are full", "drop_last", "limit", "stream", "batch sampler", "ready batches"],
 )
-def test_sizes_are_those_of_the_batches(cfg):
+def test_sizes_match_the_batches(cfg):
     made = build(cfg)
     sizes = BatchSizes(made)
     found = [(sizes.at(number, batch), batch[0]) for number, batch in enumerate(made)]
@@ -83,10 +83,10 @@ def test_sizes_are_those_of_the_batches(cfg):
         (Counted(21, length=40), [[8, 8, 5], [8, 8, 5]]),
         (Counted(20, 3), [[8, 8, 4], [8, 8, 7]]),
     ],
-    ids=["without a length", "fewer than its length", "other length in each epoch"],
+    ids=["without a length", "fewer than its length", "different length in each epoch"],
 )
-def test_sizes_are_those_that_a_sampler_draws(sampler, expected, workers):
-    # Tuples of two views, so that the first dimension of the batch is not its number of samples.
+def test_sizes_match_the_samples_that_a_sampler_draws(sampler, expected, workers):
+    # With two views per sample, the first dimension of a batch is not its number of samples.
     made = build(
         DataLoader(TensorDataset(*samples(40)), 8, sampler=sampler, num_workers=workers, collate_fn=two_views)
     )
@@ -101,7 +101,7 @@ def two_views(samples):
     return torch.cat([images, images])
 
 
-def test_samples_that_a_resumed_run_leaves_out_are_not_counted():
+def test_samples_that_a_resumed_run_skips_are_not_counted():
     made = build(loader(TensorDataset(*samples(19)), shuffle=False))
     sizes = BatchSizes(made)
     set_epoch(made, 0, 1, 3)
@@ -124,7 +124,7 @@ def test_samples_that_a_resumed_run_leaves_out_are_not_counted():
         ({}, None),
     ],
 )
-def test_structure_of_a_batch_shows_its_samples(batch, count):
+def test_number_of_samples_follows_from_the_structure_of_a_batch(batch, count):
     assert count_samples(batch) == count
 
 

@@ -1,4 +1,4 @@
-"""The samples of a batch are computed again without loading them."""
+"""The sample indices of a batch are recomputed without loading the samples."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_order_of_an_epoch_is_drawn_once_for_ascending_batches(monkeypatch):
     assert len(draws) == 3
 
 
-def test_batch_indices_are_unknown_for_samplers_of_the_user():
+def test_batch_indices_are_unknown_for_custom_samplers():
     class Own(torch.utils.data.Sampler):
         def __iter__(self):
             return iter(range(40))

@@ -22,7 +22,7 @@ def _preserve_generators():
 
 
 def samplers_of_ranks(kind, size, world, epoch=0, **options):
-    """Return the sampler of every rank."""
+    """Return one sampler per rank."""
     result = []
     for rank in range(world):
         with pytest.MonkeyPatch.context() as patch:
@@ -191,7 +191,7 @@ def test_non_integer_keys_are_kept_and_tensors_become_indices():
 
 
 class Shuffled(Sampler):
-    """A sampler with a generator of its own."""
+    """A sampler with its own generator."""
 
     def __init__(self):
         self.rng = random.Random(5)
@@ -221,7 +221,7 @@ class Seeded(random.Random):
 
 
 class Keeps(Sampler):
-    """A sampler that finds its generator in the attribute `kept` with `get`."""
+    """A sampler that gets its generator from the attribute `kept` by calling `get`."""
 
     def __init__(self, kept, get=lambda kept: kept):
         self.kept, self.get = kept, get
@@ -382,7 +382,7 @@ class Position(Keeps):
     ],
     ids=["created late", "closure", "position", "system generator", "iterator"],
 )
-def test_state_that_changes_the_order_of_a_repeated_epoch_is_named(make, names):
+def test_differing_state_names_what_changes_the_order_of_a_repeated_epoch(make, names):
     sampler = make()
     made = EpochBatchSampler(BatchSampler(sampler, 8, False), 7, 40)
     before = dict(vars(sampler))
@@ -390,7 +390,7 @@ def test_state_that_changes_the_order_of_a_repeated_epoch_is_named(make, names):
     assert vars(sampler) == before
 
 
-def test_generators_of_a_sampler_s_dataset_keep_their_state():
+def test_generators_of_the_dataset_of_a_sampler_keep_their_state():
     class Data(TensorDataset):
         rng = random.Random(5)
 
@@ -404,6 +404,6 @@ def test_generators_of_a_sampler_s_dataset_keep_their_state():
 
 
 @pytest.mark.parametrize(("round_up", "own", "total"), [(True, 4, 8), (False, 3, 7)])
-def test_a_sampler_shows_its_dataset_and_its_numbers_of_samples(round_up, own, total):
+def test_sampler_attributes_contain_its_dataset_and_sample_counts(round_up, own, total):
     last = samplers_of_ranks(DefaultSampler, 7, 2, round_up=round_up)[-1]
     assert (last.num_samples, last.total_size, last.dataset) == (own, total, range(7))

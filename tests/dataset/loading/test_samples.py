@@ -1,4 +1,4 @@
-"""Failing samples are named, and replaced if asked."""
+"""Errors name the failing sample, and `skip_errors` replaces failing samples."""
 
 import re
 import traceback
@@ -19,7 +19,7 @@ from slipstream.errors import ConfigError, DataError
 
 
 class Samples(Dataset):
-    """Samples 0 to 19 and a random number; `faulty` ones raise `error`."""
+    """Samples that contain their index and a random number. The samples in `faulty` raise `error`."""
 
     def __init__(self, faulty=(), error=ValueError, size=20):
         self.faulty, self.error, self.size = set(faulty), error, size
@@ -92,7 +92,7 @@ def test_collate_fn_error_names_the_samples_of_the_batch():
 
 
 class Files(Samples):
-    """A dataset with one more attribute."""
+    """A dataset with an additional attribute."""
 
     def __init__(self, name, value):
         super().__init__(size=3)
@@ -161,7 +161,7 @@ def test_replacement_depends_only_on_seed_epoch_and_index():
         for index, (found, draw) in enumerate(read):
             assert found not in faulty
             assert index in faulty or found == index
-            assert draw == wanted[epoch][found], "augmented as in any other position"
+            assert draw == wanted[epoch][found], "the augmentation must not depend on the position"
         replacements[epoch] = [read[index][0] for index in faulty]
     assert replacements[0] != replacements[1]
     other = [s for batch in content(build(Samples(faulty), seed=6, skip_errors=3)) for s in batch]
@@ -180,7 +180,7 @@ class FailsInFirstEpoch(Samples):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("sampler", ["DefaultSampler", "InfiniteSampler"])
-def test_batch_indices_name_the_samples_that_were_used_instead_of_failing_ones(workers, sampler):
+def test_batch_indices_contain_the_replacements_for_failing_samples(workers, sampler):
     options = dict(sampler=dict(type=sampler, shuffle=True), num_batch_per_epoch=7)
     loader = build(FailsInFirstEpoch([3, 4, 11]), skip_errors=3, num_workers=workers, **options)
     replaced = 0
@@ -193,7 +193,7 @@ def test_batch_indices_name_the_samples_that_were_used_instead_of_failing_ones(w
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_more_failing_samples_than_allowed_are_an_error_that_names_the_last(workers):
+def test_too_many_failing_samples_raise_an_error_that_names_the_last(workers):
     loader = build(Samples([3, 4, 11]), skip_errors=2, num_workers=workers)
     with pytest.raises(
         DataError, match=r"3 samples raised an error, more than skip_errors=2; .* 11 .* ValueError: damaged"
@@ -209,7 +209,7 @@ def test_each_skipped_sample_is_logged_once_with_its_error(capsys):
     assert lines == [f"Skipped sample {i} of Samples: ValueError: damaged" for i in (2, 3)]
 
 
-def test_dataset_whose_samples_all_fail_is_an_error():
+def test_dataset_whose_samples_all_fail_raises_an_error():
     with pytest.raises(DataError, match="all 4 samples of Samples raise errors"):
         content(build(Samples(range(4), size=4), skip_errors=9))
 

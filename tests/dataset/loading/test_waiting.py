@@ -1,4 +1,4 @@
-"""Waiting for batches: warnings, timeouts, dead workers, and shared memory that is full, with real processes."""
+"""Waiting for batches with real processes: warnings, timeouts, dead workers and full shared memory."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from slipstream.errors import ConfigError, DataLoaderError, SlipstreamError
 
 
 class Slow(Dataset):
-    """6 samples; sample 2 takes `seconds`, or kills its process."""
+    """A dataset of six samples. Sample 2 takes `seconds`, or kills its process."""
 
     def __init__(self, seconds=0.0, kill=None):
         self.seconds, self.kill = seconds, kill
@@ -54,7 +54,7 @@ def watchers():
     return [thread for thread in threading.enumerate() if thread.name == "slipstream-stall-warning"]
 
 
-def test_slow_sample_in_the_process_of_the_run_warns_with_its_place():
+def test_warning_for_a_slow_sample_in_the_main_process_names_its_line():
     batches, warnings = read(build(Slow(1.3), stall_warning=0.2))
     assert batches == [[i] for i in range(6)]
     assert len(warnings) in (2, 3), "the time between warnings doubles"
@@ -98,10 +98,10 @@ def test_default_is_a_warning_after_a_minute_for_every_loader():
         assert Loading(loader, "train_dataloader", print).seconds == 60
 
 
-def test_timeout_is_an_error_that_names_the_option_and_ends_the_worker(monkeypatch):
+def test_timeout_raises_an_error_that_names_the_option_and_ends_the_worker(monkeypatch):
     monkeypatch.setattr(
         "torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2
-    )  # torch waits 5 s before it kills
+    )  # torch waits 5 s before it kills a worker
     loader = build(Slow(60), num_workers=1, timeout=1, multiprocessing_context="fork")
     loading = Loading(loader, "val_dataloader", print)
     worker = loading._iterator._workers[0]
@@ -124,7 +124,7 @@ def test_timeout_is_an_error_that_names_the_option_and_ends_the_worker(monkeypat
         (signal.SIGABRT, r"num_workers=0 to see the error|died while it sent a batch"),
     ],
 )
-def test_dead_worker_is_named_with_a_remedy(number, message):
+def test_error_for_a_dead_worker_contains_a_remedy(number, message):
     loader = build(Slow(kill=number), num_workers=1)
     with pytest.raises(RuntimeError, match=message) as caught:
         read(loader)
@@ -132,7 +132,7 @@ def test_dead_worker_is_named_with_a_remedy(number, message):
     assert caught.value.__cause__ is not None
 
 
-def test_lost_connection_to_a_worker_is_explained_but_not_a_connection_of_the_dataset():
+def test_only_lost_connections_to_workers_are_explained():
     class Offline(Slow):
         def __getitem__(self, index):
             raise ConnectionResetError("the server left")
@@ -147,7 +147,7 @@ def test_lost_connection_to_a_worker_is_explained_but_not_a_connection_of_the_da
     loading.close()
 
 
-def test_batch_that_cannot_be_sent_is_an_error_instead_of_an_endless_wait(capfd):
+def test_batch_that_cannot_be_sent_raises_an_error_instead_of_waiting_forever(capfd):
     class Unsendable(Slow):
         def __getitem__(self, index):
             return threading.Lock()
@@ -185,7 +185,7 @@ def test_batch_that_cannot_be_sent_is_an_error_instead_of_an_endless_wait(capfd)
         ),
     ],
 )
-def test_texts_of_torch_are_recognised(error, message):
+def test_torch_messages_are_recognized(error, message):
     with pytest.raises(DataLoaderError, match=message) as caught, explain_worker_errors("train_dataloader"):
         raise error
     assert caught.value.__cause__ is error
@@ -208,7 +208,7 @@ def test_texts_of_torch_are_recognised(error, message):
         ValueError("DataLoader timed out after 5 seconds"),
     ],
 )
-def test_other_errors_stay_as_they_are(error):
+def test_other_errors_are_not_changed(error):
     with pytest.raises(type(error)) as caught, explain_worker_errors("train_dataloader"):
         raise error
     assert caught.value is error
@@ -241,7 +241,7 @@ message("default_collate")
 """
 
 
-def test_shared_memory_that_is_too_small_is_named(tmp_path):
+def test_error_reports_too_small_shared_memory(tmp_path):
     script = tmp_path / "run.py"
     script.write_text(IN_SMALL_SHARED_MEMORY)
     mount = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]

@@ -41,7 +41,7 @@ def png(pixels, filters=(0,), level=6, extra=b"", size=None, pieces=1):
 
 
 def predicted(kind, row, above, channels):
-    """Apply one of the five filters of the PNG specification to a row."""
+    """Apply one of the five filters in the PNG specification to a row."""
     left, corner = (np.concatenate([np.zeros(channels, int), values[:-channels]]) for values in (row, above))
     near = np.stack([left, above, corner])
     paeth = np.take_along_axis(near, np.abs(near - (left + above - corner)).argmin(0)[None], 0)[0]
@@ -151,7 +151,7 @@ def test_chunks_before_the_pixels_do_not_change_results(file, color, extra, size
 
 @pytest.mark.parametrize("depth", [2, 4])
 def test_masks_with_scaled_gray_values_raise_an_error(file, depth):
-    """Pillow reads the 4-bit gray value 1 of a PNG as 17, which may be the id of another class."""
+    """Pillow reads the 4-bit gray value 1 in a PNG as 17, which may be the id of another class."""
     header = struct.pack(">IIBBBBB", 2, 1, depth, GRAY, 0, 0, 0)
     pixels = chunk(b"IDAT", zlib.compress(b"\0\x12"))
     file.write_bytes(SIGNATURE + chunk(b"IHDR", header) + pixels + chunk(b"IEND", b""))
@@ -214,7 +214,7 @@ def test_small_files_that_describe_huge_images_are_refused(tmp_path, kind, read)
         read(path)
 
 
-def test_the_limit_of_pixels_is_configurable(tmp_path):
+def test_the_pixel_limit_is_configurable(tmp_path):
     path = tmp_path / "x.png"
     path.write_bytes(png(np.zeros((20, 30, 3), np.uint8)))
     assert read_image(path, 600).shape == (20, 30, 3)
@@ -224,7 +224,7 @@ def test_the_limit_of_pixels_is_configurable(tmp_path):
             read(path, 599)
 
 
-def test_a_limit_above_that_of_pillow_is_applied(tmp_path, monkeypatch):
+def test_a_limit_above_the_limit_of_pillow_is_applied(tmp_path, monkeypatch):
     path = tmp_path / "x.png"
     path.write_bytes(png(np.zeros((20, 30, 3), np.uint8)))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)

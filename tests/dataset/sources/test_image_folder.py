@@ -339,7 +339,7 @@ def test_disk_cache_is_used_until_the_file_changes(tmp_path):
     assert folder(tmp_path / "data", cache=tmp_path / "cache")[0]["inputs"].unique().tolist() == [77]
 
 
-def test_the_limit_of_pixels_is_an_option(tmp_path, caplog):
+def test_the_pixel_limit_is_an_option(tmp_path, caplog):
     make(tmp_path, size=(4, 6))
     write(tmp_path / "img/b.png", np.zeros((4, 7, 3)))
     with pytest.raises(DataError, match=r"b\.png' has 7 x 4 pixels, more than max_pixels=24"):

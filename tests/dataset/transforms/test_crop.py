@@ -105,7 +105,7 @@ PADS = st.builds(
 
 @st.composite
 def crops(draw):
-    """A crop after padding to its size, so that it always fits."""
+    """Return padding and a crop of the same size, so that the crop fits every image."""
     size, fill = draw(PAIRS), draw(st.sampled_from([19, 255]))
     mode = draw(MODES)
     return [SegPadShortToCropSize(size, fill, padding_mode=mode), SegCropImageAndMask(size, draw(MODES))]

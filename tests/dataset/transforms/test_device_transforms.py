@@ -73,7 +73,7 @@ CHANGES = st.permutations([0, 1, 2]).flatmap(
 
 
 class Fixed(SegColorJitter):
-    """A jitter with fixed changes."""
+    """A color jitter with fixed changes."""
 
     def __init__(self, changes):
         super().__init__()

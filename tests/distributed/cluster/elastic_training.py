@@ -1,4 +1,4 @@
-"""Train with checkpoints after every step, and write the samples of every step of every rank to `steps.jsonl`.
+"""Train with a checkpoint after every step, and write the samples that each rank uses in each step to `steps.jsonl`.
 
 torchrun starts this script: `elastic_training.py FOLDER SECONDS_PER_STEP`.
 """
@@ -21,7 +21,7 @@ SAMPLES, EPOCHS, BATCH_SIZE, SEED = 48, 2, 4, 3
 
 
 class Indices(Dataset):
-    """The samples are their own indices."""
+    """A dataset whose samples are their own indices."""
 
     def __len__(self):
         return SAMPLES

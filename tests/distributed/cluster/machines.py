@@ -76,7 +76,7 @@ class Run:
         return self
 
     def end(self) -> None:
-        """Terminate the command if it still runs, first with SIGTERM, which launchers forward to their processes."""
+        """Terminate the command if it is running, first with SIGTERM, which launchers forward to their processes."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             if self.process.poll() is None:
                 os.killpg(self.process.pid, number)
@@ -106,7 +106,7 @@ class Machine:
 
     @contextmanager
     def running(self, command: str, folder: Path, **environ: str) -> Iterator[Run]:
-        """Start the shell command in `folder`. Terminate it at the end of the block if it still runs."""
+        """Start the shell command in `folder`. Terminate it at the end of the block if it is still running."""
         number = sum(1 for _ in folder.glob("output*.txt"))
         file = folder / f"output{number}.txt"
         with file.open("wb") as out:

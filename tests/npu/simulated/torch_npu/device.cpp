@@ -4,9 +4,9 @@
 // host causes a segmentation fault. Kernels use the second mapping of the same pages: the boxed fallback runs
 // torch's CPU kernels on aliases of device memory, which supports in-place operators, views and lists of tensors.
 //
-// Kernels run when they are launched. On a real device, kernels of different streams may overlap unless one stream waits
-// for the other, so a kernel that uses memory which a kernel of another stream may still use is an error. This includes
-// memory that was freed without record_stream and allocated again.
+// Kernels run when they are launched. On a real device, kernels on different streams may overlap unless one stream waits
+// for the other. Therefore, a kernel raises an error if it uses memory that a kernel on another stream may still use.
+// This includes memory that was freed without record_stream and allocated again.
 //
 // Copies between pinned and device memory with non_blocking=True run as late as their stream allows: before the next
 // kernel on the same stream, or when an event or the host waits for them. Until then the destination contains NaN or
@@ -114,7 +114,7 @@ void forget_recorded(const void* memory) {
 // ---------------------------------------------------------------- memory
 struct Block {
     size_t size;
-    c10::StreamId stream;  // which allocated it first; only this stream reuses it
+    c10::StreamId stream;  // the stream that allocated the memory; only this stream reuses it
     bool operator<(const Block& other) const { return std::tie(size, stream) < std::tie(other.size, other.stream); }
 };
 struct Arena {
@@ -252,7 +252,7 @@ void run_copies(const Stream& stream, int64_t until = std::numeric_limits<int64_
         copy.run();
     }
 }
-// Run the copies of a stream, for which the host waits.
+// Run the copies of a stream. The host waits for them.
 void synchronize(const Stream& stream) {
     run_copies(stream);
     host_waits(stream);

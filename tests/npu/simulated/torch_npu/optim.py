@@ -1,7 +1,8 @@
 """Fused optimizers like the ones in torch_npu.
 
 Gradients are views of one buffer, which the first `step` or `zero_grad` creates, and are never None. `zero_grad`
-does not support `set_to_none`. The real kernels ignore a gradient that has left the buffer; here it is an error.
+does not support `set_to_none`. The real kernels ignore a gradient that is no longer in the buffer. The simulated
+optimizers raise an error.
 """
 
 import pytorch_optimizer

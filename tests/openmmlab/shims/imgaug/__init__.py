@@ -1,1 +1,1 @@
-"""A replacement of imgaug, which does not support NumPy 2. mmdetection imports it for one transform."""
+"""A replacement for imgaug, which does not support NumPy 2. mmdetection imports it for one transform."""
