@@ -45,8 +45,8 @@ MERGES = "a0: &a0 {k: 1, l: 2}\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "suffix", "message"),
     [
-        (LISTS, "yaml", r"<string>:5: the aliases stand for more than 100,000 values"),
-        (MERGES, "yaml", r"<string>:6: the aliases stand for more than 100,000 values"),
+        (LISTS, "yaml", r"<string>:5: the aliases expand to more than 100,000 values"),
+        (MERGES, "yaml", r"<string>:6: the aliases expand to more than 100,000 values"),
         ("a: " + "[" * 100_000, "yaml", r"<string>:1: .*nested too deeply; the limit is 100"),
         ("a: " + "{a: " * 100_000, "yaml", r"<string>:1: .*nested too deeply; the limit is 100"),
         ("\n".join(" " * i + "a:" for i in range(200)), "yaml", r"<string>:100: .*nested too deeply"),
@@ -92,7 +92,7 @@ def test_bases_that_grow_exponentially_are_refused_immediately(write, text):
         write(f"b{number}.yaml", f"_base_: b{number - 1}.yaml\n{text % copies}\n")
     begin = time.process_time()
     with pytest.raises(
-        ConfigError, match=r"b\d\.yaml:2: the placeholders `_base_` stand for more than 100,000"
+        ConfigError, match=r"b\d\.yaml:2: the `_base_` placeholders expand to more than 100,000"
     ):
         Config.fromfile(write("c.yaml", "_base_: b9.yaml\n"))
     assert time.process_time() - begin < 1

@@ -136,7 +136,7 @@ class Placeholders:
         self._copies += _size(value)
         if self._copies > MAX_COPIES:
             raise ConfigError(
-                f"{self._location(match)}: the placeholders `_base_` stand for more than "
+                f"{self._location(match)}: the `_base_` placeholders expand to more than "
                 f"{MAX_COPIES:,} values and characters"
             )
         return unwrap(value)

@@ -48,7 +48,7 @@ class BoundedLoader(yaml.SafeLoader):
             self._nodes += size
             self._copies += size
             self._check(
-                self._copies <= MAX_COPIES, f"the aliases stand for more than {MAX_COPIES:,} values", mark
+                self._copies <= MAX_COPIES, f"the aliases expand to more than {MAX_COPIES:,} values", mark
             )
             return alias  # type: ignore[no-any-return]
         self._depth += 1
