@@ -81,8 +81,8 @@ class AveragePart(StepPart):
         averages, currents = average.pairs(model)
         self._weight = Scalar(0.0, averages[0].device, precise_dtype(averages[0].device))
         # With an interval, a graph reads and writes the average even in steps that do not change it.
-        self._elsewhere = any(a.device != c.device for a, c in zip(averages, currents, strict=True))
-        self.on_host = on_host or average.interval > 1 or self._elsewhere
+        self._on_other_device = any(a.device != c.device for a, c in zip(averages, currents, strict=True))
+        self.on_host = on_host or average.interval > 1 or self._on_other_device
         self._counted = (0, 0)
 
     def is_due(self, batch: int) -> bool:
@@ -110,7 +110,7 @@ class AveragePart(StepPart):
                 average.copy_(torch.where(weight == 0, average, average.lerp(current.detach(), weight)))
         elif step_weight := self._weight.value:
             averages, currents = self.average.pairs(self.model)
-            if self._elsewhere:
+            if self._on_other_device:
                 currents = copied_to(averages[0].device, currents)
             torch._foreach_lerp_(averages, currents, step_weight)
 

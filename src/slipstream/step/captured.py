@@ -129,7 +129,7 @@ class CapturedStep:
             return None
         return self.update.refresh() or (None if self.update.keeps_state() else "the optimizer's state")
 
-    def held(self) -> list[Tensor] | None:
+    def grad_buffers(self) -> list[Tensor] | None:
         """Return the tensors in which the graph stores gradients, or None if the graph does not use `p.grad`."""
         if not self.keeps_gradients:
             return None
@@ -137,20 +137,20 @@ class CapturedStep:
             return [torch.empty_like(param) for param in self.params]
         return [torch.zeros_like(param) if param.grad is None else param.grad for param in self.params]
 
-    def count_batch(self, ends: bool) -> None:
+    def count_batch(self, ends_window: bool) -> None:
         """Count a batch that uses a graph."""
-        self._batches[ends] += 1
+        self._batches[ends_window] += 1
 
-    def count_graph(self, ends: bool) -> None:
+    def count_graph(self, ends_window: bool) -> None:
         """Count a graph before its compilation.
 
         Raises:
             UnstableGraphError: previous graphs were used for too few batches each.
         """
-        if 0 < self._batches[ends] - 1 <= _MIN_BATCHES and self._graphs[ends]:
+        if 0 < self._batches[ends_window] - 1 <= _MIN_BATCHES and self._graphs[ends_window]:
             self._wasted += 1
-        self._graphs[ends] += 1
-        self._batches[ends] = 1
+        self._graphs[ends_window] += 1
+        self._batches[ends_window] = 1
         if self._wasted >= 3:
             raise UnstableGraphError(
                 "each step needs a new graph, because a value that graphs treat as a constant changes, or because "

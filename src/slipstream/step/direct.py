@@ -32,7 +32,7 @@ class DirectCalls:
     """Calls each graph of a compiled step directly after its first call through Dynamo.
 
     Args:
-        function: the step that Dynamo compiles, `function(inputs, held, ends)`.
+        function: the step that Dynamo compiles, `function(inputs, grad_buffers, ends_window)`.
         model: the model; the step may read its parameters and buffers.
         others: other tensors that the step may read; they are never replaced.
     """
@@ -44,7 +44,7 @@ class DirectCalls:
         self._locals: dict[str, Any] = {name: cell.cell_contents for name, cell in free}
         modules = list(model.modules())
         self._tensor_dicts = [*(m._parameters for m in modules), *(m._buffers for m in modules)]
-        self._held = self._tensors()
+        self._known_tensors = self._tensors()
         self._others = {id(tensor) for tensor in others}
         self._known: list[_Call] = []
         self._seen: list[Any] = []
@@ -52,16 +52,16 @@ class DirectCalls:
     def _tensors(self) -> list[Any]:
         return list(chain.from_iterable(map(_VALUES, self._tensor_dicts)))
 
-    def find(self, inputs: Any, held: Sequence[Tensor] | None, ends: bool) -> _Call | None:
+    def find(self, inputs: Any, grad_buffers: Sequence[Tensor] | None, ends_window: bool) -> _Call | None:
         """Return the call whose guards accept these arguments, or None."""
         if not self._known:
             return None
         now = self._tensors()
-        if len(now) != len(self._held) or not all(map(is_, now, self._held)):
-            self._held, self._known = now, []  # the next call uses Dynamo
+        if len(now) != len(self._known_tensors) or not all(map(is_, now, self._known_tensors)):
+            self._known_tensors, self._known = now, []  # the next call uses Dynamo
             return None
         values = self._locals
-        values["inputs"], values["held"], values["ends"] = inputs, held, ends
+        values["inputs"], values["grad_buffers"], values["ends_window"] = inputs, grad_buffers, ends_window
         try:
             structure = structure_of(inputs)
             for call in self._known:
@@ -70,7 +70,7 @@ class DirectCalls:
                     return call
             return None
         finally:
-            values["inputs"] = values["held"] = None
+            values["inputs"] = values["grad_buffers"] = None
 
     def note(self, compiled: Compiled) -> None:
         """Store the guards of the latest code that Dynamo compiled, in `compiled.guards`."""
@@ -92,7 +92,7 @@ class DirectCalls:
         last, compiled.last = compiled.last, None
         if compiled.guards is None or last is None or compiled.has_side_effects:
             return None
-        fixed = {id(tensor) for tensor in self._held} | self._others
+        fixed = {id(tensor) for tensor in self._known_tensors} | self._others
         call = _Call.of(compiled.guards, compiled, last, arguments, outputs, fixed)
         if call is not None:
             self._known.append(call)
@@ -164,8 +164,8 @@ class _Call:
 
 
 def _leaves(arguments: _Arguments) -> list[Any]:
-    inputs, held, _ = arguments
-    return list(chain(leaves_of(inputs), held or ()))
+    inputs, grad_buffers, _ = arguments
+    return list(chain(leaves_of(inputs), grad_buffers or ()))
 
 
 def _entries(code: Any) -> list[Any]:

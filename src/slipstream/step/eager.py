@@ -119,7 +119,7 @@ class EagerStep:
         params = [param for param in optim.parameters() if param.requires_grad]
         # DDP's gradients are views of its buckets, which the next backward overwrites.
         views = isinstance(self.model, DistributedDataParallel)
-        held = {
+        grad_buffers = {
             param: param.grad.clone() if views else param.grad for param in params if param.grad is not None
         }
         logs: dict[str, Tensor] = {}
@@ -148,7 +148,7 @@ class EagerStep:
         trained = [param for param in params if param.grad is not None]  # others must not be updated
         grads = part.gradients(trained, compute, gradients())
         for param in params:
-            param.grad = held.get(param)
+            param.grad = grad_buffers.get(param)
         for param, grad in zip(trained, grads, strict=True):
             param.grad = grad if param.grad is None else param.grad.add_(grad)
         optim.count_batch()

@@ -56,7 +56,7 @@ class _Called(NamedTuple):
     """A call to the compiled step."""
 
     outputs: Outputs
-    held: list[Tensor] | None
+    grad_buffers: list[Tensor] | None
     """The gradients of the accumulation window, changed in place by the call."""
     learn: tuple[Any, Any, bool] | None = None
     """The arguments of a call through Dynamo, from which `DirectCalls` learns a direct call."""
@@ -171,7 +171,7 @@ class GraphStep:
         if self._step is None and not self._trained:
             if self._started or self.optim.batches == 0:
                 self._started = True
-                return self._observe(inputs)
+                return self._train_and_record(inputs)
             self._infer_trained()
         if self.sync is None and needs_autograd_engine():
             return self.eager.train(inputs)
@@ -208,8 +208,8 @@ class GraphStep:
             grads, _ = gradients(inputs)
             return grads if sync is None else sync(grads)
 
-        def step(inputs: Any, held: list[Tensor] | None, ends: bool) -> Outputs:
-            """Train on `inputs`, and update the accumulated gradients in `held` in place."""
+        def step(inputs: Any, grad_buffers: list[Tensor] | None, ends_window: bool) -> Outputs:
+            """Train on `inputs`, and update the accumulated gradients in `grad_buffers` in place."""
             if compiled:
                 refuse_uncompiled()
             grads, logs = gradients(inputs)
@@ -218,11 +218,11 @@ class GraphStep:
                 grads = repeats.gradients(params, lambda: synced(inputs), first)
             finite = None
             with torch.no_grad():
-                if adds and held is not None:
-                    grads = list(torch._foreach_add(held, grads))
-                if ends and sync is not None and repeats is None:
+                if adds and grad_buffers is not None:
+                    grads = list(torch._foreach_add(grad_buffers, grads))
+                if ends_window and sync is not None and repeats is None:
                     grads = sync(grads)
-                if ends and update is not None:
+                if ends_window and update is not None:
                     if scale is not None:
                         grads = scale.unscale(grads)
                     if scale is not None or guard is not None:
@@ -231,9 +231,9 @@ class GraphStep:
                     logs = {**logs, **apply_update(parts, params, grads, guarded, finite)}
                     if scale is not None and finite is not None:
                         scale.adapt(finite)
-                elif held is not None:
-                    torch._foreach_copy_(held, grads)
-                if not ends or update is not None:
+                elif grad_buffers is not None:
+                    torch._foreach_copy_(grad_buffers, grads)
+                if not ends_window or update is not None:
                     for part in parts:
                         if not part.on_host:
                             part.after_batch()
@@ -245,39 +245,39 @@ class GraphStep:
 
     # ---- run the step ----------------------------------------------------------------------------------
 
-    def _call(self, captured: CapturedStep, inputs: Any, ends: bool) -> _Called | None:
+    def _call(self, captured: CapturedStep, inputs: Any, ends_window: bool) -> _Called | None:
         """Call the compiled step; return None while it is compiled in the background."""
         optim = self.optim
-        held = captured.held()
+        grad_buffers = captured.grad_buffers()
         captured.window.set(optim.window)
-        arguments = (inputs, held, ends)
+        arguments = (inputs, grad_buffers, ends_window)
         call = captured.direct.find(*arguments) if captured.direct is not None else None
-        if call is None and self._compiles_elsewhere(captured, inputs, ends):
+        if call is None and self._compiles_in_background(captured, inputs, ends_window):
             return None
         if optim.guard is not None:
             optim.guard.before_forward()
         if captured.last_compiled is not None:
             captured.last_compiled.running = False
-        captured.count_batch(ends)
+        captured.count_batch(ends_window)
         if call is not None:
             captured.last_compiled = call.compiled
             if captured.cuda_graphs is not None and call.one_device:
-                return _Called(captured.cuda_graphs(call, arguments), held)
-            return _Called(call(arguments), held)
-        if held is not None and not captured.adds_gradients:
-            torch._foreach_zero_(held)  # the verification reads their initial values
+                return _Called(captured.cuda_graphs(call, arguments), grad_buffers)
+            return _Called(call(arguments), grad_buffers)
+        if grad_buffers is not None and not captured.adds_gradients:
+            torch._foreach_zero_(grad_buffers)  # the verification reads their initial values
         check_batch(inputs)
         try:
             with tracing():
                 outputs = captured.run(*arguments)
         except VerificationNeeded as found:
-            found.held = held or []
+            found.grad_buffers = grad_buffers or []
             raise
-        return _Called(outputs, held, arguments)
+        return _Called(outputs, grad_buffers, arguments)
 
-    def _finish(self, captured: CapturedStep, called: _Called, ends: bool) -> dict[str, Tensor]:
+    def _finish(self, captured: CapturedStep, called: _Called, ends_window: bool) -> dict[str, Tensor]:
         """Run the operations that are not part of the compiled step, and return the values to log."""
-        optim, held = self.optim, called.held
+        optim, grad_buffers = self.optim, called.grad_buffers
         if called.learn is not None and captured.direct is not None and captured.last_compiled is not None:
             call = captured.direct.learn(captured.last_compiled, called.learn, called.outputs)
             replays = call is not None and call.one_device
@@ -289,17 +289,17 @@ class GraphStep:
                 )
         logs, finite = called.outputs
         optim.count_batch()
-        if held is not None:
-            for param, grad in zip(captured.params, held, strict=True):
+        if grad_buffers is not None:
+            for param, grad in zip(captured.params, grad_buffers, strict=True):
                 param.grad = grad
-        if not ends:
+        if not ends_window:
             optim.claim_gradients()
-        outside = ends and captured.update is None
+        outside = ends_window and captured.update is None
         if outside:
             optim.update()
             logs.update(optim.logs)
-        elif ends:
-            if held is not None:
+        elif ends_window:
+            if grad_buffers is not None:
                 optim.zero_grad()
             optim.grad_norm = logs.get("grad_norm")
             if optim.guard is not None and finite is not None:
@@ -311,7 +311,7 @@ class GraphStep:
             logs["grad_norm"] = optim.grad_norm
         return logs
 
-    def _observe(self, inputs: Any) -> dict[str, Tensor]:
+    def _train_and_record(self, inputs: Any) -> dict[str, Tensor]:
         """Train eagerly, and record which parameters receive a gradient.
 
         If they are the same as in a failed capture, do not capture again.
@@ -340,15 +340,15 @@ class GraphStep:
 
     def _train(self, inputs: Any) -> dict[str, Tensor]:
         """Train with the graph for this kind of batch; if there is none, capture and verify it first."""
-        ends = self.optim.should_sync()
+        ends_window = self.optim.should_sync()
         captured = self._step
         try:
             if captured is None:
                 captured = self._capture()
-            called = self._call(captured, inputs, ends)
+            called = self._call(captured, inputs, ends_window)
         except VerificationNeeded as found:
             assert captured is not None
-            return self._verified(captured, found, inputs, ends)
+            return self._verified(captured, found, inputs, ends_window)
         except BudgetExceededError as error:  # on all ranks
             return self._fall_back(error, inputs)
         except Exception as error:
@@ -362,19 +362,19 @@ class GraphStep:
             ):
                 self._reset()  # a different branch of the model, with different parameters, may have run
                 self._failed, self._started = (error, captured.params), True
-                return self._observe(inputs)
+                return self._train_and_record(inputs)
             if self.sync is None or captured is None:
                 return self._fall_back(error, inputs)
-            if self.verify and ends not in captured.agreed:
-                return self._verified(captured, error, inputs, ends)
+            if self.verify and ends_window not in captured.agreed:
+                return self._verified(captured, error, inputs, ends_window)
             # The other ranks run their graph and wait for this rank, so run the uncompiled step, which performs the
             # same collectives.
             self.recover(error)
             captured.run, captured.direct = self._define(captured, compiled=False), None
-            called = self._call(captured, inputs, ends)
-        return self.eager.train(inputs) if called is None else self._finish(captured, called, ends)
+            called = self._call(captured, inputs, ends_window)
+        return self.eager.train(inputs) if called is None else self._finish(captured, called, ends_window)
 
-    def _compiles_elsewhere(self, captured: CapturedStep, inputs: Any, ends: bool) -> bool:
+    def _compiles_in_background(self, captured: CapturedStep, inputs: Any, ends_window: bool) -> bool:
         """Start or check the background compilation for this kind of batch; return whether it is running.
 
         All ranks train eagerly until the compilation has finished on all ranks. Each rank compiles for its own shapes.
@@ -383,7 +383,7 @@ class GraphStep:
             return False
         # One graph with dynamic shapes handles all batches whose shape differs from that of the first batch.
         of_shape = shapes(inputs) if self.dynamic is False and self.sync is None else [self._shapes.varies]
-        kind = (ends, *of_shape)
+        kind = (ends_window, *of_shape)
         if kind in captured.kinds or kind in captured.slow_kinds:
             return kind in captured.slow_kinds
         if self._compiling is not None:
@@ -404,7 +404,7 @@ class GraphStep:
             return False
         self._compiling = kind
         with suppress(OSError):  # if no process can be started, compile in this process at the next batch
-            self.background.start(partial(self._only_compile, captured, inputs, ends))
+            self.background.start(partial(self._only_compile, captured, inputs, ends_window))
         return True
 
     def _exceeded(self, captured: CapturedStep, kind: tuple[Any, ...], seconds: float) -> bool:
@@ -423,11 +423,11 @@ class GraphStep:
         )
         return True
 
-    def _only_compile(self, captured: CapturedStep, inputs: Any, ends: bool) -> None:
+    def _only_compile(self, captured: CapturedStep, inputs: Any, ends_window: bool) -> None:
         """Compile for this kind of batch, in a forked process."""
         self.background, captured.only_compiles = None, True
         with suppress(VerificationNeeded):
-            self._call(captured, inputs, ends)
+            self._call(captured, inputs, ends_window)
 
     def _log_switch(self) -> None:
         if self._compiled_in is not None:
@@ -468,13 +468,13 @@ class GraphStep:
         self, captured: CapturedStep, graph: fx.GraphModule, inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """Compile a graph captured by Dynamo; the code runs only after its verification."""
-        ends = self.optim.should_sync()
-        captured.count_graph(ends)
+        ends_window = self.optim.should_sync()
+        captured.count_graph(ends_window)
         refuse_python_random()
         refuse_checkpoint(graph)
         # Once all ranks have a verified graph, a single rank cannot verify a new one, because the others do not
         # participate.
-        trusted = not self.verify or (self.sync is not None and ends in captured.agreed)
+        trusted = not self.verify or (self.sync is not None and ends_window in captured.agreed)
         compiled = Compiled(graph, self.backend(graph, inputs), trusted, has_side_effects())
 
         def run(*args: Any) -> Any:
@@ -486,7 +486,7 @@ class GraphStep:
         return run
 
     def _verified(
-        self, captured: CapturedStep, found: VerificationNeeded | Exception, inputs: Any, ends: bool
+        self, captured: CapturedStep, found: VerificationNeeded | Exception, inputs: Any, ends_window: bool
     ) -> dict[str, Tensor]:
         """Train on a batch eagerly, and compare the results with those of the graph, which runs on copies."""
         failure = None if isinstance(found, VerificationNeeded) else found
@@ -506,40 +506,40 @@ class GraphStep:
             )
         assert isinstance(found, VerificationNeeded)
         assert verification is not None
-        outside, unseen = ends and captured.update is None, captured.unread(found.inputs)
-        held = dict(zip(map(id, found.held), captured.params, strict=False))
-        ignored = captured.after_graph() if outside else set(held) if ends else set()
+        outside, unseen = ends_window and captured.update is None, captured.unread(found.inputs)
+        grad_buffers = dict(zip(map(id, found.grad_buffers), captured.params, strict=False))
+        ignored = captured.after_graph() if outside else set(grad_buffers) if ends_window else set()
         known = list(map(id, captured.params))
 
-        def settle() -> None:
+        def compare() -> None:
             # If a different branch of the model ran, capture it with that branch's parameters.
-            now = list(map(id, trained if ends else _with_gradients(self.optim)))
-            if self.sync is None and (now and now != known if ends else not set(now).issubset(known)):
+            now = list(map(id, trained if ends_window else _with_gradients(self.optim)))
+            if self.sync is None and (now and now != known if ends_window else not set(now).issubset(known)):
                 self._reset()
                 self._trained = trained
                 return
-            gradients = {key: param.grad for key, param in held.items() if param.grad is not None}
-            results = {} if ignored.issuperset(held) else gradients
-            self._settle(captured, found, verification, results, ignored, unseen, ends)
+            gradients = {key: param.grad for key, param in grad_buffers.items() if param.grad is not None}
+            results = {} if ignored.issuperset(grad_buffers) else gradients
+            self._accept_if_equal(captured, found, verification, results, ignored, unseen, ends_window)
 
         trained: list[nn.Parameter] = []
 
         def seen() -> None:
             trained.extend(_with_gradients(self.optim))
             if outside:
-                settle()
+                compare()
 
         with self._on_gradients(seen):
             logs = self.eager.train(inputs, with_host_parts=outside)
         if not outside:
-            settle()
-            # Call these parts after `settle`, which may replace the weights with the graph's results.
+            compare()
+            # Call these parts after `compare`, which may replace the weights with the graph's results.
             for part in self.optim.parts:
                 if part.on_host:
                     part.after_batch()
         return logs
 
-    def _settle(
+    def _accept_if_equal(
         self,
         captured: CapturedStep,
         found: VerificationNeeded,
@@ -547,7 +547,7 @@ class GraphStep:
         results: dict[int, Tensor],
         ignored: set[int],
         unseen: list[tuple[str, Tensor, int]],
-        ends: bool,
+        ends_window: bool,
     ) -> None:
         """Compare the results of the graph and the eager step, and accept the graph if they agree."""
         failure, no_update = None, False
@@ -565,7 +565,7 @@ class GraphStep:
             verification.take(results, ignored)
             found.compiled.verified = True
             self._inferred = False
-            captured.agreed.add(ends)
+            captured.agreed.add(ends_window)
             self._log_switch()
 
     def _agree(self, *flags: bool) -> list[bool]:
@@ -597,7 +597,7 @@ class GraphStep:
         """Train on a batch eagerly; from the next batch on, use the step that `recover` returns."""
         if self._inferred and not isinstance(error, BudgetExceededError):
             self._reset()
-            return self._observe(inputs)
+            return self._train_and_record(inputs)
         logs = self.eager.train(inputs)  # if user code raises, the step is not replaced
         self._replace(error)
         return logs

@@ -93,7 +93,7 @@ class VerificationNeeded(BaseException):
     def __init__(self, compiled: Compiled, inputs: tuple[Any, ...]) -> None:
         super().__init__()
         self.compiled, self.inputs = compiled, inputs
-        self.held: list[Tensor] = []
+        self.grad_buffers: list[Tensor] = []
         """The inputs that are gradients of the accumulation window."""
 
 
