@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 MARK = re.compile(r"<!-- figures: ([\w ]*) -->\n(.*?)<!-- end -->", re.DOTALL)
 GRAPH = "Slipstream, one graph"
+TUNED = ("tune", "tune_networks")
+"""Results of benchmarks/tune.py, measured on the same machine."""
 NAMES = {
     "MLP": "MLP",
     "conv net": "small conv net",
@@ -403,9 +405,37 @@ def report_overhead() -> str:
     )
 
 
+def tuned_plans() -> str:
+    rows = []
+    for case in [case for name in TUNED for case in result(name)["cases"]]:
+        found = {row["name"]: row["ratio"] for row in case["compared"] if row["ratio"] is not None}
+        alone = {name: found[name] for name in found if name not in ("baseline", 'speed="auto"')}
+        fastest = min(alone, key=lambda name: alone[name]["ratio"], default=None)
+        plan = " + ".join(case["adopted"]) or "no option"
+        cells = [_speed(found.get(name)) for name in ("baseline", 'speed="auto"')]
+        last = f"{fastest}: {_speed(alone[fastest])}" if fastest else ""
+        rows.append([case["recipe"], plan, f"{case['search seconds']:.0f}", *cells, last])
+    header = [
+        "recipe",
+        "plan",
+        "search (s)",
+        "plan / baseline",
+        'plan / `speed="auto"`',
+        "plan / fastest single option",
+    ]
+    return (
+        f"{text_table(header, rows)}\n\nSpeeds relative to each other (medians of interleaved rounds, with intervals); "
+        f"above 1, the plan is faster. {machine(TUNED[0])}."
+    )
+
+
+def _speed(ratio: dict[str, float] | None) -> str:
+    return "" if ratio is None else f"{ratio['ratio']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+
+
 FUNCTIONS = (readme, overhead, memory, one_graph_tiny, one_graph, channels_last, host_time, data, fused, nan_guard,
              sync_bn, background, compile_cache, checkpoint, scaling, compare,
-             openmmlab, report_overhead)  # fmt: skip
+             openmmlab, report_overhead, tuned_plans)  # fmt: skip
 REGIONS: dict[str, Callable[[], str]] = {f.__name__.replace("_", " "): f for f in FUNCTIONS}
 
 

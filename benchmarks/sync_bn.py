@@ -2,7 +2,7 @@
 
     python benchmarks/sync_bn.py --rounds 15 --out benchmarks/results/sync_bn.md
 
-Both variants take turns in the same processes. The network consists of thirty 1x1 convolutions, each followed by a
+The two variants alternate in the same processes. The network consists of thirty 1x1 convolutions, each followed by a
 SyncBN layer, so communication dominates.
 """
 

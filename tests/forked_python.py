@@ -12,28 +12,36 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
-_READ_BY_IMPORT = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "CUDA", "LD_", "ASCEND")
+_READ_BY_IMPORT = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "LD_", "ASCEND")
 """Prefixes of environment variables that the interpreter and the import of torch read."""
 
 
-def _variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(_READ_BY_IMPORT)}
+def _read_by_import(environ: Mapping[str, str]) -> dict[str, str]:
+    found = {name: value for name, value in environ.items() if name.startswith(_READ_BY_IMPORT)}
+    found.pop("PYTHONPATH", None)  # the forked process changes its `sys.path`
+    return found
 
 
 class ForkedPython:
     """Runs `python ARGUMENTS` like `subprocess.run(capture_output=True, text=True)`, one command at a time."""
 
     def __init__(self) -> None:
-        self._variables = _variables()
+        self._variables = _read_by_import(os.environ)
         self._socket, other = socket.socketpair()
         with other:
             command = [sys.executable, __file__, str(other.fileno())]
             self._server = subprocess.Popen(command, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL)
 
     def run(
-        self, *arguments: str, cwd: str, timeout: float, forked: bool = True
+        self,
+        *arguments: str,
+        cwd: str,
+        timeout: float,
+        environ: Mapping[str, str] = os.environ,
+        forked: bool = True,
     ) -> "subprocess.CompletedProcess[str]":
         """Run a command: `-m MODULE ...`, `-c CODE ...` or `SCRIPT ...`.
 
@@ -41,11 +49,13 @@ class ForkedPython:
         commands after an environment variable that the import of torch may read has changed.
         """
         options = arguments[0].startswith("-") and arguments[0] not in ("-m", "-c")
-        if not forked or options or _variables() != self._variables:
+        if not forked or options or _read_by_import(environ) != self._variables:
             command = [sys.executable, *arguments]
-            return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+            return subprocess.run(
+                command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=timeout
+            )
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            request = json.dumps({"arguments": arguments, "cwd": os.fspath(cwd), "environ": dict(os.environ)})
+            request = json.dumps({"arguments": arguments, "cwd": os.fspath(cwd), "environ": dict(environ)})
             size = len(request.encode()).to_bytes(8)
             socket.send_fds(self._socket, [size], [out.fileno(), err.fileno()])
             self._socket.sendall(request.encode())
@@ -102,6 +112,7 @@ def _become(request: "dict[str, object]", files: "list[int]") -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environ"])
+    sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     kind, *rest = request["arguments"]
     if kind == "-m":
         sys.path[0], sys.argv = str(Path.cwd()), ["-m", *rest[1:]]

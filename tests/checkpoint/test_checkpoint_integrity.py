@@ -120,7 +120,9 @@ def test_file_that_is_truncated_while_it_is_read_raises(saved, tmp_path, monkeyp
             os.truncate(path, file.tell() + 5000)
             file.read(len(weight))
 
-    with pytest.raises(CheckpointError, match=rf"{path} is damaged: it was truncated while it was read"):
+    with pytest.raises(
+        CheckpointError, match=rf"{path} is damaged: it was truncated while it was being read"
+    ):
         load()
 
 

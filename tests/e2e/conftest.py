@@ -18,14 +18,15 @@ def root() -> Path:
 
 
 @pytest.fixture(scope="session")
-def _python() -> Iterator[ForkedPython]:
-    python = ForkedPython()
-    yield python
-    python.close()
+def python() -> Iterator[ForkedPython]:
+    """Return a server that runs Python commands."""
+    server = ForkedPython()
+    yield server
+    server.close()
 
 
 @pytest.fixture
-def run(tmp_path: Path, _python: ForkedPython) -> Callable[..., subprocess.CompletedProcess[str]]:
+def run(tmp_path: Path, python: ForkedPython) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run `python ARGS` in the test's folder, check the exit status and return the output.
 
     With `forked=False`, a new interpreter runs the command, for tests of what is imported.
@@ -34,7 +35,7 @@ def run(tmp_path: Path, _python: ForkedPython) -> Callable[..., subprocess.Compl
     def run_python(
         *args: str, status: int | None = 0, cwd: Path = tmp_path, forked: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        done = _python.run(*args, cwd=cwd, timeout=300, forked=forked)
+        done = python.run(*args, cwd=cwd, timeout=300, forked=forked)
         assert status in (None, done.returncode), (
             f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         )

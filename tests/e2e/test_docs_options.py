@@ -17,7 +17,7 @@ from slipstream.speed.plan import IDLE, REFUSED
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 INDEX = (DOCS / "options/README.md").read_text(encoding="utf-8")
 PAGES = {page.stem: page.read_text(encoding="utf-8") for page in sorted((DOCS / "options").glob("[!R]*.md"))}
-VOCABULARIES = ("`speed=`", "MMEngine", "SuperGradients")
+FRONT_ENDS = ("`speed=`", "MMEngine", "SuperGradients")
 HEADINGS = ("## What it does", "## When to use it", "## What it costs", "## Works with")
 LONGEST = {"compile": 185}  # maximum number of lines (other pages: 60)
 INDEXED = dict(re.findall(r"^\| \[\w+\]\((\w+)\.md\) \| (.*?) \|", INDEX, re.MULTILINE))
@@ -32,10 +32,10 @@ def table(text: str, heading: str) -> list[list[str]]:
 
 
 def lines(page: str) -> list[tuple[str, str]]:
-    """Return the vocabulary and the text of each setting in the table at the top of a page."""
+    """Return the front end and the code of each setting in the table at the top of a page."""
     rows = re.findall(r"^\| (`speed=`|MMEngine|SuperGradients) \| (.*) \|$", PAGES[page], re.MULTILINE)
-    assert tuple(vocabulary for vocabulary, _ in rows) == VOCABULARIES, page
-    return [(vocabulary, code) for vocabulary, cell in rows for code in re.findall(r"`([^`]+)`", cell)]
+    assert tuple(front_end for front_end, _ in rows) == FRONT_ENDS, page
+    return [(front_end, code) for front_end, cell in rows for code in re.findall(r"`([^`]+)`", cell)]
 
 
 LINES = [(page, *line) for page in PAGES for line in lines(page)]
@@ -64,14 +64,14 @@ def test_pages_are_short_and_have_the_same_sections(page):
     )  # the optimizers that the NPU page lists are not plan options
 
 
-@pytest.mark.parametrize(("page", "vocabulary", "code"), LINES)
-def test_setting_of_each_vocabulary_sets_an_option_of_its_page(page, vocabulary, code):
+@pytest.mark.parametrize(("page", "front_end", "code"), LINES)
+def test_setting_of_each_front_end_sets_an_option_of_its_page(page, front_end, code):
     settings = read_settings(code)
     plan = SpeedPlan.read(**settings)
     own = set(re.findall(r"`(\w+)`", INDEXED[page]))
     if page == "cuda_graph":
         own.add("compile")  # compile's mode also enables CUDA graphs
-    if vocabulary == "`speed=`":
+    if front_end == "`speed=`":
         assert set(settings) == {"speed"}
         assert plan.auto or own & set(plan.sources)
         return

@@ -9,13 +9,13 @@ import functools
 import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 from doc_pages import IN_ORDER, ROOT, Block, blocks, text_of
+
+from forked_python import ForkedPython
 
 BLOCKS = [block for block in blocks("python") if not block.page.startswith("docs/zh/")]
 """Blocks of the English pages. The Chinese pages contain the same blocks."""
@@ -78,7 +78,7 @@ assert {"precision", "compile", "ema", "channels_last"} <= set(runner.speed.sour
 
 
 @functools.cache
-def errors(page: str) -> dict[str, str]:
+def errors(page: str, python: ForkedPython) -> dict[str, str]:
     """Run the blocks of a page. Return each block's traceback by its id, or '' if it succeeded."""
     chosen = [block for block in BLOCKS if block.page == page and block.runs]
     with tempfile.TemporaryDirectory(prefix="slipstream-docs-") as folder:
@@ -97,13 +97,11 @@ def errors(page: str) -> dict[str, str]:
         work = Path(folder, "work")
         work.mkdir()
         path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-        done = subprocess.run(
-            [sys.executable, "-c", DRIVER, str(job), str(results)],
+        done = python.run(
+            *("-c", DRIVER, str(job), str(results)),
             cwd=work,
-            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "SLIPSTREAM_CACHE": folder}
+            environ={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "SLIPSTREAM_CACHE": folder}
             | ENVIRONMENT.get(page, {}),
-            capture_output=True,
-            text=True,
             timeout=SECONDS,
         )
         found = [json.loads(line) for line in results.read_text().splitlines()]
@@ -115,12 +113,12 @@ def errors(page: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_every_python_block_runs(block: Block):
+def test_every_python_block_runs(block: Block, python: ForkedPython):
     if not block.runs:
         assert re.fullmatch(r"not run: \S.{7,}", block.comment), f"{block}: the comment must contain a reason"
         compile(block.text, str(block), "exec")
         return
-    ran = errors(block.page)
+    ran = errors(block.page, python)
     assert str(block) in ran, f"{block} did not run"
     assert not ran[str(block)], ran[str(block)]
 

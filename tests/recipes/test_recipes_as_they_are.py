@@ -1,4 +1,4 @@
-"""SuperGradients' recipes for supported networks train unchanged, and the others say what is not supported."""
+"""SuperGradients' recipes for supported networks can be trained unchanged; for others, an error names the reason."""
 
 import logging
 import re

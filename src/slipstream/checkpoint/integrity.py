@@ -201,7 +201,7 @@ class _Archive(io.RawIOBase):
         while target:
             count = self._read_some(target, self._start + position)
             if count == 0:
-                raise self._damaged("it was truncated while it was read")
+                raise self._damaged("it was truncated while it was being read")
             target, position = target[count:], position + count
 
     def _read_some(self, target: memoryview, position: int) -> int:

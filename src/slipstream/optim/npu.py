@@ -75,8 +75,8 @@ def _substitute(name: str, module: str, algorithm: str) -> Callable[..., Optimiz
         found: Callable[..., Optimizer] = getattr(importlib.import_module(module), algorithm)
     except ImportError as error:
         raise ConfigError(
-            f"{name} requires torch_npu on Ascend or {module}.{algorithm} on other devices, but {error}; run "
-            "pip install 'slipstream[optimizers]'"
+            f"{name} requires torch_npu on Ascend, or {module}.{algorithm} on other devices; run "
+            f"pip install 'slipstream[optimizers]' (importing {module} failed: {error})"
         ) from error
     return found
 

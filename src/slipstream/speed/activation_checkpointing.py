@@ -58,7 +58,7 @@ def read_activation_checkpointing(value: Any) -> ActivationCheckpointingOptions 
     """Read `activation_checkpointing`: True, False, None, a list of names or a dict.
 
     Raises:
-        ConfigError: the value has an unsupported type, an option is unknown, or `modules` are not strings.
+        ConfigError: the value has an unsupported type, an option is unknown, or an entry of `modules` is not a string.
     """
     if isinstance(value, list):
         value = {"modules": value} if value else None

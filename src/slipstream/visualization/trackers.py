@@ -28,8 +28,8 @@ class WandbVisBackend(BaseVisBackend):
     Args:
         save_dir: folder for local files.
         init_kwargs: arguments of `wandb.init` (`project`, `name`, `mode`, ...).
-        define_metric_cfg: maps metrics to summaries (`{"val/mIoU": "max"}`), or a list of dicts with the arguments of
-            `Run.define_metric`.
+        define_metric_cfg: a dict that maps metrics to summaries (`{"val/mIoU": "max"}`), or a list of dicts with the
+            arguments of `Run.define_metric`.
         commit: whether every call completes a W&B step.
         log_code_name: name under which to upload the source code; by default it is not uploaded.
 
