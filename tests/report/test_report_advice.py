@@ -16,7 +16,7 @@ def test_bound_is_the_time_without_the_phase():
     (found,) = advice(record(phases=split(data=34.0, forward=66.0)))
     assert found.share == pytest.approx(0.34)
     assert found.bound == pytest.approx(100 / 66)
-    assert "34% of the training time waits for data; at most 1.52x" in found.text
+    assert "34% of the training time is spent waiting for data; at most 1.52x" in found.text
     assert "num_workers is 2" in found.text
 
 
@@ -51,7 +51,7 @@ def test_few_steps_give_no_recommendation():
 def test_wait_for_an_accelerator_is_not_called_logging():
     phases = split(logging=50.0, optimizer=30.0, forward=20.0)
     assert {item.problem for item in advice(record(phases=phases))} == {
-        "is spent in reading losses and in log lines",
+        "is spent reading losses and writing log lines",
         "is spent in the optimizer",
     }
     on_gpu = record(phases=phases, settings={"device": "cuda", "fused": False})

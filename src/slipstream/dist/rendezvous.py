@@ -44,8 +44,8 @@ def open_store(here: Placement, seconds: float) -> Store:
         return _gather(here, store, seconds) if is_leader else _follow(here, store, seconds)
     except dist.DistError as error:
         raise DistributedError(
-            f"rank 0 did not respond at {_master(here)} during the rendezvous; check whether it started and read its "
-            "error message"
+            f"rank 0 did not respond at {_master(here)} during the rendezvous; check whether rank 0 started, and read "
+            "its error message"
         ) from error
 
 

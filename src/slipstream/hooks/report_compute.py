@@ -121,7 +121,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _precision(runner: Runner) -> Precision:
-    """Return the precision of most matrix products and convolutions. Call it inside the run, whose options set TF32."""
+    """Return the precision of most matrix products and convolutions. Call this in the run, whose options set TF32."""
     plan = runner.speed.precision
     if plan is not None and plan.name == "fp8":
         return "fp8"

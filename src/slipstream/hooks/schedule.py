@@ -22,12 +22,12 @@ __all__ = ["EarlyStoppingHook", "EmptyCacheHook", "ParamSchedulerHook", "SyncBuf
 
 @HOOKS.register_module()
 class ParamSchedulerHook(Hook):
-    """Step the schedulers after each iteration, epoch or validation, depending on the scheduler."""
+    """Step the schedulers after each iteration, epoch or validation run, depending on the scheduler."""
 
     priority = "LOW"
 
     def before_train(self, runner: Runner) -> None:
-        """Group the schedulers into iteration-based, epoch-based and metric-based ones."""
+        """Group the schedulers by type: iteration-based, epoch-based and metric-based."""
         schedulers = runner.all_param_schedulers
         self._on_metrics = [s for s in schedulers if getattr(s, "need_val_args", False)]
         self._by_epoch = [s for s in schedulers if s.by_epoch]  # includes schedulers based on metrics

@@ -117,7 +117,7 @@ def _read(pending: list[tuple[int, dict[str, Tensor]]]) -> dict[_Key, float]:
     values: dict[_Key, float] = {}
     for by_dtype in keys.values():
         wide = torch.float64 if torch.float64 in by_dtype else torch.float32
-        # One stack per dtype, because stacking mixed dtypes promotes them: fp16 with int64 overflows in fp16.
+        # Use one stack per dtype, because stacking promotes mixed dtypes: fp16 with int64 overflows in fp16.
         stacks = [
             torch.stack([pending[i][1][name] for i, name in group]).to(wide) for group in by_dtype.values()
         ]

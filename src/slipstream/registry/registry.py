@@ -181,7 +181,7 @@ class Registry:
         return self.root.holds(obj) or self._find_in_parents(name) is obj
 
     def holds(self, obj: Any) -> bool:
-        """Return whether `obj` is registered here or in a child, under any name; locations are not imported."""
+        """Return whether `obj` is registered here or in a child registry, under any name; import no locations."""
         here = any(obj is registered for registered in self.module_dict.values())
         return here or any(child.holds(obj) for child in self.children.values())
 

@@ -65,7 +65,7 @@ def training_seconds(record: RunRecord) -> float:
 
 
 def waits(record: RunRecord) -> bool:
-    """Return whether the run has spent a relevant part of its time waiting for data."""
+    """Return whether the run has spent a significant part of its time waiting for data."""
     return trusted_split(record) and record.phases.seconds.get("data", 0.0) >= _WAITS * training_seconds(
         record
     )
@@ -104,7 +104,7 @@ def _of_data(record: RunRecord, share: dict[str, float]) -> list[Advice]:
         found.append(
             Advice(
                 waiting,
-                "waits for data",
+                "is spent waiting for data",
                 f"{more}Try more workers if there are free cores, the decode-once cache (slipstream data cache), or "
                 "smaller files.",
                 _measured_workers(record),
@@ -121,9 +121,9 @@ def _of_data(record: RunRecord, share: dict[str, float]) -> list[Advice]:
 
 
 def _measured_workers(record: RunRecord) -> str:
-    """Return what the probe of the loader shows, or an empty string without a probe.
+    """Return what the measured loading rates show, or an empty string if there are none.
 
-    The steps cannot be faster than the loader alone, nor faster than they are without waiting.
+    Training can be neither faster than the loader alone, nor faster than the steps without waiting for data.
     """
     rates = {each.num_workers: each.samples_per_second for each in record.loading_rates}
     present, speed, samples = record.settings.get("num_workers"), mean_speed(record), record.phases.samples
@@ -174,9 +174,9 @@ def _of_others(record: RunRecord, share: dict[str, float]) -> list[Advice]:
     )
     rules = [
         ("validation", 0.2, True, "is validation", "Validate less often (train_cfg.val_interval)."),
-        ("checkpoint", 0.03, True, "is spent in checkpoints",
+        ("checkpoint", 0.03, True, "is spent saving checkpoints",
          f"Save less often (default_hooks.checkpoint.interval){background}."),
-        ("logging", 0.03, on_host, "is spent in reading losses and in log lines",
+        ("logging", 0.03, on_host, "is spent reading losses and writing log lines",
          "Log less often (default_hooks.logger.interval)."),
         ("hooks", 0.05, True, "is spent in hooks", "Check the custom hooks, for example with ProfilerHook."),
         ("optimizer", 0.15, on_host and record.settings.get("fused") is False, "is spent in the optimizer",

@@ -33,7 +33,7 @@ class PowerSGDOptions:
     """Options of `comm_hook=dict(type='powersgd', ...)`."""
 
     rank: int = 2
-    """Number of columns of the factors; a matrix (n, m) is sent as (n + m) * rank values."""
+    """Number of columns in each factor; a matrix (n, m) is sent as (n + m) * rank values."""
     start_step: int = 1000
     """Number of initial steps with exact gradients, because compressing early gradients harms training. About 10% of
     all steps is a good value."""
