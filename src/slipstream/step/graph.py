@@ -261,9 +261,8 @@ class GraphStep:
         captured.count_batch(ends)
         if call is not None:
             captured.last_compiled = call.compiled
-            if captured.cuda_graphs is not None and call.one_device:
-                return _Called(captured.cuda_graphs(call, arguments), held)
-            return _Called(call(arguments), held)
+            given, graphs = call.given(inputs, held), captured.cuda_graphs if call.one_device else None
+            return _Called(call.run(given) if graphs is None else graphs(call.run, given), held)
         if held is not None and not captured.adds_gradients:
             torch._foreach_zero_(held)  # the verification reads their initial values
         check_batch(inputs)
