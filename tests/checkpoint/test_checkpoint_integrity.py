@@ -48,6 +48,18 @@ def test_flipped_bits_are_detected(saved, tmp_path):
         assert_detected(bytes(damaged), content, tmp_path / "a.pth")
 
 
+def test_file_that_torch_writes_without_checksums_is_not_reported_as_damaged(saved, tmp_path):
+    content, _ = saved
+    computes = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(content, tmp_path / "a.pth")
+    finally:
+        torch.serialization.set_crc32_options(computes)
+    verify(tmp_path / "a.pth")
+    torch.testing.assert_close(load_checkpoint(tmp_path / "a.pth")["state_dict"], content["state_dict"])
+
+
 def test_zeroed_sectors_are_detected(saved, tmp_path):
     content, good = saved
     for start in range(0, len(good), 4096):

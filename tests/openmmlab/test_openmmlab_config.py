@@ -15,6 +15,7 @@ import torch
 from slipstream.config import Config as OwnConfig
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.openmmlab.mmengine.config import Config, ConfigDict
+from slipstream.openmmlab.mmengine.config.config_dict import LazyConfigDict
 from slipstream.openmmlab.mmengine.config.lazy import ConfigParsingError, LazyImportError, LazyObject
 from slipstream.openmmlab.mmengine.config.saved_text import saved_config
 from slipstream.openmmlab.mmengine.registry import MODELS, OPTIMIZERS
@@ -187,6 +188,12 @@ def test_lists_keep_the_objects_as_in_mmengine(tmp_path):
     cfg = config(tmp_path, "from torch.nn import ReLU\nlayers = [ReLU, dict(type=ReLU)]\n")
     assert isinstance(cfg.layers[0], LazyObject)
     assert cfg.layers[0].build() is cfg.layers[1].type is torch.nn.ReLU
+
+
+def test_merge_removes_delete_inside_a_dict_that_replaces_another():
+    values = LazyConfigDict({"a": {"b": {"old": 1}, "c": 2}, "d": 3})
+    values.merge({"a": {"_delete_": True, "b": {"_delete_": True, "new": 1}}})
+    assert values.to_dict() == {"a": {"b": {"new": 1}}, "d": 3}
 
 
 def library(folder, monkeypatch, name="mmyolo", **configs):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from compiled_nets import Backend, Net, assert_as_eager, batches, run
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from slipstream.model import BaseModel
 from slipstream.speed import compile_budget
@@ -144,6 +145,83 @@ def test_slow_validation_does_not_affect_compiled_training(exceeding):
     assert len(warnings) == 1
     assert warnings[0].startswith("Net is evaluated eagerly")
     assert backend.calls == 6
+
+
+class InPlace(BaseModel):
+    """A network that changes its input in place."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.last = nn.BatchNorm1d(3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.last(self.norm(x.sub_(0.5)))
+
+
+def test_the_forked_process_does_not_change_shared_memory():
+    """Batches from loader workers are in shared memory, and so is a model after `share_memory`."""
+    model, (x, _) = InPlace(), batches(1)[0]
+    model.share_memory()
+    eager, expected = copy.deepcopy(model), x.clone()
+    x.share_memory_()
+    compile_model(model, CompileOptions("aot_eager", budget=60, wait=True), pytest.fail)
+    torch.testing.assert_close(model(x), eager(expected))
+    assert torch.equal(x, expected)
+    torch.testing.assert_close(model.state_dict(), eager.state_dict())
+
+
+class Checkpointed(nn.Module):
+    """A network that checkpoints its blocks and sees two batches before each update."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def train_twice_per_update(model, data):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for first, second in zip(data[::2], data[1::2], strict=True):
+        optimizer.zero_grad()
+        (model(first).square().sum() + model(second).sum()).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("ready", [0, 1, 2, 3])
+def test_checkpointed_blocks_are_recomputed_as_they_were_computed(monkeypatch, ready):
+    """Also if the compilation ends, or the limit is reached, between two forward passes of one backward pass."""
+
+    class Ends:
+        exceeded, asked = False, 0
+
+        def __init__(self, limit, waits):
+            pass
+
+        def start(self, work):
+            pass
+
+        def done(self):
+            Ends.asked += 1
+            return Ends.asked > ready
+
+    monkeypatch.setattr(compile_budget, "BackgroundCompiler", Ends)
+    model, data = Checkpointed(), [x for x, _ in batches(12)]
+    eager = copy.deepcopy(model)
+    how = CompileOptions("aot_eager", scope="block", dynamic=False, budget=60)
+    compile_model(model, how, pytest.fail)
+    train_twice_per_update(model, data[:8])
+    assert model._compiled_call_impl._ready
+    model._compiled_call_impl._spent = 61.0
+    data[8:10] = [x[:5] for x in data[8:10]]  # requires a new graph, which is not compiled
+    train_twice_per_update(model, data[8:])
+    train_twice_per_update(eager, data)
+    torch.testing.assert_close(model.state_dict(), eager.state_dict(), rtol=1e-5, atol=1e-6)
 
 
 def test_no_further_graph_is_compiled_in_this_process_beyond_the_limit():

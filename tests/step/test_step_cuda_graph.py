@@ -8,6 +8,7 @@ import graphs
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from tape import Tape
 
 from accelerators import cuda_only
@@ -93,6 +94,33 @@ def test_replayed_step_matches_a_plain_loop(make, window):
     torch.testing.assert_close(graphs.train(step, data), losses)
     assert tape.replayed >= 4
     torch.testing.assert_close(model.state_dict(), expected.state_dict())
+
+
+class Sample:
+    """A sample of a batch, whose tensor is not in a container."""
+
+    def __init__(self, label):
+        self.label = label
+
+    def _batch_fields(self):
+        return {"label": self.label}
+
+
+def test_replayed_step_reads_the_tensors_in_the_objects_of_each_batch():
+    make, data, tape = partial(torch.optim.SGD, lr=0.05), graphs.batches(16), Tape()
+    expected, _, losses = graphs.by_hand(make, data)
+    model = graphs.net()
+    step = graphs.graph_step(
+        model,
+        OptimWrapper(optimizer=make(model.parameters())),
+        loss=lambda out, samples: F.cross_entropy(out, torch.stack([s.label for s in samples])),
+        capture_calls=lambda: CapturedCalls(tape),
+        dynamic=False,
+    )
+    found = graphs.train(step, [(x, [Sample(label.clone()) for label in y]) for x, y in data])
+    torch.testing.assert_close(found, losses)
+    torch.testing.assert_close(model.state_dict(), expected.state_dict())
+    assert tape.replayed >= 4
 
 
 def test_replayed_step_detects_a_changed_attribute():

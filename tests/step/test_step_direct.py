@@ -90,6 +90,27 @@ def test_change_of_the_model_is_detected(direct, change):
     assert not direct[5]
 
 
+def test_tensor_that_the_step_does_not_read_is_never_used_in_place_of_one_that_it_reads(direct):
+    """While they are the same object, the two cannot be distinguished by their identity."""
+    data, model, other = batches(), net(), net()
+    unread = [x if number < 6 else torch.zeros_like(x) for number, (x, _) in enumerate(data)]
+    found = train(graph_step(model, wrapper(model)), [(*b, u) for b, u in zip(data, unread, strict=True)])
+    _, _, losses = by_hand(make(0.1), data, model=other)
+    torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
+    assert direct == [False] * 2 + [True] * 3 + [False] + [True] * 5
+
+
+def test_buffer_in_the_batch_does_not_replace_the_buffer_that_the_step_reads(direct):
+    data, model, other = batches(), net(), net()
+    mean = model[1].running_mean
+    unread = [mean if number < 6 else torch.ones(8) for number in range(len(data))]
+    train(graph_step(model, wrapper(model)), [(*b, u) for b, u in zip(data, unread, strict=True)])
+    by_hand(make(0.1), data, model=other)
+    torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=1e-5, atol=1e-6)
+    assert direct.count(True) == 9
+    assert torch.equal(unread[-1], torch.ones(8))
+
+
 class Counts(nn.Module):
     """A module that counts its calls in Python, a side effect that Dynamo applies after the graph."""
 

@@ -97,6 +97,18 @@ def test_option_that_is_likely_faster_is_adopted(monkeypatch, seconds, status, r
     assert outcome.adopted == (["fused"] if status == "adopted" else [])
 
 
+def test_a_plan_that_is_slower_than_the_baseline_is_not_adopted(monkeypatch):
+    """Each option seems faster by chance, but the final measurement of both together shows that they are not."""
+    monkeypatch.setattr(tune_search, "Process", NoisyProcess)
+    both = Script((*[0.09] * 5, *[0.11] * 5))
+    outcome = search(
+        {"channels_last": Script(0.095), "channels_last+fused": both}, ["channels_last", "fused"]
+    )
+    assert (outcome.setting, outcome.adopted, outcome.total) == (Setting(), [], None)
+    assert [row.status for row in outcome.rows] == ["inconclusive"] * 2
+    assert outcome.rows[0].reason == "channels_last + fused together: 0.91 times the speed of the baseline"
+
+
 def test_no_option_is_adopted_if_none_is_faster(fake_process):
     outcome = search({"channels_last": Script(0.0999)})
     assert outcome.setting.speed == {}

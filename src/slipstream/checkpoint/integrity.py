@@ -37,8 +37,9 @@ _CHUNK = (
 def verified(path: Path, start: int = 0, length: int | None = None) -> Iterator[IO[bytes]]:
     """Yield a part of `path` for `torch.load`. The bytes that the block reads are compared with their checksums.
 
-    At the end of the block, the entries that it did not read are verified as well. Files written by torch before 1.6
-    are pickles without checksums, so they are not verified.
+    At the end of the block, the entries that it did not read are verified as well. Two kinds of files have no checksums
+    and are not verified: those of torch before 1.6, which are pickles, and those that `torch.save` writes after
+    `torch.serialization.set_crc32_options(False)`, with zeros instead of checksums.
 
     Raises:
         CheckpointError: the file is damaged (this error replaces any error that the damage causes in the block), its
@@ -98,7 +99,8 @@ class _Archive(io.RawIOBase):
         except Exception as error:  # a damaged archive can raise any exception
             raise self._damaged(f"the archive cannot be read ({error})") from error
         self._check_sizes(entries)
-        for entry in entries:
+        has_checksums = any(entry.CRC for entry in entries)
+        for entry in entries if has_checksums else ():
             header = self._bytes(entry.header_offset, _HEADER)
             names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
             content = entry.header_offset + _HEADER + names

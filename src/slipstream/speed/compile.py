@@ -330,14 +330,14 @@ class _Guarded:
         self.worked: set[bool] = set()  # grad modes (torch.is_grad_enabled()) in which a call has succeeded
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (
-            not self.group.switch.on or torch.compiler.is_dynamo_compiling()
-        ):  # an outer graph inlines the model
+        # An outer graph inlines the model.
+        if torch.compiler.is_dynamo_compiling() or not self.group.switch.runs_compiled():
             return self.model._call_impl(*args, **kwargs)
         started, compilations = time.time_ns(), self.counters["frames"]["total"]
         try:
             worked = torch.is_grad_enabled() in self.worked
-            result = self.compiled(*args, **kwargs) if worked else self._first_call(*args, **kwargs)
+            with self.group.switch.limits():
+                result = self.compiled(*args, **kwargs) if worked else self._first_call(*args, **kwargs)
         except Exception as error:
             if not _is_compiler_error(error):
                 raise

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -21,10 +22,36 @@ __all__ = ["Budgeted", "Switch"]
 
 
 class Switch:
-    """Whether the compiled modules of a model run their compiled code."""
+    """Whether the compiled modules of a model run their compiled code.
+
+    A module that is called in a checkpoint (`torch.utils.checkpoint`) must be recomputed in the same way, because
+    compiled code saves other tensors for the backward pass. It is recomputed outside the model's call.
+    """
 
     def __init__(self, on: bool) -> None:
-        self.on = on
+        self.on: bool | None = on
+        """Whether this call of the model runs compiled code; None outside the model's call."""
+        self.recompute_compiled = False
+        """Whether modules in a checkpoint run compiled code in the recomputation."""
+        self.only_existing = False
+        """Whether inputs that require a new graph run eagerly."""
+        self.saw_checkpoint = False
+        """Whether a module ran eagerly in a checkpoint."""
+
+    def runs_compiled(self) -> bool:
+        """Return whether the module that calls this method runs its compiled code."""
+        if self.on:
+            return True
+        if not _is_in_checkpoint():
+            return False
+        if self.on is None:
+            return self.recompute_compiled
+        self.saw_checkpoint = True
+        return False
+
+    def limits(self) -> AbstractContextManager[Any]:
+        """Return a context manager in which a module runs its compiled code."""
+        return torch.compiler.set_stance("eager_on_recompile") if self.only_existing else nullcontext()
 
 
 class Budgeted:
@@ -63,17 +90,25 @@ class Budgeted:
         self._ready: set[bool] = set()
         self._given_up: set[bool] = set()
         self._spent = 0.0
+        self._versions = 0  # sum of the parameters' versions, which an update changes
+        self._switch.on = None
         self._counters = torch._dynamo.utils.counters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
-        if torch.compiler.is_dynamo_compiling() or not self._is_ready(args, kwargs):
+        if torch.compiler.is_dynamo_compiling():
             return self._model._call_impl(*args, **kwargs)
-        self._switch.on = True
+        trains, outer = torch.is_grad_enabled(), self._switch.on
+        on = self._is_ready(args, kwargs)
+        if trains:
+            self._switch.recompute_compiled = on
+            if not on and _is_in_checkpoint():
+                self._switch.saw_checkpoint = True
+        self._switch.on = on
         try:
-            return self._compiled(*args, **kwargs)
+            return self._compiled(*args, **kwargs) if on else self._model._call_impl(*args, **kwargs)
         finally:
-            self._switch.on = False
+            self._switch.on = outer
 
     def _is_ready(self, args: Any, kwargs: Any) -> bool:
         """Return whether the code for this kind of call is compiled; start the compilation if it has not started."""
@@ -90,7 +125,8 @@ class Budgeted:
             except OSError:  # no process can be started
                 self._background = None
                 return True
-        if not self._background.done():
+        may_recompute = trains and self._may_recompute()
+        if not self._background.done() or may_recompute:
             return False
         finished, self._compiling = self._compiling, None
         if self._background.exceeded:
@@ -100,21 +136,38 @@ class Budgeted:
             self._ready.add(finished)
         return trains in self._ready
 
+    def _may_recompute(self) -> bool:
+        """Return whether a backward pass may recompute modules that ran eagerly, because no update has followed."""
+        before, self._versions = self._versions, sum(param._version for param in self._model.parameters())
+        return self._switch.saw_checkpoint and self._versions == before
+
     def _only_compile(self, state: Callable[[], Any], args: Any, kwargs: Any) -> None:
         """Compile for these arguments, in a forked process."""
         self._switch.on = True
+        # The model may change buffers and inputs in place, and the processes share some memory, such as that of
+        # batches from loader workers.
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            if tensor.layout is torch.strided and tensor.is_shared():
+                tensor.data = tensor.data.clone()
+        with suppress(Exception):  # some objects cannot be copied
+            args, kwargs = deepcopy((args, kwargs))
         with state():
             self._call(*args, **kwargs)
 
     def _compiled(self, *args: Any, **kwargs: Any) -> Any:
-        if self._spent > self._limit:
-            with torch.compiler.set_stance("eager_on_recompile"):
-                return self._call(*args, **kwargs)
+        self._switch.only_existing = self._spent > self._limit
+        if self._switch.only_existing:
+            return self._call(*args, **kwargs)
         before, started = self._counters["frames"]["total"], time.monotonic()
         result = self._call(*args, **kwargs)
         if self._counters["frames"]["total"] != before:
             self._spent += time.monotonic() - started
         return result
+
+
+def _is_in_checkpoint() -> bool:
+    """Return whether autograd calls hooks for saved tensors, as in a checkpoint and its recomputation."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _thread_state() -> Callable[[], Any]:

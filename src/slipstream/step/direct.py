@@ -66,7 +66,7 @@ class DirectCalls:
             structure = structure_of(inputs)
             for call in self._known:
                 # The guards do not check the order of keys, or values that the step does not read.
-                if call.structure == structure and call.check(values):
+                if call.structure == structure and call.check(values) and call.shares(inputs, grad_buffers):
                     return call
             return None
         finally:
@@ -95,6 +95,8 @@ class DirectCalls:
         fixed = {id(tensor) for tensor in self._known_tensors} | self._others
         call = _Call.of(compiled.guards, compiled, last, arguments, outputs, fixed)
         if call is not None:
+            # If the batches share tensors in many ways, keep only the latest one.
+            self._known = [k for k in self._known if k.compiled is not compiled or not k.shared]
             self._known.append(call)
         return call
 
@@ -109,11 +111,15 @@ class _Call:
         compiled: Compiled,
         fixed: list[Any],
         positions: list[tuple[int, int]],
+        shared: list[tuple[int, int]],
         logs: dict[str, int],
         finite: int | None,
         one_device: bool,
     ) -> None:
         self.check, self.structure, self.compiled = check, structure, compiled
+        self.shared = shared
+        """Pairs of positions in the arguments at which the same tensor must be, because it is not known which of them
+        the code reads. The guards do not check tensors that the step does not read."""
         self.one_device = one_device
         """Whether all inputs are on one device; a CUDA graph does not read tensors on the host again."""
         self._fixed, self._positions = fixed, positions
@@ -131,10 +137,16 @@ class _Call:
     ) -> _Call | None:
         """Return the call; None if the code uses inputs or outputs other than the arguments and `known` tensors."""
         inputs, results = last
-        variable = {id(leaf): i for i, leaf in enumerate(_leaves(arguments)) if isinstance(leaf, Tensor)}
+        leaves = list(enumerate(_leaves(arguments[0], arguments[1])))
+        # A tensor of `known` in the batch is not variable: the guards check it if the step reads it from the batch.
+        variable = {id(leaf): i for i, leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in known}
         positions = [(i, variable[id(value)]) for i, value in enumerate(inputs) if id(value) in variable]
         if not all(id(value) in variable or id(value) in known for value in inputs):
             return None
+        used = {id(value) for value in inputs} & variable.keys()
+        shared = [
+            (i, variable[id(leaf)]) for i, leaf in leaves if id(leaf) in used and variable[id(leaf)] != i
+        ]
         fixed = [None if id(value) in variable else value for value in inputs]
         logs, finite = outputs
         index = {id(value): i for i, value in enumerate(results)}
@@ -147,24 +159,35 @@ class _Call:
             compiled,
             fixed,
             positions,
+            shared,
             log_positions,
             None if finite is None else index[id(finite)],
             len({value.device for value in inputs if isinstance(value, Tensor)}) == 1,
         )
 
-    def __call__(self, arguments: _Arguments) -> Outputs:
-        """Run the code."""
-        leaves = _leaves(arguments)
+    def shares(self, inputs: Any, grad_buffers: Sequence[Tensor] | None) -> bool:
+        """Return whether the arguments contain the same tensor wherever those that the call was learned from do."""
+        if not self.shared:
+            return True
+        leaves = _leaves(inputs, grad_buffers)
+        return all(leaves[i] is leaves[j] for i, j in self.shared)
+
+    def given(self, inputs: Any, grad_buffers: Sequence[Tensor] | None) -> list[Tensor]:
+        """Return the tensors in the arguments that the code reads."""
+        leaves = _leaves(inputs, grad_buffers)
+        return [leaves[leaf] for _, leaf in self._positions]
+
+    def run(self, given: Sequence[Tensor]) -> Outputs:
+        """Run the code with the tensors that `given` returns."""
         inputs = self._fixed.copy()
-        for position, leaf in self._positions:
-            inputs[position] = leaves[leaf]
+        for (position, _), tensor in zip(self._positions, given, strict=True):
+            inputs[position] = tensor
         results = self.compiled.call(inputs)
         logs = {name: results[i] for name, i in self._logs.items()}
         return logs, None if self._finite is None else results[self._finite]
 
 
-def _leaves(arguments: _Arguments) -> list[Any]:
-    inputs, grad_buffers, _ = arguments
+def _leaves(inputs: Any, grad_buffers: Sequence[Tensor] | None) -> list[Any]:
     return list(chain(leaves_of(inputs), grad_buffers or ()))
 
 

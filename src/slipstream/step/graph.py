@@ -261,9 +261,11 @@ class GraphStep:
         captured.count_batch(ends_window)
         if call is not None:
             captured.last_compiled = call.compiled
-            if captured.cuda_graphs is not None and call.one_device:
-                return _Called(captured.cuda_graphs(call, arguments), grad_buffers)
-            return _Called(call(arguments), grad_buffers)
+            given, graphs = (
+                call.given(inputs, grad_buffers),
+                captured.cuda_graphs if call.one_device else None,
+            )
+            return _Called(call.run(given) if graphs is None else graphs(call.run, given), grad_buffers)
         if grad_buffers is not None and not captured.adds_gradients:
             torch._foreach_zero_(grad_buffers)  # the verification reads their initial values
         check_batch(inputs)

@@ -407,6 +407,18 @@ class Search:
             found = self._alternate(self._baseline, self._current, 0.0)
             if found is not None and found.rounds >= _MIN_ROUNDS:
                 self.outcome.total, self.outcome.total_is_product = found, False
+                if found.ratio < 1:
+                    self._withdraw(found.ratio)
+
+    def _withdraw(self, ratio: float) -> None:
+        """Keep the baseline, because the options of the plan together do not make it faster."""
+        outcome = self.outcome
+        why = f"{' + '.join(outcome.adopted)} together: {ratio:.2f} times the speed of the baseline"
+        outcome.rows = [
+            replace(row, status="inconclusive", reason=why) if row.status == "adopted" else row
+            for row in outcome.rows
+        ]
+        outcome.setting, outcome.adopted, outcome.total, outcome.compile_seconds = Setting(), [], None, 0.0
 
     def _summarize(self) -> None:
         seconds = self._baseline.seconds or [self._baseline.step]

@@ -151,7 +151,9 @@ _MISSING = object()
 def _merged(new: Any, old: Any) -> Any:
     if not isinstance(new, dict):
         return old if new is _MISSING else new
-    if not isinstance(old, dict) or new.get(DELETE):
+    if not isinstance(old, dict):
         return {key: value for key, value in new.items() if key != DELETE}
+    if new.get(DELETE):
+        old = {}
     keys = dict.fromkeys([*old, *new])
     return {key: _merged(new.get(key, _MISSING), old.get(key, _MISSING)) for key in keys if key != DELETE}
