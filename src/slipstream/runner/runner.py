@@ -298,8 +298,8 @@ class Runner:
             fuse_optim(self.optim_wrapper, self.speed)
             add_parts(self.speed, self.model, self.optim_wrapper)
             self.scale_lr(self.optim_wrapper, self._training["auto_scale_lr"])
-            schedulers = self._training["param_scheduler"]
-            self.param_schedulers = builders.build_schedulers(schedulers, self.optim_wrapper, loop)
+            schedulers, scaled = self._training["param_scheduler"], self._training["auto_scale_lr"].enable
+            self.param_schedulers = builders.build_schedulers(schedulers, self.optim_wrapper, loop, scaled)
         self.loops.get("val")  # builds the loop
 
     def scale_lr(
