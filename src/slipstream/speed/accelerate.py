@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from slipstream.checkpoint import ACCELERATED, check, check_like, check_optimizer, check_tensors
+from slipstream.checkpoint import ACCELERATED, check_like, check_optimizer, check_tensors
+from slipstream.checkpoint import check as check_schema
 from slipstream.devices import default_device
 from slipstream.dist import get_world_size
 from slipstream.errors import CheckpointError, ConfigError, DataError, ModelError
@@ -37,6 +38,7 @@ from slipstream.speed.plan import SpeedPlan
 from slipstream.speed.steps import Training, build_step, compiled_scope
 from slipstream.step.average import AveragePart, update_count
 from slipstream.step.graph import GraphStep
+from slipstream.typecheck import PositiveInt, check
 
 if TYPE_CHECKING:
     from slipstream.config_types import AnyMapping, SpeedCfg
@@ -57,6 +59,7 @@ def accelerate(
     loss_fn: Callable[[Any, Any], Tensor | Mapping[str, Tensor]],
     speed: Literal["auto"] | SpeedCfg | AnyMapping | None = "auto",
     total_steps: int | None = None,
+    batches_per_epoch: int | None = None,
 ) -> TrainStep:
     """Return a training step: `log = step(batch)` runs forward, loss, backward, gradient sync, clipping and update.
 
@@ -71,6 +74,9 @@ def accelerate(
         speed: `'auto'`, a dict of the fields of `SpeedPlan`, or None for no options.
         total_steps: number of batches in the whole training run; required for `ema` of type 'exp'. With `accumulate`,
             it allows the last window to be smaller.
+        batches_per_epoch: with `accumulate`, the last window of each epoch ends after this number of batches
+            (`len(loader)`), even if it is smaller; its losses are divided by its own size. By default, a window
+            continues with the first batches of the next epoch.
 
     Raises:
         ConfigError: an option is invalid or not supported by this function.
@@ -78,6 +84,8 @@ def accelerate(
     """
     if not callable(loss_fn):
         raise ConfigError(f"must be a function of outputs and targets, not {loss_fn!r}", "loss_fn")
+    check(total_steps, PositiveInt | None, "total_steps")
+    check(batches_per_epoch, PositiveInt | None, "batches_per_epoch")
     params = set(model.parameters())
     if not any(param in params for group in optimizer.param_groups for param in group["params"]):
         raise ConfigError(
@@ -99,7 +107,7 @@ def accelerate(
         to_device(loss_fn, device)
     _check_devices(optimizer, model, device)
     _move_state(optimizer)
-    return TrainStep(prepared, optimizer, loss_fn, plan, device, total_steps)
+    return TrainStep(prepared, optimizer, loss_fn, plan, device, total_steps, batches_per_epoch)
 
 
 def _check_devices(optimizer: Optimizer, model: nn.Module, device: torch.device) -> None:
@@ -150,6 +158,7 @@ class TrainStep:
         plan: SpeedPlan,
         device: torch.device,
         total_steps: int | None,
+        batches_per_epoch: int | None = None,
     ) -> None:
         self.model = model
         """The model, wrapped in DDP if there are several processes."""
@@ -161,6 +170,7 @@ class TrainStep:
         add_parts(plan, model, self.optim)
         self._total_steps = total_steps
         self.optim.initialize_count_status(model, 0, total_steps or -1)
+        self.optim.batches_per_epoch = batches_per_epoch
         move = BaseDataPreprocessor().to(device)
         logger = logging.getLogger("slipstream")
         warn = logger.warning
@@ -205,22 +215,31 @@ class TrainStep:
             )
         core = unwrap_model(self.model)
         self.average = average = how.average(core)
-        window = 1 if average.every_batch else self.optim.accumulative_counts
-        average.total_batches, average.window = total_steps, self.optim.accumulative_counts
-        if total_steps:
-            average.total_steps = update_count(total_steps, how.begin_iter - 1, window)
-
         optim = self.optim  # a reference to self would keep the step alive
+        if how.count == "batches" and optim.batches_per_epoch and optim.accumulative_counts > 1:
+            raise ConfigError("'batches' does not support batches_per_epoch; use 'updates'", f"{path}.count")
+        average.total_batches, average.window = total_steps, optim.accumulative_counts
+        if total_steps:
+            average.total_steps = self._updates(total_steps, how.begin_iter - 1)
+
         optim.parts.append(
             AveragePart(
                 average,
                 core,
                 done=lambda: optim.batches,
-                window=window,
-                total=total_steps,
+                ends_window=optim.ends_window,
                 begun=lambda batch: batch >= how.begin_iter,
             )
         )
+
+    def _updates(self, total: int, skipped: int) -> int:
+        """Return the number of weight updates in `total` batches, excluding those in the first `skipped` batches."""
+        window, epoch = self.optim.accumulative_counts, self.optim.batches_per_epoch
+        if not epoch:
+            return update_count(total, skipped, window)
+        epochs, rest = divmod(total, epoch)
+        before, begun = divmod(max(skipped, 0), epoch)
+        return max(1, (epochs - before) * -(-epoch // window) + -(-rest // window) - begun // window)
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
@@ -241,7 +260,7 @@ class TrainStep:
         state: dict[str, Any] = {"optimizer": self.optim.state_dict(), "steps": self.steps}
         if self.average is not None:
             state["average"] = self.average.state_dict()
-        if self.steps % self.optim.accumulative_counts:
+        if not self.optim.begins_window():
             state["gradients"] = [param.grad for param in self.optim.parameters()]
         return state
 
@@ -263,7 +282,7 @@ class TrainStep:
 
     def _check(self, state: Mapping[str, Any]) -> None:
         source = "the state"
-        check(state, ACCELERATED, source)
+        check_schema(state, ACCELERATED, source)
         params = list(self.optim.parameters())
         check_optimizer(self.optim.optimizer, state["optimizer"], "optimizer", source)
         scaler, saved = getattr(self.optim, "loss_scaler", None), state["optimizer"].get("loss_scaler")
