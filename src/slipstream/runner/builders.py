@@ -23,23 +23,32 @@ if TYPE_CHECKING:
 __all__ = ["build_model", "build_optim", "build_schedulers", "scale_lr"]
 
 
-def build_model(model: nn.Module | Mapping[str, Any], data_preprocessor: Any) -> nn.Module:
+def build_model(
+    model: nn.Module | Mapping[str, Any], data_preprocessor: Any, loss_fn: Any = None
+) -> nn.Module:
     """Return `model`, or build the model if `model` is a configuration.
 
     Raises:
-        ConfigError: `model` is neither a module nor a dict.
-        ModelError: the model has no `train_step`.
+        ConfigError: `model` is neither a module nor a dict, or `loss_fn` is set for a model with a `train_step`.
+        ModelError: the model has no `train_step`, and `loss_fn` is None.
     """
     if isinstance(model, Mapping):
-        preset = {"data_preprocessor": data_preprocessor} if data_preprocessor is not None else {}
+        plain = loss_fn is not None or data_preprocessor is None
+        preset = {} if plain else {"data_preprocessor": data_preprocessor}
         model = MODELS.build(model, default_args=preset)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"must be a torch.nn.Module or a dict, not {type(model).__name__}", "model")
-    if not hasattr(unwrap_model(model), "train_step"):
+    trains = hasattr(unwrap_model(model), "train_step")
+    if trains and loss_fn is not None:
+        raise ConfigError(
+            f"does not apply to {type(model).__name__}, which computes its losses in train_step; remove loss_fn",
+            "loss_fn",
+        )
+    if not trains and loss_fn is None:
         raise ModelError(
-            f"{type(model).__name__} has no train_step. Subclass slipstream.model.BaseModel and return "
-            "the losses from forward(..., mode='loss'), or wrap the network in slipstream.model.Segmentor or "
-            "Classifier"
+            f"{type(model).__name__} has no train_step. Pass loss_fn to the Runner (a function of outputs and targets, "
+            "or 'model' if the model returns its loss), or subclass slipstream.model.BaseModel and return the losses "
+            "from forward(..., mode='loss')"
         )
     return model
 
