@@ -42,3 +42,14 @@ def test_example_trains_in_two_processes(run, example):
     found = epochs(run(*launch, example, "--epochs", "6").stdout)
     assert [epoch for epoch, *_ in found] == [1, 2, 3, 4, 5, 6]  # only rank 0 prints
     assert found[-1][2] > 0.9
+
+
+@pytest.mark.slow
+def test_example_with_transformers_trains_as_one_graph(run, root):
+    pytest.importorskip("transformers")
+    example = str(root / "examples/transformers_bert/train.py")
+    plain = epochs(run(example, "--epochs", "2").stdout)
+    done = run(example, "--epochs", "2", "--compile")
+    assert plain[-1][2] > 0.6
+    assert epochs(done.stdout)[0] == pytest.approx(plain[0], rel=0.05)
+    assert "step: compiled as one graph" in done.stdout

@@ -14,9 +14,10 @@ from torch.utils.data import Dataset
 from slipstream.errors import ConfigError, DataError
 from slipstream.hooks import EarlyStoppingHook, Hook, Priority, get_priority
 from slipstream.model import Segmentor
+from slipstream.optim import OptimWrapper
 from slipstream.runner import Runner
 from slipstream.visualization import contact_sheet
-from tiny_runs import LOCAL, Scripted, loader, run, scalars, training, validation
+from tiny_runs import LOCAL, Net, Scripted, loader, run, scalars, training, validation
 
 
 def stopped(folder, values, name="acc", **options):
@@ -116,15 +117,61 @@ def test_learning_rate_decreases_on_a_plateau(tmp_path):
 @pytest.mark.parametrize(
     ("options", "loop", "steps"),
     [
-        (dict(interval=2), dict(by_epoch=True, max_epochs=2), [2, 4, 7, 9]),
-        (dict(interval=2, ignore_last=False), dict(by_epoch=True, max_epochs=2), [2, 4, 5, 7, 9, 10]),
-        (dict(interval=3), dict(by_epoch=False, max_iters=10), [3, 6, 9]),
-        (dict(interval=3, ignore_last=False), dict(by_epoch=False, max_iters=10), [3, 6, 9, 10]),
+        (dict(interval=2), dict(by_epoch=True, max_epochs=2), [2, 4, 5, 7, 9, 10]),
+        (dict(interval=2, ignore_last=True), dict(by_epoch=True, max_epochs=2), [2, 4, 7, 9]),
+        (dict(interval=3), dict(by_epoch=False, max_iters=10), [3, 6, 9, 10]),
+        (dict(interval=3, ignore_last=True), dict(by_epoch=False, max_iters=10), [3, 6, 9]),
     ],
 )
 def test_steps_are_logged_at_the_interval(tmp_path, options, loop, steps):
     runner = run(tmp_path, train_cfg=loop, default_hooks=dict(logger=dict(type="LoggerHook", **options)))
     assert [line["iter"] for line in scalars(runner) if "loss" in line] == steps
+
+
+def grouped(*names):
+    """Return a network, and an optimizer whose groups have different learning rates."""
+    net = Net()
+    params = [[net.first.weight, net.first.bias], [net.last.weight], [net.last.bias]]
+    groups = zip(params, [0.1, 0.02, 0.02], names, strict=True)
+    return net, torch.optim.SGD(
+        [{"params": p, "lr": lr, **({"name": n} if n else {})} for p, lr, n in groups]
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ((None, None, None), {"lr/0": 0.1, "lr/1": 0.02}),  # the third rate equals the second
+        (("body", "head", "bias"), {"lr/body": 0.1, "lr/head": 0.02, "lr/bias": 0.02}),
+        ((None, "head", None), {"lr/0": 0.1, "lr/head": 0.02}),
+    ],
+)
+def test_rates_of_all_parameter_groups_are_logged(tmp_path, capfd, names, expected):
+    net, optimizer = grouped(*names)
+    runner = run(tmp_path, model=net, optim_wrapper=optimizer, log_level="INFO")
+    line = scalars(runner)[-1]
+    assert {name: value for name, value in line.items() if name.startswith("lr/")} == pytest.approx(expected)
+    text = capfd.readouterr().out
+    assert all(f"{name}: {rate:.4e}" in text for name, rate in expected.items())
+
+
+class TwoOptimizers(Net):
+    def train_step(self, data, optim_wrapper):
+        loss = self(*data, mode="loss")["loss"]
+        optim_wrapper["one"].update_params(loss, retain_graph=True)
+        return {"loss": loss.detach()}
+
+
+def test_rates_of_all_groups_of_several_optimizers_are_logged(tmp_path):
+    net = TwoOptimizers()
+    one = torch.optim.SGD(
+        [{"params": net.first.parameters(), "lr": 0.1}, {"params": net.last.weight, "lr": 0.3}]
+    )
+    other = torch.optim.SGD([net.last.bias], lr=0.5)
+    runner = run(tmp_path, model=net, optim_wrapper=dict(one=OptimWrapper(one), two=OptimWrapper(other)))
+    line = scalars(runner)[-1]
+    rates = {name: value for name, value in line.items() if "lr" in name}
+    assert rates == pytest.approx({"one.lr": 0.1, "one.lr/0": 0.1, "one.lr/1": 0.3, "two.lr": 0.5})
 
 
 @pytest.mark.parametrize(("by_epoch", "steps"), [(True, [1, 2]), (False, [5, 10])])

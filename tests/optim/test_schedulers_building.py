@@ -200,7 +200,7 @@ def test_torch_schedulers_are_built_by_name_and_adapted():
 
 
 def test_adapter_restores_a_torch_scheduler():
-    cfg = {"type": "LambdaLR", "lr_lambda": lambda step: 0.5**step}
+    cfg = {"type": "LambdaLR", "lr_lambda": lambda step: 0.5**step, "by_epoch": True}
     first, second = sgd(), sgd()
     adapter = build_param_scheduler(cfg, first)
     for _ in range(3):
@@ -221,10 +221,78 @@ def test_unsupported_options_of_torch_schedulers_raise():
 
 
 def test_scheduler_objects_are_accepted():
-    mine = StepLR(sgd(), 2)
-    assert build_param_scheduler(mine, sgd()) is mine
-    theirs = torch.optim.lr_scheduler.StepLR(sgd(), 2)
-    assert build_param_scheduler(theirs, sgd()).scheduler is theirs
+    optimizer = sgd()
+    mine = StepLR(optimizer, 2)
+    assert build_param_scheduler(mine, optimizer) is mine
+    theirs = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    assert build_param_scheduler(theirs, Wrapper(optimizer)).scheduler is theirs
+
+
+torch_lr = torch.optim.lr_scheduler
+
+
+def by_epoch_of(make, **options):
+    optimizer = sgd()
+    scheduler = make(optimizer)
+    return build_param_scheduler(
+        {"scheduler": scheduler, **options} if options else scheduler, optimizer
+    ).by_epoch
+
+
+@pytest.mark.parametrize(
+    ("make", "by_epoch"),
+    [
+        (lambda o: torch_lr.OneCycleLR(o, 0.1, total_steps=5), False),
+        (lambda o: torch_lr.CyclicLR(o, 0.1, 0.2), False),
+        (lambda o: torch_lr.StepLR(o, 2), True),
+        (lambda o: torch_lr.CosineAnnealingLR(o, 5), True),
+        (lambda o: torch_lr.SequentialLR(o, [torch_lr.LinearLR(o), torch_lr.StepLR(o, 2)], [3]), True),
+    ],
+)
+def test_torch_schedulers_step_as_torch_documents(make, by_epoch):
+    assert by_epoch_of(make) is by_epoch
+    assert by_epoch_of(make, by_epoch=not by_epoch) is not by_epoch
+
+
+class Halving(torch_lr.LRScheduler):
+    def get_lr(self):
+        return [group["lr"] / 2 for group in self.optimizer.param_groups]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: torch_lr.LambdaLR(o, lambda step: 0.5**step),
+        lambda o: torch_lr.MultiplicativeLR(o, lambda step: 0.5),
+        lambda o: torch_lr.CosineAnnealingWarmRestarts(o, 3),
+        lambda o: torch_lr.ChainedScheduler([torch_lr.StepLR(o, 2), torch_lr.CyclicLR(o, 0.1, 0.2)]),
+        Halving,
+    ],
+)
+def test_schedulers_with_ambiguous_steps_require_by_epoch(make):
+    with pytest.raises(ConfigError, match="set by_epoch"):
+        by_epoch_of(make)
+    assert by_epoch_of(make, by_epoch=False) is False
+    assert by_epoch_of(make, by_epoch=True) is True
+
+
+def test_ambiguous_configurations_require_by_epoch():
+    with pytest.raises(
+        ConfigError, match="LambdaLR can step after each epoch or after each iteration; set by_epoch"
+    ):
+        build_param_scheduler({"type": "LambdaLR", "lr_lambda": abs}, sgd())
+
+
+def test_scheduler_of_another_optimizer_raises():
+    for make in (StepLR, torch_lr.StepLR):
+        with pytest.raises(ConfigError, match="StepLR was created for a different optimizer"):
+            build_param_scheduler(make(sgd(), 2), sgd())
+
+
+def test_other_keys_of_a_scheduler_object_raise():
+    optimizer = sgd()
+    with pytest.raises(ConfigError, match="'gamma' cannot be changed"):
+        build_param_scheduler({"scheduler": torch_lr.StepLR(optimizer, 2), "gamma": 0.1}, optimizer)
 
 
 # ---- custom schedulers ---------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from slipstream.model import BaseModel
 model = BaseModel()
 sgd = torch.optim.SGD(model.parameters())
 
-Runner(nn.Linear(2, 2), "work_dir")  # error
 Runner("ResNet", "work_dir")  # error
+Runner(nn.Linear(2, 2), "work_dir", loss_fn="modle")  # error
 Runner(model, "work_dir", train_cgf=None)  # error
 
 Runner(model, "work_dir", speed="aut")  # error

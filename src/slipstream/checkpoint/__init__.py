@@ -13,6 +13,7 @@ from slipstream.checkpoint.matching import check_like, check_optimizer, check_te
 from slipstream.checkpoint.random_state import get_random_state, set_random_state
 from slipstream.checkpoint.schema import (
     ACCELERATED,
+    ACCELERATED_FILE,
     DESCRIPTION,
     META,
     OPTIMIZER,
@@ -34,6 +35,7 @@ from slipstream.checkpoint.weights import compare_weights, load_weights, loaded_
 
 __all__ = [
     "ACCELERATED",
+    "ACCELERATED_FILE",
     "DESCRIPTION",
     "META",
     "OPTIMIZER",

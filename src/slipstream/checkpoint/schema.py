@@ -18,6 +18,7 @@ from slipstream.errors import CheckpointError
 
 __all__ = [
     "ACCELERATED",
+    "ACCELERATED_FILE",
     "DESCRIPTION",
     "META",
     "OPTIMIZER",
@@ -264,6 +265,11 @@ ACCELERATED = _entries(
     },
 )
 """The state of a training step from `slipstream.accelerate`."""
+ACCELERATED_FILE = _entries(
+    {"state_dict": _by_name(_anything), "step": ACCELERATED},
+    {"random_state": _each(_random_state), "values": _by_name(_anything)},
+)
+"""A file that such a step saves."""
 META: Rule = _meta
 """The entry `meta` of a checkpoint that a run resumes from."""
 OPTIMIZER = _entries({"state": _mapping, "param_groups": _each(_entries({"params": _each(_count)}))})

@@ -105,8 +105,7 @@ class EMAHook(Hook):
             average,
             self.model,
             done=lambda: runner.iter,
-            window=_accumulation(runner),
-            total=runner.max_iters,
+            ends_window=lambda batch: batch % _accumulation(runner) == 0 or batch == runner.max_iters,
             begun=lambda batch: batch >= self.begin_iter and runner.epoch + 1 >= self.begin_epoch,
             on_host=guarded or mesh_of(self.model) is not None,
         )

@@ -24,7 +24,7 @@ class LoggerHook(Hook):
     Args:
         interval: steps between two log lines.
         ignore_last: do not log the last steps of an epoch if there are fewer than `interval` of them, unless the
-            whole epoch is shorter than `interval`.
+            whole epoch is shorter than `interval`. By default, the last step of an epoch is logged, unlike in MMEngine.
         interval_exp_name: steps between two log lines with the experiment's name.
         log_metric_by_epoch: plot validation metrics over epochs (True) or over steps (False).
     """
@@ -34,7 +34,7 @@ class LoggerHook(Hook):
     def __init__(
         self,
         interval: PositiveInt = 10,
-        ignore_last: bool = True,
+        ignore_last: bool = False,
         interval_exp_name: PositiveInt = 1000,
         log_metric_by_epoch: bool = True,
     ) -> None:

@@ -63,7 +63,7 @@ class PreciseBNHook(Hook):
             runner.logger.warning(
                 "PreciseBNHook: the model has no BatchNorm layer with a moving average; the hook has no effect"
             )
-        elif not hasattr(model, "loss_step"):
+        elif runner.interface.loss_step is None:
             raise ModelError(
                 "PreciseBNHook requires a model with a loss_step(batch) method; subclass slipstream.model.BaseModel"
             )
@@ -79,11 +79,13 @@ class PreciseBNHook(Hook):
 
     def _recompute(self, runner: Runner, model: Any, layers: list[_BatchNorm]) -> None:
         assert runner.optim_wrapper is not None, "training requires an optimizer wrapper"
+        loss_step = runner.interface.loss_step
+        assert loss_step is not None, "before_train checks it"
         batches = min(math.ceil(self.num_samples / runner.samples_per_step), runner.train_loop.epoch_length)
         with _preserve_state(runner, model), _record_moments(layers) as moments:
             for batch in islice(runner.train_dataloader, batches):
                 with runner.optim_wrapper.autocast():
-                    model.loss_step(batch)
+                    loss_step(batch)
         for layer, own in zip(layers, _merge(moments), strict=True):
             if own.count:  # zero if no sample passed through the layer
                 layer.running_mean.copy_(own.mean)  # type: ignore[union-attr]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 from slipstream.dist import get_world_size
 from slipstream.errors import SlipstreamError
 from slipstream.model import unwrap_model
-from slipstream.model.base_model import run_forward
 from slipstream.optim import AmpOptimWrapper
 from slipstream.report.record import Compute
 from slipstream.speed.apply import overrides_train_step
@@ -44,7 +44,7 @@ class ComputeCount:
     def begin(self, runner: Runner) -> None:
         """Observe the first batch of training."""
         self._precision = _precision(runner)
-        preprocessor = getattr(unwrap_model(runner.model), "data_preprocessor", None)
+        preprocessor = runner.interface.preprocessor
         if self._inputs is not None or self._handle is not None or not isinstance(preprocessor, nn.Module):
             return
 
@@ -88,12 +88,12 @@ class ComputeCount:
         elif self._inputs is None or not self._samples:
             compute.problem = self._problem
         else:
-            self._count(compute, core)
+            self._count(compute, core, runner.interface.total_loss)
         return compute
 
-    def _count(self, compute: Compute, core: nn.Module) -> None:
+    def _count(self, compute: Compute, core: nn.Module, loss: Callable[[Any, Any], Tensor]) -> None:
         try:
-            compute.flops_per_sample = training_flops(core, self._inputs, _loss) / self._samples
+            compute.flops_per_sample = training_flops(core, self._inputs, loss) / self._samples
         except Exception as error:  # such as a loss that depends on the values of a tensor
             first = (str(error).strip().splitlines() or [""])[0]
             kind = "" if isinstance(error, SlipstreamError) else f"{type(error).__name__}: "
@@ -103,11 +103,6 @@ class ComputeCount:
         if self._peak_tflops is not None:
             return 1e12 * self._peak_tflops, "default_hooks.report.peak_tflops"
         return peak_flops(_device_name(device), self._precision)
-
-
-def _loss(model: Any, inputs: Any) -> Tensor:
-    loss: Tensor = model.parse_losses(run_forward(model, inputs, "loss"))[0]
-    return loss
 
 
 def _device_name(device: torch.device) -> str:

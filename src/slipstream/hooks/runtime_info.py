@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from slipstream.hooks.hook import Hook
-from slipstream.optim import OptimWrapper
+from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.registry import HOOKS
 
 if TYPE_CHECKING:
@@ -18,8 +18,10 @@ __all__ = ["RuntimeInfoHook"]
 class RuntimeInfoHook(Hook):
     """Record the seed, experiment name, epoch, iteration and metrics in the message hub.
 
-    Losses and learning rates are not read at every step. `Runner.read_logs` records them at log intervals. If named
-    parameter groups have different learning rates, this hook also records each rate as `train/lr/NAME`.
+    Losses and learning rates are not read at every step. `Runner.read_logs` records them at log intervals. If the
+    parameter groups of an optimizer have different learning rates, this hook also records each rate as `train/lr/NAME`,
+    or as `train/lr/0`, `train/lr/1` and so on for groups without a name. With several optimizers, the scalars are
+    called `train/OPTIMIZER.lr/NAME`. Of unnamed groups with equal rates, only the first is recorded.
     """
 
     priority = "VERY_HIGH"
@@ -46,14 +48,13 @@ class RuntimeInfoHook(Hook):
         runner.message_hub.update_info_dict({"epoch": runner.epoch, "iter": runner.iter})
 
     def read_logs(self, runner: Runner) -> None:
-        """Record the learning rates of named parameter groups."""
+        """Record the learning rates of parameter groups that have different rates."""
         wrapper = runner.optim_wrapper
-        if not isinstance(wrapper, OptimWrapper):
-            return
-        groups = [group for group in wrapper.param_groups if "name" in group]
-        if len({float(group.get("initial_lr", group["lr"])) for group in groups}) > 1:
-            rates = {f"train/lr/{group['name']}": float(group["lr"]) for group in groups}
-            runner.message_hub.update_scalars(rates)
+        if isinstance(wrapper, OptimWrapperDict):
+            for name, part in wrapper.items():
+                runner.message_hub.update_scalars(_rates_of(part, f"train/{name}.lr"))
+        elif isinstance(wrapper, OptimWrapper):
+            runner.message_hub.update_scalars(_rates_of(wrapper, "train/lr"))
 
     def before_val(self, runner: Runner) -> None:
         """Record the stage."""
@@ -82,3 +83,17 @@ class RuntimeInfoHook(Hook):
                 runner.message_hub.update_scalar(f"{mode}/{name}", value)
             else:
                 runner.message_hub.update_info(f"{mode}/{name}", value)
+
+
+def _rates_of(wrapper: OptimWrapper, prefix: str) -> dict[str, float]:
+    """Return the learning rate of each group as `PREFIX/NAME`, or nothing if all groups have the same rates."""
+    rates: dict[str, float] = {}
+    seen = set()
+    for index, group in enumerate(wrapper.param_groups):
+        rate = float(group["lr"])
+        pair = (float(group.get("initial_lr", rate)), rate)
+        # A configuration can create one unnamed group for each parameter.
+        if "name" in group or pair not in seen:
+            rates[f"{prefix}/{group.get('name', index)}"] = rate
+        seen.add(pair)
+    return rates if len(seen) > 1 else {}

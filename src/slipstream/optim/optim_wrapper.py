@@ -140,6 +140,8 @@ class OptimWrapper:
         """Whether the gradients are finite (0-dim bool) during an update that the guard checks, otherwise None."""
         self.phases: PhaseTimes | None = None
         """Measures the host time of the eager step's phases, if set."""
+        self.batches_per_epoch: int | None = None
+        """Number of batches after which an accumulation window ends, even if it is smaller; None for no such limit."""
         self._accumulative_counts = accumulative_counts
         self._inner_count = 0
         self._max_counts = -1
@@ -235,11 +237,11 @@ class OptimWrapper:
 
     def should_update(self) -> bool:
         """Return whether the last counted batch ends an accumulation window."""
-        return self._ends_window(self._inner_count)
+        return self.ends_window(self._inner_count)
 
     def should_sync(self) -> bool:
         """Return whether the next batch ends its accumulation window, so that its backward must sync gradients."""
-        return self._ends_window(self._inner_count + 1)
+        return self.ends_window(self._inner_count + 1)
 
     def claim_gradients(self) -> None:
         """Mark the gradients in `p.grad` as part of this wrapper's unfinished accumulation window."""
@@ -262,10 +264,12 @@ class OptimWrapper:
 
     def begins_window(self) -> bool:
         """Return whether the next batch is the first of its accumulation window."""
-        return self._inner_count == 0 or self._ends_window(self._inner_count)
+        return self._inner_count == 0 or self.ends_window(self._inner_count)
 
-    def _ends_window(self, count: int) -> bool:
-        return count % self._accumulative_counts == 0 or count == self._max_counts
+    def ends_window(self, count: int) -> bool:
+        """Return whether batch number `count` (from 1) ends an accumulation window."""
+        in_epoch = count % self.batches_per_epoch if self.batches_per_epoch else count
+        return in_epoch % self._accumulative_counts == 0 or count == self._max_counts
 
     def count_batch(self) -> None:
         """Count a batch after its backward."""
@@ -274,7 +278,16 @@ class OptimWrapper:
     @property
     def window(self) -> int:
         """Number of batches in the accumulation window of the next batch."""
-        counts = self._accumulative_counts
+        counts, epoch = self._accumulative_counts, self.batches_per_epoch
+        if epoch:
+            in_epoch = self._inner_count % epoch
+            first = (
+                in_epoch - in_epoch % counts
+            )  # the first batch of the window, counted from the epoch's start
+            ends = [first + counts, epoch]
+            if self._max_counts > self._inner_count:
+                ends.append(self._max_counts - (self._inner_count - in_epoch))
+            return min(ends) - first
         remainder = self._max_counts % counts if self._max_counts > 0 else 0
         in_last = remainder and self._inner_count >= self._max_counts - remainder
         return remainder if in_last else counts

@@ -46,7 +46,8 @@ def _groups(record: RunRecord) -> Iterator[tuple[str, str, list[str]]]:
     for name in names:
         if name.startswith(("val/", "test/")) and not is_per_class(record, name):
             yield name, "", [name]
-    named = [name for name in rates if name.startswith("train/lr/")] or rates
+    # The rates of groups include the rate of their optimizer.
+    named = [name for name in rates if not any(other.startswith(f"{name}/") for other in rates)]
     for first in range(0, len(named), STYLES):
         yield "learning rate", "", named[first : first + STYLES]
     if "speed/images_per_second" in names:
@@ -62,12 +63,10 @@ def _groups(record: RunRecord) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def is_rate(name: str) -> bool:
-    """Return whether a scalar is a learning rate: `train/lr`, `train/lr/...` or `train/<optimizer>.lr`."""
-    return (
-        name == "train/lr"
-        or name.startswith("train/lr/")
-        or (name.startswith("train/") and name.endswith(".lr"))
-    )
+    """Return whether a scalar is a learning rate: `train/lr` or `train/<optimizer>.lr`, with `/<group>` or without."""
+    kind, _, rest = name.partition("/")
+    optimizer = rest.partition("/")[0]
+    return kind == "train" and (optimizer == "lr" or optimizer.endswith(".lr"))
 
 
 def is_per_class(record: RunRecord, name: str) -> bool:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
 
 from slipstream.config.merge import join
 from slipstream.dist.sharding import is_sharded, mesh_of
 from slipstream.errors import ConfigError, ModelError
 from slipstream.model import unwrap_model
 from slipstream.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
-from slipstream.optim.scheduler import build_param_scheduler
+from slipstream.optim.scheduler import TorchSchedulerAdapter, build_param_scheduler, last_change
 from slipstream.registry import MODELS, OPTIM_WRAPPERS
 
 if TYPE_CHECKING:
@@ -22,23 +23,32 @@ if TYPE_CHECKING:
 __all__ = ["build_model", "build_optim", "build_schedulers", "scale_lr"]
 
 
-def build_model(model: nn.Module | Mapping[str, Any], data_preprocessor: Any) -> nn.Module:
+def build_model(
+    model: nn.Module | Mapping[str, Any], data_preprocessor: Any, loss_fn: Any = None
+) -> nn.Module:
     """Return `model`, or build the model if `model` is a configuration.
 
     Raises:
-        ConfigError: `model` is neither a module nor a dict.
-        ModelError: the model has no `train_step`.
+        ConfigError: `model` is neither a module nor a dict, or `loss_fn` is set for a model with a `train_step`.
+        ModelError: the model has no `train_step`, and `loss_fn` is None.
     """
     if isinstance(model, Mapping):
-        preset = {"data_preprocessor": data_preprocessor} if data_preprocessor is not None else {}
+        plain = loss_fn is not None or data_preprocessor is None
+        preset = {} if plain else {"data_preprocessor": data_preprocessor}
         model = MODELS.build(model, default_args=preset)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"must be a torch.nn.Module or a dict, not {type(model).__name__}", "model")
-    if not hasattr(unwrap_model(model), "train_step"):
+    trains = hasattr(unwrap_model(model), "train_step")
+    if trains and loss_fn is not None:
+        raise ConfigError(
+            f"does not apply to {type(model).__name__}, which computes its losses in train_step; remove loss_fn",
+            "loss_fn",
+        )
+    if not trains and loss_fn is None:
         raise ModelError(
-            f"{type(model).__name__} has no train_step. Subclass slipstream.model.BaseModel and return "
-            "the losses from forward(..., mode='loss'), or wrap the network in slipstream.model.Segmentor or "
-            "Classifier"
+            f"{type(model).__name__} has no train_step. Pass loss_fn to the Runner (a function of outputs and targets, "
+            "or 'model' if the model returns its loss), or subclass slipstream.model.BaseModel and return the losses "
+            "from forward(..., mode='loss')"
         )
     return model
 
@@ -86,8 +96,20 @@ def _one(cfg: Mapping[str, Any]) -> OptimWrapper:
     return wrapper
 
 
-def build_schedulers(cfg: Any, optim: OptimWrapper, loop: BaseLoop) -> Any:
-    """Return the list of schedulers, or a dict of lists for an `OptimWrapperDict`."""
+def build_schedulers(cfg: Any, optim: OptimWrapper, loop: BaseLoop, scaled: bool = False) -> Any:
+    """Return the list of schedulers, or a dict of lists for an `OptimWrapperDict`.
+
+    Args:
+        cfg: one or several schedulers or configurations, or a dict of these by the name of the optimizer.
+        optim: the optimizer wrapper.
+        loop: the training loop.
+        scaled: whether `auto_scale_lr` has changed the learning rates.
+
+    Raises:
+        ConfigError: a scheduler is invalid, never steps, or was created before the learning rates were scaled.
+    """
+    if scaled:
+        _check_created_later(cfg)
     if isinstance(optim, OptimWrapperDict):
         named = isinstance(cfg, Mapping) and "type" not in cfg and set(cfg) <= set(optim)
         per_name = {name: cfg.get(name) if named else cfg for name in optim}
@@ -100,6 +122,20 @@ def build_schedulers(cfg: Any, optim: OptimWrapper, loop: BaseLoop) -> Any:
     return _schedulers(cfg, optim, loop, "param_scheduler")
 
 
+def _check_created_later(cfg: Any) -> None:
+    """Check that no scheduler object has stored learning rates that `auto_scale_lr` has changed since."""
+    parts = cfg if isinstance(cfg, list | tuple) else [cfg]
+    for part in parts:
+        if part is not None and (not isinstance(part, Mapping) or "scheduler" in part):
+            raise ConfigError(
+                "a scheduler object was created before auto_scale_lr scaled the learning rates, so it would restore "
+                "the unscaled ones; pass a configuration (a dict with a 'type'), or scale the learning rates yourself",
+                "param_scheduler",
+            )
+        if isinstance(part, Mapping) and "type" not in part:
+            _check_created_later(list(part.values()))
+
+
 def _schedulers(cfg: Any, optim: OptimWrapper, loop: Any, path: str) -> list[Any]:
     if isinstance(cfg, list | tuple):
         return [_scheduler(part, optim, loop, f"{path}[{index}]") for index, part in enumerate(cfg)]
@@ -108,17 +144,58 @@ def _schedulers(cfg: Any, optim: OptimWrapper, loop: Any, path: str) -> list[Any
 
 def _scheduler(cfg: Any, optim: OptimWrapper, loop: Any, path: str) -> Any:
     try:
-        return build_param_scheduler(
+        scheduler = build_param_scheduler(
             cfg,
             optim.optimizer,
             epoch_length=loop.epoch_length,
             max_epochs=loop.max_epochs,
             max_iters=loop.max_iters,
         )
+        for message in _check_length(scheduler, loop):
+            loop.runner.logger.warning(f"{path}: {message}")
+        return scheduler
     except ConfigError as error:
         error.path = join(path, error.path) if error.path else path
         error.source = None  # type: ignore[attr-defined]  # the path is complete
         raise
+
+
+def _check_length(scheduler: Any, loop: Any) -> Iterator[str]:
+    """Yield a warning if `scheduler` never steps, or if its schedule is longer than the run.
+
+    Raises:
+        ConfigError: a torch scheduler never steps, or torch would raise an error before the end of the run.
+    """
+    inner = getattr(scheduler, "scheduler", scheduler)
+    name = type(inner).__name__
+    by_epoch = getattr(scheduler, "by_epoch", False)
+    if by_epoch and not getattr(loop, "counts_epochs", True):
+        if getattr(scheduler, "need_val_args", False):
+            return
+        message = (
+            f"{name} steps after each epoch, but training is counted in iterations (train_cfg.by_epoch=False), so the "
+            "value would not change before the end; set by_epoch=False in the scheduler"
+        )
+        if isinstance(scheduler, TorchSchedulerAdapter):
+            raise ConfigError(message)
+        yield message
+        return
+    found, steps = last_change(inner), loop.max_epochs if by_epoch else loop.max_iters
+    if found is None or steps is None:
+        return
+    argument, count = found
+    unit = "epochs" if by_epoch else "iterations"
+    if isinstance(inner, OneCycleLR) and count < steps and getattr(scheduler, "end", steps) >= steps:
+        raise ConfigError(
+            f"{name} has {argument}={count}, but the run has {steps} {unit}, and torch raises an error after the last "
+            f"step of the schedule; set {argument}={steps}"
+        )
+    if count > steps:
+        remedy = "by_epoch=False, if the argument counts iterations, or " if by_epoch else ""
+        yield (
+            f"{name} has {argument}={count}, but it steps once per {unit[:-1]}, and the run has only {steps} {unit}; "
+            f"set {remedy}{argument}={steps}"
+        )
 
 
 def scale_lr(optim: OptimWrapper, base: int, samples: int) -> str:

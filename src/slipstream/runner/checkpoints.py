@@ -85,7 +85,8 @@ class Checkpoints:
         core = unwrap_model(self._runner.model)
         own = core.state_dict() if self._names else {}
         loaded = {name: own[name].clone() for name in self._names & own.keys()}
-        resume.init_weights(core)
+        if self._runner.interface.initializes:
+            resume.init_weights(core)
         if loaded:
             core.load_state_dict(loaded, strict=False)
         self._initialized = True

@@ -83,11 +83,10 @@ class LogProcessor:
         """
         shown = self._scalars(runner, mode, batch_idx + 1)
         tag = self._with_hierarchy(shown, mode)
-        rates = {
-            name: shown.pop(name) for name in list(shown) if name.endswith("lr") or name.startswith("lr/")
-        }
-        if any(name.startswith("lr/") for name in rates):
-            rates.pop("lr", None)  # duplicates one of the named rates
+        rates = {name: shown.pop(name) for name in list(shown) if name.partition("/")[0].endswith("lr")}
+        for group in list(rates):
+            if "/" in group:  # the rate without a group is the rate of the first group
+                rates.pop(group.partition("/")[0], None)
         parts = [self._header(runner, batch_idx, mode)]
         parts.append(" ".join(f"{name}: {rate:.{self.num_digits}e}" for name, rate in rates.items()))
         eta = runner.message_hub.get_info("eta")

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from slipstream.checkpoint import get_random_state
-from slipstream.dataset.loading.counting import BatchSizes
+from slipstream.dataset.loading.counting import BatchSizes, count_samples
 from slipstream.dataset.loading.feed import DeviceFeed, can_draw_ahead
 from slipstream.dataset.loading.loader import (
     batch_size,
@@ -37,8 +37,8 @@ from slipstream.dataset.loading.workers import end_workers
 from slipstream.dist import get_rank, get_world_size, report_progress
 from slipstream.errors import ConfigError, DataError
 from slipstream.evaluator import Evaluator
+from slipstream.evaluator.loss import LossMetric
 from slipstream.logging import Phase
-from slipstream.model import unwrap_model
 from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.registry import EVALUATOR, LOOPS
 from slipstream.runner.checks import add_notes, warn_of_single_sample
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BaseLoop", "EpochBasedTrainLoop", "IterBasedTrainLoop", "TestLoop", "ValLoop"]
 
-Loadable = DataLoader[Any] | Mapping[str, Any]
+Loadable = DataLoader[Any] | Mapping[str, Any] | Sequence[Any]
 
 
 class BaseLoop:
@@ -67,7 +67,8 @@ class BaseLoop:
 
     def __init__(self, runner: Runner, dataloader: Loadable) -> None:
         self._runner = runner
-        self.dataloader = build_dataloader(dataloader, runner.seed, self._name, training=self.mode == "train")
+        loader = build_dataloader(dataloader, runner.seed, self._name, training=self.mode == "train")
+        self.dataloader = runner.limits.apply(loader, self.mode, self._name)
 
     @property
     def runner(self) -> Runner:
@@ -516,7 +517,7 @@ class _EvalLoop(BaseLoop):
     Args:
         runner: the Runner that owns the loop.
         dataloader: a loader or its configuration.
-        evaluator: an `Evaluator`, or the metrics to build one from.
+        evaluator: an `Evaluator`, the metrics to build one from, or `'loss'` for the mean losses.
         fp16: run under autocast with the device's default lower-precision dtype.
     """
 
@@ -524,6 +525,8 @@ class _EvalLoop(BaseLoop):
         super().__init__(runner, dataloader)
         if isinstance(evaluator, Mapping) and evaluator.get("type") in EVALUATOR.module_dict:
             evaluator = EVALUATOR.build(evaluator)
+        self._by_loss = evaluator == "loss"
+        evaluator = LossMetric() if self._by_loss else evaluator
         self.evaluator = evaluator if isinstance(evaluator, Evaluator) else Evaluator(evaluator)
         if (meta := getattr(self.dataloader.dataset, "metainfo", None)) is not None:
             self.evaluator.dataset_meta = meta
@@ -544,16 +547,19 @@ class _EvalLoop(BaseLoop):
         if runner.is_training:
             average_batchnorm(runner.model)
         runner.model.eval()
-        predict = getattr(runner.model, f"{mode}_step", None) or getattr(
-            unwrap_model(runner.model), f"{mode}_step"
-        )
         with explain_worker_errors(self._name):
-            self._run_batches(predict)
+            self._run_batches(self._predict)
         dataset: Any = self.dataloader.dataset
         metrics = self.evaluator.evaluate(len(dataset) if hasattr(dataset, "__len__") else sys.maxsize)
         runner.call_hook(f"after_{mode}_epoch", metrics=metrics)
         runner.call_hook(f"after_{mode}")
         return metrics
+
+    def _predict(self, batch: Any) -> Any:
+        interface = self._runner.interface
+        if self._by_loss:
+            return interface.evaluate_losses(batch), count_samples(batch) or batch_size(self.dataloader) or 1
+        return interface.predict(batch, self.mode)
 
     def _run_batches(self, predict: Callable[[Any], Any]) -> None:
         runner, mode = self._runner, self.mode

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,20 +15,21 @@ from slipstream.devices import device_type
 from slipstream.dist import get_world_size
 from slipstream.errors import ConfigError, ModelError, UnknownNameError, did_you_mean
 from slipstream.hooks import EMAHook, Hook
-from slipstream.logging import PhaseTimes
+from slipstream.logging import MMLogger, PhaseTimes
 from slipstream.model import unwrap_model
-from slipstream.model.base_model import run_forward
 from slipstream.model.wrappers import MMFullyShardedDataParallel
 from slipstream.optim import OptimWrapper
+from slipstream.runner.builders import build_model
+from slipstream.runner.interface import ModelInterface, build_interface
 from slipstream.speed import PARAMS_OPTIONS, Capabilities, SpeedPlan, compile_model
-from slipstream.speed.apply import overrides_train_step
+from slipstream.speed.apply import overrides_train_step, prepare_model, switches
 from slipstream.speed.ema import EmaOptions
 from slipstream.speed.front_ends import is_plain_wrapper
 from slipstream.speed.plan import idle
 from slipstream.speed.steps import Training, build_step
 from slipstream.step import Step
 
-__all__ = ["capabilities_of", "complete_plan", "make_step", "plan_hooks", "read_plan"]
+__all__ = ["Prepared", "capabilities_of", "complete_plan", "make_step", "plan_hooks", "prepare", "read_plan"]
 
 
 def read_plan(arguments: Mapping[str, Any], cfg: Mapping[str, Any]) -> SpeedPlan:
@@ -51,6 +54,35 @@ def _check_params(params: Any) -> None:
                 f"{did_you_mean(str(key), PARAMS_OPTIONS)}",
                 f"training_params.{key}",
             )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A Runner's model with the speed options."""
+
+    capabilities: Capabilities
+    plan: SpeedPlan
+    model: nn.Module
+    """The model on the device, wrapped if there are several processes."""
+    interface: ModelInterface
+    """How the Runner calls its model."""
+
+
+def prepare(
+    arguments: Mapping[str, Any], plan: SpeedPlan, deterministic: bool, device: torch.device, logger: MMLogger
+) -> Prepared:
+    """Build the model from a Runner's arguments, complete the plan, and apply it to the model.
+
+    Raises:
+        ConfigError: an argument, an option, or a combination of options is not supported.
+    """
+    preprocessor, loss_fn = arguments["data_preprocessor"], arguments["loss_fn"]
+    model = build_model(arguments["model"], preprocessor, loss_fn)
+    capabilities = capabilities_of(model, arguments["optim_wrapper"], deterministic)
+    plan = complete_plan(plan, capabilities, logger.info)
+    with switches(plan, device, logger.warning):
+        model = prepare_model(model, plan, device)
+    return Prepared(capabilities, plan, model, build_interface(model, loss_fn, preprocessor, device))
 
 
 def capabilities_of(model: nn.Module, optim_wrapper: Any, deterministic: bool) -> Capabilities:
@@ -92,6 +124,7 @@ def plan_hooks(plan: SpeedPlan) -> list[Hook | Mapping[str, Any]]:
 
 
 def make_step(
+    interface: ModelInterface,
     model: Any,
     optim: OptimWrapper,
     plan: SpeedPlan,
@@ -102,7 +135,8 @@ def make_step(
     core: Any = unwrap_model(model)
     own = next((m for m in (model, core) if overrides_train_step(m)), None)
     if own is None:
-        training = Training(model, optim, _losses, partial(_prepare, core, optim.phases), core.parse_losses)
+        prepare = partial(_prepare, interface, optim.phases)
+        training = Training(model, optim, interface.losses, prepare, interface.reduce)
         return build_step(training, plan, warn, log)
     if own is core and isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
         raise ModelError(
@@ -124,15 +158,11 @@ def make_step(
     return own_step
 
 
-def _losses(module: nn.Module, inputs: Any) -> Any:
-    return run_forward(module, inputs, "loss")
-
-
-def _prepare(core: Any, phases: PhaseTimes | None, batch: Any) -> Any:
+def _prepare(interface: ModelInterface, phases: PhaseTimes | None, batch: Any) -> Any:
     if phases is None:
-        return core.data_preprocessor(batch, True)
+        return interface.prepare(batch, True)
     before = phases.current
     phases.switch("preprocess")
-    inputs = core.data_preprocessor(batch, True)
+    inputs = interface.prepare(batch, True)
     phases.switch(before)
     return inputs

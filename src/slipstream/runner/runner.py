@@ -14,19 +14,22 @@ from torch.utils.data import DataLoader
 
 from slipstream.config import Config, options
 from slipstream.devices import default_device
-from slipstream.dist import get_rank, get_world_size, is_distributed, is_main_process
+from slipstream.dist import is_main_process
 from slipstream.hooks import Hook, HookList, NotebookHook, ProgressBarHook, in_notebook
 from slipstream.logging import PhaseTimes
 from slipstream.model import unwrap_model
 from slipstream.optim import OptimWrapper
-from slipstream.redaction import Redactor, redact
+from slipstream.redaction import Redactor
 from slipstream.registry import RUNNERS
 from slipstream.runner import builders, planning, resume
 from slipstream.runner.checkpoints import Checkpoints
 from slipstream.runner.environment import EnvOptions, Randomness, set_random_seed, setup_env
 from slipstream.runner.folder_lock import FolderLock
+from slipstream.runner.interface import LossArgument
 from slipstream.runner.lazy_loops import LazyLoops
-from slipstream.runner.logs import config_text, log_start, name_run, open_logs, write_config
+from slipstream.runner.limits import read_limits
+from slipstream.runner.logs import log_start, name_run, open_logs, write_config
+from slipstream.runner.properties import RunnerProperties
 from slipstream.runner.resume import STRIP_WRAPPER
 from slipstream.runner.rollback import Rollback
 from slipstream.runner.run_context import RunContext
@@ -39,7 +42,7 @@ from slipstream.runner.user_config import (
     with_defaults,
 )
 from slipstream.speed import CFG_OPTIONS, compile_model
-from slipstream.speed.apply import add_parts, fuse_optim, plan_optim, prepare_model, switches
+from slipstream.speed.apply import add_parts, fuse_optim, plan_optim
 from slipstream.step import Step
 from slipstream.step.graph import GraphStep
 
@@ -66,14 +69,15 @@ __all__ = ["Runner"]
 
 
 @RUNNERS.register_module()
-class Runner:
-    """Train, validate and test a model. The arguments are those of MMEngine's Runner plus `speed`.
+class Runner(RunnerProperties):
+    """Train, validate and test a model. The arguments are those of MMEngine's Runner and those that
+    follow `cfg`.
 
     Components are passed as objects or as configurations (dicts with a `type`). The constructor builds the model, moves
     it to the device and wraps it. The data loaders, optimizer and schedulers are built on first use.
 
     Args:
-        model: a `BaseModel` or its configuration.
+        model: a `BaseModel`, or any `nn.Module` if `loss_fn` is set, or its configuration.
         work_dir: output folder; created if it does not exist.
         train_dataloader, train_cfg, optim_wrapper: required for training; set all three or none.
         val_dataloader, val_cfg, val_evaluator: required for validation; set all three or none.
@@ -94,11 +98,16 @@ class Runner:
         experiment_name: the run's name in logs.
         cfg: the complete configuration. The keys in `slipstream.speed.CFG_OPTIONS` are read only from this argument.
         speed: speed options, `'auto'` or a dict of `SpeedPlan`'s fields; by default `cfg['speed']`.
+        loss_fn: for a plain `nn.Module`: a function of outputs and targets (or its configuration) as in `accelerate`,
+            or `'model'` if the model returns its loss.
+        limit_train_batches, limit_val_batches: largest number of batches per epoch, and per validation or test.
+        overfit_batches: train on only this number of batches, the same in every epoch.
+        fast_dev_run: run this number of steps (True: 1) and one short validation, without checkpoints.
     """
 
     def __init__(
         self,
-        model: TrainableModel | Mapping[str, Any],
+        model: TrainableModel | nn.Module | Mapping[str, Any],
         work_dir: str | Path,
         train_dataloader: DataLoader[Any] | DataLoaderCfg | LimitedLoaderCfg | AnyMapping | None = None,
         val_dataloader: DataLoader[Any] | DataLoaderCfg | LimitedLoaderCfg | AnyMapping | None = None,
@@ -128,8 +137,14 @@ class Runner:
         experiment_name: str | None = None,
         cfg: Any = None,
         speed: Literal["auto"] | SpeedCfg | AnyMapping | None = None,
+        loss_fn: LossArgument = None,
+        limit_train_batches: int | None = None,
+        limit_val_batches: int | None = None,
+        overfit_batches: int | None = None,
+        fast_dev_run: bool | int = False,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
+        self.limits, arguments = read_limits(arguments)
         self.cfg = cfg if isinstance(cfg, Config) else Config(dict(cfg or {}))
         # Build errors report their path in this configuration.
         self._user_cfg = {**self.cfg, **{k: v for k, v in arguments.items() if k != "cfg" and v is not None}}
@@ -166,13 +181,9 @@ class Runner:
         self.checkpoints = Checkpoints(self, load_from, source, self._redactor)
         self.rollback = Rollback(self)
         self.device = default_device()
-        model = builders.build_model(arguments["model"], arguments["data_preprocessor"])
-        self.capabilities = planning.capabilities_of(
-            model, arguments["optim_wrapper"], self._randomness.deterministic
-        )
-        self.speed = planning.complete_plan(plan, self.capabilities, self.logger.info)
-        with switches(self.speed, self.device, self.logger.warning):
-            self.model: nn.Module = prepare_model(model, self.speed, self.device)
+        prepared = planning.prepare(arguments, plan, self._randomness.deterministic, self.device, self.logger)
+        self.capabilities, self.speed, self.model = prepared.capabilities, prepared.plan, prepared.model
+        self.interface = prepared.interface
         self._training["optim_wrapper"] = plan_optim(arguments["optim_wrapper"], self.speed, self.device)
         self._hooks = HookList()
         defaults = with_defaults(arguments["default_hooks"], self.by_epoch)
@@ -219,7 +230,12 @@ class Runner:
             assert self.optim_wrapper is not None
             self.checkpoints.restore_counts()
             self.step = planning.make_step(
-                self.model, self.optim_wrapper, self.speed, self.logger.warning, self.logger.info
+                self.interface,
+                self.model,
+                self.optim_wrapper,
+                self.speed,
+                self.logger.warning,
+                self.logger.info,
             )
             self._compiled = self.is_training = True
             try:
@@ -298,8 +314,8 @@ class Runner:
             fuse_optim(self.optim_wrapper, self.speed)
             add_parts(self.speed, self.model, self.optim_wrapper)
             self.scale_lr(self.optim_wrapper, self._training["auto_scale_lr"])
-            schedulers = self._training["param_scheduler"]
-            self.param_schedulers = builders.build_schedulers(schedulers, self.optim_wrapper, loop)
+            schedulers, scaled = self._training["param_scheduler"], self._training["auto_scale_lr"].enable
+            self.param_schedulers = builders.build_schedulers(schedulers, self.optim_wrapper, loop, scaled)
         self.loops.get("val")  # builds the loop
 
     def scale_lr(
@@ -479,117 +495,3 @@ class Runner:
         self.logger, self.message_hub, self.meter = logs.logger, logs.hub, logs.meter
         self.log_processor, self.visualizer = logs.processor, logs.visualizer
         log_start(self.logger, self.seed, self._replaced_seed, self.work_dir)
-
-    # ---- state -----------------------------------------------------------------------------------------
-
-    @property
-    def train_loop(self) -> Any:
-        """The training loop."""
-        return self.loops.get("train")
-
-    @property
-    def val_loop(self) -> Any:
-        """The validation loop, or None."""
-        return self.loops.get("val")
-
-    @property
-    def test_loop(self) -> Any:
-        """The test loop, or None."""
-        return self.loops.get("test")
-
-    @property
-    def train_dataloader(self) -> Any:
-        """The training loader."""
-        return self.train_loop.dataloader
-
-    @property
-    def val_dataloader(self) -> Any:
-        """The validation loader."""
-        return self.val_loop.dataloader
-
-    @property
-    def test_dataloader(self) -> Any:
-        """The test loader."""
-        return self.test_loop.dataloader
-
-    @property
-    def by_epoch(self) -> bool:
-        """Whether training is epoch-based; True if there is no training loop."""
-        return self.loops.by_epoch
-
-    @property
-    def _position(self) -> Any:
-        """The training loop, or None if it has not been built."""
-        return self.loops.built("train")
-
-    @property
-    def epoch(self) -> int:
-        """Number of finished epochs."""
-        return self._position.epoch if self._position else 0
-
-    @property
-    def iter(self) -> int:
-        """Number of finished training steps."""
-        return self._position.iter if self._position else 0
-
-    @property
-    def inner_iter(self) -> int:
-        """Number of finished steps of the current epoch."""
-        return self._position.inner_iter if self._position else 0
-
-    @property
-    def max_epochs(self) -> int:
-        """Total number of epochs; 1 if training is iteration-based."""
-        return self._position.max_epochs if self._position else 1
-
-    @property
-    def max_iters(self) -> int:
-        """Total number of training steps."""
-        return self._position.max_iters if self._position else 1
-
-    @property
-    def samples_per_step(self) -> int:
-        """Number of samples per training step, summed over all processes."""
-        samples: int = self.train_loop.samples_per_step
-        return samples
-
-    @property
-    def all_param_schedulers(self) -> list[Any]:
-        """The schedulers of all optimizers."""
-        schedulers = self.param_schedulers or []
-        return (
-            [s for part in schedulers.values() for s in part] if isinstance(schedulers, dict) else schedulers
-        )
-
-    @property
-    def cfg_text(self) -> str:
-        """The configuration as YAML text."""
-        return config_text(self.cfg)
-
-    @property
-    def user_config(self) -> dict[str, Any]:
-        """The arguments and the configuration of this Runner, without secrets; values may be objects."""
-        config: dict[str, Any] = redact(dict(self._user_cfg))
-        return config
-
-    @property
-    def model_name(self) -> str:
-        """The name of the model's class."""
-        kinds = type(unwrap_model(self.model)).__mro__
-        # For a sharded model, torch creates a class that derives from FSDPModule and the user's class.
-        return next(kind.__name__ for kind in kinds if not hasattr(kind, "unshard"))
-
-    @property
-    def distributed(self) -> bool:
-        """Whether there is a process group."""
-        return is_distributed()
-
-    @property
-    def rank(self) -> int:
-        """This process's rank."""
-        return get_rank()
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-        return get_world_size()

@@ -146,6 +146,7 @@ def loop_options(mode: str, arguments: Mapping[str, Any]) -> dict[str, Any] | No
             f"{', '.join(TRIPLES[mode])} must be set together: {' and '.join(present)} "
             f"{'is' if len(present) == 1 else 'are'} set, but {' and '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} missing"
+            + ("" if mode == "train" else f"; {third}='loss' evaluates the loss alone")
         )
     if not isinstance(arguments[cfg_name], Mapping):
         raise ConfigError(f"must be a dict, not {shown(arguments[cfg_name])}", cfg_name)

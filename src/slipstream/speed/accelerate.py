@@ -5,19 +5,20 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from slipstream.checkpoint import ACCELERATED, check, check_like, check_optimizer, check_tensors
+from slipstream.checkpoint import ACCELERATED, check_like, check_optimizer, check_tensors
+from slipstream.checkpoint import check as check_schema
 from slipstream.devices import default_device
 from slipstream.dist import get_world_size
-from slipstream.errors import CheckpointError, ConfigError, DataError, ModelError
+from slipstream.errors import CheckpointError, ConfigError, ModelError
 from slipstream.model import BaseAveragedModel, unwrap_model
 from slipstream.model.data_preprocessor import BaseDataPreprocessor
 from slipstream.optim import OptimWrapper
@@ -33,10 +34,15 @@ from slipstream.speed.apply import (
 )
 from slipstream.speed.auto import Capabilities
 from slipstream.speed.ema import EmaOptions
+from slipstream.speed.losses import BatchLoss, LossFunction, ModelLosses, Reduce, read_losses
 from slipstream.speed.plan import SpeedPlan
+from slipstream.speed.step_file import load_step, save_step
+from slipstream.speed.step_summary import describe_step
 from slipstream.speed.steps import Training, build_step, compiled_scope
+from slipstream.step import Step
 from slipstream.step.average import AveragePart, update_count
 from slipstream.step.graph import GraphStep
+from slipstream.typecheck import PositiveInt, check
 
 if TYPE_CHECKING:
     from slipstream.config_types import AnyMapping, SpeedCfg
@@ -54,30 +60,49 @@ _UNSUPPORTED = {
 def accelerate(
     model: nn.Module,
     optimizer: Optimizer,
-    loss_fn: Callable[[Any, Any], Tensor | Mapping[str, Tensor]],
+    loss_fn: LossFunction | None = None,
     speed: Literal["auto"] | SpeedCfg | AnyMapping | None = "auto",
     total_steps: int | None = None,
+    batches_per_epoch: int | None = None,
+    compute_loss: BatchLoss | None = None,
 ) -> TrainStep:
     """Return a training step: `log = step(batch)` runs forward, loss, backward, gradient sync, clipping and update.
 
     If a process group exists (from `slipstream.dist.init_dist` or torch), gradients are averaged over its processes.
     The model, and `loss_fn` if it is a module, are moved to the accelerator in place.
 
+    The loss is computed by `loss_fn`, by `compute_loss`, or, if neither is set, by the model. In the last case, a dict
+    is passed to the model as keyword arguments, and a tuple as positional arguments. The model returns a scalar, an
+    object with the attribute or key `loss`, or a dict whose entries with `loss` in their name are summed.
+
     Args:
         model: any module.
         optimizer: an optimizer of the model's parameters.
         loss_fn: `loss_fn(outputs, targets)`, where each batch is `(inputs, targets)` or `(*inputs, targets)`. It
-            returns a scalar tensor, or a dict whose entries with `loss` in their name are summed.
+            returns a scalar tensor, or a dict whose entries with `loss` in their name are summed. If a batch is a dict,
+            its entries are the keyword arguments of the model, and `loss_fn` is called with the outputs and the batch.
         speed: `'auto'`, a dict of the fields of `SpeedPlan`, or None for no options.
         total_steps: number of batches in the whole training run; required for `ema` of type 'exp'. With `accumulate`,
             it allows the last window to be smaller.
+        batches_per_epoch: with `accumulate`, the last window of each epoch ends after this number of batches
+            (`len(loader)`), even if it is smaller; its losses are divided by its own size. By default, a window
+            continues with the first batches of the next epoch.
+        compute_loss: `compute_loss(model, batch)`, for other losses, such as those that use several models. It calls
+            the model that it receives, and returns the same values as `loss_fn`.
 
     Raises:
         ConfigError: an option is invalid or not supported by this function.
         ModelError: a parameter of the optimizer is on a different device than the model.
     """
-    if not callable(loss_fn):
-        raise ConfigError(f"must be a function of outputs and targets, not {loss_fn!r}", "loss_fn")
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"must be a torch.optim.Optimizer, not {type(optimizer).__name__}; for several optimizers, create one step "
+            "for each of them",
+            "optimizer",
+        )
+    losses = read_losses(loss_fn, compute_loss)
+    check(total_steps, PositiveInt | None, "total_steps")
+    check(batches_per_epoch, PositiveInt | None, "batches_per_epoch")
     params = set(model.parameters())
     if not any(param in params for group in optimizer.param_groups for param in group["params"]):
         raise ConfigError(
@@ -99,7 +124,7 @@ def accelerate(
         to_device(loss_fn, device)
     _check_devices(optimizer, model, device)
     _move_state(optimizer)
-    return TrainStep(prepared, optimizer, loss_fn, plan, device, total_steps)
+    return TrainStep(prepared, optimizer, losses, plan, device, total_steps, batches_per_epoch)
 
 
 def _check_devices(optimizer: Optimizer, model: nn.Module, device: torch.device) -> None:
@@ -126,19 +151,6 @@ def _move_state(optimizer: Optimizer) -> None:
                 values[name] = value.to(param.device)
 
 
-def _losses(
-    loss_fn: Callable[[Any, Any], Tensor | Mapping[str, Tensor]], module: nn.Module, batch: Any
-) -> Mapping[str, Any]:
-    """Return the losses of a batch `(*inputs, targets)`."""
-    if not isinstance(batch, list | tuple) or len(batch) < 2:
-        raise DataError(
-            f"a batch must be (inputs, targets), not {type(batch).__name__}; change the loader's dataset or collate_fn"
-        )
-    *inputs, targets = batch
-    loss = loss_fn(module(*inputs), targets)
-    return {"loss": loss} if isinstance(loss, Tensor) else loss
-
-
 class TrainStep:
     """A training step with its state, returned by `accelerate`."""
 
@@ -146,10 +158,11 @@ class TrainStep:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        loss_fn: Callable[[Any, Any], Any],
+        losses: tuple[ModelLosses, Reduce | None],
         plan: SpeedPlan,
         device: torch.device,
         total_steps: int | None,
+        batches_per_epoch: int | None = None,
     ) -> None:
         self.model = model
         """The model, wrapped in DDP if there are several processes."""
@@ -161,16 +174,23 @@ class TrainStep:
         add_parts(plan, model, self.optim)
         self._total_steps = total_steps
         self.optim.initialize_count_status(model, 0, total_steps or -1)
+        self.optim.batches_per_epoch = batches_per_epoch
         move = BaseDataPreprocessor().to(device)
         logger = logging.getLogger("slipstream")
-        warn = logger.warning
+        messages: list[str] = []  # without a reference to self, which would keep the step alive
+        self._warnings = messages
+
+        def warn(message: str) -> None:
+            messages.append(message)
+            logger.warning(message)
+
         self._exit = ExitStack()
         self._exit.enter_context(switches(plan, device, warn))
         self._exit.enter_context(compiling(plan, unwrap_model(model), logger))
         self.close = weakref.finalize(self, self._exit.close)
         """Log the compile report and restore process-wide settings; called automatically when the step is deleted."""
-        training = Training(model, self.optim, partial(_losses, loss_fn), move.cast_data)
-        self._step: Any = build_step(training, plan, warn, logger.info)
+        training = Training(model, self.optim, losses[0], move.cast_data, losses[1])
+        self._step: Step = build_step(training, plan, warn, logger.info)
         if isinstance(self._step, GraphStep):
             self._exit.callback(self._step.close)
         self.average: BaseAveragedModel | None = None
@@ -180,13 +200,21 @@ class TrainStep:
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
         """Train on one batch; return `loss` and other values as 0-dim tensors, without synchronizing."""
-        logs: dict[str, Tensor] = self._step(batch)
-        return logs
+        return self._step(batch)
 
     @property
     def compiled_scope(self) -> str | None:
         """Scope of the compiled code: 'step' (even before its graph is ready), 'model', 'block', or None if eager."""
         return compiled_scope(self._step, self.model)
+
+    @property
+    def inner(self) -> Step:
+        """The eager or compiled step."""
+        return self._step
+
+    def summary(self) -> str:
+        """Return text that describes whether the step is compiled, its options, and the warnings so far."""
+        return describe_step(self, self._warnings)
 
     @property
     def steps(self) -> int:
@@ -205,22 +233,31 @@ class TrainStep:
             )
         core = unwrap_model(self.model)
         self.average = average = how.average(core)
-        window = 1 if average.every_batch else self.optim.accumulative_counts
-        average.total_batches, average.window = total_steps, self.optim.accumulative_counts
-        if total_steps:
-            average.total_steps = update_count(total_steps, how.begin_iter - 1, window)
-
         optim = self.optim  # a reference to self would keep the step alive
+        if how.count == "batches" and optim.batches_per_epoch and optim.accumulative_counts > 1:
+            raise ConfigError("'batches' does not support batches_per_epoch; use 'updates'", f"{path}.count")
+        average.total_batches, average.window = total_steps, optim.accumulative_counts
+        if total_steps:
+            average.total_steps = self._updates(total_steps, how.begin_iter - 1)
+
         optim.parts.append(
             AveragePart(
                 average,
                 core,
                 done=lambda: optim.batches,
-                window=window,
-                total=total_steps,
+                ends_window=optim.ends_window,
                 begun=lambda batch: batch >= how.begin_iter,
             )
         )
+
+    def _updates(self, total: int, skipped: int) -> int:
+        """Return the number of weight updates in `total` batches, excluding those in the first `skipped` batches."""
+        window, epoch = self.optim.accumulative_counts, self.optim.batches_per_epoch
+        if not epoch:
+            return update_count(total, skipped, window)
+        epochs, rest = divmod(total, epoch)
+        before, begun = divmod(max(skipped, 0), epoch)
+        return max(1, (epochs - before) * -(-epoch // window) + -(-rest // window) - begun // window)
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
@@ -241,7 +278,7 @@ class TrainStep:
         state: dict[str, Any] = {"optimizer": self.optim.state_dict(), "steps": self.steps}
         if self.average is not None:
             state["average"] = self.average.state_dict()
-        if self.steps % self.optim.accumulative_counts:
+        if not self.optim.begins_window():
             state["gradients"] = [param.grad for param in self.optim.parameters()]
         return state
 
@@ -252,7 +289,7 @@ class TrainStep:
             CheckpointError: an entry is missing, invalid, or belongs to a different model or optimizer. Nothing is
                 changed.
         """
-        self._check(state)
+        self.check_state(state)
         self.optim.load_state_dict(state["optimizer"])
         self.optim.initialize_count_status(self.model, state["steps"], self._total_steps or -1)
         if self.average is not None and "average" in state:
@@ -261,9 +298,42 @@ class TrainStep:
         for param, grad in zip(params, state.get("gradients", [None] * len(params)), strict=True):
             param.grad = None if grad is None else grad.to(param, copy=True)
 
-    def _check(self, state: Mapping[str, Any]) -> None:
-        source = "the state"
-        check(state, ACCELERATED, source)
+    def save(self, path: str | Path, **values: Any) -> None:
+        """Write everything that `load` needs to continue training to one file; all processes must call this method.
+
+        This includes the model, the state of `state_dict`, and the random states of torch, NumPy and Python. The file
+        is written atomically, and its entry `state_dict` contains the model's weights.
+
+        Args:
+            path: path of the file.
+            values: other state, such as `epoch=epoch, schedule=schedule.state_dict()`, which `load` returns. It may
+                contain tensors and built-in Python values.
+
+        Raises:
+            CheckpointError: the file cannot be written, a value has a different type, or an accumulation window is
+                unfinished and there are several processes.
+        """
+        save_step(self, path, values)
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Load a file that `save` wrote, and return its `values`. No code in the file is executed.
+
+        Raises:
+            CheckpointError: the file is damaged, or belongs to a different model or optimizer. Nothing is changed.
+        """
+        return load_step(self, path)
+
+    def check_state(self, state: Mapping[str, Any], source: str = "the state") -> None:
+        """Check that `state` is a state of this step.
+
+        Args:
+            state: a state from `state_dict`.
+            source: its name in the error message.
+
+        Raises:
+            CheckpointError: an entry is missing, invalid, or belongs to a different model or optimizer.
+        """
+        check_schema(state, ACCELERATED, source)
         params = list(self.optim.parameters())
         check_optimizer(self.optim.optimizer, state["optimizer"], "optimizer", source)
         scaler, saved = getattr(self.optim, "loss_scaler", None), state["optimizer"].get("loss_scaler")

@@ -60,9 +60,8 @@ class AveragePart(StepPart):
         average: the average, a `BaseAveragedModel`.
         model: the averaged model, unwrapped.
         done: returns the number of batches that have been trained.
-        window: number of batches in an accumulation window.
-        total: number of batches in the whole training run, or None if unknown; the last window may be smaller.
-        begun: returns whether averaging has begun at a given batch (counted from 1).
+        ends_window: returns whether a batch number (from 1) ends an accumulation window.
+        begun: returns whether averaging has begun at a batch number (from 1).
         on_host: whether to update the average outside a compiled step.
     """
 
@@ -71,13 +70,12 @@ class AveragePart(StepPart):
         average: _Average,
         model: nn.Module,
         done: Callable[[], int],
-        window: int = 1,
-        total: int | None = None,
+        ends_window: Callable[[int], bool] = lambda batch: True,
         begun: Callable[[int], bool] = lambda batch: True,
         on_host: bool = False,
     ) -> None:
         self.average, self.model = average, model
-        self._done, self._window, self._total, self._begun = done, window, total, begun
+        self._done, self._ends_window, self._begun = done, ends_window, begun
         averages, currents = average.pairs(model)
         self._weight = Scalar(0.0, averages[0].device, precise_dtype(averages[0].device))
         # With an interval, a graph reads and writes the average even in steps that do not change it.
@@ -89,7 +87,7 @@ class AveragePart(StepPart):
         """Return whether batch number `batch` (from 1) counts as an update."""
         if not self._begun(batch):
             return False
-        return self.average.every_batch or batch % self._window == 0 or batch == self._total
+        return self.average.every_batch or self._ends_window(batch)
 
     def before_batch(self) -> None:
         """Count the next batch, and set its EMA weight, which is 0 if the batch does not count as an update."""

@@ -33,7 +33,7 @@ __all__ = ["config_job", "find_batch_size", "find_lr", "parse_budget", "stored_r
 _IN_OWN_LOOP = tuple(name for name in OPTIONS if name not in ("prefetch", "data_parallel"))
 _NO_KEY = (UndescribedError, RecursionError)
 """Errors raised if a description is incomplete, or too deeply nested for a cache key."""
-_MEASURED = ("model", "data_preprocessor", "train_dataloader", "optim_wrapper", "env_cfg", "speed")
+_MEASURED = ("model", "loss_fn", "data_preprocessor", "train_dataloader", "optim_wrapper", "env_cfg", "speed")
 """The arguments of a Runner that, in addition to `CFG_OPTIONS`, determine its step time."""
 LossFn = Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
 

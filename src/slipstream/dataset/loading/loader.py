@@ -49,7 +49,7 @@ __all__ = [
 
 
 def build_dataloader(
-    cfg: Mapping[str, Any] | DataLoader[Any], seed: int, name: str, training: bool
+    cfg: Mapping[str, Any] | DataLoader[Any] | Sequence[Any], seed: int, name: str, training: bool
 ) -> DataLoader[Any]:
     """Build a data loader from a configuration in MMEngine's format, or wrap an existing `DataLoader`.
 
@@ -59,7 +59,8 @@ def build_dataloader(
             (see `with_workers`). `skip_errors` is the number of samples that may raise errors and are replaced by
             others (see `SeededDataset`). `stall_warning` is the number of seconds without a batch after which a run
             logs a warning (see `Loading`; default: 60; 0 disables the warning). Alternatively, a `DataLoader`, or
-            `dict(dataloader=..., num_batch_per_epoch=...)` to limit its number of batches per epoch.
+            `dict(dataloader=..., num_batch_per_epoch=...)` to limit its number of batches per epoch; or a list of
+            batches, which are used in this order.
         seed: seed of the run. The order and the augmentation depend on it, but not on the number of workers.
         name: name of the loader in error messages (such as `train_dataloader`).
         training: whether all ranks must get the same number of samples; if so, some samples may be repeated.
@@ -74,8 +75,12 @@ def build_dataloader(
     if isinstance(cfg, DataLoader):
         check_not_empty(cfg.dataset, name)
         return _check_has_batches(_wrap_loader(cfg, seed, training, limit), name, training)
+    if isinstance(cfg, list | tuple):
+        return _list_loader(cfg, seed, name)
     if not isinstance(cfg, Mapping):
-        raise ConfigError(f"must be a DataLoader or a dict, got {type(cfg).__name__}", name)
+        raise ConfigError(
+            f"must be a DataLoader, a dict or a list of batches, got {type(cfg).__name__}", name
+        )
     options = dict(cfg)
     _check_keys(options, name)
     _check_fault_options(options, name, training)
@@ -91,6 +96,18 @@ def build_dataloader(
         loader = _loader(dataset, batches, seed, _collate(options, name), name)
     loader.stall_warning = stall_warning
     return _check_has_batches(loader, name, training)
+
+
+def _list_loader(batches: Sequence[Any], seed: int, name: str) -> RunLoader:
+    """Return a loader of ready batches."""
+    if not batches:
+        raise DataError(f"{name} is an empty list; it must contain at least one batch")
+    if get_world_size() > 1:
+        raise ConfigError(
+            f"a list has the same batches in all {get_world_size()} processes; use a DataLoader or a dict",
+            name,
+        )
+    return RunLoader(list(batches), batch_size=None, collate_fn=_identity, **_defaults({}, seed))
 
 
 def set_epoch(loader: DataLoader[Any], epoch: int, start: int = 0, used: int = 0) -> None:

@@ -35,6 +35,7 @@ def batch_indices(
     batches = loader.batch_sampler
     if not isinstance(batches, EpochBatchSampler) or not uses_own_generator(batches):
         return None
+    epoch = 0 if batches.repeats else epoch
     found = _sampled(batches, epoch, number, order or EpochOrder())
     if found is not None and isinstance(loader.dataset, SeededDataset):
         # An endless sampler passes over the dataset several times; each pass counts as an epoch.

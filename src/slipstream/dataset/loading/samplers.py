@@ -163,6 +163,8 @@ class EpochBatchSampler(Sampler[list[int]]):
         self.samples = max(samples, 1)
         self.stamp = stamp
         self.limit = limit
+        self.repeats = False
+        """Whether every epoch is the same as epoch 0."""
         self._state = SamplerState([self.sampler, batch_sampler])
         self.epoch = 0
         self.start = 0
@@ -171,6 +173,7 @@ class EpochBatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int, start: int = 0, used: int = 0) -> None:
         """Set the epoch, and the batch within it, at which the next iteration starts, after `used` of its samples."""
+        epoch = 0 if self.repeats else epoch
         self.epoch, self.start, self.used = epoch, start, used
         for sampler in (self.sampler, self.batch_sampler):
             if hasattr(sampler, "set_epoch"):

@@ -43,6 +43,7 @@ from slipstream.optim.scheduler.param_scheduler import (
     StepParamScheduler,
     _ParamScheduler,
 )
+from slipstream.optim.scheduler.torch_steps import last_change
 
 __all__ = [
     "INF",
@@ -80,4 +81,5 @@ __all__ = [
     "TorchSchedulerAdapter",
     "_ParamScheduler",
     "build_param_scheduler",
+    "last_change",
 ]

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from slipstream.errors import ConfigError
 from slipstream.optim.scheduler.base import _ParamScheduler
 from slipstream.optim.scheduler.checks import INF
+from slipstream.optim.scheduler.torch_steps import counts_epochs
 from slipstream.registry import PARAM_SCHEDULERS
 from slipstream.typecheck import PositiveInt, check, check_finite, shown
 
@@ -76,20 +77,25 @@ def build_param_scheduler(
     Args:
         cfg: a scheduler, or a dict whose `type` is one of this package's schedulers or a class in
             `torch.optim.lr_scheduler`. With `convert_to_iter_based=True`, arguments are in epochs, and steps are
-            iterations.
+            iterations. `dict(scheduler=..., by_epoch=...)` contains a torch scheduler object. Without `by_epoch`,
+            torch's schedulers step as in torch's documentation: `OneCycleLR` and `CyclicLR` after each iteration.
         optimizer: a torch optimizer or an `OptimWrapper`.
         epoch_length: number of iterations in an epoch, for `convert_to_iter_based`.
         max_epochs: default of `end` for epoch-based schedulers.
         max_iters: default of `end` for iteration-based schedulers.
 
     Raises:
-        ConfigError: a key is invalid; the message contains its name.
+        ConfigError: a key is invalid; the message contains its name. Or a scheduler object belongs to a different
+            optimizer, or `by_epoch` is required.
     """
-    if isinstance(cfg, LRScheduler):
-        return TorchSchedulerAdapter(cfg)
+    if isinstance(cfg, LRScheduler) or (
+        isinstance(cfg, Mapping) and isinstance(cfg.get("scheduler"), LRScheduler)
+    ):
+        return _adapt(cfg if isinstance(cfg, Mapping) else {"scheduler": cfg}, optimizer)
     if not isinstance(cfg, Mapping):
         if not (hasattr(cfg, "step") and hasattr(cfg, "by_epoch")):
             raise ConfigError(f"must be a scheduler or a dict with a 'type', not {shown(cfg)}")
+        _check_owner(getattr(cfg, "scheduler", cfg), optimizer)
         scheduler: _ParamScheduler | TorchSchedulerAdapter = cfg
         return scheduler
     kind = cfg.get("type")
@@ -99,7 +105,7 @@ def build_param_scheduler(
     end = max_epochs if cfg.get("by_epoch", True) else max_iters
     default_args = {"optimizer": optimizer, "end": INF if end is None else end}
     if inspect.isclass(target) and issubclass(target, LRScheduler):
-        return _build_torch(cfg, default_args)
+        return _build_torch(cfg, optimizer, (max_epochs, max_iters))
     if "convert_to_iter_based" in cfg:
         arguments = {key: value for key, value in cfg.items() if key != "convert_to_iter_based"}
         if cfg["convert_to_iter_based"] and hasattr(target, "build_iter_from_epoch"):
@@ -109,7 +115,38 @@ def build_param_scheduler(
     return built
 
 
-def _build_torch(cfg: Mapping[str, Any], default_args: dict[str, Any]) -> TorchSchedulerAdapter:
+def _adapt(cfg: Mapping[str, Any], optimizer: Any) -> TorchSchedulerAdapter:
+    """Return the adapter of a torch scheduler object, which is in `dict(scheduler=..., by_epoch=..., end=...)`."""
+    if other := sorted(set(cfg) - {"scheduler", "by_epoch", "end"}):
+        raise ConfigError(
+            f"'{other[0]}' cannot be changed for an existing scheduler; remove this key. The dict may contain "
+            "scheduler, by_epoch and end"
+        )
+    check(by_epoch := cfg.get("by_epoch"), bool | None, "by_epoch")
+    check(end := cfg.get("end"), PositiveInt | None, "end")
+    scheduler = cfg["scheduler"]
+    if by_epoch is None and not isinstance(scheduler, ReduceLROnPlateau):
+        by_epoch = counts_epochs(scheduler)
+    adapter = TorchSchedulerAdapter(scheduler, bool(by_epoch), INF if end is None else end)
+    _check_owner(scheduler, optimizer)
+    return adapter
+
+
+def _check_owner(scheduler: Any, optimizer: Any) -> None:
+    """Check that a scheduler object was created for the optimizer of the run."""
+    owner = getattr(scheduler, "optimizer", optimizer)
+    if getattr(owner, "optimizer", owner) is not getattr(optimizer, "optimizer", optimizer):
+        raise ConfigError(
+            f"{type(scheduler).__name__} was created for a different optimizer, so it would not change the learning "
+            "rates of this run; create it for the optimizer in optim_wrapper, or pass a configuration (a dict with a "
+            "'type')"
+        )
+
+
+def _build_torch(
+    cfg: Mapping[str, Any], optimizer: Any, ends: tuple[int | None, int | None]
+) -> TorchSchedulerAdapter:
+    """Build one of torch's schedulers; `ends` are the numbers of epochs and iterations of the run."""
     for key in ("begin", "convert_to_iter_based"):
         if cfg.get(key):
             raise ConfigError(
@@ -120,8 +157,11 @@ def _build_torch(cfg: Mapping[str, Any], default_args: dict[str, Any]) -> TorchS
     arguments = {key: value for key, value in cfg.items() if key not in own}
     check(cfg.get("end"), PositiveInt | None, "end")
     check_finite(arguments)
-    optimizer = default_args["optimizer"]
     scheduler = PARAM_SCHEDULERS.build(
         arguments, default_args={"optimizer": getattr(optimizer, "optimizer", optimizer)}
     )
-    return TorchSchedulerAdapter(scheduler, cfg.get("by_epoch", True), cfg.get("end", default_args["end"]))
+    by_epoch = cfg.get("by_epoch")
+    if by_epoch is None and not isinstance(scheduler, ReduceLROnPlateau):
+        by_epoch = counts_epochs(scheduler)
+    end = ends[0 if by_epoch else 1]
+    return TorchSchedulerAdapter(scheduler, bool(by_epoch), cfg.get("end", INF if end is None else end))

@@ -1,0 +1,74 @@
+"""Whether a step of a scheduler from `torch.optim.lr_scheduler` is an epoch or an iteration, and how many it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+from slipstream.errors import ConfigError
+from slipstream.optim.scheduler.one_cycle import OneCycleParamScheduler
+
+__all__ = ["counts_epochs", "last_change"]
+
+_AFTER_BATCHES = (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR)
+_AFTER_EPOCHS = (
+    lr_scheduler.StepLR,
+    lr_scheduler.MultiStepLR,
+    lr_scheduler.ConstantLR,
+    lr_scheduler.LinearLR,
+    lr_scheduler.ExponentialLR,
+    lr_scheduler.PolynomialLR,
+    lr_scheduler.CosineAnnealingLR,
+)
+_LAST_CHANGE: Mapping[type, str] = {
+    OneCycleParamScheduler: "total_steps",
+    lr_scheduler.OneCycleLR: "total_steps",
+    lr_scheduler.StepLR: "step_size",
+    lr_scheduler.ConstantLR: "total_iters",
+    lr_scheduler.LinearLR: "total_iters",
+    lr_scheduler.PolynomialLR: "total_iters",
+    lr_scheduler.CosineAnnealingLR: "T_max",
+}
+"""For each class, the argument with the number of steps after which the schedule is complete, or first changes."""
+
+
+def counts_epochs(scheduler: LRScheduler) -> bool:
+    """Return whether a step of `scheduler` is an epoch, according to torch's documentation of its class.
+
+    Raises:
+        ConfigError: the documentation does not determine it, so the user must set `by_epoch`.
+    """
+    units = _units(scheduler)
+    if units in ({True}, {False}):
+        return units == {True}
+    name = type(scheduler).__name__
+    reason = (
+        "combines schedulers that step after each epoch with others that step after each iteration"
+        if units == {True, False}
+        else "can step after each epoch or after each iteration"
+    )
+    raise ConfigError(
+        f"{name} {reason}; set by_epoch: for an object, dict(scheduler={name}(...), by_epoch=False), and for a "
+        "configuration, by_epoch=False. With False, it steps after each iteration, and with True, after each epoch"
+    )
+
+
+def _units(scheduler: LRScheduler) -> set[bool | None]:
+    """Return, for each scheduler that `scheduler` contains, whether a step is an epoch (None: not determined)."""
+    if isinstance(scheduler, lr_scheduler.SequentialLR | lr_scheduler.ChainedScheduler):
+        return {unit for part in scheduler._schedulers for unit in _units(part)}  # type: ignore[attr-defined]
+    if isinstance(scheduler, _AFTER_BATCHES):
+        return {False}
+    return {True} if isinstance(scheduler, _AFTER_EPOCHS) else {None}
+
+
+def last_change(scheduler: Any) -> tuple[str, int] | None:
+    """Return the argument that determines when a schedule is complete, or first changes, and its value in steps.
+
+    The result is None for schedules without such an argument.
+    """
+    name = next((name for kind, name in _LAST_CHANGE.items() if isinstance(scheduler, kind)), None)
+    return None if name is None else (name, int(getattr(scheduler, name)))

@@ -1,0 +1,193 @@
+"""How a Runner calls its model: through the methods of a `BaseModel`, or as a plain module with a loss function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import ConfigError, DataError
+from slipstream.model import unwrap_model
+from slipstream.model.base_model import run_forward
+from slipstream.model.data_preprocessor import BaseDataPreprocessor
+from slipstream.registry import MODELS
+from slipstream.speed.apply import to_device
+from slipstream.speed.losses import LossFunction, call_model, read_losses
+from slipstream.step.eager import Losses, sum_losses
+
+__all__ = ["LossArgument", "ModelInterface", "PlainModel", "build_interface"]
+
+LossArgument = LossFunction | Mapping[str, Any] | Literal["model"] | None
+"""The Runner's argument `loss_fn`."""
+
+
+class ModelInterface:
+    """Calls a model through the methods of `BaseModel`.
+
+    Args:
+        model: the model, wrapped if there are several processes.
+    """
+
+    initializes = True
+    """Whether the model's weights are initialized before training."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    @property
+    def core(self) -> Any:
+        """The model, unwrapped."""
+        return unwrap_model(self._model)
+
+    @property
+    def preprocessor(self) -> Any:
+        """The data preprocessor, or None."""
+        return getattr(self.core, "data_preprocessor", None)
+
+    @property
+    def reduce(self) -> Callable[[Losses], tuple[Tensor, dict[str, Tensor]]]:
+        """The function that returns the loss to minimize and the values to log."""
+        function: Callable[[Losses], tuple[Tensor, dict[str, Tensor]]] = self.core.parse_losses
+        return function
+
+    @property
+    def loss_step(self) -> Callable[[Any], Any] | None:
+        """The function that returns the losses of a batch from the loader, or None."""
+        return getattr(self.core, "loss_step", None)
+
+    def losses(self, module: nn.Module, inputs: Any) -> Any:
+        """Return the losses of a prepared batch; `module` is the model, wrapped or not."""
+        return run_forward(module, inputs, "loss")
+
+    def total_loss(self, module: Any, inputs: Any) -> Tensor:
+        """Return the loss to minimize of a prepared batch, for a copy `module` of the model."""
+        loss: Tensor = module.parse_losses(self.losses(module, inputs))[0]
+        return loss
+
+    def prepare(self, batch: Any, training: bool) -> Any:
+        """Return a batch from the loader on the device, and preprocessed."""
+        return self.core.data_preprocessor(batch, training)
+
+    def predict(self, batch: Any, mode: str) -> Any:
+        """Return the predictions for a batch from the loader; `mode` is `val` or `test`."""
+        method = getattr(self._model, f"{mode}_step", None) or getattr(self.core, f"{mode}_step")
+        return method(batch)
+
+    def evaluate_losses(self, batch: Any) -> dict[str, Tensor]:
+        """Return the losses of a batch from the loader, with the model in its current mode.
+
+        Raises:
+            ConfigError: the model only defines a training step.
+        """
+        if not hasattr(self.core, "parse_losses"):
+            raise ConfigError(
+                f"'loss' requires a BaseModel or loss_fn, but {type(self.core).__name__} defines only train_step; set "
+                "metrics",
+                "val_evaluator",
+            )
+        return self._evaluated(batch)
+
+    def _evaluated(self, batch: Any) -> dict[str, Tensor]:
+        return self.reduce(self.losses(self.core, self.prepare(batch, False)))[1]
+
+
+class PlainModel(ModelInterface):
+    """Calls a module without the methods of `BaseModel`.
+
+    In evaluation, the predictions are pairs `(outputs, targets)`, or `(outputs, batch)` if the batch is a dict.
+
+    Args:
+        model: the model, wrapped if there are several processes.
+        loss_fn: `loss_fn(outputs, targets)`; None if the model returns its loss.
+        preprocessor: moves a batch to the device; None for a `BaseDataPreprocessor`.
+        device: the device of the model.
+    """
+
+    initializes = False  # a method `init_weights` of another library can discard pretrained weights
+
+    def __init__(
+        self, model: Any, loss_fn: LossFunction | None, preprocessor: nn.Module | None, device: torch.device
+    ) -> None:
+        super().__init__(model)
+        self._losses, reduce = read_losses(loss_fn, None)
+        self._reduce = reduce or sum_losses
+        self._preprocessor = (preprocessor or BaseDataPreprocessor()).to(device)
+
+    @property
+    def preprocessor(self) -> nn.Module:
+        """The data preprocessor."""
+        return self._preprocessor
+
+    @property
+    def reduce(self) -> Callable[[Losses], tuple[Tensor, dict[str, Tensor]]]:
+        """The function that returns the loss to minimize and the values to log."""
+        return self._reduce
+
+    @property
+    def loss_step(self) -> Callable[[Any], Any]:
+        """The function that returns the losses of a batch from the loader."""
+        return lambda batch: self._losses(self.core, self.prepare(batch, True))
+
+    def losses(self, module: nn.Module, inputs: Any) -> Any:
+        """Return the losses of a prepared batch; `module` is the model, wrapped or not."""
+        return self._losses(module, inputs)
+
+    def total_loss(self, module: Any, inputs: Any) -> Tensor:
+        """Return the loss to minimize of a prepared batch, for a copy `module` of the model."""
+        return self._reduce(self._losses(module, inputs))[0]
+
+    def prepare(self, batch: Any, training: bool) -> Any:
+        """Return a batch from the loader on the device, and preprocessed."""
+        return self._preprocessor(batch, training)
+
+    def evaluate_losses(self, batch: Any) -> dict[str, Tensor]:
+        """Return the losses of a batch from the loader, with the model in its current mode."""
+        return self._evaluated(batch)
+
+    def predict(self, batch: Any, mode: str) -> Any:
+        """Return pairs of outputs and targets for a batch from the loader."""
+        inputs = self.prepare(batch, False)
+        if isinstance(inputs, Mapping):
+            return call_model(self.core, inputs), inputs
+        if not isinstance(inputs, list | tuple) or len(inputs) < 2:
+            raise DataError(
+                f"a batch must be (inputs, targets) or a dict, not {type(inputs).__name__}; change the dataset or "
+                "collate_fn"
+            )
+        *arguments, targets = inputs
+        return self.core(*arguments), targets
+
+
+def build_interface(
+    model: nn.Module, loss_fn: LossArgument, preprocessor: Any, device: torch.device
+) -> ModelInterface:
+    """Return the interface of the Runner's model, which `build_model` has accepted.
+
+    Args:
+        model: the model, wrapped if there are several processes.
+        loss_fn: a function or its configuration; `'model'` for a model that returns its loss, None for a `BaseModel`.
+        preprocessor: the Runner's argument `data_preprocessor`.
+        device: the device of the model.
+
+    Raises:
+        ConfigError: `loss_fn` is not a function, or has trainable parameters.
+    """
+    if loss_fn is None:
+        return ModelInterface(model)
+    if isinstance(loss_fn, Mapping):
+        loss_fn = MODELS.build(loss_fn)
+    if isinstance(preprocessor, Mapping):
+        preprocessor = MODELS.build(preprocessor)
+    if isinstance(loss_fn, nn.Module):
+        if any(param.requires_grad for param in loss_fn.parameters()):
+            raise ConfigError(
+                "has trainable parameters, which would be neither trained nor saved; make the loss a part of the "
+                "model, and set loss_fn='model'",
+                "loss_fn",
+            )
+        to_device(loss_fn, device)
+    if isinstance(loss_fn, str) and loss_fn != "model":
+        raise ConfigError(f"must be a function, a dict with a 'type', or 'model', not {loss_fn!r}", "loss_fn")
+    return PlainModel(model, None if isinstance(loss_fn, str) else loss_fn, preprocessor, device)

@@ -1,0 +1,85 @@
+"""The Runner's options for short runs: limits for the batches of an epoch, `overfit_batches` and `fast_dev_run`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from slipstream.dataset.loading.limits import limit_batches
+from slipstream.errors import ConfigError
+from slipstream.typecheck import PositiveInt, check
+
+__all__ = ["Limits", "read_limits"]
+
+_OPTIONS = ("limit_train_batches", "limit_val_batches", "overfit_batches")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest number of batches of each loader; None for no limit."""
+
+    train: int | None = None
+    evaluation: int | None = None
+    overfit: bool = False
+    """Whether every epoch has the batches of the first epoch."""
+    options: tuple[str, str] = ("limit_train_batches", "limit_val_batches")
+    """The Runner's arguments that set the two limits."""
+
+    def apply(self, loader: DataLoader[Any], mode: str, name: str) -> DataLoader[Any]:
+        """Return the loader of a loop with the limit of its mode.
+
+        Raises:
+            ConfigError: the loader does not support it.
+        """
+        training = mode == "train"
+        count = self.train if training else self.evaluation
+        if count is None:
+            return loader
+        option = self.options[0 if training else 1]
+        return limit_batches(loader, count, option, name, repeat=training and self.overfit)
+
+
+def read_limits(arguments: Mapping[str, Any]) -> tuple[Limits, dict[str, Any]]:
+    """Return the limits that a Runner's arguments set, and the arguments, which `fast_dev_run` changes.
+
+    Raises:
+        ConfigError: an option is invalid, or two options exclude each other.
+    """
+    for name in _OPTIONS:
+        check(arguments[name], PositiveInt | None, name)
+    fast = arguments["fast_dev_run"]
+    if not isinstance(fast, bool):
+        check(fast, PositiveInt, "fast_dev_run")
+    train, val, overfit = (arguments[name] for name in _OPTIONS)
+    if fast:
+        if used := [name for name in (*_OPTIONS, "resume") if arguments[name]]:
+            raise ConfigError(f"cannot be combined with {used[0]}; remove one of them", "fast_dev_run")
+        count = int(fast)
+        return Limits(count, count, options=("fast_dev_run", "fast_dev_run")), _shortened(arguments, count)
+    if train and overfit:
+        raise ConfigError(
+            "cannot be combined with limit_train_batches; remove one of them", "overfit_batches"
+        )
+    if overfit:
+        return Limits(overfit, val, True, ("overfit_batches", "limit_val_batches")), dict(arguments)
+    return Limits(train, val), dict(arguments)
+
+
+def _shortened(arguments: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Return the arguments of a run of `count` steps, with one validation and without checkpoints."""
+    changed = dict(arguments)
+    if isinstance(cfg := arguments["train_cfg"], Mapping):
+        kept = {key: value for key, value in cfg.items() if key not in ("val_begin", "dynamic_intervals")}
+        lengths = {"max_epochs": 1, "max_iters": count}
+        changed["train_cfg"] = {
+            **kept,
+            **{key: lengths[key] for key in lengths if key in cfg},
+            "val_interval": 1,
+        }
+        if "max_iters" in cfg:
+            changed["train_cfg"]["val_interval"] = count
+    changed["default_hooks"] = {**(arguments["default_hooks"] or {}), "checkpoint": None}
+    return changed

@@ -1,0 +1,153 @@
+"""Compute the losses of a batch: with a function of outputs and targets, with the model, or with a function of both."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from slipstream.errors import ConfigError, DataError, LossError
+from slipstream.step import sum_losses
+from slipstream.step.eager import Losses
+
+__all__ = [
+    "BatchLoss",
+    "LossFunction",
+    "ModelLosses",
+    "Reduce",
+    "call_model",
+    "model_losses",
+    "own_loss",
+    "read_losses",
+]
+
+LossFunction = Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
+"""`loss_fn(outputs, targets)`."""
+BatchLoss = Callable[[nn.Module, Any], Tensor | Mapping[str, Tensor]]
+"""`compute_loss(model, batch)`."""
+ModelLosses = Callable[[nn.Module, Any], Losses]
+Reduce = Callable[[Losses], tuple[Tensor, dict[str, Tensor]]]
+
+
+def read_losses(
+    loss_fn: LossFunction | None, compute_loss: BatchLoss | None
+) -> tuple[ModelLosses, Reduce | None]:
+    """Return the function that computes the losses of a batch, and the function that reduces them (None: the sum).
+
+    Raises:
+        ConfigError: both arguments are set, or one of them is not a function.
+    """
+    for name, function in {"loss_fn": loss_fn, "compute_loss": compute_loss}.items():
+        if function is not None and not callable(function):
+            raise ConfigError(f"must be a function, not {function!r}", name)
+    if loss_fn is not None and compute_loss is not None:
+        raise ConfigError(
+            "loss_fn and compute_loss are mutually exclusive; remove one of them", "compute_loss"
+        )
+    if compute_loss is not None:
+        return partial(_computed, compute_loss), None
+    if loss_fn is not None:
+        return partial(model_losses, loss_fn), None
+    return own_loss, _reduce_own
+
+
+def model_losses(loss_fn: LossFunction, module: nn.Module, batch: Any) -> Losses:
+    """Return `loss_fn(module(*inputs), targets)` for a batch `(*inputs, targets)`.
+
+    For a batch that is a dict, return `loss_fn(module(**batch), batch)`.
+
+    Raises:
+        DataError: the batch has a different type, or does not match the arguments of the model.
+    """
+    if isinstance(batch, Mapping):
+        return _as_dict(loss_fn(call_model(module, batch), batch))
+    if not isinstance(batch, list | tuple) or len(batch) < 2:
+        raise DataError(
+            f"a batch must be (inputs, targets) or a dict, not {type(batch).__name__}; change the loader's dataset or "
+            "collate_fn"
+        )
+    *inputs, targets = batch
+    return _as_dict(loss_fn(module(*inputs), targets))
+
+
+def own_loss(module: nn.Module, batch: Any) -> Losses:
+    """Return the loss that the model computes from a batch, and its other 0-dim outputs.
+
+    The model returns the loss as a tensor, as the entry or attribute `loss`, or as a dict of several losses.
+
+    Raises:
+        LossError: the output contains no loss.
+    """
+    outputs = call_model(module, batch)
+    if isinstance(outputs, Tensor):
+        return {"loss": outputs}
+    entries = dict(outputs) if isinstance(outputs, Mapping) else {}
+    loss = entries.get("loss", getattr(outputs, "loss", None))
+    if isinstance(loss, Tensor):
+        scalars = {
+            name: value for name, value in entries.items() if isinstance(value, Tensor) and value.ndim == 0
+        }
+        return {**scalars, "loss": loss}
+    if any("loss" in str(name) and isinstance(value, Tensor) for name, value in entries.items()):
+        return {name: value for name, value in entries.items() if isinstance(value, Tensor)}
+    raise LossError(
+        f"the model returned no loss, but {_described(outputs)}; return a scalar or a dict with the key 'loss', pass "
+        "the labels in the batch if the model requires them, or pass loss_fn or compute_loss"
+    )
+
+
+def call_model(module: nn.Module, batch: Any) -> Any:
+    """Call `module` with a batch: a dict as keyword arguments, a tuple or list as positional arguments.
+
+    Raises:
+        DataError: the entries of the batch do not match the arguments of the model.
+    """
+    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
+    if isinstance(batch, Tensor):
+        args = (batch,)
+    try:
+        return module(*args, **kwargs)
+    except TypeError as error:
+        _explain(module, args, kwargs, error)
+        raise
+
+
+def _explain(module: nn.Module, args: Any, kwargs: Any, error: TypeError) -> None:
+    """Raise a DataError if the entries of the batch do not match the signature of `forward`."""
+    inner: nn.Module = getattr(module, "module", module)
+    signature = inspect.signature(inner.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        found = f"the keys {sorted(kwargs)}" if kwargs else f"{len(args)} elements"
+        raise DataError(
+            f"the batch has {found}, but {type(inner).__name__}.forward accepts {list(signature.parameters)}; change "
+            "the dataset's output, or pass compute_loss=lambda model, batch: ..."
+        ) from error
+
+
+def _computed(compute_loss: BatchLoss, module: nn.Module, batch: Any) -> Losses:
+    return _as_dict(compute_loss(module, batch))
+
+
+def _as_dict(loss: Tensor | Mapping[str, Tensor]) -> Losses:
+    return {"loss": loss} if isinstance(loss, Tensor) else loss
+
+
+def _reduce_own(losses: Losses) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the entry `loss`, which includes the others if it exists, or else the sum of the losses."""
+    if "loss" not in losses:
+        return sum_losses(losses)
+    loss, logs = sum_losses({"loss": losses["loss"]})
+    return loss, {
+        **logs,
+        **{k: v.detach() for k, v in losses.items() if isinstance(v, Tensor) and k != "loss"},
+    }
+
+
+def _described(outputs: Any) -> str:
+    keys = sorted(map(str, outputs)) if isinstance(outputs, Mapping) else []
+    return f"a {type(outputs).__name__}" + (f" with the keys {keys}" if keys else "")

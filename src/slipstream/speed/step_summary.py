@@ -1,0 +1,46 @@
+"""Describe a step of `accelerate` in text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from slipstream.step.graph import GraphStep
+
+if TYPE_CHECKING:
+    from slipstream.speed.accelerate import TrainStep
+
+__all__ = ["describe_step"]
+
+
+def describe_step(step: TrainStep, warnings: Iterable[str]) -> str:
+    """Return the lines of `TrainStep.summary`."""
+    return "\n".join(_lines(step, warnings))
+
+
+def _lines(step: TrainStep, warnings: Iterable[str]) -> Iterator[str]:
+    batches = f"{step.steps} batch{'es' if step.steps != 1 else ''}"
+    yield f"step: {_compilation(step)}; {batches} trained"
+    options = [f"{name} ({source})" for name, source in step.plan.sources.items()]
+    yield f"options: {', '.join(options) or 'none'}"
+    for name, note in step.plan.notes.items():
+        yield f"  {name} is off: {note}"
+    counts, optim = step.optim.accumulative_counts, step.optim
+    if counts > 1:
+        state = "complete" if optim.begins_window() else "unfinished: its gradients have not been applied"
+        yield f"accumulation: {counts} batches per update; the current window is {state}"
+    if step.average is not None:
+        yield f"average: {step.average.steps} updates"
+    for warning in dict.fromkeys(warnings):
+        yield f"warning: {warning}"
+
+
+def _compilation(step: TrainStep) -> str:
+    inner = step.inner
+    if isinstance(inner, GraphStep) and inner.uses_graph:
+        if inner.has_graph:
+            return "compiled as one graph"
+        return "to be compiled as one graph, with the second batch"
+    if (scope := step.compiled_scope) is not None:
+        return f"eager, with a compiled {'model' if scope == 'model' else 'code for each block of the model'}"
+    return "eager" if step.plan.compile is None else "eager, although compile is set"

@@ -1,0 +1,220 @@
+"""A plain `nn.Module` with `loss_fn` in a Runner, compared with hand-written loops in float64."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from slipstream import Runner
+from slipstream.errors import ConfigError, DataError, LossError, ModelError
+from tiny_runs import Accuracy, loader, samples, scalars, training
+
+
+def net():
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def data():
+    inputs, targets = samples()
+    return TensorDataset(inputs.double(), targets)
+
+
+def arguments(work_dir, model=None, **changes):
+    return {
+        **training(work_dir, model=net() if model is None else model, loss_fn=F.cross_entropy),
+        "train_dataloader": loader(data(), shuffle=False),
+        "optim_wrapper": dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9)),
+        **changes,
+    }
+
+
+def by_hand(model, loss_of, epochs=2, window=1, decay=None):
+    """Train with a plain loop; return the average of the weights after each update."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    inputs, targets = data().tensors
+    average, number = None, 0
+    for _ in range(epochs):
+        for start in range(0, 40, 8):
+            number += 1
+            (loss_of(model, inputs[start : start + 8], targets[start : start + 8]) / window).backward()
+            if number % window:
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+            now = {
+                name: value.clone() for name, value in model.state_dict().items() if value.is_floating_point()
+            }
+            if average is not None and decay:
+                now = {name: decay * average[name] + (1 - decay) * now[name] for name in now}
+            average = now
+    return average
+
+
+def cross_entropy(model, inputs, targets):
+    return F.cross_entropy(model(inputs), targets)
+
+
+def assert_close(found, expected):
+    torch.testing.assert_close(dict(found), dict(expected), rtol=1e-9, atol=1e-12)
+
+
+COMPILED = dict(backend="eager")
+
+
+@pytest.mark.parametrize(
+    "speed",
+    [
+        {},
+        dict(compile=COMPILED),
+        dict(compile=dict(scope="model", backend="eager")),
+        dict(compile=COMPILED, accumulate=2),
+        dict(channels_last=True, prefetch=2, gc=3, nan_guard="skip"),
+    ],
+    ids=["eager", "graph", "model", "accumulation", "others"],
+)
+def test_plain_module_trains_as_in_a_plain_loop(tmp_path, speed):
+    runner = Runner(**arguments(tmp_path, speed=speed))
+    assert runner.train() is runner.model
+    expected = net()
+    by_hand(expected, cross_entropy, window=speed.get("accumulate", 1))
+    assert_close(runner.model.state_dict(), expected.state_dict())
+
+
+def test_checkpoint_has_the_names_of_the_module(tmp_path):
+    model = net()
+    Runner(**arguments(tmp_path, model)).train()
+    content = torch.load(tmp_path / "epoch_2.pth", weights_only=True)
+    fresh = net()
+    fresh.load_state_dict(content["state_dict"])
+    assert_close(fresh.state_dict(), model.state_dict())
+
+
+def test_average_is_that_of_a_plain_loop(tmp_path):
+    runner = Runner(**arguments(tmp_path, speed=dict(ema=dict(type="constant", decay=0.8))))
+    runner.train()
+    content = torch.load(tmp_path / "epoch_2.pth", weights_only=True)
+    average = by_hand(net(), cross_entropy, decay=0.8)
+    assert_close({name: content["state_dict"][name] for name in average}, average)
+
+
+@pytest.mark.parametrize("speed", [{}, dict(compile=COMPILED), dict(accumulate=5)], ids=str)
+def test_run_resumes_exactly(tmp_path, speed):
+    whole = Runner(**arguments(tmp_path / "whole", train_dataloader=loader(data()), speed=speed))
+    whole.train()
+    parts = dict(train_dataloader=loader(data()), speed=speed)
+    Runner(**arguments(tmp_path / "parts", **parts, train_cfg=dict(by_epoch=True, max_epochs=1))).train()
+    resumed = Runner(**arguments(tmp_path / "parts", **parts, resume=True))
+    resumed.train()
+    tolerance = dict(rtol=1e-9, atol=1e-12) if speed else dict(rtol=0, atol=0)
+    torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), **tolerance)
+
+
+class OwnLoss(nn.Module):
+    """A model that returns its loss, and whose `init_weights` must not be called."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def init_weights(self):
+        raise AssertionError
+
+    def forward(self, x, labels):
+        logits = self.net(x)
+        loss = F.cross_entropy(logits, labels)
+        return {"loss": loss, "aux_loss": 2 * loss.detach(), "logits": logits}
+
+
+class Dicts(TensorDataset):
+    def __getitem__(self, index):
+        x, label = super().__getitem__(index)
+        return {"x": x, "labels": label}
+
+
+def dicts():
+    return loader(Dicts(*data().tensors), shuffle=False)
+
+
+def test_model_that_returns_its_loss_trains_on_dict_batches(tmp_path):
+    runner = Runner(**arguments(tmp_path, OwnLoss(), loss_fn="model", train_dataloader=dicts()))
+    runner.train()
+    expected = net()
+    by_hand(expected, cross_entropy)
+    assert_close(runner.model.net.state_dict(), expected.state_dict())
+    assert scalars(runner)[-1]["aux_loss"] == pytest.approx(2 * scalars(runner)[-1]["loss"])
+
+
+def test_loss_and_preprocessor_can_be_configurations(tmp_path):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 4 * 4, 2))
+    pixels = torch.randint(0, 256, (8, 3, 4, 4), dtype=torch.uint8)
+    changes = dict(
+        loss_fn=dict(type="CrossEntropyLoss", label_smoothing=0.1),
+        data_preprocessor=dict(type="ImgDataPreprocessor", mean=[127.5], std=[50.0]),
+        train_dataloader=dict(batch_size=8, dataset=TensorDataset(pixels, torch.arange(8) % 2)),
+        train_cfg=dict(by_epoch=True, max_epochs=1),
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)),
+    )
+    expected = copy.deepcopy(model)
+    Runner(**arguments(tmp_path, model, **changes)).train()
+    F.cross_entropy(expected((pixels - 127.5) / 50), torch.arange(8) % 2, label_smoothing=0.1).backward()
+    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs - 0.1 * theirs.grad)
+
+
+def test_metrics_receive_outputs_and_targets(tmp_path):
+    validation = dict(
+        val_dataloader=loader(data(), shuffle=False), val_cfg={}, val_evaluator=dict(type=Accuracy)
+    )
+    runner = Runner(**arguments(tmp_path, **validation))
+    runner.train()
+    inputs, targets = data().tensors
+    expected = (runner.model.eval()(inputs).argmax(1) == targets).double().mean().item()
+    assert runner.val()["acc"] == pytest.approx(expected)
+    assert runner.message_hub.get_scalar("val/acc").current() == pytest.approx(expected)
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs, targets):
+        return self.scale * F.cross_entropy(outputs, targets)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (dict(loss_fn=None), ModelError, "Sequential has no train_step. Pass loss_fn to the Runner"),
+        (dict(loss_fn=Scaled()), ConfigError, "loss_fn: has trainable parameters"),
+        (dict(loss_fn="modle"), ConfigError, "loss_fn: must be a function, a dict with a 'type', or 'model'"),
+        (dict(loss_fn=3), ConfigError, "loss_fn: must be a function, not 3"),
+        (dict(loss_fn=lambda outputs, targets: outputs), LossError, r"'loss' has the shape \(8, 3\)"),
+        (
+            dict(loss_fn="model", train_dataloader=dicts()),
+            DataError,
+            r"the keys \['labels', 'x'\], but Sequential",
+        ),
+        (
+            dict(model=OwnLoss(), train_dataloader=dicts(), loss_fn=lambda a, b: {}),
+            LossError,
+            "no entry has 'loss'",
+        ),
+    ],
+)
+def test_errors_name_what_is_wrong(tmp_path, changes, error, message):
+    with pytest.raises(error, match=message):
+        Runner(**arguments(tmp_path, **changes)).train()
+
+
+def test_loss_function_of_a_base_model_is_refused(tmp_path):
+    with pytest.raises(
+        ConfigError, match="loss_fn: does not apply to Net, which computes its losses in train_step"
+    ):
+        Runner(**training(tmp_path, loss_fn=F.cross_entropy))

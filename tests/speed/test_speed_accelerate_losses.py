@@ -1,0 +1,296 @@
+"""Losses of `accelerate`: dict batches, losses inside the model, and several models, compared with plain loops."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from slipstream import accelerate
+from slipstream.errors import ConfigError, DataError, LossError
+
+SPEEDS = [
+    pytest.param({}, id="eager"),
+    pytest.param(dict(compile=dict(backend="eager")), id="graph"),
+    pytest.param(dict(compile=dict(scope="model", backend="eager")), id="model"),
+    pytest.param(
+        dict(compile=dict(backend="eager"), accumulate=2, clip_grad=dict(max_norm=0.3)), id="accumulation"
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+
+
+@dataclass
+class Output:
+    """An output with a loss and tensors of other shapes, as in transformers."""
+
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+class Classifier(nn.Module):
+    """A model that computes its own loss."""
+
+    def __init__(self, kind="dict"):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 6)
+        self.head = nn.Linear(6, 3)
+        self.kind = kind
+
+    def forward(self, ids, labels=None, mask=None):
+        hidden = self.embedding(ids) * mask[..., None]
+        logits = self.head(torch.tanh(hidden.sum(1)))
+        loss, penalty = F.cross_entropy(logits, labels), logits.pow(2).mean()
+        return {
+            "dict": {"loss": loss + penalty, "aux_loss": penalty, "logits": logits, "hidden": (hidden,)},
+            "terms": {"loss_class": loss, "loss_penalty": penalty, "accuracy": loss.detach() * 0},
+            "object": Output(loss + penalty, logits),
+            "tensor": loss + penalty,
+        }[self.kind]
+
+
+def text(count=8):
+    generator = torch.Generator().manual_seed(2)
+    draw = torch.randint
+    return [
+        {
+            "ids": draw(0, 10, (4, 5), generator=generator),
+            "labels": draw(0, 3, (4,), generator=generator),
+            "mask": draw(0, 2, (4, 5), generator=generator).double(),
+        }
+        for _ in range(count)
+    ]
+
+
+def model_of(make):
+    torch.manual_seed(0)
+    return make().double()
+
+
+def sgd(model, lr=0.1):
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def loop(data, model, loss_of, window=1, max_norm=None):
+    """Train with a plain loop, and return the losses."""
+    optimizer, losses = sgd(model), []
+    for number, batch in enumerate(data, 1):
+        loss = loss_of(batch)
+        (loss / window).backward()
+        losses.append(loss.detach())
+        if number % window == 0:
+            if max_norm:
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.stack(losses)
+
+
+def assert_trains_as_a_loop(speed, make, data, loss_of, *loss_fn, **options):
+    mine, plain = model_of(make), model_of(make)
+    step = accelerate(mine, sgd(mine), *loss_fn, speed=speed, **options)
+    losses = torch.stack([step(batch)["loss"] for batch in data])
+    window = dict(window=2, max_norm=0.3) if "accumulate" in speed else {}
+    expected = loop(data, plain, lambda batch: loss_of(plain, batch), **window)
+    torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(mine.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-12)
+    assert step.compiled_scope == (speed["compile"].get("scope", "step") if "compile" in speed else None)
+    return step
+
+
+@pytest.mark.parametrize("speed", SPEEDS)
+@pytest.mark.parametrize("kind", ["dict", "object", "tensor", "terms"])
+def test_model_computes_its_own_loss_from_a_dict_batch(speed, kind):
+    def loss_of(model, batch):
+        out = model(**batch)
+        if kind == "terms":
+            return out["loss_class"] + out["loss_penalty"]
+        return {"dict": lambda: out["loss"], "object": lambda: out.loss, "tensor": lambda: out}[kind]()
+
+    step = assert_trains_as_a_loop(speed, lambda: Classifier(kind), text(), loss_of)
+    expected = {
+        "dict": {"loss", "aux_loss"},
+        "object": {"loss"},
+        "tensor": {"loss"},
+        "terms": {"loss", "loss_class", "loss_penalty", "accuracy"},
+    }
+    assert set(step(text()[0])) - {"grad_norm"} == expected[kind]
+
+
+@pytest.mark.parametrize("speed", SPEEDS)
+def test_loss_function_receives_the_outputs_and_the_dict_batch(speed):
+    def loss_fn(outputs, batch):
+        return F.cross_entropy(outputs["logits"], batch["labels"], label_smoothing=0.1)
+
+    assert_trains_as_a_loop(
+        speed, Classifier, text(), lambda model, batch: loss_fn(model(**batch), batch), loss_fn
+    )
+
+
+class TupleModel(Classifier):
+    def forward(self, ids, labels, mask):
+        return super().forward(ids, labels, mask)["loss"]
+
+
+def test_model_computes_its_own_loss_from_a_tuple():
+    data = [tuple(batch.values()) for batch in text()]
+    assert_trains_as_a_loop({}, TupleModel, data, lambda model, batch: model(*batch))
+
+
+# ---- several models -----------------------------------------------------------------------------------
+
+
+def network(inputs, outputs):
+    return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs))
+
+
+def vectors(count=8, width=4):
+    return list(torch.randn(count, 6, width, generator=torch.Generator().manual_seed(3), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("speed", SPEEDS)
+def test_student_learns_from_a_teacher(speed):
+    teacher = model_of(lambda: network(4, 3)).eval().requires_grad_(False)
+    before = {name: value.clone() for name, value in teacher.state_dict().items()}
+
+    def distill(student, batch):
+        with torch.no_grad():
+            targets = teacher(batch).softmax(1)
+        return {
+            "loss_distill": F.cross_entropy(student(batch), targets),
+            "loss_l1": student(batch).abs().mean(),
+        }
+
+    def by_hand(student, batch):
+        return sum(distill(student, batch).values())
+
+    def make():
+        net = network(4, 3)
+        nn.init.normal_(net[0].weight, std=0.3)  # differs from the teacher's
+        return net
+
+    assert_trains_as_a_loop(speed, make, vectors(), by_hand, compute_loss=distill)
+    torch.testing.assert_close(teacher.state_dict(), before, rtol=0, atol=0)
+
+
+def gan():
+    torch.manual_seed(4)
+    return network(2, 4).double(), network(4, 1).double()
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.5, 0.9))
+
+
+def discriminator_loss(generator, discriminator, real, noise):
+    with torch.no_grad():
+        fake = generator(noise)
+    return F.softplus(-discriminator(real)).mean() + F.softplus(discriminator(fake)).mean()
+
+
+def generator_loss(generator, discriminator, noise):
+    return F.softplus(-discriminator(generator(noise))).mean()
+
+
+@pytest.mark.parametrize("speed", SPEEDS[:3])
+def test_gan_trains_as_a_plain_loop(speed):
+    generator, discriminator = gan()
+    step_d = accelerate(
+        discriminator,
+        adam(discriminator),
+        speed=speed,
+        compute_loss=lambda model, batch: discriminator_loss(generator, model, *batch),
+    )
+    step_g = accelerate(
+        generator,
+        adam(generator),
+        speed=speed,
+        compute_loss=lambda model, noise: generator_loss(model, discriminator, noise),
+    )
+    hand_g, hand_d = gan()
+    adam_g, adam_d = adam(hand_g), adam(hand_d)
+    for real, noise in zip(vectors(), vectors(width=2), strict=True):
+        found = [step_d((real, noise))["loss"], step_g(noise)["loss"]]
+        adam_d.zero_grad()
+        loss_d = discriminator_loss(hand_g, hand_d, real, noise)
+        loss_d.backward()
+        adam_d.step()
+        adam_g.zero_grad()
+        loss_g = generator_loss(hand_g, hand_d, noise)
+        loss_g.backward()
+        adam_g.step()
+        expected = torch.stack([loss_d.detach(), loss_g.detach()])
+        torch.testing.assert_close(torch.stack(found), expected, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(generator.state_dict(), hand_g.state_dict(), rtol=1e-7, atol=1e-10)
+    torch.testing.assert_close(discriminator.state_dict(), hand_d.state_dict(), rtol=1e-7, atol=1e-10)
+    assert all(param.grad is None for param in discriminator.parameters())
+    if "compile" in speed:
+        assert step_d.compiled_scope == step_g.compiled_scope == speed["compile"].get("scope", "step")
+
+
+# ---- errors -----------------------------------------------------------------------------------------------
+
+
+def failing(model, batch, **options):
+    step = accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1), speed=None, **options)
+    step(batch)
+
+
+def test_errors_name_what_is_wrong():
+    with pytest.raises(
+        DataError, match=r"the batch has the keys \['image', 'label'\], but Linear.forward accepts"
+    ):
+        failing(nn.Linear(2, 2), {"image": torch.ones(1, 2), "label": torch.zeros(1)}, loss_fn=F.mse_loss)
+    with pytest.raises(LossError, match="the model returned no loss, but a Output"):
+        failing(model_of(NoLoss), torch.ones(1, 2, dtype=torch.float64))
+    with pytest.raises(LossError, match=r"'loss' has the shape \(1, 2\)"):
+        failing(nn.Linear(2, 2), torch.ones(1, 2))
+    with pytest.raises(ConfigError, match=r"compute_loss: loss_fn and compute_loss are mutually exclusive"):
+        failing(nn.Linear(2, 2), None, loss_fn=F.mse_loss, compute_loss=F.mse_loss)
+    with pytest.raises(ConfigError, match="compute_loss: must be a function"):
+        failing(nn.Linear(2, 2), None, compute_loss=3)
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"optimizer: must be a torch\.optim\.Optimizer, not list"):
+        accelerate(model, [torch.optim.SGD(model.parameters())])
+
+
+class NoLoss(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+
+    def forward(self, x):
+        return Output(None, super().forward(x))
+
+
+# ---- transformers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("speed", SPEEDS[:2])
+def test_transformers_model_trains_as_a_plain_loop(speed):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=50
+    )
+    dropout = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+
+    def make():
+        return transformers.BertForSequenceClassification(
+            transformers.BertConfig(**sizes, **dropout, num_labels=3)
+        )
+
+    generator = torch.Generator().manual_seed(5)
+    data = [
+        {
+            "input_ids": torch.randint(0, 50, (4, 7), generator=generator),
+            "attention_mask": torch.ones(4, 7, dtype=torch.long),
+            "labels": torch.randint(0, 3, (4,), generator=generator),
+        }
+        for _ in range(6)
+    ]
+    assert_trains_as_a_loop(speed, make, data, lambda model, batch: model(**batch).loss)

@@ -1,0 +1,134 @@
+"""Accumulation windows that end with the loader (`accelerate(..., batches_per_epoch=)`), compared with plain loops."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from slipstream import accelerate
+from slipstream.errors import ConfigError
+
+COMPILED = dict(compile=dict(backend="eager"))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def batches(count):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(count, 6, 4, generator=generator, dtype=torch.float64)
+    return list(zip(inputs, torch.randint(0, 3, (count, 6), generator=generator), strict=True))
+
+
+def windows_of(data, window, epoch):
+    epochs = [data[start : start + epoch] for start in range(0, len(data), epoch)]
+    return [part[start : start + window] for part in epochs for start in range(0, len(part), window)]
+
+
+def by_hand(data, window, epoch, max_norm=None, decay=None):
+    """Train with the mean loss of each window; return the model and the average of its weights."""
+    model = net()
+    optimizer = sgd(model)
+    average = None
+    for part in windows_of(data, window, epoch):
+        optimizer.zero_grad()
+        (sum(F.cross_entropy(model(x), y) for x, y in part) / len(part)).backward()
+        if max_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        now = copy.deepcopy(model.state_dict())
+        average = (
+            now
+            if average is None
+            else {k: decay * average[k] + (1 - decay) * now[k] for k in now}
+            if decay
+            else now
+        )
+    return model, average
+
+
+def assert_same(found, expected, **tolerance):
+    torch.testing.assert_close(found, expected, **(tolerance or dict(rtol=1e-9, atol=1e-10)))
+
+
+@pytest.mark.parametrize("compiled", [{}, COMPILED], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("count", "window", "epoch"), [(14, 4, 7), (15, 4, 5), (9, 2, 3), (8, 4, 3), (6, 8, 3)]
+)
+def test_windows_end_with_each_epoch(compiled, count, window, epoch):
+    model = net()
+    options = dict(
+        accumulate=window, clip_grad=dict(max_norm=0.3), ema=dict(type="constant", decay=0.8), **compiled
+    )
+    step = accelerate(model, sgd(model), F.cross_entropy, options, batches_per_epoch=epoch)
+    data = batches(count)
+    for batch in data:
+        step(batch)
+    whole = (
+        count - count % epoch
+    )  # 8 batches with epochs of 3 end inside an epoch, and then also inside a window
+    expected, average = by_hand(data[:whole] if count % epoch else data, window, epoch, 0.3, 0.8)
+    assert_same(model.state_dict(), expected.state_dict())
+    assert_same(dict(step.average.module.state_dict()), average)
+    assert all((p.grad is None) == (count % epoch == 0) for p in model.parameters())
+
+
+@pytest.mark.parametrize("compiled", [{}, COMPILED], ids=["eager", "compiled"])
+def test_last_window_of_the_run_is_smaller_inside_an_epoch(compiled):
+    model, data = net(), batches(8)
+    ema = dict(type="exp", decay=0.9)
+    options = dict(accumulate=3, ema=ema, **compiled)
+    step = accelerate(model, sgd(model), F.cross_entropy, options, total_steps=8, batches_per_epoch=5)
+    for batch in data:
+        step(batch)
+    expected, _ = by_hand(data, 3, 5)
+    assert_same(model.state_dict(), expected.state_dict())
+    assert step.average.steps == step.average.total_steps == len(windows_of(data, 3, 5)) == 3
+
+
+@pytest.mark.parametrize("compiled", [{}, COMPILED], ids=["eager", "compiled"])
+@pytest.mark.parametrize("stop", [6, 7, 9])
+def test_resumes_inside_and_at_the_end_of_a_smaller_window(compiled, stop, tmp_path):
+    options, data = dict(accumulate=4, **compiled), batches(14)
+    expected, _ = by_hand(data, 4, 7)
+    model = net()
+    step = accelerate(model, sgd(model), F.cross_entropy, options, batches_per_epoch=7)
+    for batch in data[:stop]:
+        step(batch)
+    torch.save([model.state_dict(), step.state_dict()], tmp_path / "state.pt")
+    weights, state = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert ("gradients" in state) == (stop != 7)
+    other = net()
+    resumed = accelerate(other, sgd(other), F.cross_entropy, options, batches_per_epoch=7)
+    other.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    for batch in data[stop:]:
+        resumed(batch)
+    assert_same(other.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize("value", [0, -3, 2.5, "7"])
+def test_invalid_numbers_of_batches_raise(value):
+    model = net()
+    with pytest.raises(ConfigError, match="batches_per_epoch"):
+        accelerate(model, sgd(model), F.cross_entropy, batches_per_epoch=value)
+
+
+def test_average_that_counts_batches_is_refused():
+    model = net()
+    options = dict(accumulate=2, ema=dict(type="threshold", count="batches"))
+    with pytest.raises(ConfigError, match=r"speed\.ema\.count: 'batches' does not support batches_per_epoch"):
+        accelerate(model, sgd(model), F.cross_entropy, options, batches_per_epoch=3)
