@@ -104,18 +104,29 @@ def _add_val(commands: _Commands) -> None:
 
 
 def _add_predict(commands: _Commands) -> None:
-    parser = commands.add_parser("predict", help="write color masks for images")
-    parser.add_argument("images", nargs="+", metavar="IMAGE", help="image files")
+    parser = commands.add_parser(
+        "predict", help="write class masks and overlays for pictures and videos (docs/command_line.md)"
+    )
+    parser.add_argument("images", nargs="+", metavar="PATH", help="pictures, videos, folders or patterns")
+    _add_checkpoint(parser, "--checkpoint")
+    parser.add_argument("--out", default="predictions", help="output folder (default: predictions)")
+    parser.add_argument("--every", type=_count, default=1, metavar="N",
+                        help="process each Nth frame of a video (default: 1)")  # fmt: skip
+    parser.add_argument("--max-pixels", type=_count, metavar="N",
+                        help="largest accepted image, width x height (default: 178,956,970)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument(
-        "--checkpoint", help="checkpoint file or folder (default: the newest one in work_dirs/)"
+        name,
+        metavar="RUN",
+        help="run folder or checkpoint (default: the best one of the newest run in work_dirs/)",
     )
     parser.add_argument(
         "--config", help="recipe or file, if the checkpoint does not contain its configuration"
     )
     _add_trust(parser)
-    parser.add_argument("--out", default="predictions", help="output folder (default: predictions)")
-    parser.add_argument("--max-pixels", type=_count, metavar="N",
-                        help="largest accepted image, width x height (default: 178,956,970)")  # fmt: skip
 
 
 def _add_submit(commands: _Commands) -> None:
