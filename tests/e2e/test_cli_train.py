@@ -104,7 +104,7 @@ def test_predict_writes_color_masks_at_image_size(trained, slipstream, tmp_path)
 def test_predict_applies_transforms_and_crops_their_padding(wrap):
     from slipstream.cli.predict import _predictor
     from slipstream.cli.trained import _transforms
-    from slipstream.registry import MODELS
+    from slipstream.registry import MODELS, TRANSFORMS
 
     class Brightness(torch.nn.Module):
         def forward(self, images):
@@ -121,7 +121,7 @@ def test_predict_applies_transforms_and_crops_their_padding(wrap):
     cfg = Config(dict(model=model, val_dataloader=dict(dataset=dataset)))
     image = np.full((40, 128, 3), 200, np.uint8)
     image[:, 100:] = 10
-    mask = _predictor(MODELS.build(cfg.model).eval(), _transforms(cfg))(image)
+    mask = _predictor(MODELS.build(cfg.model).eval(), [TRANSFORMS.build(t) for t in _transforms(cfg)])(image)
     np.testing.assert_array_equal(mask, (image[..., 0] > 100).astype(np.uint8))
 
 

@@ -62,6 +62,7 @@ def _build_parser() -> argparse.ArgumentParser:
         _add_train,
         _add_val,
         _add_predict,
+        _add_export,
         _add_submit,
         _add_explain,
         _add_profile,
@@ -115,6 +116,21 @@ def _add_predict(commands: _Commands) -> None:
     parser.add_argument("--max-pixels", type=_count, metavar="N",
                         help="largest accepted image, width x height (default: 178,956,970)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
+
+
+def _add_export(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "export", help="write a trained model in a format that runs without Slipstream (docs/command_line.md)"
+    )
+    _add_checkpoint(parser, "run")
+    parser.add_argument("--to", required=True, choices=("onnx", "torch", "torchscript", "openvino"), metavar="FORMAT",
+                        help="onnx, torch (torch.export), torchscript or openvino")  # fmt: skip
+    parser.add_argument("--out", metavar="FILE", help="output file (default: next to the checkpoint)")
+    parser.add_argument("--shape", type=_shape, metavar="CxHxW",
+                        help="shape of the example input (default: 256x256 pixels)")  # fmt: skip
+    parser.add_argument(
+        "--fixed-size", action="store_true", help="accept only the height and width of --shape"
+    )
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser, name: str) -> None:
@@ -377,6 +393,10 @@ def _size(text: str) -> tuple[int, int]:
             f"'{text}' is not a size; use HEIGHTxWIDTH in pixels, such as 512x1024"
         )
     return _count(height), _count(width)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(_count(word) for word in text.split("x"))
 
 
 def _seconds(text: str) -> float:

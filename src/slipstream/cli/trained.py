@@ -41,6 +41,7 @@ class Trained:
     model: Any
     transforms: Sequence[Any]
     """Transforms of the validation data."""
+    transform_configs: Sequence[Any]
     classes: Sequence[str]
     palette: Sequence[Sequence[int]] | None
 
@@ -89,15 +90,17 @@ def load_trained(path: Path, config: str | None, trust: bool, device: torch.devi
     palette = data.get("palette")
     classes = list(data.get("classes") or ())
     classes += [str(index) for index in range(len(classes), len(palette or ()))]
-    return Trained(path, _description(path, checkpoint), model, _transforms(cfg), classes, palette)
+    configs = _transforms(cfg)
+    transforms = [TRANSFORMS.build(config) for config in configs]
+    return Trained(path, _description(path, checkpoint), model, transforms, configs, classes, palette)
 
 
-def _transforms(cfg: Mapping[str, Any]) -> list[Any]:
-    """Return the transforms of the validation data. A wrapper dataset uses those of its inner datasets."""
+def _transforms(cfg: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the configured transforms of the validation data; a wrapper dataset uses those of its inner datasets."""
     dataset = (cfg.get("val_dataloader") or {}).get("dataset") or {}
     while inner := dataset.get("dataset") or dataset.get("datasets"):
         dataset = inner[0] if isinstance(inner, list) else inner
-    return [TRANSFORMS.build(transform) for transform in dataset.get("transforms", ())]
+    return list(dataset.get("transforms", ()))
 
 
 def _newest_run() -> Path:
