@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -89,7 +88,7 @@ def test_predict_writes_color_masks_at_image_size(trained, slipstream, tmp_path)
     done = slipstream("predict", "street.png", "--checkpoint", str(trained / "epoch_2.pth"), "--out", "masks")
     assert "street_mask.png" in done.stdout
     with Image.open(tmp_path / "masks" / "street_mask.png") as mask:
-        colors = {tuple(c) for c in np.asarray(mask).reshape(-1, 3).tolist()}
+        colors = {tuple(c) for c in np.asarray(mask.convert("RGB")).reshape(-1, 3).tolist()}
         assert mask.size == (160, 96)
     assert colors <= {tuple(c) for c in CITYSCAPES_PALETTE}
     assert (tmp_path / "masks" / "street_overlay.png").is_file()
@@ -104,6 +103,8 @@ def test_predict_writes_color_masks_at_image_size(trained, slipstream, tmp_path)
 )
 def test_predict_applies_transforms_and_crops_their_padding(wrap):
     from slipstream.cli.predict import _predictor
+    from slipstream.cli.trained import _transforms
+    from slipstream.registry import MODELS, TRANSFORMS
 
     class Brightness(torch.nn.Module):
         def forward(self, images):
@@ -120,7 +121,7 @@ def test_predict_applies_transforms_and_crops_their_padding(wrap):
     cfg = Config(dict(model=model, val_dataloader=dict(dataset=dataset)))
     image = np.full((40, 128, 3), 200, np.uint8)
     image[:, 100:] = 10
-    mask = _predictor(cfg, {"state_dict": {}}, Path("none"))(image)
+    mask = _predictor(MODELS.build(cfg.model).eval(), [TRANSFORMS.build(t) for t in _transforms(cfg)])(image)
     np.testing.assert_array_equal(mask, (image[..., 0] > 100).astype(np.uint8))
 
 

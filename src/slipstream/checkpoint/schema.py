@@ -253,7 +253,9 @@ DESCRIPTION = _entries(
     {},
     {
         "cfg": _optional(_text),
-        "dataset_meta": _optional(_entries({}, {"palette": _optional(_palette)})),
+        "dataset_meta": _optional(
+            _entries({}, {"palette": _optional(_palette), "classes": _optional(_each(_text))})
+        ),
     },
 )
 """The entries of `meta` from which `slipstream predict` builds the model and colors the masks."""

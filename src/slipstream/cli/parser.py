@@ -62,6 +62,7 @@ def _build_parser() -> argparse.ArgumentParser:
         _add_train,
         _add_val,
         _add_predict,
+        _add_export,
         _add_submit,
         _add_explain,
         _add_profile,
@@ -104,18 +105,44 @@ def _add_val(commands: _Commands) -> None:
 
 
 def _add_predict(commands: _Commands) -> None:
-    parser = commands.add_parser("predict", help="write color masks for images")
-    parser.add_argument("images", nargs="+", metavar="IMAGE", help="image files")
+    parser = commands.add_parser(
+        "predict", help="write class masks and overlays for pictures and videos (docs/command_line.md)"
+    )
+    parser.add_argument("images", nargs="+", metavar="PATH", help="pictures, videos, folders or patterns")
+    _add_checkpoint(parser, "--checkpoint")
+    parser.add_argument("--out", default="predictions", help="output folder (default: predictions)")
+    parser.add_argument("--every", type=_count, default=1, metavar="N",
+                        help="process each Nth frame of a video (default: 1)")  # fmt: skip
+    parser.add_argument("--max-pixels", type=_count, metavar="N",
+                        help="largest accepted image, width x height (default: 178,956,970)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+
+
+def _add_export(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "export", help="write a trained model in a format that runs without Slipstream (docs/command_line.md)"
+    )
+    _add_checkpoint(parser, "run")
+    parser.add_argument("--to", required=True, choices=("onnx", "torch", "torchscript", "openvino"), metavar="FORMAT",
+                        help="onnx, torch (torch.export), torchscript or openvino")  # fmt: skip
+    parser.add_argument("--out", metavar="FILE", help="output file (default: next to the checkpoint)")
+    parser.add_argument("--shape", type=_shape, metavar="CxHxW",
+                        help="shape of the example input (default: 256x256 pixels)")  # fmt: skip
     parser.add_argument(
-        "--checkpoint", help="checkpoint file or folder (default: the newest one in work_dirs/)"
+        "--fixed-size", action="store_true", help="accept only the height and width of --shape"
+    )
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser, name: str) -> None:
+    parser.add_argument(
+        name,
+        metavar="RUN",
+        help="run folder or checkpoint (default: the best one of the newest run in work_dirs/)",
     )
     parser.add_argument(
         "--config", help="recipe or file, if the checkpoint does not contain its configuration"
     )
     _add_trust(parser)
-    parser.add_argument("--out", default="predictions", help="output folder (default: predictions)")
-    parser.add_argument("--max-pixels", type=_count, metavar="N",
-                        help="largest accepted image, width x height (default: 178,956,970)")  # fmt: skip
 
 
 def _add_submit(commands: _Commands) -> None:
@@ -366,6 +393,10 @@ def _size(text: str) -> tuple[int, int]:
             f"'{text}' is not a size; use HEIGHTxWIDTH in pixels, such as 512x1024"
         )
     return _count(height), _count(width)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(_count(word) for word in text.split("x"))
 
 
 def _seconds(text: str) -> float:

@@ -1,117 +1,193 @@
-"""`slipstream predict`: write color masks for images."""
+"""`slipstream predict`: write class masks and overlays for pictures and videos, and count the classes."""
 
 from __future__ import annotations
 
 import argparse
+import csv
+import io
+import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import yaml
+from numpy.typing import NDArray
 
-from slipstream.checkpoint import (
-    DESCRIPTION,
-    check,
-    find_latest_checkpoint,
-    load_checkpoint,
-    load_weights,
-    weights_in,
-)
-from slipstream.cli.configure import load_config
-from slipstream.config import Config
-from slipstream.config.placeholders import fill_references
-from slipstream.config.yaml_format import BoundedLoader
+from slipstream.cli.predict_inputs import Input, find_inputs, frame_rate, frames, video_writer
+from slipstream.cli.tables import print_table, printable
+from slipstream.cli.trained import Trained, find_checkpoint, load_trained
 from slipstream.dataset import sample_rng
 from slipstream.dataset.transforms.pipeline import compose
 from slipstream.devices import default_device
 from slipstream.errors import CheckpointError, ConfigError, DataError
 from slipstream.extras import extra
-from slipstream.registry import MODELS, TRANSFORMS
-from slipstream.visualization import colorize, overlay
+from slipstream.files import replacing, write_text
+from slipstream.visualization import overlay
 
 with extra("images"):
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
-    from slipstream.dataset.sources.decode import MAX_PIXELS, open_image
+    from slipstream.dataset.sources.decode import MAX_PIXELS, read_image
 
 __all__ = ["run"]
 
+Mask = NDArray[np.uint8]
+RGB = NDArray[np.uint8]
+_MOST_CLASSES = 256
+"""Class ids that a mask file can contain."""
+
 
 def run(args: argparse.Namespace) -> int:
-    """Write `NAME_mask.png` and `NAME_overlay.png` for each image to the folder `--out`."""
-    path = Path(args.checkpoint) if args.checkpoint else _newest_checkpoint()
-    checkpoint = load_checkpoint(path)
-    meta = checkpoint.get("meta") or {}
-    check(meta, DESCRIPTION, path, "meta")
-    cfg = load_config(args.config, trust=bool(args.trust)).cfg if args.config else _own_config(meta, path)
-    palette = (meta.get("dataset_meta") or {}).get("palette")
-    if palette is None:
+    """Write the masks, the overlays and `classes.csv` to the folder `--out`.
+
+    Returns:
+        0, or 1 if a file could not be read. The other files are processed, and the error names each such file.
+    """
+    path = find_checkpoint(args.checkpoint)
+    inputs = find_inputs(args.images, Path(args.out))
+    out = Path(args.out)
+    trained = load_trained(path, args.config, bool(args.trust), default_device())
+    if trained.palette is None:
         raise CheckpointError(
             f"{path} does not contain a class palette; `slipstream predict` requires a segmentation checkpoint"
         )
-    _check_stems(args.images)
-    predict = _predictor(cfg, checkpoint, path)
-    out = Path(args.out)
+    if len(trained.palette) > _MOST_CLASSES:
+        raise CheckpointError(
+            f"{path} has {len(trained.palette)} classes; a mask file can contain {_MOST_CLASSES}"
+        )
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot create the folder: {error}", "--out") from error
-    for name in args.images:
-        image = _read(Path(name), args.max_pixels or MAX_PIXELS)
-        mask = predict(image)
-        stem = out / Path(name).stem
-        Image.fromarray(colorize(mask, palette)).save(f"{stem}_mask.png")
-        Image.fromarray(overlay(image, mask, palette)).save(f"{stem}_overlay.png")
-        print(f"{name} -> {stem}_mask.png, {stem}_overlay.png")
-    return 0
+    job = _Job(trained, out, args.max_pixels or MAX_PIXELS, args.every, quiet=args.json)
+    job.say(f"Checkpoint: {trained.description}")
+    for item in inputs:
+        job.process(item)
+    job.finish()
+    return 1 if job.failed else 0
 
 
-def _check_stems(images: Sequence[str]) -> None:
-    by_stem: dict[str, str] = {}
-    for name in images:
-        first = by_stem.setdefault(Path(name).stem, name)
-        if Path(first) != Path(name):
-            raise DataError(
-                f"{first} and {name} have the same output files; process them with different `--out` folders"
-            )
+class _Job:
+    """The prediction of a list of files.
+
+    Args:
+        quiet: print JSON at the end instead of text.
+    """
+
+    def __init__(self, trained: Trained, out: Path, max_pixels: int, every: int, quiet: bool) -> None:
+        self.trained, self.out, self.max_pixels, self.every, self.quiet = (
+            trained,
+            out,
+            max_pixels,
+            every,
+            quiet,
+        )
+        self.palette = trained.palette or ()
+        self.predict = _predictor(trained.model, trained.transforms)
+        self.counts: dict[str, NDArray[np.int64]] = {}
+        self.written: dict[str, list[str]] = {}
+        self.failed: dict[str, str] = {}
+
+    def say(self, text: str) -> None:
+        """Print a line, except with `--json`."""
+        if not self.quiet:
+            print(printable(text), flush=True)
+
+    def process(self, item: Input) -> None:
+        """Write the results of one file. A file that cannot be read is recorded."""
+        name, stem = str(item.path), self.out / item.stem
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            written = self._video(item.path, stem) if item.is_video else self._picture(item.path, stem)
+        except DataError as error:
+            self.failed[name] = str(error)
+            self.counts.pop(name, None)
+            return
+        self.written[name] = [str(path) for path in written]
+        self.say(f"{name} -> {', '.join(self.written[name])}")
+
+    def finish(self) -> None:
+        """Write the class statistics, and print them and the errors."""
+        table = io.StringIO()
+        writer = csv.writer(table, lineterminator="\n")
+        writer.writerow(["file", *self.trained.classes])
+        for name, counts in self.counts.items():
+            writer.writerow([name, *(f"{share:.6f}" for share in _shares(counts))])
+        write_text(self.out / "classes.csv", table.getvalue(), "surrogateescape")
+        if self.quiet:
+            print(json.dumps(self._results(), indent=1))
+        elif self.counts:
+            total = _shares(np.sum(list(self.counts.values()), axis=0))
+            seen = np.sum([counts > 0 for counts in self.counts.values()], axis=0)
+            rows = zip(self.trained.classes, total, seen, strict=True)
+            cells = [(name, f"{share:.2%}", str(files)) for name, share, files in rows]
+            print_table(("class", "share of pixels", "files"), cells, 60, right=("share of pixels", "files"))
+            print(f"Shares of each file: {self.out / 'classes.csv'}")
+        for message in self.failed.values():
+            print(printable(f"slipstream: error: {message}"), file=sys.stderr)
+
+    def _picture(self, path: Path, stem: Path) -> list[Path]:
+        mask, blended = self._segmented(path, read_image(path, self.max_pixels))
+        files = [Path(f"{stem}_mask.png"), Path(f"{stem}_overlay.png")]
+        self._save_mask(mask, files[0])
+        _save(Image.fromarray(blended), files[1])
+        return files
+
+    def _video(self, path: Path, stem: Path) -> list[Path]:
+        """Write one mask per frame, because a compressed video does not preserve class ids, and a video of overlays."""
+        files = [Path(f"{stem}_mask"), Path(f"{stem}_overlay.mp4")]
+        number = -1
+        with ExitStack() as stack:
+            write = None
+            for number, image in frames(path, self.every):
+                if write is None:
+                    files[0].mkdir(parents=True, exist_ok=True)
+                    write = stack.enter_context(video_writer(files[1], frame_rate(path) / self.every))
+                mask, blended = self._segmented(path, image)
+                self._save_mask(mask, files[0] / f"{number:06d}.png")
+                write(blended)
+        if number < 0:
+            raise DataError(f"cannot read '{path}': the video has no frames")
+        return files
+
+    def _segmented(self, path: Path, image: RGB) -> tuple[Mask, RGB]:
+        """Return the mask and the overlay of an image, and count its pixels."""
+        mask = self.predict(image)
+        blended = overlay(image, mask, self.palette)  # checks the class ids
+        counts = np.bincount(mask.ravel(), minlength=len(self.palette))
+        self.counts[str(path)] = self.counts.get(str(path), np.zeros_like(counts)) + counts
+        return mask, blended
+
+    def _save_mask(self, mask: Mask, path: Path) -> None:
+        """Write a PNG whose pixel values are class ids, and whose palette contains the colors of the classes."""
+        picture = Image.frombytes("P", (mask.shape[1], mask.shape[0]), mask.tobytes())
+        picture.putpalette(np.asarray(self.palette, np.uint8).tobytes())
+        _save(picture, path)
+
+    def _results(self) -> Mapping[str, Any]:
+        def shares(counts: NDArray[np.int64]) -> Mapping[str, float]:
+            return dict(zip(self.trained.classes, map(float, _shares(counts)), strict=True))
+
+        return {
+            "checkpoint": str(self.trained.path),
+            "files": [
+                {"file": name, "written": written, "classes": shares(self.counts[name])}
+                for name, written in self.written.items()
+            ],
+            "failed": [{"file": name, "error": error} for name, error in self.failed.items()],
+        }
 
 
-def _newest_checkpoint() -> Path:
-    folders = sorted(Path("work_dirs").glob("*/last_checkpoint"), key=lambda p: p.stat().st_mtime)
-    found = find_latest_checkpoint(folders[-1].parent) if folders else None
-    if found is None:
-        raise CheckpointError("no checkpoint found in work_dirs/; train first or set `--checkpoint`")
-    return found
-
-
-def _own_config(meta: Mapping[str, Any], path: Path) -> Config:
-    """Return the configuration in a checkpoint as plain data: `_base_` is not followed, and nothing is imported."""
-    try:
-        cfg = Config(fill_references(yaml.load(meta["cfg"], BoundedLoader) or {}))
-    except (KeyError, AttributeError, ConfigError, TypeError, ValueError, RecursionError, yaml.YAMLError):
-        cfg = Config({})
-    if "model" not in cfg:
-        raise CheckpointError(f"{path} does not contain its configuration; set `--config`")
-    return cfg
-
-
-def _predictor(cfg: Config, checkpoint: Mapping[str, Any], path: Path) -> Callable[[np.ndarray], np.ndarray]:
-    device = default_device()
-    model = MODELS.build(cfg.model).to(device).eval()
-    load_weights(model, weights_in(checkpoint, path), strict=True, source=str(path))
-    dataset = (cfg.get("val_dataloader") or {}).get("dataset") or {}
-    # A wrapper dataset uses the transforms of its inner datasets.
-    while inner := dataset.get("dataset") or dataset.get("datasets"):
-        dataset = inner[0] if isinstance(inner, list) else inner
-    transforms = [TRANSFORMS.build(t) for t in dataset.get("transforms", ())]
+def _predictor(model: Any, transforms: Sequence[Any]) -> Callable[[NDArray[np.uint8]], Mask]:
+    """Return a function that predicts the class of each pixel of an image, with the transforms of validation."""
 
     @torch.no_grad()
-    def predict(image: np.ndarray) -> np.ndarray:
-        no_mask = np.zeros(
-            image.shape[:2], np.uint8
-        )  # used as the target, so that the model crops its padding
+    def predict(image: NDArray[np.uint8]) -> Mask:
+        # The mask is used as the target, so that the model crops its padding.
+        no_mask = np.zeros(image.shape[:2], np.uint8)
         composed = compose(transforms, {"image": image, "mask": no_mask}, sample_rng(0))
         batch = {key: value[None] for key, value in composed.packed().items()}
         left, top, right, bottom = composed.region.image_box  # excludes padding added by transforms
@@ -122,11 +198,10 @@ def _predictor(cfg: Config, checkpoint: Mapping[str, Any], path: Path) -> Callab
     return predict
 
 
-def _read(path: Path, max_pixels: int) -> np.ndarray:
-    try:
-        with open_image(path, max_pixels) as image:
-            return np.asarray(image.convert("RGB"))
-    except FileNotFoundError as error:
-        raise DataError(f"image file not found: {path}") from error
-    except (UnidentifiedImageError, OSError) as error:
-        raise DataError(f"cannot read {path} as an image: {error}") from error
+def _shares(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    return counts / max(counts.sum(), 1)
+
+
+def _save(picture: Image.Image, path: Path) -> None:
+    with replacing(path) as temporary:
+        picture.save(temporary, "PNG")

@@ -232,3 +232,63 @@ def test_a_limit_above_the_limit_of_pillow_is_applied(tmp_path, monkeypatch):
         read_image(path, 200)
     assert read_image(path, 1000).shape == (20, 30, 3)
     assert read_image(path, None).shape == (20, 30, 3)
+
+
+# ---- orientation ---------------------------------------------------------------------------------------------
+
+_SHOWN = {
+    1: lambda a: a,
+    2: lambda a: a[:, ::-1],
+    3: lambda a: a[::-1, ::-1],
+    4: lambda a: a[::-1],
+    5: lambda a: a.swapaxes(0, 1),
+    6: lambda a: a.swapaxes(0, 1)[:, ::-1],  # the first row of the file is the right side
+    7: lambda a: a.swapaxes(0, 1)[::-1, ::-1],
+    8: lambda a: a.swapaxes(0, 1)[::-1],  # the first row of the file is the left side
+    9: lambda a: a,  # not defined by EXIF
+}
+
+
+@pytest.mark.parametrize("orientation", _SHOWN)
+@pytest.mark.parametrize("suffix", ["png", "jpg", "tif", "webp"])
+def test_images_and_masks_are_read_in_the_orientation_in_which_they_are_displayed(
+    tmp_path, orientation, suffix
+):
+    pixels = np.kron(noise(3, 2, 1)[..., 0], np.ones((16, 16), np.uint8))
+    file, exif = tmp_path / f"picture.{suffix}", Image.Exif()
+    exif[0x0112] = orientation
+    options = {"webp": dict(lossless=True), "jpg": dict(quality=100)}.get(suffix, {})
+    picture = Image.fromarray(pixels)
+    (picture.convert("RGB") if suffix == "webp" else picture).save(file, exif=exif, **options)
+    expected = _SHOWN[orientation](pixels)
+    np.testing.assert_allclose(read_image(file)[..., 0], expected, atol=2)
+    if suffix in ("png", "tif"):
+        np.testing.assert_array_equal(read_mask(file), expected)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        chunk(b"eXIf", b"II*\0" + struct.pack("<IHHHIHHI", 8, 1, 0x0112, 3, 1, 6, 0, 0)),
+        chunk(
+            b"iTXt",
+            b"XML:com.adobe.xmp\0\0\0\0\0<x:xmpmeta xmlns:x='adobe:ns:meta/'><rdf:RDF "
+            b'tiff:Orientation="6"></rdf:RDF></x:xmpmeta>',
+        ),
+    ],
+    ids=["exif", "xmp"],
+)
+@pytest.mark.parametrize("after", [False, True])
+def test_the_orientation_of_a_png_may_follow_its_pixels(file, metadata, after):
+    pixels = noise(9, 7, 3)
+    data = png(pixels)
+    at = len(data) - 12 if after else 33  # before IEND, or after IHDR
+    file.write_bytes(data[:at] + metadata + data[at:])
+    np.testing.assert_array_equal(read_image(file), pixels.swapaxes(0, 1)[:, ::-1])
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
+def test_damaged_metadata_does_not_prevent_reading(file):
+    pixels = noise(9, 7, 3)
+    file.write_bytes(png(pixels, extra=chunk(b"eXIf", b"II*\0\xff\xff\xff\xff")))
+    np.testing.assert_array_equal(read_image(file), pixels)

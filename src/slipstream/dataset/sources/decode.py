@@ -25,15 +25,30 @@ __all__ = ["MAX_PIXELS", "check_readable", "open_image", "read_image", "read_mas
 MAX_PIXELS = 178_956_970
 """Default maximum number of pixels in a file, the same as Pillow's. Even a small file can describe a huge image."""
 _GRAY, _RGB = 0, 2  # color types of PNG
+_ORIENTATION = 0x0112  # tag of EXIF
+_TURNS = (
+    "FLIP_LEFT_RIGHT",
+    "ROTATE_180",
+    "FLIP_TOP_BOTTOM",
+    "TRANSPOSE",
+    "ROTATE_270",
+    "TRANSVERSE",
+    "ROTATE_90",
+)
+"""Pillow's operation for the EXIF orientations 2 to 8."""
+_METADATA = (
+    b"Raw profile type exif",
+    b"XML:com.adobe.xmp",
+)  # text chunks of PNG that may contain an orientation
 
 
 def read_image(path: Path, max_pixels: int | None = MAX_PIXELS) -> NDArray[np.uint8]:
-    """Return an image as uint8 (H, W, 3) RGB.
+    """Return an image as uint8 (H, W, 3) RGB, in the orientation in which it is displayed (EXIF).
 
-    Plain PNGs (8 bits per channel, no transparency, no animation) are decoded with pywuffs if it is installed (the
-    `png` extra), three times as fast as with Pillow. Other files, and files in which pywuffs finds an error, are
-    decoded with Pillow. Pixels and errors are the same, except that pywuffs ignores broken metadata, such as a color
-    profile. For color images with more than 8 bits per channel, only the high bytes are used.
+    Plain PNGs (8 bits per channel, no transparency, no animation, no orientation) are decoded with pywuffs if it is
+    installed (the `png` extra), three times as fast as with Pillow. Other files, and files in which pywuffs finds an
+    error, are decoded with Pillow. Pixels and errors are the same, except that pywuffs ignores broken metadata, such as
+    a color profile. For color images with more than 8 bits per channel, only the high bytes are used.
 
     Raises:
         DataError: the file cannot be read, has more than `max_pixels` pixels (None: no limit), or is a grayscale image
@@ -51,7 +66,7 @@ def read_image(path: Path, max_pixels: int | None = MAX_PIXELS) -> NDArray[np.ui
 def read_mask(path: Path, max_pixels: int | None = MAX_PIXELS) -> NDArray[np.uint8]:
     """Return the values of an 8-bit file with one channel (grayscale or palette) as uint8 (H, W).
 
-    The file is decoded as in `read_image`.
+    The file is decoded and oriented as in `read_image`.
 
     Raises:
         DataError: the file cannot be read, has more than `max_pixels` pixels (None: no limit), or is not an 8-bit file
@@ -124,7 +139,7 @@ def _plain_png(path: Path, max_pixels: int | None, *kinds: int) -> NDArray[np.ui
             data = file.read()
     except OSError:
         return None
-    if not {b"tRNS", b"acTL"}.isdisjoint(_chunks_before_pixels(data)):
+    if not {b"tRNS", b"acTL", b"eXIf", *_METADATA}.isdisjoint(_chunks(data)):
         return None
     from pywuffs.aux import ImageDecoder
 
@@ -162,10 +177,12 @@ def _is_plain(start: bytes, max_pixels: int | None, kinds: tuple[int, ...]) -> b
     return start[24] == 8 and start[25] in kinds and width * height <= min(limits, default=math.inf)
 
 
-def _chunks_before_pixels(data: bytes) -> Iterator[bytes]:
+def _chunks(data: bytes) -> Iterator[bytes]:
+    """Yield the type of each chunk of a PNG, or the keyword of a text chunk. Metadata may follow the pixels."""
     at = 8
-    while (kind := data[at + 4 : at + 8]) not in (b"", b"IDAT"):
-        yield kind
+    while kind := data[at + 4 : at + 8]:
+        text = kind in (b"tEXt", b"zTXt", b"iTXt")
+        yield data[at + 8 : at + 88].partition(b"\0")[0] if text else kind
         at += 12 + int.from_bytes(data[at : at + 4], "big")
 
 
@@ -181,15 +198,32 @@ def _is_scaled(codecs: Sequence[tuple[Any, ...]]) -> bool:
 
 
 def _by_pillow(path: Path, max_pixels: int | None) -> tuple[Image.Image, list[tuple[Any, ...]]]:
-    """Return the loaded image, and the Pillow codecs that decoded it, with their arguments."""
+    """Return the loaded, oriented image, and the Pillow codecs that decoded it, with their arguments."""
     try:
         with open_image(path, max_pixels) as image:
             codecs = [
                 (codec, *(args if isinstance(args, tuple) else (args,))) for codec, _, _, args in image.tile
             ]
+            if image.format == "TIFF":
+                image.filename = (
+                    ""  # Pillow maps the file with the size after rotation, which mixes up the pixels
+                )
             image.load()
-            return image, codecs
+            return _oriented(image), codecs
     except DataError:
         raise
     except Exception as error:  # Pillow's decoders raise many types of errors on broken files
         raise DataError(f"cannot read '{path}': {error}") from error
+
+
+def _oriented(image: Image.Image) -> Image.Image:
+    """Return the image as viewers display it. Cameras store the pixels in the order of the sensor."""
+    from PIL import Image
+
+    try:
+        orientation = image.getexif().get(_ORIENTATION, 1)
+    except Exception:  # viewers ignore damaged metadata, too; Pillow raises many types of errors
+        return image
+    if orientation not in range(2, 9):
+        return image
+    return image.transpose(Image.Transpose[_TURNS[orientation - 2]])

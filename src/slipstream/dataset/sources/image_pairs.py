@@ -129,7 +129,8 @@ class ImageMaskPairs(SegmentationDataset):
         except OSError as error:
             raise DataError(f"cannot read '{error.filename}': {error.strerror}") from error
         table = self.mask_ids(files[1]).table
-        meaning = f"{len(self.metainfo['classes'])} {self.metainfo['ignore_index']} ".encode()
+        # `oriented`: files written before the EXIF orientation was applied are decoded again.
+        meaning = f"oriented {len(self.metainfo['classes'])} {self.metainfo['ignore_index']} ".encode()
         digest = hashlib.blake2b(meaning + (b"" if table is None else table.tobytes()), digest_size=8)
         version = "-".join(f"{s.st_size}-{s.st_mtime_ns}" for s in stats)
         reader = f"{type(self).__module__}.{type(self).__qualname__}"  # a subclass may decode differently

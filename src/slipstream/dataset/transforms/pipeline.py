@@ -13,7 +13,7 @@ from slipstream.dataset.transforms.crop import CropRegion, Geometric, Sample
 from slipstream.dataset.transforms.geometry import Affine, SegColorJitter, SegConvertToTensor
 from slipstream.errors import ConfigError, DataError
 
-__all__ = ["Composed", "Transform", "apply_transforms", "check_transforms", "compose"]
+__all__ = ["Composed", "Transform", "apply_transforms", "check_transforms", "compose", "normalization"]
 
 Transform: TypeAlias = Callable[[Sample, np.random.Generator], Sample]
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
@@ -79,6 +79,12 @@ def compose(
 def check_transforms(transforms: Sequence[Transform]) -> None:
     """Raise a ConfigError if another transform follows normalization or SegConvertToTensor."""
     _read(transforms)
+
+
+def normalization(transforms: Sequence[Transform]) -> Floats | None:
+    """Return the normalization at the end of the transforms, float32 (6,): the scale and shift of each channel."""
+    plan = _read(transforms)
+    return _affine(plan.affine) if plan.affine else None
 
 
 @dataclass(frozen=True)

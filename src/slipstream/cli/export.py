@@ -1,0 +1,224 @@
+"""`slipstream export`: write a trained model in a format that runs without Slipstream."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from slipstream.cli.export_formats import FORMATS, Format, errors_of_converters
+from slipstream.cli.trained import Trained, find_checkpoint, load_trained
+from slipstream.dataset.transforms.geometry import Affine, SegConvertToTensor
+from slipstream.dataset.transforms.image_transforms import Normalize, ToTensor, read_transforms
+from slipstream.dataset.transforms.pipeline import normalization
+from slipstream.errors import ConfigError, ModelError
+from slipstream.files import write_text
+from slipstream.model import BaseDataPreprocessor, ImgDataPreprocessor, Segmentor
+from slipstream.model.tasks import Task, main_output
+
+__all__ = ["run"]
+
+_TOLERANCE = 1e-3
+"""Largest accepted difference of a score, relative to the largest score."""
+_SIDE = 256
+_LARGER = (128, 64)
+"""Pixels by which the second image of the check is higher and wider."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the file, and compare it with the model. A file that differs is not kept."""
+    kind = FORMATS[args.to]
+    trained = load_trained(find_checkpoint(args.run), args.config, bool(args.trust), torch.device("cpu"))
+    out = Path(args.out) if args.out else trained.path.with_suffix(kind.suffix)
+    if out.suffix != kind.suffix:
+        raise ConfigError(f"must end with {kind.suffix}, not '{out.name}'", "--out")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"the folder '{out.absolute().parent}' does not exist", "--out")
+    params = _normalization(trained.transforms)
+    network = _Deployed(trained.model, params).eval()
+    shape = args.shape or (_channels(trained.model), _SIDE, _SIDE)
+    dynamic = len(shape) == 3 and not args.fixed_size
+    if dynamic and network.divisor > 1:
+        raise ConfigError(
+            f"is required, because the padding of the data preprocessor (pad_size_divisor={network.divisor}) cannot be "
+            "exported for variable sizes",
+            "--fixed-size",
+        )
+    checks = _check_inputs(shape, dynamic)
+    print(f"Checkpoint: {trained.description}")
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=out.absolute().parent) as folder:
+        file = Path(folder) / out.name
+        kind.write(network, checks[0], dynamic, file)
+        difference = _largest_difference(kind, file, network, trained.model, params, checks)
+        write_text(file.with_name(f"{out.name}.json"), _description(trained, shape, dynamic, difference))
+        for written in sorted(Path(folder).iterdir()):
+            written.replace(out.absolute().parent / written.name)
+    sizes = " and ".join("x".join(map(str, images.shape)) for images in checks)
+    print(
+        f"Compared with the model on {sizes}: the largest difference is {difference:.1e} of the largest score"
+    )
+    print(f"Written: {out} and {out}.json ({_sizes(shape, dynamic)})")
+    return 0
+
+
+class _Deployed(nn.Module):
+    """The path from pixels to scores: normalization, padding, the network, and the resize to the size of the image.
+
+    Args:
+        model: the trained model.
+        params: normalization of the dataset's transforms, float32 (6,), if there is one.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, model: nn.Module, params: Tensor | None) -> None:
+        super().__init__()
+        self.model = model.network if isinstance(model, Task) else _Tensors(model)
+        self.is_segmentor = isinstance(model, Segmentor)
+        before = getattr(model, "data_preprocessor", None)
+        if type(before) not in (ImgDataPreprocessor, BaseDataPreprocessor, type(None)):
+            raise ModelError(
+                f"models with the data preprocessor {type(before).__name__} cannot be exported, only those with "
+                "ImgDataPreprocessor or BaseDataPreprocessor"
+            )
+        images = before if isinstance(before, ImgDataPreprocessor) else ImgDataPreprocessor()
+        scale, shift = 1 / images.std, -images.mean / images.std
+        if params is not None:
+            scale, shift = params.view(2, -1, 1, 1)
+        self.register_buffer("scale", scale)
+        self.register_buffer("shift", shift)
+        self.flips_channels, self.divisor = images.flips_channels, images.pad_size_divisor
+        self.pad_value = images.pad_value
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the scores for images, float32 (N, C, H, W) in the range 0 to 255, or for other inputs."""
+        if images.ndim != 4:
+            return main_output(self.model(images))
+        inputs = (images.flip(-3) if self.flips_channels else images) * self.scale + self.shift
+        height, width = images.shape[-2:]
+        if self.divisor > 1:
+            inputs = F.pad(
+                inputs, (0, -width % self.divisor, 0, -height % self.divisor), value=self.pad_value
+            )
+        scores = main_output(self.model(inputs))
+        if not (self.is_segmentor and scores.ndim == 4):
+            return scores
+        scores = F.interpolate(scores, inputs.shape[-2:], mode="bilinear")
+        return scores[..., :height, :width] if self.divisor > 1 else scores
+
+
+class _Tensors(nn.Module):
+    """A custom model in the mode `tensor`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.model(inputs, mode="tensor")
+
+
+def _normalization(transforms: Sequence[Any]) -> Tensor | None:
+    if any(isinstance(transform, ToTensor | Normalize) for transform in transforms):
+        return read_transforms(transforms)[1]
+    params = normalization([t for t in transforms if isinstance(t, Affine | SegConvertToTensor)])
+    return None if params is None else torch.from_numpy(params)
+
+
+def _channels(model: nn.Module) -> int:
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            return module.in_channels
+    raise ConfigError(
+        "is required, because the model has no convolution; use the shape of one input", "--shape"
+    )
+
+
+def _check_inputs(shape: Sequence[int], dynamic: bool) -> list[Tensor]:
+    """Return two batches of different sizes, with pixels from 0 to 255."""
+    generator = torch.Generator().manual_seed(0)
+    other = [shape[0], shape[1] + _LARGER[0], shape[2] + _LARGER[1]] if dynamic else shape
+    return [torch.randint(256, size, generator=generator).float() for size in ((2, *shape), (1, *other))]
+
+
+@torch.no_grad()
+def _largest_difference(
+    kind: Format, file: Path, network: nn.Module, model: Any, params: Tensor | None, checks: Sequence[Tensor]
+) -> float:
+    """Return the largest difference of a score, relative to the largest score of its batch.
+
+    Raises:
+        ModelError: the difference exceeds the tolerance, or the prediction of a segmentor differs.
+    """
+    load, largest = kind.load(file), 0.0
+    for images in checks:
+        expected = network(images)
+        with errors_of_converters(f"the exported file does not accept inputs of shape {tuple(images.shape)}"):
+            found = load(images)
+        scale = max(float(expected.abs().max()), 1e-12)
+        difference = (
+            float((found - expected).abs().max()) / scale if found.shape == expected.shape else float("inf")
+        )
+        largest = max(largest, difference)
+        if not difference <= _TOLERANCE:
+            raise ModelError(
+                f"the exported file differs from the model for an input of shape {tuple(images.shape)}: by "
+                f"{difference:.1e} of the largest score; use a different format, or --fixed-size if the sizes cause it"
+            )
+        if isinstance(model, Task):
+            _check_predictions(model, params, images, found, _TOLERANCE * scale)
+    return largest
+
+
+def _check_predictions(
+    model: Any, params: Tensor | None, images: Tensor, found: Tensor, tolerance: float
+) -> None:
+    """Compare with the predictions of validation, which use the data preprocessor and the model's own resize."""
+    batch: dict[str, Tensor] = {"inputs": images}
+    if params is not None:
+        batch["finish"] = params.expand(len(images), -1)
+    if found.ndim == 4:
+        batch["targets"] = torch.zeros((len(images), *images.shape[-2:]), dtype=torch.long)
+    predicted = model.val_step(batch)["preds"]
+    if predicted.shape == found.shape:
+        error = (predicted - found).abs().max()
+    else:  # class ids; several classes may have nearly the same score
+        error = (found.amax(1) - found.gather(1, predicted[:, None])[:, 0]).abs().max()
+    if not float(error) <= tolerance:
+        raise ModelError("the exported file and validation predict different classes for the same images")
+
+
+def _description(trained: Trained, shape: Sequence[int], dynamic: bool, difference: float) -> str:
+    included = (Affine, SegConvertToTensor, ToTensor, Normalize)
+    pairs = zip(trained.transform_configs, trained.transforms, strict=True)
+    found: Mapping[str, Any] = {
+        "checkpoint": str(trained.path),
+        "input": {
+            "name": "images",
+            "shape": ["N", shape[0], "H", "W"] if dynamic else ["N", *shape],
+            "dtype": "float32",
+            "values": "RGB, 0 to 255; the file normalizes them",
+        },
+        "output": {"name": "scores", "meaning": "the class is the index of the largest score in dimension 1"},
+        "classes": list(trained.classes),
+        "palette": trained.palette,
+        "transforms_before": [config for config, built in pairs if not isinstance(built, included)],
+        "largest_difference": difference,
+    }
+    return json.dumps(found, indent=1, default=str) + "\n"
+
+
+def _sizes(shape: Sequence[int], dynamic: bool) -> str:
+    return (
+        "any batch size, height and width"
+        if dynamic
+        else f"any batch size, inputs of {'x'.join(map(str, shape))}"
+    )

@@ -1,0 +1,136 @@
+"""The pictures and videos of `slipstream predict`: finding, reading and writing them."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.errors import DataError
+from slipstream.extras import extra
+from slipstream.files import replacing
+
+__all__ = ["Input", "find_inputs", "frame_rate", "frames", "video_writer"]
+
+RGB = NDArray[np.uint8]
+
+_IMAGES = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+_VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm", ".wmv")
+_RATE = 25  # frames per second, for videos that do not contain it
+
+
+class Input(NamedTuple):
+    """A picture or video, and the path of its output files without their endings, relative to `--out`."""
+
+    path: Path
+    stem: Path
+
+    @property
+    def is_video(self) -> bool:
+        """Whether the file is a video, according to its name."""
+        return self.path.suffix.lower() in _VIDEOS
+
+
+def find_inputs(names: Sequence[str], out: Path) -> list[Input]:
+    """Return the files that the names mean, without duplicates.
+
+    A name is a file, a folder (its pictures and videos, with those in its subfolders), or a pattern such as
+    `photos/*.jpg`, for shells that do not expand patterns. The output files of a folder keep its subfolders. Files in
+    the output folder `out` are left out of a folder that contains it.
+
+    Raises:
+        DataError: a folder or pattern matches no file, or two files have the same output files.
+    """
+    found: dict[Path, Input] = {}
+    for name in names:
+        for item in _matching(name, out.resolve()):
+            first = found.setdefault(item.stem, item)
+            if first.path != item.path:
+                raise DataError(
+                    f"{first.path} and {item.path} have the same output files; process them (with patterns such as "
+                    "FOLDER/*.jpg) with different `--out` folders"
+                )
+    return list(found.values())
+
+
+def _matching(name: str, out: Path) -> Iterator[Input]:
+    path = Path(name)
+    if path.is_dir():
+        inside = [p for p in sorted(path.rglob("*")) if p.suffix.lower() in _IMAGES + _VIDEOS and p.is_file()]
+        inside = [p for p in inside if out not in p.resolve().parents]
+        if not inside:
+            raise DataError(
+                f"the folder {name} contains no pictures or videos ({', '.join(_IMAGES + _VIDEOS)})"
+            )
+        yield from (Input(p, p.relative_to(path).with_suffix("")) for p in inside)
+    elif glob.has_magic(name) and not path.exists():
+        if not (matching := sorted(glob.glob(name, recursive=True))):  # noqa: PTH207  (Path.glob takes no absolute pattern)
+            raise DataError(f"no file matches {name}")
+        for match in matching:
+            yield from _matching(match, out)
+    else:
+        yield Input(path, Path(path.stem))
+
+
+def frames(path: Path, every: int = 1) -> Iterator[tuple[int, RGB]]:
+    """Yield the number and the pixels, uint8 (H, W, 3), of each `every`-th frame of a video, as it is displayed.
+
+    Raises:
+        MissingPackageError: PyAV is not installed.
+        DataError: the video cannot be read.
+    """
+    with _opened(path) as container:
+        if not container.streams.video:
+            raise DataError(f"cannot read '{path}': the file contains no video")
+        for number, frame in enumerate(container.decode(container.streams.video[0])):
+            if number % every == 0:
+                pixels = np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
+                yield number, np.ascontiguousarray(pixels)
+
+
+def frame_rate(path: Path) -> Fraction:
+    """Return the frames per second of a video."""
+    with _opened(path) as container:
+        rate = container.streams.video[0].average_rate if container.streams.video else None
+        return Fraction(rate or _RATE)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    with extra("video"):
+        import av
+
+    try:
+        with av.open(str(path)) as container:
+            yield container
+    except (av.FFmpegError, OSError) as error:
+        raise DataError(f"cannot read '{path}': {error}") from error
+
+
+@contextmanager
+def video_writer(path: Path, rate: Fraction) -> Iterator[Callable[[RGB], None]]:
+    """Yield a function that appends a frame, uint8 (H, W, 3), to a new MP4 video. The file is written atomically."""
+    with extra("video"):
+        import av
+
+    with replacing(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
+        codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
+        stream: Any = container.add_stream(codec, rate=rate)
+        stream.pix_fmt = "yuv420p"
+
+        def write(frame: RGB) -> None:
+            height, width = frame.shape[:2]
+            # The codec requires even sizes.
+            frame = np.pad(frame, ((0, height % 2), (0, width % 2), (0, 0)), "edge")
+            if not stream.codec_context.is_open:  # the size of the first frame is that of the video
+                stream.height, stream.width = frame.shape[:2]
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+
+        yield write
+        container.mux(stream.encode())

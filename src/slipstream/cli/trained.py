@@ -1,0 +1,135 @@
+"""Find the checkpoint of a run, and build its model: for `slipstream predict` and `slipstream export`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from slipstream.checkpoint import (
+    DESCRIPTION,
+    check,
+    find_latest_checkpoint,
+    load_checkpoint,
+    load_weights,
+    weights_in,
+)
+from slipstream.cli.configure import load_config
+from slipstream.config import Config
+from slipstream.config.placeholders import fill_references
+from slipstream.config.yaml_format import BoundedLoader
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.registry import MODELS, TRANSFORMS
+
+__all__ = ["Trained", "find_checkpoint", "load_trained"]
+
+_BEST = ("best_*.pth", "best_*.sharded", "ckpt_best.pth", "ckpt_best.sharded")
+_SHARDED = "plain.pth"  # file in the folder of a sharded checkpoint
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model and the facts that its checkpoint contains."""
+
+    path: Path
+    description: str
+    """The path, the epoch, and the metric of which this is the best checkpoint."""
+    model: Any
+    transforms: Sequence[Any]
+    """Transforms of the validation data."""
+    transform_configs: Sequence[Any]
+    classes: Sequence[str]
+    palette: Sequence[Sequence[int]] | None
+
+
+def find_checkpoint(name: str | None) -> Path:
+    """Return a checkpoint.
+
+    Args:
+        name: a checkpoint, which is returned unchanged, or the folder of a run; by default the newest run in
+            `work_dirs/`. The result for a run is its best checkpoint (the newest, if there are several), or the last
+            one if no best checkpoint was saved.
+
+    Raises:
+        CheckpointError: the run has no checkpoint.
+    """
+    run = _newest_run() if name is None else Path(name)
+    if not run.is_dir() or (run / _SHARDED).is_file():
+        return run
+    best = [path for pattern in _BEST for path in run.glob(pattern)]
+    found = max(best, key=lambda path: path.stat().st_mtime) if best else find_latest_checkpoint(run)
+    if found is None:
+        raise CheckpointError(f"no checkpoint found in {run}; train first, or name a checkpoint")
+    return found
+
+
+def load_trained(path: Path, config: str | None, trust: bool, device: torch.device) -> Trained:
+    """Build the model of a checkpoint on `device`, in evaluation mode, with the weights of the checkpoint.
+
+    Args:
+        path: the checkpoint.
+        config: recipe or configuration file; by default the configuration in the checkpoint.
+        trust: see `Config.fromfile`.
+        device: device of the model.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or does not match the model.
+        ConfigError: the configuration is invalid.
+    """
+    checkpoint = load_checkpoint(path)
+    meta = checkpoint.get("meta") or {}
+    check(meta, DESCRIPTION, path, "meta")
+    cfg = load_config(config, trust=trust).cfg if config else _own_config(meta, path)
+    model = MODELS.build(cfg.model).to(device).eval()
+    load_weights(model, weights_in(checkpoint, path), strict=True, source=str(path))
+    data = meta.get("dataset_meta") or {}
+    palette = data.get("palette")
+    classes = list(data.get("classes") or ())
+    classes += [str(index) for index in range(len(classes), len(palette or ()))]
+    configs = _transforms(cfg)
+    transforms = [TRANSFORMS.build(config) for config in configs]
+    return Trained(path, _description(path, checkpoint), model, transforms, configs, classes, palette)
+
+
+def _transforms(cfg: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the configured transforms of the validation data; a wrapper dataset uses those of its inner datasets."""
+    dataset = (cfg.get("val_dataloader") or {}).get("dataset") or {}
+    while inner := dataset.get("dataset") or dataset.get("datasets"):
+        dataset = inner[0] if isinstance(inner, list) else inner
+    return list(dataset.get("transforms", ()))
+
+
+def _newest_run() -> Path:
+    pointers = sorted(Path("work_dirs").glob("*/last_checkpoint"), key=lambda path: path.stat().st_mtime)
+    if not pointers:
+        raise CheckpointError("no checkpoint found in work_dirs/; train first or set `--checkpoint`")
+    return pointers[-1].parent
+
+
+def _own_config(meta: Mapping[str, Any], path: Path) -> Config:
+    """Return the configuration in a checkpoint as plain data: `_base_` is not followed, and nothing is imported."""
+    try:
+        cfg = Config(fill_references(yaml.load(meta["cfg"], BoundedLoader) or {}))
+    except (KeyError, AttributeError, ConfigError, TypeError, ValueError, RecursionError, yaml.YAMLError):
+        cfg = Config({})
+    if "model" not in cfg:
+        raise CheckpointError(f"{path} does not contain its configuration; set `--config`")
+    return cfg
+
+
+def _description(path: Path, checkpoint: Mapping[str, Any]) -> str:
+    facts = []
+    hub = checkpoint.get("message_hub")
+    infos = hub.get("runtime_info") if isinstance(hub, Mapping) else None
+    for key, value in infos.items() if isinstance(infos, Mapping) else ():
+        metric = str(key).removeprefix("best_score/")
+        best = metric != key and Path(str(infos.get(f"best_ckpt/{metric}"))).name == path.name
+        if best and isinstance(value, int | float):
+            facts.append(f"best {metric}: {value:.4g}")
+    if isinstance(epoch := (checkpoint.get("meta") or {}).get("epoch"), int):
+        facts.append(f"epoch {epoch}")
+    return f"{path} ({', '.join(facts)})" if facts else str(path)

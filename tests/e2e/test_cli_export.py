@@ -1,0 +1,192 @@
+"""`slipstream export`: the file has the predictions of the model, for several sizes, and runs without Slipstream."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from slipstream.cli.main import main
+from slipstream.registry import MODELS
+
+ALONE = """
+import sys
+sys.modules["slipstream"] = None  # importing it would fail
+import numpy as np
+images = np.load("images.npy")
+kind, file = sys.argv[1:]
+if kind == "onnx":
+    import onnxruntime
+    scores = onnxruntime.InferenceSession(file).run(None, {"images": images})[0]
+elif kind == "openvino":
+    import openvino
+    scores = openvino.Core().compile_model(file, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})([images])[0]
+else:
+    import torch
+    module = torch.export.load(file).module() if kind == "torch" else torch.jit.load(file)
+    scores = module(torch.from_numpy(images)).detach().numpy()
+np.save("scores.npy", scores)
+"""
+SUFFIXES = {"onnx": ".onnx", "torch": ".pt2", "torchscript": ".pt", "openvino": ".xml"}
+REQUIRED = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("openvino", "onnxruntime")}
+
+
+class Strided(torch.nn.Module):
+    """A convolution with a stride of 2 and auxiliary output, so that scores must be selected and resized."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 4, 3, stride=2, padding=1)
+        self.norm = torch.nn.BatchNorm2d(4)
+
+    def forward(self, images):
+        scores = self.norm(self.conv(images))
+        return scores, scores * 2
+
+
+class Vector(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(5, 3)
+
+    def forward(self, inputs):
+        return self.linear(inputs)
+
+
+class ScaledByWidth(torch.nn.Module):
+    """A network whose traced graph is wrong for other sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 2, 1)
+
+    def forward(self, images):
+        return self.conv(images) * float(images.shape[-1])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered():
+    classes = (Strided, Vector, ScaledByWidth)
+    for cls in classes:
+        MODELS.register_module(module=cls)
+    yield
+    for cls in classes:
+        MODELS.module_dict.pop(cls.__name__)
+
+
+NORMALIZED = [
+    dict(type="SegRescale", scale_factor=0.5),
+    dict(type="SegStandardize", max_value=255),
+    dict(type="SegNormalize", mean=[0.4, 0.5, 0.6], std=[0.2, 0.3, 0.4]),
+]
+
+
+@pytest.fixture
+def write_run(tmp_path, monkeypatch):
+    """Return a function that writes `run.pth` with random weights and returns the model."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(model, transforms=()):
+        cfg = dict(model=model, val_dataloader=dict(dataset=dict(transforms=list(transforms))))
+        torch.manual_seed(0)
+        built = MODELS.build(model).eval()
+        for module in built.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.running_mean.normal_()
+                module.running_var.uniform_(0.5, 2)
+        meta = dict(cfg=yaml.safe_dump(cfg), epoch=1, dataset_meta=dict(classes=["a", "b", "c", "d"]))
+        torch.save(dict(meta=meta, state_dict=built.state_dict()), "run.pth")
+        return built
+
+    return write
+
+
+def run_alone(kind, images):
+    """Run the exported file in a process that cannot import Slipstream."""
+    for name in REQUIRED.get(kind, ()):
+        pytest.importorskip(name)
+    np.save("images.npy", images)
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ALONE, kind, f"run{SUFFIXES[kind]}"], check=True, timeout=240
+    )
+    return np.load("scores.npy")
+
+
+def export(kind, *options):
+    for name in REQUIRED.get(kind, ()):
+        pytest.importorskip(name)
+    return main(["export", "run.pth", "--to", kind, *options])
+
+
+@pytest.mark.parametrize("kind", SUFFIXES)
+@pytest.mark.parametrize("place", ["preprocessor", "transforms"])
+def test_the_file_alone_returns_the_scores_of_the_model(kind, place, write_run, capsys):
+    normalized = place == "transforms"
+    before = (
+        {} if normalized else dict(mean=[100, 110, 120], std=[50, 60, 70], pad_size_divisor=16, pad_value=1)
+    )
+    model = dict(
+        type="Segmentor",
+        network=dict(type="Strided"),
+        data_preprocessor=dict(type="ImgDataPreprocessor", **before),
+    )
+    built = write_run(model, NORMALIZED if normalized else ())
+    sizes = ("3x32x48",) if normalized else ("3x37x51", "--fixed-size")
+    if not normalized:
+        assert export(kind, "--shape", "3x32x48") == 2
+        assert "--fixed-size: is required" in capsys.readouterr().err
+    assert export(kind, "--shape", *sizes) == 0
+    assert "the largest difference is" in capsys.readouterr().out
+    images = np.random.default_rng(0).integers(0, 256, (3, 3, 37, 51)).astype(np.float32)
+    # The expected scores, computed by hand from the definitions of normalization and padding.
+    mean, std = ([0.4, 0.5, 0.6], [0.2, 0.3, 0.4]) if normalized else ([100, 110, 120], [50, 60, 70])
+    pixels = images / 255 if normalized else images
+    inputs = (pixels - np.array(mean).reshape(3, 1, 1)) / np.array(std).reshape(3, 1, 1)
+    if not normalized:
+        inputs = np.pad(inputs, ((0, 0), (0, 0), (0, 11), (0, 13)), constant_values=1)
+    with torch.no_grad():
+        scores = built.network(torch.from_numpy(inputs).float())[0]
+        scores = torch.nn.functional.interpolate(scores, inputs.shape[-2:], mode="bilinear")[..., :37, :51]
+    np.testing.assert_allclose(run_alone(kind, images), scores.numpy(), atol=2e-4)
+    described = json.loads(Path(f"run{SUFFIXES[kind]}.json").read_text())
+    assert described["classes"] == ["a", "b", "c", "d"]
+    assert described["input"]["shape"] == (["N", 3, "H", "W"] if normalized else ["N", 3, 37, 51])
+    assert described["transforms_before"] == (NORMALIZED[:1] if normalized else [])
+
+
+def test_classifiers_of_vectors_are_exported_with_a_shape(write_run, capsys):
+    built = write_run(dict(type="Classifier", network=dict(type="Vector")))
+    assert export("torch") == 2
+    assert "--shape" in capsys.readouterr().err
+    assert export("torch", "--shape", "5") == 0
+    inputs = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
+    expected = (
+        inputs @ built.network.linear.weight.detach().numpy().T + built.network.linear.bias.detach().numpy()
+    )
+    np.testing.assert_allclose(run_alone("torch", inputs), expected, atol=1e-5)
+
+
+def test_a_file_that_differs_from_the_model_is_not_kept(write_run, tmp_path, capsys):
+    write_run(dict(type="Segmentor", network=dict(type="ScaledByWidth")))
+    assert export("torchscript", "--shape", "3x32x48") == 1
+    assert "differs from the model for an input of shape (1, 3, 160, 112)" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"run.pth"}
+    assert export("torchscript", "--shape", "3x32x48", "--fixed-size") == 0
+    assert (tmp_path / "run.pt").is_file()
+
+
+def test_a_wrong_suffix_names_the_right_one(write_run, capsys):
+    write_run(dict(type="Segmentor", network=dict(type="Strided")))
+    assert export("torch", "--out", "model.onnx") == 2
+    assert "--out: must end with .pt2" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["regseg48", "pp_lite_t_seg", "stdc1_seg", "ddrnet_23_slim", "segformer_b0"])
+def test_each_network_of_the_recipes_is_exported_with_dynamic_sizes(name, write_run):
+    write_run(dict(type="Segmentor", network=dict(type=name, num_classes=4)))
+    assert export("onnx") == 0

@@ -1,0 +1,208 @@
+"""`slipstream predict` with a network whose predictions are known: dark pixels are class 0, bright pixels class 1."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from slipstream.cli.main import main
+from slipstream.dataset.sources.decode import read_mask
+from slipstream.registry import MODELS
+
+PALETTE = [[10, 20, 30], [200, 100, 50]]
+RUN = "work_dirs/run"
+
+
+class BrightOrDark(torch.nn.Module):
+    def forward(self, images):
+        bright = images.mean(1, keepdim=True)
+        return torch.cat([127.5 - bright, bright - 127.5], 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered():
+    MODELS.register_module("BrightOrDark", module=BrightOrDark)
+    yield
+    MODELS.module_dict.pop("BrightOrDark")
+
+
+@pytest.fixture(autouse=True)
+def _run_folder(tmp_path, monkeypatch):
+    """Write a run with a last and a best checkpoint, and change to its parent folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / RUN).mkdir(parents=True)
+    cfg = dict(
+        model=dict(
+            type="Segmentor",
+            network=dict(type="BrightOrDark"),
+            data_preprocessor=dict(type="ImgDataPreprocessor"),
+        )
+    )
+    meta = dict(
+        cfg=yaml.safe_dump(cfg), epoch=2, dataset_meta=dict(classes=["dark", "bright"], palette=PALETTE)
+    )
+    hub = dict(runtime_info={"best_score/mIoU": 61.25, "best_ckpt/mIoU": "best_mIoU_epoch_2.pth"})
+    for name in ("epoch_3.pth", "best_mIoU_epoch_2.pth"):
+        torch.save(dict(meta=meta, state_dict={}, message_hub=hub), f"{RUN}/{name}")
+    (tmp_path / RUN / "last_checkpoint").write_text(f"{RUN}/epoch_3.pth")
+
+
+def half_bright():
+    """Return an image (40, 60, 3) whose left half is bright."""
+    image = np.full((40, 60, 3), 20, np.uint8)
+    image[:, :30] = 240
+    return image
+
+
+def test_the_best_checkpoint_of_the_newest_run_is_used_and_printed(capsys):
+    Image.fromarray(half_bright()).save("a.png")
+    assert main(["predict", "a.png"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == f"Checkpoint: {RUN}/best_mIoU_epoch_2.pth (best mIoU: 61.25, epoch 2)"
+
+
+def test_a_run_without_a_best_checkpoint_uses_the_last_one(tmp_path, capsys):
+    Path(f"{RUN}/best_mIoU_epoch_2.pth").unlink()
+    Image.fromarray(half_bright()).save("a.png")
+    assert main(["predict", "a.png", "--checkpoint", RUN]) == 0
+    assert f"Checkpoint: {RUN}/epoch_3.pth (epoch 2)" in capsys.readouterr().out
+
+
+def test_a_photo_is_segmented_in_the_orientation_in_which_it_is_displayed():
+    exif = Image.Exif()
+    exif[0x0112] = 6  # display rotated by 90 degrees clockwise: the left half is displayed at the top
+    Image.fromarray(half_bright()).save("photo.jpg", exif=exif, quality=100)
+    assert main(["predict", "photo.jpg"]) == 0
+    mask = read_mask_of("photo")
+    assert mask.shape == (60, 40)
+    np.testing.assert_array_equal(mask[:28], 1)
+    np.testing.assert_array_equal(mask[32:], 0)
+    with Image.open("predictions/photo_overlay.png") as overlay:
+        assert overlay.size == (40, 60)
+
+
+def test_mask_files_contain_class_ids_and_colors():
+    Image.fromarray(half_bright()).save("a.png")
+    assert main(["predict", "a.png"]) == 0
+    np.testing.assert_array_equal(read_mask_of("a"), half_bright()[..., 0] // 240)
+    with Image.open("predictions/a_mask.png") as mask:
+        colors = np.asarray(mask.convert("RGB"))
+    assert colors[0, 0].tolist() == PALETTE[1]
+    assert colors[0, -1].tolist() == PALETTE[0]
+
+
+def test_folders_and_patterns_are_searched_and_the_output_is_left_out(tmp_path, capsys):
+    (tmp_path / "photos/inner").mkdir(parents=True)
+    (tmp_path / "photos/notes.txt").write_text("no picture")
+    for name in ("photos/a.png", "photos/inner/a.png", "more_1.png", "more_2.png", "other.png"):
+        Image.fromarray(half_bright()).save(name)
+    for _ in range(2):  # the second time, the folder contains the results of the first
+        assert main(["predict", "photos", "more_*.png", "--out", "photos/out"]) == 0
+    written = {
+        str(path.relative_to(tmp_path / "photos/out"))
+        for path in (tmp_path / "photos/out").rglob("*_mask.png")
+    }
+    assert written == {"a_mask.png", "inner/a_mask.png", "more_1_mask.png", "more_2_mask.png"}
+    assert main(["predict", "nothing_*.png"]) == 1
+    assert "no file matches nothing_*.png" in capsys.readouterr().err
+
+
+def test_unreadable_files_are_listed_and_the_others_are_processed(tmp_path, capsys):
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    Image.fromarray(half_bright()[..., 0].astype(np.uint16) * 257).save("deep.png")
+    Image.fromarray(half_bright()).save("good.png")
+    assert main(["predict", "broken.png", "missing.png", "deep.png", "good.png"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert [name in line for name, line in zip(("broken", "missing", "deep"), lines, strict=True)] == [
+        True
+    ] * 3
+    assert read_mask_of("good").max() == 1
+    assert not (tmp_path / "predictions/deep_mask.png").exists()
+
+
+def test_class_statistics_are_fractions_of_pixels(tmp_path, capsys):
+    Image.fromarray(half_bright()).save("half.png")
+    Image.fromarray(np.full((10, 60, 3), 20, np.uint8)).save("dark.png")
+    assert main(["predict", "half.png", "dark.png"]) == 0
+    table = (tmp_path / "predictions/classes.csv").read_text().splitlines()
+    assert table == ["file,dark,bright", "half.png,0.500000,0.500000", "dark.png,1.000000,0.000000"]
+    # 1800 of the 3000 pixels of both pictures are dark.
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["dark", "60.00%", "2"] in rows
+    assert ["bright", "40.00%", "1"] in rows
+
+
+def test_json_contains_files_shares_and_errors(capsys):
+    Image.fromarray(half_bright()).save("half.png")
+    assert main(["predict", "half.png", "missing.png", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["checkpoint"] == f"{RUN}/best_mIoU_epoch_2.pth"
+    assert found["files"] == [
+        dict(
+            file="half.png",
+            written=["predictions/half_mask.png", "predictions/half_overlay.png"],
+            classes=dict(dark=0.5, bright=0.5),
+        )
+    ]
+    assert [failed["file"] for failed in found["failed"]] == ["missing.png"]
+
+
+def read_mask_of(stem):
+    return read_mask(Path(f"predictions/{stem}_mask.png"))
+
+
+# ---- videos ----------------------------------------------------------------------------------------------
+
+
+def write_video(path, images, clockwise=False):
+    """Write a video. With `clockwise`, its header says that players rotate it by 90 degrees clockwise."""
+    av = pytest.importorskip("av")
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=5)
+        stream.height, stream.width = images[0].shape[:2]
+        stream.pix_fmt = "yuv420p"
+        for image in images:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
+        container.mux(stream.encode())
+    if clockwise:
+        one, minus = (value.to_bytes(4, "big", signed=True) for value in (0x10000, -0x10000))
+        none, last = bytes(4), (0x40000000).to_bytes(4, "big")
+        identity = one + none * 3 + one + none * 3 + last
+        data = path.read_bytes()
+        at = data.index(identity, data.index(b"tkhd"))
+        path.write_bytes(data[:at] + none + one + none + minus + none * 4 + last + data[at + len(identity) :])
+
+
+@pytest.mark.parametrize("clockwise", [False, True])
+def test_each_frame_of_a_video_is_segmented_as_it_is_displayed(tmp_path, clockwise):
+    moving = [np.full((48, 64, 3), 20, np.uint8) for _ in range(6)]
+    for number, image in enumerate(moving):
+        image[:, : 8 * (number + 1)] = 240
+    write_video(tmp_path / "clip.mp4", moving, clockwise)
+    assert main(["predict", "clip.mp4", "--every", "2"]) == 0
+    masks = sorted((tmp_path / "predictions/clip_mask").iterdir())
+    assert [path.name for path in masks] == ["000000.png", "000002.png", "000004.png"]
+    for path in masks:
+        expected = moving[int(path.stem)][..., 0] // 240
+        expected = np.rot90(expected, -1) if clockwise else expected
+        found = read_mask(path)
+        assert found.shape == expected.shape
+        assert (found == expected).mean() > 0.95, "the codec changes pixels at edges only"
+    import av
+
+    with av.open("predictions/clip_overlay.mp4") as container:
+        decoded = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        assert float(container.streams.video[0].average_rate) == 2.5
+    assert [frame.shape for frame in decoded] == [(*expected.shape, 3)] * 3
+
+
+def test_a_damaged_video_is_listed(tmp_path, capsys):
+    pytest.importorskip("av")
+    (tmp_path / "clip.mp4").write_bytes(b"no video")
+    assert main(["predict", "clip.mp4"]) == 1
+    assert "cannot read 'clip.mp4'" in capsys.readouterr().err
+    assert not (tmp_path / "predictions/clip_overlay.mp4").exists()
