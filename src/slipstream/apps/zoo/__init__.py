@@ -17,6 +17,7 @@ from slipstream.apps.zoo.segformer import (
 )
 from slipstream.apps.zoo.stdc_loss import OhemCELoss, STDCLoss
 from slipstream.apps.zoo.stdc_seg import STDCSeg, stdc1_seg, stdc2_seg
+from slipstream.apps.zoo.timm_networks import TimmClassifier
 
 __all__ = [
     "CrossEntropy",
@@ -30,6 +31,7 @@ __all__ = [
     "STDCLoss",
     "STDCSeg",
     "SegFormer",
+    "TimmClassifier",
     "ddrnet_23",
     "ddrnet_23_slim",
     "ddrnet_39",

@@ -10,12 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from slipstream.apps.zoo.timm_networks import PREFIX
 from slipstream.checkpoint import load_checkpoint, load_weights, revise
 from slipstream.errors import CheckpointError, ConfigError, ModelError, UnknownNameError, did_you_mean
 from slipstream.logging import print_log
 from slipstream.registry import MODELS
 
-__all__ = ["get", "load", "names"]
+__all__ = ["get", "load", "names", "network_config"]
 
 _BACKBONES = {
     "PPLiteSeg": "encoder.backbone",
@@ -24,6 +25,7 @@ _BACKBONES = {
     "DDRNet": "",
     "SegFormer": "_backbone",
     "ResNet": "",
+    "TimmClassifier": "model",
 }
 """Name of the submodule that receives backbone weights, by network class; empty for the whole network."""
 
@@ -61,14 +63,14 @@ def get(
     """Return a network in training mode, with random weights or weights from a file.
 
     Args:
-        name: one of `names()`.
+        name: one of `names()`, or `timm:` and the name of a classification network of timm (`timm:convnext_tiny`).
         num_classes: number of classes. It may also be set in `arch_params`.
         arch_params: see `options`.
         checkpoint_path: a checkpoint of Slipstream, MMEngine or SuperGradients, or a plain state dict; see `load`.
         strict_load, load_backbone: see `load`.
         checkpoint_num_classes: number of classes in the checkpoint. If it differs from `num_classes`, the
             classification layers are not loaded, and this is logged.
-        pretrained_weights: must be None, because downloads are not supported.
+        pretrained_weights: must be None, except for timm's networks, for which any name downloads timm's weights.
         options: other arguments of the network, such as `use_aux_heads`.
 
     Raises:
@@ -77,11 +79,11 @@ def get(
         ConfigError: if the number of classes is missing or ambiguous, or `pretrained_weights` is set.
         CheckpointError: if the file cannot be read or is from a different network.
     """
-    if name not in (known := names()):
+    if not name.startswith(PREFIX) and name not in (known := names()):
         raise UnknownNameError(
             f"no network is named '{name}'{did_you_mean(name, known)} (available: {', '.join(known)})"
         )
-    if pretrained_weights is not None:
+    if pretrained_weights is not None and not name.startswith(PREFIX):
         raise ConfigError(
             f"downloads are not supported; download the weights of '{pretrained_weights}' and set checkpoint_path to "
             "the file (and load_backbone=True for backbone weights)",
@@ -98,7 +100,9 @@ def get(
     classes: int = num_classes if num_classes is not None else arch_classes
     for key in _RENAMED_OPTIONS.keys() & options.keys():
         raise ConfigError(f"use {_RENAMED_OPTIONS[key]} instead", f"arch_params.{key}")
-    network: nn.Module = MODELS.build({"type": name, "num_classes": classes, **options})
+    if pretrained_weights is not None:
+        options["pretrained"] = True
+    network: nn.Module = MODELS.build(network_config(name, {"num_classes": classes, **options}))
     if checkpoint_path is not None:
         load(
             network,
@@ -108,6 +112,13 @@ def get(
             other_classes=checkpoint_num_classes not in (None, classes),
         )
     return network
+
+
+def network_config(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a network for `MODELS.build`; a name may start with `timm:`."""
+    if name.startswith(PREFIX):
+        return {"type": "TimmClassifier", "name": name.removeprefix(PREFIX), **options}
+    return {"type": name, **options}
 
 
 def load(
