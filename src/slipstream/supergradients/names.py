@@ -59,6 +59,7 @@ _TRANSFORMS = {
 }  # fmt: skip
 _CLASSIFICATION = {
     "Cifar10": "slipstream.dataset:CIFAR10",
+    "Cifar100": "slipstream.dataset:CIFAR100",
     "ImageNetDataset": "slipstream.dataset:ImageNetDataset",
 }
 _SEGMENTATION = {
@@ -70,7 +71,7 @@ _LOADERS = {
     **{
         f"{name}_{split}": f"slipstream.training.dataloaders:{name}_{split}"
         for name in (
-            "cifar10", "cityscapes", "cityscapes_ddrnet", "cityscapes_regseg48", "cityscapes_stdc_seg50",
+            "cifar10", "cifar100", "cityscapes", "cityscapes_ddrnet", "cityscapes_regseg48", "cityscapes_stdc_seg50",
             "cityscapes_stdc_seg75", "imagenet", "imagenet_resnet50",
         )
         for split in ("train", "val")
