@@ -77,6 +77,13 @@ _LOADERS = {
         for split in ("train", "val")
     },
 }  # fmt: skip
+_PREDICTIONS = {
+    name: f"slipstream.apps.zoo.predictions:{name}"
+    for name in (
+        "ClassificationPrediction", "ImageClassificationPrediction", "ImagePrediction", "ImageSegmentationPrediction",
+        "ImagesPredictions", "SegmentationPrediction",
+    )
+}  # fmt: skip
 _MODELS = {"get": f"{_OWN}.models:get", **_NAMES}
 
 MODULES: Mapping[str, Mapping[str, str]] = {
@@ -122,6 +129,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         "load_checkpoint_to_model": f"{_OWN}.models:load_checkpoint_to_model"
     },
     "super_gradients.training.utils.distributed_training_utils": {**_DEVICE, **_SETUP},
+    "super_gradients.training.utils.predict": _PREDICTIONS,
 }
 """Names of each module, and the module and attribute of Slipstream."""
 

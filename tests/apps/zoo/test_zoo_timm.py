@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -25,12 +26,16 @@ class Tiny(nn.Module):
     def __init__(self, num_classes, in_chans, drop_rate=0.0):
         super().__init__()
         self.stem = nn.Conv2d(in_chans, 4, 3, stride=2)
+        self.norm = nn.BatchNorm2d(4)
         self.head = nn.Sequential()
         self.head.fc = nn.Linear(4, num_classes)
         self.drop_rate = drop_rate
 
+    def reset_classifier(self, num_classes):
+        self.head.fc = nn.Linear(4, num_classes)
+
     def forward(self, x):
-        return self.head(self.stem(x).mean((2, 3)))
+        return self.head(self.norm(self.stem(x)).mean((2, 3)))
 
 
 @pytest.fixture
@@ -44,6 +49,7 @@ def timm(monkeypatch):
         return Tiny(**options)
 
     module.__version__, module.calls, module.create_model = "1.0", calls, create_model
+    module.utils = SimpleNamespace(reparameterize_model=lambda model, inplace: model)
     module.list_models = lambda: ["tiny_net", "other_net"]
     module.is_model = lambda name: name in module.list_models()
     monkeypatch.setitem(sys.modules, "timm", module)
@@ -95,6 +101,19 @@ def test_checkpoints_with_the_names_of_timm_are_loaded(timm, tmp_path, prefix):
     assert torch.equal(other.model.stem.weight, source.model.stem.weight)
 
 
+def test_methods_of_the_zoo_apply_to_networks_of_timm(timm):
+    network = models.get("timm:tiny_net", 3)
+    network.model.norm.running_mean.fill_(0.5)
+    x = torch.randn(2, 3, 8, 8)
+    expected = network.eval()(x)
+    network.prep_model_for_conversion([8, 8])
+    assert isinstance(network.model.norm, nn.Identity)
+    torch.testing.assert_close(network(x), expected)
+    network.replace_head(5)
+    assert network(x).shape == (2, 5)
+    assert len(network.predict(np.zeros((8, 8, 3), np.uint8)).class_names) == 5
+
+
 def test_a_recipe_names_a_network_of_timm(timm):
     pytest.importorskip("hydra")
     overrides = ["architecture=timm:tiny_net", "data_root_dir=data"]
@@ -122,3 +141,21 @@ def test_networks_of_the_installed_timm_have_gradients_and_load_their_weights():
     network.eval().load_state_dict(own.state_dict())
     x = torch.randn(1, 3, 64, 64)
     torch.testing.assert_close(network(x), own(x))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "repvgg_a0", "mobileone_s0", "vit_tiny_patch16_224"])
+def test_networks_of_the_installed_timm_are_prepared_and_get_new_heads(name):
+    pytest.importorskip("timm", exc_type=Exception)
+    network = models.get(f"timm:{name}", num_classes=5).eval()
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_var.uniform_(0.5, 2)
+    x = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        expected = network(x)
+        before = len(list(network.parameters()))
+        network.prep_model_for_conversion()
+        assert torch.allclose(network(x), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    assert len(list(network.parameters())) < before or "vit" in name
+    network.replace_head(3)
+    assert network(x).shape == (1, 3)

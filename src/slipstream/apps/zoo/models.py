@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from slipstream.apps.zoo.network import Network
 from slipstream.apps.zoo.timm_networks import PREFIX
 from slipstream.checkpoint import load_checkpoint, load_weights, revise
 from slipstream.errors import CheckpointError, ConfigError, ModelError, UnknownNameError, did_you_mean
@@ -153,7 +154,8 @@ def load(
     strict = _strictness(strict_load)
     path = _backbone(network) if load_backbone else ""
     part = network.get_submodule(path)
-    state = _weights(checkpoint_path)
+    checkpoint = load_checkpoint(checkpoint_path)
+    state = _weights(checkpoint, checkpoint_path)
     if any(key.startswith("network.") for key in state):
         state = {key: value for key, value in state.items() if key.startswith("network.")}
     inner = rf"({re.escape(path)}\.|backbone\.)?" if load_backbone else ""
@@ -165,6 +167,8 @@ def load(
     loose = load_backbone or other_classes or strict is False
     for line in load_weights(part, state, not loose, str(checkpoint_path)):
         print_log(f"{checkpoint_path} into {type(network).__name__}: {line}", "current", logging.WARNING)
+    if isinstance(network, Network) and not (load_backbone or other_classes):
+        network.describe(checkpoint.get("meta"))
 
 
 def _strictness(value: Any) -> bool | str:
@@ -212,8 +216,7 @@ def _in_order(
     return {**dict(zip(own, state.values(), strict=False)), **rest}
 
 
-def _weights(path: str | Path) -> dict[str, Tensor]:
-    checkpoint = load_checkpoint(path)
+def _weights(checkpoint: Mapping[str, Any], path: str | Path) -> dict[str, Tensor]:
     for key in ("ema_net", "net", "state_dict"):
         if isinstance(checkpoint.get(key), dict):
             checkpoint = checkpoint[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.apps.zoo.layers import check_num_classes
+from slipstream.apps.zoo.network import Network
 from slipstream.errors import CheckpointError, MissingPackageError, UnknownNameError, did_you_mean
 from slipstream.extras import extra
 from slipstream.registry import MODELS
@@ -20,7 +22,7 @@ PREFIX = "timm:"
 
 
 @MODELS.register_module()
-class TimmClassifier(nn.Module):
+class TimmClassifier(Network):
     """A classification network of timm, as the submodule `model`.
 
     Checkpoints with timm's own parameter names can be loaded.
@@ -38,6 +40,8 @@ class TimmClassifier(nn.Module):
         UnknownNameError: if timm has no network with this name.
         CheckpointError: if the pretrained weights cannot be downloaded or loaded.
     """
+
+    task = "classification"
 
     def __init__(
         self, name: str, num_classes: int, in_channels: int = 3, pretrained: bool = False, **options: Any
@@ -68,6 +72,26 @@ class TimmClassifier(nn.Module):
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
         """Return the learning rates for SuperGradients' `finetune`: train the classifier, and freeze the rest."""
         return {**{f"model.{name}": lr for name in self._classifiers()}, "default": 0.0}
+
+    def replace_head(self, new_num_classes: int) -> None:
+        """Replace the classification layer with an untrained one; see `Network.replace_head`."""
+        check_num_classes(new_num_classes)
+        model: Any = self.model
+        model.reset_classifier(new_num_classes)
+        self._processing = None
+
+    def prep_model_for_conversion(self, input_size: Sequence[int] | None = None, **options: Any) -> None:
+        """Merge timm's parallel branches that are equal to one convolution; then see `Network`."""
+        self.eval()
+        self.model = _timm().utils.reparameterize_model(self.model, inplace=True)
+        super().prep_model_for_conversion(input_size, **options)
+
+    def _example_shape(self, input_size: Sequence[int] | None) -> tuple[int, int, int]:
+        channels, height, width = super()._example_shape(input_size)
+        if input_size is None:
+            cfg: Any = getattr(self.model, "pretrained_cfg", {})
+            _, height, width = cfg.get("input_size") or (channels, height, width)
+        return channels, height, width
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (N, num_classes) for images (N, in_channels, H, W)."""

@@ -74,7 +74,7 @@ class _Cifar(Dataset[dict[str, torch.Tensor]]):
     A sample is `{"inputs": uint8 (3, 32, 32) RGB, "targets": int64 ()}`. If the transforms contain `ToTensor`, it also
     contains `"finish"`, the parameters of the device transforms (`slipstream.dataset.transforms.device_transforms`).
     Augmentation depends only on the (seed, epoch, index) of a `SampleIndex`. The files are memory-mapped, so all
-    processes share them.
+    processes share them. The attribute `all_transforms` lists the transforms, with those of the device.
 
     Args:
         root: folder that contains the folder of the archive, or the files of that folder.
@@ -97,6 +97,7 @@ class _Cifar(Dataset[dict[str, torch.Tensor]]):
         transforms: Sequence[ImageTransform | ToTensor | Normalize | Mapping[str, Any]] = (),
         download: bool = False,
     ) -> None:
+        self.all_transforms = list(transforms)
         self.transforms, self._device_params = read_transforms(transforms)
         archive = self._archive
         count = len(archive.classes)
