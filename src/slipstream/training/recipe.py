@@ -25,8 +25,8 @@ _UNUSED = (
     "multi_gpu_mode", "project_name", "sg_logger",
 )  # fmt: skip
 _CHECKPOINT_KEYS = (
-    "checkpoint_num_classes", "checkpoint_path", "load_backbone", "load_checkpoint", "load_weights_only",
-    "num_workers", "pretrained_weights", "strict_load",
+    "checkpoint_num_classes", "checkpoint_path", "checkpoint_sha256", "load_backbone", "load_checkpoint",
+    "load_weights_only", "num_workers", "pretrained_weights", "strict_load",
 )  # fmt: skip
 # Checkpoint keys of SuperGradients 2 and 3: the accepted value, and the replacement for other values.
 _OLD_CHECKPOINT_KEYS = {
@@ -162,7 +162,7 @@ def _pretrained(recipe: Mapping[str, Any], num_classes: int | None) -> dict[str,
             raise UnknownNameError(f"unknown key{hint}", f"checkpoint_params.{key}")
     if params.get("pretrained_weights") and not _asks_for_timm_weights(recipe):
         raise ConfigError(
-            "downloads are not supported; download the file and set checkpoint_params.checkpoint_path",
+            "weights are not downloaded by name; set checkpoint_params.checkpoint_path to their file or URL",
             "checkpoint_params.pretrained_weights",
         )
     if not params.get("checkpoint_path"):
@@ -171,6 +171,7 @@ def _pretrained(recipe: Mapping[str, Any], num_classes: int | None) -> dict[str,
         "checkpoint_path": params["checkpoint_path"],
         "strict_load": params.get("strict_load", True),
         "load_backbone": params.get("load_backbone") or False,
+        **({"checkpoint_sha256": params["checkpoint_sha256"]} if params.get("checkpoint_sha256") else {}),
         **(
             {"other_classes": True} if params.get("checkpoint_num_classes") not in (None, num_classes) else {}
         ),

@@ -137,7 +137,7 @@ def test_number_of_classes_is_required_exactly_once():
 
 
 def test_pretrained_weights_raise_an_error_with_the_remedy():
-    with pytest.raises(ConfigError, match=r"downloads are not supported.* 'imagenet' .* checkpoint_path"):
+    with pytest.raises(ConfigError, match=r"not downloaded by name \('imagenet'\); set checkpoint_path"):
         models.get("resnet18", 10, pretrained_weights="imagenet")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from slipstream.apps.zoo.network import Network
 from slipstream.apps.zoo.timm_networks import PREFIX
-from slipstream.checkpoint import load_checkpoint, load_weights, revise
+from slipstream.checkpoint import load_checkpoint, load_weights, local_checkpoint, revise
 from slipstream.errors import CheckpointError, ConfigError, ModelError, UnknownNameError, did_you_mean
 from slipstream.logging import print_log
 from slipstream.registry import MODELS
@@ -58,6 +58,7 @@ def get(
     strict_load: Any = True,
     load_backbone: bool = False,
     checkpoint_num_classes: int | None = None,
+    checkpoint_sha256: str | None = None,
     pretrained_weights: str | None = None,
     **options: Any,
 ) -> nn.Module:
@@ -68,7 +69,7 @@ def get(
         num_classes: number of classes. It may also be set in `arch_params`.
         arch_params: see `options`.
         checkpoint_path: a checkpoint of Slipstream, MMEngine or SuperGradients, or a plain state dict; see `load`.
-        strict_load, load_backbone: see `load`.
+        strict_load, load_backbone, checkpoint_sha256: see `load`.
         checkpoint_num_classes: number of classes in the checkpoint. If it differs from `num_classes`, the
             classification layers are not loaded, and this is logged.
         pretrained_weights: must be None, except for timm's networks, for which any name downloads timm's weights.
@@ -86,8 +87,8 @@ def get(
         )
     if pretrained_weights is not None and not name.startswith(PREFIX):
         raise ConfigError(
-            f"downloads are not supported; download the weights of '{pretrained_weights}' and set checkpoint_path to "
-            "the file (and load_backbone=True for backbone weights)",
+            f"weights are not downloaded by name ('{pretrained_weights}'); set checkpoint_path to their file or URL "
+            "(and load_backbone=True for backbone weights)",
             "pretrained_weights",
         )
     options = {**(arch_params or {}), **options}
@@ -111,6 +112,7 @@ def get(
             strict_load,
             load_backbone,
             other_classes=checkpoint_num_classes not in (None, classes),
+            checkpoint_sha256=checkpoint_sha256,
         )
     return network
 
@@ -128,6 +130,7 @@ def load(
     strict_load: Any = True,
     load_backbone: bool = False,
     other_classes: bool = False,
+    checkpoint_sha256: str | None = None,
 ) -> None:
     """Load weights from a file into a network, and log weights that are skipped.
 
@@ -137,7 +140,7 @@ def load(
 
     Args:
         network: the unwrapped network.
-        checkpoint_path: see `get`.
+        checkpoint_path: a file, a folder or a URL; see `slipstream.checkpoint.local_checkpoint`.
         strict_load: if True, all names and shapes must match. If False, mismatches are skipped. If `'no_key_matching'`
             and the names differ, weights are matched by order, and shapes must match. SuperGradients' `StrictLoad` and
             dicts with a `value` key in its recipes are also accepted.
@@ -145,16 +148,19 @@ def load(
             classifier trained on ImageNet.
         other_classes: whether the checkpoint has a different number of classes. Its tensors with other shapes, which
             are those of the classification layers, are skipped.
+        checkpoint_sha256: the SHA-256 checksum of the file.
 
     Raises:
-        ConfigError: if `strict_load` is invalid.
+        ConfigError: if `strict_load` or `checkpoint_sha256` is invalid.
         ModelError: if the network has no backbone.
-        CheckpointError: if the file cannot be read or is from a different network.
+        CheckpointError: if the file cannot be downloaded or read, has another checksum, or is from a different
+            network.
     """
     strict = _strictness(strict_load)
     path = _backbone(network) if load_backbone else ""
     part = network.get_submodule(path)
-    checkpoint = load_checkpoint(checkpoint_path)
+    with local_checkpoint(checkpoint_path, checkpoint_sha256) as file:
+        checkpoint = load_checkpoint(file)
     state = _weights(checkpoint, checkpoint_path)
     if any(key.startswith("network.") for key in state):
         state = {key: value for key, value in state.items() if key.startswith("network.")}
