@@ -27,6 +27,7 @@ _BACKBONES = {
     "SegFormer": "_backbone",
     "ResNet": "",
     "TimmClassifier": "model",
+    "UNet": "encoder",
 }
 """Name of the submodule that receives backbone weights, by network class; empty for the whole network."""
 
@@ -46,7 +47,7 @@ def names() -> list[str]:
     known = [f"{name}{percent}" for name in scaled for percent in ("", 50, 75)]
     known += ["regseg48", "ddrnet_23", "ddrnet_23_slim", "ddrnet_39"]
     known += [f"segformer_b{size}" for size in range(6)]
-    return sorted([*known, "resnet18", "resnet18_cifar", "resnet34", "resnet50"])
+    return sorted([*known, "resnet18", "resnet18_cifar", "resnet34", "resnet50", "unet"])
 
 
 def get(

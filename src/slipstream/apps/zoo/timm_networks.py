@@ -71,7 +71,7 @@ class TimmClassifier(Network):
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
         """Return the learning rates for SuperGradients' `finetune`: train the classifier, and freeze the rest."""
-        return {**{f"model.{name}": lr for name in self._classifiers()}, "default": 0.0}
+        return {**{f"model.{name}": lr for name in self._classifier_names()}, "default": 0.0}
 
     def replace_head(self, new_num_classes: int) -> None:
         """Replace the classification layer with an untrained one; see `Network.replace_head`."""
@@ -98,7 +98,7 @@ class TimmClassifier(Network):
         logits: Tensor = self.model(x)
         return logits
 
-    def _classifiers(self) -> tuple[str, ...]:
+    def _classifier_names(self) -> tuple[str, ...]:
         """Return the names of the classification layers in `model`."""
         names: Any = getattr(self.model, "pretrained_cfg", {}).get("classifier") or ()
         return (names,) if isinstance(names, str) else tuple(names)
