@@ -26,6 +26,7 @@ NETWORKS = {
     "segformer_b0": ("_backbone", 1, 0),
     "resnet18": ("layer4", 20, 0),
     "resnet50": ("layer4", 53, 0),
+    "unet": ("encoder", 18, 0),
 }
 CLASSIFY = [{"type": "ToTensor"}, {"type": "Normalize", "mean": [0.5, 0.4, 0.3], "std": [0.1, 0.2, 0.3]}]
 SEGMENT = [
@@ -59,7 +60,7 @@ def picture(height=20, width=30, seed=0):
 )
 def test_preparation_fuses_batch_norm_and_keeps_the_outputs(name, part, count, left):
     torch.manual_seed(0)
-    heads = {} if name[:3] in ("reg", "res", "seg") else {"use_aux_heads": False}
+    heads = {} if name[:3] in ("reg", "res", "seg", "une") else {"use_aux_heads": False}
     assert norms(models.get(name, 5, **heads)) == count
     network = perturbed(models.get(name, 5)).double()
     x = torch.randn(2, 3, 96, 64, dtype=torch.float64)
@@ -158,6 +159,26 @@ def test_classification_returns_the_class_and_its_probability(tmp_path):
     assert several[5].prediction.image_shape == (18, 22)
     assert norms(network) == 20  # only a copy is fused
     assert len(network.predict(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("name", ["resnet18_cifar", "pp_lite_t_seg"])
+def test_processings_of_supergradients_have_the_same_effect(name):
+    network, image = perturbed(models.get(name, 4)), picture()
+    seg = "" if "resnet" in name else "Seg"
+    own = ["ToTensor" if not seg else {"SegStandardize": {"max_value": 255}}]
+    own.append({f"{seg}Normalize": {"mean": [0.5] * 3, "std": [0.2] * 3}})
+    theirs = [
+        {"StandardizeImage": {"max_value": 255}},
+        {"NormalizeImage": own[1][f"{seg}Normalize"]},
+        "ImagePermute",
+    ]
+    drawn = []
+    for processor in (own, {"ComposeProcessing": {"processings": theirs}}):
+        network.set_dataset_processing_params(list("abcd"), processor)
+        drawn.append(network.predict(image).draw())
+    assert np.array_equal(*drawn)
+    with pytest.raises(ConfigError, match="must be a list of transforms"):
+        network.set_dataset_processing_params(image_processor="ToTensor")
 
 
 @pytest.mark.parametrize("channels", [1, 4])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +35,7 @@ class Network(nn.Module):
     def set_dataset_processing_params(
         self,
         class_names: Sequence[str] | None = None,
-        image_processor: Sequence[Any] | None = None,
+        image_processor: Sequence[Any] | Mapping[str, Any] | None = None,
         palette: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Set how `predict` transforms images and names classes. None keeps the current value.
@@ -44,7 +44,8 @@ class Network(nn.Module):
 
         Args:
             class_names: names of the classes.
-            image_processor: transforms of the validation data, such as `[{"type": "SegNormalize", ...}]`.
+            image_processor: transforms of the validation data, as in recipes: names, `{Name: {arguments}}` or objects.
+                SuperGradients' `{ComposeProcessing: {processings: [...]}}` is also accepted.
             palette: an RGB color for each class, for pictures of masks.
 
         Raises:

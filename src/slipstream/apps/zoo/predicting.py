@@ -48,6 +48,16 @@ _DEFAULT: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"type": "SegNormalize", "mean": _MEAN, "std": _STD},
     ),
 }
+_PROCESSINGS: Mapping[str, Mapping[str, str]] = {
+    "classification": {"StandardizeImage": "ToTensor", "NormalizeImage": "Normalize"},
+    "segmentation": {
+        "StandardizeImage": "SegStandardize",
+        "NormalizeImage": "SegNormalize",
+        "SegmentationRescale": "SegRescale",
+        "SegmentationPadShortToCropSize": "SegPadShortToCropSize",
+    },
+}
+"""SuperGradients' processings of images, and the transforms that replace them."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,7 @@ class Processing:
         cls,
         task: str,
         class_names: Sequence[str] | None,
-        transforms: Sequence[Any] | None,
+        transforms: Any,
         palette: Sequence[Sequence[int]] | None,
     ) -> Processing:
         """Return checked values; see `Network.set_dataset_processing_params`.
@@ -78,9 +88,7 @@ class Processing:
             ConfigError: the transforms are invalid.
         """
         if transforms is not None:
-            if isinstance(transforms, str | Mapping) or not isinstance(transforms, Iterable):
-                raise ConfigError(f"must be a list of transforms, not {transforms!r}", "image_processor")
-            transforms = _built(transforms)
+            transforms = _built(_listed(transforms), task)
             if task == "classification":
                 read_transforms(transforms)
             else:
@@ -169,13 +177,43 @@ def _pixels(image: Any) -> RGB:
     return array
 
 
-def _built(transforms: Iterable[Any]) -> list[Any]:
-    return [TRANSFORMS.build(entry) if isinstance(entry, Mapping) else entry for entry in transforms]
+def _listed(processor: Any) -> Iterable[Any]:
+    """Return the transforms of a list, or of SuperGradients' `{ComposeProcessing: {processings: [...]}}`."""
+    if isinstance(processor, Mapping) and list(processor) == ["ComposeProcessing"]:
+        processor = (processor["ComposeProcessing"] or {}).get("processings")
+    if isinstance(processor, str | Mapping) or not isinstance(processor, Iterable):
+        raise ConfigError(f"must be a list of transforms, not {processor!r}", "image_processor")
+    return processor
+
+
+def _built(transforms: Iterable[Any], task: str) -> list[Any]:
+    """Build the entries that are names, `{Name: {arguments}}` or dicts with a `type`."""
+    built = []
+    for entry in transforms:
+        if isinstance(entry, str):
+            entry = {"type": entry}
+        elif isinstance(entry, Mapping) and "type" not in entry and len(entry) == 1:
+            [(name, arguments)] = entry.items()
+            entry = {"type": name, **(arguments or {})}
+        if not isinstance(entry, Mapping):
+            built.append(entry)
+        elif entry.get("type") != "ImagePermute":  # the order of the axes is fixed here
+            built.append(TRANSFORMS.build(_renamed(entry, task)))
+    return built
+
+
+def _renamed(entry: Mapping[str, Any], task: str) -> dict[str, Any]:
+    """Return the configuration of the transform that replaces one of SuperGradients' processings."""
+    kind = entry.get("type")
+    renamed = {**entry, "type": _PROCESSINGS[task].get(kind, kind) if isinstance(kind, str) else kind}
+    if renamed["type"] == "ToTensor" and renamed.get("max_value") == 255:
+        del renamed["max_value"]
+    return renamed
 
 
 def _prepared(image: RGB, task: str, processing: Processing) -> tuple[Tensor, Box]:
     """Return the transformed image (3, H, W), float32, and the box of the image without padding."""
-    transforms = _built(_DEFAULT[task]) if processing.transforms is None else processing.transforms
+    transforms = _built(_DEFAULT[task], task) if processing.transforms is None else processing.transforms
     if task == "classification":
         pixel_transforms, params = read_transforms(transforms)
         planes = image.transpose(2, 0, 1)
