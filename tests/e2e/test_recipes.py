@@ -265,7 +265,7 @@ def test_recipe_for_several_gpus_starts_a_process_per_gpu(found, started, monkey
         (["checkpoint_params.checkpoint_pth=x"], ["checkpoint_params.checkpoint_pth", "'checkpoint_path'"]),
         (
             ["checkpoint_params.pretrained_weights=imagenet"],
-            ["downloads are not supported", "checkpoint_path"],
+            ["weights are not downloaded by name", "checkpoint_path"],
         ),
         (["multi_gpu=DPP"], ["multi_gpu", "'DPP'"]),
         (["num_gpus=many"], ["num_gpus", "'many'"]),

@@ -8,7 +8,9 @@ from torch.utils.data import RandomSampler, SequentialSampler, TensorDataset
 from slipstream.apps.street_scenes.folder import write_street_folder
 from slipstream.dataset import AtLeast, build_dataloader
 from slipstream.errors import ConfigError, UnknownNameError
+from slipstream.recipes import compose
 from slipstream.training import dataloaders
+from slipstream.training.recipe import recipe_config
 
 OmegaConf = pytest.importorskip("omegaconf").OmegaConf
 
@@ -47,10 +49,9 @@ def test_only_training_loader_shuffles_and_drops_the_last_batch():
     for name in dataloaders._NAMES:
         found = dataloaders.config(name)
         assert found["sampler"]["shuffle"] == name.endswith("_train"), name
-        # SuperGradients' loaders of CIFAR-10 and ImageNet keep the last batch.
-        assert found["drop_last"] == (
-            name.endswith("_train") and not name.startswith(("cifar10", "imagenet"))
-        ), name
+        # SuperGradients' loaders of CIFAR and ImageNet keep the last batch.
+        keeps = name.startswith(("cifar", "imagenet"))
+        assert found["drop_last"] == (name.endswith("_train") and not keeps), name
 
 
 def test_arguments_override_defaults():
@@ -66,6 +67,20 @@ def test_arguments_override_defaults():
         "drop_last": False,
         "pin_memory": False,
     }
+
+
+def test_a_recipe_for_cifar10_trains_on_cifar100_with_other_data_parameters():
+    pytest.importorskip("hydra")
+    overrides = [
+        "dataset_params=cifar100_dataset_params", "train_dataloader=cifar100_train", "val_dataloader=cifar100_val",
+        "arch_params.num_classes=100", "data_root_dir=data",
+    ]  # fmt: skip
+    config = recipe_config(compose("cifar10_resnet", overrides))
+    assert config["model"]["network"] == {"type": "resnet18_cifar", "num_classes": 100}
+    for split, train in (("train", True), ("val", False)):
+        dataset = config[f"{split}_dataloader"]["dataset"]
+        assert (dataset["type"], dataset["root"], dataset["train"]) == ("CIFAR100", "data", train)
+        assert dataset["transforms"][-1]["mean"] == [0.5071, 0.4865, 0.4409]
 
 
 def test_none_arguments_are_ignored():

@@ -11,6 +11,7 @@ from slipstream.checkpoint.files import (
 )
 from slipstream.checkpoint.matching import check_like, check_optimizer, check_tensors, restoring
 from slipstream.checkpoint.random_state import get_random_state, set_random_state
+from slipstream.checkpoint.remote import local_checkpoint
 from slipstream.checkpoint.schema import (
     ACCELERATED,
     ACCELERATED_FILE,
@@ -53,6 +54,7 @@ __all__ = [
     "load_checkpoint",
     "load_weights",
     "loaded_names",
+    "local_checkpoint",
     "mark_last_checkpoint",
     "newest_checkpoints",
     "plain",

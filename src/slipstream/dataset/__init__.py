@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from slipstream.dataset.loading.samplers import DefaultSampler, InfiniteSampler
     from slipstream.dataset.sources.base import Sample, SegmentationDataset, Transform, default_palette
     from slipstream.dataset.sources.cache import DecodeCache
-    from slipstream.dataset.sources.cifar10 import CIFAR10
+    from slipstream.dataset.sources.cifar import CIFAR10, CIFAR100
     from slipstream.dataset.sources.cityscapes import CityscapesConcatDataset, CityscapesDataset
     from slipstream.dataset.sources.cityscapes_classes import (
         CITYSCAPES_CLASSES,
@@ -61,7 +61,7 @@ _MODULES = {
     "loading.samplers": ["DefaultSampler", "InfiniteSampler"],
     "sources.base": ["Sample", "SegmentationDataset", "Transform", "default_palette"],
     "sources.cache": ["DecodeCache"],
-    "sources.cifar10": ["CIFAR10"],
+    "sources.cifar": ["CIFAR10", "CIFAR100"],
     "sources.cityscapes": ["CityscapesConcatDataset", "CityscapesDataset"],
     "sources.class_folder": ["ImageNetDataset"],
     "sources.cityscapes_classes": ["CITYSCAPES_CLASSES", "CITYSCAPES_IGNORE_INDEX", "CITYSCAPES_PALETTE"],
@@ -88,6 +88,7 @@ _MODULES = {
 
 __all__ = [
     "CIFAR10",
+    "CIFAR100",
     "CITYSCAPES_CLASSES",
     "CITYSCAPES_IGNORE_INDEX",
     "CITYSCAPES_PALETTE",

@@ -38,7 +38,7 @@ def get(
         arch_params: arguments of the network.
         num_classes: number of classes.
         strict_load, checkpoint_path, load_backbone, checkpoint_num_classes: see `slipstream.apps.zoo.models.get`.
-        pretrained_weights: must be None, because downloads are not supported.
+        pretrained_weights: must be None, except for timm's networks; see `slipstream.apps.zoo.models.get`.
         download_required_code: no effect, because nothing is downloaded.
         num_input_channels: number of channels of the images. Default: that of the network, usually 3.
 

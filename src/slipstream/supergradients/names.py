@@ -59,6 +59,7 @@ _TRANSFORMS = {
 }  # fmt: skip
 _CLASSIFICATION = {
     "Cifar10": "slipstream.dataset:CIFAR10",
+    "Cifar100": "slipstream.dataset:CIFAR100",
     "ImageNetDataset": "slipstream.dataset:ImageNetDataset",
 }
 _SEGMENTATION = {
@@ -70,11 +71,18 @@ _LOADERS = {
     **{
         f"{name}_{split}": f"slipstream.training.dataloaders:{name}_{split}"
         for name in (
-            "cifar10", "cityscapes", "cityscapes_ddrnet", "cityscapes_regseg48", "cityscapes_stdc_seg50",
+            "cifar10", "cifar100", "cityscapes", "cityscapes_ddrnet", "cityscapes_regseg48", "cityscapes_stdc_seg50",
             "cityscapes_stdc_seg75", "imagenet", "imagenet_resnet50",
         )
         for split in ("train", "val")
     },
+}  # fmt: skip
+_PREDICTIONS = {
+    name: f"slipstream.apps.zoo.predictions:{name}"
+    for name in (
+        "ClassificationPrediction", "ImageClassificationPrediction", "ImagePrediction", "ImageSegmentationPrediction",
+        "ImagesPredictions", "SegmentationPrediction",
+    )
 }  # fmt: skip
 _MODELS = {"get": f"{_OWN}.models:get", **_NAMES}
 
@@ -121,6 +129,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         "load_checkpoint_to_model": f"{_OWN}.models:load_checkpoint_to_model"
     },
     "super_gradients.training.utils.distributed_training_utils": {**_DEVICE, **_SETUP},
+    "super_gradients.training.utils.predict": _PREDICTIONS,
 }
 """Maps each module of SuperGradients to its names, and each name to the Slipstream object that replaces it."""
 

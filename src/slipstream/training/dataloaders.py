@@ -24,6 +24,7 @@ __all__ = ["config", "get"]
 # Dataset class of each name. Its defaults are in NAME_dataset_params.yaml.
 _DATASETS = {
     "cifar10": "CIFAR10",
+    "cifar100": "CIFAR100",
     "cityscapes": "CityscapesDataset",
     "cityscapes_ddrnet": "CityscapesDataset",
     "cityscapes_regseg48": "CityscapesDataset",

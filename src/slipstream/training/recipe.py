@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from slipstream.apps.zoo.models import network_config
+from slipstream.apps.zoo.timm_networks import PREFIX
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.training.tasks import check_task
 
@@ -23,8 +25,8 @@ _UNUSED = (
     "multi_gpu_mode", "project_name", "sg_logger",
 )  # fmt: skip
 _CHECKPOINT_KEYS = (
-    "checkpoint_num_classes", "checkpoint_path", "load_backbone", "load_checkpoint", "load_weights_only",
-    "num_workers", "pretrained_weights", "strict_load",
+    "checkpoint_num_classes", "checkpoint_path", "checkpoint_sha256", "load_backbone", "load_checkpoint",
+    "load_weights_only", "num_workers", "pretrained_weights", "strict_load",
 )  # fmt: skip
 # Checkpoint keys of SuperGradients 2 and 3: the accepted value, and the replacement for other values.
 _OLD_CHECKPOINT_KEYS = {
@@ -128,7 +130,14 @@ def _network(recipe: Mapping[str, Any]) -> dict[str, Any]:
     if "num_classes" not in options and recipe.get("num_classes") is not None:
         options["num_classes"] = recipe["num_classes"]
     kept = {key: value for key, value in options.items() if key not in _NO_OPTIONS}
-    return {"type": _required(recipe, "architecture", str), **kept}
+    if _asks_for_timm_weights(recipe):
+        kept["pretrained"] = True
+    return network_config(_required(recipe, "architecture", str), kept)
+
+
+def _asks_for_timm_weights(recipe: Mapping[str, Any]) -> bool:
+    is_timm = str(recipe.get("architecture")).startswith(PREFIX)
+    return is_timm and bool(_section(recipe, "checkpoint_params").get("pretrained_weights"))
 
 
 def _training_params(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,9 +160,9 @@ def _pretrained(recipe: Mapping[str, Any], num_classes: int | None) -> dict[str,
         if key not in _CHECKPOINT_KEYS:
             hint = did_you_mean(str(key), _CHECKPOINT_KEYS)
             raise UnknownNameError(f"unknown key{hint}", f"checkpoint_params.{key}")
-    if params.get("pretrained_weights"):
+    if params.get("pretrained_weights") and not _asks_for_timm_weights(recipe):
         raise ConfigError(
-            "downloads are not supported; download the file and set checkpoint_params.checkpoint_path",
+            "weights are not downloaded by name; set checkpoint_params.checkpoint_path to their file or URL",
             "checkpoint_params.pretrained_weights",
         )
     if not params.get("checkpoint_path"):
@@ -162,6 +171,7 @@ def _pretrained(recipe: Mapping[str, Any], num_classes: int | None) -> dict[str,
         "checkpoint_path": params["checkpoint_path"],
         "strict_load": params.get("strict_load", True),
         "load_backbone": params.get("load_backbone") or False,
+        **({"checkpoint_sha256": params["checkpoint_sha256"]} if params.get("checkpoint_sha256") else {}),
         **(
             {"other_classes": True} if params.get("checkpoint_num_classes") not in (None, num_classes) else {}
         ),

@@ -17,6 +17,7 @@ from slipstream.evaluator import Evaluator
 from slipstream.model import unwrap_model
 from slipstream.runner import Runner
 from slipstream.training.config_paths import at_user_paths
+from slipstream.training.describe import describe_data
 from slipstream.training.hooks import HistoryHook, TestLoadersHook
 from slipstream.training.metrics import metric_config
 from slipstream.training.params import plain
@@ -118,6 +119,9 @@ class Trainer:
             self.runner = Runner.from_cfg(cfg)
             self.runner.register_hook(history)
             self.runner.train()
+            if self.runner.val_loop is not None:
+                model: Any = unwrap_model(self.runner.model)
+                describe_data(model.network, getattr(self.runner.val_dataloader, "dataset", None))
         return history.history
 
     def test(

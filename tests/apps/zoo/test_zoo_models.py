@@ -20,7 +20,7 @@ PROMISED = [
     ),
     *("stdc1_seg", "stdc1_seg50", "stdc1_seg75", "stdc2_seg", "stdc2_seg50", "stdc2_seg75"),
     *("regseg48", "ddrnet_23", "ddrnet_23_slim", "ddrnet_39"),
-    *("resnet18", "resnet18_cifar", "resnet34", "resnet50"),
+    *("resnet18", "resnet18_cifar", "resnet34", "resnet50", "unet"),
     *("segformer_b0", "segformer_b1", "segformer_b2", "segformer_b3", "segformer_b4", "segformer_b5"),
 ]
 
@@ -137,7 +137,7 @@ def test_number_of_classes_is_required_exactly_once():
 
 
 def test_pretrained_weights_raise_an_error_with_the_remedy():
-    with pytest.raises(ConfigError, match=r"downloads are not supported.* 'imagenet' .* checkpoint_path"):
+    with pytest.raises(ConfigError, match=r"not downloaded by name \('imagenet'\); set checkpoint_path"):
         models.get("resnet18", 10, pretrained_weights="imagenet")
 
 

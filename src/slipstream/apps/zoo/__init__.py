@@ -17,6 +17,8 @@ from slipstream.apps.zoo.segformer import (
 )
 from slipstream.apps.zoo.stdc_loss import OhemCELoss, STDCLoss
 from slipstream.apps.zoo.stdc_seg import STDCSeg, stdc1_seg, stdc2_seg
+from slipstream.apps.zoo.timm_networks import TimmClassifier
+from slipstream.apps.zoo.unet import UNet, unet
 
 __all__ = [
     "CrossEntropy",
@@ -30,6 +32,8 @@ __all__ = [
     "STDCLoss",
     "STDCSeg",
     "SegFormer",
+    "TimmClassifier",
+    "UNet",
     "ddrnet_23",
     "ddrnet_23_slim",
     "ddrnet_39",
@@ -48,4 +52,5 @@ __all__ = [
     "segformer_b5",
     "stdc1_seg",
     "stdc2_seg",
+    "unet",
 ]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slipstream.apps.zoo.layers import check_num_classes, init_weights, resize
+from slipstream.apps.zoo.network import Network
 from slipstream.registry import MODELS
 
 __all__ = ["DDRNet", "ddrnet_23", "ddrnet_23_slim", "ddrnet_39"]
@@ -155,7 +156,7 @@ class Backbone(nn.Module):
         self.layer4 = _stage(4 * width, 8 * width, fourth, stride=2)
 
 
-class DDRNet(nn.Module):
+class DDRNet(Network):
     """DDRNet. Build it with `ddrnet_23`, `ddrnet_23_slim` or `ddrnet_39`.
 
     Parameter names are those of SuperGradients' checkpoints.
@@ -176,6 +177,9 @@ class DDRNet(nn.Module):
     Raises:
         ModelError: if `num_classes` is less than 1.
     """
+
+    _classifiers = r"(final_layer|seghead_extra)\.conv2"
+    _replaced_heads = ("final_layer", "seghead_extra")
 
     def __init__(
         self,
@@ -216,6 +220,9 @@ class DDRNet(nn.Module):
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
         """Return the learning rates for SuperGradients' `finetune`: train the heads, and freeze the rest."""
         return {"final_layer": lr, "seghead_extra": lr, "default": 0.0}
+
+    def _remove_auxiliary_heads(self) -> None:
+        self.seghead_extra = None
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits (N, num_classes, H, W) for images (N, 3, H, W) of any size.

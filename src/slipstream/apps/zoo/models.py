@@ -10,12 +10,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from slipstream.checkpoint import load_checkpoint, load_weights, revise
+from slipstream.apps.zoo.network import Network
+from slipstream.apps.zoo.timm_networks import PREFIX
+from slipstream.checkpoint import load_checkpoint, load_weights, local_checkpoint, revise
 from slipstream.errors import CheckpointError, ConfigError, ModelError, UnknownNameError, did_you_mean
 from slipstream.logging import print_log
 from slipstream.registry import MODELS
 
-__all__ = ["get", "load", "names"]
+__all__ = ["get", "load", "names", "network_config"]
 
 _BACKBONES = {
     "PPLiteSeg": "encoder.backbone",
@@ -24,6 +26,8 @@ _BACKBONES = {
     "DDRNet": "",
     "SegFormer": "_backbone",
     "ResNet": "",
+    "TimmClassifier": "model",
+    "UNet": "encoder",
 }
 """Name of the submodule that receives backbone weights, by network class; empty for the whole network."""
 
@@ -43,7 +47,7 @@ def names() -> list[str]:
     known = [f"{name}{percent}" for name in scaled for percent in ("", 50, 75)]
     known += ["regseg48", "ddrnet_23", "ddrnet_23_slim", "ddrnet_39"]
     known += [f"segformer_b{size}" for size in range(6)]
-    return sorted([*known, "resnet18", "resnet18_cifar", "resnet34", "resnet50"])
+    return sorted([*known, "resnet18", "resnet18_cifar", "resnet34", "resnet50", "unet"])
 
 
 def get(
@@ -55,20 +59,21 @@ def get(
     strict_load: Any = True,
     load_backbone: bool = False,
     checkpoint_num_classes: int | None = None,
+    checkpoint_sha256: str | None = None,
     pretrained_weights: str | None = None,
     **options: Any,
 ) -> nn.Module:
     """Return a network in training mode, with random weights or weights from a file.
 
     Args:
-        name: one of `names()`.
+        name: one of `names()`, or `timm:` and the name of a classification network of timm (`timm:convnext_tiny`).
         num_classes: number of classes. It may also be set in `arch_params`.
         arch_params: see `options`.
         checkpoint_path: a checkpoint of Slipstream, MMEngine or SuperGradients, or a plain state dict; see `load`.
-        strict_load, load_backbone: see `load`.
+        strict_load, load_backbone, checkpoint_sha256: see `load`.
         checkpoint_num_classes: number of classes in the checkpoint. If it differs from `num_classes`, the
             classification layers are not loaded, and this is logged.
-        pretrained_weights: must be None, because downloads are not supported.
+        pretrained_weights: must be None, except for timm's networks, for which any name downloads timm's weights.
         options: other arguments of the network, such as `use_aux_heads`.
 
     Raises:
@@ -77,14 +82,14 @@ def get(
         ConfigError: if the number of classes is missing or ambiguous, or `pretrained_weights` is set.
         CheckpointError: if the file cannot be read or is from a different network.
     """
-    if name not in (known := names()):
+    if not name.startswith(PREFIX) and name not in (known := names()):
         raise UnknownNameError(
             f"no network is named '{name}'{did_you_mean(name, known)} (available: {', '.join(known)})"
         )
-    if pretrained_weights is not None:
+    if pretrained_weights is not None and not name.startswith(PREFIX):
         raise ConfigError(
-            f"downloads are not supported; download the weights of '{pretrained_weights}' and set checkpoint_path to "
-            "the file (and load_backbone=True for backbone weights)",
+            f"weights are not downloaded by name ('{pretrained_weights}'); set checkpoint_path to their file or URL "
+            "(and load_backbone=True for backbone weights)",
             "pretrained_weights",
         )
     options = {**(arch_params or {}), **options}
@@ -98,7 +103,9 @@ def get(
     classes: int = num_classes if num_classes is not None else arch_classes
     for key in _RENAMED_OPTIONS.keys() & options.keys():
         raise ConfigError(f"use {_RENAMED_OPTIONS[key]} instead", f"arch_params.{key}")
-    network: nn.Module = MODELS.build({"type": name, "num_classes": classes, **options})
+    if pretrained_weights is not None:
+        options["pretrained"] = True
+    network: nn.Module = MODELS.build(network_config(name, {"num_classes": classes, **options}))
     if checkpoint_path is not None:
         load(
             network,
@@ -106,8 +113,16 @@ def get(
             strict_load,
             load_backbone,
             other_classes=checkpoint_num_classes not in (None, classes),
+            checkpoint_sha256=checkpoint_sha256,
         )
     return network
+
+
+def network_config(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a network for `MODELS.build`; a name may start with `timm:`."""
+    if name.startswith(PREFIX):
+        return {"type": "TimmClassifier", "name": name.removeprefix(PREFIX), **options}
+    return {"type": name, **options}
 
 
 def load(
@@ -116,6 +131,7 @@ def load(
     strict_load: Any = True,
     load_backbone: bool = False,
     other_classes: bool = False,
+    checkpoint_sha256: str | None = None,
 ) -> None:
     """Load weights from a file into a network, and log weights that are skipped.
 
@@ -125,7 +141,7 @@ def load(
 
     Args:
         network: the unwrapped network.
-        checkpoint_path: see `get`.
+        checkpoint_path: a file, a folder or a URL; see `slipstream.checkpoint.local_checkpoint`.
         strict_load: if True, all names and shapes must match. If False, mismatches are skipped. If `'no_key_matching'`
             and the names differ, weights are matched by order, and shapes must match. SuperGradients' `StrictLoad` and
             dicts with a `value` key in its recipes are also accepted.
@@ -133,16 +149,20 @@ def load(
             classifier trained on ImageNet.
         other_classes: whether the checkpoint has a different number of classes. Its tensors with other shapes, which
             are those of the classification layers, are skipped.
+        checkpoint_sha256: the SHA-256 checksum of the file.
 
     Raises:
-        ConfigError: if `strict_load` is invalid.
+        ConfigError: if `strict_load` or `checkpoint_sha256` is invalid.
         ModelError: if the network has no backbone.
-        CheckpointError: if the file cannot be read or is from a different network.
+        CheckpointError: if the file cannot be downloaded or read, has another checksum, or is from a different
+            network.
     """
     strict = _strictness(strict_load)
     path = _backbone(network) if load_backbone else ""
     part = network.get_submodule(path)
-    state = _weights(checkpoint_path)
+    with local_checkpoint(checkpoint_path, checkpoint_sha256) as file:
+        checkpoint = load_checkpoint(file)
+    state = _weights(checkpoint, checkpoint_path)
     if any(key.startswith("network.") for key in state):
         state = {key: value for key, value in state.items() if key.startswith("network.")}
     inner = rf"({re.escape(path)}\.|backbone\.)?" if load_backbone else ""
@@ -154,6 +174,8 @@ def load(
     loose = load_backbone or other_classes or strict is False
     for line in load_weights(part, state, not loose, str(checkpoint_path)):
         print_log(f"{checkpoint_path} into {type(network).__name__}: {line}", "current", logging.WARNING)
+    if isinstance(network, Network) and not (load_backbone or other_classes):
+        network.describe(checkpoint.get("meta"))
 
 
 def _strictness(value: Any) -> bool | str:
@@ -201,8 +223,7 @@ def _in_order(
     return {**dict(zip(own, state.values(), strict=False)), **rest}
 
 
-def _weights(path: str | Path) -> dict[str, Tensor]:
-    checkpoint = load_checkpoint(path)
+def _weights(checkpoint: Mapping[str, Any], path: str | Path) -> dict[str, Tensor]:
     for key in ("ema_net", "net", "state_dict"):
         if isinstance(checkpoint.get(key), dict):
             checkpoint = checkpoint[key]

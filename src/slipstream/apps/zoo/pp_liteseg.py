@@ -15,6 +15,7 @@ from slipstream.apps.zoo.layers import (
     init_weights,
     resize,
 )
+from slipstream.apps.zoo.network import Network
 from slipstream.apps.zoo.stdc import STDC1_BLOCKS, STDC2_BLOCKS, STDCBackbone
 from slipstream.registry import MODELS
 
@@ -98,7 +99,7 @@ class Decoder(nn.Module):
         return x
 
 
-class PPLiteSeg(nn.Module):
+class PPLiteSeg(Network):
     """PP-LiteSeg with an STDC backbone. Build it with `pp_lite_t_seg` or `pp_lite_b_seg`.
 
     Parameter names are those of SuperGradients' checkpoints. The backbone is `encoder.backbone`.
@@ -114,6 +115,8 @@ class PPLiteSeg(nn.Module):
     Raises:
         ModelError: if `num_classes` is less than 1.
     """
+
+    _classifiers = r"(seg_head|aux_heads\.\d+)\.0\.seg_head\.2"
 
     def __init__(
         self,
@@ -140,6 +143,9 @@ class PPLiteSeg(nn.Module):
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
         """Return the learning rates for SuperGradients' `finetune`: train the heads, and freeze the rest."""
         return {"seg_head": lr, "aux_heads": lr, "default": 0.0}
+
+    def _remove_auxiliary_heads(self) -> None:
+        self.aux_heads = nn.ModuleList()
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return logits (N, num_classes, H, W) for images (N, 3, H, W) of any size.

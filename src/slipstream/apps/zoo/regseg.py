@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.apps.zoo.layers import ConvBNReLU, check_num_classes, init_weights, resize
+from slipstream.apps.zoo.network import Network
 from slipstream.registry import MODELS
 
 __all__ = ["RegSeg", "regseg48"]
@@ -149,7 +150,7 @@ class Decoder(nn.Module):
         return torch.cat([resize(middle, shallow, align_corners=True), shallow], dim=1)
 
 
-class RegSeg(nn.Module):
+class RegSeg(Network):
     """RegSeg with the backbone exp48 and the decoder decoder26 from its paper.
 
     Parameter names in checkpoints of SuperGradients' `regseg48` are converted when they are loaded.
@@ -161,6 +162,9 @@ class RegSeg(nn.Module):
     Raises:
         ModelError: if `num_classes` is less than 1.
     """
+
+    _classifiers = r"head\.1"
+    _replaced_heads = ("head",)
 
     def __init__(self, num_classes: int, dropout: float = 0.0) -> None:
         super().__init__()

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slipstream.apps.zoo.layers import check_num_classes, init_weights
+from slipstream.apps.zoo.network import Network
 from slipstream.errors import ConfigError
 from slipstream.registry import MODELS
 
@@ -85,7 +86,7 @@ class Bottleneck(nn.Module):
         return F.relu(out + shortcut, inplace=True)
 
 
-class ResNet(nn.Module):
+class ResNet(Network):
     """A stem, four stages of residual blocks, global average pooling and a linear classifier.
 
     Args:
@@ -101,6 +102,9 @@ class ResNet(nn.Module):
         ModelError: if `num_classes` is less than 1.
         ConfigError: if `droppath_prob` is out of range.
     """
+
+    task = "classification"
+    _classifiers = "fc"
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slipstream.apps.zoo.layers import check_num_classes, resize
+from slipstream.apps.zoo.network import Network
 from slipstream.errors import ModelError
 from slipstream.registry import MODELS
 
@@ -159,11 +160,14 @@ class FuseConv(nn.Conv2d):
     operations are linear. Most of the work is done at low resolution, and the concatenation is not stored.
     """
 
+    fuses_norm = True
+    """A following BatchNorm can be fused, because the convolution has the arguments and the bias of `nn.Conv2d`."""
+
     def forward(self, images: list[Tensor]) -> Tensor:  # type: ignore[override]
         """Return (N, out_channels, h, w) at the size of the last image."""
         weights = self.weight.chunk(len(images), dim=1)
         parts = [F.conv2d(image, weight) for image, weight in zip(images, weights, strict=True)]
-        out = parts[-1]
+        out = parts[-1] if self.bias is None else parts[-1] + self.bias[:, None, None]
         for part in parts[:-1]:
             out = out + resize(part, out)
         return out
@@ -191,7 +195,7 @@ class DecodeHead(nn.Module):
         return logits
 
 
-class SegFormer(nn.Module):
+class SegFormer(Network):
     """SegFormer. Build it with `segformer_b0` ... `segformer_b5`.
 
     Parameter names are those of SuperGradients' checkpoints. The encoder is `_backbone`.
@@ -208,6 +212,9 @@ class SegFormer(nn.Module):
     Raises:
         ModelError: if `num_classes` is less than 1.
     """
+
+    _classifiers = r"decode_head\.linear_pred"
+    _replaced_heads = ("decode_head",)
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.apps.zoo.layers import ConvBNReLU, SegmentationHead, check_num_classes, init_weights, resize
+from slipstream.apps.zoo.network import Network
 from slipstream.apps.zoo.stdc import STDC1_BLOCKS, STDC2_BLOCKS, STDCBackbone
 from slipstream.registry import MODELS
 
@@ -102,7 +103,7 @@ class FeatureFusion(nn.Module):
         return out
 
 
-class STDCSeg(nn.Module):
+class STDCSeg(Network):
     """STDC-Seg. Build it with `stdc1_seg` or `stdc2_seg`.
 
     Parameter names are those of SuperGradients' checkpoints. The backbone is `cp.backbone`. Training requires at
@@ -117,6 +118,9 @@ class STDCSeg(nn.Module):
     Raises:
         ModelError: if `num_classes` is less than 1.
     """
+
+    _classifiers = r"(segmentation_head|aux_head_s16|aux_head_s32)\.0\.seg_head\.2"
+    _replaced_heads = ("segmentation_head", "aux_head_s16", "aux_head_s32", "detail_head8")
 
     def __init__(
         self,
@@ -141,6 +145,11 @@ class STDCSeg(nn.Module):
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
         """Return the learning rates for SuperGradients' `finetune`: train the heads, and freeze the rest."""
         return {"segmentation_head": lr, "aux_head": lr, "detail_head": lr, "default": 0.0}
+
+    def _remove_auxiliary_heads(self) -> None:
+        if self.use_aux_heads:
+            del self.aux_head_s16, self.aux_head_s32, self.detail_head8
+        self.use_aux_heads = False
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return logits (N, num_classes, H, W) for images (N, 3, H, W) of any size.

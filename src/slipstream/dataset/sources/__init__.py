@@ -1,7 +1,7 @@
 """Datasets, one module each; importing this package registers all of them."""
 
 from slipstream.dataset.sources import (
-    cifar10,
+    cifar,
     cityscapes,
     class_folder,
     fashion_mnist,
@@ -9,4 +9,4 @@ from slipstream.dataset.sources import (
     wrappers,
 )
 
-__all__ = ["cifar10", "cityscapes", "class_folder", "fashion_mnist", "image_folder", "wrappers"]
+__all__ = ["cifar", "cityscapes", "class_folder", "fashion_mnist", "image_folder", "wrappers"]

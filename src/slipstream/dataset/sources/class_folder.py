@@ -34,7 +34,8 @@ class ImageNetDataset(Dataset[dict[str, torch.Tensor]]):
 
     A sample is `{"inputs": uint8 (3, H, W) RGB, "targets": int64 ()}`. If the transforms contain `ToTensor`, it also
     contains `"finish"`, the parameters of the device transforms. Augmentation depends only on the (seed, epoch, index)
-    of a `SampleIndex`. The attribute `image_paths` lists the files.
+    of a `SampleIndex`. The attribute `image_paths` lists the files, and `all_transforms` the transforms, with those of
+    the device.
 
     Args:
         root: folder that contains the class folders.
@@ -55,6 +56,7 @@ class ImageNetDataset(Dataset[dict[str, torch.Tensor]]):
         transforms: Sequence[ImageTransform | ToTensor | Normalize | Mapping[str, Any]] = (),
         max_pixels: int | None = MAX_PIXELS,
     ) -> None:
+        self.all_transforms = list(transforms)
         self.transforms, self._device_params = read_transforms(transforms)
         self.max_pixels = max_pixels
         folder = Path(root)

@@ -5,15 +5,15 @@ import io
 import pickle
 import tarfile
 import urllib.error
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from slipstream.dataset import CIFAR10, ConcatDataset, SampleIndex, build_dataloader
+from slipstream.dataset import CIFAR10, CIFAR100, ConcatDataset, SampleIndex, build_dataloader
 from slipstream.dataset.loading.samples import SeededDataset
-from slipstream.dataset.sources import cifar10
 from slipstream.dataset.transforms.device_transforms import apply_device_transforms
 from slipstream.errors import DataError
 from slipstream.registry import DATASETS
@@ -167,7 +167,8 @@ def serve(monkeypatch, data, set_md5=True):
 
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
     if set_md5:
-        monkeypatch.setattr(cifar10, "_MD5", hashlib.md5(data).hexdigest())
+        for kind in (CIFAR10, CIFAR100):
+            monkeypatch.setattr(kind, "_archive", replace(kind._archive, md5=hashlib.md5(data).hexdigest()))
     return urls
 
 
@@ -223,3 +224,30 @@ def test_generators_are_seeded_only_for_datasets_that_can_use_them(tmp_path):
     assert isinstance(loaded(own, collate_fn="pseudo_collate"), SeededDataset)
     for dataset in (Subclass(tmp_path), CIFAR10(tmp_path, transforms=[noise]), ConcatDataset([own])):
         assert isinstance(loaded(dataset), SeededDataset)
+
+
+def test_cifar100_reads_the_second_label_of_each_record(tmp_path, monkeypatch):
+    found = np.random.default_rng(0).integers(0, 256, (6, 3074), dtype=np.uint8)
+    found[:, 0] %= 20
+    found[:, 1] %= 100
+    files = {"train.bin": found[:4].tobytes(), "test.bin": found[4:].tobytes()}
+    urls = serve(monkeypatch, archive({f"cifar-100-binary/{name}": data for name, data in files.items()}))
+    train = CIFAR100(tmp_path, download=True)
+    test = DATASETS.build({"type": "Cifar100", "root": str(tmp_path), "train": False})
+    assert (len(train), len(test)) == (4, 2)
+    for sample, record in zip([*train, *test], found, strict=True):
+        assert int(sample["targets"]) == record[1]
+        assert torch.equal(sample["inputs"], torch.from_numpy(record[2:].reshape(3, 32, 32)))
+    assert urls == ["https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz"]
+    classes = train.metainfo["classes"]
+    assert len(set(classes)) == len(train.metainfo["palette"]) == 100
+    assert list(classes) == sorted(classes)  # the ids are in alphabetical order
+    (tmp_path / "cifar-100-binary/test.bin").write_bytes(bytes([0, 100]) + bytes(3072))
+    with pytest.raises(DataError, match="contains the label 100; labels must be 0 to 99"):
+        CIFAR100(tmp_path, train=False)
+
+
+def test_cifar100_python_version_is_rejected(tmp_path):
+    (tmp_path / "cifar-100-python").mkdir()
+    with pytest.raises(DataError, match=r"CIFAR-100 not found.*cifar-100-python' is not supported"):
+        CIFAR100(tmp_path)

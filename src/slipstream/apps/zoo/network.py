@@ -1,0 +1,154 @@
+"""The base class of the zoo's networks, with SuperGradients' methods for prediction and deployment."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from slipstream.apps.zoo.fusion import fuse_batch_norms
+from slipstream.apps.zoo.layers import check_num_classes
+from slipstream.apps.zoo.predicting import Processing, predict, processing_in
+from slipstream.apps.zoo.predictions import ImagePrediction, ImagesPredictions
+from slipstream.errors import ConfigError, ModelError
+
+__all__ = ["Network"]
+
+_EXAMPLE_SIDE = 64
+
+
+class Network(nn.Module):
+    """A network of the zoo. A subclass defines `_classifiers`, and removes its auxiliary heads."""
+
+    task: ClassVar[str] = "segmentation"
+    """`segmentation` or `classification`."""
+    _classifiers: ClassVar[str] = ""
+    """Pattern of the names of the layers whose outputs are the logits of the classes."""
+    _replaced_heads: ClassVar[tuple[str, ...]] = ()
+    """Parts that SuperGradients' `replace_head` initializes again, in addition to the classification layers."""
+    _processing: Processing | None = None
+
+    def set_dataset_processing_params(
+        self,
+        class_names: Sequence[str] | None = None,
+        image_processor: Sequence[Any] | Mapping[str, Any] | None = None,
+        palette: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Set how `predict` transforms images and names classes. None keeps the current value.
+
+        `Trainer.train` sets them from the validation data, and `models.get` from the checkpoint of a recipe.
+
+        Args:
+            class_names: names of the classes.
+            image_processor: transforms of the validation data, as in recipes: names, `{Name: {arguments}}` or objects.
+                SuperGradients' `{ComposeProcessing: {processings: [...]}}` is also accepted.
+            palette: an RGB color for each class, for pictures of masks.
+
+        Raises:
+            ConfigError: the transforms are invalid.
+        """
+        before = self._processing or Processing()
+        self._processing = Processing.read(
+            self.task,
+            before.class_names if class_names is None else class_names,
+            before.transforms if image_processor is None else image_processor,
+            before.palette if palette is None else palette,
+        )
+
+    def describe(self, meta: Any) -> None:
+        """Set the processing parameters from the `meta` of a checkpoint, if it contains them."""
+        if (found := processing_in(meta, self.task)) is not None:
+            self._processing = found
+
+    @property
+    def is_described(self) -> bool:
+        """Whether `set_dataset_processing_params` has been called."""
+        return self._processing is not None
+
+    def predict(
+        self, images: Any, batch_size: int = 32, fuse_model: bool = False, fp16: bool = False
+    ) -> ImagePrediction | ImagesPredictions:
+        """Return the prediction for an image, or the predictions for a list or a folder of images.
+
+        `set_dataset_processing_params` describes the images and the classes; without it, images are normalized as in
+        the recipes for Cityscapes and ImageNet, with a warning, and the names of classes are their ids.
+
+        Args:
+            images: a path, a folder, a Pillow image, an array, uint8 (H, W, 3) RGB or (H, W), a tensor, uint8
+                (3, H, W); or a list of these.
+            batch_size: largest number of images of the same size in a batch.
+            fuse_model: use a copy of the network that is prepared by `prep_model_for_conversion`.
+            fp16: use float16 where autocast allows it; only on accelerators.
+
+        Raises:
+            DataError: a file cannot be read, or an image has a wrong dtype or shape.
+        """
+        network = self
+        if fuse_model:
+            network = copy.deepcopy(self)
+            network.prep_model_for_conversion()
+        return predict(network, images, self.task, self._processing, batch_size, fp16)
+
+    def replace_head(self, new_num_classes: int) -> None:
+        """Replace the classification layers with untrained ones for another number of classes.
+
+        As in SuperGradients, the heads of DDRNet, STDC, RegSeg and SegFormer are initialized again as a whole.
+
+        Raises:
+            ModelError: if `new_num_classes` is less than 1.
+        """
+        check_num_classes(new_num_classes)
+        for name, layer in list(self.named_modules()):
+            if re.fullmatch(self._classifiers, name):
+                self.set_submodule(name, _with_outputs(layer, new_num_classes))
+        for name, module in self.named_modules():
+            reset: Any = getattr(module, "reset_parameters", None)
+            if reset is not None and name.split(".")[0] in self._replaced_heads:
+                reset()
+        self._processing = None  # its classes are those of the replaced head
+
+    def prep_model_for_conversion(self, input_size: Sequence[int] | None = None, **_: Any) -> None:
+        """Prepare the network for export, in place: remove auxiliary heads, and fuse BatchNorm with convolutions.
+
+        The network is in evaluation mode afterwards, and should not be trained further. Other arguments have no effect.
+
+        Args:
+            input_size: (H, W), (C, H, W) or (N, C, H, W) of an image that the network accepts. Default: 64 x 64, or the
+                size of timm's network.
+
+        Raises:
+            ConfigError: `input_size` is not a size.
+        """
+        self._remove_auxiliary_heads()
+        first = next(self.parameters())
+        shape = (1, *self._example_shape(input_size))
+        fuse_batch_norms(self, torch.zeros(shape, dtype=first.dtype, device=first.device))
+
+    def _remove_auxiliary_heads(self) -> None:
+        """Remove the heads that are only used in training."""
+
+    def _example_shape(self, input_size: Sequence[int] | None) -> tuple[int, int, int]:
+        convolution = next(module for module in self.modules() if isinstance(module, nn.Conv2d))
+        if input_size is None:
+            return convolution.in_channels, _EXAMPLE_SIDE, _EXAMPLE_SIDE
+        sizes = tuple(input_size)
+        if not 2 <= len(sizes) <= 4 or any(type(size) is not int or size < 1 for size in sizes):
+            raise ConfigError(f"must be (height, width), not {input_size!r}", "input_size")
+        return convolution.in_channels, sizes[-2], sizes[-1]
+
+
+def _with_outputs(layer: nn.Module, count: int) -> nn.Module:
+    """Return an untrained layer with `count` outputs, and otherwise the options, dtype and device of `layer`."""
+    options: dict[str, Any] = dict(bias=getattr(layer, "bias", None) is not None)
+    weight = next(layer.parameters())
+    options |= dict(dtype=weight.dtype, device=weight.device)
+    if isinstance(layer, nn.Linear):
+        return nn.Linear(layer.in_features, count, **options)
+    if not isinstance(layer, nn.Conv2d):
+        raise ModelError(f"cannot replace a {type(layer).__name__} as the classification layer")
+    sizes: Any = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+    return nn.Conv2d(layer.in_channels, count, *sizes, **options)

@@ -1,0 +1,294 @@
+"""Prediction for images: reading, transforms of the validation data, and class ids in the size of the images."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from slipstream.apps.zoo.predictions import (
+    ClassificationPrediction,
+    ImageClassificationPrediction,
+    ImagePrediction,
+    ImageSegmentationPrediction,
+    ImagesPredictions,
+    SegmentationPrediction,
+)
+from slipstream.config.placeholders import fill_references
+from slipstream.config.yaml_format import BoundedLoader
+from slipstream.dataset import default_palette, sample_rng
+from slipstream.dataset.sources.decode import read_image
+from slipstream.dataset.transforms.device_transforms import apply_device_transforms
+from slipstream.dataset.transforms.image_transforms import read_transforms
+from slipstream.dataset.transforms.pipeline import check_transforms, compose
+from slipstream.errors import ConfigError, DataError
+from slipstream.logging import print_log
+from slipstream.model.tasks import main_output
+from slipstream.registry import TRANSFORMS
+
+__all__ = ["Processing", "predict", "processing_in"]
+
+RGB = NDArray[np.uint8]
+Box = tuple[int, int, int, int]
+_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_DEFAULT: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "classification": ({"type": "ToTensor"}, {"type": "Normalize", "mean": _MEAN, "std": _STD}),
+    "segmentation": (
+        {"type": "SegStandardize", "max_value": 255},
+        {"type": "SegNormalize", "mean": _MEAN, "std": _STD},
+    ),
+}
+_PROCESSINGS: Mapping[str, Mapping[str, str]] = {
+    "classification": {"StandardizeImage": "ToTensor", "NormalizeImage": "Normalize"},
+    "segmentation": {
+        "StandardizeImage": "SegStandardize",
+        "NormalizeImage": "SegNormalize",
+        "SegmentationRescale": "SegRescale",
+        "SegmentationPadShortToCropSize": "SegPadShortToCropSize",
+    },
+}
+"""SuperGradients' processings of images, and the transforms that replace them."""
+
+
+@dataclass(frozen=True)
+class Processing:
+    """How images are transformed and classes are named.
+
+    Attributes:
+        class_names: names of the classes. Default: their ids.
+        transforms: transforms of the validation data, or None for the normalization of ImageNet.
+        palette: an RGB color for each class. Default: that of PASCAL VOC.
+    """
+
+    class_names: Sequence[str] | None = None
+    transforms: Sequence[Any] | None = None
+    palette: Sequence[Sequence[int]] | None = None
+
+    @classmethod
+    def read(
+        cls,
+        task: str,
+        class_names: Sequence[str] | None,
+        transforms: Any,
+        palette: Sequence[Sequence[int]] | None,
+    ) -> Processing:
+        """Return checked values; see `Network.set_dataset_processing_params`.
+
+        Raises:
+            ConfigError: the transforms are invalid.
+        """
+        if transforms is not None:
+            transforms = _built(_listed(transforms), task)
+            if task == "classification":
+                read_transforms(transforms)
+            else:
+                check_transforms(transforms)
+        names = None if class_names is None else tuple(class_names)
+        return cls(names, transforms, palette)
+
+
+def processing_in(meta: Any, task: str) -> Processing | None:
+    """Return the classes and validation transforms in the `meta` of a checkpoint, or None if it lacks one of them.
+
+    The stored configuration is read as plain data: nothing is imported.
+    """
+    data = meta.get("dataset_meta") if isinstance(meta, Mapping) else None
+    if not isinstance(data, Mapping) or not data.get("classes"):
+        return None
+    try:
+        cfg = fill_references(yaml.load(meta["cfg"], BoundedLoader))
+        dataset = cfg["val_dataloader"]["dataset"]
+        # A wrapper dataset uses the transforms of its inner datasets.
+        while inner := dataset.get("dataset") or dataset.get("datasets"):
+            dataset = inner[0] if isinstance(inner, list) else inner
+        return Processing.read(task, data["classes"], dataset["transforms"], data.get("palette"))
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError, yaml.YAMLError):
+        return None  # the configuration contains Python objects, or is not one of a recipe
+
+
+def predict(
+    network: nn.Module,
+    images: Any,
+    task: str,
+    processing: Processing | None,
+    batch_size: int,
+    fp16: bool,
+) -> ImagePrediction | ImagesPredictions:
+    """Return the predictions of a network; see `Network.predict`."""
+    if processing is None or processing.transforms is None:
+        print_log(
+            "predict normalizes images as in the recipes for ImageNet and Cityscapes; for other data, call "
+            "set_dataset_processing_params(class_names=[...], image_processor=[...])",
+            "current",
+            logging.WARNING,
+        )
+    processing = processing or Processing()
+    several, pixels = _read(images)
+    prepared = [_prepared(image, task, processing) for image in pixels]
+    scores = _scores(network, [inputs for inputs, _ in prepared], batch_size, fp16)
+    found = [
+        _result(image, score, box, processing)
+        for image, score, (_, box) in zip(pixels, scores, prepared, strict=True)
+    ]
+    return ImagesPredictions(tuple(found)) if several else found[0]
+
+
+def _read(images: Any) -> tuple[bool, list[RGB]]:
+    """Return whether there may be several images, and their pixels."""
+    if isinstance(images, str | Path) and Path(images).is_dir():
+        found = sorted(path for path in Path(images).iterdir() if path.suffix.lower() in _SUFFIXES)
+        if not found:
+            raise DataError(f"the folder '{images}' contains no images ({', '.join(_SUFFIXES)})")
+        return True, [read_image(path) for path in found]
+    if isinstance(images, Iterable) and not isinstance(images, str | Tensor | np.ndarray):
+        return True, [_pixels(image) for image in images]
+    return False, [_pixels(images)]
+
+
+def _pixels(image: Any) -> RGB:
+    """Return an image as uint8 (H, W, 3)."""
+    if isinstance(image, str | Path):
+        return read_image(Path(image))
+    if isinstance(image, Tensor):
+        if image.ndim != 3 or len(image) != 3 or image.dtype != torch.uint8:
+            raise DataError(
+                f"a tensor must be an image, uint8 (3, H, W), not {tuple(image.shape)} of {image.dtype}"
+            )
+        return image.permute(1, 2, 0).cpu().numpy()
+    if hasattr(image, "convert"):  # Pillow's images
+        image = image.convert("RGB")
+    array = np.asarray(image)
+    if array.ndim == 2:
+        array = np.repeat(array[..., None], 3, axis=2)
+    if array.ndim != 3 or array.shape[2] != 3 or array.dtype != np.uint8:
+        raise DataError(
+            f"an image must be uint8 (H, W, 3) RGB or uint8 (H, W), not {array.shape} of {array.dtype}"
+        )
+    return array
+
+
+def _listed(processor: Any) -> Iterable[Any]:
+    """Return the transforms of a list, or of SuperGradients' `{ComposeProcessing: {processings: [...]}}`."""
+    if isinstance(processor, Mapping) and list(processor) == ["ComposeProcessing"]:
+        processor = (processor["ComposeProcessing"] or {}).get("processings")
+    if isinstance(processor, str | Mapping) or not isinstance(processor, Iterable):
+        raise ConfigError(f"must be a list of transforms, not {processor!r}", "image_processor")
+    return processor
+
+
+def _built(transforms: Iterable[Any], task: str) -> list[Any]:
+    """Build the entries that are names, `{Name: {arguments}}` or dicts with a `type`."""
+    built = []
+    for entry in transforms:
+        if isinstance(entry, str):
+            entry = {"type": entry}
+        elif isinstance(entry, Mapping) and "type" not in entry and len(entry) == 1:
+            [(name, arguments)] = entry.items()
+            entry = {"type": name, **(arguments or {})}
+        if not isinstance(entry, Mapping):
+            built.append(entry)
+        elif entry.get("type") != "ImagePermute":  # the order of the axes is fixed here
+            built.append(TRANSFORMS.build(_renamed(entry, task)))
+    return built
+
+
+def _renamed(entry: Mapping[str, Any], task: str) -> dict[str, Any]:
+    """Return the configuration of the transform that replaces one of SuperGradients' processings."""
+    kind = entry.get("type")
+    renamed = {**entry, "type": _PROCESSINGS[task].get(kind, kind) if isinstance(kind, str) else kind}
+    if renamed["type"] == "ToTensor" and renamed.get("max_value") == 255:
+        del renamed["max_value"]
+    return renamed
+
+
+def _prepared(image: RGB, task: str, processing: Processing) -> tuple[Tensor, Box]:
+    """Return the transformed image (3, H, W), float32, and the box of the image without padding."""
+    transforms = _built(_DEFAULT[task], task) if processing.transforms is None else processing.transforms
+    if task == "classification":
+        pixel_transforms, params = read_transforms(transforms)
+        planes = image.transpose(2, 0, 1)
+        for transform in pixel_transforms:
+            planes = transform(planes, sample_rng(0))
+        inputs = torch.from_numpy(np.array(planes, order="C"))
+        packed = {"inputs": inputs} if params is None else {"inputs": inputs, "finish": params}
+        box = (0, 0, inputs.shape[-1], inputs.shape[-2])
+    else:
+        mask = np.zeros(image.shape[:2], np.uint8)
+        composed = compose(transforms, {"image": image, "mask": mask}, sample_rng(0))
+        packed = composed.packed()
+        left, top, right, bottom = composed.region.image_box
+        box = (left, top, right, bottom)
+    ready: Tensor = apply_device_transforms({key: value[None] for key, value in packed.items()})["inputs"][0]
+    return ready.float(), box
+
+
+@torch.no_grad()
+def _scores(network: nn.Module, inputs: Sequence[Tensor], batch_size: int, fp16: bool) -> list[Tensor]:
+    """Return the float32 logits of each image, on the CPU. Images of the same size are in one batch."""
+    if batch_size < 1:
+        raise ConfigError(f"must be at least 1, not {batch_size}", "batch_size")
+    first, training = next(network.parameters()), network.training
+    device = first.device
+    network.eval()
+    scores: list[Tensor] = []
+    try:
+        for _, group in groupby(inputs, key=lambda image: image.shape):
+            same = list(group)
+            for start in range(0, len(same), batch_size):
+                batch = torch.stack(same[start : start + batch_size]).to(device, first.dtype)
+                with torch.autocast(device.type, torch.float16, enabled=fp16 and device.type != "cpu"):
+                    outputs = main_output(network(batch))
+                scores.extend(outputs.float().cpu())
+    finally:
+        network.train(training)
+    return scores
+
+
+def _result(image: RGB, scores: Tensor, box: Box, processing: Processing) -> ImagePrediction:
+    height, width = image.shape[:2]
+    # A single channel contains the logits of the second of two classes.
+    binary = scores.ndim == 3 and len(scores) == 1
+    count = 2 if binary else len(scores)
+    names = _names(processing.class_names, count, binary)
+    if scores.ndim == 1:
+        probabilities = scores.softmax(0)
+        label = int(probabilities.argmax())
+        found = ClassificationPrediction(float(probabilities[label]), label, (height, width))
+        return ImageClassificationPrediction(image, found, names)
+    left, top, right, bottom = box
+    ids = (scores[0] > 0).long() if binary else scores.argmax(0)
+    mask = _resized(ids[top:bottom, left:right], height, width)
+    palette = processing.palette or ()
+    if len(palette) < count:
+        palette = default_palette(min(count, 256))
+    return ImageSegmentationPrediction(image, SegmentationPrediction(mask, (height, width)), names, palette)
+
+
+def _names(known: Sequence[str] | None, count: int, binary: bool) -> tuple[str, ...]:
+    if known is None:
+        return tuple(str(index) for index in range(count))
+    names = ("background", *known) if binary and len(known) == 1 else tuple(known)
+    if len(names) < count:
+        raise ConfigError(
+            f"the network has {count} classes, but there are {len(names)} names; call "
+            "set_dataset_processing_params(class_names=[...])",
+            "class_names",
+        )
+    return names
+
+
+def _resized(ids: Tensor, height: int, width: int) -> NDArray[np.int64]:
+    """Return the class ids of the nearest pixels, int64 (height, width)."""
+    rows = ((torch.arange(height) + 0.5) * (ids.shape[0] / height)).long().clamp(max=ids.shape[0] - 1)
+    columns = ((torch.arange(width) + 0.5) * (ids.shape[1] / width)).long().clamp(max=ids.shape[1] - 1)
+    return ids[rows][:, columns].numpy()

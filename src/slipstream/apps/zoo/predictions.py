@@ -1,0 +1,166 @@
+"""Results of `network.predict`: class ids, their names, and pictures of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.errors import ConfigError
+from slipstream.extras import extra
+from slipstream.files import replacing
+from slipstream.visualization import overlay
+
+__all__ = [
+    "ClassificationPrediction",
+    "ImageClassificationPrediction",
+    "ImagePrediction",
+    "ImageSegmentationPrediction",
+    "ImagesPredictions",
+    "SegmentationPrediction",
+]
+
+RGB = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class ClassificationPrediction:
+    """The most likely class of an image, and its softmax probability."""
+
+    confidence: float
+    label: int
+    image_shape: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class SegmentationPrediction:
+    """The class id of each pixel, int64 (H, W)."""
+
+    segmentation_map: NDArray[np.int64]
+    image_shape: tuple[int, int]
+
+    @property
+    def segmentation_map_shape(self) -> tuple[int, int]:
+        """The height and width of the map, which are those of the image."""
+        return self.image_shape
+
+
+@dataclass(frozen=True)
+class ImagePrediction(ABC):
+    """The prediction for an image.
+
+    Attributes:
+        image: the image, uint8 (H, W, 3) RGB.
+        class_names: names of the classes.
+    """
+
+    image: RGB
+    prediction: Any
+    class_names: Sequence[str]
+
+    @abstractmethod
+    def draw(self) -> RGB:
+        """Return a picture of the prediction, uint8 (H, W, 3) RGB."""
+
+    def show(self) -> None:
+        """Open the picture in the system's image viewer."""
+        _picture(self.draw()).show()
+
+    def save(self, output_path: str | Path) -> None:
+        """Write the picture to a file, in the format of its suffix.
+
+        Raises:
+            ConfigError: the suffix is not the name of an image format.
+        """
+        path = Path(output_path)
+        picture = _picture(self.draw())
+        formats = _formats()
+        if path.suffix.lower() not in formats:
+            raise ConfigError(
+                f"must end with the suffix of an image format, not {path.name!r}", "output_path"
+            )
+        with replacing(path) as temporary:
+            picture.save(temporary, format=formats[path.suffix.lower()])
+
+
+@dataclass(frozen=True)
+class ImageClassificationPrediction(ImagePrediction):
+    """The predicted class of an image."""
+
+    prediction: ClassificationPrediction
+
+    @property
+    def class_name(self) -> str:
+        """The name of the predicted class."""
+        return self.class_names[self.prediction.label]
+
+    def draw(self) -> RGB:
+        """Return the image above a line with the name of the class and its probability."""
+        with extra("images"):
+            from PIL import Image, ImageDraw, ImageFont
+
+        text = f"{self.class_name} {self.prediction.confidence:.3f}"
+        font: Any = ImageFont.load_default(14)
+        height, width = self.image.shape[:2]
+        picture = Image.new("RGB", (max(width, int(font.getlength(text)) + 8), height + 22), (255, 255, 255))
+        picture.paste(Image.fromarray(self.image), (0, 0))
+        ImageDraw.Draw(picture).text((4, height + 16), text, (0, 0, 0), font, anchor="ls")
+        return np.asarray(picture)
+
+
+@dataclass(frozen=True)
+class ImageSegmentationPrediction(ImagePrediction):
+    """The predicted class of each pixel of an image."""
+
+    prediction: SegmentationPrediction
+    palette: Sequence[Sequence[int]]
+
+    def draw(self, alpha: float = 0.6) -> RGB:
+        """Return the image blended with the colors of the classes, whose weight is `alpha`."""
+        return overlay(self.image, self.prediction.segmentation_map, self.palette, alpha)
+
+
+@dataclass(frozen=True)
+class ImagesPredictions:
+    """The predictions for several images, in their order."""
+
+    predictions: tuple[ImagePrediction, ...]
+
+    def __len__(self) -> int:
+        return len(self.predictions)
+
+    def __getitem__(self, index: int) -> ImagePrediction:
+        return self.predictions[index]
+
+    def __iter__(self) -> Iterator[ImagePrediction]:
+        return iter(self.predictions)
+
+    def show(self) -> None:
+        """Open all pictures; see `ImagePrediction.show`."""
+        for prediction in self:
+            prediction.show()
+
+    def save(self, output_folder: str | Path) -> None:
+        """Write the pictures `pred_0.jpg`, `pred_1.jpg` and so on to a folder, which is created."""
+        folder = Path(output_folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for index, prediction in enumerate(self):
+            prediction.save(folder / f"pred_{index}.jpg")
+
+
+def _picture(pixels: RGB) -> Any:
+    with extra("images"):
+        from PIL import Image
+
+    return Image.fromarray(pixels)
+
+
+def _formats() -> dict[str, str]:
+    from PIL import Image
+
+    return {suffix: name for suffix, name in Image.registered_extensions().items() if name in Image.SAVE}

@@ -1,0 +1,126 @@
+"""Classification networks of the library timm: `models.get("timm:convnext_tiny", num_classes=10)`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.apps.zoo.layers import check_num_classes
+from slipstream.apps.zoo.network import Network
+from slipstream.errors import CheckpointError, MissingPackageError, UnknownNameError, did_you_mean
+from slipstream.extras import extra
+from slipstream.registry import MODELS
+
+__all__ = ["PREFIX", "TimmClassifier"]
+
+PREFIX = "timm:"
+"""Start of the names of timm's networks in `models.get` and in `architecture`."""
+
+
+@MODELS.register_module()
+class TimmClassifier(Network):
+    """A classification network of timm, as the submodule `model`.
+
+    Checkpoints with timm's own parameter names can be loaded.
+
+    Args:
+        name: timm's name of the network, such as `convnext_tiny` or `resnet50.a1_in1k`.
+        num_classes: number of classes.
+        in_channels: number of image channels.
+        pretrained: download timm's weights, which are read without unpickling objects. By default, weights are random.
+        options: further arguments of `timm.create_model`, such as `drop_path_rate`.
+
+    Raises:
+        ModelError: if `num_classes` is less than 1.
+        MissingPackageError: if timm cannot be imported.
+        UnknownNameError: if timm has no network with this name.
+        CheckpointError: if the pretrained weights cannot be downloaded or loaded.
+    """
+
+    task = "classification"
+
+    def __init__(
+        self, name: str, num_classes: int, in_channels: int = 3, pretrained: bool = False, **options: Any
+    ) -> None:
+        super().__init__()
+        check_num_classes(num_classes)
+        timm = _timm()
+        if not timm.is_model(name):
+            hint = did_you_mean(name, timm.list_models())
+            raise UnknownNameError(
+                f"timm {timm.__version__} has no network named '{name}'{hint}; timm.list_models() returns all names"
+            )
+        arguments = dict(num_classes=num_classes, in_chans=in_channels, **options)
+        try:
+            self.model: nn.Module = timm.create_model(name, pretrained=pretrained, **arguments)
+        except TypeError:  # an unknown argument
+            raise
+        except Exception as error:  # a download can raise any exception
+            if not pretrained:
+                raise
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise CheckpointError(
+                f"the pretrained weights of '{PREFIX}{name}' cannot be loaded: {reason}; download them on a machine "
+                "with internet access, and set checkpoint_path to the file"
+            ) from error
+        self.register_load_state_dict_pre_hook(_add_prefix)
+
+    def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
+        """Return the learning rates for SuperGradients' `finetune`: train the classifier, and freeze the rest."""
+        return {**{f"model.{name}": lr for name in self._classifier_names()}, "default": 0.0}
+
+    def replace_head(self, new_num_classes: int) -> None:
+        """Replace the classification layer with an untrained one; see `Network.replace_head`."""
+        check_num_classes(new_num_classes)
+        model: Any = self.model
+        model.reset_classifier(new_num_classes)
+        self._processing = None
+
+    def prep_model_for_conversion(self, input_size: Sequence[int] | None = None, **options: Any) -> None:
+        """Merge timm's parallel branches that are equal to one convolution; then see `Network`."""
+        self.eval()
+        self.model = _timm().utils.reparameterize_model(self.model, inplace=True)
+        super().prep_model_for_conversion(input_size, **options)
+
+    def _example_shape(self, input_size: Sequence[int] | None) -> tuple[int, int, int]:
+        channels, height, width = super()._example_shape(input_size)
+        if input_size is None:
+            cfg: Any = getattr(self.model, "pretrained_cfg", {})
+            _, height, width = cfg.get("input_size") or (channels, height, width)
+        return channels, height, width
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (N, num_classes) for images (N, in_channels, H, W)."""
+        logits: Tensor = self.model(x)
+        return logits
+
+    def _classifier_names(self) -> tuple[str, ...]:
+        """Return the names of the classification layers in `model`."""
+        names: Any = getattr(self.model, "pretrained_cfg", {}).get("classifier") or ()
+        return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _timm() -> ModuleType:
+    with extra("timm"):
+        try:
+            import timm
+        except RuntimeError as error:  # torchvision raises it if it was built for another version of torch
+            reason = " ".join(str(error).split())
+            raise MissingPackageError(
+                f"timm cannot be imported: {reason}; install the version of torchvision for torch {torch.__version__}"
+            ) from error
+    module: ModuleType = timm
+    return module
+
+
+def _add_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Rename timm's own names, which do not start with `model.`."""
+    inner = f"{prefix}model."
+    if any(key.startswith(inner) for key in state_dict):
+        return
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)

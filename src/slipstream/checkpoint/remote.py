@@ -1,0 +1,127 @@
+"""Weights from a URL or a folder: download, check of the SHA-256 checksum, and the path of a local file."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from slipstream.checkpoint.files import find_latest_checkpoint
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.files import replacing, user_cache
+from slipstream.logging import print_log
+
+__all__ = ["local_checkpoint"]
+
+_URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+(::|://))+")
+_BEST = "ckpt_best.pth"
+_SHARDED = ".sharded"
+_TIMEOUT = 60
+_SHOWN = 200
+
+
+@contextmanager
+def local_checkpoint(path: str | Path, sha256: str | None = None) -> Iterator[Path]:
+    """Yield the local path of a checkpoint, which may be a temporary download.
+
+    Args:
+        path: a file; a URL of fsspec, such as `hf://ORG/REPO/FILE.pth` or `https://HOST/FILE.pth`; the folder of a
+            sharded checkpoint; or the folder of a run, for its `ckpt_best.pth` or else its latest checkpoint.
+        sha256: the file's SHA-256 checksum. A download with a checksum is kept in the user's cache, and read from there
+            the next time. A download without a checksum is removed after the block.
+
+    Raises:
+        ConfigError: `sha256` is not a checksum.
+        CheckpointError: the download fails, the checksum differs, or the folder contains no checkpoint.
+    """
+    if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", str(sha256)):
+        raise ConfigError(
+            f"must be 64 hexadecimal digits, not {sha256!r}", "checkpoint_params.checkpoint_sha256"
+        )
+    wanted = None if sha256 is None else str(sha256).lower()
+    if not (isinstance(path, str) and _URL.match(path)):
+        local = _in_folder(Path(path).expanduser())
+        _check(local, wanted, str(path))
+        yield local
+    elif wanted is not None:
+        yield _cached(path, wanted)
+    else:
+        with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
+            file = Path(folder) / "checkpoint.pth"
+            _download(path, file)
+            yield file
+
+
+def _in_folder(path: Path) -> Path:
+    """Return the checkpoint in the folder of a run; return other paths unchanged."""
+    if not path.is_dir() or path.suffix == _SHARDED:
+        return path
+    if (best := path / _BEST).is_file():
+        return best
+    latest = find_latest_checkpoint(path)
+    if latest is None:
+        raise CheckpointError(f"the folder {path} contains no checkpoint; set checkpoint_path to a file")
+    return latest
+
+
+def _cached(url: str, sha256: str) -> Path:
+    file = user_cache("checkpoints") / f"{sha256}.pth"
+    if not (file.is_file() and _digest(file) == sha256):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as temporary:
+            _download(url, temporary)
+            _check(temporary, sha256, _shown(url))
+    return file
+
+
+def _check(file: Path, sha256: str | None, source: str) -> None:
+    if sha256 is None:
+        return
+    if not file.is_file():
+        what = "is a folder" if file.is_dir() else "does not exist"
+        raise CheckpointError(f"{source} {what}; checkpoint_params.checkpoint_sha256 requires a file")
+    if (found := _digest(file)) != sha256:
+        raise CheckpointError(
+            f"the SHA-256 checksum of {source} is {found}, but checkpoint_params.checkpoint_sha256 is {sha256}; the "
+            "file is damaged or another version"
+        )
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _download(url: str, target: Path) -> None:
+    print_log(f"downloading {_shown(url)}", "current")
+    try:
+        with _opened(url) as source, target.open("wb") as file:
+            shutil.copyfileobj(source, file, 1 << 20)
+    except Exception as error:  # file systems of fsspec raise any exception
+        reason = " ".join(str(error).replace(url, _shown(url)).split())[:_SHOWN] or type(error).__name__
+        package = (
+            "; run: pip install huggingface_hub" if isinstance(error, ImportError) and "hf:" in url else ""
+        )
+        raise CheckpointError(
+            f"{_shown(url)} cannot be downloaded: {reason}{package}; check the URL and the network, or download the "
+            "file on another machine and set checkpoint_path to it"
+        ) from error
+
+
+def _opened(url: str) -> Any:
+    if url.startswith(("http://", "https://")):  # fsspec requires aiohttp for these
+        return urllib.request.urlopen(url, timeout=_TIMEOUT)
+    import fsspec
+
+    return fsspec.open(url, "rb")
+
+
+def _shown(url: str) -> str:
+    """Return the URL without a password and without its query, which may contain a signature."""
+    return re.sub(r"//[^/@]*@", "//", url.partition("?")[0])

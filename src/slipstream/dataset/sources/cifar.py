@@ -1,0 +1,256 @@
+"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009), read from their binary versions."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tarfile
+import tempfile
+import urllib.request
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from slipstream.dataset.loading.sample_index import sample_rng
+from slipstream.dataset.sources.base import default_palette
+from slipstream.dataset.transforms.image_resize import Resize
+from slipstream.dataset.transforms.image_transforms import (
+    ImageTransform,
+    Normalize,
+    RandomCrop,
+    RandomHorizontalFlip,
+    ToTensor,
+    read_transforms,
+)
+from slipstream.errors import DataError
+from slipstream.logging import print_log
+from slipstream.registry import DATASETS
+
+__all__ = ["CIFAR10", "CIFAR100"]
+
+_PIXELS = 3 * 32 * 32  # the red, green and blue planes, after the labels of a record
+
+
+@dataclass(frozen=True)
+class _Archive:
+    """The published archive of a dataset.
+
+    Attributes:
+        name: name of the dataset.
+        file: name of the archive.
+        md5: checksum of the archive; the authors publish no other one.
+        folder: folder in the archive.
+        python_folder: folder of the Python version, which is not supported.
+        train, test: files of the training and test images.
+        label_bytes: number of labels before the pixels of a record. The last one is the class id.
+        classes: names of the classes.
+    """
+
+    name: str
+    file: str
+    md5: str
+    folder: str
+    python_folder: str
+    train: tuple[str, ...]
+    test: tuple[str, ...]
+    label_bytes: int
+    classes: tuple[str, ...]
+
+    @property
+    def url(self) -> str:
+        return f"https://www.cs.toronto.edu/~kriz/{self.file}"
+
+
+class _Cifar(Dataset[dict[str, torch.Tensor]]):
+    """Photographs of 32 x 32 pixels with class ids.
+
+    A sample is `{"inputs": uint8 (3, 32, 32) RGB, "targets": int64 ()}`. If the transforms contain `ToTensor`, it also
+    contains `"finish"`, the parameters of the device transforms (`slipstream.dataset.transforms.device_transforms`).
+    Augmentation depends only on the (seed, epoch, index) of a `SampleIndex`. The files are memory-mapped, so all
+    processes share them. The attribute `all_transforms` lists the transforms, with those of the device.
+
+    Args:
+        root: folder that contains the folder of the archive, or the files of that folder.
+        train: whether to use the training images instead of the test images.
+        transforms: `RandomCrop`, `RandomHorizontalFlip`, `Resize`, or functions of an image, uint8 (3, H, W), and a
+            generator; then `ToTensor` and `Normalize`. Dicts are built with `TRANSFORMS`.
+        download: download the files if they are missing (170 MB), and verify their published MD5 checksum.
+
+    Raises:
+        DataError: the files are missing, are damaged, or cannot be downloaded.
+        ConfigError: the order of the transforms is not supported.
+    """
+
+    _archive: ClassVar[_Archive]
+
+    def __init__(
+        self,
+        root: str | Path,
+        train: bool = True,
+        transforms: Sequence[ImageTransform | ToTensor | Normalize | Mapping[str, Any]] = (),
+        download: bool = False,
+    ) -> None:
+        self.all_transforms = list(transforms)
+        self.transforms, self._device_params = read_transforms(transforms)
+        archive = self._archive
+        count = len(archive.classes)
+        self._paths = _find(archive, Path(root), archive.train if train else archive.test, download)
+        self._map_files()
+        class_id = archive.label_bytes - 1
+        for path, records in zip(self._paths, self._records, strict=True):
+            if (label := records[:, class_id].max()) >= count:
+                raise DataError(f"'{path}' contains the label {label}; labels must be 0 to {count - 1}")
+        labels = np.concatenate([records[:, class_id] for records in self._records])
+        self.targets = torch.from_numpy(labels.astype(np.int64))
+        self.metainfo = {"classes": archive.classes, "palette": default_palette(count), "ignore_index": None}
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"{type(self).__name__} has samples 0 to {len(self) - 1}, not {int(index)}")
+        which = bisect_right(self._starts, index) - 1
+        record = self._records[which][int(index) - self._starts[which]]
+        image = record[self._archive.label_bytes :].reshape(3, 32, 32)
+        if self.transforms:
+            rng = sample_rng(index)
+            for transform in self.transforms:
+                image = transform(image, rng)
+        sample = {"inputs": torch.from_numpy(np.array(image, order="C")), "targets": self.targets[int(index)]}
+        return sample if self._device_params is None else {**sample, "finish": self._device_params}
+
+    @property
+    def draws_nothing_global(self) -> bool:
+        """Whether samples do not use the global random generators, so a loader need not seed them."""
+        known = (RandomCrop, RandomHorizontalFlip, Resize)
+        own = type(self) in (CIFAR10, CIFAR100)
+        return own and all(type(transform) in known for transform in self.transforms)
+
+    def get_cat_ids(self, index: int) -> list[int]:
+        """Return a list that contains the class id of sample `index`."""
+        return [int(self.targets[index])]
+
+    def _map_files(self) -> None:
+        self._records: list[NDArray[np.uint8]] = [
+            _mapped(path, self._archive.label_bytes + _PIXELS) for path in self._paths
+        ]
+        lengths = [len(records) for records in self._records]
+        self._starts = np.cumsum([0, *lengths[:-1]]).tolist()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Otherwise pickle would copy the mapped files to each spawned worker.
+        return {key: value for key, value in self.__dict__.items() if key != "_records"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._map_files()
+
+
+_CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+_CIFAR100_CLASSES = (
+    "apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle "
+    "caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant "
+    "flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man "
+    "maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree "
+    "plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper "
+    "snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television tiger tractor train "
+    "trout tulip turtle wardrobe whale willow_tree wolf woman worm"
+)
+
+
+@DATASETS.register_module(name=["CIFAR10", "Cifar10"])
+class CIFAR10(_Cifar):
+    """50,000 training and 10,000 test photographs in ten classes. The arguments are those of the base class."""
+
+    _archive = _Archive(
+        name="CIFAR-10",
+        file="cifar-10-binary.tar.gz",
+        md5="c32a1d4ab5d03f1284b67883e8d87530",
+        folder="cifar-10-batches-bin",
+        python_folder="cifar-10-batches-py",
+        train=tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
+        test=("test_batch.bin",),
+        label_bytes=1,
+        classes=_CIFAR10_CLASSES,
+    )
+
+
+@DATASETS.register_module(name=["CIFAR100", "Cifar100"])
+class CIFAR100(_Cifar):
+    """50,000 training and 10,000 test photographs in 100 classes. The arguments are those of the base class."""
+
+    # A record starts with the superclass (0 to 19), which is not used, and the class (0 to 99).
+    _archive = _Archive(
+        name="CIFAR-100",
+        file="cifar-100-binary.tar.gz",
+        md5="03b5dce01913d631647c71ecec9e9cb8",
+        folder="cifar-100-binary",
+        python_folder="cifar-100-python",
+        train=("train.bin",),
+        test=("test.bin",),
+        label_bytes=2,
+        classes=tuple(_CIFAR100_CLASSES.split()),
+    )
+
+
+def _mapped(path: Path, length: int) -> NDArray[np.uint8]:
+    """Return the records of a file, uint8 (N, length)."""
+    size = path.stat().st_size
+    if size == 0 or size % length:
+        raise DataError(
+            f"'{path}' is damaged: its size, {size} bytes, is not a positive multiple of {length}; download it again"
+        )
+    # Slicing a plain array is several times faster than slicing `np.memmap`.
+    return np.asarray(np.memmap(path, dtype=np.uint8, mode="r")).reshape(-1, length)
+
+
+def _find(archive: _Archive, root: Path, names: Sequence[str], download: bool) -> list[Path]:
+    for folder in (root / archive.folder, root):
+        if all((folder / name).is_file() for name in names):
+            return [folder / name for name in names]
+    if download:
+        _download(archive, root)
+        return [root / archive.folder / name for name in names]
+    other = (
+        f" The Python version in '{root / archive.python_folder}' is not supported, because unpickling a file can run "
+        "arbitrary code."
+        if (root / archive.python_folder).is_dir()
+        else ""
+    )
+    raise DataError(
+        f"{archive.name} not found: neither '{root}' nor its folder '{archive.folder}' contains {', '.join(names)}."
+        f"{other} Unpack the binary version there ({archive.url}), or pass download=True"
+    )
+
+
+def _download(source: _Archive, root: Path) -> None:
+    """Download, verify and unpack the archive, then move the complete folder into `root`."""
+    root.mkdir(parents=True, exist_ok=True)
+    print_log(f"Downloading {source.name} (170 MB) from {source.url} to '{root}'", "current")
+    with tempfile.TemporaryDirectory(prefix=f".{source.folder}-", dir=root) as temporary:
+        archive = Path(temporary) / "archive.tar.gz"
+        try:
+            with urllib.request.urlopen(source.url, timeout=60) as response, archive.open("wb") as file:
+                shutil.copyfileobj(response, file, 1 << 20)
+        except OSError as error:
+            raise DataError(
+                f"cannot download {source.url}: {error}. Download the archive manually and unpack it into '{root}'"
+            ) from error
+        with archive.open("rb") as file:
+            found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+        if found != source.md5:
+            raise DataError(
+                f"the download of {source.url} is damaged: its MD5 is {found}, expected {source.md5}; try again"
+            )
+        with tarfile.open(archive) as tar:
+            tar.extractall(temporary, filter="data")
+        if not (root / source.folder).is_dir():  # another process may have created it
+            (Path(temporary) / source.folder).rename(root / source.folder)

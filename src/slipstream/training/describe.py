@@ -1,0 +1,44 @@
+"""Describe the validation data to a network, for `network.predict`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.utils.data import Dataset
+
+from slipstream.apps.zoo.network import Network
+from slipstream.dataset import SegmentationDataset
+
+__all__ = ["describe_data"]
+
+
+def describe_data(network: nn.Module, dataset: Any) -> None:
+    """Set the class names and transforms of a dataset in a network of the zoo, unless the user has set them.
+
+    Args:
+        network: the network. Networks of other classes are not changed.
+        dataset: the validation dataset. Datasets without transforms or class names are ignored.
+    """
+    if not isinstance(network, Network) or network.is_described:
+        return
+    while (inner := _inner(dataset)) is not None:
+        dataset = inner
+    meta = getattr(dataset, "metainfo", None)
+    if not isinstance(meta, Mapping):
+        return
+    is_segmentation = isinstance(dataset, SegmentationDataset)
+    transforms = dataset.transforms if is_segmentation else getattr(dataset, "all_transforms", None)
+    if transforms is None or is_segmentation is not (network.task == "segmentation"):
+        return
+    network.set_dataset_processing_params(meta.get("classes"), transforms, meta.get("palette"))
+
+
+def _inner(dataset: Any) -> Dataset[Any] | None:
+    """Return the dataset inside a wrapper, the first if there are several, or None."""
+    inner = getattr(dataset, "dataset", None)
+    several = getattr(dataset, "datasets", None)
+    if inner is None and isinstance(several, list | tuple) and several:
+        inner = several[0]
+    return inner if isinstance(inner, Dataset) else None

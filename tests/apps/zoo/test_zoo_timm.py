@@ -1,0 +1,161 @@
+"""Networks of timm by name. Most tests replace timm with a small module that has its functions."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from slipstream.apps.zoo import models
+from slipstream.errors import BuildError, CheckpointError, ConfigError, MissingPackageError, UnknownNameError
+from slipstream.recipes import compose
+from slipstream.registry import MODELS
+from slipstream.training.recipe import recipe_config
+
+
+class Tiny(nn.Module):
+    """A network with the attributes of timm's networks that Slipstream reads."""
+
+    pretrained_cfg: ClassVar = {"classifier": "head.fc"}
+
+    def __init__(self, num_classes, in_chans, drop_rate=0.0):
+        super().__init__()
+        self.stem = nn.Conv2d(in_chans, 4, 3, stride=2)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Sequential()
+        self.head.fc = nn.Linear(4, num_classes)
+        self.drop_rate = drop_rate
+
+    def reset_classifier(self, num_classes):
+        self.head.fc = nn.Linear(4, num_classes)
+
+    def forward(self, x):
+        return self.head(self.norm(self.stem(x)).mean((2, 3)))
+
+
+@pytest.fixture
+def timm(monkeypatch):
+    module, calls = ModuleType("timm"), []
+
+    def create_model(name, pretrained=False, **options):
+        calls.append((name, pretrained))
+        if pretrained:
+            raise RuntimeError("no route to host\nmore lines")
+        return Tiny(**options)
+
+    module.__version__, module.calls, module.create_model = "1.0", calls, create_model
+    module.utils = SimpleNamespace(reparameterize_model=lambda model, inplace: model)
+    module.list_models = lambda: ["tiny_net", "other_net"]
+    module.is_model = lambda name: name in module.list_models()
+    monkeypatch.setitem(sys.modules, "timm", module)
+    return module
+
+
+def test_a_name_with_the_prefix_builds_a_network_of_timm_with_random_weights(timm):
+    network = models.get("timm:tiny_net", num_classes=3, arch_params={"drop_rate": 0.5, "in_channels": 4})
+    assert network(torch.zeros(2, 4, 8, 8)).shape == (2, 3)
+    assert network.model.drop_rate == 0.5
+    assert timm.calls == [("tiny_net", False)]
+    assert network.get_finetune_lr_dict(0.1) == {"model.head.fc": 0.1, "default": 0.0}
+    with pytest.raises(ConfigError, match="'timm:tiny_net' requires a number of classes"):
+        models.get("timm:tiny_net")
+    with pytest.raises(BuildError, match="there is no parameter 'depth'"):
+        models.get("timm:tiny_net", 3, depth=2)
+
+
+@pytest.mark.parametrize(
+    "options", [{"pretrained_weights": "imagenet"}, {"arch_params": {"pretrained": True}}]
+)
+def test_weights_are_only_downloaded_on_request_and_offline_is_one_line(timm, options):
+    with pytest.raises(CheckpointError, match="timm:tiny_net' cannot be loaded: no route to host") as error:
+        models.get("timm:tiny_net", 3, **options)
+    assert timm.calls == [("tiny_net", True)]
+    assert "set checkpoint_path to the file" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_name_of_timm_is_an_error_with_a_hint(timm):
+    with pytest.raises(UnknownNameError, match=r"timm 1\.0 has no network named 'tiny_nett'.*'tiny_net'\?"):
+        models.get("timm:tiny_nett", 3)
+
+
+def test_a_missing_timm_is_an_error_with_the_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'slipstream\[timm\]'$") as error:
+        models.get("timm:convnext_tiny", 3)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "module."])
+def test_checkpoints_with_the_names_of_timm_are_loaded(timm, tmp_path, prefix):
+    source = models.get("timm:tiny_net", 3)
+    torch.save({prefix + key: value for key, value in source.model.state_dict().items()}, tmp_path / "w.pth")
+    loaded = models.get("timm:tiny_net", 3, checkpoint_path=tmp_path / "w.pth")
+    torch.testing.assert_close(loaded.state_dict(), source.state_dict(), rtol=0, atol=0)
+    other = models.get("timm:tiny_net", 5, checkpoint_path=tmp_path / "w.pth", checkpoint_num_classes=3)
+    assert torch.equal(other.model.stem.weight, source.model.stem.weight)
+
+
+def test_methods_of_the_zoo_apply_to_networks_of_timm(timm):
+    network = models.get("timm:tiny_net", 3)
+    network.model.norm.running_mean.fill_(0.5)
+    x = torch.randn(2, 3, 8, 8)
+    expected = network.eval()(x)
+    network.prep_model_for_conversion([8, 8])
+    assert isinstance(network.model.norm, nn.Identity)
+    torch.testing.assert_close(network(x), expected)
+    network.replace_head(5)
+    assert network(x).shape == (2, 5)
+    assert len(network.predict(np.zeros((8, 8, 3), np.uint8)).class_names) == 5
+
+
+def test_a_recipe_names_a_network_of_timm(timm):
+    pytest.importorskip("hydra")
+    overrides = ["architecture=timm:tiny_net", "data_root_dir=data"]
+    config = recipe_config(compose("cifar10_resnet", overrides))["model"]
+    assert config["network"] == {"type": "TimmClassifier", "name": "tiny_net", "num_classes": 10}
+    assert MODELS.build(config)(torch.zeros(2, 3, 8, 8)).shape == (2, 10)
+    overrides.append("checkpoint_params.pretrained_weights=imagenet")
+    config = recipe_config(compose("cifar10_resnet", overrides))["model"]
+    assert config["network"]["pretrained"] is True
+    assert "pretrained" not in config
+
+
+def test_networks_of_the_installed_timm_have_gradients_and_load_their_weights():
+    try:
+        import timm
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"timm cannot be imported: {error}")
+    network = models.get("timm:convnext_atto", num_classes=5)
+    network(torch.randn(2, 3, 64, 64)).logsumexp(1).sum().backward()
+    assert all(parameter.grad is not None for parameter in network.parameters())
+    names = [name for name, _ in network.named_parameters()]
+    for prefix in set(network.get_finetune_lr_dict(0.1)) - {"default"}:
+        assert any(name.startswith(prefix) for name in names)
+    own = timm.create_model("convnext_atto", num_classes=5).eval()
+    network.eval().load_state_dict(own.state_dict())
+    x = torch.randn(1, 3, 64, 64)
+    torch.testing.assert_close(network(x), own(x))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "repvgg_a0", "mobileone_s0", "vit_tiny_patch16_224"])
+def test_networks_of_the_installed_timm_are_prepared_and_get_new_heads(name):
+    pytest.importorskip("timm", exc_type=Exception)
+    network = models.get(f"timm:{name}", num_classes=5).eval()
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_var.uniform_(0.5, 2)
+    x = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        expected = network(x)
+        before = len(list(network.parameters()))
+        network.prep_model_for_conversion()
+        assert torch.allclose(network(x), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    assert len(list(network.parameters())) < before or "vit" in name
+    network.replace_head(3)
+    assert network(x).shape == (1, 3)
