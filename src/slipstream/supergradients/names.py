@@ -33,11 +33,25 @@ _METRICS = {
     "Accuracy": "slipstream.training.metrics:Accuracy",
     "Top5": "slipstream.training.metrics:Top5",
 }
-_SEG_METRICS = {name: f"slipstream.training.metrics:{name}" for name in ("Dice", "IoU", "PixelAccuracy")}
-_LOSSES = {
-    "CrossEntropyLoss": "slipstream.training.losses:CrossEntropyLoss",
-    "DiceCEEdgeLoss": "slipstream.apps.zoo:DiceCEEdgeLoss",
-    "STDCLoss": "slipstream.apps.zoo:STDCLoss",
+_SEG_METRICS = {
+    name: f"slipstream.training.metrics:{name}"
+    for name in ("BinaryDice", "BinaryIOU", "Dice", "IoU", "PixelAccuracy")
+}
+_CROSS_ENTROPY = {"CrossEntropyLoss": "slipstream.training.losses:CrossEntropyLoss"}
+_ZOO = "slipstream.apps.zoo"
+_LOSSES = _CROSS_ENTROPY | {
+    name: f"{_ZOO}:{name}"
+    for name in ("BCEDiceLoss", "DiceCEEdgeLoss", "FocalLoss", "KDLogitsLoss", "STDCLoss", "ShelfNetOHEMLoss")
+}
+_LOSS_MODULES = {
+    "bce_dice_loss": ("BCEDiceLoss",),
+    "cwd_loss": ("ChannelWiseKnowledgeDistillationLoss",),
+    "dice_ce_edge_loss": ("DiceCEEdgeLoss",),
+    "focal_loss": ("FocalLoss",),
+    "kd_losses": ("KDLogitsLoss", "KDklDivLoss"),
+    "seg_kd_loss": ("SegKDLoss",),
+    "shelfnet_ohem_loss": ("ShelfNetOHEMLoss",),
+    "stdc_loss": ("STDCLoss",),
 }
 _CALLBACKS = {
     name: f"slipstream.training.callbacks:{name}"
@@ -104,6 +118,11 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "super_gradients.training.datasets.classification_datasets": _CLASSIFICATION,
     "super_gradients.training.datasets.segmentation_datasets": _SEGMENTATION,
     "super_gradients.training.losses": _LOSSES,
+    "super_gradients.training.losses.label_smoothing_cross_entropy_loss": _CROSS_ENTROPY,
+    **{
+        f"super_gradients.training.losses.{module}": {name: f"{_ZOO}:{name}" for name in names}
+        for module, names in _LOSS_MODULES.items()
+    },
     "super_gradients.training.metrics": {**_METRICS, **_SEG_METRICS},
     "super_gradients.training.metrics.classification_metrics": _METRICS,
     "super_gradients.training.metrics.segmentation_metrics": _SEG_METRICS,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from slipstream.apps.zoo import models
 from slipstream.apps.zoo.dice_ce_edge import DiceCEEdgeLoss
 from slipstream.apps.zoo.losses import CrossEntropy, MultiHeadCrossEntropy
+from slipstream.apps.zoo.shelfnet_loss import ShelfNetOHEMLoss
 from slipstream.apps.zoo.stdc_loss import STDCLoss
 from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.evaluator import CountingMetric
@@ -28,7 +29,14 @@ __all__ = ["SupervisedModel", "TrainMetricsHook"]
 
 Configured = nn.Module | Mapping[str, Any]
 
-_OF_CLASSES = (nn.CrossEntropyLoss, CrossEntropy, MultiHeadCrossEntropy, DiceCEEdgeLoss, STDCLoss)
+_OF_CLASSES = (
+    nn.CrossEntropyLoss,
+    CrossEntropy,
+    MultiHeadCrossEntropy,
+    DiceCEEdgeLoss,
+    STDCLoss,
+    ShelfNetOHEMLoss,
+)
 """Losses that compare class scores with class ids or class probabilities."""
 
 
@@ -150,7 +158,8 @@ class SupervisedModel(Segmentor):
             return
         found = self.predictions(outputs, inputs, targets)
         for metric, counts in zip(self.train_metrics, self._counts(), strict=True):
-            metric.count(counts, found["preds"].detach(), found["targets"])
+            preds = found["scores"] if metric.reads_scores and "scores" in found else found["preds"]
+            metric.count(counts, preds.detach(), found["targets"])
 
     def _counts(self) -> list[Tensor]:
         return [getattr(self, f"train_counts{index}") for index in range(len(self.train_metrics))]
@@ -190,7 +199,7 @@ def _counting(metric: CountingMetric | Mapping[str, Any], index: int) -> Countin
     if not isinstance(built, CountingMetric):
         raise ConfigError(
             f"{type(built).__name__} cannot count during training without synchronizing with the device; use IoU, "
-            "PixelAccuracy, Dice, Accuracy or Top5, or move it to valid_metrics_list",
+            "PixelAccuracy, Dice, BinaryIOU, BinaryDice, Accuracy or Top5, or move it to valid_metrics_list",
             f"train_metrics[{index}]",
         )
     return built

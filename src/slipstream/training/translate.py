@@ -14,7 +14,7 @@ from slipstream.speed import PARAMS_OPTIONS
 from slipstream.training.callbacks import callback_hooks
 from slipstream.training.hooks import PrePredictionHook
 from slipstream.training.losses import loss_config
-from slipstream.training.metrics import known_name, metric_config
+from slipstream.training.metrics import known_names, metric_config
 from slipstream.training.optimizers import optim_wrapper
 from slipstream.training.params import TrainingParams
 from slipstream.training.schedules import lr_schedules
@@ -190,12 +190,12 @@ def _watched(params: TrainingParams) -> str | None:
     entries, wanted = params.valid_metrics_list, params.metric_to_watch
     if wanted is None or not entries:
         return None
-    found = [known_name(entry) for entry in entries]
-    names = [name for name in found if name is not None]
+    found = [known_names(entry) for entry in entries]
+    names = [name for several in found for name in several]
     for name in names:
         if _normalized(name) == _normalized(wanted):
             return name
-    if len(names) < len(found):
+    if not all(found):
         return wanted  # other metric objects determine their names in the first validation run
     raise UnknownNameError(
         f"no metric of valid_metrics_list is named '{wanted}'{did_you_mean(wanted, names)} "
