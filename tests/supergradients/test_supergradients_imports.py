@@ -63,7 +63,10 @@ def test_names_are_imported_in_all_forms(tmp_path):
 @pytest.mark.parametrize(
     ("statement", "message"),
     [
-        ("from super_gradients import KDTrainer", "knowledge distillation is not supported"),
+        (
+            "from super_gradients.training.models.kd_modules.kd_module import KDModule",
+            "use KDTrainer, and pass",
+        ),
         (
             "from super_gradients.training.utils.detection_utils import X",
             "semantic segmentation and image class",

@@ -87,7 +87,12 @@ LOG_PROCESSORS = _root("log processor", "slipstream.runner.log_processor")
 STRATEGIES = _root("strategy")
 
 DATASETS = _root("dataset", "slipstream.dataset.sources", "slipstream.apps.street_scenes")
-DATA_SAMPLERS = _root("data sampler", "slipstream.dataset.loading.samplers", namespaces=["torch.utils.data"])
+DATA_SAMPLERS = _root(
+    "data sampler",
+    "slipstream.dataset.loading.samplers",
+    "slipstream.dataset.loading.repeat_aug",
+    namespaces=["torch.utils.data"],
+)
 TRANSFORMS = _root(
     "transform",
     "slipstream.dataset.transforms.geometry",
@@ -100,6 +105,7 @@ FUNCTIONS = _root("function", "slipstream.dataset.loading.collate", "slipstream.
 MODELS = _root(
     "model",
     "slipstream.training.network",
+    "slipstream.training.distillation",
     "slipstream.training.losses",
     "slipstream.apps.zoo",
     "slipstream.model",

@@ -11,6 +11,7 @@ __all__ = ["MODULES", "missing"]
 
 _OWN = "slipstream.supergradients"
 _TRAINER = {"Trainer": f"{_OWN}.trainer:Trainer"}
+_KD_TRAINER = {"KDTrainer": f"{_OWN}.trainer:KDTrainer"}
 _ENUMS = {name: f"{_OWN}.object_names:{name}" for name in ("MultiGPUMode", "StrictLoad")}
 _NAMES = {name: f"{_OWN}.object_names:{name}" for name in ("Losses", "Models")}
 _SETUP = {
@@ -95,6 +96,7 @@ _MODELS = {"get": f"{_OWN}.models:get", **_NAMES}
 MODULES: Mapping[str, Mapping[str, str]] = {
     "super_gradients": {
         **_TRAINER,
+        **_KD_TRAINER,
         **_SETUP,
         **_DEVICE,
         "__version__": f"{_OWN}.environment:SUPPORTED_VERSION",
@@ -111,12 +113,14 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "super_gradients.common.object_names": _NAMES,
     "super_gradients.common.registry": _REGISTERS,
     "super_gradients.common.registry.registry": _REGISTERS,
-    "super_gradients.training": {**_TRAINER, **_ENUMS},
+    "super_gradients.training": {**_TRAINER, **_KD_TRAINER, **_ENUMS},
     "super_gradients.training.dataloaders": _LOADERS,
     "super_gradients.training.dataloaders.dataloaders": _LOADERS,
     "super_gradients.training.datasets": {**_CLASSIFICATION, **_SEGMENTATION},
     "super_gradients.training.datasets.classification_datasets": _CLASSIFICATION,
     "super_gradients.training.datasets.segmentation_datasets": _SEGMENTATION,
+    "super_gradients.training.kd_trainer": _KD_TRAINER,
+    "super_gradients.training.kd_trainer.kd_trainer": _KD_TRAINER,
     "super_gradients.training.losses": _LOSSES,
     "super_gradients.training.losses.label_smoothing_cross_entropy_loss": _CROSS_ENTROPY,
     **{
@@ -127,6 +131,8 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "super_gradients.training.metrics.classification_metrics": _METRICS,
     "super_gradients.training.metrics.segmentation_metrics": _SEG_METRICS,
     "super_gradients.training.models": _MODELS,
+    "super_gradients.training.models.kd_modules": {},
+    "super_gradients.training.models.kd_modules.kd_module": {"KDOutput": f"{_ZOO}:KDOutput"},
     "super_gradients.training.models.model_factory": {"get": f"{_OWN}.models:get"},
     "super_gradients.training.sg_trainer": {**_TRAINER, "StrictLoad": _ENUMS["StrictLoad"]},
     "super_gradients.training.training_hyperparams": {"get": f"{_OWN}.hyperparams:get"},
@@ -139,12 +145,15 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "super_gradients.training.utils.checkpoint_utils": {
         "load_checkpoint_to_model": f"{_OWN}.models:load_checkpoint_to_model"
     },
+    "super_gradients.training.utils.kd_trainer_utils": {
+        "NormalizationAdapter": f"{_ZOO}:NormalizationAdapter"
+    },
     "super_gradients.training.utils.distributed_training_utils": {**_DEVICE, **_SETUP},
 }
 """Names of each module, and the module and attribute of Slipstream."""
 
 _TOPICS = (
-    (r"kd|distill", "knowledge distillation is not supported; train the student by itself"),
+    (r"kd|distill", "use KDTrainer, and pass student=... and teacher=... to its method train"),
     (
         r"detection|yolo|ssd|pose|keypoint|dekr|bbox|nms",
         "object detection and pose estimation are not supported; semantic segmentation and image classification are",

@@ -25,11 +25,11 @@ from slipstream.training.optimizers import freeze
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["SupervisedModel", "TrainMetricsHook"]
+__all__ = ["CLASS_LOSSES", "Configured", "SupervisedModel", "TrainMetricsHook"]
 
 Configured = nn.Module | Mapping[str, Any]
 
-_OF_CLASSES = (
+CLASS_LOSSES = (
     nn.CrossEntropyLoss,
     CrossEntropy,
     MultiHeadCrossEntropy,
@@ -117,15 +117,20 @@ class SupervisedModel(Segmentor):
         self.check_classes(main_output(outputs))
         if mode == "loss":
             if targets is not None:
-                if isinstance(self.loss, _OF_CLASSES):
+                if isinstance(self.loss, CLASS_LOSSES):
                     _check_targets(main_output(outputs), targets)
                 self._count(outputs, inputs, targets)
-            if main_output(outputs).ndim == 4:
-                outputs = self.without_margin(outputs, inputs, targets)
-                if targets is not None and isinstance(self.loss, _OF_CLASSES):
-                    _check_size(main_output(outputs), targets)
-            return self.losses(outputs, targets)
+            found = self.loss_inputs(outputs, inputs, targets)
+            if targets is not None and main_output(outputs).ndim == 4 and isinstance(self.loss, CLASS_LOSSES):
+                _check_size(main_output(found), targets)
+            return self.losses(found, targets)
         return self.predictions(outputs, inputs, targets) if mode == "predict" else outputs
+
+    def loss_inputs(self, outputs: Any, inputs: Tensor, targets: Tensor | None) -> Any:
+        """Return the loss's first argument: the network's outputs without the padding of the images."""
+        if main_output(outputs).ndim != 4:
+            return outputs
+        return self.without_margin(outputs, inputs, targets)
 
     def losses(self, outputs: Any, targets: Tensor | None) -> dict[str, Tensor]:
         """Return the losses by name. If the loss returns SuperGradients' pair, only the first item is a loss."""

@@ -8,6 +8,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
+from slipstream.training.kd_recipe import KEYS as KD_KEYS
+from slipstream.training.kd_recipe import is_distillation, renamed_paths, student_recipe, teacher_of
 from slipstream.training.tasks import check_task
 
 __all__ = ["gpus", "pretrained_whole", "recipe_config"]
@@ -15,7 +17,7 @@ __all__ = ["gpus", "pretrained_whole", "recipe_config"]
 _KEYS = (
     "architecture", "arch_params", "checkpoint_params", "ckpt_root_dir", "data_root_dir", "dataset_params",
     "experiment_name", "load_checkpoint", "multi_gpu", "num_classes", "num_gpus", "resume", "test_dataloaders",
-    "train_dataloader", "training_hyperparams", "training_params", "val_dataloader",
+    "train_dataloader", "training_hyperparams", "training_params", "val_dataloader", *KD_KEYS,
 )  # fmt: skip
 # Keys of SuperGradients' recipes that do not affect a run.
 _UNUSED = (
@@ -59,7 +61,10 @@ def recipe_config(recipe: Mapping[str, Any], launcher: str = "none") -> dict[str
     check_task(recipe)
     _check_keys(recipe)
     gpus(recipe)  # validates multi_gpu and num_gpus; the speed plan sets the parallel wrapper
-    network = _network(recipe)
+    teacher = teacher_of(recipe, _network_and_weights) if is_distillation(recipe) else None
+    recipe = student_recipe(recipe) if teacher else recipe
+    with renamed_paths("student" if teacher else None):
+        network, pretrained = _network_and_weights(recipe)
     return runner_config(
         experiment_name=_required(recipe, "experiment_name", str),
         ckpt_root_dir=recipe.get("ckpt_root_dir"),
@@ -68,9 +73,10 @@ def recipe_config(recipe: Mapping[str, Any], launcher: str = "none") -> dict[str
         train_dataloader=_loader(recipe, "train", recipe.get("train_dataloader")),
         val_dataloader=_loader(recipe, "val", recipe.get("val_dataloader")),
         test_dataloader=_test_loader(recipe),
-        pretrained=_pretrained(recipe, network.get("num_classes")),
+        pretrained=pretrained,
         num_classes=network.get("num_classes"),
         launcher=launcher,
+        teacher=teacher,
     )
 
 
@@ -129,6 +135,11 @@ def _network(recipe: Mapping[str, Any]) -> dict[str, Any]:
         options["num_classes"] = recipe["num_classes"]
     kept = {key: value for key, value in options.items() if key not in _NO_OPTIONS}
     return {"type": _required(recipe, "architecture", str), **kept}
+
+
+def _network_and_weights(recipe: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    network = _network(recipe)
+    return network, _pretrained(recipe, network.get("num_classes"))
 
 
 def _training_params(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,6 +48,7 @@ def runner_config(
     pretrained: Mapping[str, Any] | None = None,
     num_classes: int | None = None,
     launcher: str = "none",
+    teacher: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the configuration for `Runner.from_cfg`: built-in Python values, except for objects passed as arguments.
 
@@ -59,6 +60,7 @@ def runner_config(
         pretrained: arguments of `zoo.models.load`, which loads the initial weights.
         num_classes: number of classes of the network, if known.
         launcher: as for `Runner`.
+        teacher: arguments of `DistillationModel` for the teacher, for knowledge distillation.
 
     Raises:
         UnknownNameError, ConfigError: if a key or value is invalid or not supported. The message contains its path
@@ -71,7 +73,10 @@ def runner_config(
     return {
         "experiment_name": experiment_name,
         "work_dir": work_dir(experiment_name, ckpt_root_dir),
-        "model": _model(params, network, pretrained, num_classes, optim.get("paramwise_cfg", {})),
+        "model": {
+            **_model(params, network, pretrained, num_classes, optim.get("paramwise_cfg", {})),
+            **({"type": "DistillationModel", **teacher} if teacher else {}),
+        },
         "train_dataloader": _limit_batches(train_dataloader, params.max_train_batches),
         "train_cfg": {
             "by_epoch": True,
