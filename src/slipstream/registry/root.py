@@ -99,6 +99,7 @@ TRANSFORMS = _root(
     "slipstream.dataset.transforms.image_transforms",
     "slipstream.dataset.transforms.image_resize",
     "slipstream.dataset.transforms.rand_augment",
+    "slipstream.dataset.transforms.rotate_blur",
 )
 FUNCTIONS = _root("function", "slipstream.dataset.loading.collate", "slipstream.dataset.loading.mixup")
 

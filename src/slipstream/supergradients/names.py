@@ -69,7 +69,8 @@ _TRANSFORMS = {
     name: f"slipstream.dataset:{name}"
     for name in (
         "SegColorJitter", "SegConvertToTensor", "SegCropImageAndMask", "SegNormalize", "SegPadShortToCropSize",
-        "SegRandomFlip", "SegRandomRescale", "SegRescale", "SegStandardize",
+        "SegPadToDivisible", "SegRandomFlip", "SegRandomGaussianBlur", "SegRandomRescale", "SegRandomRotate",
+        "SegRescale", "SegResize", "SegStandardize",
     )
 }  # fmt: skip
 _CLASSIFICATION = {
