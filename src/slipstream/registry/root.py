@@ -136,6 +136,7 @@ PARAM_SCHEDULERS = _root(
 METRICS = _root(
     "metric",
     "slipstream.training.metrics",
+    "slipstream.training.watched",
     "slipstream.evaluator",
     namespaces=["torchmetrics", "torchmetrics.classification", "torchmetrics.segmentation"],
 )

@@ -21,6 +21,7 @@ from slipstream.model.sliding import SlidingWindow, slide
 from slipstream.model.tasks import main_output
 from slipstream.registry import HOOKS, METRICS, MODELS
 from slipstream.training.optimizers import freeze
+from slipstream.training.watched import KEY, loss_value
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -57,6 +58,7 @@ class SupervisedModel(Segmentor):
             them.
         num_classes: number of classes of the dataset. The main output must have the same number of channels.
         paramwise_cfg: as for `PrefixOptimWrapperConstructor`. Parameters with a learning rate of 0 are frozen.
+        watched_losses: names of losses to return with the predictions, for `ValidationLoss`.
 
     Raises:
         ConfigError: if a training metric cannot count on the device, or `paramwise_cfg` does not match the network.
@@ -76,8 +78,10 @@ class SupervisedModel(Segmentor):
         train_metrics: Sequence[Any] | None = None,
         num_classes: int | None = None,
         paramwise_cfg: Mapping[str, Any] | None = None,
+        watched_losses: Sequence[str] = (),
     ) -> None:
         super().__init__(network, loss, data_preprocessor)
+        self.watched_losses = tuple(watched_losses)
         if paramwise_cfg is not None:
             freeze(self, paramwise_cfg)
         self.pretrained = dict(pretrained or {})
@@ -124,7 +128,14 @@ class SupervisedModel(Segmentor):
             if targets is not None and main_output(outputs).ndim == 4 and isinstance(self.loss, CLASS_LOSSES):
                 _check_size(main_output(found), targets)
             return self.losses(found, targets)
-        return self.predictions(outputs, inputs, targets) if mode == "predict" else outputs
+        if mode != "predict":
+            return outputs
+        predictions: dict[str, Any] = self.predictions(outputs, inputs, targets)
+        if self.watched_losses and targets is not None:
+            result = super().losses(self.loss_inputs(outputs, inputs, targets), targets)
+            raw = result["loss"] if result.keys() == {"loss"} else result
+            predictions[KEY] = {name: loss_value(self.loss, raw, name) for name in self.watched_losses}
+        return predictions
 
     def loss_inputs(self, outputs: Any, inputs: Tensor, targets: Tensor | None) -> Any:
         """Return the loss's first argument: the network's outputs without the padding of the images."""

@@ -281,13 +281,13 @@ def test_invalid_color_ranges_raise_errors(value):
 
 @pytest.mark.parametrize(("h", "w"), [(3, 4), (12, 5), (6, 8), (1, 1)])
 def test_resize_matches_pillow(h, w):
-    Image = pytest.importorskip("PIL.Image")
+    pil = pytest.importorskip("PIL.Image")
     sample = make()
     found = SegResize(h, w)(sample, rng())
-    image, mask = (Image.fromarray(sample[key]) for key in ("image", "mask"))
-    wanted = np.asarray(image.resize((w, h), Image.Resampling.BILINEAR))
+    image, mask = (pil.fromarray(sample[key]) for key in ("image", "mask"))
+    wanted = np.asarray(image.resize((w, h), pil.Resampling.BILINEAR))
     np.testing.assert_allclose(found["image"].astype(int), wanted.astype(int), atol=1)
-    np.testing.assert_array_equal(found["mask"], mask.resize((w, h), Image.Resampling.NEAREST))
+    np.testing.assert_array_equal(found["mask"], mask.resize((w, h), pil.Resampling.NEAREST))
 
 
 @pytest.mark.parametrize(("value", "height", "width"), [(4, 8, 8), (5, 10, 10), (2, 6, 8), (32, 32, 32)])
