@@ -140,8 +140,8 @@ def test_unknown_names_fail_before_the_first_epoch(tmp_path):
             dict(lr_mode={"ReduceLROnPlateau": {"metric_name": "Top1"}}),
             "lr_mode.ReduceLROnPlateau.metric_name",
         ),
-        (dict(phase_callbacks=[EarlyStop("VALIDATION_EPOCH_END", "F1")]), "phase_callbacks"),
-        (dict(phase_callbacks=[{"EarlyStop": {"monitor": "F1"}}]), "phase_callbacks"),
+        (dict(phase_callbacks=[EarlyStop("VALIDATION_EPOCH_END", "F1")]), "phase_callbacks[0].monitor"),
+        (dict(phase_callbacks=[{"EarlyStop": {"monitor": "F1"}}]), "phase_callbacks[0].monitor"),
     ):
         with pytest.raises(ConfigError, match="available: Accuracy, CrossEntropyLoss") as error:
             train(tmp_path, "CrossEntropyLoss", None, valid_metrics_list=["Accuracy"], **keys)

@@ -80,6 +80,7 @@ HOOKS = _root(
     "slipstream.training.network",
     "slipstream.training.hooks",
     "slipstream.training.callbacks",
+    "slipstream.training.lr_callbacks",
     "slipstream.training.plot",
     "slipstream.hooks",
 )

@@ -23,6 +23,7 @@ _KINDS = (
     "collate_function",
     "dataset",
     "loss",
+    "lr_scheduler",
     "metric",
     "model",
     "optimizer",
@@ -64,7 +65,7 @@ _CALLBACKS = {
         "PhaseContext",
         "SlidingWindowValidationCallback",
     )
-}
+} | {"LRCallbackBase": "slipstream.training.lr_callbacks:LRCallbackBase"}
 _TRANSFORMS = {
     name: f"slipstream.dataset:{name}"
     for name in (
@@ -146,6 +147,9 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "super_gradients.training.utils.checkpoint_utils": {
         "load_checkpoint_to_model": f"{_OWN}.models:load_checkpoint_to_model"
     },
+    "super_gradients.training.utils.ema_decay_schedules": {
+        name: f"slipstream.training.ema_decay:{name}" for name in ("EMA_DECAY_FUNCTIONS", "IDecayFunction")
+    },
     "super_gradients.training.utils.kd_trainer_utils": {
         "NormalizationAdapter": f"{_ZOO}:NormalizationAdapter"
     },
@@ -166,9 +170,12 @@ _TOPICS = (
     ),
     (
         r"lr_?callback|lr_?scheduler|lr_?warmup",
-        "set lr_mode='FunctionLRScheduler' and lr_schedule_function, or use a scheduler of torch by name",
+        "derive a schedule from LRCallbackBase, set lr_mode='FunctionLRScheduler', or use a scheduler of torch by name",
     ),
-    (r"decay", "set ema_params to constant, threshold or exp"),
+    (
+        r"decay",
+        "set ema_params.decay_type to constant, threshold or exp, or derive a schedule from IDecayFunction",
+    ),
     (r"sg_?logger", "set sg_logger by name ('wandb_sg_logger'), or use a hook of slipstream.hooks"),
     (r"visual", "use `slipstream predict`, or slipstream.visualization"),
     (

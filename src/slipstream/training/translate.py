@@ -12,11 +12,13 @@ from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.files import check_name
 from slipstream.speed import PARAMS_OPTIONS
 from slipstream.training.callbacks import EarlyStop, callback_hooks
+from slipstream.training.ema_decay import split_decay
 from slipstream.training.hooks import PrePredictionHook
 from slipstream.training.losses import loss_config
+from slipstream.training.lr_callbacks import split_schedule
 from slipstream.training.metrics import metric_config
 from slipstream.training.optimizers import optim_wrapper
-from slipstream.training.params import TrainingParams
+from slipstream.training.params import TrainingParams, plain
 from slipstream.training.schedules import lr_schedules
 from slipstream.training.trackers import visualizer
 from slipstream.training.watched import Watched, watched_value
@@ -67,12 +69,13 @@ def runner_config(
         UnknownNameError, ConfigError: if a key or value is invalid or not supported. The message contains its path
             in `training_params`.
     """
-    params = TrainingParams.read(training_params)
+    plain_params, schedule = split_schedule(plain(training_params))
+    params, average = split_decay(TrainingParams.read(plain_params))
     if params.max_epochs is None:
         raise ConfigError("is required", "training_params.max_epochs")
     optim, best = optim_wrapper(params), _best(params)
-    hooks = _hooks(params, best)
-    losses = _validated_losses(params, best, hooks) if val_dataloader is not None else []
+    callbacks = callback_hooks(params.phase_callbacks)
+    losses = _validated_losses(params, best, callbacks) if val_dataloader is not None else []
     return {
         "experiment_name": experiment_name,
         "work_dir": work_dir(experiment_name, ckpt_root_dir),
@@ -92,7 +95,7 @@ def runner_config(
         **_evaluation("val", _limit_batches(val_dataloader, params.max_valid_batches), params, losses),
         **_evaluation("test", test_dataloader, params),
         "default_hooks": {"checkpoint": _checkpoint(params, best)},
-        "custom_hooks": hooks,
+        "custom_hooks": [*_hooks(params, best), *filter(None, (schedule, average)), *callbacks],
         "randomness": {"seed": params.seed},
         "resume": _resume(params, work_dir(experiment_name, ckpt_root_dir)),
         "launcher": launcher,
@@ -170,7 +173,7 @@ def _hooks(params: TrainingParams, best: Watched | None) -> list[Any]:
         hooks.append({"type": "PreciseBNHook", "num_samples": params.precise_bn_batch_size or _PRECISE})
     if params.average_best_models and params.save_model and best is not None:
         hooks.append({"type": "AverageBestHook", "metric": best.name, "rule": _rule(params, best)})
-    return [*hooks, *callback_hooks(params.phase_callbacks)]
+    return hooks
 
 
 def _checkpoint(params: TrainingParams, best: Watched | None) -> dict[str, Any] | None:
@@ -209,7 +212,7 @@ def _rule(params: TrainingParams, watched: Watched) -> str:
     return "greater" if params.greater_metric_to_watch_is_better and not watched.is_loss else "less"
 
 
-def _validated_losses(params: TrainingParams, best: Watched | None, hooks: Sequence[Any]) -> list[str]:
+def _validated_losses(params: TrainingParams, best: Watched | None, callbacks: Sequence[Any]) -> list[str]:
     """Return the names of the losses that the best checkpoint, the schedules or `EarlyStop` need.
 
     Raises:
@@ -219,15 +222,16 @@ def _validated_losses(params: TrainingParams, best: Watched | None, hooks: Seque
     for schedule in lr_schedules(params):
         if (monitor := schedule.get("monitor")) is not None:
             found.append(watched_value(monitor, params, "training_params.lr_mode"))
-    for hook in hooks:
+    for index, hook in enumerate(callbacks):
+        path = f"training_params.phase_callbacks[{index}].monitor"
         if isinstance(hook, EarlyStop):
-            found.append(watched_value(hook.monitor, params, "training_params.phase_callbacks"))
+            found.append(watched_value(hook.monitor, params, path))
             hook.monitor = found[-1].name
         elif (
             isinstance(hook, dict)
             and hook.get("type") == "EarlyStop"
             and isinstance(hook.get("monitor"), str)
         ):
-            found.append(watched_value(hook["monitor"], params, "training_params.phase_callbacks"))
+            found.append(watched_value(hook["monitor"], params, path))
             hook["monitor"] = found[-1].name
     return list(dict.fromkeys(watched.name for watched in found if watched.is_loss))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.errors import ModelError, UnknownNameError, did_you_mean
+from slipstream.errors import ModelError, SlipstreamError, UnknownNameError, did_you_mean
 from slipstream.evaluator import BaseMetric
 from slipstream.registry import METRICS, MODELS
 from slipstream.training.losses import loss_config
@@ -131,7 +131,10 @@ class ValidationLoss(BaseMetric):
 
 def _titles(loss: Mapping[str, Any] | Callable[..., Any]) -> list[str]:
     """Return the names of a loss: its class, and the components that it announces."""
-    built: Any = MODELS.build(loss) if isinstance(loss, Mapping) else loss
+    try:
+        built: Any = MODELS.build(loss) if isinstance(loss, Mapping) else loss
+    except SlipstreamError:  # the Runner builds the loss again, and its error contains the path of the key
+        return []
     own = getattr(built, "__name__", type(built).__name__)
     components = getattr(built, "component_names", None) or ([_TOTALS[own]] if own in _TOTALS else [])
     name = _CLASS_NAMES.get(own, own)
