@@ -50,6 +50,11 @@ _RESNET_TRAIN = dict(
     save_ckpt_epoch_list=[50, 100], mixed_precision=True, zero_weight_decay_on_bias_and_bn=True,
     loss="CrossEntropyLoss", metric_to_watch="Accuracy", **_CLASSIFIER,
 )  # fmt: skip
+_RESNET_KD_TRAIN = dict(
+    defaults=["default_train_params"], max_epochs=610, initial_lr=5e-3, lr_mode="CosineLRScheduler", lr_warmup_epochs=5,
+    lr_cooldown_epochs=10, ema=True, mixed_precision=True, zero_weight_decay_on_bias_and_bn=True, optimizer="Lamb",
+    optimizer_params=dict(weight_decay=0.02), loss="CrossEntropyLoss", **_CLASSIFIER,
+)  # fmt: skip
 _CHECKPOINT = dict(
     load_checkpoint=False, load_backbone=False, checkpoint_path=None, external_checkpoint_path=None,
     source_ckpt_folder_name=None, strict_load=_STRICT, pretrained_weights=None, checkpoint_num_classes=None,
@@ -108,7 +113,7 @@ def _variant(train: list[Any], val: list[Any] | None = None) -> dict[str, Any]:
     return found | dict(train_dataloader_params=dict(batch_size=2), val_dataloader_params=dict(batch_size=2))
 
 
-def _imagenet() -> dict[str, Any]:
+def _imagenet(sampler: dict[str, Any] | None = None) -> dict[str, Any]:
     end: list[Any] = [
         "ToTensor",
         {"Normalize": {"mean": "${dataset_params.img_mean}", "std": "${dataset_params.img_std}"}},
@@ -126,7 +131,7 @@ def _imagenet() -> dict[str, Any]:
             root="/data/Imagenet/val", transforms=[{"Resize": {"size": 72}}, {"CenterCrop": {"size": SIDE}}, *end]
         ),
         train_dataloader_params=dict(
-            batch_size=4, shuffle=True, num_workers=8, drop_last=False, pin_memory=True,
+            batch_size=4, shuffle=True, num_workers=8, drop_last=False, pin_memory=True, sampler=sampler,
             collate_fn=dict(_target_=mixup, mixup_alpha=0.2, cutmix_alpha=1.0, label_smoothing=0.1),
         ),
         val_dataloader_params=dict(batch_size=4, num_workers=8, drop_last=False, pin_memory=True),
@@ -172,6 +177,7 @@ def _groups() -> dict[str, dict[str, Any]]:
         "cityscapes_stdc_seg50": _variant(_augmented([2 * SIDE, SIDE], [0.125, 1.5]), [half]),
         "cityscapes_stdc_seg75": _variant(_augmented([2 * SIDE, SIDE], [0.125, 1.5]), three_quarters),
         "imagenet_resnet50": _imagenet(),
+        "imagenet_resnet50_kd": _imagenet({"RepeatAugSampler": {"num_repeats": 3}}),
         "cifar10": _cifar(),
     }
     train = {
@@ -179,6 +185,7 @@ def _groups() -> dict[str, dict[str, Any]]:
         "cityscapes_default": _CITYSCAPES_TRAIN,
         "cifar10_resnet": _CIFAR_TRAIN,
         "imagenet_resnet50": _RESNET_TRAIN,
+        "imagenet_resnet50_kd": _RESNET_KD_TRAIN,
     }
     return {
         **{f"dataset_params/{name}_dataset_params": values for name, values in data.items()},
@@ -278,6 +285,50 @@ def _segmentation() -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
+def _distillation() -> dict[str, dict[str, Any]]:
+    losses = "super_gradients.training.losses"
+    kd = dict(architecture="kd_module", run_teacher_on_eval=True, resume=False)
+    one_hot = dict(_target_=f"{losses}.label_smoothing_cross_entropy_loss.CrossEntropyLoss")
+    adapter = dict(
+        _target_="super_gradients.training.utils.kd_trainer_utils.NormalizationAdapter", mean_original=_MEAN,
+        std_original=_STD, mean_required=[0.5] * 3, std_required=[0.5] * 3,
+    )  # fmt: skip
+    maps = dict(_target_=f"{losses}.cwd_loss.ChannelWiseKnowledgeDistillationLoss", temperature=3.0)
+    pixels = dict(
+        _target_=f"{losses}.seg_kd_loss.SegKDLoss", weights=[1.0], kd_loss_weights=[1.0, 6.0],
+        kd_loss=maps | dict(normalization_mode="channel_wise"),
+        ce_loss=dict(_target_="torch.nn.CrossEntropyLoss", ignore_index=IGNORED),
+    )  # fmt: skip
+    options, weights = dict(num_classes=19, use_aux_heads=False), dict(strict_load=_STRICT)
+    return {
+        "cityscapes_kd_base": _recipe(
+            "cityscapes_default", "cityscapes_ddrnet", **kd, student_architecture="???", student_arch_params=options,
+            teacher_architecture="ddrnet_39", teacher_arch_params=options, arch_params=None,
+            teacher_checkpoint_params=weights | dict(checkpoint_path=None, pretrained_weights="cityscapes"),
+            student_checkpoint_params=weights | dict(load_backbone=True, checkpoint_path="???"),
+            experiment_name="${student_architecture}_teacher-${teacher_architecture}",
+            training_hyperparams=dict(
+                sync_bn=True, max_epochs=500, initial_lr=dict(_backbone=0.0075, default=0.075), loss=pixels,
+                resume="${resume}",
+            ),
+        ),
+        "imagenet_resnet50_kd": _recipe(
+            "imagenet_resnet50_kd", "imagenet_resnet50_kd", **kd, experiment_name="resnet50_imagenet_KD_Model",
+            train_dataloader="imagenet_train", val_dataloader="imagenet_val", student_architecture="resnet50",
+            student_arch_params=dict(num_classes=1000), teacher_architecture="beit_base_patch16_224",
+            teacher_arch_params=dict(num_classes=1000, image_size=[224, 224], patch_size=[16, 16]),
+            arch_params=dict(teacher_input_adapter=adapter),
+            checkpoint_params=dict(teacher_pretrained_weights="imagenet"),
+            teacher_checkpoint_params=weights | dict(checkpoint_path=None, pretrained_weights="imagenet"),
+            student_checkpoint_params=weights | dict(checkpoint_path=None, pretrained_weights=None),
+            training_hyperparams=dict(
+                resume="${resume}", loss="KDLogitsLoss",
+                criterion_params=dict(distillation_loss_coeff=0.8, task_loss_fn=one_hot),
+            ),
+        ),
+    }  # fmt: skip
+
+
 def _others() -> dict[str, dict[str, Any]]:
     segformer = _recipe(
         "default", "cityscapes_segformer", data_root_dir="/data/cityscapes", arch_params=dict(num_classes=19),
@@ -323,7 +374,7 @@ def _others() -> dict[str, dict[str, Any]]:
 
 def recipe_texts() -> dict[str, str]:
     """Return the text of each file of the folder."""
-    files = _groups() | _segmentation() | _others()
+    files = _groups() | _segmentation() | _distillation() | _others()
     return {f"{name}.yaml": yaml.safe_dump(values, sort_keys=False) for name, values in files.items()}
 
 

@@ -4,8 +4,10 @@ import logging
 import re
 
 import pytest
+import torch
 from predecessor_folder import CLASSES, write_data, write_recipes
 
+from slipstream.apps.zoo import models
 from slipstream.errors import ConfigError
 from slipstream.recipes import compose
 from slipstream.runner import Runner
@@ -18,21 +20,41 @@ TRAINED = {
     "cifar10_resnet": "cifar10",
     "cityscapes_al_ddrnet": "cityscapes",
     "cityscapes_ddrnet": "cityscapes",
+    "cityscapes_kd_base": "cityscapes",
     "cityscapes_pplite_seg50": "cityscapes",
     "cityscapes_pplite_seg75": "cityscapes",
     "cityscapes_regseg48": "cityscapes",
     "cityscapes_stdc_seg50": "cityscapes",
     "cityscapes_stdc_seg75": "cityscapes",
     "imagenet_resnet50": "imagenet",
+    "imagenet_resnet50_kd": "imagenet",
     **{f"cityscapes_segformer_b{size}": "cityscapes" for size in range(6)},
 }
 FAST = ("cifar10_resnet", "cityscapes_pplite_seg75", "cityscapes_regseg48")
 OWN = {
     "cityscapes_al_ddrnet": ["checkpoint_params.checkpoint_path=null"],  # `???` in the recipe
+    "cityscapes_kd_base": [
+        "student_architecture=ddrnet_23_slim",
+        "student_checkpoint_params.checkpoint_path=null",
+    ],
     "imagenet_resnet50": [
         f"arch_params.num_classes={CLASSES}",
         f"dataset_params.train_dataloader_params.collate_fn.num_classes={CLASSES}",
     ],
+    "imagenet_resnet50_kd": [
+        f"student_arch_params.num_classes={CLASSES}",
+        f"teacher_arch_params.num_classes={CLASSES}",
+        f"dataset_params.train_dataloader_params.collate_fn.num_classes={CLASSES}",
+        "+dataset_params.train_dataloader_params.sampler.RepeatAugSampler.selected_round=0",  # 12 images
+        "student_architecture=resnet18",
+        "teacher_architecture=resnet34",
+        "~teacher_arch_params.image_size",
+        "~teacher_arch_params.patch_size",
+    ],
+}
+TEACHERS = {
+    "cityscapes_kd_base": ("ddrnet_39", {"num_classes": 19, "use_aux_heads": False}),
+    "imagenet_resnet50_kd": ("resnet34", {"num_classes": CLASSES}),
 }
 
 
@@ -47,6 +69,13 @@ def folders(tmp_path_factory):
 )
 def test_a_recipe_gives_a_plan_and_trains_two_steps(folders, tmp_path, name):
     recipes, data = folders
+    teacher = []
+    if name in TEACHERS:
+        if name == "imagenet_resnet50_kd":
+            pytest.importorskip("pytorch_optimizer")  # for Lamb
+        network, options = TEACHERS[name]
+        torch.save({"net": models.get(network, **options).state_dict()}, tmp_path / "teacher.pth")
+        teacher = [f"teacher_checkpoint_params.checkpoint_path={tmp_path / 'teacher.pth'}"]
     overrides = [
         f"data_root_dir={data / TRAINED[name]}",
         f"ckpt_root_dir={tmp_path}",
@@ -56,6 +85,7 @@ def test_a_recipe_gives_a_plan_and_trains_two_steps(folders, tmp_path, name):
         "training_hyperparams.max_valid_batches=1",
         "training_hyperparams.lr_warmup_epochs=0",
         *OWN.get(name, []),
+        *teacher,
     ]
     cfg = recipe_config(compose(name, overrides, recipes))
     runner = Runner.from_cfg(cfg)
@@ -93,7 +123,6 @@ def test_a_base_recipe_names_the_recipes_that_extend_it(folders):
             "train_dataloader",
         ),
         ("architecture: net\ntrain_dataloader: coco2017_pose_train", "pose estimation", "train_dataloader"),
-        ("architecture: kd_module\nstudent_architecture: resnet50", "knowledge distillation", "architecture"),
         (
             "dataset_params: {train_dataloader_params: {dataset: COCODetectionDataset}}",
             "object detection",

@@ -63,14 +63,17 @@ def test_names_are_imported_in_all_forms(tmp_path):
 @pytest.mark.parametrize(
     ("statement", "message"),
     [
-        ("from super_gradients import KDTrainer", "knowledge distillation is not supported"),
+        (
+            "from super_gradients.training.models.kd_modules.kd_module import KDModule",
+            "use KDTrainer, and pass",
+        ),
         (
             "from super_gradients.training.utils.detection_utils import X",
             "semantic segmentation and image class",
         ),
         ("import super_gradients.conversion", "use torch.export"),
         (
-            "from super_gradients.training.utils.callbacks import LRCallbackBase",
+            "from super_gradients.training.utils.callbacks import LRSchedulerCallback",
             "lr_mode='FunctionLRScheduler'",
         ),
         ("from super_gradients.training import IoU", "'IoU' is in super_gradients.training.metrics"),
@@ -137,6 +140,90 @@ def test_the_quick_start_of_image_classification_runs_unchanged(tmp_path):
     assert last[0] == "Accuracy"
     assert 0 <= float(last[1]) <= 1
     assert (tmp_path / "checkpoints/my_cifar_experiment/ckpt_best.pth").is_file()
+
+
+OWN_PARTS = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from super_gradients.common.registry import register_loss, register_lr_scheduler
+from super_gradients.training.kd_trainer import KDTrainer
+from super_gradients.training.losses import KDLogitsLoss
+from super_gradients.training.metrics import Accuracy
+from super_gradients.training.utils.callbacks import LRCallbackBase, Phase
+from super_gradients.training.utils.ema_decay_schedules import EMA_DECAY_FUNCTIONS, IDecayFunction
+
+
+@register_loss("scaled_loss")
+class ScaledLoss(nn.Module):
+    component_names = ["ce"]
+
+    def __init__(self, factor=1.0):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, preds, target):
+        loss = nn.functional.cross_entropy(preds, target)
+        return self.factor * loss, loss.detach().unsqueeze(0)
+
+
+@register_lr_scheduler("halved")
+class Halved(LRCallbackBase):
+    def __init__(self, halved_from, **kwargs):
+        super().__init__(Phase.TRAIN_EPOCH_END, **kwargs)
+        self.halved_from = halved_from
+
+    def is_lr_scheduling_enabled(self, context):
+        return context.epoch + 1 >= self.halved_from
+
+    def perform_scheduling(self, context):
+        self.lr = {name: rate / 2 for name, rate in self.initial_lr.items()}
+        self.update_lr(context.optimizer, context.epoch, None)
+
+
+class LinearDecay(IDecayFunction):
+    def __init__(self, **kwargs):
+        pass
+
+    def __call__(self, decay, step, total_steps):
+        return decay * step / total_steps
+
+
+EMA_DECAY_FUNCTIONS["linear"] = LinearDecay
+torch.manual_seed(0)
+loader = DataLoader(TensorDataset(torch.randn(8, 4), torch.randint(3, (8,))), batch_size=4)
+trainer = KDTrainer("own", ckpt_root_dir="checkpoints")
+trainer.train(
+    student=nn.Linear(4, 3),
+    teacher=nn.Linear(4, 3),
+    training_params={
+        "max_epochs": 2,
+        "initial_lr": 0.1,
+        "lr_mode": "halved",
+        "halved_from": 1,
+        "loss": "KDLogitsLoss",
+        "criterion_params": {"task_loss_fn": {"scaled_loss": {"factor": 2.0}}},
+        "ema": True,
+        "ema_params": {"decay": 0.9, "decay_type": "linear"},
+        "valid_metrics_list": [Accuracy()],
+        "metric_to_watch": "KDLogitsLoss/Loss",
+        "greater_metric_to_watch_is_better": False,
+    },
+    train_loader=loader,
+    valid_loader=loader,
+)
+loss = trainer.runner.model.loss
+assert isinstance(loss, KDLogitsLoss) and loss.task_loss_fn.factor == 2.0
+print("rate", trainer.runner.optim_wrapper.get_lr()["lr"][0])
+"""
+
+
+@pytest.mark.slow
+def test_losses_schedules_and_decays_of_a_script_are_found_by_name(tmp_path):
+    (tmp_path / "train.py").write_text(OWN_PARTS)
+    done = run("-m", "slipstream.supergradients", "train.py", cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "rate 0.05"
+    assert (tmp_path / "checkpoints/own/ckpt_best.pth").is_file()
 
 
 @pytest.mark.slow

@@ -1,11 +1,12 @@
 """Phase callbacks: events, context attributes, and errors for unavailable attributes."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from slipstream.errors import ConfigError, UnknownNameError
+from slipstream.errors import ConfigError, DataError, UnknownNameError
 from slipstream.hooks import EMAHook, Hook
 from slipstream.registry import HOOKS
 from slipstream.runner import Runner
@@ -18,6 +19,8 @@ from slipstream.training.callbacks import (
     PhaseCallback,
     callback_hooks,
 )
+from slipstream.training.sg_logger import SGLogger
+from slipstream.visualization import Visualizer
 from tiny_runs import Accuracy, Net, Scripted, assert_same, loader, run, training, validation, weights
 
 EVENTS = [name for name in dir(Callback) if name.startswith("on_")]
@@ -210,7 +213,7 @@ def test_model_has_ema_weights_at_the_end_of_validation(tmp_path):
         ("TRAIN_EPOCH_START", "batch_idx", "only available at batch events"),
         ("TRAIN_EPOCH_END", "inputs", "only available at batch events"),
         ("VALIDATION_EPOCH_END", "loss_log_items", "after a training step"),
-        ("PRE_TRAINING", "sg_logger", "context.runner.visualizer"),
+        ("PRE_TRAINING", "valid_metrics", "context.runner.val_loop.evaluator"),
         ("PRE_TRAINING", "criterion", "not available in this run"),
         ("PRE_TRAINING", "metric_to_watch", "not available in this run"),
         ("PRE_TRAINING", "lr_warmup_epochs", "use context.runner instead"),
@@ -369,3 +372,60 @@ def test_callback_events_inside_the_step_are_rejected(event):
 def test_unknown_phase_error_suggests_the_nearest_name():
     with pytest.raises(ConfigError, match="phase: no phase is named 'TEST_ENDS'; did you mean 'TEST_END'"):
         At("TEST_ENDS", None)
+
+
+def test_the_logger_passes_numbers_and_images_to_the_visualizer(tmp_path):
+    image = torch.rand(3, 4, 5)
+
+    def record(context):
+        logger = context.sg_logger
+        logger.add_scalar("own/one", torch.tensor(0.5), global_step=7)
+        logger.add_scalars({"own/two": 2.0})
+        logger.add_image("own/chw", image, global_step=1)
+        logger.add_images("own/hwc", image.permute(1, 2, 0)[None].numpy(), "NHWC")
+        logger.add_config("own", {"key": 3})
+        logger.flush()
+        return logger.local_dir(), context.ckpt_dir
+
+    class Recorded(Visualizer):
+        def __init__(self):
+            super().__init__()
+            self.calls = []
+
+        def add_scalar(self, name, value, step=0):
+            self.calls.append((name, value, step))
+
+        def add_scalars(self, scalar_dict, step=0, file_path=None):
+            self.calls += [(name, value, step) for name, value in scalar_dict.items()]
+
+        def add_image(self, name, image, step=0):
+            self.calls.append((name, image, step))
+
+        def add_config(self, config):
+            self.calls.append(config)
+
+    class Only:
+        epoch, work_dir, visualizer = 2, "folder", Recorded()
+
+    logger = SGLogger(Only())
+    context = SimpleNamespace(sg_logger=logger, ckpt_dir="folder")
+    assert record(context) == ("folder", "folder")
+    one, two, chw, hwc, config = Only.visualizer.calls
+    assert (one, two, config) == (("own/one", 0.5, 7), ("own/two", 2.0, 2), {"own": {"key": 3}})
+    wanted = (image.permute(1, 2, 0) * 255).round().to(torch.uint8).numpy()
+    assert (chw[0], chw[2], hwc[0], hwc[2]) == ("own/chw", 1, "own/hwc/0", 2)
+    assert (chw[1] == wanted).all()
+    assert (hwc[1] == wanted).all()
+    callback = At(Phase.TRAIN_EPOCH_END, record)
+    called(tmp_path, callback)
+    assert callback.seen[0][0] == callback.seen[0][1]
+
+
+def test_other_methods_and_formats_of_the_logger_are_refused():
+    logger = SGLogger(SimpleNamespace(epoch=0))
+    with pytest.raises(
+        AttributeError, match=r"context\.sg_logger\.add_histogram is not supported; use context"
+    ):
+        logger.add_histogram("a", [1])
+    with pytest.raises(DataError, match=r"not \(2, 2\) in the format 'CHW'"):
+        logger.add_image("a", torch.zeros(2, 2))

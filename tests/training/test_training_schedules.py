@@ -285,6 +285,7 @@ def test_reduce_on_plateau_ignores_metrics_during_the_warmup() -> None:
     given = {"mode": "max", "patience": 0, "factor": 0.5, "min_lr": 0.2, "threshold_mode": "abs"}
     mode = {"ReduceLROnPlateau": {**given, "metric_name": "IoU", "phase": "VALIDATION_EPOCH_END"}}
     params = {"initial_lr": 1.0, "max_epochs": 9, "lr_warmup_epochs": 1, "lr_mode": mode}
+    params["valid_metrics_list"] = [{"IoU": {"num_classes": 3}}]
     optimizer = one_group(1.0)
     plateau, warmup = schedulers(params, optimizer, length=2)
     seen = []

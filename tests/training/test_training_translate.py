@@ -203,7 +203,7 @@ def test_loggers_can_be_names_or_objects():
             dict(sg_logger_params=dict(save_logs_remote=True)),
             r"sg_logger_params\.save_logs_remote: logs are only saved",
         ),
-        (dict(loss=None), r"loss: a loss is required: one of CrossEntropyLoss"),
+        (dict(loss=None), r"loss: a loss is required: one of BCEDiceLoss"),
         (dict(max_epochs=None), r"max_epochs: is required"),
         (dict(max_epoch=3), r"max_epoch: .*did you mean 'max_epochs'"),
     ],

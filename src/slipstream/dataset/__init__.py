@@ -35,9 +35,11 @@ if TYPE_CHECKING:
         SegCropImageAndMask,
         SegNormalize,
         SegPadShortToCropSize,
+        SegPadToDivisible,
         SegRandomFlip,
         SegRandomRescale,
         SegRescale,
+        SegResize,
         SegStandardize,
     )
     from slipstream.dataset.transforms.image_resize import (
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     )
     from slipstream.dataset.transforms.pipeline import apply_transforms
     from slipstream.dataset.transforms.rand_augment import RandAugmentTransform
+    from slipstream.dataset.transforms.rotate_blur import SegRandomGaussianBlur, SegRandomRotate
 
 _MODULES = {
     "loading.collate": ["default_collate", "pseudo_collate"],
@@ -75,15 +78,18 @@ _MODULES = {
         "SegCropImageAndMask",
         "SegNormalize",
         "SegPadShortToCropSize",
+        "SegPadToDivisible",
         "SegRandomFlip",
         "SegRandomRescale",
         "SegRescale",
+        "SegResize",
         "SegStandardize",
     ],
     "transforms.image_transforms": ["Normalize", "RandomCrop", "RandomHorizontalFlip", "ToTensor"],
     "transforms.image_resize": ["CenterCrop", "RandomResizedCropAndInterpolation", "Resize"],
     "transforms.pipeline": ["apply_transforms"],
     "transforms.rand_augment": ["RandAugmentTransform"],
+    "transforms.rotate_blur": ["SegRandomGaussianBlur", "SegRandomRotate"],
 }
 
 __all__ = [
@@ -118,9 +124,13 @@ __all__ = [
     "SegCropImageAndMask",
     "SegNormalize",
     "SegPadShortToCropSize",
+    "SegPadToDivisible",
     "SegRandomFlip",
+    "SegRandomGaussianBlur",
     "SegRandomRescale",
+    "SegRandomRotate",
     "SegRescale",
+    "SegResize",
     "SegStandardize",
     "SegmentationDataset",
     "ToTensor",

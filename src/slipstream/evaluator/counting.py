@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ class CountingMetric(BaseMetric):
     _counts: Tensor | None = None
     confusion: list[list[int]] | None = None
     """The confusion matrix of the last evaluation (rows: targets, columns: predictions), if the metric counts one."""
+    reads_scores: ClassVar[bool] = False
+    """Whether the metric uses the scores of networks with one output channel instead of their class ids."""
 
     @abstractmethod
     def num_counts(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_, methodcaller
@@ -384,6 +385,7 @@ class ScheduledEMA(BaseAveragedModel):
         interval, device, update_buffers: see `BaseAveragedModel`.
         count: unit of the steps in the decay schedule: `updates`, or `batches` as in SuperGradients. The two differ if
             gradients are accumulated.
+        function: `function(decay, step, total_steps)` returns the decay instead of `decay_type`.
     """
 
     every_batch = False
@@ -399,8 +401,10 @@ class ScheduledEMA(BaseAveragedModel):
         device: torch.device | str | None = None,
         update_buffers: bool = True,
         count: str = "updates",
+        function: Callable[[float, int, int], float] | None = None,
     ) -> None:
         super().__init__(model, interval, device, update_buffers)
+        self.function = function
         if count not in self.counts:
             raise ConfigError(f"must be one of {self.counts}, not {count!r}", "count")
         self.count = count
@@ -410,9 +414,19 @@ class ScheduledEMA(BaseAveragedModel):
     def weight(self, step: int) -> float:
         """Return one minus the decay."""
         if self.count == "updates":
-            return 1.0 - self.schedule.at(step + 1, self.total_steps)
+            return 1.0 - self._decay(step + 1, self.total_steps)
         batches, total = (step + 1) * self.window, self.total_batches
-        return 1.0 - self.schedule.at(batches if total is None else min(batches, total), total)
+        return 1.0 - self._decay(batches if total is None else min(batches, total), total)
+
+    def _decay(self, step: int, total: int | None) -> float:
+        if self.function is None:
+            return self.schedule.at(step, total)
+        decay = self.function(self.schedule.decay, step, step if total is None else total)
+        if not 0 <= decay <= 1:
+            raise ConfigError(
+                f"{self.function!r} returned the decay {decay}; it must be from 0 to 1", "decay"
+            )
+        return decay
 
 
 @MODELS.register_module()

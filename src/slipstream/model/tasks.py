@@ -92,6 +92,8 @@ class Segmentor(Task):
     def forward(self, inputs: Tensor, targets: Tensor | None = None, mode: str = "tensor") -> Any:
         """Return losses, `{"preds": (N, H, W) int64, "targets": ...}` or the network's output.
 
+        For networks with one output channel, `preds` is 1 where the score is at least 0, and `scores` are the scores.
+
         Args:
             inputs: float images (N, 3, H, W).
             targets: class ids (N, H, W) of any integer type.
@@ -112,12 +114,12 @@ class Segmentor(Task):
         """Return the class ids of the main output, resized to the targets, and the targets if present."""
         logits = main_output(outputs)
         if targets is None:
-            return {"preds": logits.argmax(1)}
+            return _class_ids(logits)
         if self._padded(inputs, targets):
             logits = _cut(_resized(logits, inputs), targets)
         else:
             logits = _resized(logits, targets)
-        return {"preds": logits.argmax(1), "targets": targets.long()}
+        return {**_class_ids(logits), "targets": targets.long()}
 
     def _padded(self, inputs: Tensor, targets: Tensor) -> bool:
         """Return whether the preprocessor padded the images; the targets do not cover the padding."""
@@ -127,9 +129,19 @@ class Segmentor(Task):
 
 
 def main_output(outputs: Any) -> Tensor:
-    """Return a network's main output, which is the first if there are several."""
-    output: Tensor = outputs[0] if isinstance(outputs, tuple | list) else outputs
+    """Return a network's main output, which is the first if there are several (of the first network, if several)."""
+    while isinstance(outputs, tuple | list):
+        outputs = outputs[0]
+    output: Tensor = outputs
     return output
+
+
+def _class_ids(logits: Tensor) -> dict[str, Tensor]:
+    """Return the class ids, and for one channel also its scores (N, H, W)."""
+    if logits.shape[1] > 1:
+        return {"preds": logits.argmax(1)}
+    scores = logits.squeeze(1)
+    return {"preds": (scores >= 0).long(), "scores": scores}
 
 
 def _resized(logits: Tensor, like: Tensor) -> Tensor:

@@ -80,6 +80,7 @@ HOOKS = _root(
     "slipstream.training.network",
     "slipstream.training.hooks",
     "slipstream.training.callbacks",
+    "slipstream.training.lr_callbacks",
     "slipstream.training.plot",
     "slipstream.hooks",
 )
@@ -87,19 +88,26 @@ LOG_PROCESSORS = _root("log processor", "slipstream.runner.log_processor")
 STRATEGIES = _root("strategy")
 
 DATASETS = _root("dataset", "slipstream.dataset.sources", "slipstream.apps.street_scenes")
-DATA_SAMPLERS = _root("data sampler", "slipstream.dataset.loading.samplers", namespaces=["torch.utils.data"])
+DATA_SAMPLERS = _root(
+    "data sampler",
+    "slipstream.dataset.loading.samplers",
+    "slipstream.dataset.loading.repeat_aug",
+    namespaces=["torch.utils.data"],
+)
 TRANSFORMS = _root(
     "transform",
     "slipstream.dataset.transforms.geometry",
     "slipstream.dataset.transforms.image_transforms",
     "slipstream.dataset.transforms.image_resize",
     "slipstream.dataset.transforms.rand_augment",
+    "slipstream.dataset.transforms.rotate_blur",
 )
 FUNCTIONS = _root("function", "slipstream.dataset.loading.collate", "slipstream.dataset.loading.mixup")
 
 MODELS = _root(
     "model",
     "slipstream.training.network",
+    "slipstream.training.distillation",
     "slipstream.training.losses",
     "slipstream.apps.zoo",
     "slipstream.model",
@@ -129,6 +137,7 @@ PARAM_SCHEDULERS = _root(
 METRICS = _root(
     "metric",
     "slipstream.training.metrics",
+    "slipstream.training.watched",
     "slipstream.evaluator",
     namespaces=["torchmetrics", "torchmetrics.classification", "torchmetrics.segmentation"],
 )

@@ -11,6 +11,7 @@ __all__ = ["MODULES", "missing"]
 
 _OWN = "slipstream.supergradients"
 _TRAINER = {"Trainer": f"{_OWN}.trainer:Trainer"}
+_KD_TRAINER = {"KDTrainer": f"{_OWN}.trainer:KDTrainer"}
 _ENUMS = {name: f"{_OWN}.object_names:{name}" for name in ("MultiGPUMode", "StrictLoad")}
 _NAMES = {name: f"{_OWN}.object_names:{name}" for name in ("Losses", "Models")}
 _SETUP = {
@@ -22,6 +23,7 @@ _KINDS = (
     "collate_function",
     "dataset",
     "loss",
+    "lr_scheduler",
     "metric",
     "model",
     "optimizer",
@@ -33,11 +35,25 @@ _METRICS = {
     "Accuracy": "slipstream.training.metrics:Accuracy",
     "Top5": "slipstream.training.metrics:Top5",
 }
-_SEG_METRICS = {name: f"slipstream.training.metrics:{name}" for name in ("Dice", "IoU", "PixelAccuracy")}
-_LOSSES = {
-    "CrossEntropyLoss": "slipstream.training.losses:CrossEntropyLoss",
-    "DiceCEEdgeLoss": "slipstream.apps.zoo:DiceCEEdgeLoss",
-    "STDCLoss": "slipstream.apps.zoo:STDCLoss",
+_SEG_METRICS = {
+    name: f"slipstream.training.metrics:{name}"
+    for name in ("BinaryDice", "BinaryIOU", "Dice", "IoU", "PixelAccuracy")
+}
+_CROSS_ENTROPY = {"CrossEntropyLoss": "slipstream.training.losses:CrossEntropyLoss"}
+_ZOO = "slipstream.apps.zoo"
+_LOSSES = _CROSS_ENTROPY | {
+    name: f"{_ZOO}:{name}"
+    for name in ("BCEDiceLoss", "DiceCEEdgeLoss", "FocalLoss", "KDLogitsLoss", "STDCLoss", "ShelfNetOHEMLoss")
+}
+_LOSS_MODULES = {
+    "bce_dice_loss": ("BCEDiceLoss",),
+    "cwd_loss": ("ChannelWiseKnowledgeDistillationLoss",),
+    "dice_ce_edge_loss": ("DiceCEEdgeLoss",),
+    "focal_loss": ("FocalLoss",),
+    "kd_losses": ("KDLogitsLoss", "KDklDivLoss"),
+    "seg_kd_loss": ("SegKDLoss",),
+    "shelfnet_ohem_loss": ("ShelfNetOHEMLoss",),
+    "stdc_loss": ("STDCLoss",),
 }
 _CALLBACKS = {
     name: f"slipstream.training.callbacks:{name}"
@@ -49,12 +65,13 @@ _CALLBACKS = {
         "PhaseContext",
         "SlidingWindowValidationCallback",
     )
-}
+} | {"LRCallbackBase": "slipstream.training.lr_callbacks:LRCallbackBase"}
 _TRANSFORMS = {
     name: f"slipstream.dataset:{name}"
     for name in (
         "SegColorJitter", "SegConvertToTensor", "SegCropImageAndMask", "SegNormalize", "SegPadShortToCropSize",
-        "SegRandomFlip", "SegRandomRescale", "SegRescale", "SegStandardize",
+        "SegPadToDivisible", "SegRandomFlip", "SegRandomGaussianBlur", "SegRandomRescale", "SegRandomRotate",
+        "SegRescale", "SegResize", "SegStandardize",
     )
 }  # fmt: skip
 _CLASSIFICATION = {
@@ -89,6 +106,7 @@ _MODELS = {"get": f"{_OWN}.models:get", **_NAMES}
 MODULES: Mapping[str, Mapping[str, str]] = {
     "super_gradients": {
         **_TRAINER,
+        **_KD_TRAINER,
         **_SETUP,
         **_DEVICE,
         "__version__": f"{_OWN}.environment:SUPPORTED_VERSION",
@@ -105,17 +123,26 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "super_gradients.common.object_names": _NAMES,
     "super_gradients.common.registry": _REGISTERS,
     "super_gradients.common.registry.registry": _REGISTERS,
-    "super_gradients.training": {**_TRAINER, **_ENUMS},
+    "super_gradients.training": {**_TRAINER, **_KD_TRAINER, **_ENUMS},
     "super_gradients.training.dataloaders": _LOADERS,
     "super_gradients.training.dataloaders.dataloaders": _LOADERS,
     "super_gradients.training.datasets": {**_CLASSIFICATION, **_SEGMENTATION},
     "super_gradients.training.datasets.classification_datasets": _CLASSIFICATION,
     "super_gradients.training.datasets.segmentation_datasets": _SEGMENTATION,
+    "super_gradients.training.kd_trainer": _KD_TRAINER,
+    "super_gradients.training.kd_trainer.kd_trainer": _KD_TRAINER,
     "super_gradients.training.losses": _LOSSES,
+    "super_gradients.training.losses.label_smoothing_cross_entropy_loss": _CROSS_ENTROPY,
+    **{
+        f"super_gradients.training.losses.{module}": {name: f"{_ZOO}:{name}" for name in names}
+        for module, names in _LOSS_MODULES.items()
+    },
     "super_gradients.training.metrics": {**_METRICS, **_SEG_METRICS},
     "super_gradients.training.metrics.classification_metrics": _METRICS,
     "super_gradients.training.metrics.segmentation_metrics": _SEG_METRICS,
     "super_gradients.training.models": _MODELS,
+    "super_gradients.training.models.kd_modules": {},
+    "super_gradients.training.models.kd_modules.kd_module": {"KDOutput": f"{_ZOO}:KDOutput"},
     "super_gradients.training.models.model_factory": {"get": f"{_OWN}.models:get"},
     "super_gradients.training.sg_trainer": {**_TRAINER, "StrictLoad": _ENUMS["StrictLoad"]},
     "super_gradients.training.training_hyperparams": {"get": f"{_OWN}.hyperparams:get"},
@@ -128,13 +155,19 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "super_gradients.training.utils.checkpoint_utils": {
         "load_checkpoint_to_model": f"{_OWN}.models:load_checkpoint_to_model"
     },
+    "super_gradients.training.utils.ema_decay_schedules": {
+        name: f"slipstream.training.ema_decay:{name}" for name in ("EMA_DECAY_FUNCTIONS", "IDecayFunction")
+    },
+    "super_gradients.training.utils.kd_trainer_utils": {
+        "NormalizationAdapter": f"{_ZOO}:NormalizationAdapter"
+    },
     "super_gradients.training.utils.distributed_training_utils": {**_DEVICE, **_SETUP},
     "super_gradients.training.utils.predict": _PREDICTIONS,
 }
 """Maps each module of SuperGradients to its names, and each name to the Slipstream object that replaces it."""
 
 _TOPICS = (
-    (r"kd|distill", "knowledge distillation is not supported; train the student by itself"),
+    (r"kd|distill", "use KDTrainer, and pass student=... and teacher=... to its method train"),
     (
         r"detection|yolo|ssd|pose|keypoint|dekr|bbox|nms",
         "object detection and pose estimation are not supported; semantic segmentation and image classification are",
@@ -146,9 +179,12 @@ _TOPICS = (
     ),
     (
         r"lr_?callback|lr_?scheduler|lr_?warmup",
-        "set lr_mode='FunctionLRScheduler' and lr_schedule_function, or name a scheduler from torch",
+        "derive a schedule from LRCallbackBase, set lr_mode='FunctionLRScheduler', or name a scheduler from torch",
     ),
-    (r"decay", "set ema_params.decay_type to 'constant', 'threshold' or 'exp'"),
+    (
+        r"decay",
+        "set ema_params.decay_type to 'constant', 'threshold' or 'exp', or derive a schedule from IDecayFunction",
+    ),
     (r"sg_?logger", "set sg_logger by name ('wandb_sg_logger'), or use a hook from slipstream.hooks"),
     (r"visual", "use `slipstream predict`, or slipstream.visualization"),
     (

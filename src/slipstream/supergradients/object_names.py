@@ -43,9 +43,12 @@ class Models(metaclass=_Networks):
 class Losses:
     """Names of losses for `training_params['loss']`."""
 
+    BCE_DICE_LOSS = "BCEDiceLoss"
     CROSS_ENTROPY = "CrossEntropyLoss"
     DICE_CE_EDGE_LOSS = "DiceCEEdgeLoss"
+    KD_LOSS = "KDLogitsLoss"
     MSE = "MSE"
+    SHELFNET_OHEM_LOSS = "ShelfNetOHEMLoss"
     STDC_LOSS = "STDCLoss"
 
 

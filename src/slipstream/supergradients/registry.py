@@ -12,6 +12,7 @@ __all__ = [
     "register_collate_function",
     "register_dataset",
     "register_loss",
+    "register_lr_scheduler",
     "register_metric",
     "register_model",
     "register_optimizer",
@@ -45,6 +46,7 @@ register_callback = _register_in(registry.HOOKS)
 register_collate_function = _register_in(registry.FUNCTIONS)
 register_dataset = _register_in(registry.DATASETS)
 register_loss = _register_in(registry.MODELS)
+register_lr_scheduler = _register_in(registry.PARAM_SCHEDULERS)
 register_metric = _register_in(registry.METRICS)
 register_model = _register_in(registry.MODELS)
 register_optimizer = _register_in(registry.OPTIMIZERS)

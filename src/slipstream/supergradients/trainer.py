@@ -9,9 +9,10 @@ from torch import nn
 
 from slipstream.errors import ConfigError
 from slipstream.supergradients.environment import setup_device
+from slipstream.training.kd_trainer import KDTrainer as SlipstreamKDTrainer
 from slipstream.training.trainer import Trainer as SlipstreamTrainer
 
-__all__ = ["Trainer"]
+__all__ = ["KDTrainer", "Trainer"]
 
 
 class Trainer(SlipstreamTrainer):
@@ -54,3 +55,7 @@ class Trainer(SlipstreamTrainer):
         if run_id is not None:
             raise ConfigError("must be None, because an experiment has a single folder", "run_id")
         return super().resume_experiment(experiment_name, ckpt_root_dir)
+
+
+class KDTrainer(Trainer, SlipstreamKDTrainer):
+    """`slipstream.training.KDTrainer` with the arguments of SuperGradients' constructor and its names of methods."""

@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from slipstream.training.callbacks import Phase as Phase
     from slipstream.training.callbacks import PhaseCallback as PhaseCallback
     from slipstream.training.callbacks import PhaseContext as PhaseContext
+    from slipstream.training.kd_trainer import KDTrainer as KDTrainer
     from slipstream.training.trainer import Trainer as Trainer
 
 _MODULE_OF = {
     "Callback": "slipstream.training.callbacks",
     "EarlyStop": "slipstream.training.callbacks",
+    "KDTrainer": "slipstream.training.kd_trainer",
     "Phase": "slipstream.training.callbacks",
     "PhaseCallback": "slipstream.training.callbacks",
     "PhaseContext": "slipstream.training.callbacks",
@@ -28,6 +30,7 @@ _SUBMODULES = {"dataloaders": "slipstream.training.dataloaders", "models": "slip
 __all__ = [
     "Callback",
     "EarlyStop",
+    "KDTrainer",
     "Phase",
     "PhaseCallback",
     "PhaseContext",

@@ -36,6 +36,7 @@ __all__ = [
     "PhaseContext",
     "SlidingWindowValidationCallback",
     "callback_hooks",
+    "stage_of",
 ]
 
 _EVENTS_AT = {
@@ -62,6 +63,11 @@ _STEPPED = "on_train_batch_gradient_step_end"
 _AROUND_VALIDATIONS = ("on_validation_loader_start", "on_validation_loader_end")
 """SuperGradients does not call these events for the average of the best models, which has its own events."""
 _INSIDE_THE_STEP = ("on_train_batch_backward_end", "on_train_batch_gradient_step_start")
+
+
+def stage_of(phase: Phase) -> str:
+    """Return the stage of a hook at which callbacks for this phase are called."""
+    return next(stage for stage, events in _EVENTS_AT.items() if EVENT_OF[phase] in events)
 
 
 def callback_hooks(entries: Sequence[Any]) -> list[Hook | dict[str, Any]]:

@@ -41,8 +41,11 @@ _OLD_TRANSFORMS = {
     "NormalizeSeg": "SegNormalize",
     "PadShortToCropSizeSeg": "SegPadShortToCropSize",
     "RandomFlipSeg": "SegRandomFlip",
+    "RandomGaussianBlurSeg": "SegRandomGaussianBlur",
     "RandomRescaleSeg": "SegRandomRescale",
+    "RandomRotateSeg": "SegRandomRotate",
     "RescaleSeg": "SegRescale",
+    "ResizeSeg": "SegResize",
     "SegToTensor": "SegStandardize",
     "ToTensorSeg": "SegStandardize",
 }

@@ -24,7 +24,18 @@ _NAMES = {
     "stdc_loss": "STDCLoss",
     "MSE": "MSELoss",
     "mse": "MSELoss",
+    "BCEDiceLoss": "BCEDiceLoss",
+    "bce_dice_loss": "BCEDiceLoss",
+    "FocalLoss": "FocalLoss",
+    "ShelfNetOHEMLoss": "ShelfNetOHEMLoss",
+    "shelfnet_ohem_loss": "ShelfNetOHEMLoss",
+    "KDLogitsLoss": "KDLogitsLoss",
+    "kd_loss": "KDLogitsLoss",
+    "SegKDLoss": "SegKDLoss",
+    "ChannelWiseKnowledgeDistillationLoss": "ChannelWiseKnowledgeDistillationLoss",
 }
+_NESTED = ("task_loss_fn", "distillation_loss_fn", "kd_loss", "ce_loss", "loss_fcn")
+"""Arguments of losses that are themselves losses."""
 
 _CONFIG_PATH = "training_params.loss"
 _ONLY = {"reduction": "mean", "smooth_dist": None, "from_logits": True}
@@ -119,6 +130,9 @@ def loss_config(
     if kind not in MODELS:
         raise UnknownNameError(f"no loss is named '{name}'{did_you_mean(name, _NAMES)}", _CONFIG_PATH)
     arguments = {**(criterion_params or {}), **own}
+    for key in _NESTED:
+        if isinstance(inner := arguments.get(key), str | Mapping):
+            arguments[key] = loss_config(inner)
     translate = {"CrossEntropy": _cross_entropy, "DiceCEEdgeLoss": _dice_ce_edge, "STDCLoss": _stdc}.get(
         kind, dict
     )

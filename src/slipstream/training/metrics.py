@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,9 +18,29 @@ from slipstream.evaluator.torch_metric import is_torchmetrics
 from slipstream.registry import METRICS
 from slipstream.training.factories import read_factory
 
-__all__ = ["Accuracy", "Dice", "IoU", "PixelAccuracy", "Top1", "Top5", "known_name", "metric_config"]
+__all__ = [
+    "Accuracy",
+    "BinaryDice",
+    "BinaryIOU",
+    "Dice",
+    "IoU",
+    "PixelAccuracy",
+    "Top1",
+    "Top5",
+    "known_names",
+    "metric_config",
+]
 
-_NAMES = {"IoU": "IoU", "Dice": "Dice", "PixelAccuracy": "PixelAccuracy", "Accuracy": "Top1", "Top5": "Top5"}
+_NAMES = {
+    "IoU": "IoU",
+    "Dice": "Dice",
+    "BinaryIOU": "BinaryIOU",
+    "BinaryDice": "BinaryDice",
+    "PixelAccuracy": "PixelAccuracy",
+    "Accuracy": "Top1",
+    "Top5": "Top5",
+}
+Ignored = int | Sequence[int] | None
 
 
 class _Overlap(IoUMetric):
@@ -29,16 +51,26 @@ class _Overlap(IoUMetric):
 
     Args:
         num_classes: number of classes, greater than every class id. It may include the ignored class.
-        ignore_index: target id of ignored pixels. Default: the dataset's.
+        ignore_index: target id of ignored pixels, or several ids. Default: the dataset's.
 
     Raises:
-        ConfigError: if `num_classes` is less than 2.
+        ConfigError: if `num_classes` is less than 2, or `ignore_index` contains anything else than integers.
     """
 
-    def __init__(self, num_classes: int, ignore_index: int | None = None) -> None:
+    def __init__(self, num_classes: int, ignore_index: Ignored = None) -> None:
         if num_classes < 2:
-            raise ConfigError(f"must be at least 2, not {num_classes}", "num_classes")
-        super().__init__(num_classes=num_classes, ignore_index=ignore_index)
+            raise ConfigError(
+                f"must be at least 2, not {num_classes}; for networks with one output channel, use "
+                f"{'BinaryDice' if isinstance(self, Dice) else 'BinaryIOU'}",
+                "num_classes",
+            )
+        ids = _ids(ignore_index, "ignore_index")
+        super().__init__(num_classes=num_classes, ignore_index=ids[0] if ids else None)
+        self._others = ids[1:]
+
+    def count(self, counts: Tensor, preds: Tensor, targets: Tensor) -> None:
+        """Add the pixels of one batch; see `IoUMetric.count`."""
+        super().count(counts, preds, _merged(targets, self.ignore_index, self._others))
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
         """Return the mean from the counts, or NaN if no class occurs.
@@ -46,14 +78,20 @@ class _Overlap(IoUMetric):
         Raises:
             DataError: if targets or predictions were out of range.
         """
+        return {type(self).__name__: _mean(self.per_class_ratios(results))}
+
+    def per_class_ratios(self, results: list[Any]) -> npt.NDArray[np.float64]:
+        """Return the ratio of each class, or NaN for classes that are ignored or do not occur."""
         matrix = self.matrix(results)
         hit, truth, guess = matrix.diagonal(), matrix.sum(axis=1), matrix.sum(axis=0)
         numerator, denominator = self.ratio(hit, truth + guess)
         counts = denominator > 0
-        if self.ignore_index is not None and 0 <= self.ignore_index < self.num_classes:
-            counts[self.ignore_index] = False
-        mean = float((numerator[counts] / denominator[counts]).mean()) if counts.any() else float("nan")
-        return {type(self).__name__: mean}
+        for ignored in (self.ignore_index, *self._others):
+            if ignored is not None and 0 <= ignored < self.num_classes:
+                counts[ignored] = False
+        ratios = np.full(self.num_classes, np.nan)
+        np.divide(numerator, denominator, out=ratios, where=counts)
+        return ratios
 
     def ratio(self, hit: Any, both: Any) -> tuple[Any, Any]:
         """Return the numerator and the denominator per class.
@@ -83,6 +121,84 @@ class Dice(_Overlap):
         return 2 * hit, both
 
 
+class _Binary(_Overlap):
+    """The ratios of the pixels of a mask (`target`) and of the other pixels (`background`), and their mean.
+
+    A pixel belongs to the predicted mask if the sigmoid of its score is at least `threshold`. A part that occurs
+    neither in the targets nor in the predictions is NaN and excluded from the mean.
+
+    Args:
+        dist_sync_on_step: no effect, because counts are summed over all ranks when they are read.
+        ignore_index: target id of ignored pixels, or several ids. Default: the dataset's.
+        threshold: probability, between 0 and 1.
+        metrics_args_prep_fn: must be None.
+
+    Raises:
+        ConfigError: if `threshold` is out of range, or `metrics_args_prep_fn` is set.
+    """
+
+    label: ClassVar[str]
+    reads_scores = True
+
+    def __init__(
+        self,
+        dist_sync_on_step: bool = True,
+        ignore_index: Ignored = None,
+        threshold: float = 0.5,
+        metrics_args_prep_fn: None = None,
+    ) -> None:
+        if not 0 < threshold < 1:
+            raise ConfigError(f"must be a probability between 0 and 1, not {threshold}", "threshold")
+        if metrics_args_prep_fn is not None:
+            raise ConfigError(
+                "must be None; use a metric of your own for other predictions", "metrics_args_prep_fn"
+            )
+        super().__init__(2, ignore_index)
+        self.threshold = threshold
+
+    @classmethod
+    def value_names(cls) -> tuple[str, ...]:
+        """Return the names of the values."""
+        return tuple(f"{part}_{cls.label}" for part in ("target", "background", "mean"))
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        """Count one batch. Its `scores` are used instead of its `preds` if the model returns them."""
+        if isinstance(data_samples, Mapping) and "scores" in data_samples:
+            data_samples = {**data_samples, "preds": data_samples["scores"]}
+        super().process(data_batch, data_samples)
+
+    def count(self, counts: Tensor, preds: Tensor, targets: Tensor) -> None:
+        """Add the pixels of one batch. Predictions are scores (N, H, W) or (N, 1, H, W), or ids 0 and 1 (N, H, W)."""
+        if preds.ndim == targets.ndim + 1 and preds.shape[1] == 1:
+            preds = preds.squeeze(1)
+        if preds.is_floating_point():
+            preds = (preds.float().sigmoid() >= self.threshold).long()
+        super().count(counts, preds, targets)
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, float]:
+        """Return the values from the counts.
+
+        Raises:
+            DataError: if targets or predictions were out of range.
+        """
+        background, target = self.per_class_ratios(results).tolist()
+        return dict(zip(self.value_names(), (target, background, _mean(background, target)), strict=True))
+
+
+@METRICS.register_module()
+class BinaryIOU(_Binary, IoU):
+    """Intersection over union of a mask and of the background, from 0 to 1. See `_Binary`."""
+
+    label = "IOU"
+
+
+@METRICS.register_module()
+class BinaryDice(_Binary, Dice):
+    """Dice coefficients of a mask and of the background, from 0 to 1. See `_Binary`."""
+
+    label = "Dice"
+
+
 @METRICS.register_module()
 class PixelAccuracy(CountingMetric):
     """The fraction of correctly classified pixels in the dataset, from 0 to 1, or NaN if there are none.
@@ -90,12 +206,16 @@ class PixelAccuracy(CountingMetric):
     Predictions are class ids (N, H, W) or scores (N, classes, H, W).
 
     Args:
-        ignore_label: target id of ignored pixels.
+        ignore_label: target id of ignored pixels, or several ids.
+
+    Raises:
+        ConfigError: if `ignore_label` contains anything else than integers.
     """
 
-    def __init__(self, ignore_label: int = -100) -> None:
+    def __init__(self, ignore_label: Ignored = -100) -> None:
         super().__init__()
-        self.ignore_label = ignore_label
+        ids = _ids(ignore_label, "ignore_label") or (-100,)
+        self.ignore_label, self._others = ids[0], ids[1:]
 
     def num_counts(self) -> int:
         """Return 2: correct pixels and counted pixels."""
@@ -109,7 +229,7 @@ class PixelAccuracy(CountingMetric):
                 f"PixelAccuracy got {describe(preds)} as preds and {describe(targets)} as targets; it requires "
                 "class ids (N, H, W) or scores (N, classes, H, W) with the size of the targets"
             )
-        counted = targets != self.ignore_label
+        counted = _merged(targets, self.ignore_label, self._others) != self.ignore_label
         counts.add_(torch.stack([((ids == targets) & counted).sum(), counted.sum()]))
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
@@ -176,12 +296,16 @@ def metric_config(
     return configs
 
 
-def known_name(entry: Any) -> str | None:
-    """Return the name of the metric's value, or None if the object determines the name itself."""
+def known_names(entry: Any) -> tuple[str, ...]:
+    """Return the names of the metric's values, or an empty tuple if the object determines them itself."""
     if isinstance(entry, str | Mapping):
-        return read_factory(entry, "training_params.valid_metrics_list")[0]
+        name = read_factory(entry, "training_params.valid_metrics_list")[0]
+        kind = {"BinaryIOU": BinaryIOU, "BinaryDice": BinaryDice}.get(name)
+        return (name,) if kind is None else kind.value_names()
     kind = type(entry)
-    return getattr(kind, "label", kind.__name__) if kind in (IoU, Dice, PixelAccuracy, Top1, Top5) else None
+    if kind in (BinaryIOU, BinaryDice):
+        return kind.value_names()
+    return (getattr(kind, "label", kind.__name__),) if kind in (IoU, Dice, PixelAccuracy, Top1, Top5) else ()
 
 
 def _metric(entry: str | Mapping[str, Any], config_path: str) -> dict[str, Any]:
@@ -192,7 +316,10 @@ def _metric(entry: str | Mapping[str, Any], config_path: str) -> dict[str, Any]:
     if kind not in _NAMES.values():
         return {"type": kind, **arguments}
     arguments.pop("dist_sync_on_step", None)
-    for key, only in (("metrics_args_prep_fn", None), ("reduction", "elementwise_mean"), ("threshold", 0.5)):
+    fixed = {"metrics_args_prep_fn": None, "reduction": "elementwise_mean", "threshold": 0.5}
+    if kind in ("BinaryIOU", "BinaryDice"):
+        del fixed["threshold"]
+    for key, only in fixed.items():
         if (value := arguments.pop(key, only)) != only:
             raise ConfigError(f"must be {only!r}, not {value!r}", f"{config_path}.{key}")
     return {"type": kind, **arguments}
@@ -202,3 +329,34 @@ def _checked(entry: Any, config_path: str) -> Any:
     if not isinstance(entry, BaseMetric) and not is_torchmetrics(entry):
         raise ConfigError(f"must be a metric, a name or a dict, not {entry!r}", config_path)
     return entry
+
+
+def _ids(ignored: Ignored, key: str) -> tuple[int, ...]:
+    """Return the ids of ignored pixels.
+
+    Raises:
+        ConfigError: if an id is not an integer.
+    """
+    if ignored is None:
+        return ()
+    ids = (ignored,) if isinstance(ignored, int) else ignored
+    if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(isinstance(i, int) for i in ids):
+        raise ConfigError(f"must be an integer or a list of integers, not {ignored!r}", key)
+    return tuple(ids)
+
+
+def _merged(targets: Tensor, first: int | None, others: Sequence[int]) -> Tensor:
+    """Return the targets with the ids `others` replaced by `first`."""
+    if first is None or not others:
+        return targets
+    merged = targets.long()
+    for other in others:
+        merged = merged.masked_fill(merged == other, first)
+    return merged
+
+
+def _mean(*values: Any) -> float:
+    """Return the mean of the values that are not NaN, or NaN if there are none."""
+    known = np.array(values, dtype=np.float64).ravel()
+    known = known[~np.isnan(known)]
+    return float(known.mean()) if known.size else float("nan")

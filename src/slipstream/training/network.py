@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from slipstream.apps.zoo import models
 from slipstream.apps.zoo.dice_ce_edge import DiceCEEdgeLoss
 from slipstream.apps.zoo.losses import CrossEntropy, MultiHeadCrossEntropy
+from slipstream.apps.zoo.shelfnet_loss import ShelfNetOHEMLoss
 from slipstream.apps.zoo.stdc_loss import STDCLoss
 from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.evaluator import CountingMetric
@@ -20,15 +21,23 @@ from slipstream.model.sliding import SlidingWindow, slide
 from slipstream.model.tasks import main_output
 from slipstream.registry import HOOKS, METRICS, MODELS
 from slipstream.training.optimizers import freeze
+from slipstream.training.watched import KEY, loss_value
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["SupervisedModel", "TrainMetricsHook"]
+__all__ = ["CLASS_LOSSES", "Configured", "SupervisedModel", "TrainMetricsHook"]
 
 Configured = nn.Module | Mapping[str, Any]
 
-_OF_CLASSES = (nn.CrossEntropyLoss, CrossEntropy, MultiHeadCrossEntropy, DiceCEEdgeLoss, STDCLoss)
+CLASS_LOSSES = (
+    nn.CrossEntropyLoss,
+    CrossEntropy,
+    MultiHeadCrossEntropy,
+    DiceCEEdgeLoss,
+    STDCLoss,
+    ShelfNetOHEMLoss,
+)
 """Losses that compare class scores with class ids or class probabilities."""
 
 
@@ -49,6 +58,7 @@ class SupervisedModel(Segmentor):
             them.
         num_classes: number of classes of the dataset. The main output must have the same number of channels.
         paramwise_cfg: as for `PrefixOptimWrapperConstructor`. Parameters with a learning rate of 0 are frozen.
+        watched_losses: names of losses to return with the predictions, for `ValidationLoss`.
 
     Raises:
         ConfigError: if a training metric cannot count on the device, or `paramwise_cfg` does not match the network.
@@ -68,8 +78,10 @@ class SupervisedModel(Segmentor):
         train_metrics: Sequence[Any] | None = None,
         num_classes: int | None = None,
         paramwise_cfg: Mapping[str, Any] | None = None,
+        watched_losses: Sequence[str] = (),
     ) -> None:
         super().__init__(network, loss, data_preprocessor)
+        self.watched_losses = tuple(watched_losses)
         if paramwise_cfg is not None:
             freeze(self, paramwise_cfg)
         self.pretrained = dict(pretrained or {})
@@ -109,15 +121,27 @@ class SupervisedModel(Segmentor):
         self.check_classes(main_output(outputs))
         if mode == "loss":
             if targets is not None:
-                if isinstance(self.loss, _OF_CLASSES):
+                if isinstance(self.loss, CLASS_LOSSES):
                     _check_targets(main_output(outputs), targets)
                 self._count(outputs, inputs, targets)
-            if main_output(outputs).ndim == 4:
-                outputs = self.without_margin(outputs, inputs, targets)
-                if targets is not None and isinstance(self.loss, _OF_CLASSES):
-                    _check_size(main_output(outputs), targets)
-            return self.losses(outputs, targets)
-        return self.predictions(outputs, inputs, targets) if mode == "predict" else outputs
+            found = self.loss_inputs(outputs, inputs, targets)
+            if targets is not None and main_output(outputs).ndim == 4 and isinstance(self.loss, CLASS_LOSSES):
+                _check_size(main_output(found), targets)
+            return self.losses(found, targets)
+        if mode != "predict":
+            return outputs
+        predictions: dict[str, Any] = self.predictions(outputs, inputs, targets)
+        if self.watched_losses and targets is not None:
+            result = super().losses(self.loss_inputs(outputs, inputs, targets), targets)
+            raw = result["loss"] if result.keys() == {"loss"} else result
+            predictions[KEY] = {name: loss_value(self.loss, raw, name) for name in self.watched_losses}
+        return predictions
+
+    def loss_inputs(self, outputs: Any, inputs: Tensor, targets: Tensor | None) -> Any:
+        """Return the loss's first argument: the network's outputs without the padding of the images."""
+        if main_output(outputs).ndim != 4:
+            return outputs
+        return self.without_margin(outputs, inputs, targets)
 
     def losses(self, outputs: Any, targets: Tensor | None) -> dict[str, Tensor]:
         """Return the losses by name. If the loss returns SuperGradients' pair, only the first item is a loss."""
@@ -150,7 +174,8 @@ class SupervisedModel(Segmentor):
             return
         found = self.predictions(outputs, inputs, targets)
         for metric, counts in zip(self.train_metrics, self._counts(), strict=True):
-            metric.count(counts, found["preds"].detach(), found["targets"])
+            preds = found["scores"] if metric.reads_scores and "scores" in found else found["preds"]
+            metric.count(counts, preds.detach(), found["targets"])
 
     def _counts(self) -> list[Tensor]:
         return [getattr(self, f"train_counts{index}") for index in range(len(self.train_metrics))]
@@ -190,7 +215,7 @@ def _counting(metric: CountingMetric | Mapping[str, Any], index: int) -> Countin
     if not isinstance(built, CountingMetric):
         raise ConfigError(
             f"{type(built).__name__} cannot count during training without synchronizing with the device; use IoU, "
-            "PixelAccuracy, Dice, Accuracy or Top5, or move it to valid_metrics_list",
+            "PixelAccuracy, Dice, BinaryIOU, BinaryDice, Accuracy or Top5, or move it to valid_metrics_list",
             f"train_metrics[{index}]",
         )
     return built

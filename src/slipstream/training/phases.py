@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.errors import ConfigError, SlipstreamError, did_you_mean
 from slipstream.hooks import CheckpointHook, EMAHook
 from slipstream.model import unwrap_model
+from slipstream.training.sg_logger import SGLogger
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -55,10 +56,10 @@ class PhaseContext:
     """Attributes of the run for callbacks, evaluated on access.
 
     Always available: `runner`, `epoch` (counted from 0), `net`, `device`, `experiment_name`, `ckpt_dir`,
-    `stop_training`, `ddp_silent_mode`, `architecture`, `ema_model`. During training: `optimizer`, `criterion`,
-    `train_loader`, `valid_loader`, `metric_to_watch`. At batch events: `batch_idx`, and `inputs` and `target` as the
-    data loader returns them. After a training step: `loss_log_items`, 0-dim tensors by name, still on the device.
-    After an evaluation batch: `preds`. At the end of an epoch: `metrics_dict`.
+    `stop_training`, `ddp_silent_mode`, `architecture`, `ema_model`, `sg_logger`. During training: `optimizer`,
+    `criterion`, `train_loader`, `valid_loader`, `metric_to_watch`. At batch events: `batch_idx`, and `inputs` and
+    `target` as the data loader returns them. After a training step: `loss_log_items`, 0-dim tensors by name, still on
+    the device. After an evaluation batch: `preds`. At the end of an epoch: `metrics_dict`.
 
     Set `stop_training` to True to stop training after the current epoch and its validation. Callbacks may set
     additional attributes, which are kept.
@@ -116,6 +117,7 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "valid_loader": lambda runner: runner.val_dataloader,
     "valid_loaders_dict": lambda runner: {"": runner.val_dataloader},
     "test_loader": lambda runner: runner.test_dataloader,
+    "sg_logger": SGLogger,
     "metric_to_watch": lambda runner: next(
         name for hook in runner.hooks if isinstance(hook, CheckpointHook) for name in hook.monitors
     ),
@@ -136,7 +138,6 @@ _UNSUPPORTED = {
     "loss_avg_meter": "losses are averaged at log intervals; metrics_dict contains their means when an epoch ends",
     "metrics_compute_fn": "use context.runner.val_loop.evaluator instead",
     "valid_metrics": "use context.runner.val_loop.evaluator instead",
-    "sg_logger": "use context.runner.visualizer instead",
     "training_params": _PARAMS,
     "lr_warmup_epochs": _PARAMS,
     "arch_params": "the network is already built; use context.net instead",

@@ -10,6 +10,8 @@ from typing import Any
 from slipstream.apps.zoo.models import network_config
 from slipstream.apps.zoo.timm_networks import PREFIX
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
+from slipstream.training.kd_recipe import KEYS as KD_KEYS
+from slipstream.training.kd_recipe import is_distillation, renamed_paths, student_recipe, teacher_of
 from slipstream.training.tasks import check_task
 
 __all__ = ["gpus", "pretrained_whole", "recipe_config"]
@@ -17,7 +19,7 @@ __all__ = ["gpus", "pretrained_whole", "recipe_config"]
 _KEYS = (
     "architecture", "arch_params", "checkpoint_params", "ckpt_root_dir", "data_root_dir", "dataset_params",
     "experiment_name", "load_checkpoint", "multi_gpu", "num_classes", "num_gpus", "resume", "test_dataloaders",
-    "train_dataloader", "training_hyperparams", "training_params", "val_dataloader",
+    "train_dataloader", "training_hyperparams", "training_params", "val_dataloader", *KD_KEYS,
 )  # fmt: skip
 # Keys of SuperGradients' recipes that do not affect a run.
 _UNUSED = (
@@ -61,7 +63,10 @@ def recipe_config(recipe: Mapping[str, Any], launcher: str = "none") -> dict[str
     check_task(recipe)
     _check_keys(recipe)
     gpus(recipe)  # validates multi_gpu and num_gpus; the speed plan sets the parallel wrapper
-    network = _network(recipe)
+    teacher = teacher_of(recipe, _network_and_weights) if is_distillation(recipe) else None
+    recipe = student_recipe(recipe) if teacher else recipe
+    with renamed_paths("student" if teacher else None):
+        network, pretrained = _network_and_weights(recipe)
     return runner_config(
         experiment_name=_required(recipe, "experiment_name", str),
         ckpt_root_dir=recipe.get("ckpt_root_dir"),
@@ -70,9 +75,10 @@ def recipe_config(recipe: Mapping[str, Any], launcher: str = "none") -> dict[str
         train_dataloader=_loader(recipe, "train", recipe.get("train_dataloader")),
         val_dataloader=_loader(recipe, "val", recipe.get("val_dataloader")),
         test_dataloader=_test_loader(recipe),
-        pretrained=_pretrained(recipe, network.get("num_classes")),
+        pretrained=pretrained,
         num_classes=network.get("num_classes"),
         launcher=launcher,
+        teacher=teacher,
     )
 
 
@@ -138,6 +144,11 @@ def _network(recipe: Mapping[str, Any]) -> dict[str, Any]:
 def _asks_for_timm_weights(recipe: Mapping[str, Any]) -> bool:
     is_timm = str(recipe.get("architecture")).startswith(PREFIX)
     return is_timm and bool(_section(recipe, "checkpoint_params").get("pretrained_weights"))
+
+
+def _network_and_weights(recipe: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    network = _network(recipe)
+    return network, _pretrained(recipe, network.get("num_classes"))
 
 
 def _training_params(recipe: Mapping[str, Any]) -> dict[str, Any]:

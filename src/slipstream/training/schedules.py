@@ -15,6 +15,7 @@ from slipstream.optim.scheduler.checks import INF, check_int
 from slipstream.registry import PARAM_SCHEDULERS
 from slipstream.training.lr_schedule import MODES, WARMUPS, LRSchedule, check_known
 from slipstream.training.params import TrainingParams
+from slipstream.training.watched import watched_value
 
 __all__ = ["RecipeLR", "TorchLR", "lr_schedules"]
 
@@ -163,7 +164,7 @@ def _of_torch(params: TrainingParams, lr_mode: Mapping[str, Any]) -> dict[str, A
     config_path = f"training_params.lr_mode.{name}"
     arguments = {key: value for key, value in own_keys.items() if key not in ("phase", "metric_name")}
     if name == "ReduceLROnPlateau":
-        return _plateau(own_keys.get("metric_name"), arguments, params.lr_warmup_epochs, config_path)
+        return _plateau(own_keys.get("metric_name"), arguments, params, config_path)
     phase = own_keys.get("phase")
     phase_name = str(getattr(phase, "name", phase)).rpartition(".")[-1].upper()
     if phase_name not in _BY_EPOCH:
@@ -177,16 +178,19 @@ def _of_torch(params: TrainingParams, lr_mode: Mapping[str, Any]) -> dict[str, A
     return {"type": "TorchLR", **own, **({} if _BY_EPOCH[phase_name] else {"convert_to_iter_based": True})}
 
 
-def _plateau(metric: Any, arguments: Mapping[str, Any], warmup: int, config_path: str) -> dict[str, Any]:
+def _plateau(
+    metric: Any, arguments: Mapping[str, Any], params: TrainingParams, config_path: str
+) -> dict[str, Any]:
     """Return our own plateau schedule, which counts validation runs, with the arguments of torch's."""
     if not isinstance(metric, str):
         raise ConfigError(f"must be the name of a metric, not {metric!r}", f"{config_path}.metric_name")
+    warmup = params.lr_warmup_epochs
     own = {_PLATEAU.get(key, key): value for key, value in arguments.items() if key != "mode"}
     rule = "greater" if arguments.get("mode") == "max" else "less"
     # Validation for epoch e runs after e + 1 epochs are counted.
     return {
         "type": "ReduceOnPlateauLR",
-        "monitor": metric,
+        "monitor": watched_value(metric, params, f"{config_path}.metric_name").name,
         "rule": rule,
         "begin": warmup and warmup + 1,
         **own,

@@ -16,11 +16,9 @@ _TASKS = {
     "object detection": re.compile(
         r"yolo|(?<![a-z])ssd|detection|roboflow|coco2017_(train|val)", re.IGNORECASE
     ),
-    "knowledge distillation": re.compile(r"^kd_module$|KDLoss|KDLogitsLoss"),
     "quantization": re.compile(r"QATRecipeModificationCallback|PTQRecipeModificationCallback"),
 }
 _REMEDIES = {
-    "knowledge distillation": "train the student by itself: set architecture, arch_params and a loss without a teacher",
     "quantization": "remove pre_launch_callbacks_list",
 }
 
@@ -32,7 +30,7 @@ def check_task(recipe: Mapping[str, Any]) -> None:
         recipe: a recipe; its interpolations may be unresolved.
 
     Raises:
-        ConfigError: the task is pose estimation, object detection, distillation or quantization.
+        ConfigError: the task is pose estimation, object detection or quantization.
     """
     for path, name in _names(recipe):
         for task, pattern in _TASKS.items():

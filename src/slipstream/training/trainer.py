@@ -83,6 +83,21 @@ class Trainer:
         Raises:
             UnknownNameError, ConfigError: if a key or value is invalid or not supported.
         """
+        return self._train_network(
+            model, training_params, train_loader, valid_loader, test_loaders, additional_configs_to_log
+        )
+
+    def _train_network(
+        self,
+        model: nn.Module,
+        training_params: Mapping[str, Any] | None,
+        train_loader: Any,
+        valid_loader: Any,
+        test_loaders: Mapping[str, Any] | None,
+        additional_configs_to_log: Mapping[str, Any] | None,
+        teacher: Mapping[str, Any] | None = None,
+    ) -> list[dict[str, float]]:
+        """Train `model`. `teacher` contains the arguments of `DistillationModel` for a teacher."""
         if train_loader is None:
             raise ConfigError("is required: a DataLoader of (images, targets)", "train_loader")
         params = {**self.training_params, **plain(training_params or {})}
@@ -98,6 +113,7 @@ class Trainer:
             # A Runner requires a test loader now so that `test` can set another one later.
             test_dataloader=train_loader if unseen is None else unseen,
             launcher=infer_launcher(),
+            teacher=teacher,
         )
         if tests:
             cfg["custom_hooks"].append(TestLoadersHook(tests, params.get("run_test_freq") or 1))

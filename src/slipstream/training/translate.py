@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
+from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.files import check_name
 from slipstream.speed import PARAMS_OPTIONS
-from slipstream.training.callbacks import callback_hooks
+from slipstream.training.callbacks import EarlyStop, callback_hooks
+from slipstream.training.ema_decay import split_decay
 from slipstream.training.hooks import PrePredictionHook
 from slipstream.training.losses import loss_config
-from slipstream.training.metrics import known_name, metric_config
+from slipstream.training.lr_callbacks import split_schedule
+from slipstream.training.metrics import metric_config
 from slipstream.training.optimizers import optim_wrapper
-from slipstream.training.params import TrainingParams
+from slipstream.training.params import TrainingParams, plain
 from slipstream.training.schedules import lr_schedules
 from slipstream.training.trackers import visualizer
+from slipstream.training.watched import Watched, watched_value
 
 __all__ = ["runner_config", "work_dir"]
 
@@ -48,6 +51,7 @@ def runner_config(
     pretrained: Mapping[str, Any] | None = None,
     num_classes: int | None = None,
     launcher: str = "none",
+    teacher: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the configuration for `Runner.from_cfg`: built-in Python values, except for objects passed as arguments.
 
@@ -59,19 +63,27 @@ def runner_config(
         pretrained: arguments of `zoo.models.load`, which loads the initial weights.
         num_classes: number of classes of the network, if known.
         launcher: as for `Runner`.
+        teacher: arguments of `DistillationModel` for the teacher, for knowledge distillation.
 
     Raises:
         UnknownNameError, ConfigError: if a key or value is invalid or not supported. The message contains its path
             in `training_params`.
     """
-    params = TrainingParams.read(training_params)
+    plain_params, schedule = split_schedule(plain(training_params))
+    params, average = split_decay(TrainingParams.read(plain_params))
     if params.max_epochs is None:
         raise ConfigError("is required", "training_params.max_epochs")
-    optim = optim_wrapper(params)
+    optim, best = optim_wrapper(params), _best(params)
+    callbacks = callback_hooks(params.phase_callbacks)
+    losses = _validated_losses(params, best, callbacks) if val_dataloader is not None else []
     return {
         "experiment_name": experiment_name,
         "work_dir": work_dir(experiment_name, ckpt_root_dir),
-        "model": _model(params, network, pretrained, num_classes, optim.get("paramwise_cfg", {})),
+        "model": {
+            **_model(params, network, pretrained, num_classes, optim.get("paramwise_cfg", {})),
+            **({"type": "DistillationModel", **teacher} if teacher else {}),
+            **({"watched_losses": losses} if losses else {}),
+        },
         "train_dataloader": _limit_batches(train_dataloader, params.max_train_batches),
         "train_cfg": {
             "by_epoch": True,
@@ -80,10 +92,10 @@ def runner_config(
         },
         "optim_wrapper": optim,
         "param_scheduler": lr_schedules(params),
-        **_evaluation("val", _limit_batches(val_dataloader, params.max_valid_batches), params),
+        **_evaluation("val", _limit_batches(val_dataloader, params.max_valid_batches), params, losses),
         **_evaluation("test", test_dataloader, params),
-        "default_hooks": {"checkpoint": _checkpoint(params)},
-        "custom_hooks": _hooks(params),
+        "default_hooks": {"checkpoint": _checkpoint(params, best)},
+        "custom_hooks": [*_hooks(params, best), *filter(None, (schedule, average)), *callbacks],
         "randomness": {"seed": params.seed},
         "resume": _resume(params, work_dir(experiment_name, ckpt_root_dir)),
         "launcher": launcher,
@@ -124,10 +136,12 @@ def _limit_batches(loader: Any, batches: int | None) -> Any:
     return {"dataloader": loader, "num_batch_per_epoch": batches}
 
 
-def _evaluation(mode: str, loader: Any, params: TrainingParams) -> dict[str, Any]:
+def _evaluation(mode: str, loader: Any, params: TrainingParams, losses: Sequence[str] = ()) -> dict[str, Any]:
     if loader is None:
         return {}
     evaluator = metric_config(params.valid_metrics_list)
+    if losses:
+        evaluator.append({"type": "ValidationLoss", "names": list(losses)})
     return {f"{mode}_dataloader": loader, f"{mode}_cfg": {}, f"{mode}_evaluator": evaluator}
 
 
@@ -147,7 +161,7 @@ def _resume(params: TrainingParams, folder: str) -> bool | str:
 # ---- hooks ------------------------------------------------------------------------------------------------
 
 
-def _hooks(params: TrainingParams) -> list[Any]:
+def _hooks(params: TrainingParams, best: Watched | None) -> list[Any]:
     hooks: list[Any] = [{"type": "LrPlotHook"}]
     if params.train_metrics_list:
         hooks.append({"type": "TrainMetricsHook"})
@@ -157,53 +171,67 @@ def _hooks(params: TrainingParams) -> list[Any]:
         hooks.append(PrePredictionHook(params.pre_prediction_callback))
     if params.precise_bn:
         hooks.append({"type": "PreciseBNHook", "num_samples": params.precise_bn_batch_size or _PRECISE})
-    watched = _watched(params)
-    if params.average_best_models and params.save_model and watched:
-        hooks.append({"type": "AverageBestHook", "metric": watched, "rule": _rule(params)})
-    return [*hooks, *callback_hooks(params.phase_callbacks)]
+    if params.average_best_models and params.save_model and best is not None:
+        hooks.append({"type": "AverageBestHook", "metric": best.name, "rule": _rule(params, best)})
+    return hooks
 
 
-def _checkpoint(params: TrainingParams) -> dict[str, Any] | None:
+def _checkpoint(params: TrainingParams, best: Watched | None) -> dict[str, Any] | None:
     if not params.save_model:
         return None
-    watched = _watched(params)
-    best = {"save_best": watched, "rule": _rule(params), "best_filename": params.ckpt_best_name}
+    saved: dict[str, Any] = {}
+    if best is not None:
+        saved = {"save_best": best.name, "rule": _rule(params, best), "best_filename": params.ckpt_best_name}
     return {
         "type": "CheckpointHook",
         "interval": params.run_validation_freq,
         "filename_tmpl": TrainingParams.ckpt_name,
         "save_epochs": params.save_ckpt_epoch_list,
-        **(best if watched else {}),
+        **saved,
     }
 
 
-def _rule(params: TrainingParams) -> str:
-    return "greater" if params.greater_metric_to_watch_is_better else "less"
-
-
-def _watched(params: TrainingParams) -> str | None:
-    """Return the metric to watch by the name of its value, or None without metrics.
+def _best(params: TrainingParams) -> Watched | None:
+    """Return the value that determines the best checkpoint, or None if nothing is watched.
 
     Raises:
-        UnknownNameError: if no validation metric has that name.
+        UnknownNameError: if there are metrics, but neither a metric nor a loss has the name `metric_to_watch`.
     """
-    entries, wanted = params.valid_metrics_list, params.metric_to_watch
-    if wanted is None or not entries:
+    if params.metric_to_watch is None:
         return None
-    found = [known_name(entry) for entry in entries]
-    names = [name for name in found if name is not None]
-    for name in names:
-        if _normalized(name) == _normalized(wanted):
-            return name
-    if len(names) < len(found):
-        return wanted  # other metric objects determine their names in the first validation run
-    raise UnknownNameError(
-        f"no metric of valid_metrics_list is named '{wanted}'{did_you_mean(wanted, names)} "
-        f"(available: {', '.join(names)})",
-        "training_params.metric_to_watch",
-    )
+    try:
+        return watched_value(params.metric_to_watch, params, "training_params.metric_to_watch")
+    except UnknownNameError:
+        if not params.valid_metrics_list:
+            return None
+        raise
 
 
-def _normalized(name: str) -> str:
-    """Return the name in lower case without punctuation; `pixel_accuracy` and `PixelAccuracy` are the same metric."""
-    return "".join(filter(str.isalnum, name)).lower()
+def _rule(params: TrainingParams, watched: Watched) -> str:
+    """Return whether greater or lower values are better; lower values of a loss always are."""
+    return "greater" if params.greater_metric_to_watch_is_better and not watched.is_loss else "less"
+
+
+def _validated_losses(params: TrainingParams, best: Watched | None, callbacks: Sequence[Any]) -> list[str]:
+    """Return the names of the losses that the best checkpoint, the schedules or `EarlyStop` need.
+
+    Raises:
+        UnknownNameError: if `EarlyStop` monitors a value that does not exist.
+    """
+    found = [best] if best is not None else []
+    for schedule in lr_schedules(params):
+        if (monitor := schedule.get("monitor")) is not None:
+            found.append(watched_value(monitor, params, "training_params.lr_mode"))
+    for index, hook in enumerate(callbacks):
+        path = f"training_params.phase_callbacks[{index}].monitor"
+        if isinstance(hook, EarlyStop):
+            found.append(watched_value(hook.monitor, params, path))
+            hook.monitor = found[-1].name
+        elif (
+            isinstance(hook, dict)
+            and hook.get("type") == "EarlyStop"
+            and isinstance(hook.get("monitor"), str)
+        ):
+            found.append(watched_value(hook["monitor"], params, path))
+            hook["monitor"] = found[-1].name
+    return list(dict.fromkeys(watched.name for watched in found if watched.is_loss))

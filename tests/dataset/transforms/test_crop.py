@@ -57,8 +57,8 @@ def pad(transform, image, mask, rng):
         top, left = int(rng.integers(down + 1)), int(rng.integers(right + 1))
     border = (left, top, right - left, down - top)
     return (
-        ImageOps.expand(image, border, tuple(transform.fill_image)),
-        ImageOps.expand(mask, border, transform.fill_mask),
+        ImageOps.expand(image, border, transform.fill[:3]),
+        ImageOps.expand(mask, border, transform.fill[3]),
     )
 
 

@@ -9,10 +9,15 @@ from slipstream.dataset import (
     SegColorJitter,
     SegCropImageAndMask,
     SegPadShortToCropSize,
+    SegPadToDivisible,
     SegRandomFlip,
+    SegRandomGaussianBlur,
     SegRandomRescale,
+    SegRandomRotate,
     SegRescale,
+    SegResize,
 )
+from slipstream.dataset.transforms.pipeline import compose
 from slipstream.errors import BuildError, ConfigError, DataError
 from slipstream.registry import TRANSFORMS
 
@@ -40,6 +45,10 @@ ALL = [
     SegPadShortToCropSize((12, 9), 19, padding_mode="random"),
     SegCropImageAndMask((4, 3)),
     SegColorJitter(0.5, 0.5, 0.5),
+    SegResize(9, 4),
+    SegPadToDivisible(7, 19),
+    SegRandomRotate(),
+    SegRandomGaussianBlur(1.0),
 ]
 
 
@@ -268,3 +277,55 @@ def test_jitter_without_factors_does_not_change_the_image():
 def test_invalid_color_ranges_raise_errors(value):
     with pytest.raises(ConfigError, match="contrast must be"):
         SegColorJitter(contrast=value)
+
+
+@pytest.mark.parametrize(("h", "w"), [(3, 4), (12, 5), (6, 8), (1, 1)])
+def test_resize_matches_pillow(h, w):
+    pil = pytest.importorskip("PIL.Image")
+    sample = make()
+    found = SegResize(h, w)(sample, rng())
+    image, mask = (pil.fromarray(sample[key]) for key in ("image", "mask"))
+    wanted = np.asarray(image.resize((w, h), pil.Resampling.BILINEAR))
+    np.testing.assert_allclose(found["image"].astype(int), wanted.astype(int), atol=1)
+    np.testing.assert_array_equal(found["mask"], mask.resize((w, h), pil.Resampling.NEAREST))
+
+
+@pytest.mark.parametrize(("value", "height", "width"), [(4, 8, 8), (5, 10, 10), (2, 6, 8), (32, 32, 32)])
+@pytest.mark.parametrize("flip", [False, True])
+def test_padding_to_a_multiple_is_at_the_right_and_bottom(value, height, width, flip):
+    sample = make()
+    wanted = {key: values[:, ::-1] if flip else values for key, values in sample.items()}
+    sample = SegRandomFlip(float(flip))(sample, rng())
+    found = SegPadToDivisible(value, fill_mask=19, fill_image=[1, 2, 3])(sample, rng())
+    assert found["mask"].shape == (height, width)
+    np.testing.assert_array_equal(found["mask"][:6, :8], wanted["mask"])
+    np.testing.assert_array_equal(found["image"][:6, :8], wanted["image"])
+    outside = np.ones((height, width), bool)
+    outside[:6, :8] = False
+    assert (found["mask"][outside] == 19).all()
+    assert (found["image"][outside] == [1, 2, 3]).all()
+
+
+def test_several_transforms_are_composed_like_single_ones():
+    transforms = [
+        SegRandomFlip(1.0), SegRescale(1.5), SegPadToDivisible(8, 19), SegResize(7, 9), SegPadToDivisible(4, 5, 9)
+    ]  # fmt: skip
+    wanted = make()
+    for transform in transforms:
+        wanted = transform(wanted, rng())
+    found = compose(transforms, make(), rng()).packed()
+    np.testing.assert_array_equal(found["targets"], wanted["mask"])
+    np.testing.assert_array_equal(found["inputs"].permute(1, 2, 0), wanted["image"])
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: SegResize(0, 4), "h and w must be at least 1"),
+        (lambda: SegPadToDivisible(0), "must be at least 1, not 0"),
+        (lambda: SegPadToDivisible(8, -1), "fill_mask must be 0 to 255"),
+    ],
+)
+def test_invalid_sizes_are_rejected(build, message):
+    with pytest.raises(ConfigError, match=message):
+        build()

@@ -1,7 +1,16 @@
 """Networks and losses of the recipes, registered in `MODELS` under their names."""
 
+from slipstream.apps.zoo.binary_losses import BCEDiceLoss, FocalLoss
 from slipstream.apps.zoo.ddrnet import DDRNet, ddrnet_23, ddrnet_23_slim, ddrnet_39
 from slipstream.apps.zoo.dice_ce_edge import DiceCEEdgeLoss
+from slipstream.apps.zoo.distillation import (
+    ChannelWiseKnowledgeDistillationLoss,
+    KDklDivLoss,
+    KDLogitsLoss,
+    KDOutput,
+    NormalizationAdapter,
+    SegKDLoss,
+)
 from slipstream.apps.zoo.losses import CrossEntropy, MultiHeadCrossEntropy
 from slipstream.apps.zoo.pp_liteseg import PPLiteSeg, pp_lite_b_seg, pp_lite_t_seg
 from slipstream.apps.zoo.regseg import RegSeg, regseg48
@@ -15,16 +24,24 @@ from slipstream.apps.zoo.segformer import (
     segformer_b4,
     segformer_b5,
 )
+from slipstream.apps.zoo.shelfnet_loss import ShelfNetOHEMLoss
 from slipstream.apps.zoo.stdc_loss import OhemCELoss, STDCLoss
 from slipstream.apps.zoo.stdc_seg import STDCSeg, stdc1_seg, stdc2_seg
 from slipstream.apps.zoo.timm_networks import TimmClassifier
 from slipstream.apps.zoo.unet import UNet, unet
 
 __all__ = [
+    "BCEDiceLoss",
+    "ChannelWiseKnowledgeDistillationLoss",
     "CrossEntropy",
     "DDRNet",
     "DiceCEEdgeLoss",
+    "FocalLoss",
+    "KDLogitsLoss",
+    "KDOutput",
+    "KDklDivLoss",
     "MultiHeadCrossEntropy",
+    "NormalizationAdapter",
     "OhemCELoss",
     "PPLiteSeg",
     "RegSeg",
@@ -32,6 +49,8 @@ __all__ = [
     "STDCLoss",
     "STDCSeg",
     "SegFormer",
+    "SegKDLoss",
+    "ShelfNetOHEMLoss",
     "TimmClassifier",
     "UNet",
     "ddrnet_23",

@@ -271,7 +271,9 @@ class EpochBatchSampler(Sampler[list[int]]):
         return isolate_random_state(self.batch_sampler, (self.seed, self.epoch))
 
     def _stamped(self, index: Any, epoch: int) -> Any:
-        return SampleIndex(index, self.seed, epoch) if hasattr(index, "__index__") else index
+        if not hasattr(index, "__index__"):
+            return index
+        return SampleIndex(index, self.seed + getattr(index, "seed_offset", 0), epoch)
 
     def __len__(self) -> int:
         if self.limit is None:

@@ -28,10 +28,13 @@ __all__ = [
     "SegCropImageAndMask",
     "SegNormalize",
     "SegPadShortToCropSize",
+    "SegPadToDivisible",
     "SegRandomFlip",
     "SegRandomRescale",
     "SegRescale",
+    "SegResize",
     "SegStandardize",
+    "read_fill",
 ]
 
 Channels: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
@@ -49,6 +52,24 @@ class SegRandomFlip(Geometric):
     def update_region(self, region: CropRegion, rng: np.random.Generator) -> CropRegion:
         """Return the region, possibly mirrored."""
         return region.flipped() if rng.random() < self.prob else region
+
+
+@TRANSFORMS.register_module()
+class SegResize(Geometric):
+    """Resize the image and the mask to `h` x `w` pixels, without keeping the aspect ratio.
+
+    Raises:
+        ConfigError: if a side is less than 1.
+    """
+
+    def __init__(self, h: int, w: int) -> None:
+        if h < 1 or w < 1:
+            raise ConfigError(f"h and w must be at least 1, got h={h}, w={w}")
+        self.h, self.w = h, w
+
+    def update_region(self, region: CropRegion, rng: np.random.Generator) -> CropRegion | None:
+        """Return the region, resized."""
+        return region.resized((self.w, self.h))
 
 
 @TRANSFORMS.register_module()
@@ -122,30 +143,49 @@ class SegPadShortToCropSize(Geometric):
         padding_mode: Literal["center", "random"] = "center",
     ) -> None:
         self.crop_size = _size(crop_size)
-        self.fill_mask = fill_mask
-        self.fill_image = (fill_image,) * 3 if isinstance(fill_image, int) else tuple(fill_image)
-        if len(self.fill_image) != 3 or not all(0 <= v <= 255 for v in (fill_mask, *self.fill_image)):
-            raise ConfigError(
-                "fill_mask must be 0 to 255, and fill_image must be one or three numbers from 0 to 255; "
-                f"got fill_mask={fill_mask!r}, fill_image={fill_image!r}"
-            )
+        self.fill = read_fill(fill_mask, fill_image)
         self.padding_mode = _one_of("padding_mode", padding_mode, ("center", "random"))
 
     def update_region(self, region: CropRegion, rng: np.random.Generator) -> CropRegion | None:
         """Return the region, padded to at least the crop size."""
         width, height = region.canvas
         right, down = max(0, self.crop_size[0] - width), max(0, self.crop_size[1] - height)
-        red, green, blue = self.fill_image
-        fill = (red, green, blue, self.fill_mask)
         if not down and not right:
             return region
-        if region.fill not in (None, fill):
+        if region.fill not in (None, self.fill):
             return None
         if self.padding_mode == "random":
             top, left = int(rng.integers(down + 1)), int(rng.integers(right + 1))
         else:
             top, left = (down + 1) // 2, (right + 1) // 2
-        return region.padded(left, top, (width + right, height + down), fill)
+        return region.padded(left, top, (width + right, height + down), self.fill)
+
+
+@TRANSFORMS.register_module()
+class SegPadToDivisible(Geometric):
+    """Pad the image and the mask at the right and at the bottom, so that both sides are multiples of a number.
+
+    Args:
+        divisible_value: the number, at least 1.
+        fill_mask: class id of the padding, usually the dataset's `ignore_index`. The default, 0, is SuperGradients'.
+        fill_image: gray value, or [r, g, b], of the padding.
+
+    Raises:
+        ConfigError: if a value is out of range.
+    """
+
+    def __init__(self, divisible_value: int, fill_mask: int = 0, fill_image: int | Sequence[int] = 0) -> None:
+        if divisible_value < 1:
+            raise ConfigError(f"must be at least 1, not {divisible_value}", "divisible_value")
+        self.divisible_value = divisible_value
+        self.fill = read_fill(fill_mask, fill_image)
+
+    def update_region(self, region: CropRegion, rng: np.random.Generator) -> CropRegion | None:
+        """Return the region, padded."""
+        width, height = (side + -side % self.divisible_value for side in region.canvas)
+        if (width, height) == region.canvas:
+            return region
+        return region.padded(0, 0, (width, height), self.fill)
 
 
 @TRANSFORMS.register_module()
@@ -292,6 +332,22 @@ class SegConvertToTensor:
     def __call__(self, sample: Sample, rng: np.random.Generator) -> Sample:
         """Return the sample."""
         return sample
+
+
+def read_fill(fill_mask: int, fill_image: int | Sequence[int]) -> tuple[int, int, int, int]:
+    """Return red, green, blue and class id of pixels outside the image.
+
+    Raises:
+        ConfigError: if a value is not from 0 to 255.
+    """
+    colors = (fill_image,) * 3 if isinstance(fill_image, int) else tuple(fill_image)
+    if len(colors) != 3 or not all(0 <= value <= 255 for value in (fill_mask, *colors)):
+        raise ConfigError(
+            "fill_mask must be 0 to 255, and fill_image must be one or three numbers from 0 to 255; "
+            f"got fill_mask={fill_mask!r}, fill_image={fill_image!r}"
+        )
+    red, green, blue = colors
+    return red, green, blue, fill_mask
 
 
 def _rescaled(region: CropRegion, scale: float) -> CropRegion | None:

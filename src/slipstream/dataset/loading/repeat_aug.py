@@ -1,0 +1,90 @@
+"""The sampler of repeated augmentation: each sample occurs several times, with other random changes each time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sized
+
+import torch
+from torch.utils.data import Sampler
+
+from slipstream.dist import get_dist_info
+from slipstream.errors import DataError
+from slipstream.registry import DATA_SAMPLERS
+
+__all__ = ["RepeatAugSampler", "RepeatedIndex"]
+
+
+class RepeatedIndex(int):
+    """Index of a sample, and which repetition of the sample in the epoch it is."""
+
+    seed_offset: int
+    """Value that is added to the run's seed for the random changes of this repetition."""
+
+    def __new__(cls, index: int, repeat: int) -> RepeatedIndex:
+        """Create the index."""
+        self = super().__new__(cls, index)
+        self.seed_offset = repeat << 32  # larger than usual seeds
+        return self
+
+
+@DATA_SAMPLERS.register_module()
+class RepeatAugSampler(Sampler[int]):
+    """SuperGradients' sampler for repeated augmentation (arXiv 1902.05509).
+
+    In the shuffled dataset, each sample is repeated `num_repeats` times in a row. Rank r of R reads items r, r + R and
+    so on, so the repetitions of a sample are on different ranks. An epoch has about as many samples as the dataset.
+    The random changes of a sample depend on (seed, epoch, index, repetition).
+
+    Args:
+        dataset: any object with a length.
+        shuffle: whether to reshuffle the samples in each epoch.
+        num_repeats: number of repetitions, at least 1; it may be a fraction.
+        selected_round: the number of samples of all ranks is rounded down to a multiple of this number; 0: not rounded.
+        selected_ratio: divisor of the number of samples of each rank; 0: the number of ranks.
+        seed: seed of the shuffle; it must be the same on every rank.
+
+    Raises:
+        DataError: if an epoch has no samples.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        shuffle: bool = True,
+        num_repeats: float = 3,
+        selected_round: int = 256,
+        selected_ratio: int = 0,
+        seed: int | None = None,
+    ) -> None:
+        self.rank, self.world_size = get_dist_info()
+        self.size, self.shuffle, self.seed = len(dataset), shuffle, seed or 0
+        self.num_repeats = max(num_repeats, 1)
+        parts = selected_ratio or self.world_size
+        if selected_round:
+            self.num_samples = self.size // selected_round * selected_round // parts
+        else:
+            self.num_samples = math.ceil(self.size / parts)
+        if self.num_samples == 0:
+            raise DataError(
+                f"RepeatAugSampler: an epoch of {self.size} samples, rounded down to a multiple of {selected_round}, "
+                "is empty; set selected_round=0"
+            )
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(self.size, generator=generator) if self.shuffle else torch.arange(self.size)
+        total = math.ceil(self.size * self.num_repeats)
+        for number in range(self.num_samples):
+            position = (self.rank + number * self.world_size) % total
+            sample = int(position // self.num_repeats)
+            first = math.ceil(sample * self.num_repeats)
+            yield RepeatedIndex(int(order[sample]), position - first)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch that determines the order of the next iteration."""
+        self.epoch = epoch

@@ -1,0 +1,112 @@
+"""Keys of SuperGradients' recipes for knowledge distillation (`architecture: kd_module`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
+from slipstream.training.factories import configuration
+
+__all__ = [
+    "KEYS",
+    "check_mode",
+    "input_adapter",
+    "is_distillation",
+    "renamed_paths",
+    "student_recipe",
+    "teacher_of",
+]
+
+_SECTIONS = ("architecture", "arch_params", "checkpoint_params")
+KEYS = (*(f"{role}_{key}" for role in ("student", "teacher") for key in _SECTIONS), "run_teacher_on_eval")
+"""Keys that only these recipes have."""
+_ADAPTERS = ("teacher_input_adapter", "student_input_adapter")
+
+
+def is_distillation(recipe: Mapping[str, Any]) -> bool:
+    """Return whether the recipe trains a student with a teacher."""
+    return recipe.get("architecture") == "kd_module"
+
+
+def student_recipe(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recipe that trains the student by itself."""
+    return _of_role(recipe, "student")
+
+
+def teacher_of(
+    recipe: Mapping[str, Any], read: Callable[[Mapping[str, Any]], tuple[Any, Mapping[str, Any] | None]]
+) -> dict[str, Any]:
+    """Return the arguments of `DistillationModel` for the teacher.
+
+    Args:
+        recipe: a recipe for knowledge distillation.
+        read: returns the network and its pretrained weights for the recipe of a single network.
+
+    Raises:
+        ConfigError: if a key is missing, invalid or not supported.
+    """
+    check_mode(recipe.get("run_teacher_on_eval", True))
+    alone = _of_role(recipe, "teacher")
+    weights = dict(alone.get("checkpoint_params") or {})
+    if weights.get("checkpoint_path"):
+        weights["pretrained_weights"] = None  # SuperGradients replaces them by those of the checkpoint
+    with renamed_paths("teacher"):
+        network, pretrained = read({**alone, "checkpoint_params": weights})
+    if pretrained is None:
+        raise ConfigError(
+            "is required, because a teacher without trained weights has no knowledge; set it to the file with the "
+            "teacher's weights",
+            "teacher_checkpoint_params.checkpoint_path",
+        )
+    adapter = input_adapter(recipe.get("arch_params"), "arch_params")
+    return {"teacher": network, "teacher_pretrained": dict(pretrained), **adapter}
+
+
+def input_adapter(options: Mapping[str, Any] | None, config_path: str) -> dict[str, Any]:
+    """Return the adapter of the teacher's images from SuperGradients' arguments of `kd_module`.
+
+    Raises:
+        UnknownNameError: if there are other arguments.
+        ConfigError: if there is an adapter for the student.
+    """
+    given = {
+        key: value for key, value in (options or {}).items() if value is not None and key != "num_classes"
+    }
+    for key in given:
+        if key not in _ADAPTERS:
+            raise UnknownNameError(f"unknown key{did_you_mean(str(key), _ADAPTERS)}", f"{config_path}.{key}")
+    if "student_input_adapter" in given:
+        raise ConfigError(
+            "is not supported; normalize the images for the student in the dataset's transforms, and set "
+            "teacher_input_adapter",
+            f"{config_path}.student_input_adapter",
+        )
+    return {key: configuration(value, f"{config_path}.{key}") for key, value in given.items()}
+
+
+def check_mode(run_teacher_on_eval: Any) -> None:
+    """Raise a ConfigError unless the teacher runs in evaluation mode."""
+    if run_teacher_on_eval is not True and run_teacher_on_eval is not None:
+        raise ConfigError(
+            f"must be True, not {run_teacher_on_eval!r}; in training mode, each batch would change the teacher's "
+            "BatchNorm statistics",
+            "run_teacher_on_eval",
+        )
+
+
+@contextmanager
+def renamed_paths(role: str | None) -> Iterator[None]:
+    """Add `student_` or `teacher_` to the config paths of errors about the sections of a single network."""
+    try:
+        yield
+    except ConfigError as error:
+        if role is not None and str(error.path or "").partition(".")[0] in _SECTIONS:
+            error.path = f"{role}_{error.path}"
+        raise
+
+
+def _of_role(recipe: Mapping[str, Any], role: str) -> dict[str, Any]:
+    kept = {key: value for key, value in recipe.items() if key not in (*KEYS, *_SECTIONS)}
+    return kept | {key: recipe.get(f"{role}_{key}") for key in _SECTIONS}

@@ -1,0 +1,186 @@
+"""SuperGradients' `LRCallbackBase`: learning-rate schedules of users, written as callbacks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from slipstream.errors import ConfigError, ModelError
+from slipstream.hooks import Hook
+from slipstream.model import unwrap_model
+from slipstream.registry import HOOKS, PARAM_SCHEDULERS
+from slipstream.training.callbacks import CallbackHook, stage_of
+from slipstream.training.params import TrainingParams
+from slipstream.training.phases import Phase, PhaseCallback, PhaseContext
+
+if TYPE_CHECKING:
+    from slipstream.runner import Runner
+
+__all__ = ["LRCallbackBase", "LRCallbackHook", "split_schedule"]
+
+_PASSED = ("phase", "initial_lr", "update_param_groups", "train_loader_len", "net", "training_params")
+"""Arguments of `LRCallbackBase` that are not keys of `training_params`."""
+
+
+class LRCallbackBase(PhaseCallback):
+    """Base class for learning-rate schedules; pass a subclass, or the name it is registered under, as `lr_mode`.
+
+    Subclasses define `is_lr_scheduling_enabled` and `perform_scheduling`, which sets `lr` and calls `update_lr`. Their
+    other arguments are keys of `training_params`.
+
+    Args:
+        phase: when the schedule is called.
+        initial_lr: the initial rate, or a dict of rates by name prefix.
+        update_param_groups: always False.
+        train_loader_len: number of batches in an epoch.
+        net: the network.
+        training_params: the keys of `training_params` as attributes.
+        kwargs: not used.
+    """
+
+    def __init__(
+        self,
+        phase: Phase | str,
+        initial_lr: float | Mapping[str, float],
+        update_param_groups: bool,
+        train_loader_len: int,
+        net: Any,
+        training_params: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(phase)
+        rates = initial_lr if isinstance(initial_lr, Mapping) else {"default": initial_lr}
+        self.initial_lr: Any = {name: float(rate) for name, rate in rates.items()}
+        self.lr: Any = dict(self.initial_lr)
+        self.update_param_groups = update_param_groups
+        self.train_loader_len = train_loader_len
+        self.net = net
+        self.training_params = training_params
+
+    def __call__(self, context: PhaseContext) -> None:
+        """Change the rates if scheduling is enabled."""
+        if self.is_lr_scheduling_enabled(context):
+            self.perform_scheduling(context)
+
+    def is_lr_scheduling_enabled(self, context: PhaseContext) -> bool:
+        """Return whether to call `perform_scheduling`."""
+        raise NotImplementedError(f"{type(self).__name__} must define is_lr_scheduling_enabled(context)")
+
+    def perform_scheduling(self, context: PhaseContext) -> None:
+        """Change `lr`, and call `update_lr`."""
+        raise NotImplementedError(f"{type(self).__name__} must define perform_scheduling(context)")
+
+    def update_lr(self, optimizer: Any, epoch: int, batch_idx: int | None = None) -> None:
+        """Set the rate of each parameter group to that of its name prefix, or to `lr` if it is a number."""
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr[_prefix(group, self.lr)] if isinstance(self.lr, Mapping) else self.lr
+
+
+@HOOKS.register_module()
+class LRCallbackHook(Hook):
+    """Build a schedule when training starts, and call it at its phase.
+
+    Args:
+        schedule: a subclass of `LRCallbackBase`.
+        params: the values of `training_params` that the schedule receives.
+    """
+
+    priority = "LOW"
+
+    def __init__(self, schedule: type[LRCallbackBase], params: Mapping[str, Any]) -> None:
+        self.schedule, self.params = schedule, dict(params)
+        self._called: CallbackHook | None = None
+        self._stage: str | None = None
+
+    def before_train(self, runner: Runner) -> None:
+        """Build the schedule.
+
+        Raises:
+            ModelError: the schedule was built for a model without a network.
+        """
+        model: Any = unwrap_model(runner.model)
+        if not hasattr(model, "network"):
+            raise ModelError(
+                f"{self.schedule.__name__} requires a SupervisedModel, not {type(model).__name__}"
+            )
+        callback = self.schedule(
+            update_param_groups=False,
+            train_loader_len=runner.train_loop.epoch_length,
+            net=model.network,
+            training_params=SimpleNamespace(**self.params),
+            **self.params,
+        )
+        self._called, self._stage = CallbackHook(callback), stage_of(callback.phase)
+        self._at("before_train", runner)
+
+    def before_train_epoch(self, runner: Runner) -> None:
+        """Call a schedule of the phase `TRAIN_EPOCH_START`."""
+        self._at("before_train_epoch", runner)
+
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
+    ) -> None:
+        """Call a schedule of the phases `TRAIN_BATCH_END` and `TRAIN_BATCH_STEP`."""
+        self._at("after_train_iter", runner, batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
+
+    def after_train_epoch(self, runner: Runner) -> None:
+        """Call a schedule of the phase `TRAIN_EPOCH_END`."""
+        self._at("after_train_epoch", runner)
+
+    def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
+        """Call a schedule of the phase `VALIDATION_EPOCH_END`."""
+        if runner.is_training:
+            self._at("after_val_epoch", runner, metrics=metrics)
+
+    def _at(self, stage: str, runner: Runner, **values: Any) -> None:
+        if self._called is not None and stage == self._stage:
+            method = self._called.method_at(stage)
+            assert method is not None, "the callback has an event at this stage"
+            method(runner, **values)
+
+
+def split_schedule(training_params: Any) -> tuple[Any, Hook | None]:
+    """Return `training_params` without the keys of a user's schedule, and the hook that calls it, if there is one.
+
+    Raises:
+        ConfigError: if `initial_lr` is missing, or `phase_callbacks` contains a schedule.
+    """
+    if not isinstance(training_params, Mapping):
+        return training_params, None  # `TrainingParams.read` raises the error
+    for index, callback in enumerate(training_params.get("phase_callbacks") or ()):
+        if isinstance(callback, LRCallbackBase):
+            raise ConfigError(
+                f"{type(callback).__name__} is a learning-rate schedule; set lr_mode to its class",
+                f"training_params.phase_callbacks[{index}]",
+            )
+    schedule = _schedule(training_params.get("lr_mode"))
+    if schedule is None:
+        return dict(training_params), None
+    own = {
+        name
+        for kind in schedule.__mro__
+        if issubclass(kind, LRCallbackBase) and kind is not LRCallbackBase and "__init__" in vars(kind)
+        for name, parameter in inspect.signature(kind).parameters.items()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD and name not in _PASSED
+    }
+    known = {field.name for field in fields(TrainingParams)}
+    rest = {k: v for k, v in training_params.items() if k != "lr_mode" and (k in known or k not in own)}
+    read = TrainingParams.read(rest)
+    if read.initial_lr is None:
+        raise ConfigError("is required", "training_params.initial_lr")
+    values = {name: getattr(read, name) for name in known - {"lr_mode"}}
+    values |= {key: training_params[key] for key in own & training_params.keys()}
+    return rest, LRCallbackHook(schedule, values)
+
+
+def _schedule(lr_mode: Any) -> type[LRCallbackBase] | None:
+    found = PARAM_SCHEDULERS.get(lr_mode) if isinstance(lr_mode, str) else lr_mode
+    return found if inspect.isclass(found) and issubclass(found, LRCallbackBase) else None
+
+
+def _prefix(group: Mapping[str, Any], rates: Mapping[str, float]) -> str:
+    """Return the prefix of a parameter group; the name of a group lists all prefixes with the same rate."""
+    return next((name for name in str(group.get("name", "")).split(", ") if name in rates), "default")

@@ -1,0 +1,146 @@
+"""Values of a validation run by SuperGradients' names: metrics and losses that a run watches."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import ModelError, SlipstreamError, UnknownNameError, did_you_mean
+from slipstream.evaluator import BaseMetric
+from slipstream.registry import METRICS, MODELS
+from slipstream.training.losses import loss_config
+from slipstream.training.metrics import known_names
+from slipstream.training.params import TrainingParams
+
+__all__ = ["KEY", "ValidationLoss", "Watched", "loss_value", "watched_value"]
+
+_CLASS_NAMES = {"CrossEntropy": "CrossEntropyLoss"}
+"""SuperGradients' class names of losses whose classes have other names."""
+_TOTALS = {
+    "DiceCEEdgeLoss": "loss",
+    "KDLogitsLoss": "Loss",
+    "STDCLoss": "loss",
+    "SegKDLoss": "Total_Loss",
+    "ShelfNetOHEMLoss": "Loss",
+}
+"""SuperGradients' component names of the total of losses that return several values."""
+KEY = "watched_losses"
+"""Key of the losses in a model's predictions."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A value of a validation run."""
+
+    name: str
+    """Name under which validation returns it."""
+    is_loss: bool = False
+
+
+def watched_value(wanted: str, params: TrainingParams, config_path: str) -> Watched:
+    """Return the metric or the loss with this name. Upper case and punctuation do not matter.
+
+    A loss has the name of its class, or `class/component`. The component alone is accepted, too.
+
+    Raises:
+        UnknownNameError: if there is no such value. It is not raised if a metric object determines its names itself.
+    """
+    found = [known_names(entry) for entry in params.valid_metrics_list]
+    names = [name for several in found for name in several]
+    for name in names:
+        if _normalized(name) == _normalized(wanted):
+            return Watched(name)
+    losses = [] if params.loss is None else _titles(loss_config(params.loss, params.criterion_params))
+    for title in losses:
+        if _normalized(wanted) in (_normalized(title), _normalized(title.partition("/")[2])):
+            return Watched(title, is_loss=True)
+    if losses and re.fullmatch(rf"{re.escape(losses[0])}/\w+", wanted):
+        return Watched(wanted, is_loss=True)  # the first validation run knows the components
+    if not all(found):
+        return Watched(wanted)  # other metric objects determine their names in the first validation run
+    raise UnknownNameError(
+        f"no metric of valid_metrics_list and no loss is named '{wanted}'{did_you_mean(wanted, [*names, *losses])} "
+        f"(available: {', '.join([*names, *losses]) or 'none'})",
+        config_path,
+    )
+
+
+def loss_value(loss: Any, result: Any, title: str) -> Tensor:
+    """Return the value with the name `title` from the result of a loss.
+
+    Args:
+        loss: the loss, a module or a function.
+        result: a scalar, a dict of scalars, or SuperGradients' pair (scalar, values to log).
+        title: see `watched_value`.
+
+    Raises:
+        ModelError: if the loss has no such component.
+    """
+    component = title.partition("/")[2]
+    values: dict[str, Tensor] = {}
+    if isinstance(result, tuple):
+        total, items = result
+        names = getattr(loss, "component_names", None) or [f"loss_{index}" for index in range(len(items))]
+        values = dict(zip(names, items, strict=False))
+    elif isinstance(result, Mapping):
+        values = dict(result)
+        total = torch.stack([value for name, value in result.items() if "loss" in name]).sum()
+    else:
+        total = result
+    if component in values:
+        return values[component].detach()
+    if component in ("", _TOTALS.get(type(loss).__name__)):
+        return total.detach()  # type: ignore[no-any-return]
+    raise ModelError(
+        f"the loss has no component '{component}' in validation{did_you_mean(component, values)} (available: "
+        f"{', '.join(values)}); evaluation uses the main output only, without auxiliary heads"
+    )
+
+
+@METRICS.register_module()
+class ValidationLoss(BaseMetric):
+    """The means over all samples of the losses that a `SupervisedModel` returns with its predictions.
+
+    Args:
+        names: names of the losses; see `watched_value`.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self.names = tuple(names)
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        """Keep the losses of a batch, still on the device, and its number of samples."""
+        losses = data_samples[KEY]
+        self.results.append(([losses[name] for name in self.names], len(data_samples["targets"])))
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, float]:
+        """Return the means by name."""
+        count = sum(samples for _, samples in results)
+        sums = [
+            sum(float(losses[index]) * samples for losses, samples in results)
+            for index in range(len(self.names))
+        ]
+        return {name: total / count for name, total in zip(self.names, sums, strict=True)}
+
+
+def _titles(loss: Mapping[str, Any] | Callable[..., Any]) -> list[str]:
+    """Return the names of a loss: its class, and the components that it announces."""
+    try:
+        built: Any = MODELS.build(loss) if isinstance(loss, Mapping) else loss
+    except SlipstreamError:  # the Runner builds the loss again, and its error contains the path of the key
+        return []
+    own = getattr(built, "__name__", type(built).__name__)
+    components = getattr(built, "component_names", None) or ([_TOTALS[own]] if own in _TOTALS else [])
+    name = _CLASS_NAMES.get(own, own)
+    return [name, *(f"{name}/{component}" for component in components)]
+
+
+def _normalized(name: str) -> str:
+    """Return the name in lower case without punctuation; `pixel_accuracy` and `PixelAccuracy` are the same metric."""
+    return "".join(filter(str.isalnum, name)).lower()

@@ -1,0 +1,74 @@
+"""The sampler of repeated augmentation, compared with SuperGradients' lists of indices."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.dataset.loading import repeat_aug
+from slipstream.dataset.loading.loader import build_dataloader
+from slipstream.dataset.loading.repeat_aug import RepeatAugSampler
+from slipstream.dataset.loading.sample_index import sample_rng
+from slipstream.errors import DataError
+
+
+def wanted(size, world, rank, repeats, rounded, order):
+    """Write the list of all repetitions, extend it to a multiple of the ranks, and take this rank's part."""
+    if float(repeats).is_integer():
+        several = np.repeat(order, int(repeats)).tolist()
+    else:
+        several = [order[int(i // repeats)] for i in range(math.ceil(repeats * size))]
+    total = math.ceil(size * repeats / world) * world
+    several += several[: total - len(several)]
+    kept = size // rounded * rounded // world if rounded else math.ceil(size / world)
+    return several[rank:total:world][:kept]
+
+
+@pytest.mark.parametrize(("size", "world"), [(12, 1), (13, 2), (7, 3), (600, 4)])
+@pytest.mark.parametrize("repeats", [1, 3, 2.5])
+@pytest.mark.parametrize("rounded", [0, 5])
+def test_ranks_read_the_repetitions_in_turn(monkeypatch, size, world, repeats, rounded):
+    for rank in range(world):
+        monkeypatch.setattr(repeat_aug, "get_dist_info", lambda rank=rank: (rank, world))
+        sampler = RepeatAugSampler(range(size), shuffle=False, num_repeats=repeats, selected_round=rounded)
+        assert list(sampler) == wanted(size, world, rank, repeats, rounded, list(range(size)))
+        assert len(list(sampler)) == len(sampler)
+
+
+def test_the_order_depends_on_seed_and_epoch():
+    sampler = RepeatAugSampler(range(9), num_repeats=3, selected_round=0, seed=5)
+    sampler.set_epoch(2)
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(7)).tolist()
+    assert list(sampler) == np.repeat(order[:3], 3).tolist()
+
+
+class Drawn:
+    """Samples with one random number."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return int(index), sample_rng(index).random()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_repetitions_of_a_sample_get_different_random_numbers(workers):
+    config = {"type": "RepeatAugSampler", "num_repeats": 3, "selected_round": 0}
+    loader = build_dataloader(
+        {"dataset": Drawn(), "sampler": config, "batch_size": 3, "num_workers": workers},
+        0,
+        "loader",
+        training=True,
+    )
+    first, again = (list(loader) for _ in range(2))
+    for (indices, numbers), (_, same) in zip(first, again, strict=True):
+        assert len(set(indices.tolist())) == 1
+        assert len(set(numbers.tolist())) == 3
+        torch.testing.assert_close(numbers, same)
+
+
+def test_an_empty_epoch_is_refused():
+    with pytest.raises(DataError, match="set selected_round=0"):
+        RepeatAugSampler(range(8))

@@ -1,0 +1,128 @@
+"""Resizing and crops of images: sizes, positions, and pixels computed with NumPy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from slipstream.dataset import CenterCrop, RandomResizedCropAndInterpolation, Resize
+from slipstream.errors import ConfigError
+
+pytest.importorskip("PIL")
+
+
+def image(height=8, width=12, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (3, height, width), dtype=np.uint8)
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+@pytest.mark.parametrize(
+    ("size", "source", "wanted"),
+    [
+        (4, (8, 12), (4, 6)),
+        (5, (8, 12), (5, 7)),
+        (5, (12, 8), (7, 5)),
+        ((3, 9), (8, 12), (3, 9)),
+        (8, (8, 8), (8, 8)),
+    ],
+)
+def test_one_number_is_the_length_of_the_shorter_side(size, source, wanted):
+    found = Resize(size)(image(*source), rng())
+    assert found.shape == (3, *wanted)
+    assert found.dtype == np.uint8
+
+
+def test_box_and_nearest_filters_average_and_select_pixels():
+    pixels = image()
+    means = pixels.reshape(3, 4, 2, 6, 2).mean((2, 4))
+    np.testing.assert_allclose(Resize(4, "box")(pixels, rng()), means, atol=1.01)  # rounded after each axis
+    doubled = pixels.repeat(2, axis=1).repeat(2, axis=2)
+    np.testing.assert_array_equal(Resize(16, "nearest")(pixels, rng()), doubled)
+
+
+def test_bilinear_filter_weights_neighbors_by_distance():
+    pixels = image()
+    found = Resize((4, 6))(pixels, rng()).astype(float)
+    wanted = pixels.astype(float)
+    for axis in (1, 2):  # a triangle of the width of four source pixels
+        count = wanted.shape[axis]
+        places = np.arange(count) + 0.5
+        weights = np.array([np.maximum(0, 1 - abs(places - 2 * (i + 0.5)) / 2) for i in range(count // 2)])
+        weights /= weights.sum(1, keepdims=True)
+        wanted = np.moveaxis(np.tensordot(weights, wanted, axes=(1, axis)), 0, axis)
+    np.testing.assert_allclose(found, wanted, atol=1.01)
+
+
+@pytest.mark.parametrize(
+    ("size", "top", "left"), [(4, 2, 4), ((5, 9), 2, 2), ((8, 12), 0, 0), ((7, 11), 0, 0)]
+)
+def test_center_crop_rounds_odd_margins_to_even_numbers(size, top, left):
+    height, width = (size, size) if isinstance(size, int) else size
+    found = CenterCrop(size)(image(), rng())
+    np.testing.assert_array_equal(found, image()[:, top : top + height, left : left + width])
+
+
+def test_center_crop_pads_small_images_with_zeros():
+    found = CenterCrop((11, 14))(image(), rng())
+    wanted = np.zeros((3, 11, 14), np.uint8)
+    wanted[:, 1:9, 1:13] = image()
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_random_boxes_have_areas_and_ratios_in_range():
+    crop = RandomResizedCropAndInterpolation(4, scale=(0.1, 0.6), ratio=(0.5, 2))
+    generator, areas, ratios = rng(1), [], []
+    for _ in range(500):
+        left, top, right, bottom = crop.box(100, 140, generator)
+        assert 0 <= left < right <= 140
+        assert 0 <= top < bottom <= 100
+        areas.append((right - left) * (bottom - top) / 14000)
+        ratios.append((right - left) / (bottom - top))
+    assert 0.09 < min(areas) < 0.15
+    assert 0.5 < max(areas) < 0.61
+    assert 0.48 < min(ratios) < 0.6
+    assert 1.7 < max(ratios) < 2.1
+    assert abs(np.mean([math.log(ratio) for ratio in ratios])) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "box"),
+    [(10, 200, (93, 0, 106, 10)), (200, 10, (0, 93, 10, 106)), (10, 10, (0, 0, 10, 10))],
+)
+def test_the_center_is_used_if_no_box_fits(height, width, box):
+    crop = RandomResizedCropAndInterpolation(4, scale=(5, 6), ratio=(3 / 4, 4 / 3))
+    assert crop.box(height, width, rng()) == box
+
+
+def test_the_box_is_resized_with_the_chosen_filter():
+    crop = RandomResizedCropAndInterpolation((4, 6), scale=(1, 1), ratio=(1.5, 1.5))
+    np.testing.assert_array_equal(crop(image(), rng()), Resize((4, 6))(image(), rng()))
+    both = RandomResizedCropAndInterpolation((4, 6), scale=(1, 1), ratio=(1.5, 1.5), interpolation="random")
+    generator = rng()
+    found = {both(image(), generator).tobytes() for _ in range(20)}
+    assert found == {Resize((4, 6), name)(image(), rng()).tobytes() for name in ("bilinear", "bicubic")}
+
+
+def test_the_same_generator_gives_the_same_crop():
+    crop = RandomResizedCropAndInterpolation(5)
+    found = [crop(image(40, 50), rng(seed)).tobytes() for seed in (1, 1, 2)]
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Resize(4, "cubic"), "must be one of bilinear, bicubic"),
+        (lambda: Resize([1, 2, 3]), "must be a number of pixels"),
+        (lambda: CenterCrop(0), "must be a number of pixels"),
+        (lambda: RandomResizedCropAndInterpolation(4, scale=(0.5, 0.1)), "the smallest and the largest"),
+    ],
+)
+def test_invalid_arguments_are_rejected(build, message):
+    with pytest.raises(ConfigError, match=message):
+        build()

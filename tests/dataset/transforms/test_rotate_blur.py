@@ -1,0 +1,145 @@
+"""Rotation and blur, compared with computations in float64, and their random numbers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.dataset import (
+    SampleIndex,
+    SegColorJitter,
+    SegmentationDataset,
+    SegRandomGaussianBlur,
+    SegRandomRotate,
+    SegStandardize,
+)
+from slipstream.errors import ConfigError
+from slipstream.registry import TRANSFORMS
+
+pytest.importorskip("PIL")
+
+
+def make(height=9, width=14, seed=0):
+    rng = np.random.default_rng(seed)
+    image = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return {"image": image, "mask": rng.integers(0, 19, (height, width), dtype=np.uint8)}
+
+
+def rotated(sample, degrees, fill):
+    """Return the image in float64 and the mask, rotated counterclockwise around the center."""
+    height, width = sample["mask"].shape
+    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    image = np.tile(np.array(fill[:3], float), (height, width, 1))
+    mask = np.full((height, width), fill[3])
+    for y in range(height):
+        for x in range(width):
+            right, down = x + 0.5 - width / 2, y + 0.5 - height / 2
+            u, v = cos * right - sin * down + width / 2, sin * right + cos * down + height / 2
+            if not (0 <= u < width and 0 <= v < height):
+                continue
+            mask[y, x] = sample["mask"][int(v), int(u)]
+            left, top = math.floor(u - 0.5), math.floor(v - 0.5)
+            a, b = u - 0.5 - left, v - 0.5 - top
+            rows = [min(max(row, 0), height - 1) for row in (top, top + 1)]
+            columns = [min(max(column, 0), width - 1) for column in (left, left + 1)]
+            near = sample["image"][np.ix_(rows, columns)].astype(float)
+            image[y, x] = np.einsum("i,j,ijc->c", [1 - b, b], [1 - a, a], near)
+    return image, mask
+
+
+@pytest.mark.parametrize("degrees", [-35.0, 7.3, 120.0])
+def test_rotation_moves_image_and_mask_alike(degrees):
+    sample = make()
+    transform = SegRandomRotate(degrees, degrees, fill_mask=19, fill_image=[10, 20, 30])
+    found = transform(sample, np.random.default_rng(0))
+    image, mask = rotated(sample, degrees, (10, 20, 30, 19))
+    np.testing.assert_array_equal(found["mask"], mask)
+    np.testing.assert_allclose(found["image"], image, atol=1.01)
+    assert found["image"].dtype == found["mask"].dtype == np.uint8
+
+
+def test_the_angle_is_uniform_in_its_range():
+    sample = make()
+    transform = SegRandomRotate(-20, 30, fill_image=7)
+    for seed in range(3):
+        angle = -20 + 50 * np.random.default_rng(seed).random()
+        image, mask = rotated(sample, angle, (7, 7, 7, 0))
+        found = transform(sample, np.random.default_rng(seed))
+        np.testing.assert_array_equal(found["mask"], mask)
+        np.testing.assert_allclose(found["image"], image, atol=1.01)
+
+
+def test_blur_is_a_gaussian_with_a_random_radius():
+    sample = make(24, 24)
+    rng = np.random.default_rng(5)
+    rng.random()  # the decision to blur
+    sigma = rng.random()
+    assert sigma > 0.5
+    found = SegRandomGaussianBlur(1.0)(sample, np.random.default_rng(5))
+    assert found["mask"] is sample["mask"]
+    offsets = np.arange(-6, 7)
+    weights = np.exp(-(offsets**2) / (2 * sigma**2))
+    weights /= weights.sum()
+    wanted = np.pad(sample["image"].astype(float), ((6, 6), (6, 6), (0, 0)), mode="edge")
+    for axis in (0, 1):
+        wanted = np.apply_along_axis(np.convolve, axis, wanted, weights, mode="valid")
+    # Pillow approximates the Gaussian with box filters.
+    error = np.abs(found["image"] - wanted)
+    before = np.abs(sample["image"] - wanted)
+    assert error.mean() < 0.1 * before.mean()
+
+
+def test_images_are_blurred_with_the_given_probability():
+    sample, rng = make(), np.random.default_rng(0)
+    for prob, low, high in ((0.0, 0, 0), (0.3, 70, 110), (1.0, 280, 300)):
+        transform = SegRandomGaussianBlur(prob)
+        changed = [transform(sample, rng)["image"] is not sample["image"] for _ in range(300)]
+        assert low <= sum(changed) <= high
+
+
+class Noise(SegmentationDataset):
+    """Random images with random masks."""
+
+    metainfo = {"classes": ("a", "b"), "palette": [[0, 0, 0], [1, 1, 1]], "ignore_index": None}  # noqa: RUF012
+
+    def __len__(self):
+        return 4
+
+    def load(self, index):
+        sample = make(seed=index)
+        return sample["image"], sample["mask"]
+
+
+def test_the_result_depends_only_on_seed_epoch_and_index():
+    names = [
+        {"type": "SegColorJitter", "brightness": 0.5},
+        {"type": "SegRandomRotate", "min_deg": -45, "max_deg": 45, "fill_mask": 19},
+        {"type": "SegRandomGaussianBlur", "prob": 0.9},
+        {"type": "SegStandardize"},
+    ]
+    data, again = Noise(names), Noise([TRANSFORMS.build(name) for name in names])
+    order = [SampleIndex(index, 1, epoch) for epoch in (0, 3) for index in range(4)]
+    found = [data[index] for index in order]
+    for sample, index in reversed(list(zip(found, order, strict=True))):
+        torch.testing.assert_close(again[index], sample, rtol=0, atol=0)
+    assert not found[0]["inputs"].equal(found[4]["inputs"])
+    assert not found[0]["inputs"].equal(data[SampleIndex(0, 2, 0)]["inputs"])
+    assert isinstance(data.transforms[0], SegColorJitter)
+    assert isinstance(data.transforms[3], SegStandardize)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: SegRandomRotate(5, -5), r"must be at most max_deg \(-5\), not 5"),
+        (lambda: SegRandomRotate(fill_mask=300), "fill_mask must be 0 to 255"),
+        (lambda: SegRandomRotate(fill_image=[0, 0]), "one or three numbers"),
+        (lambda: SegRandomGaussianBlur(1.5), "must be from 0 to 1, not 1.5"),
+    ],
+)
+def test_invalid_arguments_are_rejected(build, message):
+    with pytest.raises(ConfigError, match=message):
+        build()

@@ -1,0 +1,154 @@
+"""Metrics of masks and lists of ignored ids, compared with loops over pixels, and a run with one output channel."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from slipstream.errors import ConfigError
+from slipstream.model import Segmentor
+from slipstream.registry import METRICS
+from slipstream.training import Trainer
+from slipstream.training.metrics import BinaryDice, BinaryIOU, Dice, IoU, PixelAccuracy, metric_config
+
+
+def evaluated(metric, *batches):
+    for batch in batches:
+        metric.process(None, batch)
+    return metric.evaluate(len(batches))
+
+
+def mask_scores(seed, count=3):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (
+            2 * torch.randn(2, 5, 7, generator=generator),
+            torch.randint(0, 2, (2, 5, 7), generator=generator, dtype=torch.uint8),
+        )
+        for _ in range(count)
+    ]
+
+
+def plain(batches, threshold, ratio):
+    """Loop over the pixels; return the ratios of the mask, of the background, and their mean."""
+    pairs = [
+        (int(1 / (1 + math.exp(-score)) >= threshold), label)
+        for scores, labels in batches
+        for score, label in zip(scores.double().flatten().tolist(), labels.flatten().tolist(), strict=True)
+    ]
+    found = []
+    for part in (1, 0):
+        both = sum(p == part and t == part for p, t in pairs)
+        either = sum(p == part or t == part for p, t in pairs)
+        found.append(both / either if ratio == "IOU" else 2 * both / (both + either))
+    return dict(
+        zip(
+            (f"{name}_{ratio}" for name in ("target", "background", "mean")),
+            [*found, sum(found) / 2],
+            strict=True,
+        )
+    )
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.3, 0.8])
+@pytest.mark.parametrize(("kind", "ratio"), [(BinaryIOU, "IOU"), (BinaryDice, "Dice")])
+def test_binary_metrics_match_a_loop_over_pixels(threshold, kind, ratio):
+    batches = mask_scores(0)
+    samples = [{"preds": scores.unsqueeze(1), "targets": labels} for scores, labels in batches]
+    found = evaluated(kind(threshold=threshold), *samples)
+    assert found == pytest.approx(plain(batches, threshold, ratio))
+    ids = [{"preds": (p >= 0).long(), "targets": t, "scores": p} for p, t in batches]
+    assert evaluated(kind(threshold=threshold), *ids) == pytest.approx(found)
+    (built,) = metric_config([{kind.__name__: {"threshold": threshold, "dist_sync_on_step": True}}])
+    assert evaluated(METRICS.build(built), *samples) == pytest.approx(found)
+
+
+def test_ignored_pixels_of_masks_do_not_count():
+    (scores, labels), *_ = mask_scores(1)
+    labels[0] = 255
+    found = evaluated(BinaryIOU(ignore_index=255), {"preds": scores, "targets": labels})
+    assert found == pytest.approx(plain([(scores[1], labels[1])], 0.5, "IOU"))
+
+
+def test_an_absent_mask_is_excluded_from_the_mean():
+    found = evaluated(BinaryDice(), {"preds": -torch.ones(1, 2, 2), "targets": torch.zeros(1, 2, 2).long()})
+    assert math.isnan(found["target_Dice"])
+    assert (found["background_Dice"], found["mean_Dice"]) == (1, 1)
+
+
+@pytest.mark.parametrize(("kind", "twice"), [(IoU, False), (Dice, True)])
+@pytest.mark.parametrize("ignored", [[0, 2], (2, 0, 9), [3]])
+def test_several_ignored_ids_are_excluded(kind, twice, ignored):
+    generator = torch.Generator().manual_seed(2)
+    preds, targets = (torch.randint(0, 5, (2, 8, 8), generator=generator) for _ in range(2))
+    keep = ~np.isin(targets.numpy(), ignored)
+    p, t = preds.numpy()[keep], targets.numpy()[keep]
+    ratios = []
+    for c in set(range(5)) - set(ignored):
+        both, area = ((p == c) & (t == c)).sum(), (p == c).sum() + (t == c).sum()
+        ratios.append(2 * both / area if twice else both / (area - both))
+    sample = {"preds": preds, "targets": targets.to(torch.uint8)}
+    assert evaluated(kind(5, ignore_index=ignored), sample) == pytest.approx({kind.__name__: np.mean(ratios)})
+    accuracy = evaluated(PixelAccuracy(ignore_label=ignored), sample)
+    assert accuracy == pytest.approx({"PixelAccuracy": (p == t).mean()})
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: BinaryIOU(threshold=1.5), "must be a probability between 0 and 1"),
+        (lambda: BinaryIOU(metrics_args_prep_fn=lambda p, t: (p, t)), "must be None"),
+        (lambda: IoU(1), "use BinaryIOU"),
+        (lambda: Dice(1), "use BinaryDice"),
+        (lambda: IoU(3, ignore_index="0"), "must be an integer or a list of integers"),
+        (lambda: PixelAccuracy(ignore_label=[0.5]), "must be an integer or a list of integers"),
+    ],
+)
+def test_invalid_arguments_name_the_remedy(build, message):
+    with pytest.raises(ConfigError, match=message):
+        build()
+
+
+def test_a_network_with_one_channel_predicts_a_mask():
+    net = nn.Conv2d(3, 1, 1)
+    images = torch.randn(2, 3, 4, 4)
+    found = Segmentor(net)(images, torch.zeros(2, 4, 4, dtype=torch.uint8), mode="predict")
+    torch.testing.assert_close(found["scores"], net(images).squeeze(1))
+    assert found["preds"].equal((found["scores"] >= 0).long())
+
+
+class Mask(nn.Module):
+    """A 1x1 convolution with one output channel."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 1, 1)
+
+    def forward(self, images):
+        return self.conv(images)
+
+
+def test_binary_segmentation_trains_and_watches_a_value_of_its_metric(tmp_path):
+    torch.manual_seed(0)
+    images = torch.randn(16, 3, 6, 6)
+    masks = (images.mean(1) > 0.3).long()
+    loader = DataLoader(TensorDataset(images, masks), batch_size=4)
+    net = Mask()
+    history = Trainer("run", str(tmp_path)).train(
+        net,
+        dict(
+            max_epochs=6, initial_lr=1.0, loss="BCEDiceLoss", train_metrics_list=[BinaryIOU()], silent_mode=True,
+            valid_metrics_list=["BinaryIOU", BinaryDice(threshold=0.4)], metric_to_watch="target_iou",
+            average_best_models=False,
+        ),
+        loader,
+        loader,
+    )  # fmt: skip
+    assert history[-1]["target_IOU"] > 0.8
+    with torch.no_grad():
+        pairs = [(net(images).squeeze(1), masks)]
+    assert history[-1] == pytest.approx({"epoch": 6, **plain(pairs, 0.5, "IOU"), **plain(pairs, 0.4, "Dice")})
+    assert (tmp_path / "run/ckpt_best.pth").is_file()

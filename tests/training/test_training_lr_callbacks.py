@@ -1,0 +1,118 @@
+"""Learning-rate schedules of users, derived from `LRCallbackBase`: their rates, arguments and errors."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from slipstream.errors import ConfigError, UnknownNameError
+from slipstream.registry import PARAM_SCHEDULERS
+from slipstream.training import Callback, Phase, Trainer
+from slipstream.training.lr_callbacks import LRCallbackBase
+
+
+class UserStep(LRCallbackBase):
+    """Multiply the rates after the given epochs."""
+
+    def __init__(self, user_lr_updates, user_lr_factors=(0.5, 0.1), **kwargs):
+        super().__init__(Phase.TRAIN_EPOCH_END, **kwargs)
+        self.updates, self.factors = user_lr_updates, user_lr_factors
+
+    def is_lr_scheduling_enabled(self, context):
+        return self.training_params.lr_warmup_epochs <= context.epoch
+
+    def perform_scheduling(self, context):
+        for name, rate in self.initial_lr.items():
+            self.lr[name] = rate
+            for update, factor in zip(self.updates, self.factors, strict=True):
+                self.lr[name] *= factor if update <= context.epoch else 1
+        self.update_lr(context.optimizer, context.epoch, None)
+
+
+class PerBatch(LRCallbackBase):
+    """One rate for all groups that falls with each batch."""
+
+    def __init__(self, **kwargs):
+        super().__init__(Phase.TRAIN_BATCH_END, **kwargs)
+
+    def is_lr_scheduling_enabled(self, context):
+        return True
+
+    def perform_scheduling(self, context):
+        done = context.epoch * self.train_loader_len + context.batch_idx + 1
+        total = self.training_params.max_epochs * self.train_loader_len
+        self.lr = self.initial_lr["default"] * (1 - done / total)
+        self.update_lr(context.optimizer, context.epoch, context.batch_idx)
+
+
+class Rates(Callback):
+    """Record the rates of each batch."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_start(self, context):
+        found = [(group["params"][0].ndim, group["lr"]) for group in context.optimizer.param_groups]
+        self.seen.append([rate for _, rate in sorted(found, reverse=True)])
+
+
+def train(folder, **params):
+    torch.manual_seed(0)
+    inputs, labels = torch.randn(12, 3), torch.randint(2, (12,))
+    rates = Rates()
+    Trainer("run", str(folder)).train(
+        nn.Linear(3, 2),
+        dict(
+            max_epochs=5, initial_lr=0.8, loss="CrossEntropyLoss", silent_mode=True, average_best_models=False,
+            phase_callbacks=[rates], metric_to_watch=None,
+        ) | params,
+        DataLoader(TensorDataset(inputs, labels), batch_size=4),
+    )  # fmt: skip
+    return rates.seen
+
+
+def test_a_registered_schedule_receives_its_keys(tmp_path):
+    PARAM_SCHEDULERS.register_module(name="user_step_of_the_test", module=UserStep)
+    seen = train(
+        tmp_path, lr_mode="user_step_of_the_test", user_lr_updates=[1, 3], user_lr_factors=[0.5, 0.1]
+    )
+    # The schedule runs at the end of epochs 0 to 3, so its rates apply from the next epoch.
+    assert [rates[0] for rates in seen] == pytest.approx(
+        [rate for rate in (0.8, 0.8, 0.4, 0.4, 0.04) for _ in range(3)]
+    )
+
+
+def test_the_warmup_precedes_the_schedule(tmp_path):
+    seen = train(tmp_path, lr_mode=UserStep, user_lr_updates=[0, 3], lr_warmup_epochs=2)
+    wanted = [0.8 / 3, 0.8 * 2 / 3, 0.8, 0.4, 0.04]
+    assert [rates[0] for rates in seen[::3]] == pytest.approx(wanted)
+
+
+def test_rates_by_prefix_are_scheduled_separately(tmp_path):
+    seen = train(tmp_path, lr_mode=UserStep, user_lr_updates=[0, 2], initial_lr={"bias": 0.2, "default": 0.6})
+    weight, bias = zip(*seen[::3], strict=True)
+    assert weight == pytest.approx([0.6, 0.3, 0.3, 0.03, 0.03])
+    assert bias == pytest.approx([0.2, 0.1, 0.1, 0.01, 0.01])
+
+
+@pytest.mark.parametrize("speed", [None, {"compile": {"scope": "step", "backend": "aot_eager"}}])
+def test_a_schedule_can_change_the_rate_after_each_batch(tmp_path, speed):
+    seen = train(tmp_path, lr_mode=PerBatch, max_epochs=3, speed=speed)
+    assert [rates[0] for rates in seen] == pytest.approx([0.8 * (1 - step / 9) for step in range(9)])
+
+
+def test_invalid_keys_and_places_are_named(tmp_path):
+    with pytest.raises(UnknownNameError, match="user_lr_update") as error:
+        train(tmp_path, lr_mode=UserStep, user_lr_update=[1])
+    assert error.value.path == "training_params.user_lr_update"
+    with pytest.raises(ConfigError, match="is required") as error:
+        train(tmp_path, lr_mode=PerBatch, initial_lr=None)
+    assert error.value.path == "training_params.initial_lr"
+    schedule = PerBatch(
+        initial_lr=0.1, update_param_groups=False, train_loader_len=3, net=None, training_params=None
+    )
+    with pytest.raises(ConfigError, match="set lr_mode to its class") as error:
+        train(tmp_path, phase_callbacks=[schedule])
+    assert error.value.path == "training_params.phase_callbacks[0]"
+    with pytest.raises(NotImplementedError, match="LRCallbackBase must define is_lr_scheduling_enabled"):
+        LRCallbackBase(Phase.TRAIN_EPOCH_END, 0.1, False, 3, None, None)(None)

@@ -1,0 +1,149 @@
+"""A loss as the value to watch: SuperGradients' names, the mean over the samples, and lower values are better."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from slipstream.errors import ConfigError, ModelError, UnknownNameError
+from slipstream.training import EarlyStop, KDTrainer, Trainer
+from slipstream.training.params import TrainingParams
+from slipstream.training.watched import Watched, loss_value, watched_value
+
+
+class Both(nn.Module):
+    """SuperGradients' pair: the loss and its components."""
+
+    component_names = ("ce", "size")
+
+    def forward(self, scores, labels):
+        loss = F.cross_entropy(scores, labels)
+        return 2 * loss, torch.stack([loss, scores.abs().mean()]).detach()
+
+
+class Unnamed(Both):
+    component_names = None
+
+
+def data(count=22):
+    generator = torch.Generator().manual_seed(0)
+    inputs, labels = (
+        torch.randn(count, 5, generator=generator),
+        torch.randint(3, (count,), generator=generator),
+    )
+    return TensorDataset(inputs, labels)
+
+
+def train(folder, loss, watched, trainer=Trainer, **params):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+    loaders = [
+        DataLoader(data(), batch_size=size) for size in (11, 4)
+    ]  # the last batch of validation has 2 samples
+    keys = dict(
+        max_epochs=3, initial_lr=0.5, loss=loss, metric_to_watch=watched, silent_mode=True, average_best_models=False
+    )  # fmt: skip
+    runner = trainer("run", str(folder))
+    extra = params.pop("extra", {})
+    arguments = {"model": net} if trainer is Trainer else {"student": net, **extra}
+    history = runner.train(
+        training_params=keys | params, train_loader=loaders[0], valid_loader=loaders[1], **arguments
+    )
+    return runner, net.eval(), history
+
+
+@pytest.mark.parametrize(
+    ("loss", "watched", "title"),
+    [
+        ("CrossEntropyLoss", "cross_entropy_loss", "CrossEntropyLoss"),
+        ("cross_entropy", "CrossEntropyLoss", "CrossEntropyLoss"),
+        (nn.CrossEntropyLoss(), "CrossEntropyLoss", "CrossEntropyLoss"),
+        (F.cross_entropy, "cross_entropy", "cross_entropy"),
+        (Both(), "Both/ce", "Both/ce"),
+        (Both(), "ce", "Both/ce"),
+        (Unnamed(), "Unnamed/loss_0", "Unnamed/loss_0"),
+    ],
+)
+def test_the_watched_loss_is_the_mean_over_all_samples_in_evaluation_mode(tmp_path, loss, watched, title):
+    _, net, history = train(tmp_path, loss, watched)
+    with torch.no_grad():
+        wanted = F.cross_entropy(net(data().tensors[0]).double(), data().tensors[1]).item()
+    assert history[-1] == pytest.approx({"epoch": 3, title: wanted}, rel=1e-5)
+
+
+def test_the_best_checkpoint_has_the_lowest_loss(tmp_path):
+    runner, _, history = train(
+        tmp_path, "CrossEntropyLoss", "CrossEntropyLoss", max_epochs=6, initial_lr=3.0, average_best_models=True,
+        greater_metric_to_watch_is_better=True, valid_metrics_list=["Accuracy"],
+    )  # fmt: skip
+    losses = [entry["CrossEntropyLoss"] for entry in history[:6]]
+    assert losses[-1] > min(losses)
+    best = torch.load(tmp_path / "run/ckpt_best.pth", weights_only=True)
+    assert best["meta"]["epoch"] == losses.index(min(losses)) + 1
+    assert runner.runner.message_hub.log_scalars["val/CrossEntropyLoss"].current() > 0
+
+
+def test_a_schedule_and_early_stop_can_monitor_a_loss(tmp_path):
+    stop = EarlyStop("VALIDATION_EPOCH_END", "crossentropyloss", mode="min", patience=1, min_delta=100)
+    plateau = {"metric_name": "CrossEntropyLoss", "patience": 0, "threshold": 1.0, "factor": 0.5}
+    runner, _, history = train(
+        tmp_path, "CrossEntropyLoss", None, max_epochs=9, phase_callbacks=[stop],
+        lr_mode={"ReduceLROnPlateau": plateau},
+    )  # fmt: skip
+    assert len(history) < 9
+    assert {"CrossEntropyLoss", "epoch"} == history[0].keys()
+    assert runner.runner.optim_wrapper.get_lr()["lr"][0] < 0.5
+
+
+def test_the_loss_of_a_distillation_includes_the_teacher(tmp_path):
+    torch.manual_seed(1)
+    teacher = nn.Linear(5, 3)
+    loss = {"KDLogitsLoss": {"task_loss_fn": "CrossEntropyLoss", "distillation_loss_coeff": 0.25}}
+    _, net, history = train(tmp_path, loss, "Loss", KDTrainer, extra={"teacher": teacher})
+    inputs, labels = data().tensors
+    with torch.no_grad():
+        scores, wanted = net(inputs).double(), teacher(inputs).double().softmax(1)
+    apart = (wanted * (wanted.log() - scores.log_softmax(1))).sum() / len(inputs)
+    total = 0.75 * F.cross_entropy(scores, labels) + 0.25 * apart
+    assert history[-1]["KDLogitsLoss/Loss"] == pytest.approx(total.item(), rel=1e-5)
+
+
+def params(**values):
+    return TrainingParams.read({"max_epochs": 1, "initial_lr": 0.1, "loss": "CrossEntropyLoss", **values})
+
+
+def test_metrics_come_before_losses_and_unknown_names_list_both():
+    both = params(valid_metrics_list=["Accuracy", {"IoU": {"num_classes": 3}}])
+    assert watched_value("iou", both, "key") == Watched("IoU")
+    assert watched_value("CROSS-ENTROPY-LOSS", both, "key") == Watched("CrossEntropyLoss", is_loss=True)
+    with pytest.raises(UnknownNameError, match=r"available: Accuracy, IoU, CrossEntropyLoss\)") as error:
+        watched_value("Precision", both, "key")
+    assert error.value.path == "key"
+    heads = params(loss={"DiceCEEdgeLoss": {"num_classes": 3}})
+    assert watched_value("DiceCEEdgeLoss/loss", heads, "key") == Watched("DiceCEEdgeLoss/loss", is_loss=True)
+    assert watched_value("loss", heads, "key") == Watched("DiceCEEdgeLoss/loss", is_loss=True)
+    assert watched_value("DiceCEEdgeLoss/loss_main", heads, "key").is_loss
+
+
+def test_components_of_losses_that_return_dicts():
+    loss, result = nn.Identity(), {"loss_main": torch.tensor(2.0), "loss_aux0": torch.tensor(3.0)}
+    assert loss_value(loss, result, "Identity").item() == 5
+    assert loss_value(loss, result, "Identity/loss_aux0").item() == 3
+    with pytest.raises(ModelError, match=r"no component 'loss_aux1'.*available: loss_main, loss_aux0"):
+        loss_value(loss, result, "Identity/loss_aux1")
+
+
+def test_unknown_names_fail_before_the_first_epoch(tmp_path):
+    for keys, path in (
+        (
+            dict(lr_mode={"ReduceLROnPlateau": {"metric_name": "Top1"}}),
+            "lr_mode.ReduceLROnPlateau.metric_name",
+        ),
+        (dict(phase_callbacks=[EarlyStop("VALIDATION_EPOCH_END", "F1")]), "phase_callbacks[0].monitor"),
+        (dict(phase_callbacks=[{"EarlyStop": {"monitor": "F1"}}]), "phase_callbacks[0].monitor"),
+    ):
+        with pytest.raises(ConfigError, match="available: Accuracy, CrossEntropyLoss") as error:
+            train(tmp_path, "CrossEntropyLoss", None, valid_metrics_list=["Accuracy"], **keys)
+        assert error.value.path == f"training_params.{path}"
+    assert not (tmp_path / "run/ckpt_latest.pth").exists()
