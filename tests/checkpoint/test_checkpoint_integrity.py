@@ -60,6 +60,16 @@ def test_file_that_torch_writes_without_checksums_is_not_reported_as_damaged(sav
     torch.testing.assert_close(load_checkpoint(tmp_path / "a.pth")["state_dict"], content["state_dict"])
 
 
+def test_two_archives_in_one_file_are_detected(saved, tmp_path):
+    """torch reads the entries of the first archive, and `ZipFile` those of the second one."""
+    _, good = saved
+    damaged = bytearray(good)
+    damaged[len(good) // 2] ^= 1
+    (tmp_path / "a.pth").write_bytes(bytes(damaged) + good)
+    with pytest.raises(CheckpointError, match="does not start at its first byte"):
+        load_checkpoint(tmp_path / "a.pth")
+
+
 def test_zeroed_sectors_are_detected(saved, tmp_path):
     content, good = saved
     for start in range(0, len(good), 4096):

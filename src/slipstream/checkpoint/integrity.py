@@ -98,6 +98,9 @@ class _Archive(io.RawIOBase):
                 entries = opened.infolist()
         except Exception as error:  # a damaged archive can raise any exception
             raise self._damaged(f"the archive cannot be read ({error})") from error
+        if entries and min(entry.header_offset for entry in entries) > 0:
+            # `ZipFile` and torch would read different bytes.
+            raise self._damaged("the archive does not start at its first byte")
         self._check_sizes(entries)
         has_checksums = any(entry.CRC for entry in entries)
         for entry in entries if has_checksums else ():
