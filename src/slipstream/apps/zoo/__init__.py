@@ -15,6 +15,7 @@ from slipstream.apps.zoo.segformer import (
     segformer_b4,
     segformer_b5,
 )
+from slipstream.apps.zoo.shelfnet import ShelfNet, shelfnet18_lw, shelfnet34_lw
 from slipstream.apps.zoo.stdc_loss import OhemCELoss, STDCLoss
 from slipstream.apps.zoo.stdc_seg import STDCSeg, stdc1_seg, stdc2_seg
 from slipstream.apps.zoo.timm_networks import TimmClassifier
@@ -32,6 +33,7 @@ __all__ = [
     "STDCLoss",
     "STDCSeg",
     "SegFormer",
+    "ShelfNet",
     "TimmClassifier",
     "UNet",
     "ddrnet_23",
@@ -50,6 +52,8 @@ __all__ = [
     "segformer_b3",
     "segformer_b4",
     "segformer_b5",
+    "shelfnet18_lw",
+    "shelfnet34_lw",
     "stdc1_seg",
     "stdc2_seg",
     "unet",
