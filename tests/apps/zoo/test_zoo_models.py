@@ -20,7 +20,7 @@ PROMISED = [
     ),
     *("stdc1_seg", "stdc1_seg50", "stdc1_seg75", "stdc2_seg", "stdc2_seg50", "stdc2_seg75"),
     *("regseg48", "ddrnet_23", "ddrnet_23_slim", "ddrnet_39"),
-    *("resnet18", "resnet18_cifar", "resnet34", "resnet50", "unet"),
+    *("resnet18", "resnet18_cifar", "resnet34", "resnet50", "shelfnet18_lw", "shelfnet34_lw", "unet"),
     *("segformer_b0", "segformer_b1", "segformer_b2", "segformer_b3", "segformer_b4", "segformer_b5"),
 ]
 

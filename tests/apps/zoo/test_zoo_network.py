@@ -27,6 +27,7 @@ NETWORKS = {
     "resnet18": ("layer4", 20, 0),
     "resnet50": ("layer4", 53, 0),
     "unet": ("encoder", 18, 0),
+    "shelfnet18_lw": ("backbone", 50, 12),
 }
 CLASSIFY = [{"type": "ToTensor"}, {"type": "Normalize", "mean": [0.5, 0.4, 0.3], "std": [0.1, 0.2, 0.3]}]
 SEGMENT = [
@@ -60,7 +61,7 @@ def picture(height=20, width=30, seed=0):
 )
 def test_preparation_fuses_batch_norm_and_keeps_the_outputs(name, part, count, left):
     torch.manual_seed(0)
-    heads = {} if name[:3] in ("reg", "res", "seg", "une") else {"use_aux_heads": False}
+    heads = {} if name[:3] in ("reg", "res", "seg", "she", "une") else {"use_aux_heads": False}
     assert norms(models.get(name, 5, **heads)) == count
     network = perturbed(models.get(name, 5)).double()
     x = torch.randn(2, 3, 96, 64, dtype=torch.float64)

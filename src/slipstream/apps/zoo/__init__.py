@@ -24,6 +24,7 @@ from slipstream.apps.zoo.segformer import (
     segformer_b4,
     segformer_b5,
 )
+from slipstream.apps.zoo.shelfnet import ShelfNet, shelfnet18_lw, shelfnet34_lw
 from slipstream.apps.zoo.shelfnet_loss import ShelfNetOHEMLoss
 from slipstream.apps.zoo.stdc_loss import OhemCELoss, STDCLoss
 from slipstream.apps.zoo.stdc_seg import STDCSeg, stdc1_seg, stdc2_seg
@@ -50,6 +51,7 @@ __all__ = [
     "STDCSeg",
     "SegFormer",
     "SegKDLoss",
+    "ShelfNet",
     "ShelfNetOHEMLoss",
     "TimmClassifier",
     "UNet",
@@ -69,6 +71,8 @@ __all__ = [
     "segformer_b3",
     "segformer_b4",
     "segformer_b5",
+    "shelfnet18_lw",
+    "shelfnet34_lw",
     "stdc1_seg",
     "stdc2_seg",
     "unet",

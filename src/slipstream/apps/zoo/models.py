@@ -47,7 +47,8 @@ def names() -> list[str]:
     known = [f"{name}{percent}" for name in scaled for percent in ("", 50, 75)]
     known += ["regseg48", "ddrnet_23", "ddrnet_23_slim", "ddrnet_39"]
     known += [f"segformer_b{size}" for size in range(6)]
-    return sorted([*known, "resnet18", "resnet18_cifar", "resnet34", "resnet50", "unet"])
+    known += ["resnet18", "resnet18_cifar", "resnet34", "resnet50"]
+    return sorted([*known, "shelfnet18_lw", "shelfnet34_lw", "unet"])
 
 
 def get(
@@ -82,25 +83,9 @@ def get(
         ConfigError: if the number of classes is missing or ambiguous, or `pretrained_weights` is set.
         CheckpointError: if the file cannot be read or is from a different network.
     """
-    if not name.startswith(PREFIX) and name not in (known := names()):
-        raise UnknownNameError(
-            f"no network is named '{name}'{did_you_mean(name, known)} (available: {', '.join(known)})"
-        )
-    if pretrained_weights is not None and not name.startswith(PREFIX):
-        raise ConfigError(
-            f"weights are not downloaded by name ('{pretrained_weights}'); set checkpoint_path to their file or URL "
-            "(and load_backbone=True for backbone weights)",
-            "pretrained_weights",
-        )
+    _check_name(name, pretrained_weights)
     options = {**(arch_params or {}), **options}
-    arch_classes = options.pop("num_classes", None)
-    if num_classes is None and arch_classes is None:
-        raise ConfigError(f"'{name}' requires a number of classes", "num_classes")
-    if None not in (num_classes, arch_classes) and num_classes != arch_classes:
-        raise ConfigError(
-            f"is {num_classes}, but {arch_classes} in arch_params; remove one of them", "num_classes"
-        )
-    classes: int = num_classes if num_classes is not None else arch_classes
+    classes = _classes(name, num_classes, options.pop("num_classes", None))
     for key in _RENAMED_OPTIONS.keys() & options.keys():
         raise ConfigError(f"use {_RENAMED_OPTIONS[key]} instead", f"arch_params.{key}")
     if pretrained_weights is not None:
@@ -116,6 +101,31 @@ def get(
             checkpoint_sha256=checkpoint_sha256,
         )
     return network
+
+
+def _check_name(name: str, pretrained_weights: str | None) -> None:
+    if name.startswith(PREFIX):
+        return
+    if name not in (known := names()):
+        raise UnknownNameError(
+            f"no network is named '{name}'{did_you_mean(name, known)} (available: {', '.join(known)})"
+        )
+    if pretrained_weights is not None:
+        raise ConfigError(
+            f"weights are not downloaded by name ('{pretrained_weights}'); set checkpoint_path to their file or URL "
+            "(and load_backbone=True for backbone weights)",
+            "pretrained_weights",
+        )
+
+
+def _classes(name: str, num_classes: int | None, arch_classes: int | None) -> int:
+    if num_classes is None and arch_classes is None:
+        raise ConfigError(f"'{name}' requires a number of classes", "num_classes")
+    if None not in (num_classes, arch_classes) and num_classes != arch_classes:
+        raise ConfigError(
+            f"is {num_classes}, but {arch_classes} in arch_params; remove one of them", "num_classes"
+        )
+    return num_classes if num_classes is not None else arch_classes  # type: ignore[return-value]
 
 
 def network_config(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
