@@ -88,4 +88,5 @@ class DistillationModel(SupervisedModel):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply a conversion, such as a change of the device, to the teacher as well."""
         self._teacher.module._apply(fn, recurse)
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)
+        return self

@@ -41,7 +41,7 @@ class _Functions(MutableMapping[str, type[IDecayFunction]]):
         found: type[IDecayFunction] = FUNCTIONS.module_dict[_PREFIX + name]
         return found
 
-    def __setitem__(self, name: str, function: type[IDecayFunction]) -> None:
+    def __setitem__(self, name: str, function: Any) -> None:
         if name in DecaySchedule.types:
             raise ConfigError(
                 f"'{name}' is a built-in decay schedule; use a different name", "EMA_DECAY_FUNCTIONS"

@@ -22,7 +22,7 @@ class KDTrainer(Trainer):
 
     def train(  # type: ignore[override]  # SuperGradients' order of arguments
         self,
-        model: None = None,
+        model: nn.Module | None = None,
         training_params: Mapping[str, Any] | None = None,
         student: nn.Module | None = None,
         teacher: nn.Module | None = None,

@@ -145,7 +145,7 @@ class _Binary(_Overlap):
         dist_sync_on_step: bool = True,
         ignore_index: Ignored = None,
         threshold: float = 0.5,
-        metrics_args_prep_fn: None = None,
+        metrics_args_prep_fn: Any = None,
     ) -> None:
         if not 0 < threshold < 1:
             raise ConfigError(f"must be a probability between 0 and 1, not {threshold}", "threshold")
@@ -298,13 +298,14 @@ def metric_config(
 
 def known_names(entry: Any) -> tuple[str, ...]:
     """Return the names of the metric's values, or an empty tuple if the object determines them itself."""
+    binary: dict[str, type[_Binary]] = {"BinaryIOU": BinaryIOU, "BinaryDice": BinaryDice}
     if isinstance(entry, str | Mapping):
         name = read_factory(entry, "training_params.valid_metrics_list")[0]
-        kind = {"BinaryIOU": BinaryIOU, "BinaryDice": BinaryDice}.get(name)
-        return (name,) if kind is None else kind.value_names()
+        return binary[name].value_names() if name in binary else (name,)
     kind = type(entry)
-    if kind in (BinaryIOU, BinaryDice):
-        return kind.value_names()
+    if kind in binary.values():
+        names: tuple[str, ...] = kind.value_names()
+        return names
     return (getattr(kind, "label", kind.__name__),) if kind in (IoU, Dice, PixelAccuracy, Top1, Top5) else ()
 
 
@@ -331,7 +332,7 @@ def _checked(entry: Any, config_path: str) -> Any:
     return entry
 
 
-def _ids(ignored: Ignored, key: str) -> tuple[int, ...]:
+def _ids(ignored: Any, key: str) -> tuple[int, ...]:
     """Return the ids of ignored pixels.
 
     Raises:

@@ -83,6 +83,7 @@ def loss_value(loss: Any, result: Any, title: str) -> Tensor:
     """
     component = title.partition("/")[2]
     values: dict[str, Tensor] = {}
+    total: Tensor
     if isinstance(result, tuple):
         total, items = result
         names = getattr(loss, "component_names", None) or [f"loss_{index}" for index in range(len(items))]
@@ -95,7 +96,7 @@ def loss_value(loss: Any, result: Any, title: str) -> Tensor:
     if component in values:
         return values[component].detach()
     if component in ("", _TOTALS.get(type(loss).__name__)):
-        return total.detach()  # type: ignore[no-any-return]
+        return total.detach()
     raise ModelError(
         f"the loss has no component '{component}' in validation{did_you_mean(component, values)} (available: "
         f"{', '.join(values)}); evaluation uses the main output only, without auxiliary heads"
