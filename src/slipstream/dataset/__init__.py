@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from slipstream.dataset.sources.class_folder import ImageNetDataset
     from slipstream.dataset.sources.fashion_mnist import FashionMNIST
     from slipstream.dataset.sources.image_folder import ImageMaskFolder
+    from slipstream.dataset.sources.supervisely import SuperviselyPersonsDataset
     from slipstream.dataset.sources.wrappers import (
         AtLeast,
         ClassBalancedDataset,
@@ -70,6 +71,7 @@ _MODULES = {
     "sources.cityscapes_classes": ["CITYSCAPES_CLASSES", "CITYSCAPES_IGNORE_INDEX", "CITYSCAPES_PALETTE"],
     "sources.fashion_mnist": ["FashionMNIST"],
     "sources.image_folder": ["ImageMaskFolder"],
+    "sources.supervisely": ["SuperviselyPersonsDataset"],
     "sources.wrappers": ["AtLeast", "ClassBalancedDataset", "ConcatDataset", "RepeatDataset"],
     "transforms.device_transforms": ["apply_device_transforms"],
     "transforms.geometry": [
@@ -133,6 +135,7 @@ __all__ = [
     "SegResize",
     "SegStandardize",
     "SegmentationDataset",
+    "SuperviselyPersonsDataset",
     "ToTensor",
     "Transform",
     "apply_device_transforms",

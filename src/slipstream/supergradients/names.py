@@ -80,7 +80,8 @@ _CLASSIFICATION = {
     "ImageNetDataset": "slipstream.dataset:ImageNetDataset",
 }
 _SEGMENTATION = {
-    name: f"slipstream.dataset:{name}" for name in ("CityscapesConcatDataset", "CityscapesDataset")
+    name: f"slipstream.dataset:{name}"
+    for name in ("CityscapesConcatDataset", "CityscapesDataset", "SuperviselyPersonsDataset")
 }
 _LOADERS = {
     "get": "slipstream.training.dataloaders:get",
@@ -89,7 +90,7 @@ _LOADERS = {
         f"{name}_{split}": f"slipstream.training.dataloaders:{name}_{split}"
         for name in (
             "cifar10", "cifar100", "cityscapes", "cityscapes_ddrnet", "cityscapes_regseg48", "cityscapes_stdc_seg50",
-            "cityscapes_stdc_seg75", "imagenet", "imagenet_resnet50",
+            "cityscapes_stdc_seg75", "imagenet", "imagenet_resnet50", "supervisely_persons",
         )
         for split in ("train", "val")
     },

@@ -33,6 +33,7 @@ _DATASETS = {
     "imagenet": "ImageNetDataset",
     "imagenet_resnet50": "ImageNetDataset",
     "street_scenes": "StreetScenes",
+    "supervisely_persons": "SuperviselyPersonsDataset",
 }
 # Transform names in older recipes. `SegToTensor` and `ToTensorSeg` also divide by 255, so they map to `SegStandardize`.
 _OLD_TRANSFORMS = {

@@ -6,7 +6,10 @@ from slipstream.dataset.sources import (
     class_folder,
     fashion_mnist,
     image_folder,
+    supervisely,
     wrappers,
 )
 
-__all__ = ["cifar", "cityscapes", "class_folder", "fashion_mnist", "image_folder", "wrappers"]
+__all__ = [
+    "cifar", "cityscapes", "class_folder", "fashion_mnist", "image_folder", "supervisely", "wrappers",
+]  # fmt: skip

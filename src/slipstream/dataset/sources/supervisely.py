@@ -1,0 +1,76 @@
+"""The persons dataset of Supervisely, with the list files of SuperGradients."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.dataset.sources.base import Transform, default_palette
+from slipstream.dataset.sources.decode import MAX_PIXELS
+from slipstream.dataset.sources.image_pairs import ImageMaskPairs, MaskIds
+from slipstream.errors import DataError
+from slipstream.registry import DATASETS
+
+__all__ = ["SuperviselyPersonsDataset"]
+
+_CLASSES = ("background", "person")
+_SHOWN = 5
+
+
+@DATASETS.register_module()
+class SuperviselyPersonsDataset(ImageMaskPairs):
+    """Images and masks of persons. The pixels of a mask are 0 (background) or 1 (person).
+
+    Args:
+        root_dir: folder of the dataset.
+        list_file: table (CSV) with an image and its mask in each row. All paths, including that of the file itself, are
+            relative to `root_dir`.
+        transforms, cache: see `SegmentationDataset`.
+        cache_labels, cache_images: keep each image and its mask in memory after the first read, if one is True.
+        skip_corrupt, max_pixels: see `ImageMaskFolder`.
+
+    Raises:
+        DataError: the table or files are missing, or a row has no mask; or, when a sample is read, a file is corrupt,
+            sizes differ, or a mask contains another value.
+    """
+
+    def __init__(
+        self,
+        root_dir: str | Path,
+        list_file: str,
+        transforms: Sequence[Transform | Mapping[str, Any]] = (),
+        cache_labels: bool = False,
+        cache_images: bool = False,
+        cache: str | Path | None = None,
+        skip_corrupt: bool = False,
+        max_pixels: int | None = MAX_PIXELS,
+    ) -> None:
+        metainfo = {"classes": _CLASSES, "palette": default_palette(2), "ignore_index": None}
+        pairs = _read_table(Path(root_dir), list_file)
+        in_memory = cache_labels or cache_images
+        super().__init__(pairs, metainfo, transforms, in_memory, cache, skip_corrupt, max_pixels)
+
+    def mask_ids(self, path: Path) -> MaskIds:
+        """Return the values of masks, which are class ids."""
+        return MaskIds(None, "they must be 0 (background) or 1 (person)")
+
+
+def _read_table(root: Path, list_file: str) -> list[tuple[Path, Path]]:
+    path = root / list_file
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = [row for row in csv.reader(file) if row]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"cannot read the list file '{path}': {error}; set root_dir and list_file") from error
+    if not rows:
+        raise DataError(f"the list file '{path}' is empty")
+    for number, row in enumerate(rows, start=1):
+        if len(row) < 2:
+            raise DataError(f"row {number} of '{path}' must contain an image and a mask, not {row}")
+    pairs = [(root / row[0], root / row[1]) for row in rows]
+    missing = [str(file) for pair in pairs for file in pair if not file.is_file()]
+    if missing:
+        raise DataError(f"{len(missing)} files of '{path}' do not exist: {', '.join(missing[:_SHOWN])}")
+    return pairs

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from slipstream.dataset import SuperviselyPersonsDataset
+from slipstream.errors import DataError
+from slipstream.training import dataloaders
+
+Image = pytest.importorskip("PIL.Image")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = []
+    for index in range(3):
+        for kind, shape, values in (("images", (6, 8, 3), 256), ("masks", (6, 8), 2)):
+            (tmp_path / kind).mkdir(exist_ok=True)
+            pixels = rng.integers(values, size=shape, dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / kind / f"{index}.png")
+        rows.append(f"images/{index}.png,masks/{index}.png")
+    (tmp_path / "train.csv").write_text("\n".join(rows) + "\n\n")
+    return tmp_path
+
+
+def test_samples_are_those_of_the_table_in_its_order(folder):
+    rows = (folder / "train.csv").read_text().splitlines()
+    (folder / "train.csv").write_text("\r\n".join(reversed(rows)))
+    dataset = SuperviselyPersonsDataset(folder, "train.csv", cache_images=True)
+    assert len(dataset) == 3
+    for index, sample in zip((2, 1, 0), dataset, strict=True):
+        image = np.asarray(Image.open(folder / f"images/{index}.png"))
+        assert np.array_equal(sample["inputs"].numpy(), image.transpose(2, 0, 1))
+        assert np.array_equal(
+            sample["targets"].numpy(), np.asarray(Image.open(folder / f"masks/{index}.png"))
+        )
+    assert dataset.metainfo["classes"] == ("background", "person")
+
+
+def test_the_loader_of_supergradients_reads_it(folder):
+    (folder / "val.csv").write_text((folder / "train.csv").read_text())
+    for split in ("train", "val"):
+        loader = dataloaders.get(
+            f"supervisely_persons_{split}", {"root_dir": str(folder), "transforms": []}, {"batch_size": 2}
+        )
+        assert next(iter(loader))["inputs"].shape == (2, 3, 6, 8)
+        assert loader.drop_last is (split == "train")
+
+
+def test_errors_name_the_file_or_the_row(folder):
+    with pytest.raises(
+        DataError, match=r"cannot read the list file '.*none\.csv'.*set root_dir and list_file"
+    ):
+        SuperviselyPersonsDataset(folder, "none.csv")
+    (folder / "bad.csv").write_text("images/0.png,masks/0.png\nimages/1.png\n")
+    with pytest.raises(DataError, match=r"row 2 of '.*bad\.csv' must contain an image and a mask"):
+        SuperviselyPersonsDataset(folder, "bad.csv")
+    (folder / "bad.csv").write_text("images/0.png,masks/9.png\n")
+    with pytest.raises(DataError, match=r"1 files of '.*bad\.csv' do not exist: .*9\.png"):
+        SuperviselyPersonsDataset(folder, "bad.csv")
+    (folder / "bad.csv").write_text("\n")
+    with pytest.raises(DataError, match=r"bad\.csv' is empty"):
+        SuperviselyPersonsDataset(folder, "bad.csv")
+    Image.fromarray(np.full((6, 8), 2, np.uint8)).save(folder / "masks/0.png")
+    with pytest.raises(DataError, match="they must be 0"):
+        SuperviselyPersonsDataset(folder, "train.csv")[0]
