@@ -74,7 +74,7 @@ def split_decay(params: TrainingParams) -> tuple[TrainingParams, EMAHook | None]
     """
     options: dict[str, Any] = dict(params.ema_params)
     name = options.pop("decay_type", None)
-    if not params.ema or name not in EMA_DECAY_FUNCTIONS:
+    if not params.ema or not isinstance(name, str) or name not in EMA_DECAY_FUNCTIONS:
         return params, None
     decay = options.pop("decay", DecaySchedule.decay)
     try:
