@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.configure import configure
@@ -31,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         SlipstreamError: the recipe is invalid, or a batch fails.
     """
-    found = _checked(configure(args))
+    with redirect_stdout(sys.stderr):  # the log must not be part of the JSON
+        found = _checked(configure(args))
     if args.json:
         print(json.dumps(found, indent=1))
         return 0
