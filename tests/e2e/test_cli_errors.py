@@ -21,6 +21,18 @@ RECIPE = "street_scenes_pp_lite_t"
             ["train", RECIPE, "train_cfg.max_epoch=3"],
             ["train_cfg.max_epoch", "did you mean 'train_cfg.max_epochs'"],
         ),
+        (["train", RECIPE, "batchsize=4"], ["batchsize", "did you mean 'batch_size'"]),
+        (["train", RECIPE, "bath_size=4"], ["bath_size", "did you mean 'batch_size'"]),
+        (["train", RECIPE, "learning_rate=4"], ["learning_rate", "did you mean 'lr'"]),
+        (["train", RECIPE, "val_batchsize=4"], ["val_batchsize", "did you mean 'val_batch_size'"]),
+        (
+            ["train", "nets.yaml", "batch_size=4"],
+            ["batch_size: sets train_dataloader.batch_size, but", "no section 'train_dataloader'"],
+        ),
+        (["train", RECIPE, "--batch-size=4"], ["--batch-size=4", "without dashes: batch_size=4"]),
+        (["train", RECIPE, "--work_dir", "x"], ["--work_dir", "did you mean '--work-dir'"]),
+        (["export", "run"], ["--to"]),
+        (["recipes", "show", "camvid_regseg49"], ["did you mean 'camvid_regseg48'"]),
         (["train", RECIPE, "train_cfg.max_epochs=many"], ["train_cfg.max_epochs", "int", "'many'"]),
         (
             ["train", RECIPE, "optim_wrapper.optimizer.type=Adamm"],
@@ -57,6 +69,7 @@ def test_invalid_argument_raises_a_one_line_error_with_suggestion(
 ):
     """The command runs in this process, because the imports of a new process take seconds."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "nets.yaml").write_text("model: {type: Segmentor}\nval_dataloader: {batch_size: 1}\n")
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # otherwise, `main` would set it permanently
     try:
         status = main(arguments)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from slipstream.config import Config
 from slipstream.errors import ConfigError
 from slipstream.recipes import compose, find_recipe, is_composed
-from slipstream.recipes.shortcuts import runner_overrides, set_ema
+from slipstream.recipes.shortcuts import hints, runner_overrides, set_ema
 
 __all__ = ["Configured", "command_args", "configure", "load_config", "read_config"]
 
@@ -93,7 +93,7 @@ def _load(name: str, overrides: Sequence[str], config_dir: str | None, trust: bo
     # Hydra marks a new key with a leading +. An override without a key is unchanged, so that the error quotes it.
     words = [word if (stripped := word.lstrip("+")).startswith("=") else stripped for word in overrides]
     words = runner_overrides(cfg, set_ema(cfg, words))
-    cfg.override(words, known=[*known, *CFG_OPTIONS, *_OPEN])
+    cfg.override(words, known=[*known, *CFG_OPTIONS, *_OPEN], hints=hints(cfg))
     return Configured(cfg, gpus=1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -32,7 +33,11 @@ _EXTRAS = {
     "mlflow": "mlflow",
     "toml": "tomli_w",
     "png": "pywuffs",
+    "video": "av",
+    "export": "onnxruntime",
+    "openvino": "openvino",
 }
+_STATES = {OK: "ok", NO: "not available", WARN: "warning"}
 _GAINS = {"png": ", which decodes PNGs faster (docs/performance.md)"}
 
 
@@ -47,12 +52,21 @@ def run(args: argparse.Namespace) -> int:
         "Distributed": list(_distributed(device)),
         "Configuration": list(problems(machine)) or [(OK, "no problems found", "")],
     }
-    for title, rows in sections.items():
+    if args.json:
+        print(
+            json.dumps({title: [_named(row) for row in rows] for title, rows in sections.items()}, indent=1)
+        )
+    for title, rows in sections.items() if not args.json else ():
         print(title)
         width = max(len(name) for _, name, _ in rows)
         for mark, name, text in rows:
             print(f"  {mark}  {name:{width}}  {text}".rstrip())
     return int(any(mark == WARN for rows in sections.values() for mark, _, _ in rows))
+
+
+def _named(row: Row) -> dict[str, str]:
+    mark, name, text = row
+    return {"state": _STATES[mark], "name": name, "text": text}
 
 
 def _recipe_workers(args: argparse.Namespace) -> dict[str, int]:

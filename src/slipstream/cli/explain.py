@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -39,11 +40,21 @@ def run(args: argparse.Namespace) -> int:
     with default_scope(cfg.get("default_scope", "slipstream")):
         capabilities = capabilities_of(_model(cfg), cfg.get("optim_wrapper"), deterministic)
     plan = plan.complete(capabilities)
-    print_table(("option", "value", "from", "why"), option_rows(plan, capabilities), 110)
+    rows = list(option_rows(plan, capabilities))
     said = {**plan.sources, **plan.notes}
-    print("Off: " + ", ".join(option for option in plan.options() if option not in said))
-    if limits := [f"  {word}: {why}" for word, why in _limits(capabilities)]:
-        print(f"No effect or not supported on this machine ({capabilities.device}):", *limits, sep="\n")
+    off = [option for option in plan.options() if option not in said]
+    limits = dict(_limits(capabilities))
+    if args.json:
+        options = [dict(zip(("option", "value", "from", "why"), row, strict=True)) for row in rows]
+        print(
+            json.dumps({"options": options, "off": off, "device": str(capabilities.device), "limits": limits})
+        )
+        return 0
+    print_table(("option", "value", "from", "why"), rows, 110)
+    print("Off: " + ", ".join(off))
+    if limits:
+        print(f"No effect or not supported on this machine ({capabilities.device}):")
+        print(*(f"  {word}: {why}" for word, why in limits.items()), sep="\n")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,21 +11,45 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from slipstream.errors import did_you_mean
 
-__all__ = ["parse"]
+__all__ = ["Parser", "build_parser", "parse"]
 
 if TYPE_CHECKING:
-    _Commands = argparse._SubParsersAction["_Parser"]
+    _Commands = argparse._SubParsersAction["Parser"]
 
 # Copied from slipstream.dist so that --help does not import torch.
 _SPLITS = ("train", "val", "test")
 _LAUNCHERS = ("none", "pytorch", "slurm", "mpi")
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """A parser that prints errors on one line and suggests the nearest valid value."""
 
     def error(self, message: str) -> NoReturn:
+        """Print the message on one line, and exit with status 2."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def options(self) -> dict[str, str]:
+        """Return the long options and their help."""
+        found = {}
+        for action in self._actions:
+            names = [name for name in action.option_strings if name.startswith("--")]
+            found.update({name: action.help or "" for name in names if action.help != argparse.SUPPRESS})
+        return found
+
+    @property
+    def takes_recipe(self) -> bool:
+        """Whether an argument is the name of a recipe."""
+        return any("RECIPE" in str(action.metavar) for action in self._actions)
+
+    def fail_unknown(self, words: Sequence[str], takes_overrides: bool) -> NoReturn:
+        """Raise the error for unknown arguments, with the option or the override that the first one may mean."""
+        name, equals, value = words[0].partition("=")
+        near = difflib.get_close_matches(name, self.options(), n=1, cutoff=0.75)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        if not hint and takes_overrides and name.startswith("--"):
+            key = name.strip("-").replace("-", "_")
+            hint = f"; values of the recipe are set without dashes: {key}={value if equals else 'VALUE'}"
+        self.error(f"unrecognized arguments: {' '.join(words)}{hint}")
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is not None and value not in action.choices:
@@ -38,12 +63,12 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the parsed command line. `command` is the module of `slipstream.cli` that runs it."""
-    parser = _build_parser()
+    parser, commands = build_parser()
     args, rest = parser.parse_known_args(argv)
     # argparse reads overrides only up to the next option, and returns those after an option in `rest`.
     overrides = [word for word in rest if "overrides" in args and not word.startswith("-")]
     if unknown := [word for word in rest if word not in overrides]:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        commands.choices[args.command].fail_unknown(unknown, takes_overrides="overrides" in args)
     if overrides:
         args.overrides += overrides
     given = getattr(args, "resume", None)
@@ -53,13 +78,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def _build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="slipstream", description="Train PyTorch models faster without changing their code."
-    )
+def build_parser() -> tuple[Parser, _Commands]:
+    """Return the parser, and the parsers of the commands."""
+    parser = Parser(
+        prog="slipstream", description="Train PyTorch models faster without changing their code.",
+        epilog="Exit status: 0 success, 1 failure, 2 invalid argument or recipe (docs/command_line.md).",
+    )  # fmt: skip
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the versions and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for add in (
+        _add_new,
         _add_train,
+        _add_check,
         _add_val,
         _add_predict,
         _add_export,
@@ -78,8 +108,51 @@ def _build_parser() -> argparse.ArgumentParser:
         add(commands)
     doctor = commands.add_parser("doctor", help="show the machine, versions, options and misconfigurations")
     _add_recipe(doctor, nargs="?")
-    commands.add_parser("recipes", help="list the recipes")
-    return parser
+    _add_json(doctor)
+    _add_recipes(commands)
+    completion = commands.add_parser("completion", help="print a script that completes commands in a shell")
+    completion.add_argument(
+        "shell", choices=("bash", "zsh", "fish"), metavar="SHELL", help="bash, zsh or fish"
+    )
+    return parser, commands
+
+
+class _Version(argparse.Action):
+    """Print the versions. Reading them takes time, so it is done only if the option is given."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+        from platform import python_version
+
+        from slipstream.version import __version__
+
+        print(f"slipstream {__version__} (torch {version('torch')}, Python {python_version()})")
+        parser.exit()
+
+
+def _add_recipes(commands: _Commands) -> None:
+    parser = commands.add_parser("recipes", help="list the recipes, or show one (docs/command_line.md)")
+    parser.add_argument("--config-dir", metavar="FOLDER", help="folder with your recipes")
+    _add_json(parser)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
+    actions.add_parser("schema", help="print the JSON schema of recipes, for editors")
+    show = actions.add_parser("show", help="print the values of a recipe")
+    _add_recipe(show)
+    _add_json(show)
+
+
+def _add_check(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "check", help="validate a recipe, and run one training batch and one validation batch"
+    )
+    _add_recipe(parser)
+    parser.set_defaults(work_dir=None)
+    _add_json(parser)
+
+
+def _add_new(commands: _Commands) -> None:
+    parser = commands.add_parser("new", help="write a starter project: a recipe and a dataset of your own")
+    parser.add_argument("folder", metavar="FOLDER", help="new folder")
 
 
 def _add_train(commands: _Commands) -> None:
@@ -115,7 +188,7 @@ def _add_predict(commands: _Commands) -> None:
                         help="process each Nth frame of a video (default: 1)")  # fmt: skip
     parser.add_argument("--max-pixels", type=_count, metavar="N",
                         help="largest accepted image, width x height (default: 178,956,970)")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    _add_json(parser)
 
 
 def _add_export(commands: _Commands) -> None:
@@ -191,6 +264,7 @@ def _add_explain(commands: _Commands) -> None:
         "explain", help="show a run's options, and those not supported on this machine"
     )
     _add_run(parser)
+    _add_json(parser)
 
 
 def _add_profile(commands: _Commands) -> None:
@@ -320,6 +394,7 @@ def _add_runs(commands: _Commands) -> None:
                         help="show only runs with this value, such as status=failed; repeatable")  # fmt: skip
     parser.add_argument("--columns", type=_words, default=[], metavar="KEY,KEY,...",
                         help="additional columns: scalars or settings")  # fmt: skip
+    _add_json(parser)
 
 
 def _add_report(commands: _Commands) -> None:
@@ -342,6 +417,10 @@ def _add_recipe(parser: argparse.ArgumentParser, nargs: Literal["?"] | None = No
         "--config-dir", metavar="FOLDER", help="folder with your recipes, which take precedence"
     )
     _add_trust(parser)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def _add_trust(parser: argparse.ArgumentParser) -> None:

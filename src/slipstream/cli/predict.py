@@ -199,7 +199,8 @@ def _predictor(model: Any, transforms: Sequence[Any]) -> Callable[[NDArray[np.ui
 
 
 def _shares(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    return counts / max(counts.sum(), 1)
+    shares: NDArray[np.float64] = counts / max(counts.sum(), 1)
+    return shares
 
 
 def _save(picture: Image.Image, path: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(args.folder)
     rows = find_runs(folder)
     if not rows:
-        print(f"No runs in {folder}")
+        print("[]" if args.json else f"No runs in {folder}")
         return 0
     key = args.sort.removesuffix("-")
     readable = [row for row in rows if row.record is not None]
@@ -37,7 +38,11 @@ def run(args: argparse.Namespace) -> int:
         if readable and all(row.value(name) is None for row in rows):
             raise ConfigError(f"no run has a value '{name}'{_hint(name, rows)}", "--filter")
     rows = [row for row in rows if all(_equals(row.value(name), text) for name, text in args.filter)]
-    _print(folder, _sorted(rows, key, args.sort.endswith("-")), args.columns)
+    rows = _sorted(rows, key, args.sort.endswith("-"))
+    if args.json:
+        print(json.dumps(list(_values(rows, args.columns)), indent=1, default=str))
+        return 0
+    _print(folder, rows, args.columns)
     for row in rows:
         if row.problem:
             print(printable(f"{row.folder}: {row.problem}"))
@@ -81,13 +86,29 @@ def _is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
+def _has_no_json(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
 def _rank(value: Any) -> tuple[bool, float, str]:
     is_number = isinstance(value, int | float)
     return not is_number, float(value) if is_number else 0.0, "" if is_number else str(value)
 
 
+def _values(rows: Sequence[RunRow], columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the columns of each run; JSON has no NaN and no infinity, which are written as text."""
+    for row in rows:
+        found = {key: row.value(key) for key in _keys(rows, columns)}
+        finite = {key: str(value) if _has_no_json(value) else value for key, value in found.items()}
+        yield {"run": str(row.folder), **finite, "problem": row.problem}
+
+
+def _keys(rows: Sequence[RunRow], columns: Sequence[str]) -> list[str]:
+    return ["status", "started", "iteration", "loss", *_metrics(rows), "images_per_second", *columns]
+
+
 def _print(folder: Path, rows: Sequence[RunRow], columns: Sequence[str]) -> None:
-    keys = ["status", "started", "iteration", "loss", *_metrics(rows), "images_per_second", *columns]
+    keys = _keys(rows, columns)
     header = ["run", *(key.replace("images_per_second", "images/s") for key in keys)]
     names = [row.folder.relative_to(folder) if row.folder != folder else row.folder.name for row in rows]
     cells = [

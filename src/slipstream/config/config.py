@@ -197,12 +197,15 @@ class Config(MutableMapping[str, Any]):
         """
         self.merge_from_dict(dict(parse_override(text) for text in overrides))
 
-    def override(self, overrides: Iterable[str], known: Iterable[str] = ()) -> None:
+    def override(
+        self, overrides: Iterable[str], known: Iterable[str] = (), hints: Mapping[str, str] | None = None
+    ) -> None:
         """Merge overrides into this configuration; raise an error for unknown keys.
 
         Args:
             overrides: `["optim_wrapper.optimizer.lr=0.1", ...]`; see `parse_override`.
             known: top-level keys that may be set even if the configuration does not contain them.
+            hints: maps other words that users write to the word that an error suggests for them.
 
         Raises:
             UnknownNameError: a key is neither in the configuration nor in a dict whose keys a builder checks; the
@@ -212,7 +215,7 @@ class Config(MutableMapping[str, Any]):
         known = set(known)
         changed = copy(self)
         for key, value in sorted(map(parse_override, overrides), key=_deletes_first):
-            check_override(changed._cfg_dict, key, known, self._filename or "the configuration")
+            check_override(changed._cfg_dict, key, known, self._filename or "the configuration", hints)
             changed.merge_from_dict({key: value})
         self._replace(changed._cfg_dict)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -12,6 +12,9 @@ from slipstream.config.merge import DELETE, dotted_keys
 from slipstream.errors import ConfigError, UnknownNameError
 
 __all__ = ["check_override", "parse_override"]
+
+_SIMILAR = 0.6
+"""Smallest similarity of a suggestion, as in `difflib.get_close_matches`."""
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -36,7 +39,13 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise ConfigError("the value has too many nested brackets", key) from None
 
 
-def check_override(tree: dict[str, Any], key: str, known: Iterable[str], source: str) -> None:
+def check_override(
+    tree: dict[str, Any],
+    key: str,
+    known: Iterable[str],
+    source: str,
+    hints: Mapping[str, str] | None = None,
+) -> None:
     """Check that the dotted `key` exists in `tree` or may be added to it.
 
     The first segment must be in `tree` or in `known`. The other segments must also exist, unless their parent dict
@@ -70,11 +79,15 @@ def check_override(tree: dict[str, Any], key: str, known: Iterable[str], source:
             return
         else:
             inside = f"'{parent}' of {source}" if depth else source
-            raise UnknownNameError(f"no such key in {inside}{_nearest(key, tree, known)}", key)
+            raise UnknownNameError(f"no such key in {inside}{_nearest(key, tree, known, hints or {})}", key)
 
 
-def _nearest(key: str, tree: dict[str, Any], known: set[str]) -> str:
-    """Return `"; did you mean 'x'?"` for the dotted key most similar to `key`, in full or in its last segments."""
+def _nearest(key: str, tree: dict[str, Any], known: set[str], hints: Mapping[str, str]) -> str:
+    """Return `"; did you mean 'x'?"` for the dotted key most similar to `key`, in full or in its last segments.
+
+    If that is one of `hints`, its value is suggested. If several keys are equally similar in their last segments, the
+    one that is most similar in full is suggested, so a word without dots is preferred.
+    """
     length = key.count(".") + 1
 
     def similarity(candidate: str) -> tuple[float, float, str]:
@@ -82,5 +95,5 @@ def _nearest(key: str, tree: dict[str, Any], known: set[str]) -> str:
         whole = SequenceMatcher(None, key, candidate).ratio()
         return max(whole, SequenceMatcher(None, key, tail).ratio()), whole, candidate
 
-    best = max(map(similarity, {*dotted_keys(tree), *known}), default=(0.0, 0.0, ""))
-    return f"; did you mean '{best[2]}'?" if best[0] >= 0.5 else ""
+    best = max(map(similarity, {*dotted_keys(tree), *known, *hints}), default=(0.0, 0.0, ""))
+    return f"; did you mean '{hints.get(best[2], best[2])}'?" if best[0] >= _SIMILAR else ""

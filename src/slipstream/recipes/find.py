@@ -11,12 +11,13 @@ import yaml
 from slipstream.config.yaml_format import BoundedLoader
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 
-__all__ = ["FOLDER", "extended_by", "find_recipe", "is_composed", "read_yaml", "recipes"]
+__all__ = ["COMPOSED_KEYS", "FOLDER", "extended_by", "find_recipe", "is_composed", "read_yaml", "recipes"]
 
 FOLDER = Path(__file__).parent
 # Other recipes include this file for its shortcuts. It is not a recipe itself.
 _INCLUDED = "variable_setup"
-_COMPOSED_KEYS = ("defaults", "architecture", "arch_params", "training_hyperparams", "training_params")
+COMPOSED_KEYS = ("defaults", "architecture", "arch_params", "training_hyperparams", "training_params")
+"""Keys of which a recipe in SuperGradients' syntax has at least one."""
 
 
 def recipes(config_dir: str | Path | None = None) -> Mapping[str, str]:
@@ -77,7 +78,7 @@ def is_composed(path: Path) -> bool:
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         return False
     values = read_yaml(path)
-    if "_base_" in values or not any(key in values for key in _COMPOSED_KEYS):
+    if "_base_" in values or not any(key in values for key in COMPOSED_KEYS):
         return False
     if path.suffix != ".yaml":
         raise ConfigError("Hydra requires the extension .yaml; rename the file", str(path))

@@ -8,8 +8,9 @@ from typing import Any
 
 from slipstream.config import Config
 from slipstream.config.flow import parse_value
+from slipstream.errors import ConfigError
 
-__all__ = ["runner_overrides", "set_ema"]
+__all__ = ["hints", "runner_overrides", "set_ema"]
 
 _LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 _ROOTS = ("data_root", "root_dir", "root")
@@ -22,14 +23,24 @@ _KEYS = {
     "data_root_dir": tuple(f"{loader}.dataset.{root}" for loader in _LOADERS for root in _ROOTS),
 }
 """Keys of the Runner that each short word sets."""
+_SYNONYMS = {
+    "learning_rate": "lr",
+    "num_epochs": "epochs",
+    "workers": "num_workers",
+    "data_root": "data_root_dir",
+}
+"""Names of the short words in other tools."""
 
 
 def runner_overrides(cfg: Config, overrides: Iterable[str]) -> list[str]:
     """Return the overrides with short words replaced by the keys of the Runner that they set.
 
     The words are `lr`, `batch_size`, `val_batch_size`, `epochs`, `num_workers` and `data_root_dir`, as in recipes in
-    SuperGradients' syntax. A word that is a key of the configuration, and a word that matches no section of it, is not
-    replaced. If no dataset has a folder, `data_root_dir` is removed, and a warning is logged.
+    SuperGradients' syntax. A word that is a key of the configuration is not replaced. If no dataset has a folder,
+    `data_root_dir` is removed, and a warning is logged.
+
+    Raises:
+        ConfigError: a word matches no section of the configuration.
     """
     replaced = []
     for override in overrides:
@@ -43,8 +54,17 @@ def runner_overrides(cfg: Config, overrides: Iterable[str]) -> list[str]:
                 "%s has no effect: no dataset of this recipe has a folder (%s)", override, ", ".join(_ROOTS)
             )
         else:
-            replaced.append(override)
+            section = _KEYS[word][0].rpartition(".")[0]
+            raise ConfigError(
+                f"sets {_KEYS[word][0]}, but the configuration has no section '{section}'", word
+            )
     return replaced
+
+
+def hints(cfg: Config) -> dict[str, str]:
+    """Return the short words that apply to the configuration, and other names for them, each with the short word."""
+    words = {word: word for word, keys in _KEYS.items() if any(_applies(cfg, key, False) for key in keys)}
+    return {**words, "ema": "ema", **{other: word for other, word in _SYNONYMS.items() if word in words}}
 
 
 def set_ema(cfg: Config, overrides: Iterable[str]) -> list[str]:

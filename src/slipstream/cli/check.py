@@ -1,0 +1,107 @@
+"""`slipstream check`: validate a recipe, and run one training batch and one validation batch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import redirect_stdout, suppress
+from typing import TYPE_CHECKING, Any
+
+from slipstream.cli.configure import configure
+from slipstream.hooks import Hook
+
+if TYPE_CHECKING:
+    from slipstream.config import Config
+    from slipstream.runner import Runner
+
+__all__ = ["run"]
+
+_VALIDATION = ("val_dataloader", "val_cfg", "val_evaluator")
+_IN_PROCESS = {
+    "num_workers": 0, "persistent_workers": False, "prefetch_factor": None, "multiprocessing_context": None,
+}  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was checked. Nothing is written, except to a temporary folder.
+
+    Raises:
+        SlipstreamError: the recipe is invalid, or a batch fails.
+    """
+    with redirect_stdout(sys.stderr):  # the log must not be part of the JSON
+        found = _checked(configure(args))
+    if args.json:
+        print(json.dumps(found, indent=1))
+        return 0
+    for part, values in found.items():
+        text = ", ".join(f"{name} {_shown(value)}" for name, value in values.items())
+        print(f"{part}: {text}")
+    print(f"{args.config} is valid")
+    return 0
+
+
+class _Finished(Exception):  # noqa: N818 (not an error)
+    """Ends training after the first step."""
+
+
+class _OneStep(Hook):
+    """Record the loss of the first step, and end training."""
+
+    priority = "VERY_LOW"
+    loss = math.nan
+
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
+    ) -> None:
+        self.loss = float((outputs or {}).get("loss", math.nan))
+        raise _Finished
+
+
+def _checked(cfg: Config) -> Mapping[str, Mapping[str, Any]]:
+    from slipstream.runner import Runner
+    from slipstream.training.config_paths import at_user_paths
+    from slipstream.tune.measured_config import keep_training_only
+
+    validation = {name: cfg.get(name) for name in _VALIDATION}
+    hook = _OneStep()
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder, at_user_paths(cfg):
+        keep_training_only(cfg, folder)
+        cfg.update(validation)
+        cfg.launcher, cfg.log_level = "none", "WARNING"
+        for name, limit in (("train_dataloader", {}), ("val_dataloader", {"num_batch_per_epoch": 1})):
+            if isinstance(loader := cfg.get(name), Mapping):
+                cfg[name] = {**loader, **_in_process(loader), **limit}
+        runner = Runner.from_cfg(cfg)
+        runner.register_hook(hook)
+        with suppress(_Finished):
+            runner.train()
+        loader = runner.train_dataloader
+        found: dict[str, dict[str, Any]] = {"train": {**_sizes(loader), "loss": hook.loss}}
+        if cfg.get("val_cfg") is not None:
+            metrics = runner.val()
+            found["val"] = {
+                **_sizes(runner.val_dataloader),
+                **{key: float(value) for key, value in metrics.items()},
+            }
+    return found
+
+
+def _in_process(loader: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the changes that load the batches in this process, without changing them."""
+    return {key: value for key, value in _IN_PROCESS.items() if key in loader}
+
+
+def _sizes(loader: Any) -> Mapping[str, Any]:
+    """Return the number of samples, if it is known."""
+    try:
+        return {"samples": len(loader.dataset)}
+    except (AttributeError, TypeError):
+        return {}
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
