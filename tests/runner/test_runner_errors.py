@@ -51,7 +51,7 @@ EPOCHS = dict(by_epoch=True, max_epochs=1)
         (dict(train_dataloader=loader(batch_size=0)), "train_dataloader.batch_size: ", "0"),
         (dict(train_dataloader=loader(sampler="DefaultSample")), "train_", "DefaultSampler"),
         (dict(train_dataloader=loader(batch_size=50, drop_last=True)), "", "drop_last"),
-        (dict(train_dataloader=[1, 2]), "train_dataloader: ", "DataLoader or a dict"),
+        (dict(train_dataloader=3), "train_dataloader: ", "DataLoader, a dict or a list of batches"),
         # optimizer
         (dict(optim_wrapper=dict(optimizer=dict(type="SDG", lr=1))), "optim_wrapper.optimizer: ", "'SGD'"),
         (dict(optim_wrapper=dict(optimizer=dict(type="SGD", l=1))), "optim_wrapper.optimizer: ", "'l'"),

@@ -244,7 +244,7 @@ class Stream(IterableDataset):
         (dict(fast_dev_run=-1), "fast_dev_run"),
         (
             dict(limit_train_batches=2, train_dataloader=DataLoader(Stream(), 8)),
-            "limit_train_batches: does not support the loader in train_dataloader",
+            "^limit_train_batches: does not support the loader in train_dataloader",
         ),
     ],
 )

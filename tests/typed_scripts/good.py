@@ -41,6 +41,8 @@ sgd = torch.optim.SGD(model.parameters(), lr=0.1)
 
 Runner(model, "work_dir")
 Runner(OwnStep(), "work_dir", speed=None)
+Runner(nn.Linear(2, 2), "work_dir", loss_fn=nn.functional.mse_loss, limit_train_batches=2, fast_dev_run=True)
+Runner(nn.Linear(2, 2), "work_dir", loss_fn="model", train_dataloader=[(torch.ones(1, 2), torch.ones(1, 2))])
 Runner(dict(type="Model", width=3), "work_dir", speed="auto")
 Runner(cfg.model, "work_dir", train_cfg=cfg.train_cfg, optim_wrapper=cfg["optim_wrapper"], cfg=cfg)
 Runner(cfg, "work_dir", speed=cfg)

@@ -12,7 +12,7 @@ from slipstream.checkpoint import check_tensors, restoring
 from slipstream.dist.sharding import mesh_of
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.hooks.hook import Hook
-from slipstream.model import BaseAveragedModel, unwrap_model
+from slipstream.model import BaseAveragedModel, ScheduledEMA, unwrap_model
 from slipstream.registry import HOOKS, MODELS
 from slipstream.speed.ema import check_begin
 from slipstream.step import EagerStep
@@ -84,10 +84,17 @@ class EMAHook(Hook):
         if self.begin_epoch and not runner.by_epoch:
             raise self.wrong("counts epochs, but training is iteration-based; use begin_iter", "begin_epoch")
         average = self._average
-        average.total_steps = self._updates(runner)
-        average.total_batches, average.window = runner.max_iters, _accumulation(runner)
+        if not runner.knows_length:
+            self._check_without_length(average)
+        else:
+            average.total_steps = self._updates(runner)
+            average.total_batches = runner.max_iters
+        average.window = _accumulation(runner)
         self._restore()
-        if (mean := average.mean_update()) < (average.total_steps - average.interval) / 2:
+        if (
+            average.total_steps
+            and (mean := average.mean_update()) < (average.total_steps - average.interval) / 2
+        ):
             runner.logger.warning(
                 f"EMAHook: the EMA decay is too slow for {average.total_steps} updates. The final average will "
                 f"resemble the weights at update {mean:.0f}. Train longer, use a smaller decay (a larger momentum), or "
@@ -137,6 +144,18 @@ class EMAHook(Hook):
         if self._part is not None and not self._in_step:
             self._part.before_batch()
             self._part.after_batch()
+
+    def _check_without_length(self, average: BaseAveragedModel) -> None:
+        """Check that the average does not depend on the number of training steps."""
+        remedy = "give the dataset a length, or train by iterations (train_cfg.by_epoch=False)"
+        if isinstance(average, ScheduledEMA) and average.schedule.decay_type == "exp":
+            raise self.wrong(
+                f"'exp' depends on the number of training steps, but the training loader has no length; {remedy}, or "
+                "use 'threshold'",
+                "decay_type",
+            )
+        if self.begin_epoch:
+            raise self.wrong(f"requires a training loader with a length; {remedy}", "begin_epoch")
 
     def _updates(self, runner: Runner) -> int:
         """Return the total number of EMA updates."""

@@ -49,7 +49,7 @@ class LoggerHook(Hook):
         """Store whether training is epoch-based; disable `ignore_last` if epochs are shorter than `interval`."""
         self._by_epoch = runner.by_epoch
         self._ignore_last = self.ignore_last
-        if self._by_epoch and runner.train_loop.epoch_length < self.interval:
+        if self._by_epoch and (runner.train_loop.epoch_length or self.interval) < self.interval:
             self._ignore_last = False
 
     def after_train_iter(
@@ -66,6 +66,18 @@ class LoggerHook(Hook):
             tag, line = runner.log_processor.get_log_after_iter(runner, batch_idx, "train")
             runner.logger.info(line)
             runner.visualizer.add_scalars(tag, step=runner.iter + 1, file_path=runner.json_log)
+
+    def after_train_epoch(self, runner: Runner) -> None:
+        """Log the last steps of an epoch whose length was not known before its end."""
+        known = not self._by_epoch or runner.train_loop.epoch_length is not None
+        if known or self._ignore_last or runner.inner_iter % self.interval == 0:
+            return
+        with runner.phases.during("logging"):
+            runner.read_logs()
+            tag, line = runner.log_processor.get_log_after_iter(runner, runner.inner_iter - 1, "train")
+            tag["iter"] = runner.iter  # the last step is already counted
+            runner.logger.info(line)
+            runner.visualizer.add_scalars(tag, step=runner.iter, file_path=runner.json_log)
 
     def after_left_out_iter(self, runner: Runner, batch_idx: int) -> None:
         """Log the losses if a line is due after this batch."""
@@ -124,7 +136,7 @@ class ProgressBarHook(Hook):
     def before_train(self, runner: Runner) -> None:
         """Show the bar."""
         self._bar = ProgressBar(runner.logger.console)
-        self._bar.start(runner.max_iters, "training")
+        self._bar.start(runner.max_iters if runner.knows_length else None, "training")
         self._values, self._text = LiveValues(), ""
 
     def after_train_iter(

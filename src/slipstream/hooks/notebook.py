@@ -96,7 +96,8 @@ class NotebookHook(Hook):
         from IPython.display import display
 
         self._next_draw = perf_counter() + _SECONDS_BETWEEN_DRAWS
-        rows = [("iteration", f"{runner.iter:,} of {runner.max_iters:,}"), *self._values.rows(runner)]
+        of = f" of {runner.max_iters:,}" if runner.knows_length else ""
+        rows = [("iteration", f"{runner.iter:,}{of}"), *self._values.rows(runner)]
         content = {
             "text/html": _table(rows) + "".join(_chart(name, curve) for name, curve in self._drawn()),
             "text/plain": "  ".join(f"{name} {value}" for name, value in rows),

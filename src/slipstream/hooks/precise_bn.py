@@ -81,7 +81,8 @@ class PreciseBNHook(Hook):
         assert runner.optim_wrapper is not None, "training requires an optimizer wrapper"
         loss_step = runner.interface.loss_step
         assert loss_step is not None, "before_train checks it"
-        batches = min(math.ceil(self.num_samples / runner.samples_per_step), runner.train_loop.epoch_length)
+        batches = math.ceil(self.num_samples / runner.samples_per_step)
+        batches = min(batches, runner.train_loop.epoch_length or batches)
         with _preserve_state(runner, model), _record_moments(layers) as moments:
             for batch in islice(runner.train_dataloader, batches):
                 with runner.optim_wrapper.autocast():

@@ -244,7 +244,7 @@ class ReportHook(Hook):
             settings=_settings(runner) if trained else {"device": runner.device.type},
             step=_describe_step(runner) if trained else "",
             iteration=runner.iter,
-            max_iterations=runner.max_iters if trained else 0,
+            max_iterations=runner.max_iters if trained and runner.knows_length else 0,
             epoch=runner.epoch,
             max_epochs=runner.max_epochs if trained and runner.by_epoch else 0,
             by_epoch=runner.by_epoch,

@@ -83,7 +83,8 @@ class IterTimerHook(Hook):
             )
         if new and self._steps:
             left = runner.max_iters - runner.iter - 1
-            runner.message_hub.update_info("eta", self._spent / self._steps * left, resumed=False)
+            eta = self._spent / self._steps * left if runner.knows_length else None
+            runner.message_hub.update_info("eta", eta, resumed=False)
 
     def _before_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, mode: str = "train"

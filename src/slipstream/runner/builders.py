@@ -14,7 +14,7 @@ from slipstream.dist.sharding import is_sharded, mesh_of
 from slipstream.errors import ConfigError, ModelError
 from slipstream.model import unwrap_model
 from slipstream.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
-from slipstream.optim.scheduler import TorchSchedulerAdapter, build_param_scheduler, last_change
+from slipstream.optim.scheduler import INF, TorchSchedulerAdapter, build_param_scheduler, last_change
 from slipstream.registry import MODELS, OPTIM_WRAPPERS
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def _check_length(scheduler: Any, loop: Any) -> Iterator[str]:
         yield message
         return
     found, steps = last_change(inner), loop.max_epochs if by_epoch else loop.max_iters
-    if found is None or steps is None:
+    if found is None or steps is None or steps >= INF:
         return
     argument, count = found
     unit = "epochs" if by_epoch else "iterations"

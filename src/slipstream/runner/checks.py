@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -13,9 +13,13 @@ from slipstream.dataset.loading.loader import batch_size, last_batch_size
 from slipstream.dataset.loading.samplers import EpochBatchSampler
 from slipstream.dist import get_rank, get_world_size
 from slipstream.errors import NonFiniteLossError, SlipstreamError
+from slipstream.hooks import CheckpointHook
 from slipstream.model.sync_batchnorm import SyncBatchNorm
 
-__all__ = ["add_notes", "warn_of_sampler_state", "warn_of_single_sample"]
+if TYPE_CHECKING:
+    from slipstream.runner.runner import Runner
+
+__all__ = ["add_notes", "warn_of_sampler_state", "warn_of_single_sample", "warn_of_unknown_length"]
 
 _NOTES = {
     "find_unused_parameters": "(set it with cfg=dict(find_unused_parameters=True))",
@@ -67,6 +71,22 @@ def warn_of_single_sample(model: nn.Module, loader: DataLoader[Any], warn: Calla
             "The last batch of each epoch has one sample. If the feature map at a BatchNorm layer (the first one is "
             f"'{name}') is 1x1, as after global pooling, training stops there with an error; "
             "train_dataloader.drop_last=True drops this batch"
+        )
+
+
+def warn_of_unknown_length(runner: Runner) -> None:
+    """Warn if the end of the run, which is not known in advance, affects accumulation or checkpoints."""
+    if runner.knows_length:
+        return
+    counts = runner.optim_wrapper.accumulative_counts if runner.optim_wrapper is not None else 1
+    if counts > 1:
+        runner.logger.warning(
+            f"The training loader has no length. If the number of batches is not a multiple of accumulate={counts}, "
+            "the gradients of the last batches of the run are not applied"
+        )
+    if any(isinstance(hook, CheckpointHook) and hook.by_epoch is False for hook in runner.hooks):
+        runner.logger.warning(
+            "The training loader has no length, so CheckpointHook does not save the last step; set by_epoch=True"
         )
 
 

@@ -176,18 +176,17 @@ def build_interface(
     """
     if loss_fn is None:
         return ModelInterface(model)
-    if isinstance(loss_fn, Mapping):
-        loss_fn = MODELS.build(loss_fn)
+    loss: Any = MODELS.build(loss_fn) if isinstance(loss_fn, Mapping) else loss_fn
     if isinstance(preprocessor, Mapping):
         preprocessor = MODELS.build(preprocessor)
-    if isinstance(loss_fn, nn.Module):
-        if any(param.requires_grad for param in loss_fn.parameters()):
+    if isinstance(loss, nn.Module):
+        if any(param.requires_grad for param in loss.parameters()):
             raise ConfigError(
                 "has trainable parameters, which would be neither trained nor saved; make the loss a part of the "
                 "model, and set loss_fn='model'",
                 "loss_fn",
             )
-        to_device(loss_fn, device)
-    if isinstance(loss_fn, str) and loss_fn != "model":
-        raise ConfigError(f"must be a function, a dict with a 'type', or 'model', not {loss_fn!r}", "loss_fn")
-    return PlainModel(model, None if isinstance(loss_fn, str) else loss_fn, preprocessor, device)
+        to_device(loss, device)
+    if isinstance(loss, str) and loss != "model":
+        raise ConfigError(f"must be a function, a dict with a 'type', or 'model', not {loss!r}", "loss_fn")
+    return PlainModel(model, None if isinstance(loss, str) else loss, preprocessor, device)

@@ -40,8 +40,9 @@ from slipstream.evaluator import Evaluator
 from slipstream.evaluator.loss import LossMetric
 from slipstream.logging import Phase
 from slipstream.model.sync_batchnorm import average_batchnorm
+from slipstream.optim.scheduler import INF
 from slipstream.registry import EVALUATOR, LOOPS
-from slipstream.runner.checks import add_notes, warn_of_single_sample
+from slipstream.runner.checks import add_notes, warn_of_single_sample, warn_of_unknown_length
 from slipstream.runner.rollback import Passes
 from slipstream.typecheck import NonNegativeInt, PositiveInt, check
 
@@ -208,13 +209,13 @@ class _TrainLoop(BaseLoop):
         total = samples_per_epoch(self.dataloader)
         if total is not None and start * samples + used >= total:
             start, used = -(-total // samples), 0  # an incomplete last batch is counted as a full one
-        if self.counts_epochs:
+        if self.counts_epochs and self.epoch_length is not None:
             start = min(start, self.epoch_length)
         iteration = position["iter"]
         if before != samples:
             iteration = (
                 position["epoch"] * self.epoch_length + start
-                if self.counts_epochs
+                if self.counts_epochs and self.epoch_length is not None
                 else iteration * before // samples
             )
             logger.warning(
@@ -332,7 +333,7 @@ class _TrainLoop(BaseLoop):
     def _end_pass(self) -> None:
         """Check the number of batches of a pass that has ended, and log the samples that were skipped so far."""
         self._runner.phases.switch("hooks")
-        check_complete(self.dataloader, self._name, self.inner_iter, self.epoch_length)
+        check_complete(self.dataloader, self._name, self.inner_iter, self.epoch_length or 1)
         self._log_skipped()
 
     def _log_skipped(self) -> None:
@@ -359,7 +360,7 @@ class _TrainLoop(BaseLoop):
 
 @LOOPS.register_module()
 class EpochBasedTrainLoop(_TrainLoop):
-    """Train for `max_epochs` passes over the data.
+    """Train for `max_epochs` passes over the data. Without a length, an epoch ends when the loader ends.
 
     Args:
         runner: the Runner that owns the loop.
@@ -388,9 +389,7 @@ class EpochBasedTrainLoop(_TrainLoop):
                 "dataloader.sampler",
             )
         self.max_epochs = max_epochs
-        if self.epoch_length is None:
-            raise DataError("the dataset has no length; train by iterations (train_cfg.by_epoch=False)")
-        self.max_iters = max_epochs * self.epoch_length
+        self.max_iters = INF if self.epoch_length is None else max_epochs * self.epoch_length
         if self.max_iters == 0:
             raise DataError(
                 "the training loader yields no batches: the dataset is smaller than one batch and drop_last is True"
@@ -410,6 +409,7 @@ class EpochBasedTrainLoop(_TrainLoop):
         runner.call_hook("before_train")
         runner.model.train()
         warn_of_single_sample(runner.model, self.dataloader, runner.logger.warning)
+        warn_of_unknown_length(runner)
         with self._annotate_errors():
             self._recover(self._run_epochs)
         runner.phases.switch("other")
@@ -525,7 +525,7 @@ class _EvalLoop(BaseLoop):
         super().__init__(runner, dataloader)
         if isinstance(evaluator, Mapping) and evaluator.get("type") in EVALUATOR.module_dict:
             evaluator = EVALUATOR.build(evaluator)
-        self._by_loss = evaluator == "loss"
+        self._by_loss = isinstance(evaluator, str) and evaluator == "loss"
         evaluator = LossMetric() if self._by_loss else evaluator
         self.evaluator = evaluator if isinstance(evaluator, Evaluator) else Evaluator(evaluator)
         if (meta := getattr(self.dataloader.dataset, "metainfo", None)) is not None:

@@ -9,6 +9,7 @@ from torch import nn
 from slipstream.config import Config
 from slipstream.dist import get_rank, get_world_size, is_distributed
 from slipstream.model import unwrap_model
+from slipstream.optim.scheduler import INF
 from slipstream.redaction import redact
 from slipstream.runner.lazy_loops import LazyLoops
 from slipstream.runner.logs import config_text
@@ -87,8 +88,13 @@ class RunnerProperties:
 
     @property
     def max_iters(self) -> int:
-        """Total number of training steps."""
+        """Total number of training steps, which is very large if it is not known (see `knows_length`)."""
         return self._position.max_iters if self._position else 1
+
+    @property
+    def knows_length(self) -> bool:
+        """Whether the total number of training steps is known; False for epochs over a loader without a length."""
+        return self.max_iters < INF
 
     @property
     def samples_per_step(self) -> int:

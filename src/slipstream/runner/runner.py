@@ -109,9 +109,24 @@ class Runner(RunnerProperties):
         self,
         model: TrainableModel | nn.Module | Mapping[str, Any],
         work_dir: str | Path,
-        train_dataloader: DataLoader[Any] | DataLoaderCfg | LimitedLoaderCfg | AnyMapping | None = None,
-        val_dataloader: DataLoader[Any] | DataLoaderCfg | LimitedLoaderCfg | AnyMapping | None = None,
-        test_dataloader: DataLoader[Any] | DataLoaderCfg | LimitedLoaderCfg | AnyMapping | None = None,
+        train_dataloader: DataLoader[Any]
+        | DataLoaderCfg
+        | LimitedLoaderCfg
+        | AnyMapping
+        | Sequence[Any]
+        | None = None,
+        val_dataloader: DataLoader[Any]
+        | DataLoaderCfg
+        | LimitedLoaderCfg
+        | AnyMapping
+        | Sequence[Any]
+        | None = None,
+        test_dataloader: DataLoader[Any]
+        | DataLoaderCfg
+        | LimitedLoaderCfg
+        | AnyMapping
+        | Sequence[Any]
+        | None = None,
         train_cfg: EpochTrainCfg | IterTrainCfg | LoopTrainCfg | AnyMapping | None = None,
         val_cfg: EvalCfg | AnyMapping | None = None,
         test_cfg: EvalCfg | AnyMapping | None = None,

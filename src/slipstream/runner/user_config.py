@@ -43,6 +43,8 @@ DEFAULT_HOOKS: Mapping[str, Mapping[str, Any]] = {
     "preemption": {"type": "PreemptionHook"},
 }
 
+SHORT_RUNS = ("limit_train_batches", "limit_val_batches", "overfit_batches", "fast_dev_run")
+"""The Runner's arguments that limit the number of batches."""
 TRIPLES = {
     "train": ("train_dataloader", "train_cfg", "optim_wrapper"),
     "val": ("val_dataloader", "val_cfg", "val_evaluator"),
@@ -182,6 +184,8 @@ def add_loop_path(error: ConfigError, mode: str) -> None:
     if head == "metrics":  # the Evaluator's name for this argument
         error.path = error.path.replace(head, "evaluator", 1)
         head = "evaluator"
+    if head in SHORT_RUNS:
+        return
     paths = {"dataloader": loader, "evaluator": third, "": cfg_name, loader: loader, cfg_name: cfg_name}
     error.path = paths[head] + error.path[len(head) :] if head in paths else f"{cfg_name}.{error.path}"
 

@@ -278,8 +278,8 @@ def test_invalid_option_error_names_the_key_and_the_fix(change, error, message):
 def test_missing_empty_or_invalid_datasets_raise_errors():
     with pytest.raises(ConfigError, match="the key 'dataset' is missing"):
         build(dict(batch_size=2))
-    with pytest.raises(ConfigError, match="must be a DataLoader or a dict, got list"):
-        build([1])
+    with pytest.raises(ConfigError, match="must be a DataLoader, a dict or a list of batches, got int"):
+        build(3)
     with pytest.raises(DataError, match="no samples"):
         build(DataLoader(TensorDataset(torch.zeros(0))))
 

@@ -28,15 +28,19 @@ def limit_batches(
     Raises:
         ConfigError: the loader has neither a batch sampler nor a list of batches.
     """
-    batches = loader.batch_sampler
+    batches, dataset = loader.batch_sampler, _dataset(loader)
     if isinstance(batches, EpochBatchSampler):
         batches.limit = count if batches.limit is None else min(count, batches.limit)
         batches.repeats = repeat
         return loader
-    if batches is None and isinstance(loader.dataset, list):
-        return build_dataloader(loader.dataset[:count], 0, name, training=False)
+    if batches is None and isinstance(dataset, list):
+        return build_dataloader(dataset[:count], 0, name, training=False)
     raise ConfigError(
         f"does not support the loader in {name}, which has no batch sampler (its dataset is iterable); limit the "
         "dataset itself",
         option,
     )
+
+
+def _dataset(loader: DataLoader[Any]) -> Any:
+    return loader.dataset

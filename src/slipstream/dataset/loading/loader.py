@@ -107,7 +107,8 @@ def _list_loader(batches: Sequence[Any], seed: int, name: str) -> RunLoader:
             f"a list has the same batches in all {get_world_size()} processes; use a DataLoader or a dict",
             name,
         )
-    return RunLoader(list(batches), batch_size=None, collate_fn=_identity, **_defaults({}, seed))
+    dataset: Any = list(batches)
+    return RunLoader(dataset, batch_size=None, collate_fn=_identity, **_defaults({}, seed))
 
 
 def set_epoch(loader: DataLoader[Any], epoch: int, start: int = 0, used: int = 0) -> None:

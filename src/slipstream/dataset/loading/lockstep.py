@@ -49,6 +49,8 @@ def check_complete(loader: DataLoader[Any], name: str, batches: int, expected: i
         raise DataError(f"{name} ended after {batches} batches, but its sampler never ends")
     if expected is None or batches >= expected - uncertain:
         return
+    if streamed and batches == 0 and expected == 1:
+        raise DataError(f"{name} yields no batches; check the dataset")
     remedy = (
         "correct the dataset's __len__, or remove it and train by iterations (train_cfg.by_epoch=False)"
         if streamed

@@ -59,7 +59,7 @@ def counts_epochs(scheduler: LRScheduler) -> bool:
 def _units(scheduler: LRScheduler) -> set[bool | None]:
     """Return, for each scheduler that `scheduler` contains, whether a step is an epoch (None: not determined)."""
     if isinstance(scheduler, lr_scheduler.SequentialLR | lr_scheduler.ChainedScheduler):
-        return {unit for part in scheduler._schedulers for unit in _units(part)}  # type: ignore[attr-defined]
+        return {unit for part in scheduler._schedulers for unit in _units(part)}
     if isinstance(scheduler, _AFTER_BATCHES):
         return {False}
     return {True} if isinstance(scheduler, _AFTER_EPOCHS) else {None}

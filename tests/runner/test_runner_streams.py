@@ -1,0 +1,154 @@
+"""Training by epochs with iterable datasets that have no length, compared with hand-written loops in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from slipstream import Runner
+from slipstream.errors import ConfigError, DataError
+from slipstream.hooks import Hook
+from tiny_runs import samples, scalars, training
+
+
+class Stream(IterableDataset):
+    """A stream whose number of samples depends on the epoch: 40, 32, 24."""
+
+    def __init__(self, count=40):
+        self.count, self.epoch = count, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        inputs, targets = samples(40)
+        shown = range(8 * self.epoch, self.count)
+        return ((inputs[i].double(), targets[i]) for i in shown)
+
+
+def net():
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def batches():
+    """Return the batches of three epochs."""
+    inputs, targets = samples(40)
+    return [
+        (inputs[i : i + 8].double(), targets[i : i + 8])
+        for epoch in range(3)
+        for i in range(8 * epoch, 40, 8)
+    ]
+
+
+def arguments(work_dir, dataset=None, **changes):
+    return {
+        **training(work_dir, model=net(), loss_fn=F.cross_entropy),
+        "train_dataloader": DataLoader(dataset or Stream(), batch_size=8),
+        "train_cfg": dict(by_epoch=True, max_epochs=3),
+        "optim_wrapper": dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9)),
+        **changes,
+    }
+
+
+def by_hand(window=1, decay=None, schedule=None):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    steps = schedule(optimizer) if schedule else None
+    average = None
+    for number, (inputs, targets) in enumerate(batches(), 1):
+        (F.cross_entropy(model(inputs), targets) / window).backward()
+        if number % window == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            now = {name: value.clone() for name, value in model.state_dict().items()}
+            if average is not None and decay:
+                now = {name: decay * average[name] + (1 - decay) * now[name] for name in now}
+            average = now
+        if steps:
+            steps.step()
+    return model.state_dict(), average
+
+
+def assert_close(found, expected):
+    torch.testing.assert_close(dict(found), dict(expected), rtol=1e-9, atol=1e-12)
+
+
+COMPILED = dict(compile=dict(backend="eager"))
+
+
+@pytest.mark.parametrize(
+    "speed", [{}, COMPILED, dict(COMPILED, accumulate=3), dict(prefetch=2, gc=2, nan_guard="skip")], ids=str
+)
+def test_epoch_ends_with_the_stream(tmp_path, speed):
+    runner = Runner(**arguments(tmp_path, speed=speed))
+    runner.train()
+    assert (runner.epoch, runner.iter) == (3, 12)
+    assert_close(runner.model.state_dict(), by_hand(speed.get("accumulate", 1))[0])
+    assert (tmp_path / "epoch_3.pth").exists()
+    assert not runner.knows_length
+    # The epochs are shorter than a log interval, and their last steps are logged.
+    assert [line["iter"] for line in scalars(runner) if "loss" in line] == [5, 9, 12]
+
+
+def test_average_of_a_stream(tmp_path):
+    Runner(**arguments(tmp_path, speed=dict(ema=dict(type="constant", decay=0.8)))).train()
+    found = torch.load(tmp_path / "epoch_3.pth", weights_only=True)["state_dict"]
+    assert_close(found, by_hand(decay=0.8)[1])
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
+
+
+def test_scheduler_steps_after_each_batch_of_a_stream(tmp_path):
+    schedule = dict(type=torch.optim.lr_scheduler.StepLR, step_size=5, gamma=0.5, by_epoch=False)
+    runner = Runner(**arguments(tmp_path, param_scheduler=schedule))
+    runner.train()
+    assert_close(runner.model.state_dict(), by_hand(schedule=halving)[0])
+
+
+class Stop(Hook):
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if runner.iter + 1 == 7:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("speed", [{}, dict(accumulate=3)], ids=str)
+def test_stream_resumes_inside_an_epoch(tmp_path, speed):
+    hooks = dict(checkpoint=dict(type="CheckpointHook", by_epoch=False, interval=7))
+    changes = dict(default_hooks=hooks, speed=speed)
+    stopped = Runner(**arguments(tmp_path, **changes, custom_hooks=[dict(type=Stop, priority="LOWEST")]))
+    with pytest.raises(KeyboardInterrupt):
+        stopped.train()
+    resumed = Runner(**arguments(tmp_path, **changes, resume=True))
+    resumed.train()
+    assert resumed.iter == 12
+    assert_close(resumed.model.state_dict(), by_hand(speed.get("accumulate", 1))[0])
+
+
+def test_unapplied_gradients_of_the_last_batches_are_reported(tmp_path, capfd):
+    Runner(**arguments(tmp_path, speed=dict(accumulate=5), log_level="WARNING")).train()
+    assert "not a multiple of accumulate=5" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            dict(speed=dict(ema=True)),
+            ConfigError,
+            "'exp' depends on the number of training steps, but the training",
+        ),
+        (
+            dict(param_scheduler=dict(type="CosineAnnealingLR", by_epoch=True, convert_to_iter_based=True)),
+            ConfigError,
+            "param_scheduler: .*epoch_length",
+        ),
+        (dict(dataset=Stream(0)), DataError, "train_dataloader yields no batches"),
+    ],
+)
+def test_options_that_require_a_length_are_refused(tmp_path, changes, error, message):
+    with pytest.raises(error, match=message):
+        Runner(**arguments(tmp_path, **changes)).train()
