@@ -130,6 +130,7 @@ def _description(path: Path, checkpoint: Mapping[str, Any]) -> str:
         best = metric != key and Path(str(infos.get(f"best_ckpt/{metric}"))).name == path.name
         if best and isinstance(value, int | float):
             facts.append(f"best {metric}: {value:.4g}")
-    if isinstance(epoch := (checkpoint.get("meta") or {}).get("epoch"), int):
+    meta = checkpoint.get("meta")
+    if isinstance(meta, Mapping) and isinstance(epoch := meta.get("epoch"), int):
         facts.append(f"epoch {epoch}")
     return f"{path} ({', '.join(facts)})" if facts else str(path)
