@@ -221,7 +221,7 @@ class EMAHook(Hook):
     def _check_resumed(self, runner: Runner, average: dict[str, Any]) -> None:
         """Check that a saved average belongs to this model."""
         own = {key: value for key, value in self._average.state_dict().items() if key != "steps"}
-        check_tensors(own, average, "state_dict", "the average of the checkpoint", runner.logger.warning)
+        check_tensors(own, average, "state_dict", "the average in the checkpoint", runner.logger.warning)
         names = sorted(own.keys() ^ average.keys())
         if names:
             text = (
