@@ -195,7 +195,7 @@ class Scaled(nn.Module):
         (dict(loss_fn=Scaled()), ConfigError, "loss_fn: has trainable parameters"),
         (dict(loss_fn="modle"), ConfigError, "loss_fn: must be a function, a dict with a 'type', or 'model'"),
         (dict(loss_fn=3), ConfigError, "loss_fn: must be a function, not 3"),
-        (dict(loss_fn=lambda outputs, targets: outputs), LossError, r"'loss' has the shape \(8, 3\)"),
+        (dict(loss_fn=lambda outputs, targets: outputs), LossError, r"'loss' has shape \(8, 3\)"),
         (
             dict(loss_fn="model", train_dataloader=dicts()),
             DataError,

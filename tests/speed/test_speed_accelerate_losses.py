@@ -248,7 +248,7 @@ def test_errors_name_what_is_wrong():
         failing(nn.Linear(2, 2), {"image": torch.ones(1, 2), "label": torch.zeros(1)}, loss_fn=F.mse_loss)
     with pytest.raises(LossError, match="the model returned no loss, but a Output"):
         failing(model_of(NoLoss), torch.ones(1, 2, dtype=torch.float64))
-    with pytest.raises(LossError, match=r"'loss' has the shape \(1, 2\)"):
+    with pytest.raises(LossError, match=r"'loss' has shape \(1, 2\)"):
         failing(nn.Linear(2, 2), torch.ones(1, 2))
     with pytest.raises(ConfigError, match=r"compute_loss: loss_fn and compute_loss are mutually exclusive"):
         failing(nn.Linear(2, 2), None, loss_fn=F.mse_loss, compute_loss=F.mse_loss)
