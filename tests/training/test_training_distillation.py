@@ -188,12 +188,12 @@ def test_a_recipe_loads_the_weights_of_the_teacher(tmp_path):
     [
         (
             {"teacher_checkpoint_params": {}},
-            "is required.*no knowledge",
+            "is required.*untrained teacher",
             "teacher_checkpoint_params.checkpoint_path",
         ),
         (
             {"teacher_checkpoint_params": {"pretrained_weights": "imagenet"}},
-            "downloads are not supported",
+            "weights are not downloaded by name",
             "teacher_checkpoint_params.pretrained_weights",
         ),
         ({"teacher_architecture": None}, "is missing", "teacher_architecture"),
