@@ -86,8 +86,8 @@ class _Deployed(nn.Module):
         before = getattr(model, "data_preprocessor", None)
         if type(before) not in (ImgDataPreprocessor, BaseDataPreprocessor, type(None)):
             raise ModelError(
-                f"models with the data preprocessor {type(before).__name__} cannot be exported; use ImgDataPreprocessor or "
-                "BaseDataPreprocessor"
+                f"models with the data preprocessor {type(before).__name__} cannot be exported; use "
+                "ImgDataPreprocessor or BaseDataPreprocessor"
             )
         images = before if isinstance(before, ImgDataPreprocessor) else ImgDataPreprocessor()
         scale, shift = 1 / images.std, -images.mean / images.std
@@ -138,7 +138,8 @@ def _channels(model: nn.Module) -> int:
         if isinstance(module, nn.Conv2d):
             return module.in_channels
     raise ConfigError(
-        "is required, because the model has no convolution; set it to the shape of one input, without the batch dimension", "--shape"
+        "is required, because the model has no convolution; set it to the shape of one input without the batch size",
+        "--shape",
     )
 
 
@@ -171,7 +172,8 @@ def _largest_difference(
         if not difference <= _TOLERANCE:
             raise ModelError(
                 f"the exported file differs from the model for an input of shape {tuple(images.shape)}: by "
-                f"{difference:.1e} of the largest score; use a different format, or --fixed-size if only some input sizes fail"
+                f"{difference:.1e} of the largest score; use a different format, or --fixed-size if only some "
+                "input sizes fail"
             )
         if isinstance(model, Task):
             _check_predictions(model, params, images, found, _TOLERANCE * scale)

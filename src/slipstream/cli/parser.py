@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         return any("RECIPE" in str(action.metavar) for action in self._actions)
 
     def fail_unknown(self, words: Sequence[str], takes_overrides: bool) -> NoReturn:
-        """Exit with an error that lists the unknown arguments, and suggest an option or override for the first of them."""
+        """Exit with an error that lists the unknown arguments, and suggest an option or override for the first."""
         name, equals, value = words[0].partition("=")
         near = difflib.get_close_matches(name, self.options(), n=1, cutoff=0.75)
         hint = f"; did you mean '{near[0]}'?" if near else ""
@@ -151,7 +151,9 @@ def _add_check(commands: _Commands) -> None:
 
 
 def _add_new(commands: _Commands) -> None:
-    parser = commands.add_parser("new", help="write a starter project: a recipe and a dataset that you can change")
+    parser = commands.add_parser(
+        "new", help="write a starter project: a recipe and a dataset that you can change"
+    )
     parser.add_argument("folder", metavar="FOLDER", help="new folder")
 
 

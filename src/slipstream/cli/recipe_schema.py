@@ -107,7 +107,7 @@ def _is(hint: Any, kind: type) -> bool:
 
 
 def _any_of(hints: Sequence[Any]) -> dict[str, Any]:
-    """Return the schema of a union. `AnyMapping` is omitted beside a dict with known keys, because it accepts any key."""
+    """Return the schema of a union. `AnyMapping`, which accepts any key, is omitted beside a dict with known keys."""
     if any(is_typeddict(hint) for hint in hints):
         hints = [hint for hint in hints if hint is not AnyMapping]
     options = [schema for hint in hints if (schema := _schema(hint)) != {"not": {}}]

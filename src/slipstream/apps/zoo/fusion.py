@@ -21,8 +21,8 @@ def fuse_batch_norms(network: nn.Module, example: Tensor) -> int:
     """Multiply the weights of each convolution by the BatchNorm that follows it, in place. Return the number of pairs.
 
     A convolution and a BatchNorm form a pair if, in one call of the network, both are called once and the BatchNorm
-    receives the unchanged output of the convolution. Each BatchNorm is replaced with the identity. Outputs in evaluation
-    mode are the same, up to rounding. The network is in evaluation mode afterwards.
+    receives the unchanged output of the convolution. Each BatchNorm is replaced with the identity. Outputs in
+    evaluation mode are the same, up to rounding. The network is in evaluation mode afterwards.
 
     Args:
         network: the network.

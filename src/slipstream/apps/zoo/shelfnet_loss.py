@@ -16,7 +16,8 @@ __all__ = ["ShelfNetOHEMLoss"]
 class ShelfNetOHEMLoss(nn.Module):
     """The sum of `OhemCELoss` over all outputs of the network.
 
-    At least one pixel is always selected. SuperGradients' loss is NaN if no pixel is hard and `mining_percent` selects none.
+    At least one pixel is always selected. SuperGradients' loss is NaN if no pixel is hard and `mining_percent` selects
+    none.
 
     Args:
         threshold, mining_percent: see `OhemCELoss`.

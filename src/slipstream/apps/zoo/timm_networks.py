@@ -111,7 +111,8 @@ def _timm() -> ModuleType:
         except RuntimeError as error:  # torchvision raises it if it was built for another version of torch
             reason = " ".join(str(error).split())
             raise MissingPackageError(
-                f"timm cannot be imported: {reason}; install the version of torchvision that matches torch {torch.__version__}"
+                f"timm cannot be imported: {reason}; install the version of torchvision that matches torch "
+                f"{torch.__version__}"
             ) from error
     module: ModuleType = timm
     return module

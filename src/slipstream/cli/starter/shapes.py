@@ -10,7 +10,7 @@ from slipstream.registry import DATASETS
 
 @DATASETS.register_module()
 class Shapes(SegmentationDataset):
-    """Pictures with one circle and one square. To use files, read the picture and the mask with the number `index` in `load`."""
+    """Pictures with one circle and one square. To use files, change `load` to read the picture and mask at `index`."""
 
     metainfo = {  # noqa: RUF012
         "classes": ("background", "circle", "square"),
