@@ -78,8 +78,8 @@ class Network(nn.Module):
         the recipes for Cityscapes and ImageNet, with a warning, and the names of classes are their ids.
 
         Args:
-            images: a path, a folder, a Pillow image, a uint8 array (H, W, 3) in RGB or (H, W), a uint8 tensor (3, H, W),
-                or a list of these.
+            images: a path, a folder, a Pillow image, a uint8 array (H, W, 3) in RGB or (H, W), a uint8 tensor
+                (3, H, W), or a list of these.
             batch_size: largest number of images of the same size in a batch.
             fuse_model: use a copy of the network that is prepared by `prep_model_for_conversion`.
             fp16: use float16 where autocast allows it; only on accelerators.
