@@ -209,11 +209,8 @@ def _add_export(commands: _Commands) -> None:
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser, name: str) -> None:
-    parser.add_argument(
-        name,
-        metavar="RUN",
-        help="run folder or checkpoint (default: the best one of the newest run in work_dirs/)",
-    )
+    default = " (default: the best one of the newest run in work_dirs/)" if name.startswith("-") else ""
+    parser.add_argument(name, metavar="RUN", help=f"run folder or checkpoint{default}")
     parser.add_argument(
         "--config", help="recipe or file, if the checkpoint does not contain its configuration"
     )
