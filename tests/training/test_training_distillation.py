@@ -188,7 +188,7 @@ def test_a_recipe_loads_the_weights_of_the_teacher(tmp_path):
     [
         (
             {"teacher_checkpoint_params": {}},
-            "is required.*no knowledge",
+            "is required.*untrained teacher",
             "teacher_checkpoint_params.checkpoint_path",
         ),
         (

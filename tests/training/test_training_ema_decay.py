@@ -81,6 +81,6 @@ def test_invalid_schedules_are_refused(tmp_path):
             pass
 
     EMA_DECAY_FUNCTIONS["linear_of_the_test"] = Strict
-    with pytest.raises(ConfigError, match="does not accept them") as error:
+    with pytest.raises(ConfigError, match="does not accept these keys") as error:
         train(tmp_path)
     assert error.value.path == "training_params.ema_params"

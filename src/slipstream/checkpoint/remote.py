@@ -1,4 +1,4 @@
-"""Weights from a URL or a folder: download, check of the SHA-256 checksum, and the path of a local file."""
+"""Find the checkpoint at a path or URL: download it, and verify its SHA-256 checksum."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ def local_checkpoint(path: str | Path, sha256: str | None = None) -> Iterator[Pa
     """Yield the local path of a checkpoint, which may be a temporary download.
 
     Args:
-        path: a file; a URL of fsspec, such as `hf://ORG/REPO/FILE.pth` or `https://HOST/FILE.pth`; the folder of a
-            sharded checkpoint; or the folder of a run, for its `ckpt_best.pth` or else its latest checkpoint.
-        sha256: the file's SHA-256 checksum. A download with a checksum is kept in the user's cache, and read from there
-            the next time. A download without a checksum is removed after the block.
+        path: a file; a URL that fsspec supports, such as `hf://ORG/REPO/FILE.pth` or `https://HOST/FILE.pth`; the
+            folder of a sharded checkpoint; or the folder of a run, for its `ckpt_best.pth` or else its latest
+            checkpoint.
+        sha256: the file's SHA-256 checksum. A download with a checksum is kept in the user's cache and reused. A
+            download without a checksum is removed after the block.
 
     Raises:
         ConfigError: `sha256` is not a checksum.
@@ -89,7 +90,7 @@ def _check(file: Path, sha256: str | None, source: str) -> None:
     if (found := _digest(file)) != sha256:
         raise CheckpointError(
             f"the SHA-256 checksum of {source} is {found}, but checkpoint_params.checkpoint_sha256 is {sha256}; the "
-            "file is damaged or another version"
+            "file is damaged or a different version"
         )
 
 
@@ -103,7 +104,7 @@ def _download(url: str, target: Path) -> None:
     try:
         with _opened(url) as source, target.open("wb") as file:
             shutil.copyfileobj(source, file, 1 << 20)
-    except Exception as error:  # file systems of fsspec raise any exception
+    except Exception as error:  # fsspec's file systems can raise any exception
         reason = " ".join(str(error).replace(url, _shown(url)).split())[:_SHOWN] or type(error).__name__
         package = (
             "; run: pip install huggingface_hub" if isinstance(error, ImportError) and "hf:" in url else ""

@@ -91,7 +91,7 @@ def _checked(cfg: Config) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _in_process(loader: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the changes that load the batches in this process, without changing them."""
+    """Return loader options with which this process loads the batches. The contents of the batches stay the same."""
     return {key: value for key, value in _IN_PROCESS.items() if key in loader}
 
 

@@ -1,4 +1,4 @@
-"""`slipstream completion`: a script that completes commands, options and names of recipes in a shell."""
+"""`slipstream completion`: a script that completes commands, options and recipe names in a shell."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ complete -o default -F _slipstream slipstream
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the script. It contains the commands of the installed version, so that completing starts no Python."""
+    """Print the script. It contains the commands of the installed version, so completion does not start Python."""
     commands = dict(build_parser()[1].choices)
     if args.shell == "fish":
         print("\n".join(_fish(commands)))
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _words(parser: Parser) -> list[str]:
-    """Return the options of a command, and the recipes if it takes one. Shells add file names."""
+    """Return the options of a command, and the recipes if the command takes one. Shells add file names."""
     return [*parser.options(), *(recipes() if parser.takes_recipe else ())]
 
 

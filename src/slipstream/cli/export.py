@@ -26,10 +26,10 @@ from slipstream.model.tasks import Task, main_output
 __all__ = ["run"]
 
 _TOLERANCE = 1e-3
-"""Largest accepted difference of a score, relative to the largest score."""
+"""Largest accepted difference in a score, relative to the largest score."""
 _SIDE = 256
 _LARGER = (128, 64)
-"""Pixels by which the second image of the check is higher and wider."""
+"""Additional height and width of the second test image, in pixels."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,7 +73,7 @@ class _Deployed(nn.Module):
 
     Args:
         model: the trained model.
-        params: normalization of the dataset's transforms, float32 (6,), if there is one.
+        params: normalization from the dataset's transforms, float32 (6,), or None.
     """
 
     scale: Tensor
@@ -86,7 +86,7 @@ class _Deployed(nn.Module):
         before = getattr(model, "data_preprocessor", None)
         if type(before) not in (ImgDataPreprocessor, BaseDataPreprocessor, type(None)):
             raise ModelError(
-                f"models with the data preprocessor {type(before).__name__} cannot be exported, only those with "
+                f"models with the data preprocessor {type(before).__name__} cannot be exported; use "
                 "ImgDataPreprocessor or BaseDataPreprocessor"
             )
         images = before if isinstance(before, ImgDataPreprocessor) else ImgDataPreprocessor()
@@ -138,12 +138,13 @@ def _channels(model: nn.Module) -> int:
         if isinstance(module, nn.Conv2d):
             return module.in_channels
     raise ConfigError(
-        "is required, because the model has no convolution; use the shape of one input", "--shape"
+        "is required, because the model has no convolution; set it to the shape of one input without the batch size",
+        "--shape",
     )
 
 
 def _check_inputs(shape: Sequence[int], dynamic: bool) -> list[Tensor]:
-    """Return two batches of different sizes, with pixels from 0 to 255."""
+    """Return two batches that differ in size, with pixels from 0 to 255."""
     generator = torch.Generator().manual_seed(0)
     other = [shape[0], shape[1] + _LARGER[0], shape[2] + _LARGER[1]] if dynamic else shape
     return [torch.randint(256, size, generator=generator).float() for size in ((2, *shape), (1, *other))]
@@ -153,7 +154,7 @@ def _check_inputs(shape: Sequence[int], dynamic: bool) -> list[Tensor]:
 def _largest_difference(
     kind: Format, file: Path, network: nn.Module, model: Any, params: Tensor | None, checks: Sequence[Tensor]
 ) -> float:
-    """Return the largest difference of a score, relative to the largest score of its batch.
+    """Return the largest difference in a score, relative to the largest score in the batch.
 
     Raises:
         ModelError: the difference exceeds the tolerance, or the prediction of a segmentor differs.
@@ -171,7 +172,8 @@ def _largest_difference(
         if not difference <= _TOLERANCE:
             raise ModelError(
                 f"the exported file differs from the model for an input of shape {tuple(images.shape)}: by "
-                f"{difference:.1e} of the largest score; use a different format, or --fixed-size if the sizes cause it"
+                f"{difference:.1e} of the largest score; use a different format, or --fixed-size if only some "
+                "input sizes fail"
             )
         if isinstance(model, Task):
             _check_predictions(model, params, images, found, _TOLERANCE * scale)

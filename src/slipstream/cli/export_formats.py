@@ -106,7 +106,7 @@ def _load_openvino(file: Path) -> Callable[[Tensor], Tensor]:
     with extra("openvino"):
         import openvino
 
-    # By default, some processors compute with bfloat16.
+    # By default, OpenVINO computes in bfloat16 on some processors.
     options: Mapping[str, str] = {"INFERENCE_PRECISION_HINT": "f32"}
     compiled = openvino.Core().compile_model(file, "CPU", options)
     return lambda images: torch.from_numpy(compiled([images.numpy()])[0])

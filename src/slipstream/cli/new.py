@@ -15,7 +15,7 @@ _FILES = ("recipe.py", "shapes.py", "README.md")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write a recipe and a dataset that train at once.
+    """Write a recipe and a dataset, which are ready to train.
 
     Raises:
         ConfigError: the folder cannot be created, or is not empty.

@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         return any("RECIPE" in str(action.metavar) for action in self._actions)
 
     def fail_unknown(self, words: Sequence[str], takes_overrides: bool) -> NoReturn:
-        """Raise the error for unknown arguments, with the option or the override that the first one may mean."""
+        """Exit with an error that lists the unknown arguments, and suggest an option or override for the first."""
         name, equals, value = words[0].partition("=")
         near = difflib.get_close_matches(name, self.options(), n=1, cutoff=0.75)
         hint = f"; did you mean '{near[0]}'?" if near else ""
@@ -118,7 +118,7 @@ def build_parser() -> tuple[Parser, _Commands]:
 
 
 class _Version(argparse.Action):
-    """Print the versions. Reading them takes time, so it is done only if the option is given."""
+    """Print the versions. Reading the versions takes time, so they are only read when this option is used."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version
@@ -151,7 +151,9 @@ def _add_check(commands: _Commands) -> None:
 
 
 def _add_new(commands: _Commands) -> None:
-    parser = commands.add_parser("new", help="write a starter project: a recipe and a dataset of your own")
+    parser = commands.add_parser(
+        "new", help="write a starter project: a recipe and a dataset that you can change"
+    )
     parser.add_argument("folder", metavar="FOLDER", help="new folder")
 
 
@@ -185,9 +187,9 @@ def _add_predict(commands: _Commands) -> None:
     _add_checkpoint(parser, "--checkpoint")
     parser.add_argument("--out", default="predictions", help="output folder (default: predictions)")
     parser.add_argument("--every", type=_count, default=1, metavar="N",
-                        help="process each Nth frame of a video (default: 1)")  # fmt: skip
+                        help="process every Nth frame of a video (default: 1)")  # fmt: skip
     parser.add_argument("--max-pixels", type=_count, metavar="N",
-                        help="largest accepted image, width x height (default: 178,956,970)")  # fmt: skip
+                        help="maximum number of pixels in a picture (default: 178,956,970)")  # fmt: skip
     _add_json(parser)
 
 
@@ -207,11 +209,8 @@ def _add_export(commands: _Commands) -> None:
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser, name: str) -> None:
-    parser.add_argument(
-        name,
-        metavar="RUN",
-        help="run folder or checkpoint (default: the best one of the newest run in work_dirs/)",
-    )
+    default = " (default: the best one of the newest run in work_dirs/)" if name.startswith("-") else ""
+    parser.add_argument(name, metavar="RUN", help=f"run folder or checkpoint{default}")
     parser.add_argument(
         "--config", help="recipe or file, if the checkpoint does not contain its configuration"
     )

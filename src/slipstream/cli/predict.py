@@ -37,14 +37,14 @@ __all__ = ["run"]
 Mask = NDArray[np.uint8]
 RGB = NDArray[np.uint8]
 _MOST_CLASSES = 256
-"""Class ids that a mask file can contain."""
+"""Maximum number of classes in a mask file."""
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the masks, the overlays and `classes.csv` to the folder `--out`.
 
     Returns:
-        0, or 1 if a file could not be read. The other files are processed, and the error names each such file.
+        0, or 1 if a file could not be read. In this case, the other files are still processed.
     """
     path = find_checkpoint(args.checkpoint)
     inputs = find_inputs(args.images, Path(args.out))
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if len(trained.palette) > _MOST_CLASSES:
         raise CheckpointError(
-            f"{path} has {len(trained.palette)} classes; a mask file can contain {_MOST_CLASSES}"
+            f"{path} has {len(trained.palette)} classes; a mask file can contain at most {_MOST_CLASSES}"
         )
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ class _Job:
             print(printable(text), flush=True)
 
     def process(self, item: Input) -> None:
-        """Write the results of one file. A file that cannot be read is recorded."""
+        """Write the results for one file. If the file cannot be read, store the error."""
         name, stem = str(item.path), self.out / item.stem
         stem.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -125,7 +125,7 @@ class _Job:
             rows = zip(self.trained.classes, total, seen, strict=True)
             cells = [(name, f"{share:.2%}", str(files)) for name, share, files in rows]
             print_table(("class", "share of pixels", "files"), cells, 60, right=("share of pixels", "files"))
-            print(f"Shares of each file: {self.out / 'classes.csv'}")
+            print(f"Shares per file: {self.out / 'classes.csv'}")
         for message in self.failed.values():
             print(printable(f"slipstream: error: {message}"), file=sys.stderr)
 

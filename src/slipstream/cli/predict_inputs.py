@@ -22,11 +22,11 @@ RGB = NDArray[np.uint8]
 
 _IMAGES = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm", ".wmv")
-_RATE = 25  # frames per second, for videos that do not contain it
+_RATE = 25  # frames per second, for videos that do not state their frame rate
 
 
 class Input(NamedTuple):
-    """A picture or video, and the path of its output files without their endings, relative to `--out`."""
+    """A picture or video, and the path of its output files without their suffixes, relative to `--out`."""
 
     path: Path
     stem: Path
@@ -38,14 +38,14 @@ class Input(NamedTuple):
 
 
 def find_inputs(names: Sequence[str], out: Path) -> list[Input]:
-    """Return the files that the names mean, without duplicates.
+    """Return the files that the names refer to, without duplicates.
 
-    A name is a file, a folder (its pictures and videos, with those in its subfolders), or a pattern such as
-    `photos/*.jpg`, for shells that do not expand patterns. The output files of a folder keep its subfolders. Files in
-    the output folder `out` are left out of a folder that contains it.
+    A name is a file, a folder, or a pattern such as `photos/*.jpg` (for shells that do not expand patterns). A folder
+    stands for all pictures and videos in it and in its subfolders, and the output files are written to the same
+    subfolders. If a folder contains the output folder `out`, the files in `out` are excluded.
 
     Raises:
-        DataError: a folder or pattern matches no file, or two files have the same output files.
+        DataError: a folder or pattern matches no file, or two files would have the same output files.
     """
     found: dict[Path, Input] = {}
     for name in names:
@@ -79,7 +79,7 @@ def _matching(name: str, out: Path) -> Iterator[Input]:
 
 
 def frames(path: Path, every: int = 1) -> Iterator[tuple[int, RGB]]:
-    """Yield the number and the pixels, uint8 (H, W, 3), of each `every`-th frame of a video, as it is displayed.
+    """Yield the number and the pixels of every `every`-th frame of a video, uint8 (H, W, 3), rotated for display.
 
     Raises:
         MissingPackageError: PyAV is not installed.
@@ -128,7 +128,7 @@ def video_writer(path: Path, rate: Fraction) -> Iterator[Callable[[RGB], None]]:
             height, width = frame.shape[:2]
             # The codec requires even sizes.
             frame = np.pad(frame, ((0, height % 2), (0, width % 2), (0, 0)), "edge")
-            if not stream.codec_context.is_open:  # the size of the first frame is that of the video
+            if not stream.codec_context.is_open:  # the first frame determines the size of the video
                 stream.height, stream.width = frame.shape[:2]
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
 

@@ -25,8 +25,8 @@ _NOT_WRITTEN = ("cfg", "work_dir")
 def recipe_schema() -> dict[str, Any]:
     """Return the schema of both kinds of recipes: those with the Runner's keys, and those in SuperGradients' syntax.
 
-    Values with the dicts of `slipstream.config_types` are described in full. Other keys are not restricted, because
-    they are the arguments of classes that a recipe names.
+    Dicts that `slipstream.config_types` defines are described in full. In other dicts, all keys are allowed, because
+    the keys are the arguments of classes that a recipe names.
     """
     hints = _hints(Runner.__init__)
     names = [name for name in inspect.signature(Runner).parameters if name not in _NOT_WRITTEN]
@@ -54,7 +54,7 @@ def recipe_schema() -> dict[str, Any]:
 
 
 class _Object(type):
-    """The type of names that only type checkers import. Their values are objects, which no file contains."""
+    """Metaclass for names that only type checkers import. Their values are objects, which a file cannot contain."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -81,7 +81,7 @@ def _hints(annotated: Any) -> dict[str, Any]:
 
 
 def _schema(hint: Any) -> dict[str, Any]:
-    """Return the schema of a type; {"not": {}}, which accepts nothing, for a type that no file can contain."""
+    """Return the schema of a type, or {"not": {}}, which accepts no value, if a file cannot contain the type."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any or isinstance(hint, str):
         return {}
@@ -107,7 +107,7 @@ def _is(hint: Any, kind: type) -> bool:
 
 
 def _any_of(hints: Sequence[Any]) -> dict[str, Any]:
-    """Return the schema of a union. `AnyMapping` is left out next to a dict with known keys, which it would hide."""
+    """Return the schema of a union. `AnyMapping`, which accepts any key, is omitted beside a dict with known keys."""
     if any(is_typeddict(hint) for hint in hints):
         hints = [hint for hint in hints if hint is not AnyMapping]
     options = [schema for hint in hints if (schema := _schema(hint)) != {"not": {}}]

@@ -13,7 +13,7 @@ __all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the name and description of each recipe, the values of one, or the schema."""
+    """Print the name and description of each recipe, the values of one recipe, or the schema."""
     if args.action == "show":
         return _show(args)
     if args.action == "schema":
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    """Print the values in the syntax of the recipe, with its defaults list followed and the overrides applied."""
+    """Print the values in the syntax of the recipe, with its defaults list resolved and the overrides applied."""
     path = find_recipe(args.config, args.config_dir)
     if is_composed(path):
         cfg = Config(compose(args.config, args.overrides, args.config_dir, bool(args.trust)))

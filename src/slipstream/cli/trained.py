@@ -33,11 +33,11 @@ _SHARDED = "plain.pth"  # file in the folder of a sharded checkpoint
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model and the facts that its checkpoint contains."""
+    """A trained model and the data from its checkpoint."""
 
     path: Path
     description: str
-    """The path, the epoch, and the metric of which this is the best checkpoint."""
+    """The path, the epoch, and the metric for which this is the best checkpoint."""
     model: Any
     transforms: Sequence[Any]
     """Transforms of the validation data."""
@@ -63,7 +63,7 @@ def find_checkpoint(name: str | None) -> Path:
     best = [path for pattern in _BEST for path in run.glob(pattern)]
     found = max(best, key=lambda path: path.stat().st_mtime) if best else find_latest_checkpoint(run)
     if found is None:
-        raise CheckpointError(f"no checkpoint found in {run}; train first, or name a checkpoint")
+        raise CheckpointError(f"no checkpoint found in {run}; train first, or pass a checkpoint")
     return found
 
 

@@ -100,7 +100,7 @@ def build_schedulers(cfg: Any, optim: OptimWrapper, loop: BaseLoop, scaled: bool
     """Return the list of schedulers, or a dict of lists for an `OptimWrapperDict`.
 
     Args:
-        cfg: one or several schedulers or configurations, or a dict of these by the name of the optimizer.
+        cfg: one or several schedulers or configurations, or a dict from the names of optimizers to these.
         optim: the optimizer wrapper.
         loop: the training loop.
         scaled: whether `auto_scale_lr` has changed the learning rates.
@@ -123,7 +123,7 @@ def build_schedulers(cfg: Any, optim: OptimWrapper, loop: BaseLoop, scaled: bool
 
 
 def _check_created_later(cfg: Any) -> None:
-    """Check that no scheduler object has stored learning rates that `auto_scale_lr` has changed since."""
+    """Check that no scheduler object has stored the learning rates from before `auto_scale_lr` scaled them."""
     parts = cfg if isinstance(cfg, list | tuple) else [cfg]
     for part in parts:
         if part is not None and (not isinstance(part, Mapping) or "scheduler" in part):

@@ -62,12 +62,12 @@ class ModelInterface:
         return run_forward(module, inputs, "loss")
 
     def total_loss(self, module: Any, inputs: Any) -> Tensor:
-        """Return the loss to minimize of a prepared batch, for a copy `module` of the model."""
+        """Return the loss to minimize for a prepared batch; `module` is a copy of the model."""
         loss: Tensor = module.parse_losses(self.losses(module, inputs))[0]
         return loss
 
     def prepare(self, batch: Any, training: bool) -> Any:
-        """Return a batch from the loader on the device, and preprocessed."""
+        """Move a batch from the loader to the device, and preprocess it."""
         return self.core.data_preprocessor(batch, training)
 
     def predict(self, batch: Any, mode: str) -> Any:
@@ -135,11 +135,11 @@ class PlainModel(ModelInterface):
         return self._losses(module, inputs)
 
     def total_loss(self, module: Any, inputs: Any) -> Tensor:
-        """Return the loss to minimize of a prepared batch, for a copy `module` of the model."""
+        """Return the loss to minimize for a prepared batch; `module` is a copy of the model."""
         return self._reduce(self._losses(module, inputs))[0]
 
     def prepare(self, batch: Any, training: bool) -> Any:
-        """Return a batch from the loader on the device, and preprocessed."""
+        """Move a batch from the loader to the device, and preprocess it."""
         return self._preprocessor(batch, training)
 
     def evaluate_losses(self, batch: Any) -> dict[str, Tensor]:
@@ -182,7 +182,7 @@ def build_interface(
     if isinstance(loss, nn.Module):
         if any(param.requires_grad for param in loss.parameters()):
             raise ConfigError(
-                "has trainable parameters, which would be neither trained nor saved; make the loss a part of the "
+                "has trainable parameters, which would be neither trained nor saved; make the loss part of the "
                 "model, and set loss_fn='model'",
                 "loss_fn",
             )

@@ -1,4 +1,4 @@
-"""The Runner's options for short runs: limits for the batches of an epoch, `overfit_batches` and `fast_dev_run`."""
+"""The Runner's options for short runs: limits on the number of batches, `overfit_batches` and `fast_dev_run`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _OPTIONS = ("limit_train_batches", "limit_val_batches", "overfit_batches")
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest number of batches of each loader; None for no limit."""
+    """The maximum number of batches per epoch of each loader; None for no limit."""
 
     train: int | None = None
     evaluation: int | None = None
     overfit: bool = False
-    """Whether every epoch has the batches of the first epoch."""
+    """Whether every epoch uses the batches of the first epoch."""
     options: tuple[str, str] = ("limit_train_batches", "limit_val_batches")
     """The Runner's arguments that set the two limits."""
 
     def apply(self, loader: DataLoader[Any], mode: str, name: str) -> DataLoader[Any]:
-        """Return the loader of a loop with the limit of its mode.
+        """Return the loader of a loop with the limit for its mode.
 
         Raises:
-            ConfigError: the loader does not support it.
+            ConfigError: the loader does not support a limit.
         """
         training = mode == "train"
         count = self.train if training else self.evaluation
@@ -46,7 +46,7 @@ def read_limits(arguments: Mapping[str, Any]) -> tuple[Limits, dict[str, Any]]:
     """Return the limits that a Runner's arguments set, and the arguments, which `fast_dev_run` changes.
 
     Raises:
-        ConfigError: an option is invalid, or two options exclude each other.
+        ConfigError: an option is invalid, or two options are mutually exclusive.
     """
     for name in _OPTIONS:
         check(arguments[name], PositiveInt | None, name)
@@ -69,7 +69,7 @@ def read_limits(arguments: Mapping[str, Any]) -> tuple[Limits, dict[str, Any]]:
 
 
 def _shortened(arguments: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Return the arguments of a run of `count` steps, with one validation and without checkpoints."""
+    """Return the arguments for a run of `count` steps, with one validation and without checkpoints."""
     changed = dict(arguments)
     if isinstance(cfg := arguments["train_cfg"], Mapping):
         kept = {key: value for key, value in cfg.items() if key not in ("val_begin", "dynamic_intervals")}

@@ -160,7 +160,7 @@ class _TrainLoop(BaseLoop):
 
     @property
     def validated(self) -> bool:
-        """Whether the validation that was due after the checkpoint to continue from has run; True if none was due."""
+        """Whether the validation that follows the resumed checkpoint has run; True if none was due."""
         return self._validated
 
     @property
@@ -243,7 +243,7 @@ class _TrainLoop(BaseLoop):
         self.inner_iter, self._validated = start, validated
 
     def _recover(self, train: Callable[[], None]) -> None:
-        """Call `train`; call it again after each fault from which the run can continue at an earlier checkpoint."""
+        """Call `train`; call it again after each fault if the run can continue from an earlier checkpoint."""
         runner, rollback = self._runner, self._runner.rollback
         rollback.begin()
         while True:

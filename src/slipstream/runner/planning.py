@@ -58,7 +58,7 @@ def _check_params(params: Any) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A Runner's model with the speed options."""
+    """A Runner's model after the speed options are applied, and the plan."""
 
     capabilities: Capabilities
     plan: SpeedPlan

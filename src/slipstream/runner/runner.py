@@ -100,9 +100,9 @@ class Runner(RunnerProperties):
         speed: speed options, `'auto'` or a dict of `SpeedPlan`'s fields; by default `cfg['speed']`.
         loss_fn: for a plain `nn.Module`: a function of outputs and targets (or its configuration) as in `accelerate`,
             or `'model'` if the model returns its loss.
-        limit_train_batches, limit_val_batches: largest number of batches per epoch, and per validation or test.
-        overfit_batches: train on only this number of batches, the same in every epoch.
-        fast_dev_run: run this number of steps (True: 1) and one short validation, without checkpoints.
+        limit_train_batches, limit_val_batches: maximum number of batches per epoch, and per validation or test.
+        overfit_batches: train on this number of batches, the same in every epoch.
+        fast_dev_run: run this number of steps and validate on this number of batches (True: 1), without checkpoints.
     """
 
     def __init__(

@@ -84,9 +84,9 @@ def accelerate(
         speed: `'auto'`, a dict of the fields of `SpeedPlan`, or None for no options.
         total_steps: number of batches in the whole training run; required for `ema` of type 'exp'. With `accumulate`,
             it allows the last window to be smaller.
-        batches_per_epoch: with `accumulate`, the last window of each epoch ends after this number of batches
-            (`len(loader)`), even if it is smaller; its losses are divided by its own size. By default, a window
-            continues with the first batches of the next epoch.
+        batches_per_epoch: number of batches per epoch (`len(loader)`). With `accumulate`, the last accumulation window
+            of an epoch then ends with the epoch. If this window is smaller, its losses are divided by its own size. By
+            default, a window continues with the first batches of the next epoch.
         compute_loss: `compute_loss(model, batch)`, for other losses, such as those that use several models. It calls
             the model that it receives, and returns the same values as `loss_fn`.
 
@@ -328,7 +328,7 @@ class TrainStep:
 
         Args:
             state: a state from `state_dict`.
-            source: its name in the error message.
+            source: name of the state in error messages.
 
         Raises:
             CheckpointError: an entry is missing, invalid, or belongs to a different model or optimizer.

@@ -42,5 +42,5 @@ def _compilation(step: TrainStep) -> str:
             return "compiled as one graph"
         return "to be compiled as one graph, with the second batch"
     if (scope := step.compiled_scope) is not None:
-        return f"eager, with a compiled {'model' if scope == 'model' else 'code for each block of the model'}"
+        return f"eager, with {'a compiled model' if scope == 'model' else 'compiled blocks of the model'}"
     return "eager" if step.plan.compile is None else "eager, although compile is set"

@@ -18,7 +18,7 @@ __all__ = ["DistillationModel"]
 
 
 class _Held:
-    """Holds a module that is not a submodule. Copies of the owner hold the same module."""
+    """Holds a module without registering it as a submodule. A deep copy of the owner shares the module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -37,7 +37,7 @@ class DistillationModel(SupervisedModel):
     Args:
         network: the student.
         teacher: the teacher, a module or its configuration.
-        teacher_pretrained: arguments of `zoo.models.load`, which loads the teacher's weights at once.
+        teacher_pretrained: arguments of `zoo.models.load`, with which the constructor loads the teacher's weights.
         teacher_input_adapter: module for the teacher's images, or its configuration, such as `NormalizationAdapter`.
         loss: `loss(KDOutput(student_output, teacher_output), targets)`.
         arguments: see `SupervisedModel`.

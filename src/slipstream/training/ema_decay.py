@@ -1,4 +1,4 @@
-"""SuperGradients' `IDecayFunction`: EMA decay schedules of users."""
+"""SuperGradients' `IDecayFunction`: user-defined EMA decay schedules."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class _Functions(MutableMapping[str, type[IDecayFunction]]):
 
 
 EMA_DECAY_FUNCTIONS = _Functions()
-"""Decay schedules of users: `EMA_DECAY_FUNCTIONS["linear"] = LinearDecay`."""
+"""User-defined decay schedules: `EMA_DECAY_FUNCTIONS["linear"] = LinearDecay`."""
 
 
 def split_decay(params: TrainingParams) -> tuple[TrainingParams, EMAHook | None]:
-    """Return the parameters without `ema` and the hook of an average with a user's schedule, if there is one.
+    """Return the parameters without `ema`, and an EMA hook with the user's schedule, if there is one.
 
     Raises:
         ConfigError: if the schedule does not accept the keys of `ema_params`.
@@ -81,7 +81,7 @@ def split_decay(params: TrainingParams) -> tuple[TrainingParams, EMAHook | None]
         function = EMA_DECAY_FUNCTIONS[name](**options)
     except TypeError as error:
         raise ConfigError(
-            f"the schedule '{name}' does not accept them: {error}", "training_params.ema_params"
+            f"the schedule '{name}' does not accept these keys: {error}", "training_params.ema_params"
         ) from None
 
     def average(model: nn.Module) -> ScheduledEMA:

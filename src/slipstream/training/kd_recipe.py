@@ -51,12 +51,12 @@ def teacher_of(
     alone = _of_role(recipe, "teacher")
     weights = dict(alone.get("checkpoint_params") or {})
     if weights.get("checkpoint_path"):
-        weights["pretrained_weights"] = None  # SuperGradients replaces them by those of the checkpoint
+        weights["pretrained_weights"] = None  # in SuperGradients, the checkpoint replaces them
     with renamed_paths("teacher"):
         network, pretrained = read({**alone, "checkpoint_params": weights})
     if pretrained is None:
         raise ConfigError(
-            "is required, because a teacher without trained weights has no knowledge; set it to the file with the "
+            "is required, because a student cannot learn from an untrained teacher; set it to the file with the "
             "teacher's weights",
             "teacher_checkpoint_params.checkpoint_path",
         )
@@ -65,7 +65,7 @@ def teacher_of(
 
 
 def input_adapter(options: Mapping[str, Any] | None, config_path: str) -> dict[str, Any]:
-    """Return the adapter of the teacher's images from SuperGradients' arguments of `kd_module`.
+    """Return the adapter for the teacher's images, from SuperGradients' `kd_module` arguments.
 
     Raises:
         UnknownNameError: if there are other arguments.

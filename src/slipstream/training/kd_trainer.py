@@ -50,12 +50,14 @@ class KDTrainer(Trainer):
         """
         if model is not None or kd_architecture != "kd_module":
             raise ConfigError(
-                "modules with both networks are not supported; pass student=... and teacher=..., and override "
-                "loss_inputs of slipstream.training.distillation.DistillationModel for other outputs",
+                "modules that contain both networks are not supported; pass student=... and teacher=.... To use other "
+                "outputs of the networks, override loss_inputs of slipstream.training.distillation.DistillationModel",
                 "model" if model is not None else "kd_architecture",
             )
         if student is None or teacher is None:
-            raise ConfigError("is required: a module", "student" if student is None else "teacher")
+            raise ConfigError(
+                "is required; pass a torch.nn.Module", "student" if student is None else "teacher"
+            )
         check_mode(run_teacher_on_eval)
         return self._train_network(
             student,

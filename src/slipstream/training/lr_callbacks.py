@@ -1,4 +1,4 @@
-"""SuperGradients' `LRCallbackBase`: learning-rate schedules of users, written as callbacks."""
+"""SuperGradients' `LRCallbackBase`: user-defined learning-rate schedules, written as callbacks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class LRCallbackBase(PhaseCallback):
         raise NotImplementedError(f"{type(self).__name__} must define perform_scheduling(context)")
 
     def update_lr(self, optimizer: Any, epoch: int, batch_idx: int | None = None) -> None:
-        """Set the rate of each parameter group to that of its name prefix, or to `lr` if it is a number."""
+        """Set the rate of each parameter group to that of its name prefix, or to `lr` if `lr` is a number."""
         for group in optimizer.param_groups:
             group["lr"] = self.lr[_prefix(group, self.lr)] if isinstance(self.lr, Mapping) else self.lr
 
@@ -99,7 +99,7 @@ class LRCallbackHook(Hook):
         """Build the schedule.
 
         Raises:
-            ModelError: the schedule was built for a model without a network.
+            ModelError: the model has no attribute `network`.
         """
         model: Any = unwrap_model(runner.model)
         if not hasattr(model, "network"):
@@ -117,21 +117,21 @@ class LRCallbackHook(Hook):
         self._at("before_train", runner)
 
     def before_train_epoch(self, runner: Runner) -> None:
-        """Call a schedule of the phase `TRAIN_EPOCH_START`."""
+        """Call the schedule if its phase is `TRAIN_EPOCH_START`."""
         self._at("before_train_epoch", runner)
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
     ) -> None:
-        """Call a schedule of the phases `TRAIN_BATCH_END` and `TRAIN_BATCH_STEP`."""
+        """Call the schedule if its phase is `TRAIN_BATCH_END` or `TRAIN_BATCH_STEP`."""
         self._at("after_train_iter", runner, batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
 
     def after_train_epoch(self, runner: Runner) -> None:
-        """Call a schedule of the phase `TRAIN_EPOCH_END`."""
+        """Call the schedule if its phase is `TRAIN_EPOCH_END`."""
         self._at("after_train_epoch", runner)
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
-        """Call a schedule of the phase `VALIDATION_EPOCH_END`."""
+        """Call the schedule if its phase is `VALIDATION_EPOCH_END`."""
         if runner.is_training:
             self._at("after_val_epoch", runner, metrics=metrics)
 
@@ -143,7 +143,7 @@ class LRCallbackHook(Hook):
 
 
 def split_schedule(training_params: Any) -> tuple[Any, Hook | None]:
-    """Return `training_params` without the keys of a user's schedule, and the hook that calls it, if there is one.
+    """Return `training_params` without the keys of a user's schedule, and a hook that calls the schedule, or None.
 
     Raises:
         ConfigError: if `initial_lr` is missing, or `phase_callbacks` contains a schedule.

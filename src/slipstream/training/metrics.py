@@ -54,7 +54,7 @@ class _Overlap(IoUMetric):
         ignore_index: target id of ignored pixels, or several ids. Default: the dataset's.
 
     Raises:
-        ConfigError: if `num_classes` is less than 2, or `ignore_index` contains anything else than integers.
+        ConfigError: if `num_classes` is less than 2, or `ignore_index` contains anything other than integers.
     """
 
     def __init__(self, num_classes: int, ignore_index: Ignored = None) -> None:
@@ -122,10 +122,10 @@ class Dice(_Overlap):
 
 
 class _Binary(_Overlap):
-    """The ratios of the pixels of a mask (`target`) and of the other pixels (`background`), and their mean.
+    """The overlap ratios of a mask (`target`) and of the remaining pixels (`background`), and their mean.
 
-    A pixel belongs to the predicted mask if the sigmoid of its score is at least `threshold`. A part that occurs
-    neither in the targets nor in the predictions is NaN and excluded from the mean.
+    A pixel belongs to the predicted mask if the sigmoid of its score is at least `threshold`. If a part occurs neither
+    in the targets nor in the predictions, its ratio is NaN and is excluded from the mean.
 
     Args:
         dist_sync_on_step: no effect, because counts are summed over all ranks when they are read.
@@ -151,7 +151,7 @@ class _Binary(_Overlap):
             raise ConfigError(f"must be a probability between 0 and 1, not {threshold}", "threshold")
         if metrics_args_prep_fn is not None:
             raise ConfigError(
-                "must be None; use a metric of your own for other predictions", "metrics_args_prep_fn"
+                "must be None; for other predictions, define your own metric", "metrics_args_prep_fn"
             )
         super().__init__(2, ignore_index)
         self.threshold = threshold
@@ -209,7 +209,7 @@ class PixelAccuracy(CountingMetric):
         ignore_label: target id of ignored pixels, or several ids.
 
     Raises:
-        ConfigError: if `ignore_label` contains anything else than integers.
+        ConfigError: if `ignore_label` contains anything other than integers.
     """
 
     def __init__(self, ignore_label: Ignored = -100) -> None:

@@ -173,7 +173,7 @@ def _pretrained(recipe: Mapping[str, Any], num_classes: int | None) -> dict[str,
             raise UnknownNameError(f"unknown key{hint}", f"checkpoint_params.{key}")
     if params.get("pretrained_weights") and not _asks_for_timm_weights(recipe):
         raise ConfigError(
-            "weights are not downloaded by name; set checkpoint_params.checkpoint_path to their file or URL",
+            "weights are not downloaded by name; set checkpoint_path to their file or URL",
             "checkpoint_params.pretrained_weights",
         )
     if not params.get("checkpoint_path"):

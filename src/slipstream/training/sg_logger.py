@@ -21,7 +21,7 @@ class MissingLoggerMethodError(SlipstreamError, AttributeError):
 
 
 class SGLogger:
-    """SuperGradients' logger. A step that is not given is the current epoch."""
+    """SuperGradients' logger. By default, values are recorded for the current epoch."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -50,17 +50,17 @@ class SGLogger:
 
         Args:
             tag: name of the image.
-            image: a tensor, an array, or an image of Pillow (H, W, 3). Values are uint8, or floats from 0 to 1.
+            image: a tensor, an array, or a Pillow image (H, W, 3). Values are uint8, or floats from 0 to 1.
             data_format: order of the dimensions: `CHW` or `HWC`.
             global_step: step of the image.
 
         Raises:
-            DataError: the format does not exist, or the image has a different number of dimensions.
+            DataError: `data_format` is unknown, or the image does not have three dimensions.
         """
         pixels = image.detach().cpu().numpy() if isinstance(image, Tensor) else np.asarray(image)
         if data_format not in ("CHW", "HWC") or pixels.ndim != 3:
             raise DataError(
-                f"context.sg_logger.add_image requires an image of three dimensions in the format CHW or HWC, not "
+                f"context.sg_logger.add_image requires an image with three dimensions in the format CHW or HWC, not "
                 f"{pixels.shape} in the format {data_format!r}"
             )
         if data_format == "CHW" and pixels.shape[-1] != 3:

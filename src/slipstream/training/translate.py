@@ -208,7 +208,7 @@ def _best(params: TrainingParams) -> Watched | None:
 
 
 def _rule(params: TrainingParams, watched: Watched) -> str:
-    """Return whether greater or lower values are better; lower values of a loss always are."""
+    """Return which values are better, 'greater' or 'less'; for a loss, always 'less'."""
     return "greater" if params.greater_metric_to_watch_is_better and not watched.is_loss else "less"
 
 

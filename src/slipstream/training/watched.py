@@ -1,4 +1,4 @@
-"""Values of a validation run by SuperGradients' names: metrics and losses that a run watches."""
+"""Find the metrics and losses that a run watches by SuperGradients' names, and compute these losses in validation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slipstream.training.params import TrainingParams
 __all__ = ["KEY", "ValidationLoss", "Watched", "loss_value", "watched_value"]
 
 _CLASS_NAMES = {"CrossEntropy": "CrossEntropyLoss"}
-"""SuperGradients' class names of losses whose classes have other names."""
+"""SuperGradients' names for loss classes that have a different name in Slipstream."""
 _TOTALS = {
     "DiceCEEdgeLoss": "loss",
     "KDLogitsLoss": "Loss",
@@ -28,7 +28,7 @@ _TOTALS = {
     "SegKDLoss": "Total_Loss",
     "ShelfNetOHEMLoss": "Loss",
 }
-"""SuperGradients' component names of the total of losses that return several values."""
+"""SuperGradients' name for the total of each loss that returns several values."""
 KEY = "watched_losses"
 """Key of the losses in a model's predictions."""
 
@@ -45,10 +45,10 @@ class Watched:
 def watched_value(wanted: str, params: TrainingParams, config_path: str) -> Watched:
     """Return the metric or the loss with this name. Upper case and punctuation do not matter.
 
-    A loss has the name of its class, or `class/component`. The component alone is accepted, too.
+    A loss has the name of its class, or `class/component`. The component alone is also accepted.
 
     Raises:
-        UnknownNameError: if there is no such value. It is not raised if a metric object determines its names itself.
+        UnknownNameError: if there is no such value, unless a metric object determines its names itself.
     """
     found = [known_names(entry) for entry in params.valid_metrics_list]
     names = [name for several in found for name in several]
@@ -62,7 +62,7 @@ def watched_value(wanted: str, params: TrainingParams, config_path: str) -> Watc
     if losses and re.fullmatch(rf"{re.escape(losses[0])}/\w+", wanted):
         return Watched(wanted, is_loss=True)  # the first validation run knows the components
     if not all(found):
-        return Watched(wanted)  # other metric objects determine their names in the first validation run
+        return Watched(wanted)  # other metric objects choose their names in the first validation run
     raise UnknownNameError(
         f"no metric of valid_metrics_list and no loss is named '{wanted}'{did_you_mean(wanted, [*names, *losses])} "
         f"(available: {', '.join([*names, *losses]) or 'none'})",
@@ -131,7 +131,7 @@ class ValidationLoss(BaseMetric):
 
 
 def _titles(loss: Mapping[str, Any] | Callable[..., Any]) -> list[str]:
-    """Return the names of a loss: its class, and the components that it announces."""
+    """Return the names of a loss: its class, and the components that it declares."""
     try:
         built: Any = MODELS.build(loss) if isinstance(loss, Mapping) else loss
     except SlipstreamError:  # the Runner builds the loss again, and its error contains the path of the key

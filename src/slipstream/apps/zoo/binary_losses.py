@@ -29,12 +29,12 @@ class BCEDiceLoss(nn.Module):
     summed in float32.
 
     Args:
-        loss_weights: factors of cross-entropy and 1 - Dice, in this order.
+        loss_weights: factors for cross-entropy and 1 - Dice, in this order.
         logits: whether Dice applies the sigmoid to the network's output. As in SuperGradients, the cross-entropy
             always applies it.
 
     Raises:
-        ConfigError: if there are not two factors.
+        ConfigError: if the number of factors is not two.
     """
 
     def __init__(self, loss_weights: Sequence[float] = (0.5, 0.5), logits: bool = True) -> None:
@@ -73,9 +73,10 @@ class FocalLoss(nn.Module):
     cross-entropy. The result is reduced as `loss_fcn` would reduce it.
 
     Args:
-        loss_fcn: an `nn.BCEWithLogitsLoss` or its configuration. It is copied, not changed. Default: without arguments.
+        loss_fcn: an `nn.BCEWithLogitsLoss` or its configuration. It is copied, not changed. Default: one without
+            arguments.
         gamma: exponent of the factor.
-        alpha: factor of elements whose target is 1.
+        alpha: factor for elements whose target is 1; the factor for other elements is 1 - alpha.
 
     Raises:
         ConfigError: if `loss_fcn` is a different loss.
@@ -130,6 +131,6 @@ def _one_channel(outputs: Any, loss: str) -> Tensor:
         )
     if outputs.ndim < 2 or outputs.shape[1] != 1:
         raise ModelError(
-            f"{loss} requires an output with one channel, not {tuple(outputs.shape)}; set num_classes=1 of the network"
+            f"{loss} requires an output with one channel, not {tuple(outputs.shape)}; set num_classes=1 for the network"
         )
     return torch.squeeze(outputs, 1)

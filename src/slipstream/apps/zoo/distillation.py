@@ -109,7 +109,7 @@ class KDLogitsLoss(nn.Module):
         """Return `{"loss_task": ..., "loss_distillation": ...}`, 0-dim tensors whose sum is the loss.
 
         Raises:
-            ModelError: if there is no output of a teacher.
+            ModelError: if `outputs` is not a `KDOutput`.
         """
         _check(outputs, type(self).__name__)
         task = _scalar(self.task_loss_fn(outputs.student_output, targets))
@@ -134,7 +134,7 @@ class ChannelWiseKnowledgeDistillationLoss(nn.Module):
         ignore_index: target value of pixels that do not contribute to the sum.
 
     Raises:
-        ConfigError: if the mode does not exist.
+        ConfigError: if `normalization_mode` is unknown.
     """
 
     def __init__(
@@ -181,11 +181,11 @@ class SegKDLoss(nn.Module):
         kd_loss: `loss(student, teacher, targets)`, such as `ChannelWiseKnowledgeDistillationLoss`, or its
             configuration.
         ce_loss: `loss(student, targets)`, or its configuration.
-        weights: factor of each output of the networks. Further outputs are not used.
-        kd_loss_weights: factors of `ce_loss` and `kd_loss`, in this order.
+        weights: factor for each output of the networks. Further outputs are not used.
+        kd_loss_weights: factors for `ce_loss` and `kd_loss`, in this order.
 
     Raises:
-        ConfigError: if `kd_loss_weights` are not two numbers.
+        ConfigError: if `kd_loss_weights` does not contain two numbers.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class SegKDLoss(nn.Module):
         """Return `{"loss_ce0": ..., "loss_kd0": ..., ...}`, 0-dim tensors whose sum is the loss.
 
         Raises:
-            ModelError: if there is no output of a teacher, or a network has fewer outputs than there are weights.
+            ModelError: if `outputs` is not a `KDOutput`, or a network has fewer outputs than there are weights.
         """
         _check(outputs, type(self).__name__)
         students, teachers = _several(outputs.student_output), _several(outputs.teacher_output)

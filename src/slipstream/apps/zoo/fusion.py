@@ -20,9 +20,9 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 def fuse_batch_norms(network: nn.Module, example: Tensor) -> int:
     """Multiply the weights of each convolution by the BatchNorm that follows it, in place. Return the number of pairs.
 
-    The pairs are those in which a BatchNorm receives the unchanged output of a convolution when the network is called,
-    and both are called once. Each BatchNorm is replaced with the identity. Outputs in evaluation mode are the same, up
-    to rounding. The network is in evaluation mode afterwards.
+    A convolution and a BatchNorm form a pair if, in one call of the network, both are called once and the BatchNorm
+    receives the unchanged output of the convolution. Each BatchNorm is replaced with the identity. Outputs in
+    evaluation mode are the same, up to rounding. The network is in evaluation mode afterwards.
 
     Args:
         network: the network.
@@ -41,7 +41,7 @@ def fuse_batch_norms(network: nn.Module, example: Tensor) -> int:
 def _pairs(network: nn.Module, example: Tensor) -> list[tuple[Any, Any]]:
     calls: Counter[nn.Module] = Counter()
     found: list[tuple[nn.Module, nn.Module]] = []
-    # The outputs are kept, so that each has a different id. An operation in place changes the version of an output.
+    # The outputs are kept so that their ids stay unique. An in-place operation changes the version of an output.
     outputs: dict[int, tuple[nn.Module, Tensor, int]] = {}
 
     def after_convolution(module: nn.Module, _: Any, output: Tensor) -> None:

@@ -164,7 +164,7 @@ def load(
     Raises:
         ConfigError: if `strict_load` or `checkpoint_sha256` is invalid.
         ModelError: if the network has no backbone.
-        CheckpointError: if the file cannot be downloaded or read, has another checksum, or is from a different
+        CheckpointError: if the file cannot be downloaded or read, has a different checksum, or is from a different
             network.
     """
     strict = _strictness(strict_load)

@@ -78,14 +78,14 @@ class Network(nn.Module):
         the recipes for Cityscapes and ImageNet, with a warning, and the names of classes are their ids.
 
         Args:
-            images: a path, a folder, a Pillow image, an array, uint8 (H, W, 3) RGB or (H, W), a tensor, uint8
-                (3, H, W); or a list of these.
+            images: a path, a folder, a Pillow image, a uint8 array (H, W, 3) in RGB or (H, W), a uint8 tensor
+                (3, H, W), or a list of these.
             batch_size: largest number of images of the same size in a batch.
             fuse_model: use a copy of the network that is prepared by `prep_model_for_conversion`.
             fp16: use float16 where autocast allows it; only on accelerators.
 
         Raises:
-            DataError: a file cannot be read, or an image has a wrong dtype or shape.
+            DataError: a file cannot be read, or an image has an unsupported dtype or shape.
         """
         network = self
         if fuse_model:
@@ -94,7 +94,7 @@ class Network(nn.Module):
         return predict(network, images, self.task, self._processing, batch_size, fp16)
 
     def replace_head(self, new_num_classes: int) -> None:
-        """Replace the classification layers with untrained ones for another number of classes.
+        """Replace the classification layers with untrained ones for `new_num_classes` classes.
 
         As in SuperGradients, the heads of DDRNet, STDC, RegSeg and SegFormer are initialized again as a whole.
 
@@ -118,7 +118,7 @@ class Network(nn.Module):
 
         Args:
             input_size: (H, W), (C, H, W) or (N, C, H, W) of an image that the network accepts. Default: 64 x 64, or the
-                size of timm's network.
+                input size of timm's network.
 
         Raises:
             ConfigError: `input_size` is not a size.

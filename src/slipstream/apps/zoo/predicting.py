@@ -1,4 +1,4 @@
-"""Prediction for images: reading, transforms of the validation data, and class ids in the size of the images."""
+"""Prediction for images: reading, the transforms of the validation data, and class ids at the size of the images."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _PROCESSINGS: Mapping[str, Mapping[str, str]] = {
         "SegmentationPadShortToCropSize": "SegPadShortToCropSize",
     },
 }
-"""SuperGradients' processings of images, and the transforms that replace them."""
+"""SuperGradients' image processings, and the transforms that replace them."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def processing_in(meta: Any, task: str) -> Processing | None:
             dataset = inner[0] if isinstance(inner, list) else inner
         return Processing.read(task, data["classes"], dataset["transforms"], data.get("palette"))
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError, yaml.YAMLError):
-        return None  # the configuration contains Python objects, or is not one of a recipe
+        return None  # the configuration contains Python objects, or is not that of a recipe
 
 
 def predict(
@@ -144,7 +144,7 @@ def predict(
 
 
 def _read(images: Any) -> tuple[bool, list[RGB]]:
-    """Return whether there may be several images, and their pixels."""
+    """Return whether `images` is a folder or a list, and the pixels of each image."""
     if isinstance(images, str | Path) and Path(images).is_dir():
         found = sorted(path for path in Path(images).iterdir() if path.suffix.lower() in _SUFFIXES)
         if not found:
@@ -212,7 +212,7 @@ def _renamed(entry: Mapping[str, Any], task: str) -> dict[str, Any]:
 
 
 def _prepared(image: RGB, task: str, processing: Processing) -> tuple[Tensor, Box]:
-    """Return the transformed image (3, H, W), float32, and the box of the image without padding."""
+    """Return the transformed image, float32 (3, H, W), and the box of the image without padding."""
     transforms = _built(_DEFAULT[task], task) if processing.transforms is None else processing.transforms
     if task == "classification":
         pixel_transforms, params = read_transforms(transforms)

@@ -50,7 +50,7 @@ class ShelfBlock(nn.Module):
 
 
 class AttentionRefinement(nn.Module):
-    """A convolution, whose channels are scaled by gates computed from their means."""
+    """A convolution whose output channels are scaled by gates computed from the channel means."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -95,12 +95,12 @@ def _stage(in_channels: int, width: int, depth: int, stride: int) -> nn.Sequenti
 
 
 def _enlarge(x: Tensor, like: Tensor) -> Tensor:
-    """Return `x` with each pixel repeated 2 x 2 times, without a last row or column that `like` does not have."""
+    """Return `x` with each pixel repeated 2 x 2 times, cropped to the size of `like`."""
     return F.interpolate(x, scale_factor=2.0, mode="nearest")[..., : like.shape[-2], : like.shape[-1]]
 
 
 class Rising(nn.Module):
-    """The branch from the lowest to the highest resolution, of the decoder and of the ladder."""
+    """The ascending branch of the decoder and of the ladder, from the lowest to the highest resolution."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Rising(nn.Module):
         self.up_dense_list = nn.ModuleList(ConvBNReLU(shallow, shallow) for shallow in widths[1:])
 
     def _add_descent(self, width: int) -> None:
-        """Add the branch to the lowest resolution, which the decoder does not have."""
+        """Add the descending branch, which only the ladder has."""
 
     def rise(self, deepest: Tensor, skips: list[Tensor]) -> list[Tensor]:
         """Return the features from the lowest to the highest resolution; `skips` are in the opposite order."""
@@ -232,7 +232,7 @@ class ShelfNet(Network):
 
 @torch.no_grad()
 def _init_weights(network: ShelfNet) -> None:
-    """Initialize the convolutions of `ConvBNReLU`, `AttentionRefinement` and `NetOutput` as the original."""
+    """Initialize the convolutions of `ConvBNReLU`, `AttentionRefinement` and `NetOutput` as in the original."""
     for module in network.modules():
         if isinstance(module, ConvBNReLU | AttentionRefinement | NetOutput):
             for layer in module.children():

@@ -16,11 +16,12 @@ __all__ = ["ShelfNetOHEMLoss"]
 class ShelfNetOHEMLoss(nn.Module):
     """The sum of `OhemCELoss` over all outputs of the network.
 
-    At least one pixel counts. SuperGradients' loss is NaN if no pixel is hard and `mining_percent` selects none.
+    At least one pixel is always selected. SuperGradients' loss is NaN if no pixel is hard and `mining_percent` selects
+    none.
 
     Args:
         threshold, mining_percent: see `OhemCELoss`.
-        ignore_lb: target value of ignored pixels. None or a negative value: -100.
+        ignore_lb: target value of ignored pixels. None and negative values mean -100.
     """
 
     takes_class_ids = True

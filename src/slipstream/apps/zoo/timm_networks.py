@@ -1,4 +1,4 @@
-"""Classification networks of the library timm: `models.get("timm:convnext_tiny", num_classes=10)`."""
+"""Classification networks from the timm library: `models.get("timm:convnext_tiny", num_classes=10)`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PREFIX = "timm:"
 
 @MODELS.register_module()
 class TimmClassifier(Network):
-    """A classification network of timm, as the submodule `model`.
+    """A classification network from timm, stored in the submodule `model`.
 
     Checkpoints with timm's own parameter names can be loaded.
 
@@ -81,7 +81,7 @@ class TimmClassifier(Network):
         self._processing = None
 
     def prep_model_for_conversion(self, input_size: Sequence[int] | None = None, **options: Any) -> None:
-        """Merge timm's parallel branches that are equal to one convolution; then see `Network`."""
+        """Merge timm's parallel branches into single convolutions, and prepare the network; see `Network`."""
         self.eval()
         self.model = _timm().utils.reparameterize_model(self.model, inplace=True)
         super().prep_model_for_conversion(input_size, **options)
@@ -111,14 +111,15 @@ def _timm() -> ModuleType:
         except RuntimeError as error:  # torchvision raises it if it was built for another version of torch
             reason = " ".join(str(error).split())
             raise MissingPackageError(
-                f"timm cannot be imported: {reason}; install the version of torchvision for torch {torch.__version__}"
+                f"timm cannot be imported: {reason}; install the version of torchvision that matches torch "
+                f"{torch.__version__}"
             ) from error
     module: ModuleType = timm
     return module
 
 
 def _add_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename timm's own names, which do not start with `model.`."""
+    """Add `model.` to the names in a checkpoint that uses timm's own names."""
     inner = f"{prefix}model."
     if any(key.startswith(inner) for key in state_dict):
         return

@@ -139,7 +139,7 @@ def unet(
     """Return U-Net (13.3 million parameters); see `UNet`.
 
     Raises:
-        ConfigError: if `use_aux_heads` is set, because this network has no auxiliary heads here.
+        ConfigError: if `use_aux_heads` is set, because auxiliary heads of U-Net are not supported.
     """
     if use_aux_heads:
         raise ConfigError(

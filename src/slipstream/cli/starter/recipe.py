@@ -1,4 +1,4 @@
-"""The recipe of this project: what is trained, on which data, and how."""
+"""The recipe of this project: the model, the data and the training."""
 
 import sys
 

@@ -10,12 +10,12 @@ from slipstream.registry import DATASETS
 
 @DATASETS.register_module()
 class Shapes(SegmentationDataset):
-    """Pictures with one circle and one square. For files, read picture and mask number `index` in `load`."""
+    """Pictures with one circle and one square. To use files, change `load` to read the picture and mask at `index`."""
 
     metainfo = {  # noqa: RUF012
         "classes": ("background", "circle", "square"),
         "palette": [[40, 40, 40], [230, 80, 60], [70, 120, 230]],
-        "ignore_index": 255,  # class id of pixels that do not count
+        "ignore_index": 255,  # class id of ignored pixels
     }
 
     def __init__(self, length: int, seed: int, transforms: Any = ()) -> None:

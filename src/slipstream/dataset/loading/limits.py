@@ -23,7 +23,7 @@ def limit_batches(
         count: the number of batches.
         option: name of the option in error messages.
         name: name of the loader in error messages.
-        repeat: whether every epoch has the batches of the first epoch, with the same augmentation.
+        repeat: whether every epoch uses the batches of the first epoch, with the same augmentation.
 
     Raises:
         ConfigError: the loader has neither a batch sampler nor a list of batches.

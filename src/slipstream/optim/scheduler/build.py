@@ -85,7 +85,7 @@ def build_param_scheduler(
         max_iters: default of `end` for iteration-based schedulers.
 
     Raises:
-        ConfigError: a key is invalid; the message contains its name. Or a scheduler object belongs to a different
+        ConfigError: a key is invalid (the message contains its name), a scheduler object belongs to a different
             optimizer, or `by_epoch` is required.
     """
     if isinstance(cfg, LRScheduler) or (
@@ -116,7 +116,7 @@ def build_param_scheduler(
 
 
 def _adapt(cfg: Mapping[str, Any], optimizer: Any) -> TorchSchedulerAdapter:
-    """Return the adapter of a torch scheduler object, which is in `dict(scheduler=..., by_epoch=..., end=...)`."""
+    """Return an adapter for the torch scheduler object in `dict(scheduler=..., by_epoch=..., end=...)`."""
     if other := sorted(set(cfg) - {"scheduler", "by_epoch", "end"}):
         raise ConfigError(
             f"'{other[0]}' cannot be changed for an existing scheduler; remove this key. The dict may contain "
@@ -146,7 +146,7 @@ def _check_owner(scheduler: Any, optimizer: Any) -> None:
 def _build_torch(
     cfg: Mapping[str, Any], optimizer: Any, ends: tuple[int | None, int | None]
 ) -> TorchSchedulerAdapter:
-    """Build one of torch's schedulers; `ends` are the numbers of epochs and iterations of the run."""
+    """Build one of torch's schedulers; `ends` contains the numbers of epochs and iterations of the run."""
     for key in ("begin", "convert_to_iter_based"):
         if cfg.get(key):
             raise ConfigError(

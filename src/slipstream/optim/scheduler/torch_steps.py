@@ -1,4 +1,4 @@
-"""Whether a step of a scheduler from `torch.optim.lr_scheduler` is an epoch or an iteration, and how many it needs."""
+"""Whether torch's schedulers step after each epoch or after each iteration, and the lengths of their schedules."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _LAST_CHANGE: Mapping[type, str] = {
 
 
 def counts_epochs(scheduler: LRScheduler) -> bool:
-    """Return whether a step of `scheduler` is an epoch, according to torch's documentation of its class.
+    """Return whether `scheduler` steps after each epoch, according to torch's documentation of its class.
 
     Raises:
-        ConfigError: the documentation does not determine it, so the user must set `by_epoch`.
+        ConfigError: the documentation allows both, so the user must set `by_epoch`.
     """
     units = _units(scheduler)
     if units in ({True}, {False}):
@@ -57,7 +57,7 @@ def counts_epochs(scheduler: LRScheduler) -> bool:
 
 
 def _units(scheduler: LRScheduler) -> set[bool | None]:
-    """Return, for each scheduler that `scheduler` contains, whether a step is an epoch (None: not determined)."""
+    """Return, for each scheduler that `scheduler` contains, whether it steps after each epoch (None: unknown)."""
     if isinstance(scheduler, lr_scheduler.SequentialLR | lr_scheduler.ChainedScheduler):
         return {unit for part in scheduler._schedulers for unit in _units(part)}
     if isinstance(scheduler, _AFTER_BATCHES):
