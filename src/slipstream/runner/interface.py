@@ -34,12 +34,12 @@ class ModelInterface:
     """Whether the model's weights are initialized before training."""
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        self.model = model
 
     @property
     def core(self) -> Any:
         """The model, unwrapped."""
-        return unwrap_model(self._model)
+        return unwrap_model(self.model)
 
     @property
     def preprocessor(self) -> Any:
@@ -72,7 +72,7 @@ class ModelInterface:
 
     def predict(self, batch: Any, mode: str) -> Any:
         """Return the predictions for a batch from the loader; `mode` is `val` or `test`."""
-        method = getattr(self._model, f"{mode}_step", None) or getattr(self.core, f"{mode}_step")
+        method = getattr(self.model, f"{mode}_step", None) or getattr(self.core, f"{mode}_step")
         return method(batch)
 
     def evaluate_losses(self, batch: Any) -> dict[str, Tensor]:

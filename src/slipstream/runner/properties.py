@@ -11,6 +11,7 @@ from slipstream.dist import get_rank, get_world_size, is_distributed
 from slipstream.model import unwrap_model
 from slipstream.optim.scheduler import INF
 from slipstream.redaction import redact
+from slipstream.runner.interface import ModelInterface
 from slipstream.runner.lazy_loops import LazyLoops
 from slipstream.runner.logs import config_text
 
@@ -24,7 +25,14 @@ class RunnerProperties:
     loops: LazyLoops
     model: nn.Module
     param_schedulers: list[Any] | dict[str, list[Any]] | None
+    _interface: ModelInterface
     _user_cfg: dict[str, Any]
+
+    @property
+    def interface(self) -> ModelInterface:
+        """Calls `model`, which a hook may have replaced."""
+        self._interface.model = self.model
+        return self._interface
 
     @property
     def train_loop(self) -> Any:

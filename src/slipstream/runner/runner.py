@@ -198,7 +198,7 @@ class Runner(RunnerProperties):
         self.device = default_device()
         prepared = planning.prepare(arguments, plan, self._randomness.deterministic, self.device, self.logger)
         self.capabilities, self.speed, self.model = prepared.capabilities, prepared.plan, prepared.model
-        self.interface = prepared.interface
+        self._interface = prepared.interface
         self._training["optim_wrapper"] = plan_optim(arguments["optim_wrapper"], self.speed, self.device)
         self._hooks = HookList()
         defaults = with_defaults(arguments["default_hooks"], self.by_epoch)

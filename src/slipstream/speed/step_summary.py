@@ -21,7 +21,10 @@ def describe_step(step: TrainStep, warnings: Iterable[str]) -> str:
 def _lines(step: TrainStep, warnings: Iterable[str]) -> Iterator[str]:
     batches = f"{step.steps} batch{'es' if step.steps != 1 else ''}"
     yield f"step: {_compilation(step)}; {batches} trained"
-    options = [f"{name} ({source})" for name, source in step.plan.sources.items() if getattr(step.plan, name)]
+    enabled = {name: getattr(step.plan, name) for name in step.plan.sources}
+    if enabled.get("fused", False) is None:  # fused kernels wherever the optimizer has them
+        enabled["fused"] = True
+    options = [f"{name} ({step.plan.sources[name]})" for name, value in enabled.items() if value]
     yield f"options: {', '.join(options) or 'none'}"
     for name, note in step.plan.notes.items():
         yield f"  {name} is off: {note}"
