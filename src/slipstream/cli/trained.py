@@ -124,8 +124,9 @@ def _own_config(meta: Mapping[str, Any], path: Path) -> Config:
 def _description(path: Path, checkpoint: Mapping[str, Any]) -> str:
     facts = []
     hub = checkpoint.get("message_hub")
-    infos = hub.get("runtime_info") if isinstance(hub, Mapping) else None
-    for key, value in infos.items() if isinstance(infos, Mapping) else ():
+    found = hub.get("runtime_info") if isinstance(hub, Mapping) else None
+    infos = found if isinstance(found, Mapping) else {}
+    for key, value in infos.items():
         metric = str(key).removeprefix("best_score/")
         best = metric != key and Path(str(infos.get(f"best_ckpt/{metric}"))).name == path.name
         if best and isinstance(value, int | float):
