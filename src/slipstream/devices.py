@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["default_device", "device_type"]
+__all__ = ["default_device", "device_type", "is_out_of_memory"]
 
 
 def default_device() -> torch.device:
@@ -19,3 +19,9 @@ def device_type() -> str:
     """Return the type of `default_device` without initializing the device."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation failed, on the device or in main memory."""
+    # torch raises a RuntimeError if main memory cannot be allocated.
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import pickle
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -14,6 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from slipstream.apps.zoo import models
 from slipstream.checkpoint import load_checkpoint, local_checkpoint, mark_last_checkpoint
+from slipstream.cli.trained import find_checkpoint
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.recipes import compose
 from slipstream.registry import MODELS
@@ -168,6 +170,46 @@ def test_the_folder_of_a_run_provides_its_best_or_latest_checkpoint(weights, tmp
     other = models.get("resnet18_cifar", 3)
     torch.save(other.state_dict(), folder / "ckpt_best.pth")
     same(models.get("resnet18_cifar", 3, checkpoint_path=str(folder)), other)
+
+
+@pytest.mark.parametrize(
+    "name", ["ckpt_best.pth", "best_accuracy_epoch_2.pth", "best_accuracy_epoch_2.sharded"]
+)
+def test_models_and_commands_use_the_same_best_checkpoint_of_a_run(tmp_path, name):
+    for file in ("epoch_3.pth", name):
+        (tmp_path / file).touch()
+    mark_last_checkpoint(tmp_path, tmp_path / "epoch_3.pth")
+    with local_checkpoint(tmp_path) as file:
+        assert file == find_checkpoint(str(tmp_path)) == tmp_path / name
+
+
+def test_a_sharded_checkpoint_is_not_searched_for_checkpoints(tmp_path):
+    for folder, file in (("renamed", "plain.pth"), ("epoch_3.sharded", "best_accuracy_epoch_2.pth")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).touch()
+        with local_checkpoint(tmp_path / folder) as found:
+            assert found == find_checkpoint(str(tmp_path / folder)) == tmp_path / folder
+
+
+def test_messages_about_the_weights_in_a_download_contain_no_secrets(weights, server, capsys):
+    _, data, checksum = weights
+    url, files = server
+    files["/w.pth"] = data
+    kept = {"checkpoint_path": f"{url}/w.pth?signature=secret", "checkpoint_sha256": checksum}
+    models.get("resnet18_cifar", 4, **kept, strict_load=False)
+    logged = capsys.readouterr()
+    assert f"{url}/w.pth into ResNet" in logged.out + logged.err
+    assert "secret" not in logged.out + logged.err
+    for strict in (True, "no_key_matching"):
+        with pytest.raises(CheckpointError, match=r"/w\.pth") as error:
+            models.get("resnet18", 3, **kept, strict_load=strict)
+        assert "secret" not in str(error.value)
+    buffer = io.BytesIO()
+    torch.save({"meta": {}}, buffer)
+    files["/w.pth"] = buffer.getvalue()
+    with pytest.raises(CheckpointError, match=r"/w\.pth contains no weights") as error:
+        models.get("resnet18_cifar", 3, checkpoint_path=f"{url}/w.pth?signature=secret")
+    assert "secret" not in str(error.value)
 
 
 def test_a_recipe_loads_weights_from_a_url(weights, memory):

@@ -4,13 +4,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import yaml
 
+from slipstream.cli.export import _check_predictions
 from slipstream.cli.main import main
+from slipstream.errors import ModelError
 from slipstream.registry import MODELS
 
 ALONE = """
@@ -48,6 +51,15 @@ class Strided(torch.nn.Module):
         return scores, scores * 2
 
 
+class OneChannel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 1, 3, padding=1)
+
+    def forward(self, images):
+        return self.conv(images)
+
+
 class Vector(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -70,7 +82,7 @@ class ScaledByWidth(torch.nn.Module):
 
 @pytest.fixture(scope="module", autouse=True)
 def _registered():
-    classes = (Strided, Vector, ScaledByWidth)
+    classes = (Strided, OneChannel, Vector, ScaledByWidth)
     for cls in classes:
         MODELS.register_module(module=cls)
     yield
@@ -168,6 +180,31 @@ def test_classifiers_of_vectors_are_exported_with_a_shape(write_run, capsys):
         inputs @ built.network.linear.weight.detach().numpy().T + built.network.linear.bias.detach().numpy()
     )
     np.testing.assert_allclose(run_alone("torch", inputs), expected, atol=1e-5)
+
+
+def test_one_output_channel_is_exported_and_described_with_its_threshold(write_run):
+    before = dict(type="ImgDataPreprocessor", mean=[127.5] * 3, std=[50] * 3)  # scores of both signs
+    write_run(dict(type="Segmentor", network=dict(type="OneChannel"), data_preprocessor=before))
+    assert export("torchscript", "--shape", "3x32x48") == 0
+    described = json.loads(Path("run.pt.json").read_text())
+    assert described["output"]["meaning"] == "the class is 1 where the score is at least 0, and 0 elsewhere"
+
+
+def test_predictions_of_one_channel_are_compared_by_their_sign():
+    scores = torch.tensor([[[[-2.0, -1e-6, 0.0, 3.0]]]])
+    images = torch.zeros(1, 3, 1, 4)
+
+    def check(*classes):
+        preds = torch.tensor([[classes]])
+        _check_predictions(
+            SimpleNamespace(val_step=lambda batch: {"preds": preds}), None, images, scores, 1e-3
+        )
+
+    check(0, 0, 1, 1)
+    check(0, 1, 1, 1)  # the score is 0, up to rounding
+    for classes in ((1, 0, 1, 1), (0, 0, 1, 0)):
+        with pytest.raises(ModelError, match="predict different classes"):
+            check(*classes)
 
 
 def test_a_file_that_differs_from_the_model_is_not_kept(write_run, tmp_path, capsys):

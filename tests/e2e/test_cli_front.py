@@ -171,6 +171,25 @@ def test_check_reports_an_error_of_validation(tmp_path, monkeypatch, capsys):
     assert "did you mean 'IoUMetric'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("weights", "loss"), [("1e300,0.4,0.4,0.4", "inf"), ("1e300,-1e300,0.4,0.4", "nan")])
+def test_check_fails_if_the_loss_is_not_finite(weights, loss, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", RECIPE, *SMALL, f"model.loss.weights=[{weights}]", "--json"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"the loss of the first training batch is {loss}" in printed.err
+
+
+def test_check_prints_metrics_that_are_not_finite_as_null(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "slipstream.runner.Runner.val", lambda runner: {"mIoU": float("nan"), "accuracy": 0.5}
+    )
+    assert main(["check", RECIPE, *SMALL, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert (found["val"]["mIoU"], found["val"]["accuracy"]) == (None, 0.5)
+
+
 # ---- json ------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from PIL import Image
 
 from slipstream.cli.main import main
 from slipstream.dataset.sources.decode import read_mask
+from slipstream.errors import ModelError
 from slipstream.registry import MODELS
 
 PALETTE = [[10, 20, 30], [200, 100, 50]]
@@ -18,16 +19,31 @@ RUN = "work_dirs/run"
 
 
 class BrightOrDark(torch.nn.Module):
+    error = None
+    """Error for images with a height of 8 pixels."""
+
     def forward(self, images):
+        if self.error is not None and images.shape[-2] == 8:
+            raise self.error
         bright = images.mean(1, keepdim=True)
         return torch.cat([127.5 - bright, bright - 127.5], 1)
 
 
+class ClassOfImage(torch.nn.Module):
+    task = "classification"
+
+    def forward(self, images):
+        return images.mean((2, 3))[:, :2]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _registered():
-    MODELS.register_module("BrightOrDark", module=BrightOrDark)
+    classes = (BrightOrDark, ClassOfImage)
+    for cls in classes:
+        MODELS.register_module(module=cls)
     yield
-    MODELS.module_dict.pop("BrightOrDark")
+    for cls in classes:
+        MODELS.module_dict.pop(cls.__name__)
 
 
 @pytest.fixture(autouse=True)
@@ -149,6 +165,67 @@ def test_json_contains_files_shares_and_errors(capsys):
         )
     ]
     assert [failed["file"] for failed in found["failed"]] == ["missing.png"]
+
+
+def write_best(network, palette=PALETTE, model="Segmentor"):
+    cfg = dict(model=dict(type=model, network=dict(type=network)))
+    meta = dict(cfg=yaml.safe_dump(cfg), dataset_meta=dict(classes=["dark", "bright"], palette=palette))
+    torch.save(dict(meta=meta, state_dict={}), f"{RUN}/best_mIoU_epoch_2.pth")
+
+
+@pytest.mark.parametrize(
+    ("network", "model"), [("BrightOrDark", "Classifier"), ("ClassOfImage", "SupervisedModel")]
+)
+def test_a_classification_checkpoint_with_a_palette_is_refused(network, model, capsys):
+    write_best(network, model=model)
+    Image.fromarray(half_bright()).save("a.png")
+    assert main(["predict", "a.png"]) == 1
+    assert "requires a segmentation checkpoint" in capsys.readouterr().err
+
+
+def test_a_segmentation_checkpoint_without_a_palette_is_not_called_a_classifier(capsys):
+    write_best("BrightOrDark", palette=None)
+    Image.fromarray(half_bright()).save("a.png")
+    assert main(["predict", "a.png"]) == 1
+    printed = capsys.readouterr().err
+    assert "does not contain a class palette" in printed
+    assert "segmentation checkpoint" not in printed
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ModelError("the network failed"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+        ),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_picture_that_fails_in_the_network_is_listed_and_the_others_are_processed(
+    error, monkeypatch, capsys
+):
+    monkeypatch.setattr(BrightOrDark, "error", error)
+    Image.fromarray(half_bright()[:8]).save("failing.png")
+    Image.fromarray(half_bright()).save("good.png")
+    assert main(["predict", "failing.png", "good.png", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [file["file"] for file in found["files"]] == ["good.png"]
+    (failed,) = found["failed"]
+    assert failed["file"] == "failing.png"
+    assert ("out of memory" if not isinstance(error, ModelError) else "the network failed") in failed["error"]
+
+
+def test_the_statistics_are_written_if_another_error_ends_the_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(BrightOrDark, "error", ZeroDivisionError("a bug"))
+    Image.fromarray(half_bright()).save("good.png")
+    Image.fromarray(half_bright()[:8]).save("failing.png")
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        main(["predict", "good.png", "failing.png"])
+    table = (tmp_path / "predictions/classes.csv").read_text().splitlines()
+    assert table == ["file,dark,bright", "good.png,0.500000,0.500000"]
 
 
 def read_mask_of(stem):

@@ -183,6 +183,17 @@ def test_a_recipe_loads_the_weights_of_the_teacher(tmp_path):
     assert not model.network.state_dict()["conv1.weight"].equal(wanted["conv1.weight"])
 
 
+def test_a_teacher_of_timm_may_have_pretrained_weights(tmp_path):
+    keys = {"teacher_architecture": "timm:resnet18", "teacher_arch_params": {"num_classes": 4}}
+    given = recipe(tmp_path, **keys, teacher_checkpoint_params={"pretrained_weights": "imagenet"})
+    config = recipe_config(given)["model"]
+    assert config["teacher"]["type"] == "TimmClassifier"
+    assert config["teacher"]["pretrained"] is True
+    assert not config["teacher_pretrained"]
+    with pytest.raises(ConfigError, match="untrained teacher"):
+        recipe_config(given | {"teacher_checkpoint_params": {}})
+
+
 @pytest.mark.parametrize(
     ("keys", "message", "path"),
     [

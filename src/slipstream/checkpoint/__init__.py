@@ -2,6 +2,7 @@
 
 from slipstream.checkpoint.background import BackgroundWriter
 from slipstream.checkpoint.files import (
+    checkpoint_of,
     find_latest_checkpoint,
     mark_last_checkpoint,
     newest_checkpoints,
@@ -11,7 +12,7 @@ from slipstream.checkpoint.files import (
 )
 from slipstream.checkpoint.matching import check_like, check_optimizer, check_tensors, restoring
 from slipstream.checkpoint.random_state import get_random_state, set_random_state
-from slipstream.checkpoint.remote import local_checkpoint
+from slipstream.checkpoint.remote import local_checkpoint, shown_source
 from slipstream.checkpoint.schema import (
     ACCELERATED,
     ACCELERATED_FILE,
@@ -47,6 +48,7 @@ __all__ = [
     "check_like",
     "check_optimizer",
     "check_tensors",
+    "checkpoint_of",
     "compare_weights",
     "consolidate",
     "find_latest_checkpoint",
@@ -66,6 +68,7 @@ __all__ = [
     "save_checkpoint",
     "set_random_state",
     "sharded_name",
+    "shown_source",
     "verify_checkpoint",
     "weights_in",
     "write_checkpoint",

@@ -9,7 +9,7 @@ import contextlib
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from slipstream.files import check_space, replacing, write_text
 from slipstream.redaction import Reference
 
 __all__ = [
+    "checkpoint_of",
     "find_latest_checkpoint",
     "mark_last_checkpoint",
     "newest_checkpoints",
@@ -37,6 +38,9 @@ __all__ = [
 ]
 
 LAST = "last_checkpoint"
+PLAIN = "plain.pth"
+"""File in the folder of a sharded checkpoint."""
+_BEST = ("best_*.pth", "best_*.sharded", "ckpt_best.pth", "ckpt_best.sharded")
 
 
 def save_checkpoint(checkpoint: Mapping[str, Any], path: str | Path, warn: Callable[[str], None]) -> None:
@@ -142,6 +146,24 @@ def find_latest_checkpoint(folder: str | Path) -> Path | None:
     )
 
 
+def checkpoint_of(path: Path) -> Path:
+    """Return the checkpoint for the folder of a run; return other paths, such as sharded checkpoints, unchanged.
+
+    The result is the best checkpoint (the newest, if there are several), or the latest one if no best checkpoint was
+    saved.
+
+    Raises:
+        CheckpointError: the folder contains no checkpoint.
+    """
+    if not path.is_dir() or path.suffix == ".sharded" or (path / PLAIN).is_file():
+        return path
+    best = _by_age([path], _BEST)
+    found = best[0] if best else find_latest_checkpoint(path)
+    if found is None:
+        raise CheckpointError(f"the folder {path} contains no checkpoint; train first, or pass a checkpoint")
+    return found
+
+
 def replaced_name(folder: Path) -> Path:
     """Return the name under which a sharded checkpoint is kept while a new one replaces it."""
     return folder.with_name(f".{folder.name}.old")
@@ -171,12 +193,10 @@ def newest_checkpoints(folder: str | Path) -> tuple[list[Path], str | None]:
     return [latest, *(path for path in found if path != latest)], None
 
 
-def _by_age(folders: Iterable[Path]) -> list[Path]:
-    """Return the checkpoints in the folders, the newest first."""
+def _by_age(folders: Iterable[Path], patterns: Sequence[str] = ("*.pth", "*.sharded")) -> list[Path]:
+    """Return the checkpoints in the folders whose names match a pattern, the newest first."""
     ages: dict[Path, float] = {}
-    for path in (
-        path for folder in folders for pattern in ("*.pth", "*.sharded") for path in folder.glob(pattern)
-    ):
+    for path in (path for folder in folders for pattern in patterns for path in folder.glob(pattern)):
         with contextlib.suppress(OSError):  # a dangling link, or a file that was just removed
             if not path.name.startswith("."):
                 ages[path] = path.stat().st_mtime

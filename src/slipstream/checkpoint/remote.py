@@ -12,16 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slipstream.checkpoint.files import find_latest_checkpoint
+from slipstream.checkpoint.files import checkpoint_of
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files import replacing, user_cache
 from slipstream.logging import print_log
 
-__all__ = ["local_checkpoint"]
+__all__ = ["local_checkpoint", "shown_source"]
 
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+(::|://))+")
-_BEST = "ckpt_best.pth"
-_SHARDED = ".sharded"
 _TIMEOUT = 60
 _SHOWN = 200
 
@@ -32,7 +30,7 @@ def local_checkpoint(path: str | Path, sha256: str | None = None) -> Iterator[Pa
 
     Args:
         path: a file; a URL that fsspec supports, such as `hf://ORG/REPO/FILE.pth` or `https://HOST/FILE.pth`; the
-            folder of a sharded checkpoint; or the folder of a run, for its `ckpt_best.pth` or else its latest
+            folder of a sharded checkpoint; or the folder of a run, for its best checkpoint or else its latest
             checkpoint.
         sha256: the file's SHA-256 checksum. A download with a checksum is kept in the user's cache and reused. A
             download without a checksum is removed after the block.
@@ -47,7 +45,7 @@ def local_checkpoint(path: str | Path, sha256: str | None = None) -> Iterator[Pa
         )
     wanted = None if sha256 is None else str(sha256).lower()
     if not (isinstance(path, str) and _URL.match(path)):
-        local = _in_folder(Path(path).expanduser())
+        local = checkpoint_of(Path(path).expanduser())
         _check(local, wanted, str(path))
         yield local
     elif wanted is not None:
@@ -57,18 +55,6 @@ def local_checkpoint(path: str | Path, sha256: str | None = None) -> Iterator[Pa
             file = Path(folder) / "checkpoint.pth"
             _download(path, file)
             yield file
-
-
-def _in_folder(path: Path) -> Path:
-    """Return the checkpoint in the folder of a run; return other paths unchanged."""
-    if not path.is_dir() or path.suffix == _SHARDED:
-        return path
-    if (best := path / _BEST).is_file():
-        return best
-    latest = find_latest_checkpoint(path)
-    if latest is None:
-        raise CheckpointError(f"the folder {path} contains no checkpoint; set checkpoint_path to a file")
-    return latest
 
 
 def _cached(url: str, sha256: str) -> Path:
@@ -121,6 +107,11 @@ def _opened(url: str) -> Any:
     import fsspec
 
     return fsspec.open(url, "rb")
+
+
+def shown_source(path: str | Path) -> str:
+    """Return a path as text; of a URL, without a password and without its query, which may contain a signature."""
+    return _shown(path) if isinstance(path, str) and _URL.match(path) else str(path)
 
 
 def _shown(url: str) -> str:

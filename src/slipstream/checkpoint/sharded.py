@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.checkpoint.files import plain, read_file, replaced_name, save_checkpoint
+from slipstream.checkpoint.files import PLAIN, plain, read_file, replaced_name, save_checkpoint
 from slipstream.checkpoint.integrity import verified, verify
 from slipstream.dist import all_gather_object, broadcast_object_list, is_main_process
 from slipstream.dist.sharding import is_sharded, placements_on, whole
@@ -45,7 +45,6 @@ __all__ = [
     "write_checkpoint",
 ]
 
-PLAIN = "plain.pth"
 Warn = Callable[[str], None]
 
 

@@ -12,6 +12,7 @@ from contextlib import redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.configure import configure
+from slipstream.errors import NonFiniteLossError
 from slipstream.hooks import Hook
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     with redirect_stdout(sys.stderr):  # the log must not be part of the JSON
         found = _checked(configure(args))
     if args.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(_strict(found), indent=1, allow_nan=False))
         return 0
     for part, values in found.items():
         text = ", ".join(f"{name} {_shown(value)}" for name, value in values.items())
@@ -52,12 +53,14 @@ class _OneStep(Hook):
     """Record the loss of the first step, and end training."""
 
     priority = "VERY_LOW"
-    loss = math.nan
+    loss: float | None = None
+    """The loss, or None if the step returns none."""
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
-        self.loss = float((outputs or {}).get("loss", math.nan))
+        loss = (outputs or {}).get("loss")
+        self.loss = None if loss is None else float(loss)
         raise _Finished
 
 
@@ -80,7 +83,7 @@ def _checked(cfg: Config) -> Mapping[str, Mapping[str, Any]]:
         with suppress(_Finished):
             runner.train()
         loader = runner.train_dataloader
-        found: dict[str, dict[str, Any]] = {"train": {**_sizes(loader), "loss": hook.loss}}
+        found: dict[str, dict[str, Any]] = {"train": {**_sizes(loader), **_finite_loss(hook.loss)}}
         if cfg.get("val_cfg") is not None:
             metrics = runner.val()
             found["val"] = {
@@ -88,6 +91,23 @@ def _checked(cfg: Config) -> Mapping[str, Mapping[str, Any]]:
                 **{key: float(value) for key, value in metrics.items()},
             }
     return found
+
+
+def _finite_loss(loss: float | None) -> Mapping[str, float]:
+    """Return the loss by name.
+
+    Raises:
+        NonFiniteLossError: the loss is NaN or infinite.
+    """
+    if loss is None:
+        return {}
+    if not math.isfinite(loss):
+        raise NonFiniteLossError(
+            f"the loss of the first training batch is {loss}; check the data for NaN and wrong labels, and the initial "
+            "weights, or use bf16 instead of fp16",
+            1,
+        )
+    return {"loss": loss}
 
 
 def _in_process(loader: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -101,6 +121,17 @@ def _sizes(loader: Any) -> Mapping[str, Any]:
         return {"samples": len(loader.dataset)}
     except (AttributeError, TypeError):
         return {}
+
+
+def _strict(found: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+    """Return the values with None for metrics that are NaN or infinite, which JSON cannot represent."""
+    return {
+        part: {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()
+        }
+        for part, values in found.items()
+    }
 
 
 def _shown(value: Any) -> str:

@@ -57,7 +57,10 @@ def run(args: argparse.Namespace) -> int:
         file = Path(folder) / out.name
         kind.write(network, checks[0], dynamic, file)
         difference = _largest_difference(kind, file, network, trained.model, params, checks)
-        write_text(file.with_name(f"{out.name}.json"), _description(trained, shape, dynamic, difference))
+        meaning = _meaning(network, checks[1])
+        write_text(
+            file.with_name(f"{out.name}.json"), _description(trained, shape, dynamic, difference, meaning)
+        )
         for written in sorted(Path(folder).iterdir()):
             written.replace(out.absolute().parent / written.name)
     sizes = " and ".join("x".join(map(str, images.shape)) for images in checks)
@@ -192,13 +195,29 @@ def _check_predictions(
     predicted = model.val_step(batch)["preds"]
     if predicted.shape == found.shape:
         error = (predicted - found).abs().max()
+    elif found.shape[1] == 1:  # a segmentor: class 1 where the score is at least 0
+        differs = predicted != (found[:, 0] >= 0)
+        error = (found[:, 0].abs() * differs).max()
     else:  # class ids; several classes may have nearly the same score
         error = (found.amax(1) - found.gather(1, predicted[:, None])[:, 0]).abs().max()
     if not float(error) <= tolerance:
         raise ModelError("the exported file and validation predict different classes for the same images")
 
 
-def _description(trained: Trained, shape: Sequence[int], dynamic: bool, difference: float) -> str:
+@torch.no_grad()
+def _meaning(network: _Deployed, images: Tensor) -> str:
+    """Return how the class follows from the scores."""
+    scores = network(images)
+    if scores.ndim != 1 and scores.shape[1] != 1:
+        return "the class is the index of the largest score in dimension 1"
+    if network.is_segmentor and scores.ndim == 4:
+        return "the class is 1 where the score is at least 0, and 0 elsewhere"
+    return "one score per input; the model does not define a threshold"
+
+
+def _description(
+    trained: Trained, shape: Sequence[int], dynamic: bool, difference: float, meaning: str
+) -> str:
     included = (Affine, SegConvertToTensor, ToTensor, Normalize)
     pairs = zip(trained.transform_configs, trained.transforms, strict=True)
     found: Mapping[str, Any] = {
@@ -209,7 +228,7 @@ def _description(trained: Trained, shape: Sequence[int], dynamic: bool, differen
             "dtype": "float32",
             "values": "RGB, 0 to 255; the file normalizes them",
         },
-        "output": {"name": "scores", "meaning": "the class is the index of the largest score in dimension 1"},
+        "output": {"name": "scores", "meaning": meaning},
         "classes": list(trained.classes),
         "palette": trained.palette,
         "transforms_before": [config for config, built in pairs if not isinstance(built, included)],

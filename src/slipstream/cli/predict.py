@@ -21,10 +21,11 @@ from slipstream.cli.tables import print_table, printable
 from slipstream.cli.trained import Trained, find_checkpoint, load_trained
 from slipstream.dataset import sample_rng
 from slipstream.dataset.transforms.pipeline import compose
-from slipstream.devices import default_device
-from slipstream.errors import CheckpointError, ConfigError, DataError
+from slipstream.devices import default_device, is_out_of_memory
+from slipstream.errors import CheckpointError, ConfigError, DataError, ModelError, SlipstreamError
 from slipstream.extras import extra
 from slipstream.files import replacing, write_text
+from slipstream.model import Classifier
 from slipstream.visualization import overlay
 
 with extra("images"):
@@ -44,30 +45,45 @@ def run(args: argparse.Namespace) -> int:
     """Write the masks, the overlays and `classes.csv` to the folder `--out`.
 
     Returns:
-        0, or 1 if a file could not be read. In this case, the other files are still processed.
+        0, or 1 if a file could not be processed. In this case, the other files are still processed.
     """
     path = find_checkpoint(args.checkpoint)
     inputs = find_inputs(args.images, Path(args.out))
     out = Path(args.out)
     trained = load_trained(path, args.config, bool(args.trust), default_device())
-    if trained.palette is None:
-        raise CheckpointError(
-            f"{path} does not contain a class palette; `slipstream predict` requires a segmentation checkpoint"
-        )
-    if len(trained.palette) > _MOST_CLASSES:
-        raise CheckpointError(
-            f"{path} has {len(trained.palette)} classes; a mask file can contain at most {_MOST_CLASSES}"
-        )
+    _check_segments(trained)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot create the folder: {error}", "--out") from error
     job = _Job(trained, out, args.max_pixels or MAX_PIXELS, args.every, quiet=args.json)
     job.say(f"Checkpoint: {trained.description}")
-    for item in inputs:
-        job.process(item)
-    job.finish()
+    try:
+        for item in inputs:
+            job.process(item)
+    finally:
+        job.finish()
     return 1 if job.failed else 0
+
+
+def _check_segments(trained: Trained) -> None:
+    """Check that the model predicts classes of pixels, and that the checkpoint contains their colors."""
+    model, path, palette = trained.model, trained.path, trained.palette
+    # Datasets for classification may have a palette, and `SupervisedModel` trains networks for both tasks.
+    task = getattr(getattr(model, "network", None), "task", None)
+    if isinstance(model, Classifier) or task == "classification":
+        raise CheckpointError(
+            f"{path} contains a classification model; `slipstream predict` requires a segmentation checkpoint"
+        )
+    if palette is None:
+        raise CheckpointError(
+            f"{path} does not contain a class palette, which `slipstream predict` requires; add 'palette' to the "
+            "metainfo of the dataset, and train again"
+        )
+    if len(palette) > _MOST_CLASSES:
+        raise CheckpointError(
+            f"{path} has {len(palette)} classes; a mask file can contain at most {_MOST_CLASSES}"
+        )
 
 
 class _Job:
@@ -97,14 +113,16 @@ class _Job:
             print(printable(text), flush=True)
 
     def process(self, item: Input) -> None:
-        """Write the results for one file. If the file cannot be read, store the error."""
+        """Write the results for one file. If it cannot be read or segmented, or memory runs out, store the error."""
         name, stem = str(item.path), self.out / item.stem
         stem.parent.mkdir(parents=True, exist_ok=True)
         try:
             written = self._video(item.path, stem) if item.is_video else self._picture(item.path, stem)
-        except DataError as error:
-            self.failed[name] = str(error)
-            self.counts.pop(name, None)
+        except BaseException as error:
+            self.counts.pop(name, None)  # of the first frames of a video
+            if not (isinstance(error, SlipstreamError) or is_out_of_memory(error)):
+                raise
+            self.failed[name] = _reason(item.path, error)
             return
         self.written[name] = [str(path) for path in written]
         self.say(f"{name} -> {', '.join(self.written[name])}")
@@ -191,11 +209,27 @@ def _predictor(model: Any, transforms: Sequence[Any]) -> Callable[[NDArray[np.ui
         composed = compose(transforms, {"image": image, "mask": no_mask}, sample_rng(0))
         batch = {key: value[None] for key, value in composed.packed().items()}
         left, top, right, bottom = composed.region.image_box  # excludes padding added by transforms
-        mask = model.val_step(batch)["preds"][0, top:bottom, left:right].to(torch.uint8).cpu().numpy()
+        preds = model.val_step(batch)["preds"]
+        if preds.ndim != 3:
+            raise ModelError(
+                f"the model predicts {tuple(preds.shape)} instead of a class for each pixel (N, H, W); `slipstream "
+                "predict` requires a segmentation checkpoint"
+            )
+        mask = preds[0, top:bottom, left:right].to(torch.uint8).cpu().numpy()
         size = (image.shape[1], image.shape[0])
         return np.asarray(Image.fromarray(mask).resize(size, Image.Resampling.NEAREST))
 
     return predict
+
+
+def _reason(path: Path, error: BaseException) -> str:
+    """Return the message for a file that could not be processed."""
+    if isinstance(error, SlipstreamError):
+        return " ".join([str(error), *getattr(error, "__notes__", ())])
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return (
+        f"cannot segment '{path}': out of memory ({first}); make the picture smaller, or use another machine"
+    )
 
 
 def _shares(counts: NDArray[np.int64]) -> NDArray[np.float64]:

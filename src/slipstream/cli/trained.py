@@ -13,7 +13,7 @@ import yaml
 from slipstream.checkpoint import (
     DESCRIPTION,
     check,
-    find_latest_checkpoint,
+    checkpoint_of,
     load_checkpoint,
     load_weights,
     weights_in,
@@ -26,9 +26,6 @@ from slipstream.errors import CheckpointError, ConfigError
 from slipstream.registry import MODELS, TRANSFORMS
 
 __all__ = ["Trained", "find_checkpoint", "load_trained"]
-
-_BEST = ("best_*.pth", "best_*.sharded", "ckpt_best.pth", "ckpt_best.sharded")
-_SHARDED = "plain.pth"  # file in the folder of a sharded checkpoint
 
 
 @dataclass(frozen=True)
@@ -57,14 +54,7 @@ def find_checkpoint(name: str | None) -> Path:
     Raises:
         CheckpointError: the run has no checkpoint.
     """
-    run = _newest_run() if name is None else Path(name)
-    if not run.is_dir() or (run / _SHARDED).is_file():
-        return run
-    best = [path for pattern in _BEST for path in run.glob(pattern)]
-    found = max(best, key=lambda path: path.stat().st_mtime) if best else find_latest_checkpoint(run)
-    if found is None:
-        raise CheckpointError(f"no checkpoint found in {run}; train first, or pass a checkpoint")
-    return found
+    return checkpoint_of(_newest_run() if name is None else Path(name))
 
 
 def load_trained(path: Path, config: str | None, trust: bool, device: torch.device) -> Trained:

@@ -54,14 +54,14 @@ def teacher_of(
         weights["pretrained_weights"] = None  # in SuperGradients, the checkpoint replaces them
     with renamed_paths("teacher"):
         network, pretrained = read({**alone, "checkpoint_params": weights})
-    if pretrained is None:
+    if pretrained is None and not network.get("pretrained"):  # the networks of timm load their own weights
         raise ConfigError(
             "is required, because a student cannot learn from an untrained teacher; set it to the file with the "
             "teacher's weights",
             "teacher_checkpoint_params.checkpoint_path",
         )
     adapter = input_adapter(recipe.get("arch_params"), "arch_params")
-    return {"teacher": network, "teacher_pretrained": dict(pretrained), **adapter}
+    return {"teacher": network, "teacher_pretrained": pretrained, **adapter}
 
 
 def input_adapter(options: Mapping[str, Any] | None, config_path: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import torch
 
+from slipstream.devices import is_out_of_memory
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.process_tree import descendants, end_group, kill
 from slipstream.tune.observer import Finished, Observer, Timer
@@ -278,7 +279,7 @@ def _run(connection: Connection, folder: Path, job: Job, make_observer: Any, thr
 
 def _describe(error: BaseException) -> Mapping[str, str]:
     text = str(error).strip()
-    memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text
+    memory = is_out_of_memory(error)
     name = "" if isinstance(error, SlipstreamError) else f"{type(error).__name__}: "
     line = (text.splitlines() or [""])[0][:400]
     return {"status": "out of memory" if memory else "failed", "reason": name + line}

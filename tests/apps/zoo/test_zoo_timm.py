@@ -79,6 +79,16 @@ def test_weights_are_only_downloaded_on_request_and_offline_is_one_line(timm, op
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "key", ["checkpoint_path", "checkpoint_paths", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"]
+)
+def test_options_that_set_the_source_of_the_weights_are_refused(timm, key):
+    with pytest.raises(ConfigError, match="pass a file or URL as checkpoint_path") as error:
+        models.get("timm:tiny_net", 3, arch_params={key: "w.pth"})
+    assert key in str(error.value)
+    assert timm.calls == []
+
+
 def test_an_unknown_name_of_timm_is_an_error_with_a_hint(timm):
     with pytest.raises(UnknownNameError, match=r"timm 1\.0 has no network named 'tiny_nett'.*'tiny_net'\?"):
         models.get("timm:tiny_nett", 3)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from slipstream.apps.zoo.network import Network
 from slipstream.apps.zoo.timm_networks import PREFIX
-from slipstream.checkpoint import load_checkpoint, load_weights, local_checkpoint, revise
+from slipstream.checkpoint import load_checkpoint, load_weights, local_checkpoint, revise, shown_source
 from slipstream.errors import CheckpointError, ConfigError, ModelError, UnknownNameError, did_you_mean
 from slipstream.logging import print_log
 from slipstream.registry import MODELS
@@ -172,7 +172,8 @@ def load(
     part = network.get_submodule(path)
     with local_checkpoint(checkpoint_path, checkpoint_sha256) as file:
         checkpoint = load_checkpoint(file)
-    state = _weights(checkpoint, checkpoint_path)
+    source = shown_source(checkpoint_path)
+    state = _weights(checkpoint, source)
     if any(key.startswith("network.") for key in state):
         state = {key: value for key, value in state.items() if key.startswith("network.")}
     inner = rf"({re.escape(path)}\.|backbone\.)?" if load_backbone else ""
@@ -180,10 +181,10 @@ def load(
     own = part.state_dict()
     matching = bool(state.keys() & own.keys()) if load_backbone else state.keys() == own.keys()
     if strict == "no_key_matching" and not matching:
-        state = _in_order(own, state, load_backbone, other_classes, checkpoint_path)
+        state = _in_order(own, state, load_backbone, other_classes, source)
     loose = load_backbone or other_classes or strict is False
-    for line in load_weights(part, state, not loose, str(checkpoint_path)):
-        print_log(f"{checkpoint_path} into {type(network).__name__}: {line}", "current", logging.WARNING)
+    for line in load_weights(part, state, not loose, source):
+        print_log(f"{source} into {type(network).__name__}: {line}", "current", logging.WARNING)
     if isinstance(network, Network) and not (load_backbone or other_classes):
         network.describe(checkpoint.get("meta"))
 
@@ -214,7 +215,7 @@ def _in_order(
     state: Mapping[str, Tensor],
     may_end_earlier: bool,
     other_classes: bool,
-    source: str | Path,
+    source: str,
 ) -> dict[str, Tensor]:
     """Return the weights with the network's names, matched by order, followed by any remaining weights."""
     if len(state) < len(own) or (len(state) > len(own) and not may_end_earlier):
@@ -233,7 +234,7 @@ def _in_order(
     return {**dict(zip(own, state.values(), strict=False)), **rest}
 
 
-def _weights(checkpoint: Mapping[str, Any], path: str | Path) -> dict[str, Tensor]:
+def _weights(checkpoint: Mapping[str, Any], source: str) -> dict[str, Tensor]:
     for key in ("ema_net", "net", "state_dict"):
         if isinstance(checkpoint.get(key), dict):
             checkpoint = checkpoint[key]
@@ -243,6 +244,6 @@ def _weights(checkpoint: Mapping[str, Any], path: str | Path) -> dict[str, Tenso
     }
     if not tensors:
         raise CheckpointError(
-            f"{path} contains no weights: none of its keys {sorted(checkpoint, key=str)} is the name of a tensor"
+            f"{source} contains no weights: none of its keys {sorted(checkpoint, key=str)} is the name of a tensor"
         )
     return tensors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from slipstream.apps.zoo.layers import check_num_classes
 from slipstream.apps.zoo.network import Network
-from slipstream.errors import CheckpointError, MissingPackageError, UnknownNameError, did_you_mean
+from slipstream.errors import (
+    CheckpointError,
+    ConfigError,
+    MissingPackageError,
+    UnknownNameError,
+    did_you_mean,
+)
 from slipstream.extras import extra
 from slipstream.registry import MODELS
 
@@ -19,6 +25,14 @@ __all__ = ["PREFIX", "TimmClassifier"]
 
 PREFIX = "timm:"
 """Start of the names of timm's networks in `models.get` and in `architecture`."""
+_OWN_SOURCES = (
+    "checkpoint_path",
+    "checkpoint_paths",
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+    "cache_dir",
+)
+"""Options with which timm loads weights from other places, without Slipstream's checks of untrusted files."""
 
 
 @MODELS.register_module()
@@ -36,6 +50,7 @@ class TimmClassifier(Network):
 
     Raises:
         ModelError: if `num_classes` is less than 1.
+        ConfigError: if an option sets the source of timm's weights.
         MissingPackageError: if timm cannot be imported.
         UnknownNameError: if timm has no network with this name.
         CheckpointError: if the pretrained weights cannot be downloaded or loaded.
@@ -48,6 +63,7 @@ class TimmClassifier(Network):
     ) -> None:
         super().__init__()
         check_num_classes(num_classes)
+        _check_options(options)
         timm = _timm()
         if not timm.is_model(name):
             hint = did_you_mean(name, timm.list_models())
@@ -102,6 +118,16 @@ class TimmClassifier(Network):
         """Return the names of the classification layers in `model`."""
         names: Any = getattr(self.model, "pretrained_cfg", {}).get("classifier") or ()
         return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for key in _OWN_SOURCES:
+        if key in options:
+            raise ConfigError(
+                "is not an option of timm's networks, because timm would load files without checking them; pass a "
+                "file or URL as checkpoint_path of models.get, or checkpoint_params.checkpoint_path in a recipe",
+                key,
+            )
 
 
 def _timm() -> ModuleType:
