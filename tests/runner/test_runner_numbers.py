@@ -91,7 +91,14 @@ def test_logged_losses_are_means_of_the_step_losses(tmp_path):
         log_processor=dict(window_size=2),
     )
     lines = [line for line in scalars(runner) if "loss" in line]
-    assert [line["iter"] for line in lines] == [2, 4, 5, 7, 9, 10]  # every second step, and the last one of each epoch
+    assert [line["iter"] for line in lines] == [
+        2,
+        4,
+        5,
+        7,
+        9,
+        10,
+    ]  # every second step, and the last one of each epoch
     for line in lines:
         assert line["loss"] == pytest.approx(np.mean(expected[line["iter"] - 2 : line["iter"]]), rel=1e-6)
 
