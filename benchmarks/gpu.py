@@ -2,10 +2,11 @@
 
     python benchmarks/gpu.py --out benchmarks/results/gpu.md
 
-All contenders of a network train in bf16 on batches that are already on the device, so only the step is measured. They
-are created one after the other and then measured in turn. The results are written after every contender, so they are
-kept if a run is stopped. A later run on the same GPU (`--networks`) adds to them. No contender starts after
-`--minutes`, divided evenly among the networks. (Smoke test: `--device cpu --size 64 --batch-size 2 --steps 2`.)
+All contenders of a network train in bf16 on batches that are already on the device, so only the step is measured.
+They are created one after the other and then measured in turn. The results are written after every contender, so they
+are kept if a run is stopped. A later run on the same GPU, for example with other `--networks`, adds its results to
+these files. `--minutes` is divided evenly among the networks; contenders that are left when the time of a network is
+over are skipped. (Smoke test: `--device cpu --size 64 --batch-size 2 --steps 2`.)
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Device:
         return sum("synchroniz" in str(w.message) for w in caught) / steps
 
     def kernels(self, train: Train, steps: int) -> tuple[float, float]:
-        """Return the sum of the kernel times in seconds, and the number of launches, of one step."""
+        """Return the total kernel time in seconds and the number of launches per step."""
         if self.device.type != "cuda":
             return math.nan, math.nan
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as events:

@@ -1,4 +1,4 @@
-"""Check the plans of `slipstream tune`: measure each again, with each option alone and with `speed="auto"`.
+"""Measure the plans of `slipstream tune` again, and compare them with single options and `speed="auto"`.
 
     python benchmarks/tune.py --limit 25m --budget 4m --out benchmarks/results/tune.md
 

@@ -87,7 +87,7 @@ def _check_segments(trained: Trained) -> None:
 
 
 class _Job:
-    """The prediction of a list of files.
+    """Predicts masks for a list of files, and collects the results.
 
     Args:
         quiet: print JSON at the end instead of text.
@@ -200,7 +200,7 @@ class _Job:
 
 
 def _predictor(model: Any, transforms: Sequence[Any]) -> Callable[[NDArray[np.uint8]], Mask]:
-    """Return a function that predicts the class of each pixel of an image, with the transforms of validation."""
+    """Return a function that predicts the class of each pixel of an image, using the validation transforms."""
 
     @torch.no_grad()
     def predict(image: NDArray[np.uint8]) -> Mask:

@@ -60,7 +60,7 @@ class HistoryBuffer:
         self._values: deque[Number] = deque(maxlen=max_length)
         self._counts: deque[int] = deque(maxlen=max_length)
         self.total = 0
-        """Number of values appended by this object, including dropped ones."""
+        """Number of values appended to this object, including dropped ones. `load_state_dict` does not change it."""
         for value, count in zip(values, counts, strict=True):
             self.update(value, count)
 

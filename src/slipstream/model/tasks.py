@@ -92,7 +92,8 @@ class Segmentor(Task):
     def forward(self, inputs: Tensor, targets: Tensor | None = None, mode: str = "tensor") -> Any:
         """Return losses, `{"preds": (N, H, W) int64, "targets": ...}` or the network's output.
 
-        For networks with one output channel, `preds` is 1 where the score is at least 0, and `scores` are the scores.
+        For networks with one output channel, `preds` is 1 where the logit is at least 0, and `scores` (N, H, W)
+        contains the logits.
 
         Args:
             inputs: float images (N, 3, H, W).
@@ -129,7 +130,7 @@ class Segmentor(Task):
 
 
 def main_output(outputs: Any) -> Tensor:
-    """Return a network's main output, which is the first if there are several (of the first network, if several)."""
+    """Return the main output of a network: the first tensor, if the outputs are a (nested) tuple or list."""
     while isinstance(outputs, tuple | list):
         outputs = outputs[0]
     output: Tensor = outputs
