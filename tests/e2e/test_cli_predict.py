@@ -1,6 +1,7 @@
 """`slipstream predict` with a network whose predictions are known: dark pixels are class 0, bright pixels class 1."""
 
 import json
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -283,3 +284,62 @@ def test_a_damaged_video_is_listed(tmp_path, capsys):
     assert main(["predict", "clip.mp4"]) == 1
     assert "cannot read 'clip.mp4'" in capsys.readouterr().err
     assert not (tmp_path / "predictions/clip_overlay.mp4").exists()
+
+
+# ---- the configuration in the checkpoint ----------------------------------------------------------------
+
+
+def write_checkpoint(cfg):
+    meta = dict(cfg=yaml.safe_dump(cfg), dataset_meta=dict(classes=["dark", "bright"], palette=PALETTE))
+    torch.save(dict(meta=meta, state_dict={}), f"{RUN}/best_mIoU_epoch_2.pth")
+
+
+def test_the_data_preprocessor_of_the_runner_normalizes_the_images():
+    preprocessor = dict(type="ImgDataPreprocessor", mean=[-200.0] * 3, std=[1.0] * 3)  # all pixels are bright
+    model = dict(type="Segmentor", network=dict(type="BrightOrDark"))
+    write_checkpoint(dict(model=model, data_preprocessor=preprocessor))
+    Image.fromarray(half_bright()).save("a.png")
+    assert main(["predict", "a.png"]) == 0
+    np.testing.assert_array_equal(read_mask_of("a"), 1)
+
+
+def test_a_model_with_a_loss_function_of_the_runner_is_refused(capsys):
+    write_checkpoint(dict(model=dict(type="BrightOrDark"), loss_fn=dict(type="CrossEntropyLoss")))
+    Image.fromarray(half_bright()).save("a.png")
+    assert main(["predict", "a.png"]) == 1
+    assert "the configuration sets loss_fn" in capsys.readouterr().err
+
+
+def test_environment_variables_are_not_read_for_a_checkpoint(monkeypatch, capsys):
+    monkeypatch.setenv("NETWORK", "BrightOrDark")
+    write_checkpoint(dict(model=dict(type="Segmentor", network=dict(type="{{ $NETWORK }}"))))
+    Image.fromarray(half_bright()).save("a.png")
+    assert main(["predict", "a.png"]) == 1
+    error = capsys.readouterr().err
+    assert "refers to environment variables ({{ $NAME }})" in error
+    assert "set `--config`" in error
+
+
+def test_a_checkpoint_cannot_request_a_file_or_a_url():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0)
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/weights.pth"
+        network = dict(type="BrightOrDark")
+        write_checkpoint(
+            dict(
+                model=dict(
+                    type="DistillationModel",
+                    network=network,
+                    teacher=network,
+                    loss=dict(type="KDLogitsLoss", task_loss_fn=dict(type="CrossEntropyLoss")),
+                    pretrained=dict(checkpoint_path=url),
+                    teacher_pretrained=dict(checkpoint_path=url),
+                    watched_losses=["loss"],
+                )
+            )
+        )
+        Image.fromarray(half_bright()).save("a.png")
+        assert main(["predict", "a.png"]) == 0
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    np.testing.assert_array_equal(read_mask_of("a"), half_bright()[..., 0] // 240)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from slipstream.apps.zoo import KDLogitsLoss, KDOutput, NormalizationAdapter, models
 from slipstream.errors import CheckpointError, ConfigError, ModelError, UnknownNameError
@@ -176,6 +176,9 @@ def test_a_recipe_loads_the_weights_of_the_teacher(tmp_path):
     assert config["type"] == "DistillationModel"
     torch.manual_seed(2)
     model = MODELS.build(config)
+    with pytest.raises(ModelError, match="teacher's weights have not been loaded"):
+        model.loss_inputs(torch.zeros(1, 4), torch.zeros(1, 3, 8, 8), None)
+    model.init_weights()
     adapter, teacher = model.teacher
     wanted = torch.load(tmp_path / "teacher.pth", weights_only=True)["net"]
     torch.testing.assert_close(teacher.state_dict(), wanted)
@@ -255,8 +258,41 @@ def test_invalid_arguments_are_named(tmp_path, arguments, path):
     assert error.value.path == path
 
 
-def test_a_missing_file_of_the_teacher_ends_the_construction(tmp_path):
-    config = recipe_config(recipe(tmp_path))
+class Pixels(Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return torch.full((3, 8, 8), float(index)), index
+
+
+def runner(folder, **keys):
+    config = recipe_config(recipe(folder))
+    config["model"]["watched_losses"] = ["KDLogitsLoss"]
+    loader = {"dataset": Pixels(), "batch_size": 2}
+    evaluator = {"type": "ValidationLoss", "names": ["KDLogitsLoss"]}
+    config |= {"train_dataloader": loader, "val_dataloader": loader, "val_evaluator": evaluator}
+    return Runner.from_cfg(config | {"default_hooks": {}} | keys)
+
+
+def test_the_teacher_is_read_before_training_and_not_by_the_constructor(tmp_path):
+    run = runner(tmp_path)
     (tmp_path / "teacher.pth").unlink()
     with pytest.raises(CheckpointError, match=r"teacher\.pth"):
-        Runner.from_cfg(config | {"work_dir": str(tmp_path / "run")})
+        run.train()
+
+
+def test_the_teacher_is_read_before_validation_because_the_validation_loss_uses_it(tmp_path):
+    run = runner(tmp_path)
+    wanted = torch.load(tmp_path / "teacher.pth", weights_only=True)["net"]
+    assert run.val()["KDLogitsLoss"] > 0
+    torch.testing.assert_close(run.model.teacher[1].state_dict(), wanted, rtol=0, atol=0)
+
+
+def test_a_resumed_run_reads_the_teacher_again(tmp_path):
+    runner(tmp_path).train()
+    run = runner(tmp_path, resume=True, train_cfg={"by_epoch": True, "max_epochs": 2})
+    wanted = torch.load(tmp_path / "teacher.pth", weights_only=True)["net"]
+    model = run.train()
+    assert run.epoch == 2
+    torch.testing.assert_close(model.teacher[1].state_dict(), wanted, rtol=0, atol=0)

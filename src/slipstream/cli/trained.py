@@ -20,10 +20,12 @@ from slipstream.checkpoint import (
 )
 from slipstream.cli.configure import load_config
 from slipstream.config import Config
-from slipstream.config.placeholders import fill_references
+from slipstream.config.placeholders import has_references
 from slipstream.config.yaml_format import BoundedLoader
-from slipstream.errors import CheckpointError, ConfigError
-from slipstream.registry import MODELS, TRANSFORMS
+from slipstream.errors import CheckpointError, ConfigError, ModelError, SlipstreamError
+from slipstream.registry import TRANSFORMS
+from slipstream.runner.builders import build_model
+from slipstream.training.network import SupervisedModel
 
 __all__ = ["Trained", "find_checkpoint", "load_trained"]
 
@@ -69,20 +71,42 @@ def load_trained(path: Path, config: str | None, trust: bool, device: torch.devi
     Raises:
         CheckpointError: the checkpoint cannot be read, or does not match the model.
         ConfigError: the configuration is invalid.
+        ModelError: the model is a plain module with the Runner's `loss_fn`.
     """
     checkpoint = load_checkpoint(path)
     meta = checkpoint.get("meta") or {}
     check(meta, DESCRIPTION, path, "meta")
     cfg = load_config(config, trust=trust).cfg if config else _own_config(meta, path)
-    model = MODELS.build(cfg.model).to(device).eval()
+    try:
+        model = _model(cfg).to(device).eval()
+        configs = _transforms(cfg)
+        transforms = [TRANSFORMS.build(config) for config in configs]
+    except SlipstreamError as error:
+        if config is None and has_references(cfg):
+            raise CheckpointError(
+                f"{path}: {error}. The stored configuration refers to environment variables ({{{{ $NAME }}}}), which "
+                "are not read for a checkpoint; set `--config` to the configuration file"
+            ) from error
+        raise
     load_weights(model, weights_in(checkpoint, path), strict=True, source=str(path))
     data = meta.get("dataset_meta") or {}
     palette = data.get("palette")
     classes = list(data.get("classes") or ())
     classes += [str(index) for index in range(len(classes), len(palette or ()))]
-    configs = _transforms(cfg)
-    transforms = [TRANSFORMS.build(config) for config in configs]
     return Trained(path, _description(path, checkpoint), model, transforms, configs, classes, palette)
+
+
+def _model(cfg: Mapping[str, Any]) -> Any:
+    """Build the model as the Runner does, with its data preprocessor."""
+    if cfg.get("loss_fn") is not None:
+        raise ModelError(
+            "the configuration sets loss_fn, which does not define the predictions of the model; use a Classifier, a "
+            "Segmentor or a SupervisedModel with this network, or call Runner.test()"
+        )
+    model = build_model(cfg["model"], cfg.get("data_preprocessor"))
+    if isinstance(model, SupervisedModel):
+        model.watched_losses = ()  # losses are not predicted, and may use a teacher, which is not loaded
+    return model
 
 
 def _transforms(cfg: Mapping[str, Any]) -> Sequence[Any]:
@@ -101,9 +125,13 @@ def _newest_run() -> Path:
 
 
 def _own_config(meta: Mapping[str, Any], path: Path) -> Config:
-    """Return the configuration in a checkpoint as plain data: `_base_` is not followed, and nothing is imported."""
+    """Return the configuration in a checkpoint as plain data.
+
+    `_base_` is not followed, nothing is imported, and environment variables are not read: a checkpoint of another
+    source could otherwise store their values in a file name or a URL.
+    """
     try:
-        cfg = Config(fill_references(yaml.load(meta["cfg"], BoundedLoader) or {}))
+        cfg = Config(yaml.load(meta["cfg"], BoundedLoader) or {})
     except (KeyError, AttributeError, ConfigError, TypeError, ValueError, RecursionError, yaml.YAMLError):
         cfg = Config({})
     if "model" not in cfg:

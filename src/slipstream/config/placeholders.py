@@ -16,7 +16,7 @@ from slipstream.config.merge import dotted_keys
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.redaction import Reference, is_secret_name
 
-__all__ = ["Placeholders", "fill_references"]
+__all__ = ["Placeholders", "has_references"]
 
 _PATTERN = re.compile(
     r"\{\{[ \t]*(?:"
@@ -145,24 +145,13 @@ class Placeholders:
         return f"{self._path}:{match.string.count(chr(10), 0, match.start()) + 1}"
 
 
-def fill_references(value: Any) -> Any:
-    """Return a dumped configuration with its references to environment variables (`{{ $NAME }}`) replaced.
-
-    References to secrets, and to variables that are not set and have no default, are kept.
-    """
-    if isinstance(value, dict):
-        return {key: fill_references(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [fill_references(item) for item in value]
-    if not isinstance(value, str):
-        return value
-
-    def filled(match: re.Match[str]) -> str:
-        name = match["env"]
-        found = None if name is None or is_secret_name(name) else os.environ.get(name, _default(match))
-        return match[0] if found is None else found
-
-    return _PATTERN.sub(filled, value)
+def has_references(value: Any) -> bool:
+    """Return whether a dumped configuration refers to environment variables (`{{ $NAME }}`)."""
+    if isinstance(value, Mapping):
+        return any(map(has_references, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(has_references, value))
+    return isinstance(value, str) and any(match["env"] for match in _PATTERN.finditer(value))
 
 
 def _size(value: Any) -> int:

@@ -78,6 +78,7 @@ LOOPS = _root("loop", "slipstream.runner.loops")
 HOOKS = _root(
     "hook",
     "slipstream.training.network",
+    "slipstream.training.distillation",
     "slipstream.training.hooks",
     "slipstream.training.callbacks",
     "slipstream.training.lr_callbacks",

@@ -24,6 +24,7 @@ from slipstream.dist import all_gather_object, get_rank, get_world_size, is_main
 from slipstream.dist.sharding import mesh_of
 from slipstream.errors import CheckpointError, NonFiniteLossError
 from slipstream.model import unwrap_model
+from slipstream.model.pretrained import skip_pretrained
 from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.optim import OptimWrapper
 from slipstream.redaction import Redactor
@@ -85,8 +86,9 @@ class Checkpoints:
         core = unwrap_model(self._runner.model)
         own = core.state_dict() if self._names else {}
         loaded = {name: own[name].clone() for name in self._names & own.keys()}
-        if self._runner.interface.initializes:
-            resume.init_weights(core)
+        if self.resume_from is not None or self.resumed_from is not None:
+            skip_pretrained(core)
+        resume.init_weights(core, self._runner.interface.initializes)
         if loaded:
             core.load_state_dict(loaded, strict=False)
         self._initialized = True

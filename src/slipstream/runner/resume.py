@@ -38,6 +38,7 @@ from slipstream.dist import (
 from slipstream.dist.sharding import is_sharded, local, mesh_of, shard_like
 from slipstream.errors import CheckpointError, NonFiniteLossError
 from slipstream.model import unwrap_model
+from slipstream.model.pretrained import load_pretrained, needs_pretrained
 from slipstream.model.wrappers import (
     comm_hook_state,
     load_comm_hook_state,
@@ -154,12 +155,20 @@ def read_if_intact(
     return checkpoint, None
 
 
-def init_weights(model: nn.Module) -> None:
-    """Call `init_weights` of the unwrapped model, if it has one, and broadcast rank 0's weights."""
-    if not hasattr(model, "init_weights"):
+def init_weights(model: nn.Module, call: bool = True) -> None:
+    """Initialize the unwrapped model, load pretrained weights, and broadcast rank 0's weights.
+
+    Args:
+        model: the unwrapped model.
+        call: call the model's method `init_weights`, if it has one.
+    """
+    call = call and hasattr(model, "init_weights")
+    if not call and not needs_pretrained(model):
         return
     with whole_weights(model):
-        model.init_weights()  # type: ignore[operator]
+        if call:
+            model.init_weights()  # type: ignore[operator]
+        load_pretrained(model)
         for tensor in chain(model.parameters(), model.buffers()):
             broadcast(tensor.detach())  # the wrapper broadcast the weights before this initialization
 

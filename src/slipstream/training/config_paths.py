@@ -12,7 +12,7 @@ from slipstream.errors import BuildError, ConfigError
 
 __all__ = ["at_user_paths"]
 
-_OWN_HOOKS = ("LrPlotHook", "TrainMetricsHook", "NewOptimizerHook", "PrePredictionHook", "PreciseBNHook",
+_OWN_HOOKS = ("TeacherHook", "LrPlotHook", "TrainMetricsHook", "NewOptimizerHook", "PrePredictionHook", "PreciseBNHook",
               "AverageBestHook")  # fmt: skip
 """Hooks that the translation inserts before `phase_callbacks`."""
 

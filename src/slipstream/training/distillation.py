@@ -3,27 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.apps.zoo import models
 from slipstream.apps.zoo.distillation import KDOutput
-from slipstream.errors import ConfigError
-from slipstream.registry import MODELS
+from slipstream.errors import ConfigError, ModelError
+from slipstream.hooks import Hook
+from slipstream.model import unwrap_model
+from slipstream.model.pretrained import load_pretrained, needs_pretrained
+from slipstream.registry import HOOKS, MODELS
 from slipstream.training.network import CLASS_LOSSES, Configured, SupervisedModel
 
-__all__ = ["DistillationModel"]
+if TYPE_CHECKING:
+    from slipstream.runner import Runner
+
+__all__ = ["DistillationModel", "TeacherHook"]
 
 
-class _Held:
-    """Holds a module without registering it as a submodule. A deep copy of the owner shares the module."""
+class _Teacher:
+    """Holds the teacher without registering it as a submodule. A deep copy of the owner shares the teacher.
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    Args:
+        network: the teacher without its input adapter.
+        pretrained: arguments of `zoo.models.load`, or None.
+        adapter: the input adapter, or None.
+    """
 
-    def __deepcopy__(self, memo: Any) -> _Held:
+    def __init__(
+        self, network: nn.Module, pretrained: Mapping[str, Any] | None, adapter: nn.Module | None
+    ) -> None:
+        self._network, self._pretrained = network, dict(pretrained or {})
+        module = network if adapter is None else nn.Sequential(adapter, network)
+        self.module = module.eval().requires_grad_(False)
+        self.pending = bool(pretrained) or needs_pretrained(network)
+        """Whether `load` must still load the weights."""
+
+    def load(self) -> None:
+        """Load the weights. Later calls have no effect."""
+        if self.pending:
+            load_pretrained(self._network)
+            if self._pretrained:
+                models.load(self._network, **self._pretrained)
+            self.pending = False
+
+    def __deepcopy__(self, memo: Any) -> _Teacher:
         return self
 
 
@@ -37,14 +63,14 @@ class DistillationModel(SupervisedModel):
     Args:
         network: the student.
         teacher: the teacher, a module or its configuration.
-        teacher_pretrained: arguments of `zoo.models.load`, with which the constructor loads the teacher's weights.
+        teacher_pretrained: arguments of `zoo.models.load`, with which `load_teacher` loads the teacher's weights.
         teacher_input_adapter: module for the teacher's images, or its configuration, such as `NormalizationAdapter`.
         loss: `loss(KDOutput(student_output, teacher_output), targets)`.
         arguments: see `SupervisedModel`.
 
     Raises:
         ConfigError: if the loss does not use the teacher.
-        CheckpointError: if the teacher's weights cannot be read.
+        ModelError: in the loss, if the teacher's weights have not been loaded.
     """
 
     def __init__(
@@ -63,21 +89,34 @@ class DistillationModel(SupervisedModel):
                 "training_params.loss",
             )
         built: nn.Module = MODELS.build(teacher) if isinstance(teacher, Mapping) else teacher
-        if teacher_pretrained:
-            models.load(built, **teacher_pretrained)
-        if teacher_input_adapter is not None:
-            adapter = teacher_input_adapter
-            adapted = MODELS.build(adapter) if isinstance(adapter, Mapping) else adapter
-            built = nn.Sequential(adapted, built)
-        self._teacher = _Held(built.eval().requires_grad_(False))
+        adapter = teacher_input_adapter
+        adapter = MODELS.build(adapter) if isinstance(adapter, Mapping) else adapter
+        self._teacher = _Teacher(built, teacher_pretrained, adapter)
 
     @property
     def teacher(self) -> nn.Module:
         """The teacher, including its input adapter."""
         return self._teacher.module
 
+    def init_weights(self) -> None:
+        """Initialize the student, and load the weights of both networks. Later calls have no effect."""
+        super().init_weights()
+        self.load_teacher()
+
+    def load_teacher(self) -> None:
+        """Load the teacher's weights, which checkpoints do not contain. Later calls have no effect.
+
+        Raises:
+            CheckpointError: if the weights cannot be read.
+        """
+        self._teacher.load()
+
     def loss_inputs(self, outputs: Any, inputs: Tensor, targets: Tensor | None) -> KDOutput:
         """Return the outputs of both networks."""
+        if self._teacher.pending:
+            raise ModelError(
+                "the teacher's weights have not been loaded; call init_weights() or load_teacher()"
+            )
         with torch.no_grad():
             taught = self._teacher.module(inputs)
         student, teacher = (
@@ -90,3 +129,15 @@ class DistillationModel(SupervisedModel):
         self._teacher.module._apply(fn, recurse)
         super()._apply(fn, recurse)
         return self
+
+
+@HOOKS.register_module()
+class TeacherHook(Hook):
+    """Load the teacher's weights before training and evaluation, because some validation losses use the teacher."""
+
+    def before_run(self, runner: Runner) -> None:
+        """Load the weights; see `DistillationModel.load_teacher`."""
+        model = unwrap_model(runner.model)
+        if not isinstance(model, DistillationModel):
+            raise ModelError(f"TeacherHook requires a DistillationModel, not {type(model).__name__}")
+        model.load_teacher()

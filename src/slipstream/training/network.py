@@ -17,6 +17,7 @@ from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.evaluator import CountingMetric
 from slipstream.hooks import Hook
 from slipstream.model import Segmentor, unwrap_model
+from slipstream.model.pretrained import PretrainedWeights, load_pretrained
 from slipstream.model.sliding import SlidingWindow, slide
 from slipstream.model.tasks import main_output
 from slipstream.registry import HOOKS, METRICS, MODELS
@@ -42,7 +43,7 @@ CLASS_LOSSES = (
 
 
 @MODELS.register_module()
-class SupervisedModel(Segmentor):
+class SupervisedModel(Segmentor, PretrainedWeights):
     """A network for supervised classification of images or pixels.
 
     Batches are dicts with `inputs` and `targets`, or tuples (inputs, targets, ...). Other tuple items are ignored.
@@ -85,6 +86,7 @@ class SupervisedModel(Segmentor):
         if paramwise_cfg is not None:
             freeze(self, paramwise_cfg)
         self.pretrained = dict(pretrained or {})
+        self.pretrained_pending = self.pretrained.get("checkpoint_path") is not None
         self.num_classes = num_classes
         self.train_metrics = [_counting(metric, index) for index, metric in enumerate(train_metrics or ())]
         for index, metric in enumerate(self.train_metrics):
@@ -97,8 +99,10 @@ class SupervisedModel(Segmentor):
         if self.is_init:
             return
         super().init_weights()
-        if self.pretrained.get("checkpoint_path") is not None:
-            models.load(self.network, **self.pretrained)
+        load_pretrained(self)
+
+    def _load_pretrained(self) -> None:
+        models.load(self.network, **self.pretrained)
 
     def forward(
         self, inputs: Tensor, targets: Tensor | None = None, *others: Any, mode: str = "tensor"

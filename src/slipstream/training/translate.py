@@ -95,7 +95,12 @@ def runner_config(
         **_evaluation("val", _limit_batches(val_dataloader, params.max_valid_batches), params, losses),
         **_evaluation("test", test_dataloader, params),
         "default_hooks": {"checkpoint": _checkpoint(params, best)},
-        "custom_hooks": [*_hooks(params, best), *filter(None, (schedule, average)), *callbacks],
+        "custom_hooks": [
+            *([{"type": "TeacherHook"}] if teacher else []),
+            *_hooks(params, best),
+            *filter(None, (schedule, average)),
+            *callbacks,
+        ],
         "randomness": {"seed": params.seed},
         "resume": _resume(params, work_dir(experiment_name, ckpt_root_dir)),
         "launcher": launcher,

@@ -8,6 +8,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from slipstream.apps.zoo import models, predicting
@@ -244,3 +245,38 @@ def test_unknown_data_is_a_warning_and_invalid_transforms_an_error(monkeypatch):
     network.set_dataset_processing_params(image_processor=CLASSIFY)
     with pytest.raises(ConfigError, match="2 classes, but there are 1 names"):
         network.predict(picture())
+
+
+PREPROCESSOR = {"type": "ImgDataPreprocessor", "mean": [120.0, 110.0, 100.0], "std": [50.0, 60.0, 70.0]}
+
+
+@pytest.mark.parametrize("of_runner", [False, True])
+@pytest.mark.parametrize("name", ["regseg48", "resnet18_cifar"])
+def test_predict_uses_the_normalization_of_the_data_preprocessor(tmp_path, name, of_runner, monkeypatch):
+    network = models.get(name, 3).eval()
+    cfg = {"model": {}, "val_dataloader": {"dataset": {"transforms": []}}}
+    (cfg if of_runner else cfg["model"])["data_preprocessor"] = PREPROCESSOR
+    meta = {"cfg": yaml.safe_dump(cfg), "dataset_meta": {"classes": ["a", "b", "c"]}}
+    torch.save({"state_dict": network.state_dict(), "meta": meta}, tmp_path / "run.pth")
+    image = np.random.default_rng(0).integers(256, size=(64, 64, 3), dtype=np.uint8)
+    mean, std = (torch.tensor(PREPROCESSOR[key]).view(3, 1, 1) for key in ("mean", "std"))
+    logged, seen = [], []
+    monkeypatch.setattr(predicting, "print_log", lambda *arguments: logged.append(arguments))
+    loaded = models.get(name, 3, checkpoint_path=tmp_path / "run.pth")
+    loaded.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    loaded.predict(image)
+    torch.testing.assert_close(seen[0][0], (torch.from_numpy(image).permute(2, 0, 1) - mean) / std)
+    assert not logged
+
+
+def test_predict_warns_if_the_data_preprocessor_cannot_be_applied(monkeypatch):
+    network = models.get("regseg48", 3)
+    model = {"data_preprocessor": {**PREPROCESSOR, "bgr_to_rgb": True}}
+    cfg = {"model": model, "val_dataloader": {"dataset": {"transforms": []}}}
+    meta = {"cfg": yaml.safe_dump(cfg), "dataset_meta": {"classes": ["a", "b", "c"]}}
+    network.describe(meta)
+    logged = []
+    monkeypatch.setattr(predicting, "print_log", lambda *arguments: logged.append(arguments))
+    found = network.predict(np.zeros((64, 64, 3), np.uint8))
+    assert tuple(found.class_names) == ("a", "b", "c")
+    assert "predict normalizes images as in the recipes" in logged[0][0]

@@ -15,6 +15,8 @@ from slipstream.apps.zoo import models
 from slipstream.errors import BuildError, CheckpointError, ConfigError, MissingPackageError, UnknownNameError
 from slipstream.recipes import compose
 from slipstream.registry import MODELS
+from slipstream.runner import Runner
+from slipstream.training.network import SupervisedModel
 from slipstream.training.recipe import recipe_config
 
 
@@ -44,10 +46,14 @@ def timm(monkeypatch):
 
     def create_model(name, pretrained=False, **options):
         calls.append((name, pretrained))
-        if pretrained:
+        if pretrained and not module.online:
             raise RuntimeError("no route to host\nmore lines")
-        return Tiny(**options)
+        network = Tiny(**options)
+        if pretrained:
+            nn.init.constant_(network.stem.weight, 0.25)
+        return network
 
+    module.online = False
     module.__version__, module.calls, module.create_model = "1.0", calls, create_model
     module.utils = SimpleNamespace(reparameterize_model=lambda model, inplace: model)
     module.list_models = lambda: ["tiny_net", "other_net"]
@@ -74,7 +80,7 @@ def test_a_name_with_the_prefix_builds_a_network_of_timm_with_random_weights(tim
 def test_weights_are_only_downloaded_on_request_and_offline_is_one_line(timm, options):
     with pytest.raises(CheckpointError, match="timm:tiny_net' cannot be loaded: no route to host") as error:
         models.get("timm:tiny_net", 3, **options)
-    assert timm.calls == [("tiny_net", True)]
+    assert timm.calls == [("tiny_net", False), ("tiny_net", True)]
     assert "set checkpoint_path to the file" in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -87,6 +93,59 @@ def test_options_that_set_the_source_of_the_weights_are_refused(timm, key):
         models.get("timm:tiny_net", 3, arch_params={key: "w.pth"})
     assert key in str(error.value)
     assert timm.calls == []
+
+
+class Images(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return torch.full((3, 8, 8), float(index)), index
+
+
+def runner(folder, model, epochs, **arguments):
+    return Runner(
+        model=model,
+        work_dir=str(folder),
+        train_dataloader=dict(dataset=Images(), batch_size=2),
+        train_cfg=dict(by_epoch=True, max_epochs=epochs),
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.0)),
+        **arguments,
+    )
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_run_downloads_the_weights_before_training_and_a_resumed_run_does_not(timm, tmp_path, plain):
+    network = {"type": "TimmClassifier", "name": "tiny_net", "num_classes": 2, "pretrained": True}
+    model = network if plain else {"type": "SupervisedModel", "network": network}
+    loss = {"loss_fn": {"type": "CrossEntropyLoss"}} if plain else {}
+    timm.online = True
+    first = runner(tmp_path, model, 1, **loss)
+    assert timm.calls == [("tiny_net", False)]  # the constructor downloads nothing
+    trained = first.train()
+    trained = trained if plain else trained.network
+    assert timm.calls == [("tiny_net", False), ("tiny_net", True)]
+    assert bool((trained.model.stem.weight == 0.25).all())
+    timm.online = False
+    again = runner(tmp_path, model, 2, resume=True, **loss)
+    resumed = again.train()
+    assert again.epoch == 2
+    assert len(timm.calls) == 3
+    resumed = resumed if plain else resumed.network
+    assert torch.equal(resumed.model.stem.weight, trained.model.stem.weight)
+
+
+def test_weights_are_loaded_once_and_a_new_head_is_kept(timm):
+    timm.online = True
+    network = models.get("timm:tiny_net", 3, pretrained_weights="imagenet")
+    assert bool((network.model.stem.weight == 0.25).all())
+    nn.init.zeros_(network.model.stem.weight)
+    SupervisedModel(network).init_weights()
+    assert not network.model.stem.weight.any()
+    later = MODELS.build({"type": "TimmClassifier", "name": "tiny_net", "num_classes": 3, "pretrained": True})
+    later.replace_head(5)
+    later.init_weights()
+    assert bool((later.model.stem.weight == 0.25).all())
 
 
 def test_an_unknown_name_of_timm_is_an_error_with_a_hint(timm):

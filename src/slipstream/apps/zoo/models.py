@@ -15,6 +15,7 @@ from slipstream.apps.zoo.timm_networks import PREFIX
 from slipstream.checkpoint import load_checkpoint, load_weights, local_checkpoint, revise, shown_source
 from slipstream.errors import CheckpointError, ConfigError, ModelError, UnknownNameError, did_you_mean
 from slipstream.logging import print_log
+from slipstream.model.pretrained import load_pretrained
 from slipstream.registry import MODELS
 
 __all__ = ["get", "load", "names", "network_config"]
@@ -91,6 +92,7 @@ def get(
     if pretrained_weights is not None:
         options["pretrained"] = True
     network: nn.Module = MODELS.build(network_config(name, {"num_classes": classes, **options}))
+    load_pretrained(network)
     if checkpoint_path is not None:
         load(
             network,

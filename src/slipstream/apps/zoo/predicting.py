@@ -23,7 +23,6 @@ from slipstream.apps.zoo.predictions import (
     ImagesPredictions,
     SegmentationPrediction,
 )
-from slipstream.config.placeholders import fill_references
 from slipstream.config.yaml_format import BoundedLoader
 from slipstream.dataset import default_palette, sample_rng
 from slipstream.dataset.sources.decode import read_image
@@ -58,6 +57,8 @@ _PROCESSINGS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """SuperGradients' image processings, and the transforms that replace them."""
+_PADDING = ("non_blocking", "pad_size_divisor", "pad_value")
+"""Arguments of a data preprocessor that do not change the pixels of the image."""
 
 
 @dataclass(frozen=True)
@@ -100,20 +101,44 @@ class Processing:
 def processing_in(meta: Any, task: str) -> Processing | None:
     """Return the classes and validation transforms in the `meta` of a checkpoint, or None if it lacks one of them.
 
-    The stored configuration is read as plain data: nothing is imported.
+    The transforms include the normalization of the data preprocessor. If the data preprocessor does anything else with
+    the images, there are no transforms, so that `predict` logs a warning.
+    The stored configuration is read as plain data: nothing is imported, and no environment variables are read.
     """
     data = meta.get("dataset_meta") if isinstance(meta, Mapping) else None
     if not isinstance(data, Mapping) or not data.get("classes"):
         return None
     try:
-        cfg = fill_references(yaml.load(meta["cfg"], BoundedLoader))
+        cfg = yaml.load(meta["cfg"], BoundedLoader)
         dataset = cfg["val_dataloader"]["dataset"]
         # A wrapper dataset uses the transforms of its inner datasets.
         while inner := dataset.get("dataset") or dataset.get("datasets"):
             dataset = inner[0] if isinstance(inner, list) else inner
-        return Processing.read(task, data["classes"], dataset["transforms"], data.get("palette"))
+        normalization = _preprocessing(cfg, task)
+        transforms = None if normalization is None else [*dataset["transforms"], *normalization]
+        return Processing.read(task, data["classes"], transforms, data.get("palette"))
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError, yaml.YAMLError):
         return None  # the configuration contains Python objects, or is not that of a recipe
+
+
+def _preprocessing(cfg: Mapping[str, Any], task: str) -> Sequence[Mapping[str, Any]] | None:
+    """Return the transforms that replace a configuration's data preprocessor, or None if transforms cannot replace it.
+
+    Padding is left out, because the networks accept images of any size.
+    """
+    options = dict(cfg["model"].get("data_preprocessor") or cfg.get("data_preprocessor") or {})
+    kind = options.pop("type", "BaseDataPreprocessor")
+    mean, std = options.pop("mean", None), options.pop("std", None)
+    changes = any(value for key, value in options.items() if key not in _PADDING)
+    if kind not in ("BaseDataPreprocessor", "ImgDataPreprocessor") or changes:
+        return None
+    if mean is None:
+        return ()
+    mean, std = (values * 3 if len(values) == 1 else values for values in (mean, std))
+    if task == "segmentation":
+        return ({"type": "SegNormalize", "mean": mean, "std": std},)  # both use the range from 0 to 255
+    mean, std = ([value / 255 for value in values] for values in (mean, std))
+    return ({"type": "ToTensor"}, {"type": "Normalize", "mean": mean, "std": std})
 
 
 def predict(

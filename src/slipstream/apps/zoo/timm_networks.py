@@ -19,6 +19,7 @@ from slipstream.errors import (
     did_you_mean,
 )
 from slipstream.extras import extra
+from slipstream.model.pretrained import PretrainedWeights, load_pretrained
 from slipstream.registry import MODELS
 
 __all__ = ["PREFIX", "TimmClassifier"]
@@ -36,7 +37,7 @@ _OWN_SOURCES = (
 
 
 @MODELS.register_module()
-class TimmClassifier(Network):
+class TimmClassifier(Network, PretrainedWeights):
     """A classification network from timm, stored in the submodule `model`.
 
     Checkpoints with timm's own parameter names can be loaded.
@@ -46,6 +47,7 @@ class TimmClassifier(Network):
         num_classes: number of classes.
         in_channels: number of image channels.
         pretrained: download timm's weights, which are read without unpickling objects. By default, weights are random.
+            `models.get` and `init_weights` load the weights, and a Runner before training, except in a resumed run.
         options: further arguments of `timm.create_model`, such as `drop_path_rate`.
 
     Raises:
@@ -53,7 +55,6 @@ class TimmClassifier(Network):
         ConfigError: if an option sets the source of timm's weights.
         MissingPackageError: if timm cannot be imported.
         UnknownNameError: if timm has no network with this name.
-        CheckpointError: if the pretrained weights cannot be downloaded or loaded.
     """
 
     task = "classification"
@@ -70,20 +71,31 @@ class TimmClassifier(Network):
             raise UnknownNameError(
                 f"timm {timm.__version__} has no network named '{name}'{hint}; timm.list_models() returns all names"
             )
-        arguments = dict(num_classes=num_classes, in_chans=in_channels, **options)
+        self._name = name
+        self._arguments = dict(num_classes=num_classes, in_chans=in_channels, **options)
+        self.model: nn.Module = timm.create_model(name, pretrained=False, **self._arguments)
+        self.pretrained_pending = pretrained
+        self.register_load_state_dict_pre_hook(_add_prefix)
+
+    def init_weights(self) -> None:
+        """Load timm's weights if `pretrained` is set. Later calls have no effect.
+
+        Raises:
+            CheckpointError: if the weights cannot be downloaded or loaded.
+        """
+        load_pretrained(self)
+
+    def _load_pretrained(self) -> None:
         try:
-            self.model: nn.Module = timm.create_model(name, pretrained=pretrained, **arguments)
-        except TypeError:  # an unknown argument
-            raise
+            # timm adapts its weights to the options only in the function that creates the network.
+            source = _timm().create_model(self._name, pretrained=True, **self._arguments)
         except Exception as error:  # a download can raise any exception
-            if not pretrained:
-                raise
             reason = " ".join(str(error).split()) or type(error).__name__
             raise CheckpointError(
-                f"the pretrained weights of '{PREFIX}{name}' cannot be loaded: {reason}; download them on a machine "
-                "with internet access, and set checkpoint_path to the file"
+                f"the pretrained weights of '{PREFIX}{self._name}' cannot be loaded: {reason}; download them on a "
+                "machine with internet access, and set checkpoint_path to the file"
             ) from error
-        self.register_load_state_dict_pre_hook(_add_prefix)
+        self.model.load_state_dict(source.state_dict())
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
         """Return the learning rates for SuperGradients' `finetune`: train the classifier, and freeze the rest."""
@@ -94,6 +106,7 @@ class TimmClassifier(Network):
         check_num_classes(new_num_classes)
         model: Any = self.model
         model.reset_classifier(new_num_classes)
+        self._arguments["num_classes"] = new_num_classes
         self._processing = None
 
     def prep_model_for_conversion(self, input_size: Sequence[int] | None = None, **options: Any) -> None:

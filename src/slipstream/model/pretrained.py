@@ -1,0 +1,44 @@
+"""Pretrained weights that are loaded before training, instead of in the constructor of a module."""
+
+from __future__ import annotations
+
+from torch import nn
+
+__all__ = ["PretrainedWeights", "load_pretrained", "needs_pretrained", "skip_pretrained"]
+
+
+class PretrainedWeights:
+    """Mixin for modules with pretrained weights, which a subclass loads in `_load_pretrained`.
+
+    The constructor sets `pretrained_pending` and must not load the weights: they may be downloaded, but a resumed run
+    does not need them, and `slipstream predict` builds models from the configurations of checkpoints of any source.
+    """
+
+    pretrained_pending = False
+    """Whether `load_pretrained` must still load the weights."""
+
+    def _load_pretrained(self) -> None:
+        raise NotImplementedError
+
+
+def needs_pretrained(model: nn.Module) -> bool:
+    """Return whether the model or one of its submodules must still load pretrained weights."""
+    return any(
+        isinstance(module, PretrainedWeights) and module.pretrained_pending for module in model.modules()
+    )
+
+
+def load_pretrained(model: nn.Module) -> None:
+    """Load the pretrained weights of the model and of its submodules, unless this has already been done."""
+    # The weights of the whole model replace those of its submodules.
+    for module in reversed(list(model.modules())):
+        if isinstance(module, PretrainedWeights) and module.pretrained_pending:
+            module._load_pretrained()
+            module.pretrained_pending = False
+
+
+def skip_pretrained(model: nn.Module) -> None:
+    """Do not load pretrained weights later, because a checkpoint replaces all weights."""
+    for module in model.modules():
+        if isinstance(module, PretrainedWeights):
+            module.pretrained_pending = False
