@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -18,13 +20,27 @@ __all__ = ["DistillationModel"]
 
 
 class _Held:
-    """Holds a module without registering it as a submodule. A deep copy of the owner shares the module."""
+    """Holds a module without registering it as a submodule.
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    A deep copy of the owner shares the module, until a conversion of the copy changes it.
+    """
+
+    def __init__(self, module: nn.Module, is_shared: bool = False) -> None:
+        self.module, self.is_shared = module, is_shared
 
     def __deepcopy__(self, memo: Any) -> _Held:
-        return self
+        return _Held(self.module, is_shared=True)
+
+    def convert(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
+        """Apply a conversion to the module, or to a copy of it if the module belongs to another owner."""
+        if self.is_shared:
+            with torch.no_grad():
+                if all(
+                    fn(tensor) is tensor for tensor in chain(self.module.parameters(), self.module.buffers())
+                ):
+                    return  # a change of the device or dtype to the current one needs no copy
+            self.module, self.is_shared = copy.deepcopy(self.module), False
+        self.module._apply(fn, recurse)
 
 
 @MODELS.register_module()
@@ -87,6 +103,6 @@ class DistillationModel(SupervisedModel):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply a conversion, such as a change of the device, to the teacher as well."""
-        self._teacher.module._apply(fn, recurse)
+        self._teacher.convert(fn, recurse)
         super()._apply(fn, recurse)
         return self
