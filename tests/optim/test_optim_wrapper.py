@@ -127,6 +127,36 @@ def test_resumed_run_keeps_the_accumulation_windows():
     assert_same(whole, resumed)
 
 
+def test_an_extended_run_divides_by_the_number_of_batches_since_the_last_update():
+    batches = make_batches(11)
+    hand, net = make_net(), make_net()
+    optimizer = torch.optim.SGD(hand.parameters(), 0.1)
+    for window in (range(4), range(4, 6), range(6, 8), range(8, 11)):  # the first run ends after 6 batches
+        optimizer.zero_grad()
+        (sum(loss_of(hand, batches[i]) for i in window) / len(window)).backward()
+        optimizer.step()
+    unfinished = 0
+    for start, stop, total in ((0, 6, 6), (6, 7, 11), (7, 11, 11)):
+        wrapper = OptimWrapper(torch.optim.SGD(net.parameters(), 0.1), 4)
+        wrapper.initialize_count_status(net, start, total)
+        wrapper.unfinished = unfinished
+        for x in batches[start:stop]:
+            wrapper.update_params(loss_of(net, x))
+        unfinished = wrapper.unfinished
+        assert wrapper.begins_window() == (stop != 7)
+    assert_same(net, hand)
+
+
+def test_without_gradients_a_run_starts_a_window_at_any_batch():
+    net = make_net()
+    wrapper = OptimWrapper(torch.optim.SGD(net.parameters(), 0.1), 4)
+    wrapper.initialize_count_status(net, 6, 11)
+    assert (wrapper.unfinished, wrapper.window) == (0, 2)
+    loss_of(net, make_batches(1)[0]).backward()
+    wrapper.initialize_count_status(net, 6, 11)
+    assert (wrapper.unfinished, wrapper.window) == (2, 4)
+
+
 def test_all_windows_are_full_if_the_end_is_unknown():
     net = make_net()
     wrapper = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1), 2)

@@ -1,6 +1,7 @@
 """A resumed run ends with the same weights as an uninterrupted run."""
 
 import random
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -229,6 +230,31 @@ def test_gradients_of_an_unfinished_accumulation_window_are_restored(tmp_path, i
     saved = torch.load(tmp_path / "parts" / f"iter_{iteration}.pth", weights_only=True)
     assert ("gradients" in saved) == (iteration != 4)
     assert_same(weights(one), weights(run(tmp_path / "parts", **changes, resume=True)))
+
+
+def test_an_extended_run_averages_the_gradients_of_the_batches_since_the_last_update(tmp_path):
+    inputs, targets = samples()
+    torch.manual_seed(3)
+    net = Net().double()
+    changes = dict(
+        train_dataloader=loader(TensorDataset(inputs.double(), targets), shuffle=False),
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.5), accumulative_counts=3),
+        default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False)),
+    )
+    for epochs, stop in ((1, 99), (2, 7), (2, 99)):  # the second part stops inside a window
+        model = Net().double()
+        model.load_state_dict(net.state_dict())
+        cfg = dict(model=model, train_cfg=dict(by_epoch=True, max_epochs=epochs), custom_hooks=[Stop(stop)])
+        with suppress(StoppedError):
+            run(tmp_path, **changes, **cfg, resume=epochs > 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    for window in ((0, 1, 2), (3, 4), (5,), (6, 7, 8), (9,)):
+        optimizer.zero_grad()
+        for batch in window:
+            rows = slice(batch % 5 * 8, batch % 5 * 8 + 8)
+            (net(inputs[rows].double(), targets[rows], "loss")["loss"] / len(window)).backward()
+        optimizer.step()
+    torch.testing.assert_close(weights(SimpleNamespace(model=model)), net.state_dict())
 
 
 @pytest.mark.parametrize("batch_size", [2, 4, 5, 16, 20, 64])

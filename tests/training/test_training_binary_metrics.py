@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, DataError
 from slipstream.model import Segmentor
 from slipstream.registry import METRICS
 from slipstream.training import Trainer
@@ -152,3 +152,14 @@ def test_binary_segmentation_trains_and_watches_a_value_of_its_metric(tmp_path):
         pairs = [(net(images).squeeze(1), masks)]
     assert history[-1] == pytest.approx({"epoch": 6, **plain(pairs, 0.5, "IOU"), **plain(pairs, 0.4, "Dice")})
     assert (tmp_path / "run/ckpt_best.pth").is_file()
+
+
+def test_predictions_that_a_metric_cannot_use_are_errors():
+    (scores, labels), *_ = mask_scores(0)
+    with pytest.raises(DataError, match="single channel does not determine a class"):
+        PixelAccuracy().process(None, {"preds": scores.unsqueeze(1), "targets": labels})
+    ids = (scores >= 0).long()
+    for kind in (BinaryIOU, BinaryDice):
+        with pytest.raises(DataError, match=r"cannot apply threshold=0\.3 to class ids"):
+            kind(threshold=0.3).process(None, {"preds": ids, "targets": labels})
+        kind().process(None, {"preds": ids, "targets": labels})

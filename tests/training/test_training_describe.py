@@ -61,6 +61,17 @@ def test_the_validation_data_is_found_inside_wrappers_and_does_not_replace_the_u
     assert mine.predict(image).class_names[9] == "j"
 
 
+def test_new_training_data_replaces_what_a_checkpoint_describes(cifar):
+    network = models.get("resnet18_cifar", 10)
+    stored = "val_dataloader: {dataset: {transforms: [{type: ToTensor}]}}"
+    network.describe({"dataset_meta": {"classes": list("abcdefghij")}, "cfg": stored})
+    image = np.zeros((32, 32, 3), np.uint8)
+    assert network.predict(image).class_names[9] == "j"
+    describe_data(network, CIFAR10(cifar, transforms=CLASSIFY))
+    assert network.predict(image).class_names[9] == "truck"
+    assert len(network._processing.transforms) == len(CLASSIFY)
+
+
 def test_data_of_another_task_or_without_classes_is_ignored(cifar):
     scenes = StreetScenes(size=(32, 64), length=1, cache_in_memory=False)
     plain = TensorDataset(torch.zeros(1, 3, 8, 8), torch.zeros(1))

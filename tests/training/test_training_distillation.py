@@ -150,6 +150,19 @@ def test_predictions_are_those_of_the_student():
     assert next(model.double().teacher.parameters()).dtype == torch.float64
 
 
+def test_the_conversion_of_a_copy_does_not_change_the_teacher_of_the_original():
+    model = DistillationModel(*networks(), KDLogitsLoss(nn.CrossEntropyLoss()))
+    plain = copy.deepcopy(model)
+    images, labels = data(4)
+    converted = copy.deepcopy(plain.float()).double()
+    assert plain.teacher is model.teacher  # a conversion without effect does not use memory
+    assert {p.dtype for p in converted.teacher.parameters()} == {torch.float64}
+    assert {p.dtype for p in model.teacher.parameters()} == {torch.float32}
+    found = converted.eval()(images.double(), labels, mode="loss")
+    wanted = model.eval()(images, labels, mode="loss")
+    torch.testing.assert_close({name: value.float() for name, value in found.items()}, wanted)
+
+
 def recipe(folder, **keys):
     torch.save({"net": models.get("resnet18_cifar", num_classes=4).state_dict()}, folder / "teacher.pth")
     dataset = {"_target_": "torch.utils.data.TensorDataset"}

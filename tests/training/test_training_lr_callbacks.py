@@ -45,6 +45,21 @@ class PerBatch(LRCallbackBase):
         self.update_lr(context.optimizer, context.epoch, context.batch_idx)
 
 
+class Halve(LRCallbackBase):
+    """Halve the current rates after each epoch."""
+
+    def __init__(self, **kwargs):
+        super().__init__(Phase.TRAIN_EPOCH_END, **kwargs)
+
+    def is_lr_scheduling_enabled(self, context):
+        return True
+
+    def perform_scheduling(self, context):
+        for name in self.lr:
+            self.lr[name] /= 2
+        self.update_lr(context.optimizer, context.epoch)
+
+
 class Rates(Callback):
     """Record the rates of each batch."""
 
@@ -99,6 +114,12 @@ def test_rates_by_prefix_are_scheduled_separately(tmp_path):
 def test_a_schedule_can_change_the_rate_after_each_batch(tmp_path, speed):
     seen = train(tmp_path, lr_mode=PerBatch, max_epochs=3, speed=speed)
     assert [rates[0] for rates in seen] == pytest.approx([0.8 * (1 - step / 9) for step in range(9)])
+
+
+def test_a_resumed_run_continues_from_the_current_rates(tmp_path):
+    train(tmp_path, lr_mode=Halve, max_epochs=2)
+    seen = train(tmp_path, lr_mode=Halve, max_epochs=4, resume=True)
+    assert [rates[0] for rates in seen] == pytest.approx([0.2] * 3 + [0.1] * 3)
 
 
 def test_invalid_keys_and_places_are_named(tmp_path):

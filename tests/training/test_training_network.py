@@ -110,6 +110,15 @@ def test_mixed_targets_are_probabilities_for_the_loss_and_classes_for_the_metric
     assert net.read_train_metrics()["Accuracy"] == pytest.approx(right.item())
 
 
+def test_the_loss_of_validation_batches_does_not_change_the_training_metrics():
+    net = SupervisedModel(nn.Linear(7, 3), train_metrics=[Top1()])
+    x, labels = torch.randn(5, 7), torch.randint(3, (5,))
+    net.loss_step((x, labels))
+    net.eval()(x, net.network(x).argmin(1), mode="loss")
+    right = (net.network(x).argmax(1) == labels).float().mean()
+    assert net.read_train_metrics()["Accuracy"] == pytest.approx(right.item())
+
+
 def test_loss_can_be_a_function_or_return_the_supergradients_pair():
     data = batch()
 

@@ -213,6 +213,12 @@ _seed = _must_be("an integer", lambda v: _is_integer(v, -_LARGEST))
 _not_nan = _must_be("a number other than NaN", lambda v: _is_number(v) and not math.isnan(v))
 _tensors = _by_name(_tensor)
 
+
+def _rates(value: Any, where: str) -> Iterator[str]:
+    """Accept a number, or a dict of numbers by name."""
+    yield from (_by_name(_number) if isinstance(value, Mapping) else _number)(value, where)
+
+
 _HISTORY_KEYS: Mapping[str, Rule] = {
     "log_history": _each(_number),
     "count_history": _each(_positive),
@@ -226,6 +232,7 @@ _INFOS: Mapping[str, Rule] = {
     "replaced_ckpts/": _each(_tuple(_file, _count, _file)),
     "average_best": _each(_tuple(_not_nan, _file)),
     "early_stopping/": _tuple(_not_nan, _count),
+    "lr_callback": _rates,
 }
 _META = _entries(
     {},
@@ -264,6 +271,7 @@ ACCELERATED = _entries(
     {
         "average": _all(_by_name(_anything), _entries({"steps": _step})),
         "gradients": _each(_optional(_tensor)),
+        "unfinished": _count,
     },
 )
 """The state of a training step from `slipstream.accelerate`."""
@@ -277,7 +285,13 @@ META: Rule = _meta
 OPTIMIZER = _entries({"state": _mapping, "param_groups": _each(_entries({"params": _each(_count)}))})
 """The state of one optimizer."""
 PENDING = _entries(
-    {}, {"batches": _by_name(_count), "gradients": _tensors, "rank_gradients": _each(_tensors)}
+    {},
+    {
+        "batches": _by_name(_count),
+        "unfinished": _by_name(_count),
+        "gradients": _tensors,
+        "rank_gradients": _each(_tensors),
+    },
 )
 """The number of batches of each optimizer wrapper, and the gradients of an unfinished accumulation window."""
 _COMM_HOOK = _entries({"step": _count, "errors": _each(_tensors), "factors": _tensors})

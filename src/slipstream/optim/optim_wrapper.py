@@ -145,6 +145,7 @@ class OptimWrapper:
         self._accumulative_counts = accumulative_counts
         self._inner_count = 0
         self._max_counts = -1
+        self._window_start = 0
 
     # ---- one step -------------------------------------------------------------------------------
 
@@ -231,9 +232,12 @@ class OptimWrapper:
     # ---- accumulation ---------------------------------------------------------------------------
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """Set the number of completed batches and the total number of batches (-1 if unknown)."""
-        self._inner_count = init_counts
+        """Set the number of completed batches and the total number of batches (-1 if unknown).
+
+        If no parameter has a gradient, the next batch is the first of its accumulation window.
+        """
         self._max_counts = max_counts
+        self.batches = init_counts
 
     def should_update(self) -> bool:
         """Return whether the last counted batch ends an accumulation window."""
@@ -264,7 +268,7 @@ class OptimWrapper:
 
     def begins_window(self) -> bool:
         """Return whether the next batch is the first of its accumulation window."""
-        return self._inner_count == 0 or self.ends_window(self._inner_count)
+        return self._inner_count == self._window_start
 
     def ends_window(self, count: int) -> bool:
         """Return whether batch number `count` (from 1) ends an accumulation window."""
@@ -274,23 +278,34 @@ class OptimWrapper:
     def count_batch(self) -> None:
         """Count a batch after its backward."""
         self._inner_count += 1
+        if self.ends_window(self._inner_count):
+            self._window_start = self._inner_count
+
+    @property
+    def unfinished(self) -> int:
+        """Number of batches since the end of the last accumulation window.
+
+        After the last, smaller window of a run that is extended, the next window is also smaller than
+        `accumulative_counts`. The number of completed batches does not show this, so checkpoints contain this value.
+        """
+        return self._inner_count - self._window_start
+
+    @unfinished.setter
+    def unfinished(self, count: int) -> None:
+        self._window_start = self._inner_count - count
 
     @property
     def window(self) -> int:
         """Number of batches in the accumulation window of the next batch."""
         counts, epoch = self._accumulative_counts, self.batches_per_epoch
+        in_epoch = self._inner_count % epoch if epoch else self._inner_count
+        first = self._inner_count - in_epoch  # the first batch of the epoch
+        ends = [first + in_epoch - in_epoch % counts + counts]
         if epoch:
-            in_epoch = self._inner_count % epoch
-            first = (
-                in_epoch - in_epoch % counts
-            )  # the first batch of the window, counted from the epoch's start
-            ends = [first + counts, epoch]
-            if self._max_counts > self._inner_count:
-                ends.append(self._max_counts - (self._inner_count - in_epoch))
-            return min(ends) - first
-        remainder = self._max_counts % counts if self._max_counts > 0 else 0
-        in_last = remainder and self._inner_count >= self._max_counts - remainder
-        return remainder if in_last else counts
+            ends.append(first + epoch)
+        if self._max_counts > self._inner_count:
+            ends.append(self._max_counts)
+        return min(ends) - self._window_start
 
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
         """Return the context manager for forward and backward, which is `no_sync` inside an accumulation window."""
@@ -329,7 +344,10 @@ class OptimWrapper:
 
     @batches.setter
     def batches(self, count: int) -> None:
-        self._inner_count = count
+        self._inner_count = self._window_start = count
+        if not self.ends_window(count) and any(param.grad is not None for param in self.parameters()):
+            in_epoch = count % self.batches_per_epoch if self.batches_per_epoch else count
+            self._window_start = count - in_epoch % self._accumulative_counts
 
     # ---- accessors ------------------------------------------------------------------------------
 

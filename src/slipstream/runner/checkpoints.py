@@ -57,6 +57,7 @@ class Checkpoints:
         """The checkpoint that `load_or_resume` resumes training from; None after that."""
         self._writer = BackgroundWriter()
         self._counts: dict[str, int] = {}
+        self._unfinished: dict[str, int] = {}
         self._loaded = self._initialized = False
         self._names: set[str] = set()  # tensors that were loaded before the weights were initialized
         self.resuming = False
@@ -188,6 +189,7 @@ class Checkpoints:
             # A single wrapper normally counts iterations, whose number changes with the batch size.
             counts, iteration = checkpoint.get("batches", {}), checkpoint["meta"]["iter"]
             self._counts = {name: n for name, n in counts.items() if name or n != iteration}
+            self._unfinished = dict(checkpoint.get("unfinished", {}))
         if schedulers:
             with restoring("param_schedulers", source):
                 resume.restore_schedulers(schedulers, checkpoint)
@@ -204,7 +206,7 @@ class Checkpoints:
         runner = self._runner
         assert runner.optim_wrapper is not None
         runner.optim_wrapper.initialize_count_status(runner.model, runner.iter, runner.max_iters)
-        resume.restore_counts(runner.model, runner.optim_wrapper, self._counts)
+        resume.restore_counts(runner.optim_wrapper, self._counts, self._unfinished)
 
     def restore_random_state(self) -> None:
         """Restore the random state of the resumed checkpoint just before the first step. Later calls have no effect."""

@@ -200,20 +200,25 @@ def read_checkpoint(
 def optimizer_state(model: nn.Module, optim: OptimWrapper) -> dict[str, Any]:
     """Return the checkpoint entries for the optimizer, pending gradients and DDP communication hook."""
     counts = {name: wrapper.batches for name, wrapper in _wrappers(optim).items()}
-    state = {"optimizer": optim.state_dict(), "batches": counts, **_pending_gradients(unwrap_model(model))}
+    unfinished = {name: wrapper.unfinished for name, wrapper in _wrappers(optim).items()}
+    state = {"optimizer": optim.state_dict(), "batches": counts, "unfinished": unfinished}
+    state |= _pending_gradients(unwrap_model(model))
     if remembered := comm_hook_state(model):
         state["comm_hook"] = remembered
     return state
 
 
-def restore_counts(model: nn.Module, optim: OptimWrapper, counts: Mapping[str, int]) -> None:
+def restore_counts(optim: OptimWrapper, counts: Mapping[str, int], unfinished: Mapping[str, int]) -> None:
     """Restore the number of batches of each wrapper, which determines where its accumulation windows end.
+
+    `unfinished` contains the number of these batches in an unfinished window.
 
     The count of a single wrapper is normally the number of iterations, which `initialize_count_status` sets. The count
     differs if `train_step` updates the weights several times per batch.
     """
     for name, wrapper in _wrappers(optim).items():
         wrapper.batches = counts.get(name, wrapper.batches)
+        wrapper.unfinished = unfinished.get(name, wrapper.unfinished)
 
 
 def _wrappers(optim: OptimWrapper) -> dict[str, OptimWrapper]:

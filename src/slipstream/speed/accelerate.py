@@ -280,6 +280,7 @@ class TrainStep:
             state["average"] = self.average.state_dict()
         if not self.optim.begins_window():
             state["gradients"] = [param.grad for param in self.optim.parameters()]
+            state["unfinished"] = self.optim.unfinished
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -291,12 +292,14 @@ class TrainStep:
         """
         self.check_state(state)
         self.optim.load_state_dict(state["optimizer"])
-        self.optim.initialize_count_status(self.model, state["steps"], self._total_steps or -1)
         if self.average is not None and "average" in state:
             self.average.load_state_dict(state["average"])
         params = list(self.optim.parameters())
         for param, grad in zip(params, state.get("gradients", [None] * len(params)), strict=True):
             param.grad = None if grad is None else grad.to(param, copy=True)
+        # After the gradients, which show whether the accumulation window is unfinished.
+        self.optim.initialize_count_status(self.model, state["steps"], self._total_steps or -1)
+        self.optim.unfinished = state.get("unfinished", self.optim.unfinished)
 
     def save(self, path: str | Path, **values: Any) -> None:
         """Write everything that `load` needs to continue training to one file; all processes must call this method.

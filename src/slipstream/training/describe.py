@@ -21,7 +21,7 @@ def describe_data(network: nn.Module, dataset: Any) -> None:
         network: the network. Networks of other classes are not changed.
         dataset: the validation dataset. Datasets without transforms or class names are ignored.
     """
-    if not isinstance(network, Network) or network.is_described:
+    if not isinstance(network, Network):
         return
     while (inner := _inner(dataset)) is not None:
         dataset = inner
@@ -32,7 +32,7 @@ def describe_data(network: nn.Module, dataset: Any) -> None:
     transforms = dataset.transforms if is_segmentation else getattr(dataset, "all_transforms", None)
     if transforms is None or is_segmentation is not (network.task == "segmentation"):
         return
-    network.set_dataset_processing_params(meta.get("classes"), transforms, meta.get("palette"))
+    network.describe_data(meta.get("classes"), transforms, meta.get("palette"))
 
 
 def _inner(dataset: Any) -> Dataset[Any] | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -24,7 +26,9 @@ __all__ = ["DistillationModel", "TeacherHook"]
 
 
 class _Teacher:
-    """Holds the teacher without registering it as a submodule. A deep copy of the owner shares the teacher.
+    """Holds the teacher without registering it as a submodule.
+
+    A deep copy of the owner shares the teacher, until a conversion of the copy changes it.
 
     Args:
         network: the teacher without its input adapter.
@@ -38,19 +42,47 @@ class _Teacher:
         self._network, self._pretrained = network, dict(pretrained or {})
         module = network if adapter is None else nn.Sequential(adapter, network)
         self.module = module.eval().requires_grad_(False)
-        self.pending = bool(pretrained) or needs_pretrained(network)
+        self._pending = bool(pretrained) or needs_pretrained(network)
+        self._owner: _Teacher | None = None
+        """The object that this one shares the module with."""
+
+    @property
+    def pending(self) -> bool:
         """Whether `load` must still load the weights."""
+        return self._pending if self._owner is None else self._owner.pending
 
     def load(self) -> None:
         """Load the weights. Later calls have no effect."""
-        if self.pending:
+        if self._owner is not None:
+            self._owner.load()
+        elif self._pending:
             load_pretrained(self._network)
             if self._pretrained:
                 models.load(self._network, **self._pretrained)
-            self.pending = False
+            self._pending = False
 
     def __deepcopy__(self, memo: Any) -> _Teacher:
-        return self
+        shared = copy.copy(self)
+        shared._owner = self._owner or self
+        return shared
+
+    def convert(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
+        """Apply a conversion to the module, or to a copy of it if the module belongs to another owner.
+
+        A shared module without its weights is not converted, because the copy would have random weights.
+        """
+        if self._owner is not None:
+            if self.pending or not _changes(self.module, fn):
+                return
+            self.module = copy.deepcopy(self.module)
+            self._owner, self._pending = None, False
+        self.module._apply(fn, recurse)
+
+
+def _changes(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether a conversion, such as to a device, returns new tensors."""
+    with torch.no_grad():
+        return any(fn(tensor) is not tensor for tensor in chain(module.parameters(), module.buffers()))
 
 
 @MODELS.register_module()
@@ -126,7 +158,7 @@ class DistillationModel(SupervisedModel):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply a conversion, such as a change of the device, to the teacher as well."""
-        self._teacher.module._apply(fn, recurse)
+        self._teacher.convert(fn, recurse)
         super()._apply(fn, recurse)
         return self
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import fields
+from numbers import Real
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ __all__ = ["LRCallbackBase", "LRCallbackHook", "split_schedule"]
 
 _PASSED = ("phase", "initial_lr", "update_param_groups", "train_loader_len", "net", "training_params")
 """Arguments of `LRCallbackBase` that are not keys of `training_params`."""
+_KEY = "lr_callback"
+"""Name of the message hub's info that contains the schedule's `lr`, so that checkpoints contain it."""
 
 
 class LRCallbackBase(PhaseCallback):
@@ -83,6 +86,9 @@ class LRCallbackBase(PhaseCallback):
 class LRCallbackHook(Hook):
     """Build a schedule when training starts, and call it at its phase.
 
+    Checkpoints contain the schedule's attribute `lr`, a number or a dict of numbers, and a resumed run restores it.
+    Other attributes are not saved.
+
     Args:
         schedule: a subclass of `LRCallbackBase`.
         params: the values of `training_params` that the schedule receives.
@@ -92,6 +98,7 @@ class LRCallbackHook(Hook):
 
     def __init__(self, schedule: type[LRCallbackBase], params: Mapping[str, Any]) -> None:
         self.schedule, self.params = schedule, dict(params)
+        self._callback: LRCallbackBase | None = None
         self._called: CallbackHook | None = None
         self._stage: str | None = None
 
@@ -113,7 +120,8 @@ class LRCallbackHook(Hook):
             training_params=SimpleNamespace(**self.params),
             **self.params,
         )
-        self._called, self._stage = CallbackHook(callback), stage_of(callback.phase)
+        self._callback, self._called, self._stage = callback, CallbackHook(callback), stage_of(callback.phase)
+        self._restore(runner)
         self._at("before_train", runner)
 
     def before_train_epoch(self, runner: Runner) -> None:
@@ -140,6 +148,28 @@ class LRCallbackHook(Hook):
             method = self._called.method_at(stage)
             assert method is not None, "the callback has an event at this stage"
             method(runner, **values)
+            self._store(runner)
+
+    def after_rollback(self, runner: Runner) -> None:
+        """Restore the rates from the checkpoint."""
+        self._restore(runner)
+
+    def _store(self, runner: Runner) -> None:
+        assert self._callback is not None, "the schedule has been called"
+        rates = self._callback.lr
+        if isinstance(rates, Mapping):
+            runner.message_hub.update_info(_KEY, {name: float(rate) for name, rate in rates.items()})
+        elif isinstance(rates, Real):
+            runner.message_hub.update_info(_KEY, float(rates))
+
+    def _restore(self, runner: Runner) -> None:
+        callback = self._callback
+        if callback is None:
+            return
+        saved = runner.message_hub.get_info(_KEY, callback.initial_lr)
+        # With other parameter groups than in the resumed run, the saved rates do not belong to the groups.
+        if not isinstance(saved, Mapping) or saved.keys() == callback.initial_lr.keys():
+            callback.lr = dict(saved) if isinstance(saved, Mapping) else saved
 
 
 def split_schedule(training_params: Any) -> tuple[Any, Hook | None]:

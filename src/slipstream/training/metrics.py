@@ -168,11 +168,20 @@ class _Binary(_Overlap):
         super().process(data_batch, data_samples)
 
     def count(self, counts: Tensor, preds: Tensor, targets: Tensor) -> None:
-        """Add the pixels of one batch. Predictions are scores (N, H, W) or (N, 1, H, W), or ids 0 and 1 (N, H, W)."""
+        """Add the pixels of one batch. Predictions are scores (N, H, W) or (N, 1, H, W), or ids 0 and 1 (N, H, W).
+
+        Raises:
+            DataError: if predictions are ids and `threshold` is not 0.5, because the threshold has no effect on ids.
+        """
         if preds.ndim == targets.ndim + 1 and preds.shape[1] == 1:
             preds = preds.squeeze(1)
         if preds.is_floating_point():
             preds = (preds.float().sigmoid() >= self.threshold).long()
+        elif self.threshold != 0.5:
+            raise DataError(
+                f"{type(self).__name__} got {describe(preds)} as preds, and cannot apply threshold={self.threshold} to "
+                "class ids; return scores as floats from the model, or remove threshold"
+            )
         super().count(counts, preds, targets)
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
@@ -203,7 +212,7 @@ class BinaryDice(_Binary, Dice):
 class PixelAccuracy(CountingMetric):
     """The fraction of correctly classified pixels in the dataset, from 0 to 1, or NaN if there are none.
 
-    Predictions are class ids (N, H, W) or scores (N, classes, H, W).
+    Predictions are class ids (N, H, W) or scores (N, classes, H, W) of at least two classes.
 
     Args:
         ignore_label: target id of ignored pixels, or several ids.
@@ -222,7 +231,16 @@ class PixelAccuracy(CountingMetric):
         return 2
 
     def count(self, counts: Tensor, preds: Tensor, targets: Tensor) -> None:
-        """Add the pixels of one batch."""
+        """Add the pixels of one batch.
+
+        Raises:
+            DataError: if predictions and targets differ in size, or scores have only one channel.
+        """
+        if preds.ndim == targets.ndim + 1 and preds.shape[1] == 1:  # argmax would always return class 0
+            raise DataError(
+                f"PixelAccuracy got {describe(preds)} as preds, whose single channel does not determine a class; "
+                "return class ids (N, H, W) from the model, for example (scores.squeeze(1) >= 0).long()"
+            )
         ids = preds.argmax(dim=1) if preds.ndim == targets.ndim + 1 else preds
         if ids.shape != targets.shape:
             raise DataError(

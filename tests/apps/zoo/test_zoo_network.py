@@ -97,6 +97,26 @@ def test_only_unchanged_outputs_that_have_one_reader_are_fused():
     torch.testing.assert_close(network(x).detach(), expected)
 
 
+def test_a_convolution_whose_output_is_also_read_elsewhere_is_not_fused():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv1, self.conv2 = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+            self.bn1, self.bn2 = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            y = self.conv1(x)
+            return {"out": [self.bn2(self.conv2(self.bn1(y) + y))]}
+
+    network = perturbed(Net())
+    x = torch.randn(2, 3, 4, 4)
+    expected = network(x)["out"][0].detach()
+    assert fuse_batch_norms(network, torch.zeros(1, 3, 8, 8)) == 1
+    assert isinstance(network.bn1, nn.BatchNorm2d)
+    assert isinstance(network.bn2, nn.Identity)
+    torch.testing.assert_close(network(x)["out"][0].detach(), expected)
+
+
 def test_a_prepared_network_can_be_exported():
     network = models.get("ddrnet_23_slim", 4)
     network.prep_model_for_conversion([64, 64])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,26 +18,80 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
+_TOLERANCE = 1e-3
+"""Largest accepted change of an output in float32, relative to the largest absolute value of that output."""
+
+
 @torch.no_grad()
 def fuse_batch_norms(network: nn.Module, example: Tensor) -> int:
     """Multiply the weights of each convolution by the BatchNorm that follows it, in place. Return the number of pairs.
 
     A convolution and a BatchNorm form a pair if, in one call of the network, both are called once and the BatchNorm
     receives the unchanged output of the convolution. Each BatchNorm is replaced with the identity. Outputs in
-    evaluation mode are the same, up to rounding. The network is in evaluation mode afterwards.
+    evaluation mode are the same, up to rounding: a pair is not fused if this changes the outputs for random inputs, as
+    in `norm(y) + y`, where `y` is the output of the convolution. The network is in evaluation mode afterwards.
 
     Args:
         network: the network.
         example: an input of the network.
     """
     network.eval()
-    pairs = _pairs(network, example)
+    found = _pairs(network, example)
     names = {module: name for name, module in network.named_modules()}
-    for conv, norm in pairs:
-        fused: Any = fuse_conv_bn_eval(conv, norm, transpose=isinstance(conv, _TRANSPOSED))
-        network.set_submodule(names[conv], fused)
-        network.set_submodule(names[norm], nn.Identity())
+    pairs = _safe_pairs(network, [(names[conv], names[norm]) for conv, norm in found], example.shape)
+    for pair in pairs:
+        _fuse(network, *pair)
     return len(pairs)
+
+
+def _fuse(network: nn.Module, conv: str, norm: str) -> tuple[nn.Module, nn.Module]:
+    """Fuse a pair, and return the replaced modules."""
+    replaced: tuple[Any, Any] = network.get_submodule(conv), network.get_submodule(norm)
+    fused: Any = fuse_conv_bn_eval(*replaced, transpose=isinstance(replaced[0], _TRANSPOSED))
+    network.set_submodule(conv, fused)
+    network.set_submodule(norm, nn.Identity())
+    return replaced
+
+
+def _safe_pairs(
+    network: nn.Module, pairs: Sequence[tuple[str, str]], shape: Sequence[int]
+) -> list[tuple[str, str]]:
+    """Return the pairs whose fusion keeps the outputs, which are compared in float32 on the CPU."""
+    trial = copy.deepcopy(network).to("cpu", torch.float32)
+    example = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    expected = _tensors(trial(example))
+    whole = copy.deepcopy(trial)
+    for pair in pairs:
+        _fuse(whole, *pair)
+    if _are_close(_tensors(whole(example)), expected):
+        return list(pairs)
+    safe = []
+    for pair in pairs:
+        replaced = _fuse(trial, *pair)
+        if _are_close(_tensors(trial(example)), expected):
+            safe.append(pair)
+            continue
+        for name, module in zip(pair, replaced, strict=True):
+            trial.set_submodule(name, module)
+    return safe
+
+
+def _are_close(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    return all(
+        torch.allclose(found, wanted, rtol=0, atol=_TOLERANCE * float(wanted.abs().amax()))
+        for found, wanted in zip(outputs, expected, strict=True)
+    )
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    """Return the tensors in nested sequences and dicts."""
+    if isinstance(outputs, Tensor):
+        return [outputs]
+    if isinstance(outputs, Mapping):
+        outputs = outputs.values()
+    elif not isinstance(outputs, list | tuple):
+        return []
+    return [tensor for part in outputs for tensor in _tensors(part)]
 
 
 def _pairs(network: nn.Module, example: Tensor) -> list[tuple[Any, Any]]:

@@ -31,6 +31,7 @@ class Network(nn.Module):
     _replaced_heads: ClassVar[tuple[str, ...]] = ()
     """Parts that SuperGradients' `replace_head` initializes again, in addition to the classification layers."""
     _processing: Processing | None = None
+    _is_set_by_user = False
 
     def set_dataset_processing_params(
         self,
@@ -52,6 +53,7 @@ class Network(nn.Module):
             ConfigError: the transforms are invalid.
         """
         before = self._processing or Processing()
+        self._is_set_by_user = True
         self._processing = Processing.read(
             self.task,
             before.class_names if class_names is None else class_names,
@@ -64,9 +66,25 @@ class Network(nn.Module):
         if (found := processing_in(meta, self.task)) is not None:
             self._processing = found
 
+    def describe_data(
+        self,
+        class_names: Sequence[str] | None,
+        transforms: Sequence[Any],
+        palette: Sequence[Sequence[int]] | None,
+    ) -> None:
+        """Set the processing parameters from validation data, unless `set_dataset_processing_params` has been called.
+
+        Parameters from a checkpoint or from other data are replaced.
+
+        Raises:
+            ConfigError: the transforms are invalid.
+        """
+        if not self._is_set_by_user:
+            self._processing = Processing.read(self.task, class_names, transforms, palette)
+
     @property
     def is_described(self) -> bool:
-        """Whether `set_dataset_processing_params` has been called."""
+        """Whether the processing parameters have been set."""
         return self._processing is not None
 
     def predict(
@@ -109,7 +127,8 @@ class Network(nn.Module):
             reset: Any = getattr(module, "reset_parameters", None)
             if reset is not None and name.split(".")[0] in self._replaced_heads:
                 reset()
-        self._processing = None  # its classes are those of the replaced head
+        # The classes are those of the replaced head.
+        self._processing, self._is_set_by_user = None, False
 
     def prep_model_for_conversion(self, input_size: Sequence[int] | None = None, **_: Any) -> None:
         """Prepare the network for export, in place: remove auxiliary heads, and fuse BatchNorm with convolutions.
