@@ -223,7 +223,18 @@ def test_a_wrong_suffix_names_the_right_one(write_run, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["regseg48", "pp_lite_t_seg", "stdc1_seg", "ddrnet_23_slim", "segformer_b0"])
-def test_each_network_of_the_recipes_is_exported_with_dynamic_sizes(name, write_run):
+@pytest.mark.parametrize("name", ["regseg48", "stdc1_seg", "segformer_b0"])
+def test_networks_are_exported_with_dynamic_sizes(name, write_run):
     write_run(dict(type="Segmentor", network=dict(type=name, num_classes=4)))
     assert export("onnx") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pp_lite_t_seg", "ddrnet_23_slim"])
+def test_a_network_that_onnx_cannot_resize_is_exported_with_a_fixed_size(name, write_run, tmp_path, capsys):
+    """The export of adaptive pooling contains the size of the example, which the check at another size finds."""
+    write_run(dict(type="Segmentor", network=dict(type=name, num_classes=4)))
+    assert export("onnx") == 1
+    assert "Try --fixed-size" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.onnx"))
+    assert export("onnx", "--fixed-size") == 0

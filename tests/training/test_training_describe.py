@@ -63,7 +63,7 @@ def test_the_validation_data_is_found_inside_wrappers_and_does_not_replace_the_u
 
 def test_new_training_data_replaces_what_a_checkpoint_describes(cifar):
     network = models.get("resnet18_cifar", 10)
-    stored = "val_dataloader: {dataset: {transforms: [{type: ToTensor}]}}"
+    stored = "{model: {type: Any}, val_dataloader: {dataset: {transforms: [{type: ToTensor}]}}}"
     network.describe({"dataset_meta": {"classes": list("abcdefghij")}, "cfg": stored})
     image = np.zeros((32, 32, 3), np.uint8)
     assert network.predict(image).class_names[9] == "j"
