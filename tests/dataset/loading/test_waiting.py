@@ -9,12 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 from slipstream.dataset.loading.collate import pseudo_collate
 from slipstream.dataset.loading.loader import build_dataloader
 from slipstream.dataset.loading.waiting import STALL_WARNING, Loading, explain_worker_errors
 from slipstream.errors import ConfigError, DataLoaderError, SlipstreamError
+from slipstream.preemption import SIGNALS
 
 
 class Slow(Dataset):
@@ -130,6 +132,19 @@ def test_error_for_a_dead_worker_contains_a_remedy(number, message):
         read(loader)
     assert isinstance(caught.value, DataLoaderError)
     assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_signal_while_a_worker_starts_does_not_end_it(monkeypatch, number):
+    set_num_threads = torch.set_num_threads
+
+    def interrupted(count):  # torch calls this in a worker before it calls the worker_init_fn
+        os.kill(os.getpid(), number)
+        set_num_threads(count)
+
+    monkeypatch.setattr(torch, "set_num_threads", interrupted)
+    assert read(build(Slow(), num_workers=1, multiprocessing_context="fork"))[0] == [[i] for i in range(6)]
+    assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_only_lost_connections_to_workers_are_explained():

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from slipstream.dataset.loading.worker_init import signals_blocked
 from slipstream.errors import DataLoaderError
 
 __all__ = ["STALL_WARNING", "Loading", "explain_worker_errors"]
@@ -50,7 +51,8 @@ class Loading:
         self.loader, self.name, self.warn = loader, name, warn
         self.seconds: float = getattr(loader, "stall_warning", STALL_WARNING)
         try:
-            self._iterator: Any = iter(loader)
+            with signals_blocked(loader):
+                self._iterator: Any = iter(loader)
         except OSError as error:  # the workers' queues and locks are also in shared memory
             if error.errno != errno.ENOSPC:
                 raise

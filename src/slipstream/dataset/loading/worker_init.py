@@ -8,15 +8,20 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import parent_process
 from multiprocessing.queues import Queue
 from typing import Any
 
-__all__ = ["WorkerInit", "worker_init"]
+from torch.utils.data import DataLoader
 
-_IGNORED = ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+__all__ = ["WorkerInit", "signals_blocked", "worker_init"]
+
+_IGNORED = [
+    getattr(signal, name) for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
+]
 _POLL_INTERVAL = 1.0
 """Seconds between two checks whether the training process is alive."""
 
@@ -49,11 +54,11 @@ class WorkerInit:
             self.user_init(worker_id)
 
     def _prepare(self) -> None:
-        for name in _IGNORED:
-            if hasattr(signal, name):
-                signal.signal(getattr(signal, name), signal.SIG_IGN)
+        for number in _IGNORED:
+            signal.signal(number, signal.SIG_IGN)
         if hasattr(signal, "sigtimedwait"):
             signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)  # blocked by `signals_blocked`
         threading.Thread(target=_end_with_parent, daemon=True).start()
         Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
 
@@ -61,6 +66,23 @@ class WorkerInit:
 def worker_init(user_init: Callable[[int], None] | None) -> WorkerInit:
     """Return a `WorkerInit` that calls `user_init`."""
     return user_init if isinstance(user_init, WorkerInit) else WorkerInit(user_init)
+
+
+@contextmanager
+def signals_blocked(loader: DataLoader[Any]) -> Iterator[None]:
+    """Block signals in this thread while the workers of `loader` start, if a `WorkerInit` prepares them.
+
+    New processes inherit the blocked signals. Otherwise, a signal that arrives before `WorkerInit` has run, such as
+    SIGTERM from Slurm, ends the worker and therefore the run.
+    """
+    if not isinstance(loader.worker_init_fn, WorkerInit) or not hasattr(signal, "sigtimedwait"):
+        yield
+        return
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, [*_IGNORED, signal.SIGTERM])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def _end_with_parent() -> None:
