@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from slipstream.checkpoint.schema import OPTIMIZER, check, shown
+from slipstream.checkpoint.schema import OPTIMIZER, check, is_readable, shown
 from slipstream.errors import CheckpointError
 
 __all__ = ["check_like", "check_optimizer", "check_tensors", "restoring"]
@@ -160,8 +160,8 @@ def _check_counter(key: Any, own: Any, saved: Any, where: str, source: Any) -> N
         raise _different(where, f"an integer of at least {low}", saved, source)
 
 
-def _is_number_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
+def _is_number_tensor(value: Any) -> TypeGuard[Tensor]:
+    return is_readable(value) and value.dim() == 0 and value.is_floating_point()
 
 
 def _is_number(value: Any) -> bool:
@@ -249,8 +249,8 @@ def _check_state(param: Tensor, state: Mapping[str, Any], may_be_none: bool, whe
     for name, value in state.items():
         place = f"{where}.{name}"
         if name in _SCALARS:
-            number = value.reshape(()) if isinstance(value, Tensor) and value.numel() == 1 else value
-            exact = isinstance(number, Tensor) and _kind(number) == "int"
+            number = value.reshape(()) if is_readable(value) and value.numel() == 1 else value
+            exact = is_readable(number) and number.dim() == 0 and _kind(number) == "int"
             if not (exact or _is_number(number)) or not 0 <= float(number) < math.inf:
                 raise _different(place, "a number of at least 0", value, source)
         elif name in _SHAPED and not (value is None and may_be_none):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ __all__ = [
     "PENDING",
     "RESUMED",
     "check",
+    "is_readable",
     "shown",
     "weights_in",
 ]
@@ -89,10 +90,15 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def is_readable(value: Any) -> TypeGuard[Tensor]:
+    """Return whether a value is a dense tensor with data."""
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+
+
 def _is_step(value: Any) -> bool:
     if isinstance(value, Tensor):
         exact = value.numel() == 1 and not value.is_floating_point() and not value.is_complex()
-        return exact and value.dtype is not torch.bool and not value.is_meta and _is_integer(value.item())
+        return is_readable(value) and exact and value.dtype is not torch.bool and _is_integer(value.item())
     return _is_integer(value)
 
 
@@ -251,7 +257,7 @@ _META = _entries(
 
 
 def _palette(value: Any, where: str) -> Iterator[str]:
-    colors = value.tolist() if isinstance(value, Tensor) else value
+    colors = value.tolist() if is_readable(value) else value
     yield from _each(_color)(colors, where)
 
 
