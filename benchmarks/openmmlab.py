@@ -3,8 +3,9 @@
     python benchmarks/openmmlab.py --limit 20m --out benchmarks/results/openmmlab.md
 
 Run it in the environment of `make openmmlab`. Each configuration is trained, validated, saved and resumed with
-Slipstream on small generated data. Then MMEngine, Slipstream, and Slipstream with `compile` train it in one process
-each. They take turns, a few steps at a time. The time of a step includes its data loading and hooks.
+Slipstream on small generated data. Then it is trained in one process each by MMEngine, Slipstream, Slipstream with the
+options `fused` and `channels_last`, and Slipstream with these options and `compile`. The processes take turns, a few
+steps at a time. The time of a step includes its data loading and hooks.
 """
 
 from __future__ import annotations
@@ -33,8 +34,15 @@ sys.path.append(str(TESTS))
 
 from library_cases import CASES, Case, folder, missing  # noqa: E402
 
-ENGINES = {"MMEngine": "mmengine", "Slipstream": "slipstream", "Slipstream, compile": "slipstream"}
-COMPILED = "Slipstream, compile"
+COMPILED = "Slipstream, also compile"
+_FUSED = ("speed.fused=True", "speed.channels_last=True")
+ENGINES: dict[str, tuple[str, Sequence[str]]] = {
+    "MMEngine": ("mmengine", ()),
+    "Slipstream": ("slipstream", ()),
+    "Slipstream, fused and channels_last": ("slipstream", _FUSED),
+    COMPILED: ("slipstream", (*_FUSED, "speed.compile.wait=True")),
+}
+"""The module and the options of each contender."""
 WARMUP = 12
 """Untimed steps. After eight batches whose shape differs from the first, a graph for these batches is compiled."""
 ROUNDS = 7
@@ -52,7 +60,7 @@ class Worker:
 
     def __init__(self, engine: str, case: Case, work: Path, options: Sequence[str]) -> None:
         self.log = work / f"{engine}.log"
-        command = [sys.executable, HERE / "openmmlab_worker.py", ENGINES[engine], self.log]
+        command = [sys.executable, HERE / "openmmlab_worker.py", ENGINES[engine][0], self.log]
         command += [work / "config.py", work / engine, *options]
         self._process = subprocess.Popen(
             [str(part) for part in command],
@@ -141,10 +149,10 @@ def started(case: Case, work: Path, data: Path, budget: float) -> dict[str, Work
     """Start all processes, and the untimed steps of the process that compiles, because these take the longest."""
     common = [*case.options(data, 10**6), "default_hooks.checkpoint.interval=1000000"]
     common.append("default_hooks.logger.interval=50")
-    extra = [f"speed.compile.budget={budget:g}", "speed.compile.wait=True"]
+    limit = {COMPILED: [f"speed.compile.budget={budget:g}"]}
     workers = {
-        engine: Worker(engine, case, work, [*common, *(extra if engine == COMPILED else ())])
-        for engine in reversed(ENGINES)
+        engine: Worker(engine, case, work, [*common, *options, *limit.get(engine, ())])
+        for engine, (_, options) in reversed(ENGINES.items())
     }
     workers[COMPILED].start(WARMUP)
     return {engine: workers[engine] for engine in ENGINES}
@@ -239,7 +247,7 @@ def summary(cases: Sequence[dict[str, Any]]) -> str:
     rows, notes = [], []
     for case in cases:
         if "missing" in case:
-            rows.append([case["library"], case["name"], case["missing"], "", "", "", "", ""])
+            rows.append([case["library"], case["name"], case["missing"], *[""] * (2 + len(ENGINES))])
             continue
         cells = []
         for engine in ENGINES:
