@@ -160,8 +160,8 @@ def damaged(folder: Path, rng: random.Random, fault: str, duration: float) -> No
     process, _ = start(folder)
     time.sleep(rng.uniform(duration / 2, duration))
     stop(process, signal.SIGKILL)
-    files = sorted(folder.glob("epoch_*.pth"), key=lambda path: path.stat().st_mtime)
-    files = files[:-1] if len(files) == EPOCHS else files
+    files = [path for path in folder.glob("epoch_*.pth") if path.name != FINAL]
+    files.sort(key=lambda path: path.stat().st_mtime)
     if not files:
         return
     content = bytearray(files[-1].read_bytes())

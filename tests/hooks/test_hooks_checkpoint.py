@@ -260,10 +260,34 @@ def test_validation_outside_training_saves_no_checkpoint(tmp_path):
 def test_metric_with_ambiguous_name_requires_a_rule(tmp_path):
     with pytest.raises(ConfigError, match=r"^default_hooks.checkpoint.rule: .*'score'"):
         trained(tmp_path, [0.1], "score", save_best="score")
-    with pytest.raises(ConfigError, match=r"^default_hooks.checkpoint.rule: .*'score'"):
-        trained(tmp_path, [0.1], "score", save_best="auto")
     with pytest.raises(ConfigError, match="'greater' or 'less', not 'more'"):
         trained(tmp_path, [0.1], "score", save_best="score", rule="more")
+
+
+def test_auto_with_an_ambiguous_metric_name_warns_once_and_saves_regular_checkpoints(tmp_path):
+    trained(tmp_path, [0.1, 0.2], "score", epochs=2, save_best="auto")
+    assert files(tmp_path) == {"epoch_2.pth"}
+    log = next(tmp_path.rglob("*.log")).read_text()
+    assert log.count("'score', does not tell whether higher values are better") == 1
+
+
+def test_auto_uses_the_first_metric_that_is_a_number(tmp_path):
+    class Named(Scripted):
+        def compute_metrics(self, results):
+            return {"summary": "0.1 0.2", **super().compute_metrics(results)}
+
+    hooks = dict(checkpoint=dict(type="CheckpointHook", save_best="auto"))
+    run(tmp_path, default_hooks=hooks, **validation(Named([0.2, 0.1])))
+    assert files(tmp_path) == {"best_acc_epoch_1.pth", "epoch_2.pth"}
+
+
+def test_runner_keeps_the_last_two_checkpoints_and_the_best_by_default(tmp_path):
+    run(
+        tmp_path,
+        train_cfg=dict(by_epoch=True, max_epochs=5),
+        **validation(Scripted([0.1, 0.3, 0.2, 0.2, 0.2])),
+    )
+    assert files(tmp_path) == {"best_acc_epoch_2.pth", "epoch_4.pth", "epoch_5.pth"}
 
 
 @pytest.mark.parametrize(

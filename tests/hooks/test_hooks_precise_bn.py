@@ -188,7 +188,13 @@ def test_statistics_are_recomputed_at_interval_and_last_epoch(tmp_path):
     plain = run(
         tmp_path / "plain", model=dict(type=Net, norm=True), train_cfg=dict(by_epoch=True, max_epochs=1)
     )
-    precise(tmp_path, interval=2, hooks=[seen], train_cfg=dict(by_epoch=True, max_epochs=3))
+    precise(
+        tmp_path,
+        interval=2,
+        hooks=[seen],
+        train_cfg=dict(by_epoch=True, max_epochs=3),
+        default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1)),
+    )
     assert_same(saved(tmp_path, 1), weights(plain))
     for epoch in (2, 3):
         assert_statistics(saved(tmp_path, epoch), [samples()[0]])

@@ -44,6 +44,7 @@ def test_training_with_validation_runs_the_documented_stages(tmp_path):
         val_dataloader=small(),
         val_cfg=dict(),
         val_evaluator=dict(type=Accuracy),
+        default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1)),
         custom_hooks=[recorder],
     )
     # A hook of NORMAL priority runs before the CheckpointHook.
@@ -76,7 +77,14 @@ def test_test_and_loading_run_the_documented_stages(tmp_path):
 def test_iteration_based_training_is_one_epoch_for_hooks(tmp_path):
     recorder = Recorder()
     cfg = dict(by_epoch=False, max_iters=3, val_interval=2)
-    runner = run(tmp_path, train_dataloader=small(16), train_cfg=cfg, **validation(), custom_hooks=[recorder])
+    runner = run(
+        tmp_path,
+        train_dataloader=small(16),
+        train_cfg=cfg,
+        default_hooks=dict(checkpoint=dict(type="CheckpointHook")),
+        custom_hooks=[recorder],
+        **validation(),
+    )
     vals = 5 * ["before_val_iter", "after_val_iter"]
     val = [*VALIDATION[:2], *vals, *VALIDATION[4:]]
     assert recorder.stages == [

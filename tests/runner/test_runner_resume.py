@@ -306,10 +306,11 @@ def damage(path):
 
 @pytest.mark.parametrize("problem", ["damaged", "truncated", "deleted", "pointer deleted"])
 def test_resume_uses_the_newest_intact_checkpoint(tmp_path, problem):
-    three = dict(train_cfg=dict(by_epoch=True, max_epochs=3))
+    hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1))  # keeps all checkpoints
+    three = dict(train_cfg=dict(by_epoch=True, max_epochs=3), default_hooks=hooks)
     whole = run(tmp_path / "whole", **three)
     folder = tmp_path / "parts"
-    run(folder)  # two epochs
+    run(folder, default_hooks=hooks)  # two epochs
     newest = folder / "epoch_2.pth"
     if problem == "damaged":
         damage(newest)

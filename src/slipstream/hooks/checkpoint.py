@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from numbers import Real
 from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from slipstream.checkpoint import remove_checkpoint, sharded_name
 from slipstream.dist import is_main_process
@@ -41,7 +44,8 @@ class CheckpointHook(Hook):
             they are saved to the work_dir.
         max_keep_ckpts: maximum number of regular checkpoints to keep; -1 keeps all.
         save_last: save a checkpoint at the end of training, regardless of `interval`.
-        save_best: one or more metrics, or `auto` for the first metric that validation returns.
+        save_best: one or more metrics, or `auto` for the first metric that validation returns. If its name does not
+            tell whether higher values are better and `rule` is not set, `auto` saves none and logs a warning.
         rule: `greater` if higher values are better for all metrics, `less` if lower values are; by default inferred
             from the metrics' names.
         filename_tmpl: file name with `{}` in place of the number. Without `{}`, each checkpoint overwrites the
@@ -95,6 +99,7 @@ class CheckpointHook(Hook):
             "consolidate": consolidate,
             "background": async_save,
         }
+        self._warned = False
         self._replaced = ReplacedFiles(f"replaced_ckpts/{','.join(self.monitors)}", self._is_best)
         for monitor in self.monitors:
             if monitor != "auto":
@@ -307,16 +312,36 @@ class CheckpointHook(Hook):
         if not self.monitors or not metrics or not runner.is_training:
             return
         for monitor in self.monitors:
-            key = next(iter(metrics)) if monitor == "auto" else monitor
-            if self._save_if_best(runner, key, pick(self, metrics, key, "save_best")):
+            key = self._first(runner, metrics) if monitor == "auto" else monitor
+            if key is not None and self._save_if_best(runner, key, pick(self, metrics, key, "save_best")):
                 if runner.hooks_at("after_new_best"):
                     runner.wait_for_checkpoint()
                 runner.call_hook("after_new_best", metrics=metrics)
 
+    def _first(self, runner: Runner, metrics: dict[str, float]) -> str | None:
+        """Return the name of the first number in `metrics`; None if its name does not tell which value is better.
+
+        This is a warning and not an error, because the names are only known after the first validation.
+        """
+        key = next((key for key, value in metrics.items() if isinstance(value, Real | torch.Tensor)), None)
+        if key is None:
+            return None
+        try:
+            better(key, self.rule)
+        except ConfigError:
+            if not self._warned:
+                self._warned = True
+                runner.logger.warning(
+                    f"CheckpointHook: no best checkpoint is saved, because the name of the first metric, '{key}', does "
+                    "not tell whether higher values are better; set default_hooks.checkpoint.save_best and rule"
+                )
+            return None
+        return key
+
     def _save_if_best(self, runner: Runner, key: str, value: float) -> bool:
         hub = runner.message_hub
         best = hub.get_info(f"best_score/{key}")
-        greater = self._rule(key) == "greater"
+        greater = better(key, self.rule) == "greater"
         improved = best is None or (value > best if greater else value < best)
         if not math.isfinite(value) or not improved:
             return False
@@ -357,12 +382,6 @@ class CheckpointHook(Hook):
             stems.append(re.escape(Path(self.best_filename).with_suffix("").as_posix()))
         stem = Path(name).with_suffix("").as_posix()
         return re.fullmatch(rf"({'|'.join(stems)})({ASIDE}\d+)?", stem) is not None
-
-    def _rule(self, key: str) -> str:
-        try:
-            return better(key, self.rule)
-        except ConfigError as error:  # `auto` selects the metric only after the first validation run
-            raise self.wrong(str(error.args[0]), error.path) from None
 
 
 def warn_without_checkpoints(runner: Runner, option: str) -> None:

@@ -38,7 +38,7 @@ DEFAULT_HOOKS: Mapping[str, Mapping[str, Any]] = {
     "sampler_seed": {"type": "DistSamplerSeedHook"},
     "logger": {"type": "LoggerHook"},
     "param_scheduler": {"type": "ParamSchedulerHook"},
-    "checkpoint": {"type": "CheckpointHook"},
+    "checkpoint": {"type": "CheckpointHook", "max_keep_ckpts": 2, "save_best": "auto"},
     "report": {"type": "ReportHook"},
     "preemption": {"type": "PreemptionHook"},
 }
