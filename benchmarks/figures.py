@@ -424,8 +424,8 @@ def tuned_plans() -> str:
         "plan / fastest single option",
     ]
     return (
-        f"{text_table(header, rows)}\n\nSpeeds relative to each other (medians of interleaved rounds, with intervals); "
-        f"above 1, the plan is faster. {machine(TUNED[0])}."
+        f"{text_table(header, rows)}\n\nRatios of speeds (medians over interleaved rounds, with intervals); "
+        f"a ratio above 1 means that the plan is faster. {machine(TUNED[0])}."
     )
 
 
