@@ -36,7 +36,7 @@ from library_cases import CASES, Case, folder, missing  # noqa: E402
 ENGINES = {"MMEngine": "mmengine", "Slipstream": "slipstream", "Slipstream, compile": "slipstream"}
 COMPILED = "Slipstream, compile"
 WARMUP = 12
-"""Untimed steps. After eight batches whose shape differs from the first, a graph for these batches is compiled."""
+"""Number of untimed steps. They include the compilation of a second graph after eight batches of different shapes."""
 ROUNDS = 7
 ROUND_SECONDS = 2.0
 _RESERVE = 0.4
@@ -138,7 +138,7 @@ def checked(case: Case, work: Path, data: Path, resume: bool, seconds: float) ->
 
 
 def started(case: Case, work: Path, data: Path, budget: float) -> dict[str, Worker]:
-    """Start all processes, and the untimed steps of the process that compiles, because these take the longest."""
+    """Start all processes. Also start the untimed steps of the process that compiles, which take the longest."""
     common = [*case.options(data, 10**6), "default_hooks.checkpoint.interval=1000000"]
     common.append("default_hooks.logger.interval=50")
     extra = [f"speed.compile.budget={budget:g}", "speed.compile.wait=True"]
