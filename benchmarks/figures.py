@@ -56,7 +56,7 @@ def result(name: str) -> dict[str, Any]:
 
 
 def machine(name: str, threads: int | None = None) -> str:
-    """Return the processor, number of threads and date of a result. With `threads=0`, the number of threads is omitted."""
+    """Return the processor, number of threads and date of a result. `threads=0` omits the number of threads."""
     facts = result(name)
     threads = facts["threads"] if threads is None else threads
     cpu = facts["cpu"].replace("(R)", "").removesuffix(" Processor")

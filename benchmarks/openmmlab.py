@@ -36,7 +36,7 @@ from library_cases import CASES, Case, folder, missing  # noqa: E402
 ENGINES = {"MMEngine": "mmengine", "Slipstream": "slipstream", "Slipstream, compile": "slipstream"}
 COMPILED = "Slipstream, compile"
 WARMUP = 12
-"""Number of untimed steps. They include the compilation of a second graph after eight batches of different shapes."""
+"""Number of untimed steps, in which a second graph is compiled after eight batches of a different shape."""
 ROUNDS = 7
 ROUND_SECONDS = 2.0
 _RESERVE = 0.4
