@@ -1,10 +1,10 @@
 # make train: set up .venv and train a network; make test: run the short tests; make matrix: run the long tests (every
-# option with every other option, real launchers); make exhaustive: run tests of make test and make matrix with more
-# values of their parameters, such as every pair of options alone, which takes longer than both and is not part of
-# .ci/run; make npu: test on a simulated accelerator; make gpu: test and measure on the accelerator of this machine; make
-# openmmlab: install OpenMMLab's libraries in .venv-openmmlab, which compiles mmcv and takes up to an hour, and train with
-# them; make versions: run the short tests with several versions of Python and torch, which takes hours. No target
-# requires root.
+# option with every other option, real launchers); make exhaustive: run the tests of both with more parameter values,
+# such as each pair of options separately, which takes longer than both together and is not part of .ci/run; make npu:
+# test on a simulated accelerator; make gpu: test and measure on the accelerator of this machine; make openmmlab:
+# install OpenMMLab's libraries in .venv-openmmlab, which compiles mmcv and takes up to an hour, and train with them;
+# make versions: run the short tests with several versions of Python and torch, which takes hours. No target requires
+# root.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,8 +28,8 @@ npu: $(VENV)/.installed-dev
 	export PYTHONPATH=$$npu && $(BIN)/python -m pytest -n 2 --dist loadscope -rs tests/npu && \
 	out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && PYTHON=$(BIN)/python TINY=1 OUT=$$out .ci/gpu
 
-# The libraries are installed without their dependencies, because those include CUDA builds. Their builds are for older
-# versions of some packages. tests/openmmlab/shims replaces torchvision and imgaug, of which no test uses a function.
+# The libraries are installed without their dependencies, because those include CUDA builds and older versions of some
+# packages. tests/openmmlab/shims replaces torchvision and imgaug, because no test calls their functions.
 openmmlab: .venv-openmmlab/.installed
 	.venv-openmmlab/bin/python -m pytest -rs tests/openmmlab
 
@@ -69,7 +69,7 @@ wheels:
 versions: $(BIN)/python
 	$(BIN)/python .ci/versions.py $(PAIRS)
 
-# The cached result of a file is out of date when a new folder makes one of its imports our own, so no cache.
+# Without the cache, because ruff does not check a file again when a new folder changes one of its imports to first-party.
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check --no-cache .

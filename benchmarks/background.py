@@ -4,7 +4,8 @@ python benchmarks/background.py --out benchmarks/results/background.md
 
 For each network, with one thread per core and with one thread fewer, a fresh process starts with an empty cache
 and trains. While its step is being compiled, the compilation is repeatedly paused and resumed (SIGSTOP, SIGCONT), so
-that both rates are measured at the same time. The run continues until the graph is used or `--limit` is reached.
+that the speed of training is measured with and without the compilation during the same period. The run continues until
+the graph is used or `--limit` is reached.
 """
 
 from __future__ import annotations
@@ -194,8 +195,7 @@ def main() -> None:
     text = table(header, rows) + (
         f"\n\nA dash means that the graph was not compiled within {args.limit:.0f} s. Compilation runs with a nice "
         "value of 12. With threads on every core, it therefore gets 6 to 7% of a core. With a free core, it takes "
-        "about "
-        "as much time as with wait=True."
+        "about as much time as with wait=True."
     )
     print(text)
     if args.out:

@@ -31,7 +31,7 @@ SCOPES = ("model", "block")
 
 
 class ConvNet(nn.Module):
-    """Residual blocks of convolution, BatchNorm and ReLU, with two widths."""
+    """Residual blocks of convolution, BatchNorm and ReLU, in two widths."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The contenders that `overhead.py` compares, from `slipstream.compare`, by their names in its results."""
+"""The contenders from `slipstream.compare` that `overhead.py` measures, by their names in its results."""
 
 from __future__ import annotations
 

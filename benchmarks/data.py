@@ -129,7 +129,7 @@ def albumentations(root: Path) -> Pipeline:
 
 
 def slipstream(root: Path, cache: Path | None = None) -> Pipeline:
-    """Return the part of Slipstream's pipeline that runs in a worker."""
+    """Return the part of Slipstream's pipeline that runs in a data worker."""
     data = CityscapesDataset(root, split="train", ignore_label=IGNORED, transforms=TRANSFORMS, cache=cache)
     return lambda index, epoch: data[SampleIndex(index, seed=0, epoch=epoch)]
 

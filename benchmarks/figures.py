@@ -56,7 +56,7 @@ def result(name: str) -> dict[str, Any]:
 
 
 def machine(name: str, threads: int | None = None) -> str:
-    """Return the processor, number of threads and date of a result. With `threads=0`, the threads are left out."""
+    """Return the processor, number of threads and date of a result. `threads=0` omits the number of threads."""
     facts = result(name)
     threads = facts["threads"] if threads is None else threads
     cpu = facts["cpu"].replace("(R)", "").removesuffix(" Processor")
@@ -424,8 +424,8 @@ def tuned_plans() -> str:
         "plan / fastest single option",
     ]
     return (
-        f"{text_table(header, rows)}\n\nSpeeds relative to each other (medians of interleaved rounds, with intervals); "
-        f"above 1, the plan is faster. {machine(TUNED[0])}."
+        f"{text_table(header, rows)}\n\nRatios of speeds (medians over interleaved rounds, with intervals); "
+        f"a ratio above 1 means that the plan is faster. {machine(TUNED[0])}."
     )
 
 

@@ -5,8 +5,8 @@
 All contenders of a network train in bf16 on batches that are already on the device, so only the step is measured.
 They are created one after the other and then measured in turn. The results are written after every contender, so they
 are kept if a run is stopped. A later run on the same GPU, for example with other `--networks`, adds its results to
-these files. `--minutes` is divided evenly among the networks; contenders that are left when the time of a network is
-over are skipped. (Smoke test: `--device cpu --size 64 --batch-size 2 --steps 2`.)
+these files. `--minutes` is divided evenly among the networks; when a network's time has elapsed, its remaining
+contenders are skipped. (Smoke test: `--device cpu --size 64 --batch-size 2 --steps 2`.)
 """
 
 from __future__ import annotations

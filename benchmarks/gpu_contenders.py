@@ -69,7 +69,7 @@ class Setting:
 
 
 Train = Callable[[int, Clock], Tensor]
-"""A function that trains a number of steps between `clock.start` and `clock.stop`, and returns the last loss."""
+"""A function that trains for a number of steps between `clock.start` and `clock.stop`, and returns the last loss."""
 
 
 def each_step(setting: Setting, step: Step) -> Train:

@@ -41,7 +41,7 @@ class TinyMLP(BaseModel):
 
 
 class MemoryHook(Hook):
-    """Record the resident bytes every `interval` steps."""
+    """Record the resident memory in bytes every `interval` steps."""
 
     def __init__(self, interval: int) -> None:
         self.interval = interval
@@ -60,7 +60,7 @@ def resident_bytes() -> int:
 
 
 def train(steps: int) -> dict[int, int]:
-    """Train for `steps` steps, and return the resident bytes after each tenth of the steps."""
+    """Train for `steps` steps, and return the resident memory in bytes after each tenth of the steps."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(STEPS_PER_EPOCH * BATCH_SIZE, 16, generator=generator)
     targets = torch.randint(0, 4, (len(inputs),), generator=generator)

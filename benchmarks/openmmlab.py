@@ -44,7 +44,7 @@ ENGINES: dict[str, tuple[str, Sequence[str]]] = {
 }
 """The module and the options of each contender."""
 WARMUP = 12
-"""Untimed steps. After eight batches whose shape differs from the first, a graph for these batches is compiled."""
+"""Number of untimed steps, in which a second graph is compiled after eight batches of a different shape."""
 ROUNDS = 7
 ROUND_SECONDS = 2.0
 _RESERVE = 0.4
@@ -146,7 +146,7 @@ def checked(case: Case, work: Path, data: Path, resume: bool, seconds: float) ->
 
 
 def started(case: Case, work: Path, data: Path, budget: float) -> dict[str, Worker]:
-    """Start all processes, and the untimed steps of the process that compiles, because these take the longest."""
+    """Start all processes. Also start the untimed steps of the process that compiles, which take the longest."""
     common = [*case.options(data, 10**6), "default_hooks.checkpoint.interval=1000000"]
     common.append("default_hooks.logger.interval=50")
     limit = {COMPILED: [f"speed.compile.budget={budget:g}"]}

@@ -2,7 +2,7 @@
 
     python openmmlab_worker.py ENGINE LOG CONFIG WORK_DIR OPTION...
 
-Each line of standard input contains a number of steps. For each, the worker prints one line of JSON with the step
+Each line of standard input contains a number of steps. For each line, the worker prints one line of JSON with the step
 times and the scope of the compiled code.
 """
 

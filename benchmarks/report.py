@@ -34,13 +34,13 @@ def circumstances(packages: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return a Markdown table whose first column contains text and whose other columns contain numbers."""
+    """Return a Markdown table with text in the first column and numbers in the others."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return a Markdown table whose columns contain text."""
+    """Return a Markdown table with text in all columns."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 

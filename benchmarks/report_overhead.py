@@ -8,8 +8,7 @@ report does in one step.
 
 - The timer: the calls of one step, in the order recorded in the run.
 - The hook: one reading of the losses, with new values for each scalar and the memory of the process. Its time is
-divided
-  by the log interval.
+  divided by the log interval.
 
 All times are CPU times, because other programs may use the machine.
 """

@@ -51,7 +51,7 @@ class Contender:
     name: str
     setting: Setting
     seconds: list[float] = field(default_factory=list)
-    """Seconds for the samples of one baseline batch, in each round."""
+    """Time in seconds to train on the samples of one baseline batch, in each round."""
     problem: str = ""
     process: Process | None = None
     steps: int = 2

@@ -1,4 +1,4 @@
-"""A custom training loop with Slipstream's step.
+"""Train a small network in a custom training loop with Slipstream's step.
 
     python examples/accelerate.py [--compile]
     torchrun --nproc-per-node 2 examples/accelerate.py [--compile]

@@ -1,4 +1,4 @@
-"""A model of transformers in a custom training loop with Slipstream's step.
+"""Train a model from transformers in a custom training loop with Slipstream's step.
 
     pip install transformers
     python examples/transformers_bert/train.py [--compile]
@@ -17,7 +17,7 @@ from slipstream import accelerate, feed
 
 
 def sequences(count, seed):
-    """Return dicts of token ids and labels, as a tokenizer and a data set would."""
+    """Return dicts of token ids and labels, as a tokenizer and a dataset would."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, 30, (count, 12), generator=generator)
     repeated = torch.rand(count, generator=generator) < 0.5

@@ -30,7 +30,7 @@ ROWS: dict[tuple[str, str], tuple[str, ...]] = {
         "runner/test_runner_resume.py::test_resume_uses_the_newest_intact_checkpoint",
         "runner/test_runner_resume.py::test_damaged_last_checkpoint_is_skipped",
     ),
-    ("SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2", "a checkpoint, and a bitwise equal end after a resume"): (
+    ("SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2", "a checkpoint; the resumed run ends bitwise identical"): (
         "test_preemption.py",
         "distributed/test_two_preemption.py",
     ),
@@ -46,7 +46,7 @@ ROWS: dict[tuple[str, str], tuple[str, ...]] = {
         "runner/test_folder_lock.py::test_run_removes_temporary_files_of_killed_runs",
         "distributed/test_two_sharded_checkpoints.py::test_sharded_folders_are_kept_removed_and_found_like_files",
     ),
-    ("stop within an accumulation window, also in two processes", "bitwise equal end after a resume"): (
+    ("stop within an accumulation window, in one or two processes", "the resumed run ends bitwise identical"): (
         "runner/test_runner_resume.py::test_gradients_of_an_unfinished_accumulation_window_are_restored",
         "distributed/test_two_preemption.py::test_signal_on_one_rank_stops_all_and_the_run_resumes_bit_for_bit",
         "distributed/test_two_sharded_checkpoints.py::test_accumulated_gradients_are_restored",
@@ -66,21 +66,22 @@ ROWS: dict[tuple[str, str], tuple[str, ...]] = {
     ("changed configurations, files and overrides", "an error that names the key or the file"): (
         "faults/test_faults_fuzz.py",
     ),
-    ("options that would change numbers", "an error that starts with the path of the key"): (
+    ("invalid or unknown options", "an error that starts with the path of the key"): (
         "runner/test_runner_strict.py",
     ),
     ("temporary files of killed runs", "removed by the next run; files and folders are synced"): (
         "runner/test_folder_lock.py::test_run_removes_temporary_files_of_killed_runs",
         "test_files.py",
     ),
-    ("hanging and dying workers, failing samples, small `/dev/shm`", "a warning or an error that names the cause"): (
+    ("workers that hang or exit, failing samples, small `/dev/shm`", "a warning or an error that names the cause"): (
         "dataset/loading/test_waiting.py",
         "dataset/loading/test_samples.py",
     ),
-    ("batches of one sample, targets out of range, remaining workers", "named with a remedy; no worker survives"): (
+    ("batches of one sample, targets out of range, orphaned workers",
+     "named with a remedy; no worker outlives its run"): (
         "runner/test_runner_data_faults.py",
     ),
-    ("secrets, paths out of the `work_dir`, YAML aliases, pickles, imports", "redacted or refused"): (
+    ("secrets, paths outside the `work_dir`, YAML aliases, pickles, imports", "redacted or refused"): (
         "runner/test_runner_secrets.py",
         "test_redaction.py",
         "config/test_config_untrusted.py",
@@ -93,7 +94,7 @@ ROWS: dict[tuple[str, str], tuple[str, ...]] = {
         "distributed/test_two_rollback.py",
         "hooks/test_hooks_replaced_files.py",
     ),
-    ("death of one of two machines (`torchrun --nnodes=1:2`), and different numbers of processes",
+    ("failure of one of two machines (`torchrun --nnodes=1:2`), and different numbers of processes",
      "the run continues; no sample is lost or repeated"): (
         "distributed/test_launch_elastic.py",
         "distributed/test_two_elastic.py",

@@ -29,17 +29,16 @@ _TOP = """# Combinations of options
 PyTorch loop, which trains eagerly on the whole batch in one process. They also check that only the requested options
 were active. `python tests/matrix/matrix_page.py` generates this page from the tables that the tests use.
 
-- `make test` trains with each option alone, in one process, on both networks.
+- `make test` trains with each option separately, in one process, on both networks.
 - `make matrix` trains with every pair of options in {one} runs in one process and {two} runs in two processes, and with
   every triple that contains `compile=step` in {step} runs in one process. It also tests all compatible options
   together, and the combinations that raise an error.
-- `make exhaustive` trains with each pair alone, and with each of the {triples} triples alone. It tests all compatible
-  options with every precision, with and without SAM. It takes too long for `.ci/run`, which runs the other two
-  commands.
+- `make exhaustive` trains with each pair and each of the {triples} triples separately. It tests all compatible options
+  with every precision, with and without SAM. It takes too long for `.ci/run`, which runs the other two commands.
 
 In `make matrix`, each run enables many options. The runs are covering arrays (`tests/matrix/matrix_arrays.py`): for
-every two options that can be combined, there are runs with both, with either one, and with neither. Each option is
-tested on both networks, but a pair may be tested on only one.
+every two options that can be combined, there are runs with both, with only one of them, and with neither. Each option
+is tested on both networks, but a pair may be tested on only one.
 
 In `make exhaustive`, each pair is tested on one network in one process and on the other network in two processes; pairs
 that require several processes are tested on both networks. Each triple is tested once, alternating between the networks
@@ -59,7 +58,7 @@ _BOTTOM = """## Tolerances
 
 - `bf16` and `fp16` are compared with the same loop under autocast. fp16 starts with a loss scale at which the first
   step overflows. The comparison includes the skipped step and the changes to the scale. On an accelerator, the absolute
-  tolerance of both is doubled, because its kernels differ from those that the loop uses.
+  tolerances of both precisions are doubled, because compiled kernels can differ from those that the loop uses.
 - In each precision, the tests detect an option that should change the results but has no effect: in the hand-written
   loop, each such option changes weights or averages by more than ten times the absolute tolerance.
 - SWA averages every second update. Layer decay treats the first convolution and the block as its layers.

@@ -19,18 +19,18 @@ HEAD = """# MMEngine's public API
 
 `slipstream.openmmlab` makes `import mmengine` import Slipstream
 ([OpenMMLab's libraries](from_mmengine.md#openmmlabs-libraries)). This page lists the {total} public names of
-MMEngine {version} with the parameters of functions and constructors: {same} are equal, {differs} differ, and {missing}
-are missing. `python tests/openmmlab/mmengine_page.py` generates the page: it compares recorded names of MMEngine with
-the modules of Slipstream.
+MMEngine {version} with the parameters of functions and constructors: {same} are identical, {differs} differ, and
+{missing} are missing. `python tests/openmmlab/mmengine_page.py` generates this page by comparing a record of MMEngine's
+names with Slipstream's modules.
 
-A name is listed once, at its shortest module path. Additional parameters and methods of Slipstream, and the behavior of
-functions, are not compared here; [from_mmengine.md](from_mmengine.md#openmmlabs-libraries) lists the differences in
-behavior.
+Each name is listed once, under its shortest module path. Parameters and methods that exist only in Slipstream, and the
+behavior of functions, are not compared here; [from_mmengine.md](from_mmengine.md#openmmlabs-libraries) lists the
+differences in behavior.
 
 """
 
-TRACE = "belongs to MMEngine's trace of a model; Slipstream counts with torch's FLOP counter"
-TESTING = "helpers of MMEngine's own tests"
+TRACE = "part of MMEngine's model tracing; Slipstream uses torch's FLOP counter"
+TESTING = "helpers for MMEngine's own tests"
 BACKENDS = "files are read from local storage or by fsspec"
 FORMATS = "`load` and `dump` support JSON, YAML and pickle; further formats cannot be registered"
 OPTIMIZERS = "optimizers are found in torch and in installed packages when a configuration names them"
