@@ -85,7 +85,7 @@ class Cluster:
     intra: Link
     """Link between the GPUs of a node. Beta is per GPU and direction."""
     inter: Link
-    """Link between nodes. Beta is for all network cards of a node together, per direction."""
+    """Link between nodes. Beta is for all network cards of a node combined, per direction."""
     flops: float
     """Sustained FLOP/s of one GPU."""
     memory_bandwidth: float
@@ -136,8 +136,8 @@ class Strategy:
     bucket_bytes: int = 25 * 2**20
     """DDP's `bucket_cap_mb`."""
     unit_parameters: int = 2**18
-    """Minimum number of parameters in the units of consecutive blocks that FSDP2 and HSDP gather. The default is that
-    of `MMFullyShardedDataParallel`."""
+    """FSDP2 and HSDP gather consecutive blocks in units of at least this many parameters. The default is the same as
+    for `MMFullyShardedDataParallel`."""
     noise: float = 0.02
     """Standard deviation of one GPU's computing time over steps, relative to its mean."""
 

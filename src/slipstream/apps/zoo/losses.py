@@ -45,7 +45,7 @@ class CrossEntropy(nn.Module):
         self.register_buffer("weight", factors, persistent=False)
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss, 0-dim.
+        """Return the loss as a 0-dim tensor.
 
         Args:
             outputs: logits (N, classes) or (N, classes, H, W).

@@ -71,7 +71,7 @@ def get(
         name: one of `names()`, or `timm:` and the name of a classification network of timm (`timm:convnext_tiny`).
         num_classes: number of classes. It may also be set in `arch_params`.
         arch_params: see `options`.
-        checkpoint_path: a checkpoint of Slipstream, MMEngine or SuperGradients, or a plain state dict; see `load`.
+        checkpoint_path: a checkpoint from Slipstream, MMEngine or SuperGradients, or a plain state dict; see `load`.
         strict_load, load_backbone, checkpoint_sha256: see `load`.
         checkpoint_num_classes: number of classes in the checkpoint. If it differs from `num_classes`, the
             classification layers are not loaded, and this is logged.
@@ -159,8 +159,8 @@ def load(
             dicts with a `value` key in its recipes are also accepted.
         load_backbone: whether to load the file into the network's backbone and skip mismatches, for example for a
             classifier trained on ImageNet.
-        other_classes: whether the checkpoint has a different number of classes. Its tensors with other shapes, which
-            are those of the classification layers, are skipped.
+        other_classes: whether the checkpoint has a different number of classes. If True, tensors with different shapes
+            (those of the classification layers) are skipped.
         checkpoint_sha256: the SHA-256 checksum of the file.
 
     Raises:
