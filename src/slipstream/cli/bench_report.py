@@ -90,7 +90,11 @@ def block_interval(seconds: Sequence[float]) -> tuple[float, float] | None:
 def write_report(
     out: Path, environment: Mapping[str, Any], found: Sequence[Measured], picture: bool
 ) -> list[Path]:
-    """Write `bench.json` and `bench.md`, and with `picture` and matplotlib `bench.png`. Return the files."""
+    """Write `bench.json`, `bench.md` and, if `picture` is True and matplotlib is installed, `bench.png`.
+
+    Returns:
+        The paths of the files.
+    """
     files = [out / "bench.json", out / "bench.md"]
     cells = [{**asdict(m), "interval": block_interval(m.seconds)} for m in found]
     for path, text in zip(

@@ -283,7 +283,7 @@ def _add_bench(commands: _Commands) -> None:
     parser.add_argument("recipes", nargs="*", metavar="RECIPE",
                         help="recipes to measure (default: the five street_scenes_* recipes)")  # fmt: skip
     parser.add_argument(
-        "--synthetic", action="store_true", help="train on one batch, without the loading of data"
+        "--synthetic", action="store_true", help="train on a single batch, without loading data"
     )
     parser.add_argument("--steps", type=_count, default=20, metavar="N", help="steps to time (default: 20)")
     parser.add_argument("--warmup", type=_count, default=5, metavar="N",
@@ -305,7 +305,7 @@ def _add_bench(commands: _Commands) -> None:
         "--averaging", choices=("off", "on"), metavar="A", help="SyncBN and EMA: only off, or only on"
     )
     parser.add_argument("--timeout", type=_seconds, default=900.0, metavar="SECONDS",
-                        help="limit of each cell (default: 900)")  # fmt: skip
+                        help="time limit for each cell (default: 900)")  # fmt: skip
     parser.add_argument("--out", default="work_dirs/bench", metavar="DIR", help="default: work_dirs/bench")
     parser.add_argument("--config-dir", metavar="FOLDER", help="folder with your recipes")
     _add_trust(parser)
@@ -328,11 +328,11 @@ def _add_compare(commands: _Commands) -> None:
                         help="contenders in addition to loop and slipstream: accelerate, lightning, mmengine, "
                              "loop_compiled, slipstream_auto, slipstream_compiled (default: all)")  # fmt: skip
     parser.add_argument("--size", type=_size, default=(128, 256), metavar="HxW",
-                        help="size of the images of a network (default: 128x256)")  # fmt: skip
+                        help="image size for a network (default: 128x256)")  # fmt: skip
     parser.add_argument("--batch-size", type=_count, default=4, metavar="N",
-                        help="batch size of a network (default: 4)")  # fmt: skip
+                        help="batch size for a network (default: 4)")  # fmt: skip
     parser.add_argument("--timeout", type=_seconds, default=900.0, metavar="SECONDS",
-                        help="time limit for the start and for each round of a contender (default: 900)")  # fmt: skip
+                        help="time limit for the start and each round of a contender (default: 900)")  # fmt: skip
     parser.add_argument(
         "--out", default="work_dirs/compare", metavar="DIR", help="default: work_dirs/compare"
     )
@@ -400,7 +400,7 @@ def _add_report(commands: _Commands) -> None:
     parser = commands.add_parser(
         "report", help="write the report of a run, or compare several runs (docs/report.md)"
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or a work_dir for its newest run")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or a work_dir to use its newest run")
     parser.add_argument("--out", metavar="FILE",
                         help="HTML file (default: report.html in the run folder, or comparison.html)")  # fmt: skip
     parser.add_argument("--csv", metavar="FILE", help="also write a table with one row per run")

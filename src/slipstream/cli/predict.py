@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_segments(trained: Trained) -> None:
-    """Check that the model predicts classes of pixels, and that the checkpoint contains their colors."""
+    """Check that the model predicts a class for each pixel, and that the checkpoint contains the class colors."""
     model, path, palette = trained.model, trained.path, trained.palette
     # Datasets for classification may have a palette, and `SupervisedModel` trains networks for both tasks.
     task = getattr(getattr(model, "network", None), "task", None)
@@ -119,7 +119,7 @@ class _Job:
         try:
             written = self._video(item.path, stem) if item.is_video else self._picture(item.path, stem)
         except BaseException as error:
-            self.counts.pop(name, None)  # of the first frames of a video
+            self.counts.pop(name, None)  # a video may fail after its first frames were counted
             if not (isinstance(error, SlipstreamError) or is_out_of_memory(error)):
                 raise
             self.failed[name] = _reason(item.path, error)

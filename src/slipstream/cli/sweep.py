@@ -25,7 +25,7 @@ __all__ = ["read_sweep", "sweep", "write_result"]
 
 _OPEN, _CLOSE = "([{", ")]}"
 _PLAIN = re.compile(r"[^\w.=+-]+")
-_LONGEST = 100  # characters of a folder's name
+_LONGEST = 100  # maximum number of characters in the name of a folder
 
 
 @dataclass
@@ -87,7 +87,9 @@ def sweep(args: argparse.Namespace) -> int:
 
 
 def read_sweep(words: Sequence[str], overrides: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Return the values by key, given words such as `lr=1e-4,3e-4`. Commas in brackets and quotes do not separate.
+    """Return the values by key, given words such as `lr=1e-4,3e-4`.
+
+    Commas inside brackets or quotes do not separate values.
 
     Raises:
         ConfigError: a word has no key or no values, or a key or a value occurs twice.
@@ -105,7 +107,7 @@ def read_sweep(words: Sequence[str], overrides: Sequence[str] = ()) -> dict[str,
                 f"'{key}' is set twice; set it either in one `--sweep` or as an override", "--sweep"
             )
         if len(set(values)) != len(values):
-            raise ConfigError(f"'{word}' contains a value twice", "--sweep")
+            raise ConfigError(f"'{word}' contains a value twice; list each value once", "--sweep")
         found[key] = values
     return found
 
@@ -118,7 +120,7 @@ def _with_overrides(args: argparse.Namespace) -> argparse.Namespace:
     """
     listed = [word for word in args.overrides if len(_split(word.partition("=")[2])) > 1]
     if not listed and not args.sweep:
-        raise ConfigError("no override lists several values, such as lr=1e-4,3e-4", "--multirun")
+        raise ConfigError("requires an override with several values, such as lr=1e-4,3e-4", "--multirun")
     overrides = [word for word in args.overrides if word not in listed]
     return argparse.Namespace(
         **{**vars(args), "overrides": overrides, "sweep": [*args.sweep, *listed], "multirun": False}

@@ -127,8 +127,8 @@ def _newest_run() -> Path:
 def _own_config(meta: Mapping[str, Any], path: Path) -> Config:
     """Return the configuration in a checkpoint as plain data.
 
-    `_base_` is not followed, nothing is imported, and environment variables are not read: a checkpoint of another
-    source could otherwise store their values in a file name or a URL.
+    `_base_` is not followed, nothing is imported, and environment variables are not read: a checkpoint from an
+    untrusted source could otherwise reveal their values in a file name or a URL.
     """
     try:
         cfg = Config(yaml.load(meta["cfg"], BoundedLoader) or {})
