@@ -65,22 +65,22 @@ class Config(MutableMapping[str, Any]):
     ) -> Config:
         """Load a `.py`, `.yaml`, `.yml`, `.json` or `.toml` file.
 
-        The file's key `_base_` lists the files that it overrides, in any format and relative to the file, or in the
-        folder `.mim/configs` of an installed library (`"mmdet::retinanet/NAME.py"`). Dicts are merged, unless they
-        contain `_delete_=True`; all other values are replaced. The placeholders
+        The key `_base_` lists the files that this file overrides, in any of these formats. Their paths are relative to
+        this file or, in the form `"mmdet::retinanet/NAME.py"`, to the folder `.mim/configs` of an installed library.
+        Dicts are merged, unless they contain `_delete_=True`; all other values are replaced. The placeholders
         `{{ fileDirname }}`, `{{ fileBasename }}`, `{{ fileBasenameNoExtension }}`, `{{ fileExtname }}`,
         `{{ _base_.key.subkey }}` and `{{$VARIABLE:default}}` (from the environment) are replaced with their values.
 
         Only `.py` files are executed. Their top-level variables become the keys, except modules, functions, classes
-        and dunder names. Expressions can use `_base_.key.subkey` for the value of a base.
+        and dunder names. Expressions can use `_base_.key.subkey` for a value from a base.
 
         Args:
             filename: the file.
             import_custom_modules: import the modules listed in `custom_imports=dict(imports=[...])`, for files of any
                 format. Importing executes these modules; False skips them.
             trust: whether a YAML, JSON or TOML file may execute code: import any module with `custom_imports`, and
-                have a `.py` file as base. By default, it may only import modules that the program has already
-                imported, and those of slipstream, torch and torchmetrics. `.py` files are always trusted.
+                have a `.py` file as a base. By default, it may only import modules that the program has already
+                imported and modules from slipstream, torch and torchmetrics. `.py` files are always trusted.
 
         Raises:
             ConfigError: a file is missing, has a syntax error or raises an error; a base is missing or circular, or
@@ -205,7 +205,7 @@ class Config(MutableMapping[str, Any]):
         Args:
             overrides: `["optim_wrapper.optimizer.lr=0.1", ...]`; see `parse_override`.
             known: top-level keys that may be set even if the configuration does not contain them.
-            hints: maps other words that users write to the word that an error suggests for them.
+            hints: maps words that users may write instead of a key to the word that the error suggests.
 
         Raises:
             UnknownNameError: a key is neither in the configuration nor in a dict whose keys a builder checks; the

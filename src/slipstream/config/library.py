@@ -55,7 +55,7 @@ def library_folder(library: str, source: str) -> Path:
     """Return the folder of an installed package without importing it.
 
     Raises:
-        ConfigError: it is not installed; the message starts with `source`.
+        ConfigError: the package is not installed; the message starts with `source`.
     """
     spec = importlib.util.find_spec(library)
     if spec is None or spec.origin is None:

@@ -129,8 +129,8 @@ def import_custom(values: dict[str, Any], source: str, trust: bool) -> None:
     Args:
         values: the configuration.
         source: its file, for error messages.
-        trust: whether any module may be imported. By default, only modules that are already imported, and modules of
-            slipstream, torch and torchmetrics, may be imported.
+        trust: whether any module may be imported. By default, only modules that are already imported and modules from
+            slipstream, torch and torchmetrics may be imported.
 
     Raises:
         ConfigError: the value is malformed, a module may not be imported, or a module cannot be imported and

@@ -36,8 +36,8 @@ class Placeholders:
     """The placeholders of one file.
 
     `text` is the source with a token in place of each placeholder, so that a parser for the format can read it. `fill`
-    replaces the tokens with the values. A placeholder that is a whole value keeps its type: a base value is copied, and
-    an environment variable outside quotes is parsed like an override. In a longer string, a placeholder becomes text.
+    replaces the tokens with the values. A placeholder that is an entire value can have any type: a base value is
+    copied, and an environment variable outside quotes is parsed like an override. In a longer string, it becomes text.
     Placeholders in comments are ignored. Text from an environment variable is a `Reference`.
 
     Args:
