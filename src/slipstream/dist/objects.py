@@ -75,7 +75,10 @@ def gather_named_tensors(
 
 
 def own_or_mean(of_ranks: Sequence[Mapping[str, Tensor]], rank: int, world_size: int) -> dict[str, Tensor]:
-    """Return what `gather_named_tensors` gathered from `rank`, or the mean if the number of ranks has changed."""
+    """Return the tensors of `rank`, or the mean over the former ranks if the number of ranks has changed.
+
+    `of_ranks` is a result of `gather_named_tensors`.
+    """
     if len(of_ranks) == world_size:
         return dict(of_ranks[rank])
     names = {name: None for tensors in of_ranks for name in tensors}
