@@ -110,10 +110,10 @@ def _opened(url: str) -> Any:
 
 
 def shown_source(path: str | Path) -> str:
-    """Return a path as text; of a URL, without a password and without its query, which may contain a signature."""
+    """Return a path or URL as text; a URL without its password and its query, which may contain a signature."""
     return _shown(path) if isinstance(path, str) and _URL.match(path) else str(path)
 
 
 def _shown(url: str) -> str:
-    """Return the URL without a password and without its query, which may contain a signature."""
+    """Return the URL without its password and its query, which may contain a signature."""
     return re.sub(r"//[^/@]*@", "//", url.partition("?")[0])

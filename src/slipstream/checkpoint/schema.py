@@ -183,7 +183,7 @@ def _message_hub(value: Any, where: str) -> Iterator[str]:
 
 
 def _infos(value: Any, where: str) -> Iterator[str]:
-    """Check the infos that the engine's hooks read when they resume."""
+    """Check the entries of `runtime_info` that the engine's hooks read when they resume."""
     yield from _by_name(_anything)(value, where)
     for key, info in value.items():
         rule = next((rule for start, rule in _INFOS.items() if key.startswith(start)), _anything)
@@ -279,7 +279,7 @@ ACCELERATED_FILE = _entries(
     {"state_dict": _by_name(_anything), "step": ACCELERATED},
     {"random_state": _each(_random_state), "values": _by_name(_anything)},
 )
-"""A file that such a step saves."""
+"""A file that a training step from `slipstream.accelerate` saves."""
 META: Rule = _meta
 """The entry `meta` of a checkpoint that a run resumes from."""
 OPTIMIZER = _entries({"state": _mapping, "param_groups": _each(_entries({"params": _each(_count)}))})

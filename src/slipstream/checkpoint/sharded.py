@@ -64,7 +64,7 @@ def write_checkpoint(
 
     Without sharded tensors, rank 0 writes the file `path`. With sharded tensors, every rank writes its shards to the
     folder `sharded_name(path.name)`. If `consolidate` is True, rank 0 instead gathers one tensor at a time into CPU
-    memory and writes the file `path`. The ranks communicate through `group`, except for gathering.
+    memory and writes the file `path`. The ranks communicate through `group`, except to gather tensors.
 
     Raises:
         CheckpointError: a rank could not write; raised on every rank.
