@@ -43,7 +43,7 @@ class IoUMetric(CountingMetric):
         iou_metrics: which of `mIoU`, `mDice` and `mFscore` to report.
         ignore_index: target id of ignored pixels; by default, `ignore_index` in the dataset's metainfo (None: no
             ignored pixels), or 255 if the metainfo does not contain this key.
-        num_classes: number of classes; by default, the number of the dataset's `classes`.
+        num_classes: number of classes; by default, the length of the dataset's `classes`.
         per_class: also report `IoU/<class name>` for every class.
         collect_device, prefix, collect_dir: see `BaseMetric`.
 
