@@ -58,8 +58,8 @@ def build_dataloader(
             and the arguments of `torch.utils.data.DataLoader`; `num_workers` and `prefetch_factor` may be `auto`
             (see `with_workers`). `skip_errors` is the number of samples that may raise errors and are replaced by
             others (see `SeededDataset`). `stall_warning` is the number of seconds without a batch after which a run
-            logs a warning (see `Loading`; default: 60; 0 disables the warning). Alternatively, a `DataLoader`, or
-            `dict(dataloader=..., num_batch_per_epoch=...)` to limit its number of batches per epoch; or a list of
+            logs a warning (see `Loading`; default: 60; 0 disables the warning). `cfg` may also be a `DataLoader`,
+            `dict(dataloader=..., num_batch_per_epoch=...)` to limit the number of its batches per epoch, or a list of
             batches, which are used in this order.
         seed: seed of the run. The order and the augmentation depend on it, but not on the number of workers.
         name: name of the loader in error messages (such as `train_dataloader`).
@@ -99,7 +99,7 @@ def build_dataloader(
 
 
 def _list_loader(batches: Sequence[Any], seed: int, name: str) -> RunLoader:
-    """Return a loader of ready batches."""
+    """Return a loader that yields the batches of a list."""
     if not batches:
         raise DataError(f"{name} is an empty list; it must contain at least one batch")
     if get_world_size() > 1:
@@ -112,13 +112,13 @@ def _list_loader(batches: Sequence[Any], seed: int, name: str) -> RunLoader:
 
 
 def set_epoch(loader: DataLoader[Any], epoch: int, start: int = 0, used: int = 0) -> None:
-    """Set the epoch of the next iteration over the loader, and where it starts.
+    """Set the epoch of the next iteration over the loader, and the batch at which it starts.
 
     Args:
         loader: a loader.
         epoch: the epoch, from 0.
         start: number of the first batch, from 0.
-        used: number of samples to leave out at the beginning of this batch; requires `can_start_inside_batch`.
+        used: number of samples to skip at the beginning of this batch; requires `can_start_inside_batch`.
     """
     if isinstance(loader.batch_sampler, EpochBatchSampler):
         loader.batch_sampler.set_epoch(epoch, start, used)
@@ -134,7 +134,7 @@ def batch_size(loader: DataLoader[Any]) -> int | None:
 
 
 def last_batch_size(loader: DataLoader[Any]) -> int | None:
-    """Return the number of this rank's samples in the last batch of an epoch, or None if there is none or unknown."""
+    """Return the number of this rank's samples in the last batch of an epoch, or None if it is unknown."""
     batches = loader.batch_sampler
     if not isinstance(batches, EpochBatchSampler) or type(batches.batch_sampler) is not BatchSampler:
         return None

@@ -19,7 +19,7 @@ __all__ = ["EpochOrder", "batch_indices"]
 def batch_indices(
     loader: DataLoader[Any], epoch: int, number: int, order: EpochOrder | None = None
 ) -> list[int] | None:
-    """Return the indices of this rank's samples in a batch, or None if the order cannot be computed again.
+    """Return the indices of this rank's samples in a batch, or None if the order cannot be recomputed.
 
     If `skip_errors` has replaced a sample of the batch, its replacement is returned.
 

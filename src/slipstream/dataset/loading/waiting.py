@@ -115,10 +115,10 @@ class Loading:
         if workers is None:
             frame = sys._current_frames().get(self._waiting_thread)
             where = traceback.extract_stack(frame)[-1] if frame else None
-            place = f" in {where.name} ({where.filename}:{where.lineno})" if where else ""
+            place = f"The process is in {where.name} ({where.filename}:{where.lineno}). " if where else ""
             return text + (
-                f"The process is{place}. The run continues when the dataset returns; with num_workers of at least 1, "
-                f"{self.name}.timeout=SECONDS ends it with an error instead"
+                f"{place}The run continues when the dataset returns a sample. To end the run with an error instead, "
+                f"set {self.name}.timeout=SECONDS and num_workers to at least 1"
             )
         pids = ", ".join(str(worker.pid) for worker in workers)
         return text + (

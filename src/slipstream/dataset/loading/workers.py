@@ -161,7 +161,7 @@ class _Trials:
 
         Args:
             limit: the largest number of workers to try.
-            present: a number of workers that is measured in any case.
+            present: a number of workers that is always measured.
         """
         chunk = min(max(round(self.size * _TARGET_BATCH_TIME / self.batch_seconds), 1), self.size)
         found = {0: self.size / self.batch_seconds}

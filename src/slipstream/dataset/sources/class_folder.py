@@ -34,8 +34,8 @@ class ImageNetDataset(Dataset[dict[str, torch.Tensor]]):
 
     A sample is `{"inputs": uint8 (3, H, W) RGB, "targets": int64 ()}`. If the transforms contain `ToTensor`, it also
     contains `"finish"`, the parameters of the device transforms. Augmentation depends only on the (seed, epoch, index)
-    of a `SampleIndex`. The attribute `image_paths` lists the files, and `all_transforms` the transforms, with those of
-    the device.
+    of a `SampleIndex`. The attribute `image_paths` lists the files. `all_transforms` lists the transforms, including
+    the device transforms.
 
     Args:
         root: folder that contains the class folders.
