@@ -177,7 +177,7 @@ def verify_checkpoint(path: Path, part: int = 0, of: int = 1) -> None:
 
 
 def remove_partial_checkpoints(folder: Path) -> None:
-    """Remove the incomplete sharded checkpoints of processes that were killed while writing to `folder`.
+    """Remove the incomplete sharded checkpoints left by processes that were killed while writing to `folder`.
 
     The caller must ensure that no other process writes to this folder.
     """

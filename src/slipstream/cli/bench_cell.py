@@ -143,7 +143,7 @@ def _measure(rank: int, cell: Cell, result: str, port: int | None) -> None:
 
 
 def _config(cell: Cell, work_dir: str) -> Config:
-    """Return the recipe's configuration with the cell's options, and without validation, hooks and files."""
+    """Return the recipe's configuration with the cell's options, and without validation, hooks or files."""
     from slipstream.cli.configure import load_config
     from slipstream.errors import ConfigError
     from slipstream.tune.measured_config import keep_training_only

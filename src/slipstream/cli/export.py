@@ -186,7 +186,7 @@ def _largest_difference(
 def _check_predictions(
     model: Any, params: Tensor | None, images: Tensor, found: Tensor, tolerance: float
 ) -> None:
-    """Compare with the predictions of validation, which use the data preprocessor and the model's own resize."""
+    """Compare with the predictions in validation, which use the data preprocessor and the model's own resize."""
     batch: dict[str, Tensor] = {"inputs": images}
     if params is not None:
         batch["finish"] = params.expand(len(images), -1)

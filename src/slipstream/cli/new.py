@@ -15,7 +15,7 @@ _FILES = ("recipe.py", "shapes.py", "README.md")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write a recipe and a dataset, which are ready to train.
+    """Write a recipe and a dataset, which can be trained without changes.
 
     Raises:
         ConfigError: the folder cannot be created, or is not empty.

@@ -167,7 +167,7 @@ def _add_train(commands: _Commands) -> None:
                         help="train once per value, one run after the other; repeat for combinations")  # fmt: skip
     parser.add_argument("--multirun", action="store_true",
                         help="like --sweep for each override that lists several values (Hydra's syntax)")  # fmt: skip
-    parser.add_argument("--result", help=argparse.SUPPRESS)  # file for the metrics of a run of a sweep
+    parser.add_argument("--result", help=argparse.SUPPRESS)  # file for the metrics of a run in a sweep
 
 
 def _add_val(commands: _Commands) -> None:
@@ -250,7 +250,7 @@ def _add_plan_scale(commands: _Commands) -> None:
     parser.add_argument("--gpu", default="h100", help="v100, a100, h100 (default), h200 or rtx4090")
     parser.add_argument("--network", default="ib400", help="ib400 (default), ib200, eth100 or eth25")
     parser.add_argument("--step-time", type=_seconds, metavar="SECONDS",
-                        help="measured step time of one GPU with this batch (default: estimated)")  # fmt: skip
+                        help="measured step time on one GPU with this batch (default: estimated)")  # fmt: skip
     parser.add_argument(
         "--no-sync-bn", action="store_true", help="do not synchronize BatchNorm statistics across GPUs"
     )

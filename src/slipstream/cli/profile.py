@@ -68,7 +68,7 @@ def writable(out: Path) -> Path:
 
 
 def _train(cfg: Config, hook: StepProfiler) -> None:
-    """Train until the hook has recorded its steps, without validation, checkpoints, reports and trackers."""
+    """Train until the hook has recorded its steps, without validation, checkpoints, reports or trackers."""
     from slipstream.cli.profiling import Finished
     from slipstream.runner import Runner
     from slipstream.training.config_paths import at_user_paths

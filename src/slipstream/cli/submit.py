@@ -118,7 +118,7 @@ def _options(args: argparse.Namespace, work_dir: Path) -> list[str]:
         "mem": args.mem,
         "chdir": Path.cwd(),
         "output": f"{str(work_dir).replace('%', '%%')}/slurm-%j.log",
-        "open-mode": "append",  # a requeued job continues its log
+        "open-mode": "append",  # a requeued job appends to its log
     }
     options = [f"--{name}={shlex.quote(str(value))}" for name, value in given.items() if value is not None]
     if args.requeue:

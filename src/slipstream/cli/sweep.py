@@ -30,7 +30,7 @@ _LONGEST = 100  # maximum number of characters in the name of a folder
 
 @dataclass
 class Run:
-    """One run of a sweep."""
+    """A run in a sweep."""
 
     values: dict[str, str]
     """The values of this run by key, as given on the command line."""
@@ -47,9 +47,8 @@ class Run:
 def sweep(args: argparse.Namespace) -> int:
     """Train once for each combination of the values in `args.sweep`, and print a table.
 
-    With `args.multirun`, the overrides that list several values are added to `args.sweep`.
-
-    A failed run is a row of the table; the other runs continue.
+    With `args.multirun`, the overrides that list several values are added to `args.sweep`. If a run fails, the table
+    shows its error, and the remaining runs are still started.
 
     Returns:
         0 if all runs succeeded, 1 if a run failed, 130 after Ctrl-C.

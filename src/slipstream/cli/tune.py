@@ -60,7 +60,7 @@ def _find(args: argparse.Namespace, cfg: Config, seconds: float, start: float) -
 
     seconds = max(
         seconds - (time.monotonic() - start), 0.0
-    )  # reading the configuration is part of the budget
+    )  # reading the configuration counts toward the time limit
     if args.find == "batch_size":
         sizes = search_batch_sizes(config_job(cfg), args.max_batch_size, seconds, _print_size)
         print(sizes)

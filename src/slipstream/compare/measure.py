@@ -27,8 +27,8 @@ __all__ = ["FINAL_TOLERANCE", "WARMUP", "Comparison", "Entry", "compare"]
 WARMUP = 10
 """Number of untimed steps at the beginning. The losses of these steps are compared."""
 FINAL_TOLERANCE = 0.05
-"""Maximum difference of the final losses, relative to the first loss of the loop. It is not relative to the final loss,
-because rounding differences accumulate over the steps and the final loss may be close to 0."""
+"""Maximum difference between the final losses, relative to the first loss of the loop. It is not relative to the final
+loss, because rounding differences accumulate over the steps and the final loss may be close to 0."""
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class Placeholders:
         return token in self._found
 
     def fill(self, value: Any) -> Any:
-        """Return `value` with all tokens replaced, including those in keys of dicts.
+        """Return `value` with all tokens replaced, including those in dict keys.
 
         Raises:
             ConfigError: no base has the key, or the environment variable is not set and has no default.

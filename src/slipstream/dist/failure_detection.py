@@ -187,7 +187,7 @@ class FailureDetector:
         self._selector.register(sock, selectors.EVENT_READ)
 
     def _receive(self, peer: Peer) -> bool:
-        """Read the messages of a peer; return whether to keep waiting for messages."""
+        """Read the messages from a peer; return whether to keep waiting for messages."""
         try:
             data = peer.sock.recv(4096)
         except OSError:

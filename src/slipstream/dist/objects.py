@@ -97,7 +97,7 @@ def collect_results(
 ) -> list[Any] | None:
     """Return the results of all ranks in sample order on rank 0, and None on the other ranks.
 
-    Rank r has the results of samples r, r + world_size, ... The lists are interleaved and truncated to `size`, which
+    Rank r has the results for samples r, r + world_size, ... The lists are interleaved and truncated to `size`, which
     removes samples that a sampler repeated so that every rank has the same number. `device` (cpu, gpu or the name of
     an accelerator) and `tmpdir` have no effect; they exist for compatibility with MMEngine.
 

@@ -1,4 +1,4 @@
-"""The mean losses of an evaluation, as a metric."""
+"""A metric that reports the mean losses in an evaluation."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ SUSTAINED_FLOPS = 0.4
 """Sustained fraction of peak FLOP/s. It is below that of large language models (PaLM 46%, Chowdhery et al. 2022;
 MegaScale 55%, Jiang et al. 2024), because convolutions are less efficient."""
 SUSTAINED_LINK = 0.8
-"""Sustained fraction of the nominal bandwidth of links and memory, after protocol overhead and imperfect access."""
+"""Sustained fraction of the nominal bandwidth of links and memory, which accounts for protocol overhead and imperfect
+access patterns."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ NETWORKS = {
     "eth100": Network(12.5e9, False, (30e-6, 30e-6)),
     "eth25": Network(3.125e9, False, (30e-6, 30e-6)),
 }
-_LAUNCH = 8e-6  # NCCL's base latency of a ring (src/graph/tuning.cc: 6.6 us LL, 8.4 us Simple)
+_LAUNCH = 8e-6  # NCCL's base latency for a ring (src/graph/tuning.cc: 6.6 us LL, 8.4 us Simple)
 
 
 def make_cluster(gpu: Gpu, network: Network, gpus: int, gpus_per_node: int) -> Cluster:

@@ -24,7 +24,7 @@ _TOLERANCE = 1e-3
 
 @torch.no_grad()
 def fuse_batch_norms(network: nn.Module, example: Tensor) -> int:
-    """Multiply the weights of each convolution by the BatchNorm that follows it, in place. Return the number of pairs.
+    """Fuse each convolution with the BatchNorm that follows it, in place. Return the number of fused pairs.
 
     A convolution and a BatchNorm form a pair if a forward pass calls each of them once and the BatchNorm receives the
     unchanged output of the convolution. Each BatchNorm is replaced with the identity. Outputs in evaluation mode stay

@@ -1,4 +1,4 @@
-"""Layers shared by several networks of the zoo.
+"""Layers shared by several networks in the zoo.
 
 Parameter names follow SuperGradients' checkpoints (`seq.conv`, `seq.bn`, `seg_head`), so their weights can be loaded.
 """

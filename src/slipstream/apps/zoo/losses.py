@@ -127,8 +127,8 @@ def _sum_of_cross_entropy(
 ) -> Tensor:
     """Return the sum over all pixels.
 
-    If only deterministic algorithms are allowed, `F.cross_entropy` does not sum, because its sum on CUDA is not
-    deterministic.
+    If only deterministic algorithms are allowed, the sum is computed separately, because `F.cross_entropy` computes a
+    nondeterministic sum on CUDA.
     """
     reduction = "none" if torch.are_deterministic_algorithms_enabled() else "sum"
     losses = F.cross_entropy(

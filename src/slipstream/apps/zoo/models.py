@@ -38,7 +38,7 @@ _RENAMED_OPTIONS = {
     "drop_path_prob": "drop_path",
     "sync_bn": "training_params.sync_bn",
 }
-"""Keys of older SuperGradients recipes, and the keys that replace them."""
+"""Keys from older SuperGradients recipes, and the keys that replace them."""
 
 
 def names() -> list[str]:
@@ -76,7 +76,7 @@ def get(
         checkpoint_num_classes: number of classes in the checkpoint. If it differs from `num_classes`, the
             classification layers are not loaded, and this is logged.
         pretrained_weights: must be None, except for timm's networks, for which any name downloads timm's weights.
-        options: other arguments of the network, such as `use_aux_heads`.
+        options: other arguments for the network, such as `use_aux_heads`.
 
     Raises:
         UnknownNameError: if the network does not exist.
@@ -122,7 +122,9 @@ def _check_name(name: str, pretrained_weights: str | None) -> None:
 
 def _classes(name: str, num_classes: int | None, arch_classes: int | None) -> int:
     if num_classes is None and arch_classes is None:
-        raise ConfigError(f"'{name}' requires a number of classes", "num_classes")
+        raise ConfigError(
+            f"is required for '{name}'; set it to the dataset's number of classes", "num_classes"
+        )
     if None not in (num_classes, arch_classes) and num_classes != arch_classes:
         raise ConfigError(
             f"is {num_classes}, but {arch_classes} in arch_params; remove one of them", "num_classes"

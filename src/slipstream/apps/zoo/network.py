@@ -22,7 +22,7 @@ _EXAMPLE_SIDE = 64
 
 
 class Network(nn.Module):
-    """A network of the zoo. A subclass defines `_classifiers`, and removes its auxiliary heads."""
+    """A network in the zoo. A subclass defines `_classifiers`, and removes its auxiliary heads."""
 
     task: ClassVar[str] = "segmentation"
     """`segmentation` or `classification`."""

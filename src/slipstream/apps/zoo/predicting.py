@@ -203,7 +203,7 @@ def _pixels(image: Any) -> RGB:
 
 
 def _listed(processor: Any) -> Iterable[Any]:
-    """Return the transforms of a list, or of SuperGradients' `{ComposeProcessing: {processings: [...]}}`."""
+    """Return the transforms in a list, or in SuperGradients' `{ComposeProcessing: {processings: [...]}}`."""
     if isinstance(processor, Mapping) and list(processor) == ["ComposeProcessing"]:
         processor = (processor["ComposeProcessing"] or {}).get("processings")
     if isinstance(processor, str | Mapping) or not isinstance(processor, Iterable):

@@ -67,7 +67,7 @@ class AttentionRefinement(nn.Module):
 
 
 class Backbone(nn.Module):
-    """The stages of ResNet. The features at 1/4 of the resolution are not returned."""
+    """The stages of a ResNet. The features at 1/4 of the resolution are not returned."""
 
     def __init__(self, in_channels: int, depths: tuple[int, int, int, int]) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ _OWN_SOURCES = (
     "pretrained_cfg_overlay",
     "cache_dir",
 )
-"""Options that make timm load weights from other sources, without Slipstream's checks of untrusted files."""
+"""Options that make timm load weights from other sources, without Slipstream's checks for untrusted files."""
 
 
 @MODELS.register_module()

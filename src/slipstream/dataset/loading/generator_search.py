@@ -23,7 +23,7 @@ _MAX_OBJECTS = 1000
 
 
 class GeneratorKind(NamedTuple):
-    """Functions for a class of generators."""
+    """Functions that read, set and seed the state of generators of one class."""
 
     get: Callable[[Any], Any]
     set: Callable[[Any, Any], Any]

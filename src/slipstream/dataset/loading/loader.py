@@ -397,7 +397,7 @@ def _samples_per_pass(dataset: Any, batch_sampler: Any) -> int:
 
 
 def _defaults(options: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Return the arguments of `DataLoader`; without workers, drop the arguments that require workers."""
+    """Return the arguments for `DataLoader`; without workers, drop the arguments that require workers."""
     # `timeout` remains if `num_workers="auto"` chose no workers.
     unused = () if options.get("num_workers") else ("persistent_workers", "prefetch_factor", "timeout")
     return {

@@ -91,7 +91,7 @@ class Loading:
 
     def _check_connection(self, error: Exception) -> None:
         """Raise a DataLoaderError if the error was raised while this process received a batch from a worker."""
-        in_worker = str(error).startswith("Caught ")  # torch's text for an error of the dataset
+        in_worker = str(error).startswith("Caught ")  # torch's text for an error raised in a worker
         if hasattr(self._iterator, "_workers") and not in_worker:
             raise DataLoaderError(
                 f"{self.name}: a worker process died while it sent a batch; set num_workers=0 to see the error in the "

@@ -135,7 +135,7 @@ class _Trials:
     Args:
         dataset: the dataset to read.
         options: options of the run's loader.
-        batches: batches of indices of the run.
+        batches: batches of indices from the run.
     """
 
     def __init__(self, dataset: Any, options: Mapping[str, Any], batches: Sequence[list[Any]]) -> None:

@@ -26,7 +26,7 @@ Pair: TypeAlias = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 _MAGIC = b"SLIPDEC\0"
 _FORMAT = 1
-_FIELDS = struct.Struct("<8sIII16sI")  # magic, format, and the fields of _Header; its own CRC-32 follows
+_FIELDS = struct.Struct("<8sIII16sI")  # magic, format, fields of _Header, CRC-32 of the header
 _PAGE = 4096  # image and mask start at page boundaries
 _ENDING = ".decoded"
 _ABANDONED = 3600  # seconds after which a temporary file counts as abandoned

@@ -77,10 +77,10 @@ class _Cifar(Dataset[dict[str, torch.Tensor]]):
     processes share them. `all_transforms` lists the transforms, including the device transforms.
 
     Args:
-        root: folder that contains the folder of the archive, or the files of that folder.
+        root: folder that contains the archive's folder, or directly contains its files.
         train: whether to use the training images instead of the test images.
-        transforms: `RandomCrop`, `RandomHorizontalFlip`, `Resize`, or functions of an image, uint8 (3, H, W), and a
-            generator; then `ToTensor` and `Normalize`. Dicts are built with `TRANSFORMS`.
+        transforms: `RandomCrop`, `RandomHorizontalFlip`, `Resize`, or functions that take an image, uint8 (3, H,
+            W), and a generator; then `ToTensor` and `Normalize`. Dicts are built with `TRANSFORMS`.
         download: download the files if they are missing (170 MB), and verify their published MD5 checksum.
 
     Raises:
@@ -202,7 +202,7 @@ class CIFAR100(_Cifar):
 
 
 def _mapped(path: Path, length: int) -> NDArray[np.uint8]:
-    """Return the records of a file, uint8 (N, length)."""
+    """Return the records in a file, uint8 (N, length)."""
     size = path.stat().st_size
     if size == 0 or size % length:
         raise DataError(

@@ -102,7 +102,7 @@ class CityscapesDataset(ImageMaskPairs):
         self._images: dict[int, NDArray[np.uint8]] | None = {} if cache_images else None
 
     def mask_ids(self, path: Path) -> MaskIds:
-        """Return the mapping of pixel values to class ids for the mask file `path`, which depends on its name."""
+        """Return the mapping from pixel values to class ids for the mask file `path`, which depends on its name."""
         return self._train_ids if path.name.endswith("labelTrainIds.png") else self._label_ids
 
     def load_image(self, index: int) -> NDArray[np.uint8]:
@@ -121,7 +121,7 @@ class CityscapesConcatDataset(ConcatDataset):
     Args:
         root_dir: see `CityscapesDataset`.
         list_files: list files, in the order of the samples; see `CityscapesDataset`.
-        options: other arguments of `CityscapesDataset`.
+        options: other arguments for `CityscapesDataset`.
 
     Raises:
         ConfigError: `list_files` is empty.

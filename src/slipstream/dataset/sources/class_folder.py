@@ -40,8 +40,8 @@ class ImageNetDataset(Dataset[dict[str, torch.Tensor]]):
     Args:
         root: folder that contains the class folders.
         transforms: `RandomResizedCropAndInterpolation`, `RandomHorizontalFlip`, `RandAugmentTransform`, `Resize`,
-            `CenterCrop`, `RandomCrop`, or functions of an image, uint8 (3, H, W), and a generator; then `ToTensor` and
-            `Normalize`. Dicts are built with `TRANSFORMS`.
+            `CenterCrop`, `RandomCrop`, or functions that take an image, uint8 (3, H, W), and a generator; then
+            `ToTensor` and `Normalize`. Dicts are built with `TRANSFORMS`.
         max_pixels: maximum number of pixels in a file; None for no limit.
 
     Raises:

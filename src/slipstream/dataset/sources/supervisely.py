@@ -21,7 +21,7 @@ _SHOWN = 5
 
 @DATASETS.register_module()
 class SuperviselyPersonsDataset(ImageMaskPairs):
-    """Images and masks of persons. The pixels of a mask are 0 (background) or 1 (person).
+    """Images of persons, with masks. The pixels of a mask are 0 (background) or 1 (person).
 
     Args:
         root_dir: folder of the dataset.
