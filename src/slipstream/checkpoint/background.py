@@ -79,7 +79,7 @@ class BackgroundWriter:
         """Wait until the last checkpoint is written.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         writing, self._writing = self._writing, None
         if writing is not None:

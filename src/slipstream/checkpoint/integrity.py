@@ -62,7 +62,7 @@ def verify(path: Path, start: int = 0, length: int | None = None) -> None:
     """Compare each entry of the zip archive in a part of the file with its checksum.
 
     Raises:
-        CheckpointError: as for `verified`.
+        CheckpointError: see `verified`.
     """
     with verified(path, start, length):
         pass
@@ -159,7 +159,7 @@ class _Archive(io.RawIOBase):
         compressed = next((entry.filename for entry in entries if entry.compress_type != ZIP_STORED), None)
         if compressed is not None:
             raise CheckpointError(
-                f"{self._path} is refused: its entry {compressed} is compressed, so it can expand to any size. "
+                f"{self._path} is not loaded: its entry {compressed} is compressed, so it could expand to any size. "
                 "torch.save does not compress; if you trust the file, load it with torch.load and save it again with "
                 "torch.save"
             )

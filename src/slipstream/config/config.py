@@ -132,7 +132,7 @@ class Config(MutableMapping[str, Any]):
         """The values as Python source that `fromfile` can load.
 
         Classes, functions and objects such as `torch.bfloat16` are written as their dotted import string. Secrets are
-        left out; see `redacted`.
+        omitted; see `redacted`.
 
         Raises:
             ConfigError: a value cannot be written; the message names its key.
@@ -142,14 +142,14 @@ class Config(MutableMapping[str, Any]):
     def redacted(self) -> dict[str, Any]:
         """Return the values without secrets, for files and logs.
 
-        Text from environment variables is replaced by the reference (`{{ $NAME }}`), so the text can be loaded again.
+        Text from an environment variable is replaced by a reference to it (`{{ $NAME }}`), which can be loaded again.
         Values of keys such as `api_key` and `password` are replaced by `<redacted>`.
         """
         values: dict[str, Any] = redact(self._cfg_dict)
         return values
 
     def dump(self, file: str | Path | None = None, *, secrets: bool = False) -> str | None:
-        """Write the values to `file`, in the format of its suffix; without a file, return the text.
+        """Write the values to `file`, in the format that its suffix specifies; without a file, return the text.
 
         The returned text has the format of `filename`, or is Python source if there is none. Loading it returns the
         same configuration, with two exceptions: classes, functions and objects such as `torch.bfloat16` are written as

@@ -1,4 +1,4 @@
-"""Limits of configuration files, so that a hostile file cannot exhaust time or memory."""
+"""Limits for configuration files, so that a hostile file cannot exhaust time or memory."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Loaded(NamedTuple):
     text: str
 
 
-# Data files may import these packages, besides modules that the program has already imported.
+# Data files may import these packages, in addition to modules that the program has already imported.
 _IMPORTABLE = ("slipstream", "torch", "torchmetrics")
 _TRUST = "If you trust the file, add --trust on the command line, or pass trust=True in Python"
 

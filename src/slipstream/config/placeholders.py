@@ -1,4 +1,4 @@
-"""Placeholders `{{ ... }}` in configuration files: file names, values of bases, and environment variables."""
+"""Placeholders `{{ ... }}` in configuration files: file names, values from bases, and environment variables."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Loader(BoundedLoader):
     }
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Return the node of a mapping.
+        """Return the node for a mapping.
 
         Raises:
             yaml.constructor.ConstructorError: the mapping has a duplicate key.

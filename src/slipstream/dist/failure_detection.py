@@ -45,7 +45,8 @@ _where: Callable[[], str] | None = None
 def report_progress(where: Callable[[], str] | None) -> None:
     """Register a function that describes the current position for failure messages, such as `iteration 57`.
 
-    Failure detection calls `where()` once, from a different thread, when it reports a failure. None unregisters it.
+    Failure detection calls `where()` once, from a different thread, when it reports a failure. Pass None to
+    unregister the function.
     """
     global _where
     _where = where

@@ -51,7 +51,7 @@ def init_dist(launcher: str, backend: str | None = None, init_backend: str = "to
         backend: the default is gloo for CPU tensors and objects, and the accelerator's backend for tensors on the
             accelerator: `cpu:gloo,cuda:nccl` (hccl on NPU, xccl on XPU). Without an accelerator, it is `gloo`.
         init_backend: must be `torch`; MMEngine's other values are not supported.
-        kwargs: `timeout` of collectives in seconds, `init_timeout` in seconds for all processes to connect
+        kwargs: `timeout` for collectives in seconds, `init_timeout` in seconds for all processes to connect
             (default 300), `port`, and other arguments for `torch.distributed.init_process_group`.
 
     Raises:

@@ -66,7 +66,7 @@ def gather_named_tensors(
         if layout is torch.strided:
             sent = tensors[name] if name in tensors else torch.zeros(shape, dtype=dtype, device=device)
             found: list[Any] = all_gather(sent, group)  # HCCL has no `gather`
-        else:  # sparse tensors of different ranks have different sizes
+        else:  # sparse tensors on different ranks have different sizes
             found = all_gather_object(tensors[name].cpu() if name in tensors else None, group)
         for rank, received in enumerate(found):
             if name in kinds[rank]:

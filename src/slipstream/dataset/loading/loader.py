@@ -104,7 +104,7 @@ def _list_loader(batches: Sequence[Any], seed: int, name: str) -> RunLoader:
         raise DataError(f"{name} is an empty list; it must contain at least one batch")
     if get_world_size() > 1:
         raise ConfigError(
-            f"a list has the same batches in all {get_world_size()} processes; use a DataLoader or a dict",
+            f"a list gives the same batches to all {get_world_size()} processes; use a DataLoader or a dict",
             name,
         )
     dataset: Any = list(batches)
@@ -278,7 +278,7 @@ def _dataset(cfg: Any, name: str) -> Any:
         dataset.full_init()
     if isinstance(dataset, list | tuple) and any(isinstance(item, Dataset) for item in dataset):
         raise ConfigError(
-            "must be one dataset; for several, use dict(type='ConcatDataset', datasets=[...])",
+            "must be a single dataset; to combine several, use dict(type='ConcatDataset', datasets=[...])",
             f"{name}.dataset",
         )
     check_not_empty(dataset, name)
@@ -326,7 +326,7 @@ def _collate(options: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _function(cfg: Any, path: str) -> Any:
-    """Return a function, or the registered function that a name or a dict with a `type` describes.
+    """Return a function, or the registered function that a name or a dict with a `type` specifies.
 
     Names are only looked up in the registry, so a data file cannot import a function.
     """

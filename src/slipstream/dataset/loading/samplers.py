@@ -106,7 +106,7 @@ class InfiniteSampler(Sampler[int]):
         return math.ceil(self.size / self.world_size)
 
     def indices(self, first: int, end: int) -> list[int]:
-        """Return this rank's indices from position `first` to before `end`, without drawing those before them."""
+        """Return this rank's indices at the positions `first` to `end - 1`, without drawing the preceding indices."""
         orders: dict[int, list[int]] = {}
         found = []
         for position in range(

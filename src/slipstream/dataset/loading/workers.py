@@ -113,7 +113,7 @@ def with_workers(
 
 
 def loading_rates(loader: DataLoader[Any]) -> dict[int, float]:
-    """Return the samples/s of a loader by number of workers, without training; empty if it cannot be measured.
+    """Return the samples/s of a loader by number of workers, or an empty dict if they cannot be measured.
 
     The numbers of workers are those that `with_workers` measures, and the loader's own number. Randomly drawn samples
     are read in worker processes, so the generators, the sampler and the caches of this process do not change.

@@ -35,7 +35,7 @@ _TURNS = (
     "TRANSVERSE",
     "ROTATE_90",
 )
-"""Pillow's operation for the EXIF orientations 2 to 8."""
+"""Pillow's operations for the EXIF orientations 2 to 8."""
 _METADATA = (
     b"Raw profile type exif",
     b"XML:com.adobe.xmp",
@@ -206,7 +206,7 @@ def _by_pillow(path: Path, max_pixels: int | None) -> tuple[Image.Image, list[tu
             ]
             if image.format == "TIFF":
                 image.filename = (
-                    ""  # Pillow maps the file with the size after rotation, which mixes up the pixels
+                    ""  # otherwise, Pillow maps the file with the rotated size, which scrambles the pixels
                 )
             image.load()
             return _oriented(image), codecs
