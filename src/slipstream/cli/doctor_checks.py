@@ -181,7 +181,7 @@ def _compiler(machine: Machine) -> Iterator[Row]:
     if machine.inductor_problem is not None:
         yield NO, "compile", machine.inductor_problem
     elif machine.compiler is None:
-        which = "generated code" if machine.device == "cpu" else "Triton's launchers and code for the CPU"
+        which = "generated code" if machine.device == "cpu" else "Triton's launchers and generated CPU code"
         yield NO, "compile", f"no C++ compiler found for {which}: install g++ or clang++, or set CXX"
 
 
@@ -294,7 +294,7 @@ def _native_bf16() -> bool | None:
 
 
 def _bf16_ratio(size: int = 512, count: int = 5) -> float:
-    """Return the time of a (size, size) matrix product in bfloat16 relative to float32: the median of the ratios."""
+    """Return the time of a (size, size) matrix product in bfloat16 relative to float32: the median ratio."""
 
     def seconds(dtype: torch.dtype) -> float:
         a = torch.ones(size, size, dtype=dtype)

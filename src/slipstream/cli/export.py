@@ -141,7 +141,7 @@ def _channels(model: nn.Module) -> int:
         if isinstance(module, nn.Conv2d):
             return module.in_channels
     raise ConfigError(
-        "is required, because the model has no convolution; set it to the shape of one input without the batch size",
+        "is required, because the model has no convolution; set it to the shape of one input, without the batch",
         "--shape",
     )
 

@@ -172,15 +172,15 @@ class _Job:
         return files
 
     def _segmented(self, path: Path, image: RGB) -> tuple[Mask, RGB]:
-        """Return the mask and the overlay of an image, and count its pixels."""
+        """Return the mask and the overlay of an image, and add its pixels to the counts."""
         mask = self.predict(image)
-        blended = overlay(image, mask, self.palette)  # checks the class ids
+        blended = overlay(image, mask, self.palette)  # also checks the class ids
         counts = np.bincount(mask.ravel(), minlength=len(self.palette))
         self.counts[str(path)] = self.counts.get(str(path), np.zeros_like(counts)) + counts
         return mask, blended
 
     def _save_mask(self, mask: Mask, path: Path) -> None:
-        """Write a PNG whose pixel values are class ids, and whose palette contains the colors of the classes."""
+        """Write a PNG whose pixel values are class ids, and whose palette contains the class colors."""
         picture = Image.frombytes("P", (mask.shape[1], mask.shape[0]), mask.tobytes())
         picture.putpalette(np.asarray(self.palette, np.uint8).tobytes())
         _save(picture, path)

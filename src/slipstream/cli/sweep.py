@@ -163,7 +163,7 @@ def _train(args: argparse.Namespace, run: Run) -> int:
             argv.append(f"--nproc={args.nproc}")
         if args.max_restarts:
             argv.append(f"--max-restarts={args.max_restarts}")
-        run.status, run.error = 130, "interrupted"  # unless it ends by itself
+        run.status, run.error = 130, "interrupted"  # unless the run ends by itself
         done: Child = run_child(argv)
         if result.is_file():
             run.metrics = json.loads(result.read_text(encoding="utf-8"))

@@ -68,7 +68,7 @@ def get(
     """Return a network in training mode, with random weights or weights from a file.
 
     Args:
-        name: one of `names()`, or `timm:` and the name of a classification network of timm (`timm:convnext_tiny`).
+        name: one of `names()`, or `timm:` and the name of a classification network in timm (`timm:convnext_tiny`).
         num_classes: number of classes. It may also be set in `arch_params`.
         arch_params: see `options`.
         checkpoint_path: a checkpoint from Slipstream, MMEngine or SuperGradients, or a plain state dict; see `load`.
@@ -150,7 +150,7 @@ def load(
     """Load weights from a file into a network, and log weights that are skipped.
 
     From a checkpoint of a `SupervisedModel`, only its network is loaded. From a SuperGradients checkpoint, `ema_net` is
-    loaded if it exists, otherwise `net`. Name prefixes of DDP (`module.`) and `torch.compile` (`_orig_mod.`) are
+    loaded if it exists, otherwise `net`. Name prefixes that DDP (`module.`) and `torch.compile` (`_orig_mod.`) add are
     removed.
 
     Args:

@@ -41,7 +41,7 @@ class Network(nn.Module):
     ) -> None:
         """Set how `predict` transforms images and names classes. None keeps the current value.
 
-        `Trainer.train` sets them from the validation data, and `models.get` from the checkpoint of a recipe.
+        `Trainer.train` sets these values from the validation data, and `models.get` from the checkpoint of a recipe.
 
         Args:
             class_names: names of the classes.
@@ -98,7 +98,7 @@ class Network(nn.Module):
         Args:
             images: a path, a folder, a Pillow image, a uint8 array (H, W, 3) in RGB or (H, W), a uint8 tensor
                 (3, H, W), or a list of these.
-            batch_size: largest number of images of the same size in a batch.
+            batch_size: maximum number of images in a batch. All images in a batch have the same size.
             fuse_model: use a copy of the network that is prepared by `prep_model_for_conversion`.
             fp16: use float16 where autocast allows it; only on accelerators.
 

@@ -68,7 +68,7 @@ def _sampled(batches: EpochBatchSampler, epoch: int, number: int, order: EpochOr
 
 
 class EpochOrder:
-    """The order of one epoch. Batches that are requested in ascending order draw it only once."""
+    """The order of one epoch. If batches are requested in ascending order, it is drawn only once."""
 
     def __init__(self) -> None:
         self._epoch: int | None = None

@@ -177,8 +177,8 @@ def _explain(text: str, name: str) -> str | None:
 
 def _out_of_shared_memory(name: str) -> str:
     return (
-        f"{name}: the worker processes have no shared memory left for their batches{_shared_memory()}; give it more "
-        "space (docker run --shm-size=8g, or --ipc=host), lower num_workers, prefetch_factor or batch_size, or set "
+        f"{name}: the worker processes have no shared memory left for their batches{_shared_memory()}; increase "
+        "its size (docker run --shm-size=8g, or --ipc=host), lower num_workers, prefetch_factor or batch_size, or set "
         "num_workers=0"
     )
 
