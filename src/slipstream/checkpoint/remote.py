@@ -30,8 +30,8 @@ def local_checkpoint(path: str | Path, sha256: str | None = None) -> Iterator[Pa
 
     Args:
         path: a file; a URL that fsspec supports, such as `hf://ORG/REPO/FILE.pth` or `https://HOST/FILE.pth`; the
-            folder of a sharded checkpoint; or the folder of a run, for its best checkpoint or else its latest
-            checkpoint.
+            folder of a sharded checkpoint; or the folder of a run, which selects its best checkpoint or, if there is
+            none, its latest checkpoint.
         sha256: the file's SHA-256 checksum. A download with a checksum is kept in the user's cache and reused. A
             download without a checksum is removed after the block.
 

@@ -367,7 +367,9 @@ def _metadata(index: Mapping[str, Any]) -> Metadata:
 
 def _file_name(name: str) -> str:
     if name in ("", "..") or Path(name).name != name:
-        raise CheckpointError(f"the index of the shards refers to a file outside the checkpoint, {name!r}")
+        raise CheckpointError(
+            f"the index of the shards refers to the file {name!r}, which is outside the checkpoint"
+        )
     return name
 
 

@@ -1,4 +1,4 @@
-"""Run a command in its own process, which is ended when the caller returns or raises."""
+"""Run a command in its own process, which is terminated when the caller returns or raises."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run_child(
 
     Args:
         argv: arguments of the interpreter, such as `["-m", "slipstream", "train", ...]`.
-        timeout: seconds after which the process is ended; None: no limit.
+        timeout: seconds after which the process is terminated; None: no limit.
         quiet: whether to discard its output. The reason for a failure is still returned.
         grace: seconds for the process to end by itself when it is interrupted.
         environ: environment variables to set in addition to those of this process.

@@ -164,7 +164,7 @@ def _add_train(commands: _Commands) -> None:
     parser.add_argument("--resume", nargs="?", const=True, default=None, metavar="CHECKPOINT",
                         help="resume from CHECKPOINT, or from the last checkpoint in the work_dir")  # fmt: skip
     parser.add_argument("--sweep", action="append", default=[], metavar="key=value,value,...",
-                        help="train once per value, one run after the other; repeat for combinations")  # fmt: skip
+                        help="train once per value, one run after the other; repeat it for combinations")  # fmt: skip
     parser.add_argument("--multirun", action="store_true",
                         help="like --sweep for each override that lists several values (Hydra's syntax)")  # fmt: skip
     parser.add_argument("--result", help=argparse.SUPPRESS)  # file for the metrics of a run in a sweep
@@ -209,7 +209,9 @@ def _add_export(commands: _Commands) -> None:
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser, name: str) -> None:
-    default = " (default: the best one of the newest run in work_dirs/)" if name.startswith("-") else ""
+    default = (
+        " (default: the best checkpoint of the newest run in work_dirs/)" if name.startswith("-") else ""
+    )
     parser.add_argument(name, metavar="RUN", help=f"run folder or checkpoint{default}")
     parser.add_argument(
         "--config", help="recipe or file, if the checkpoint does not contain its configuration"
@@ -379,7 +381,7 @@ def _add_data(commands: _Commands) -> None:
 
 
 def _add_consolidate(commands: _Commands) -> None:
-    parser = commands.add_parser("consolidate", help="convert a sharded checkpoint into one file")
+    parser = commands.add_parser("consolidate", help="convert a sharded checkpoint into a single file")
     parser.add_argument("folder", metavar="CHECKPOINT_FOLDER", help="the folder, such as epoch_3.sharded")
     parser.add_argument("out", nargs="?", metavar="OUT", help="output file (default: epoch_3.pth next to it)")
 

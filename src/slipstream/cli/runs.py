@@ -21,7 +21,7 @@ _METRICS = 2
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a table of the runs, and the reason for each run that cannot be read."""
+    """Print a table of the runs and, for each run that cannot be read, the reason."""
     from slipstream.errors import ConfigError
     from slipstream.report import find_runs
 

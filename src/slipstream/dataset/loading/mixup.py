@@ -1,4 +1,4 @@
-"""Mixup (arXiv 1710.09412) and CutMix (arXiv 1905.04899) of the images in a batch."""
+"""Mixup (arXiv 1710.09412) and CutMix (arXiv 1905.04899) for the images in a batch."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class SamplerState:
         return [{name: _copied(value) for name, value in vars(sampler).items()} for sampler in self._samplers]
 
     def restore_attributes(self, saved: Sequence[dict[str, Any]]) -> None:
-        """Set the attributes to the values of an earlier `save_attributes`."""
+        """Set the attributes to the values that an earlier call of `save_attributes` returned."""
         for sampler, values in zip(self._samplers, saved, strict=True):
             attributes = vars(sampler)
             for name in attributes.keys() - values.keys():
@@ -147,7 +147,7 @@ def _saved(state: Any) -> Any:
 
 
 def _restored(saved: Any, like: Any, name: str) -> Any:
-    """Return the generator's state for which `_saved` returned `saved`; `like` is a state with the same structure."""
+    """Return the generator state that `_saved` converted to `saved`; `like` is a state with the same structure."""
     if isinstance(like, dict) and isinstance(saved, dict) and saved.keys() == like.keys():
         for key in saved.keys() & _LIMITS.keys():
             if not isinstance(saved[key], int) or not 0 <= saved[key] <= _LIMITS[key]:
