@@ -30,7 +30,7 @@ class Document(Protocol):
     base_names: list[str]
 
     def values(self, bases: dict[str, Any]) -> dict[str, Any]:
-        """Return the file's values without those of its bases; `bases` contains the merged values of the bases."""
+        """Return the file's values without the values of its bases; `bases` contains the merged values of the bases."""
 
 
 def open_document(source: str, path: Path, suffix: str) -> Document:

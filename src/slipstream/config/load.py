@@ -29,11 +29,11 @@ _TRUST = "If you trust the file, add --trust on the command line, or pass trust=
 
 
 def load_file(path: Path, chain: tuple[Path, ...] = (), trust: bool = False) -> Loaded:
-    """Load `path`; `chain` lists the files that have it as a base, outermost first.
+    """Load a file and its bases.
 
     Args:
         path: the file. If it is a Python file, it and its bases are trusted.
-        chain: the files that have it as a base.
+        chain: the files that have this file as a base, outermost first.
         trust: whether a base of a data file may be a Python file, which is executed.
 
     Raises:

@@ -23,7 +23,7 @@ _COPIES = 64  # at least the warp size of the GPU (32, or 64 on AMD)
 
 @METRICS.register_module()
 class IoUMetric(CountingMetric):
-    """Intersection over union and related metrics, in percent (0 to 100), over all pixels of the dataset.
+    """Intersection over union and related metrics, in percent (0 to 100), over all pixels in the dataset.
 
     For each class, TP is the number of correctly predicted pixels, and T and P are the numbers of its pixels in the
     targets and in the predictions. The metric always reports `aAcc`, the fraction of correct pixels, and `mAcc`, the
