@@ -82,7 +82,7 @@ class _Archive(io.RawIOBase):
         self._start, self._size = start, rest if length is None else min(length, rest)
         self._position = 0
         self._entries: dict[int, ZipInfo] = {}  # keys: positions of the data
-        self._unread: dict[ZipInfo, int] = {}  # entries not yet verified, and these positions
+        self._unread: dict[ZipInfo, int] = {}  # entries not yet verified, and their positions
         self.is_pickle = self._bytes(0, 1) == b"\x80"
 
     def read_entries(self) -> None:

@@ -141,7 +141,8 @@ def _channels(model: nn.Module) -> int:
         if isinstance(module, nn.Conv2d):
             return module.in_channels
     raise ConfigError(
-        "is required, because the model has no convolution; set it to the shape of one input, without the batch",
+        "is required, because the model has no convolution; set it to the shape of one input without the batch "
+        "dimension",
         "--shape",
     )
 
@@ -208,7 +209,7 @@ def _check_predictions(
 
 @torch.no_grad()
 def _meaning(network: _Deployed, images: Tensor) -> str:
-    """Return a sentence on how to determine the class from the scores."""
+    """Return a sentence that explains how to determine the class from the scores."""
     scores = network(images)
     if scores.ndim != 1 and scores.shape[1] != 1:
         return "the class is the index of the largest score in dimension 1"

@@ -402,7 +402,8 @@ def _add_report(commands: _Commands) -> None:
     parser = commands.add_parser(
         "report", help="write the report of a run, or compare several runs (docs/report.md)"
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or a work_dir (its newest run)")
+    parser.add_argument("runs", nargs="+", metavar="RUN",
+                        help="run folder, or a work_dir, whose newest run is used")  # fmt: skip
     parser.add_argument("--out", metavar="FILE",
                         help="HTML file (default: report.html in the run folder, or comparison.html)")  # fmt: skip
     parser.add_argument("--csv", metavar="FILE", help="also write a table with one row per run")

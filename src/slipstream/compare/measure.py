@@ -44,7 +44,7 @@ class Entry:
     seconds: list[float] = field(default_factory=list)
     """Mean step time of each round."""
     ratio: Estimate | None = None
-    """Step time of the loop divided by the contender's, within each round. Values above 1: the contender is faster."""
+    """Step time of the loop divided by the contender's, within each round. Above 1, the contender is faster."""
     peak_mib: float | None = None
     first_loss: float | None = None
     final_loss: float | None = None
@@ -228,7 +228,7 @@ def _entry(running: _Running, loop: _Running) -> Entry:
 
 
 def _difference(running: _Running, loop: _Running, count: int) -> str:
-    """Return the losses that differ from the loop's by more than the tolerance as text, or an empty string."""
+    """Return a message if the losses differ from the loop's by more than the tolerance, otherwise an empty string."""
     allowed = LOW_PRECISION if running.low_precision else EXACT
     first, mean = difference(running.losses, loop.losses)
     if not (first <= allowed.first and mean <= allowed.mean):  # also for NaN

@@ -72,7 +72,7 @@ class ImagePrediction(ABC):
         _picture(self.draw()).show()
 
     def save(self, output_path: str | Path) -> None:
-        """Write the picture to a file, in the format that the suffix names.
+        """Write the picture to a file, in the format that the suffix indicates.
 
         Raises:
             ConfigError: the suffix is not the name of an image format.

@@ -31,7 +31,7 @@ class BatchSizes:
     def at(self, number: int, batch: Any) -> int:
         """Return the number of samples in batch `number` (from 0), or 1 if the number is unknown.
 
-        Call this method while the pass over the loader is in progress, because the sizes differ in the next pass.
+        Call this method while the pass over the loader is in progress, because the sizes may differ in the next pass.
         """
         if self._batches is not None and (drawn := self._batches.size_of(number)) is not None:
             return drawn

@@ -89,7 +89,7 @@ class SamplerState:
         return [{name: _copied(value) for name, value in vars(sampler).items()} for sampler in self._samplers]
 
     def restore_attributes(self, saved: Sequence[dict[str, Any]]) -> None:
-        """Set the attributes to the values that an earlier call of `save_attributes` returned."""
+        """Set the attributes to the values that an earlier call to `save_attributes` returned."""
         for sampler, values in zip(self._samplers, saved, strict=True):
             attributes = vars(sampler)
             for name in attributes.keys() - values.keys():

@@ -52,7 +52,7 @@ class CityscapesDataset(ImageMaskPairs):
         labels_csv_path: table (CSV), relative to `root_dir`, that maps each label id (column `id`, or the row number if
             there is no such column) to a train id (column `trainId`): 0 to 18, or 255 or -1 for pixels that are not
             scored. By default, the Cityscapes table is used.
-        ignore_label: id that pixels that are not scored have in the samples.
+        ignore_label: id of unscored pixels in the samples.
         transforms: see `SegmentationDataset`.
         cache_labels: keep each mask in memory after the first read (2 MB per mask, in each worker process).
         cache_images: keep each image in memory after the first read (6 MB per image).
