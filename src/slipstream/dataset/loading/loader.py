@@ -134,7 +134,7 @@ def batch_size(loader: DataLoader[Any]) -> int | None:
 
 
 def last_batch_size(loader: DataLoader[Any]) -> int | None:
-    """Return the number of this rank's samples in an epoch's last batch; None if it is unknown or there is no batch."""
+    """Return the number of this rank's samples in the last batch of an epoch, or None if it is unknown."""
     batches = loader.batch_sampler
     if not isinstance(batches, EpochBatchSampler) or type(batches.batch_sampler) is not BatchSampler:
         return None
