@@ -140,7 +140,7 @@ def test_other_options_are_passed_to_each_run(in_process, monkeypatch):
             ["--sweep", f"{LR}=0.1", "--launcher", "slurm"],
             "`--sweep` cannot be combined with `--launcher`. For several",
         ),
-        (["--multirun", f"{LR}=0.1"], "no override lists several values"),
+        (["--multirun", f"{LR}=0.1"], "requires an override with several values"),
         (["--multirun", f"{LR}=0.1,0.1"], "contains a value twice"),
     ],
 )

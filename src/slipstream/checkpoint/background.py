@@ -45,7 +45,7 @@ class BackgroundWriter:
         warn: Callable[[str], None],
         on_saved: Callable[[Path], None],
     ) -> None:
-        """Copy the checkpoint and start to write it, after the previous one is written. All ranks must call this.
+        """Wait until the previous checkpoint is written, copy this one and start writing it. All ranks must call this.
 
         Args:
             checkpoint: what to write; see `write_checkpoint`.
@@ -79,7 +79,7 @@ class BackgroundWriter:
         """Wait until the last checkpoint is written.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         writing, self._writing = self._writing, None
         if writing is not None:

@@ -46,8 +46,8 @@ _BEST = ("best_*.pth", "best_*.sharded", "ckpt_best.pth", "ckpt_best.sharded")
 def save_checkpoint(checkpoint: Mapping[str, Any], path: str | Path, warn: Callable[[str], None]) -> None:
     """Write `checkpoint` to `path` atomically: a crash leaves either the old file or the complete new one.
 
-    Values that are neither tensors nor built-in Python values are omitted, and `warn` is called, because `torch.load`
-    cannot read them with `weights_only=True`.
+    Values that are neither tensors nor built-in Python values are omitted, because `torch.load` cannot read them with
+    `weights_only=True`. `warn` is called for each of these values.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def remove_checkpoint(folder: Path, name: str) -> None:
     """Remove the checkpoint `name` (a file, or the folder of a sharded checkpoint) from `folder`, if it exists.
 
     `name` may come from an untrusted checkpoint. Therefore, this function only removes paths inside `folder`, and only
-    folders with the suffix `.sharded`. It does not follow links: it removes a link, but not what the link leads to.
+    folders with the suffix `.sharded`. It does not follow links: it removes a link, but not its target.
     """
     path = Path(os.path.normpath(folder / name))
     if not path.is_relative_to(os.path.normpath(folder)):
@@ -147,7 +147,7 @@ def find_latest_checkpoint(folder: str | Path) -> Path | None:
 
 
 def checkpoint_of(path: Path) -> Path:
-    """Return the checkpoint for the folder of a run; return other paths, such as sharded checkpoints, unchanged.
+    """Return a checkpoint from the folder of a run; return other paths, such as sharded checkpoints, unchanged.
 
     The result is the best checkpoint (the newest, if there are several), or the latest one if no best checkpoint was
     saved.
@@ -172,10 +172,10 @@ def replaced_name(folder: Path) -> Path:
 def newest_checkpoints(folder: str | Path) -> tuple[list[Path], str | None]:
     """Return the checkpoints in `folder`, and a message if `last_checkpoint` does not name one of them.
 
-    The checkpoint named by `last_checkpoint` is first; the others follow, the newest first.
+    The checkpoint named by `last_checkpoint` comes first. The others follow, from newest to oldest.
 
     Raises:
-        CheckpointError: `last_checkpoint` names a checkpoint that does not exist, and there is no other one.
+        CheckpointError: `last_checkpoint` names a checkpoint that does not exist, and the folder has no other one.
     """
     folder = Path(folder)
     try:
@@ -194,7 +194,7 @@ def newest_checkpoints(folder: str | Path) -> tuple[list[Path], str | None]:
 
 
 def _by_age(folders: Iterable[Path], patterns: Sequence[str] = ("*.pth", "*.sharded")) -> list[Path]:
-    """Return the checkpoints in the folders whose names match a pattern, the newest first."""
+    """Return the checkpoints in the folders whose names match a pattern, from newest to oldest."""
     ages: dict[Path, float] = {}
     for path in (path for folder in folders for pattern in patterns for path in folder.glob(pattern)):
         with contextlib.suppress(OSError):  # a dangling link, or a file that was just removed
@@ -256,7 +256,7 @@ def plain(
 
 
 def tied(copy: Callable[[str, Tensor], Tensor]) -> Callable[[str, Tensor], Tensor]:
-    """Return `copy`, changed to return the same tensor for equal views of one storage (tied weights)."""
+    """Wrap `copy` so that it returns the same tensor for equal views of the same storage (tied weights)."""
     copies: dict[Any, Tensor] = {}
 
     def copy_once(where: str, tensor: Tensor) -> Tensor:

@@ -35,11 +35,11 @@ _CHUNK = (
 
 @contextmanager
 def verified(path: Path, start: int = 0, length: int | None = None) -> Iterator[IO[bytes]]:
-    """Yield a part of `path` for `torch.load`. The bytes that the block reads are compared with their checksums.
+    """Yield a part of `path` as a file for `torch.load`. The bytes read in the `with` block are verified.
 
-    At the end of the block, the entries that it did not read are verified as well. Two kinds of files have no checksums
-    and are not verified: those of torch before 1.6, which are pickles, and those that `torch.save` writes after
-    `torch.serialization.set_crc32_options(False)`, with zeros instead of checksums.
+    At the end of the block, the other entries are verified as well. Two kinds of files have no checksums and are not
+    verified: files written by torch before 1.6, which are pickles, and files that `torch.save` writes after
+    `torch.serialization.set_crc32_options(False)`, which contain zeros instead of checksums.
 
     Raises:
         CheckpointError: the file is damaged (this error replaces any error that the damage causes in the block), its
@@ -62,7 +62,7 @@ def verify(path: Path, start: int = 0, length: int | None = None) -> None:
     """Compare each entry of the zip archive in a part of the file with its checksum.
 
     Raises:
-        CheckpointError: as for `verified`.
+        CheckpointError: see `verified`.
     """
     with verified(path, start, length):
         pass
@@ -81,8 +81,8 @@ class _Archive(io.RawIOBase):
         rest = max(os.fstat(file.fileno()).st_size - start, 0)
         self._start, self._size = start, rest if length is None else min(length, rest)
         self._position = 0
-        self._entries: dict[int, ZipInfo] = {}  # by the position of their data
-        self._unread: dict[ZipInfo, int] = {}  # entries that have not been verified, with this position
+        self._entries: dict[int, ZipInfo] = {}  # keys: positions of the data
+        self._unread: dict[ZipInfo, int] = {}  # entries not yet verified, and their positions
         self.is_pickle = self._bytes(0, 1) == b"\x80"
 
     def read_entries(self) -> None:
@@ -159,7 +159,7 @@ class _Archive(io.RawIOBase):
         compressed = next((entry.filename for entry in entries if entry.compress_type != ZIP_STORED), None)
         if compressed is not None:
             raise CheckpointError(
-                f"{self._path} is refused: its entry {compressed} is compressed, so it can expand to any size. "
+                f"{self._path} is not loaded: its entry {compressed} is compressed, so it could expand to any size. "
                 "torch.save does not compress; if you trust the file, load it with torch.load and save it again with "
                 "torch.save"
             )

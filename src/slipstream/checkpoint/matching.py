@@ -57,7 +57,7 @@ def restoring(key: str, source: Any) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # the entry can have any form
+    except Exception as error:  # the entry can have any structure
         raise CheckpointError(
             f"{source}: '{key}' cannot be restored ({type(error).__name__}: {error}). The run may be partly restored; "
             "build it again before training"
@@ -124,12 +124,12 @@ def _different(where: str, text: str, saved: Any, source: Any) -> CheckpointErro
 
 
 def check_like(own: Any, saved: Any, where: str, source: Any) -> None:
-    """Check that `saved` has the form of `own`, the state of a new object: same keys, lengths and kinds of values.
+    """Check that `saved` has the structure of `own`, the state of a new object: same keys, lengths and types of values.
 
     None in `own` matches every value. Keys that `own` does not contain are accepted.
 
     Raises:
-        CheckpointError: the forms differ.
+        CheckpointError: the structures differ.
     """
     if isinstance(own, Mapping):
         if not isinstance(saved, Mapping):
@@ -138,7 +138,7 @@ def check_like(own: Any, saved: Any, where: str, source: Any) -> None:
             if key in saved:
                 check_like(value, saved[key], f"{where}.{key}", source)
                 _check_counter(key, value, saved[key], f"{where}.{key}", source)
-            elif not isinstance(value, bool):  # versions of torch have different flags
+            elif not isinstance(value, bool):  # flags differ between versions of torch
                 raise CheckpointError(
                     f"{source}: '{where}.{key}' is missing; use load_from to start a new run"
                 )
@@ -178,8 +178,8 @@ def check_optimizer(
 ) -> None:
     """Check that `saved` is a state of `optimizer`.
 
-    The values for each parameter are only checked for the optimizers of `torch.optim` and their subclasses, because
-    other optimizers have states of any form. For these optimizers, `warn` is called if parameters have no state.
+    The states of the parameters are only checked for the optimizers in `torch.optim` and their subclasses, because
+    the structure of other states is unknown. For the checked optimizers, `warn` is called if parameters have no state.
 
     Raises:
         CheckpointError: groups, parameters, options or states differ.
@@ -241,7 +241,7 @@ def _check_states(
     if warn is not None and stateless and stateful:
         warn(
             f"{source}: '{where}.state' has no entries for the parameters {stateless[:5]}: either their gradients were "
-            "None, or the entries are lost and start with their initial values"
+            "None, or the entries are lost. The optimizer initializes them again"
         )
 
 

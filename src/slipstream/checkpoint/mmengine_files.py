@@ -55,7 +55,7 @@ def is_from_mmengine(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def translated(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return an MMEngine checkpoint with a message hub and meta that Slipstream can resume from.
+    """Return an MMEngine checkpoint with its message hub and `meta` converted, so that Slipstream can resume from it.
 
     NumPy numbers become built-in numbers. Only the newest values of each scalar history are kept. `path` is the file
     that contains the checkpoint, for messages.

@@ -39,7 +39,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def random_state_problem(state: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the key of an entry that is not a random state, and the reason; None if there is none.
+    """Return the key of the first entry that is not a random state, and the reason, or None if all entries are valid.
 
     The entries are loaded into new generators, so the random state of the process does not change.
     """

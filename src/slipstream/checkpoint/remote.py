@@ -30,8 +30,8 @@ def local_checkpoint(path: str | Path, sha256: str | None = None) -> Iterator[Pa
 
     Args:
         path: a file; a URL that fsspec supports, such as `hf://ORG/REPO/FILE.pth` or `https://HOST/FILE.pth`; the
-            folder of a sharded checkpoint; or the folder of a run, for its best checkpoint or else its latest
-            checkpoint.
+            folder of a sharded checkpoint; or the folder of a run, which selects its best checkpoint or, if there is
+            none, its latest checkpoint.
         sha256: the file's SHA-256 checksum. A download with a checksum is kept in the user's cache and reused. A
             download without a checksum is removed after the block.
 
@@ -110,10 +110,10 @@ def _opened(url: str) -> Any:
 
 
 def shown_source(path: str | Path) -> str:
-    """Return a path as text; of a URL, without a password and without its query, which may contain a signature."""
+    """Return a path or URL as text; a URL without its password and its query, which may contain a signature."""
     return _shown(path) if isinstance(path, str) and _URL.match(path) else str(path)
 
 
 def _shown(url: str) -> str:
-    """Return the URL without a password and without its query, which may contain a signature."""
+    """Return the URL without its password and its query, which may contain a signature."""
     return re.sub(r"//[^/@]*@", "//", url.partition("?")[0])

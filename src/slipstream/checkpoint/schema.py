@@ -51,7 +51,7 @@ def check(value: Any, rule: Rule, source: Any, where: str = "") -> None:
 
 
 def weights_in(checkpoint: Mapping[Any, Any], source: Any) -> dict[str, Any]:
-    """Return the entry `state_dict` of a checkpoint, or the checkpoint itself if it has no such entry.
+    """Return the `state_dict` entry of a checkpoint, or the checkpoint itself if it has no such entry.
 
     Raises:
         CheckpointError: the entry is not a dict, or a name is not a string.
@@ -120,13 +120,13 @@ def _each(rule: Rule, length: int | None = None) -> Rule:
 
 
 def _by_name(rule: Rule) -> Rule:
-    """Accept a dict with strings as keys, whose values match `rule`."""
+    """Accept a dict with string keys and values that match `rule`."""
 
     def by_name(value: Any, where: str) -> Iterator[str]:
         yield from _mapping(value, where)
         for key, element in value.items():
             if not isinstance(key, str):
-                yield f"'{where}' must have names as keys, not {shown(key)}"
+                yield f"'{where}' must have strings as keys, not {shown(key)}"
             yield from rule(element, f"{where}.{key}")
 
     return by_name
@@ -189,7 +189,7 @@ def _message_hub(value: Any, where: str) -> Iterator[str]:
 
 
 def _infos(value: Any, where: str) -> Iterator[str]:
-    """Check the infos that the engine's hooks read when they resume."""
+    """Check the entries of `runtime_info` that the engine's hooks read when they resume."""
     yield from _by_name(_anything)(value, where)
     for key, info in value.items():
         rule = next((rule for start, rule in _INFOS.items() if key.startswith(start)), _anything)
@@ -285,9 +285,9 @@ ACCELERATED_FILE = _entries(
     {"state_dict": _by_name(_anything), "step": ACCELERATED},
     {"random_state": _each(_random_state), "values": _by_name(_anything)},
 )
-"""A file that such a step saves."""
+"""A file that a training step from `slipstream.accelerate` saves."""
 META: Rule = _meta
-"""The entry `meta` of a checkpoint that a run resumes from."""
+"""The `meta` entry of a checkpoint that a run resumes from."""
 OPTIMIZER = _entries({"state": _mapping, "param_groups": _each(_entries({"params": _each(_count)}))})
 """The state of one optimizer."""
 PENDING = _entries(

@@ -64,7 +64,7 @@ def write_checkpoint(
 
     Without sharded tensors, rank 0 writes the file `path`. With sharded tensors, every rank writes its shards to the
     folder `sharded_name(path.name)`. If `consolidate` is True, rank 0 instead gathers one tensor at a time into CPU
-    memory and writes the file `path`. The ranks communicate through `group`, except for gathering.
+    memory and writes the file `path`. The ranks communicate through `group`, except to gather tensors.
 
     Raises:
         CheckpointError: a rank could not write; raised on every rank.
@@ -177,7 +177,7 @@ def verify_checkpoint(path: Path, part: int = 0, of: int = 1) -> None:
 
 
 def remove_partial_checkpoints(folder: Path) -> None:
-    """Remove the incomplete sharded checkpoints of processes that were killed while writing to `folder`.
+    """Remove the incomplete sharded checkpoints left by processes that were killed while writing to `folder`.
 
     The caller must ensure that no other process writes to this folder.
     """
@@ -367,7 +367,9 @@ def _metadata(index: Mapping[str, Any]) -> Metadata:
 
 def _file_name(name: str) -> str:
     if name in ("", "..") or Path(name).name != name:
-        raise CheckpointError(f"the index of the shards refers to a file outside the checkpoint, {name!r}")
+        raise CheckpointError(
+            f"the index of the shards refers to the file {name!r}, which is outside the checkpoint"
+        )
     return name
 
 

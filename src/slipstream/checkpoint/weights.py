@@ -60,10 +60,10 @@ def loaded_names(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
 def compare_weights(
     model: nn.Module, state: Mapping[str, Any], strict: bool, source: str = "the checkpoint"
 ) -> tuple[list[str], list[str]]:
-    """Return the lines that `load_weights` returns, and the names with different shapes; load nothing.
+    """Return the lines that `load_weights` returns, and the names with different shapes, without loading anything.
 
     Raises:
-        CheckpointError: as in `load_weights`.
+        CheckpointError: see `load_weights`.
     """
     own, state = model.state_dict(), _renamed(model, state)
     missing = [key for key in own if key not in state]
@@ -97,7 +97,7 @@ def compare_weights(
 def _renamed(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """Apply the modules' load_state_dict pre-hooks, which rename old keys, to a copy of `state` and return it.
 
-    torch calls these hooks again in `load_state_dict`, after names are compared. The second call has no effect.
+    torch calls these hooks again in `load_state_dict`, after the names are compared. The second call has no effect.
     """
     state = dict(state)
     for name, module in model.named_modules():

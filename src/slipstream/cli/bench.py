@@ -30,11 +30,11 @@ _RECIPES = [
     f"street_scenes_{name}"
     for name in ("pp_lite_t", "stdc1_seg", "regseg48", "segformer_b0", "ddrnet_23_slim")
 ]
-_SHORTEST_WARMUP = 3  # a compiled step is captured in the second step and verified with it
+_SHORTEST_WARMUP = 3  # a compiled step is captured and verified during the second step
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every cell in a separate process, and write the table after each.
+    """Measure every cell in a separate process, and write the table after each cell.
 
     Returns:
         0 if all cells were measured, 1 if a cell failed, 130 after Ctrl-C.

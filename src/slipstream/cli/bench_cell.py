@@ -25,25 +25,25 @@ _REPLACED = ("precision", "compile", "parallel", "ema", "sync_bn")
 
 @dataclass(frozen=True)
 class Cell:
-    """What one process measures."""
+    """One measurement, which runs in its own process."""
 
     recipe: str
     compiled: bool
     """Whether the whole step runs as one graph."""
     processes: int
-    """Number of processes; several train data parallel (DDP)."""
+    """Number of processes. If there are several, they train with DDP."""
     amp: bool
     """Whether the step runs in mixed precision (bfloat16)."""
     averaging: bool
     """Whether SyncBN and EMA are enabled."""
     synthetic: bool
-    """Whether every step uses the same batch, which leaves out the loading of data."""
+    """Whether every step uses the same batch, so that no data is loaded."""
     warmup: int
     steps: int
     batch_size: int | None
-    """Samples per process; None: the recipe's."""
+    """Samples per process. If None, the recipe's batch size is used."""
     size: tuple[int, int] | None
-    """Height and width of generated images in pixels; None: the recipe's."""
+    """Height and width of generated images in pixels. If None, the recipe's size is used."""
     overrides: tuple[str, ...] = ()
     config_dir: str | None = None
     trust: bool = False
@@ -115,7 +115,7 @@ def _measure(rank: int, cell: Cell, result: str, port: int | None) -> None:
     timer = StepTimer(cell.warmup, cell.steps, device)
     with at_user_paths(cfg):
         runner = Runner.from_cfg(cfg)
-        first_batch = runner.samples_per_step  # the repeated batch has no batch size
+        first_batch = runner.samples_per_step  # the loader of the repeated batch has no batch size
         if cell.synthetic:
             runner.train_loop.dataloader = _repeated(runner.train_loop.dataloader)
         runner.register_hook(timer)
@@ -124,7 +124,9 @@ def _measure(rank: int, cell: Cell, result: str, port: int | None) -> None:
         except Finished:
             pass
         else:
-            raise ConfigError(f"training ended after {timer.done} of {cell.warmup + cell.steps} steps")
+            raise ConfigError(
+                f"training ended after {timer.done} of {cell.warmup + cell.steps} steps; reduce `--steps` or `--warmup`"
+            )
     graph = isinstance(runner.step, GraphStep) and timer.used_graph
     if cell.compiled and not graph:
         raise ConfigError(
@@ -141,7 +143,7 @@ def _measure(rank: int, cell: Cell, result: str, port: int | None) -> None:
 
 
 def _config(cell: Cell, work_dir: str) -> Config:
-    """Return the recipe's configuration with the cell's options, and without validation, hooks and files."""
+    """Return the recipe's configuration with the cell's options, and without validation, hooks or files."""
     from slipstream.cli.configure import load_config
     from slipstream.errors import ConfigError
     from slipstream.tune.measured_config import keep_training_only
@@ -174,7 +176,7 @@ def _config(cell: Cell, work_dir: str) -> Config:
         dataset = cfg.train_dataloader.dataset
         if not isinstance(dataset, Mapping) or dataset.get("type") != "StreetScenes":
             raise ConfigError(
-                f"{cell.recipe} reads its images from files; only generated images have a `--size`", "--size"
+                f"applies only to generated images, but {cell.recipe} reads its images from files", "--size"
             )
         cfg.train_dataloader.dataset.size = list(cell.size)
     return cfg

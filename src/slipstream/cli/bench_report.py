@@ -39,12 +39,12 @@ _NOTE = (
 
 @dataclass(frozen=True)
 class Measured:
-    """The result of one cell: the duration of each timed step, or the reason why there is none."""
+    """The result of one cell: the duration of each timed step, or the error."""
 
     cell: Cell
     seconds: Sequence[float] = ()
     samples_per_step: float = 0
-    """Mean over the timed steps, with the samples of all processes."""
+    """Mean number of samples in a timed step, summed over all processes."""
     memory: int = 0
     """Peak memory of the first process in bytes; see `StepTimer.memory`."""
     threads: int = 0
@@ -53,7 +53,7 @@ class Measured:
 
     @property
     def seconds_per_step(self) -> float:
-        """Mean duration of the timed steps, which includes waits for data and optimizer updates of single steps."""
+        """Mean duration of the timed steps. It includes waits and optimizer updates that occur only in some steps."""
         return fmean(self.seconds)
 
     def milliseconds(self) -> str:
@@ -90,7 +90,11 @@ def block_interval(seconds: Sequence[float]) -> tuple[float, float] | None:
 def write_report(
     out: Path, environment: Mapping[str, Any], found: Sequence[Measured], picture: bool
 ) -> list[Path]:
-    """Write `bench.json` and `bench.md`, and with `picture` and matplotlib `bench.png`. Return the files."""
+    """Write `bench.json`, `bench.md` and, if `picture` is True and matplotlib is installed, `bench.png`.
+
+    Returns:
+        The paths of the files.
+    """
     files = [out / "bench.json", out / "bench.md"]
     cells = [{**asdict(m), "interval": block_interval(m.seconds)} for m in found]
     for path, text in zip(

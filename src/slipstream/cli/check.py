@@ -94,7 +94,7 @@ def _checked(cfg: Config) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _finite_loss(loss: float | None) -> Mapping[str, float]:
-    """Return the loss by name.
+    """Return the loss as a dict that is empty if the step returns no loss.
 
     Raises:
         NonFiniteLossError: the loss is NaN or infinite.
@@ -111,7 +111,7 @@ def _finite_loss(loss: float | None) -> Mapping[str, float]:
 
 
 def _in_process(loader: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return loader options with which this process loads the batches. The contents of the batches stay the same."""
+    """Return loader options that load the same batches in this process, without workers."""
     return {key: value for key, value in _IN_PROCESS.items() if key in loader}
 
 

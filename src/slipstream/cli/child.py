@@ -1,4 +1,4 @@
-"""Run a command in its own process, which is ended when the caller returns or raises."""
+"""Run a command in its own process, which is terminated when the caller returns or raises."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def run_child(
     grace: float = _GRACE,
     environ: Mapping[str, str] | None = None,
 ) -> Child:
-    """Run `python ARGV` and wait for it. Its standard error is copied to this process's.
+    """Run `python ARGV` and wait for it. Its standard error is copied to the standard error of this process.
 
-    The process and those in its process group have ended when this function returns or raises. If it must be ended, the
-    processes that it started in other sessions are also ended (Linux only).
+    The process and those in its process group have ended when this function returns or raises. If it must be
+    terminated, the processes that it started in other sessions are also terminated (Linux only).
 
     Args:
         argv: arguments of the interpreter, such as `["-m", "slipstream", "train", ...]`.
-        timeout: seconds after which the process is ended; None: no limit.
-        quiet: whether to discard its output. The reason of a failure is kept.
+        timeout: seconds after which the process is terminated; None: no limit.
+        quiet: whether to discard its output. The reason for a failure is still returned.
         grace: seconds for the process to end by itself when it is interrupted.
         environ: environment variables to set in addition to those of this process.
     """
@@ -122,7 +122,7 @@ def _reason(returncode: int, lines: Sequence[str]) -> str:
 
 @contextmanager
 def ending_on_sigterm() -> Iterator[None]:
-    """Raise SystemExit in the block on SIGTERM, so that its processes are ended."""
+    """Raise SystemExit inside the `with` block on SIGTERM, so that the processes that it started are terminated."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

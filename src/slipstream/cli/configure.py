@@ -27,7 +27,7 @@ _OPEN = (
     "speed.*",
 )
 
-# An override that names a file of `slipstream tune`.
+# An override that names a file written by `slipstream tune`.
 _TUNED = re.compile(r"\+*speed=.+\.ya?ml['\"]?$")
 
 
@@ -90,7 +90,7 @@ def _load(name: str, overrides: Sequence[str], config_dir: str | None, trust: bo
 
     cfg = _config_class().fromfile(path, trust=trust)
     known = [name for name in inspect.signature(Runner).parameters if name != "cfg"]
-    # Hydra marks a new key with a leading +. An override without a key is unchanged, so that the error quotes it.
+    # Hydra marks a new key with a leading +. An override without a key is left as it is, so that the error quotes it.
     words = [word if (stripped := word.lstrip("+")).startswith("=") else stripped for word in overrides]
     words = runner_overrides(cfg, set_ema(cfg, words))
     cfg.override(words, known=[*known, *CFG_OPTIONS, *_OPEN], hints=hints(cfg))
@@ -98,7 +98,7 @@ def _load(name: str, overrides: Sequence[str], config_dir: str | None, trust: bo
 
 
 def _config_class() -> type[Config]:
-    """Return the class of configurations; with SLIPSTREAM_OPENMMLAB=1, it supports Python-style configurations."""
+    """Return the configuration class; with SLIPSTREAM_OPENMMLAB=1, it supports Python-style configurations."""
     if os.environ.get("SLIPSTREAM_OPENMMLAB") == "1":
         from slipstream.openmmlab.mmengine.config import Config as WithLazyImports
 
@@ -127,7 +127,7 @@ def _tuned_file(overrides: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _apply_tuned(cfg: Config, file: str, overrides: Sequence[str]) -> None:
-    """Set the options of a file that `slipstream tune` has written.
+    """Set the options in a file that `slipstream tune` has written.
 
     Raises:
         ConfigError: the file is invalid, or an override sets one of its options.

@@ -67,7 +67,7 @@ def _loader(cfg: Config, split: str) -> DataLoader[Any]:
 
 
 def _sheet(samples: Sequence[Any], captions: Sequence[str], meta: Mapping[str, Any]) -> Any:
-    pairs = [(_finished(sample), image_and_target(sample)[1].numpy()) for sample in samples]
+    pairs = [(_displayed(sample), image_and_target(sample)[1].numpy()) for sample in samples]
     classes, ignored = meta.get("classes") or (), meta.get("ignore_index")
     palette = meta.get("palette") or default_palette(256)
     if pairs[0][1].ndim == 0:
@@ -98,13 +98,13 @@ def _labeled(pairs: Sequence[tuple[RGB, Any]], captions: Sequence[str], classes:
     return contact_sheet(rows, [""] * _ACROSS, [names[start : start + _ACROSS] for start in starts])
 
 
-def _finished(sample: Any) -> RGB:
+def _displayed(sample: Any) -> RGB:
     """Return the image (uint8, H x W x 3) with the device's color transforms applied, but not normalized."""
-    image, program = image_and_target(sample)[0], None
+    image, params = image_and_target(sample)[0], None
     if isinstance(sample, Mapping):
-        program = sample.get("finish")
-    if program is not None and len(program) >= COLORS:
-        image = transform_images(image[None], program[None, :COLORS])[0].round().to(torch.uint8)
+        params = sample.get("finish")
+    if params is not None and len(params) >= COLORS:
+        image = transform_images(image[None], params[None, :COLORS])[0].round().to(torch.uint8)
     if image.dtype.is_floating_point:  # normalized by the dataset; rescale min..max to 0..255
         image = image - image.min()
         image = (image * (255 / image.max().clamp(min=1e-6))).round().to(torch.uint8)

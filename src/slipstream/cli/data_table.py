@@ -53,12 +53,12 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
 def _sizes(sizes: list[Mapping[str, int]]) -> str:
     if not sizes:
         return "none readable"
-    said = [f"{size['width']} x {size['height']}" for size in sizes[:_MOST_SIZES]]
+    texts = [f"{size['width']} x {size['height']}" for size in sizes[:_MOST_SIZES]]
     if len(sizes) == 1:
-        return f"{said[0]} pixels (width x height)"
-    said = [f"{text} ({size['samples']:,})" for text, size in zip(said, sizes, strict=False)]
+        return f"{texts[0]} pixels (width x height)"
+    texts = [f"{text} ({size['samples']:,})" for text, size in zip(texts, sizes, strict=False)]
     more = f" and {len(sizes) - _MOST_SIZES:,} more sizes" if len(sizes) > _MOST_SIZES else ""
-    return f"pixels (width x height): {', '.join(said)}{more}"
+    return f"pixels (width x height): {', '.join(texts)}{more}"
 
 
 def _numbers(values: list[float]) -> str:

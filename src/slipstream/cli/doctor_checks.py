@@ -34,7 +34,7 @@ _DEBUGGING = ("CUDA_LAUNCH_BLOCKING", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISA
 
 @dataclass(frozen=True)
 class Machine:
-    """What the checks read about this machine and process. None: unknown or not applicable."""
+    """Properties of this machine and process. None means unknown or not applicable."""
 
     device: str = "cpu"
     """Type of the default device."""
@@ -45,7 +45,7 @@ class Machine:
     threads: int = 1
     """Torch threads."""
     local_processes: int = 1
-    """Processes of the launch on this machine."""
+    """Number of processes that the launcher started on this machine."""
     launcher: str = "none"
     memory: int | None = None
     """Memory of the machine in bytes."""
@@ -140,7 +140,7 @@ def _shared_memory(machine: Machine) -> Iterator[Row]:
         yield (
             WARN,
             "/dev/shm",
-            f"is slow ({machine.shm_speed / 1e9:.2f} GB/s measured), and every batch of a worker passes through it: "
+            f"is slow ({machine.shm_speed / 1e9:.2f} GB/s measured), and every batch from a worker passes through it: "
             "mount a tmpfs there, or set num_workers=0",
         )
 
@@ -151,8 +151,8 @@ def _cgroup(machine: Machine) -> Iterator[Row]:
         yield (
             NO,
             "cgroup cpu.max",
-            f"{quota:g} cores, so {machine.cores} busy threads are paused for a part of the time: request a whole "
-            "number of cores (docker run --cpus, resources.limits.cpu)",
+            f"{quota:g} cores, so {machine.cores} busy threads are paused part of the time: request a whole number "
+            "of cores (docker run --cpus, resources.limits.cpu)",
         )
     if limit is None or (machine.memory is not None and limit >= machine.memory):
         return
@@ -181,7 +181,7 @@ def _compiler(machine: Machine) -> Iterator[Row]:
     if machine.inductor_problem is not None:
         yield NO, "compile", machine.inductor_problem
     elif machine.compiler is None:
-        which = "generated code" if machine.device == "cpu" else "Triton's launchers and code for the CPU"
+        which = "generated code" if machine.device == "cpu" else "Triton's launchers and generated CPU code"
         yield NO, "compile", f"no C++ compiler found for {which}: install g++ or clang++, or set CXX"
 
 
@@ -294,7 +294,7 @@ def _native_bf16() -> bool | None:
 
 
 def _bf16_ratio(size: int = 512, count: int = 5) -> float:
-    """Return the time of a (size, size) matrix product in bfloat16 relative to float32: the median of the ratios."""
+    """Return the time of a (size, size) matrix product in bfloat16 relative to float32: the median ratio."""
 
     def seconds(dtype: torch.dtype) -> float:
         a = torch.ones(size, size, dtype=dtype)

@@ -41,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
         capabilities = capabilities_of(_model(cfg), cfg.get("optim_wrapper"), deterministic)
     plan = plan.complete(capabilities)
     rows = list(option_rows(plan, capabilities))
-    said = {**plan.sources, **plan.notes}
-    off = [option for option in plan.options() if option not in said]
+    listed = {**plan.sources, **plan.notes}
+    off = [option for option in plan.options() if option not in listed]
     limits = dict(_limits(capabilities))
     if args.json:
         options = [dict(zip(("option", "value", "from", "why"), row, strict=True)) for row in rows]

@@ -33,7 +33,7 @@ _LARGER = (128, 64)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the file, and compare it with the model. A file that differs is not kept."""
+    """Write the file, and compare it with the model. The file is not kept if its scores or classes differ."""
     kind = FORMATS[args.to]
     trained = load_trained(find_checkpoint(args.run), args.config, bool(args.trust), torch.device("cpu"))
     out = Path(args.out) if args.out else trained.path.with_suffix(kind.suffix)
@@ -119,7 +119,7 @@ class _Deployed(nn.Module):
 
 
 class _Tensors(nn.Module):
-    """A custom model in the mode `tensor`."""
+    """A custom model, called with the mode `tensor`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -141,7 +141,8 @@ def _channels(model: nn.Module) -> int:
         if isinstance(module, nn.Conv2d):
             return module.in_channels
     raise ConfigError(
-        "is required, because the model has no convolution; set it to the shape of one input without the batch size",
+        "is required, because the model has no convolution; set it to the shape of one input without the batch "
+        "dimension",
         "--shape",
     )
 
@@ -186,7 +187,7 @@ def _largest_difference(
 def _check_predictions(
     model: Any, params: Tensor | None, images: Tensor, found: Tensor, tolerance: float
 ) -> None:
-    """Compare with the predictions of validation, which use the data preprocessor and the model's own resize."""
+    """Compare with the predictions in validation, which use the data preprocessor and the model's own resize."""
     batch: dict[str, Tensor] = {"inputs": images}
     if params is not None:
         batch["finish"] = params.expand(len(images), -1)
@@ -201,12 +202,14 @@ def _check_predictions(
     else:  # class ids; several classes may have nearly the same score
         error = (found.amax(1) - found.gather(1, predicted[:, None])[:, 0]).abs().max()
     if not float(error) <= tolerance:
-        raise ModelError("the exported file and validation predict different classes for the same images")
+        raise ModelError(
+            "the exported file and validation predict different classes for the same images; use a different format"
+        )
 
 
 @torch.no_grad()
 def _meaning(network: _Deployed, images: Tensor) -> str:
-    """Return how the class follows from the scores."""
+    """Return a sentence that explains how to determine the class from the scores."""
     scores = network(images)
     if scores.ndim != 1 and scores.shape[1] != 1:
         return "the class is the index of the largest score in dimension 1"

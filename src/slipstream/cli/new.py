@@ -15,7 +15,7 @@ _FILES = ("recipe.py", "shapes.py", "README.md")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write a recipe and a dataset, which are ready to train.
+    """Write a recipe and a dataset, which can be trained without changes.
 
     Raises:
         ConfigError: the folder cannot be created, or is not empty.
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise ConfigError(f"the folder '{folder}' is not empty; name a new folder", "FOLDER")
+            raise ConfigError(f"the folder '{folder}' is not empty; choose a different folder", "FOLDER")
         for name in _FILES:
             write_text(
                 folder / name, (files("slipstream.cli") / "starter" / name).read_text(encoding="utf-8")

@@ -164,10 +164,10 @@ def _add_train(commands: _Commands) -> None:
     parser.add_argument("--resume", nargs="?", const=True, default=None, metavar="CHECKPOINT",
                         help="resume from CHECKPOINT, or from the last checkpoint in the work_dir")  # fmt: skip
     parser.add_argument("--sweep", action="append", default=[], metavar="key=value,value,...",
-                        help="train once per value, one run after the other; repeat for combinations")  # fmt: skip
+                        help="train once per value, one run after the other; repeat it for combinations")  # fmt: skip
     parser.add_argument("--multirun", action="store_true",
                         help="like --sweep for each override that lists several values (Hydra's syntax)")  # fmt: skip
-    parser.add_argument("--result", help=argparse.SUPPRESS)  # file for the metrics of a run of a sweep
+    parser.add_argument("--result", help=argparse.SUPPRESS)  # file for the metrics of a run in a sweep
 
 
 def _add_val(commands: _Commands) -> None:
@@ -209,7 +209,9 @@ def _add_export(commands: _Commands) -> None:
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser, name: str) -> None:
-    default = " (default: the best one of the newest run in work_dirs/)" if name.startswith("-") else ""
+    default = (
+        " (default: the best checkpoint of the newest run in work_dirs/)" if name.startswith("-") else ""
+    )
     parser.add_argument(name, metavar="RUN", help=f"run folder or checkpoint{default}")
     parser.add_argument(
         "--config", help="recipe or file, if the checkpoint does not contain its configuration"
@@ -250,7 +252,7 @@ def _add_plan_scale(commands: _Commands) -> None:
     parser.add_argument("--gpu", default="h100", help="v100, a100, h100 (default), h200 or rtx4090")
     parser.add_argument("--network", default="ib400", help="ib400 (default), ib200, eth100 or eth25")
     parser.add_argument("--step-time", type=_seconds, metavar="SECONDS",
-                        help="measured step time of one GPU with this batch (default: estimated)")  # fmt: skip
+                        help="measured step time on one GPU with this batch (default: estimated)")  # fmt: skip
     parser.add_argument(
         "--no-sync-bn", action="store_true", help="do not synchronize BatchNorm statistics across GPUs"
     )
@@ -283,7 +285,7 @@ def _add_bench(commands: _Commands) -> None:
     parser.add_argument("recipes", nargs="*", metavar="RECIPE",
                         help="recipes to measure (default: the five street_scenes_* recipes)")  # fmt: skip
     parser.add_argument(
-        "--synthetic", action="store_true", help="train on one batch, without the loading of data"
+        "--synthetic", action="store_true", help="train on a single batch, without loading data"
     )
     parser.add_argument("--steps", type=_count, default=20, metavar="N", help="steps to time (default: 20)")
     parser.add_argument("--warmup", type=_count, default=5, metavar="N",
@@ -305,7 +307,7 @@ def _add_bench(commands: _Commands) -> None:
         "--averaging", choices=("off", "on"), metavar="A", help="SyncBN and EMA: only off, or only on"
     )
     parser.add_argument("--timeout", type=_seconds, default=900.0, metavar="SECONDS",
-                        help="limit of each cell (default: 900)")  # fmt: skip
+                        help="time limit for each cell (default: 900)")  # fmt: skip
     parser.add_argument("--out", default="work_dirs/bench", metavar="DIR", help="default: work_dirs/bench")
     parser.add_argument("--config-dir", metavar="FOLDER", help="folder with your recipes")
     _add_trust(parser)
@@ -328,11 +330,11 @@ def _add_compare(commands: _Commands) -> None:
                         help="contenders in addition to loop and slipstream: accelerate, lightning, mmengine, "
                              "loop_compiled, slipstream_auto, slipstream_compiled (default: all)")  # fmt: skip
     parser.add_argument("--size", type=_size, default=(128, 256), metavar="HxW",
-                        help="size of the images of a network (default: 128x256)")  # fmt: skip
+                        help="image size for a network (default: 128x256)")  # fmt: skip
     parser.add_argument("--batch-size", type=_count, default=4, metavar="N",
-                        help="batch size of a network (default: 4)")  # fmt: skip
+                        help="batch size for a network (default: 4)")  # fmt: skip
     parser.add_argument("--timeout", type=_seconds, default=900.0, metavar="SECONDS",
-                        help="time limit for the start and for each round of a contender (default: 900)")  # fmt: skip
+                        help="time limit for the start and each round of a contender (default: 900)")  # fmt: skip
     parser.add_argument(
         "--out", default="work_dirs/compare", metavar="DIR", help="default: work_dirs/compare"
     )
@@ -379,7 +381,7 @@ def _add_data(commands: _Commands) -> None:
 
 
 def _add_consolidate(commands: _Commands) -> None:
-    parser = commands.add_parser("consolidate", help="convert a sharded checkpoint into one file")
+    parser = commands.add_parser("consolidate", help="convert a sharded checkpoint into a single file")
     parser.add_argument("folder", metavar="CHECKPOINT_FOLDER", help="the folder, such as epoch_3.sharded")
     parser.add_argument("out", nargs="?", metavar="OUT", help="output file (default: epoch_3.pth next to it)")
 
@@ -400,7 +402,8 @@ def _add_report(commands: _Commands) -> None:
     parser = commands.add_parser(
         "report", help="write the report of a run, or compare several runs (docs/report.md)"
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or a work_dir for its newest run")
+    parser.add_argument("runs", nargs="+", metavar="RUN",
+                        help="run folder, or a work_dir, whose newest run is used")  # fmt: skip
     parser.add_argument("--out", metavar="FILE",
                         help="HTML file (default: report.html in the run folder, or comparison.html)")  # fmt: skip
     parser.add_argument("--csv", metavar="FILE", help="also write a table with one row per run")

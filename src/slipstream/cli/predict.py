@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_segments(trained: Trained) -> None:
-    """Check that the model predicts classes of pixels, and that the checkpoint contains their colors."""
+    """Check that the model predicts a class for each pixel, and that the checkpoint contains the class colors."""
     model, path, palette = trained.model, trained.path, trained.palette
     # Datasets for classification may have a palette, and `SupervisedModel` trains networks for both tasks.
     task = getattr(getattr(model, "network", None), "task", None)
@@ -119,7 +119,7 @@ class _Job:
         try:
             written = self._video(item.path, stem) if item.is_video else self._picture(item.path, stem)
         except BaseException as error:
-            self.counts.pop(name, None)  # of the first frames of a video
+            self.counts.pop(name, None)  # a video may fail after its first frames were counted
             if not (isinstance(error, SlipstreamError) or is_out_of_memory(error)):
                 raise
             self.failed[name] = _reason(item.path, error)
@@ -172,15 +172,15 @@ class _Job:
         return files
 
     def _segmented(self, path: Path, image: RGB) -> tuple[Mask, RGB]:
-        """Return the mask and the overlay of an image, and count its pixels."""
+        """Return the mask and the overlay of an image, and add its pixels to the counts."""
         mask = self.predict(image)
-        blended = overlay(image, mask, self.palette)  # checks the class ids
+        blended = overlay(image, mask, self.palette)  # also checks the class ids
         counts = np.bincount(mask.ravel(), minlength=len(self.palette))
         self.counts[str(path)] = self.counts.get(str(path), np.zeros_like(counts)) + counts
         return mask, blended
 
     def _save_mask(self, mask: Mask, path: Path) -> None:
-        """Write a PNG whose pixel values are class ids, and whose palette contains the colors of the classes."""
+        """Write a PNG whose pixel values are class ids, and whose palette contains the class colors."""
         picture = Image.frombytes("P", (mask.shape[1], mask.shape[0]), mask.tobytes())
         picture.putpalette(np.asarray(self.palette, np.uint8).tobytes())
         _save(picture, path)

@@ -53,8 +53,8 @@ def find_inputs(names: Sequence[str], out: Path) -> list[Input]:
             first = found.setdefault(item.stem, item)
             if first.path != item.path:
                 raise DataError(
-                    f"{first.path} and {item.path} have the same output files; process them (with patterns such as "
-                    "FOLDER/*.jpg) with different `--out` folders"
+                    f"{first.path} and {item.path} have the same output files; process them separately (with patterns "
+                    "such as FOLDER/*.jpg), with different `--out` folders"
                 )
     return list(found.values())
 
@@ -95,7 +95,7 @@ def frames(path: Path, every: int = 1) -> Iterator[tuple[int, RGB]]:
 
 
 def frame_rate(path: Path) -> Fraction:
-    """Return the frames per second of a video."""
+    """Return the frame rate of a video in frames per second."""
     with _opened(path) as container:
         rate = container.streams.video[0].average_rate if container.streams.video else None
         return Fraction(rate or _RATE)

@@ -32,7 +32,7 @@ __all__ = [
 
 # Environment variable with the path of the folder shared by the processes of one launch.
 _FOLDER = "SLIPSTREAM_LAUNCH"
-# File in that folder that records the progress of the run in the work_dir at launch.
+# File in that folder with the result of `_progress` at launch.
 _PROGRESS = "progress"
 
 
@@ -71,8 +71,8 @@ def launch(args: argparse.Namespace, work_dir: str) -> int:
         try:
             elastic_launch(config, sys.executable)("-m", "slipstream", *argv)
         except ChildFailedError as error:
-            speaker = Path(folder) / f"failed-{args.max_restarts}"
-            return _report(error.failures, said=speaker.is_file() and bool(speaker.read_text()))
+            marker = Path(folder) / f"failed-{args.max_restarts}"
+            return _report(error.failures, printed=marker.is_file() and bool(marker.read_text()))
         except SignalException as stopped:
             if _was_preempted(work_dir):
                 return EXIT_STATUS  # rank 0 has logged how to resume
@@ -128,7 +128,7 @@ def _silence_launcher() -> None:
     logger.propagate = False
 
 
-def _report(failures: Mapping[int, Any], said: bool) -> int:
+def _report(failures: Mapping[int, Any], printed: bool) -> int:
     """Return the exit status of the first process that failed. Print an error if no process printed one."""
     # The launcher terminates the remaining processes with SIGTERM after a failure.
     rank, first = min(
@@ -141,7 +141,7 @@ def _report(failures: Mapping[int, Any], said: bool) -> int:
         hint = ", possibly because the machine ran out of memory" if name == "SIGKILL" else ""
         print(f"slipstream: error: rank {rank} (pid {first.pid}) was killed by {name}{hint}", file=sys.stderr)
         return 128 - status
-    if not said or status not in (1, 2):  # exit statuses of `main`
+    if not printed or status not in (1, 2):  # exit statuses of `main`
         print(f"slipstream: error: rank {rank} exited with status {status}", file=sys.stderr)
     return status
 
@@ -185,20 +185,20 @@ def first_failure() -> Iterator[bool]:
     if not in_launch():
         yield True
         return
-    speaker = Path(os.environ[_FOLDER]) / f"failed-{_attempt()}"
+    marker = Path(os.environ[_FOLDER]) / f"failed-{_attempt()}"
     try:
-        speaker.touch(exist_ok=False)
+        marker.touch(exist_ok=False)
     except FileExistsError:
         yield False
     else:
         yield True
-        speaker.write_text("said")
+        marker.write_text("printed")
 
 
 def restarted_with_progress(work_dir: str) -> bool:
     """Return whether the launcher restarted this process after a failure and this launch wrote a checkpoint.
 
-    Checkpoints of earlier runs in the work_dir do not count.
+    Checkpoints from earlier runs in the work_dir do not count.
     """
     if not _attempt():
         return False

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
     cfg = configure(args)
     if cfg.get("launcher", "none") != "none":
-        raise ConfigError("a profile records one process; set launcher=none", "launcher")
+        raise ConfigError("only a single process can be profiled; set launcher=none", "launcher")
     out = writable(Path(args.out) if args.out else Path(cfg.work_dir) / "profile")
     hook = StepProfiler(args.warmup, args.steps, args.stacks, default_device())
     _train(cfg, hook)
@@ -68,7 +68,7 @@ def writable(out: Path) -> Path:
 
 
 def _train(cfg: Config, hook: StepProfiler) -> None:
-    """Train until the hook has recorded its steps, without validation, checkpoints, reports and trackers."""
+    """Train until the hook has recorded its steps, without validation, checkpoints, reports or trackers."""
     from slipstream.cli.profiling import Finished
     from slipstream.runner import Runner
     from slipstream.training.config_paths import at_user_paths
@@ -122,7 +122,7 @@ def _summary(hook: StepProfiler, steps: int) -> str:
 
 
 def _operations(recorded: profile | None, steps: int) -> Iterator[str]:
-    """Yield a table of the operations that take the most time themselves, without the operations they call."""
+    """Yield a table of the slowest operations. The time of an operation excludes the operations that it calls."""
     assert recorded is not None
     rows = [event for event in recorded.key_averages() if not event.key.startswith("ProfilerStep")]
     on_device = any(event.self_device_time_total for event in rows)

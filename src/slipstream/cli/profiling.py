@@ -37,14 +37,14 @@ class Synchronizations:
 
     def __init__(self, device: torch.device) -> None:
         self.lines: Counter[str] = Counter()
-        """Number of synchronizations by `file:line: code`."""
+        """Number of synchronizations for each source line, whose key is `file:line: code`."""
         module = None if device.type == "cpu" else torch.get_device_module(device)
         self._set_mode: Callable[[str], None] | None = getattr(module, "set_sync_debug_mode", None)
         self._device = device
 
     @property
     def problem(self) -> str | None:
-        """Why nothing is counted, or None."""
+        """The reason why synchronizations cannot be counted, or None if they can."""
         if self._device.type == "cpu":
             return "none: operations on the CPU are synchronous"
         if self._set_mode is None:
@@ -53,7 +53,7 @@ class Synchronizations:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the synchronizations of the block."""
+        """Count the synchronizations in the `with` block."""
         if self._set_mode is None:
             yield
             return
@@ -76,7 +76,7 @@ class Synchronizations:
 
 
 def source_line() -> str:
-    """Return the innermost line of the user that this package called, or of this package if there is none."""
+    """Return the innermost line of user code that this package called, or of this package if there is no such line."""
     stack = [f for f in traceback.extract_stack() if f.filename not in (__file__, warnings.__file__)]
     stack = [f for f in stack if not Path(f.filename).is_relative_to(_TORCH)]
     ours = [Path(f.filename).is_relative_to(_OURS) for f in stack]
@@ -110,13 +110,13 @@ class StepProfiler(ProfilerHook):
             with_stack=stacks,
         )
         self.needed = warmup + 2 * steps + 1
-        """Number of steps of the whole profile."""
+        """Total number of steps: skipped, timed and recorded steps."""
         self.done = 0
         """Number of finished steps."""
         self.seconds = 0.0
         """Duration of the timed steps, including the waits for their batches."""
         self.wait_seconds = 0.0
-        """The part of `seconds` for which the host waited for batches."""
+        """The part of `seconds` in which the host waited for batches."""
         self.samples = 0
         """Number of samples in the timed steps, summed over all processes."""
         self.profile: profile | None = None

@@ -1,4 +1,4 @@
-"""The JSON schema of recipes, with which editors complete and check the keys of YAML and JSON files."""
+"""The JSON schema of recipes. Editors use it to complete and check the keys of YAML and JSON files."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _Unwritable(metaclass=_Object):
 
 
 class _Names(dict[str, Any]):
-    """Names for annotations. Those that are neither builtins nor defined by the module become `_Unwritable`."""
+    """A namespace for annotations. Names that are neither builtins nor in the module evaluate to `_Unwritable`."""
 
     def __missing__(self, name: str) -> Any:
         return getattr(builtins, name, _Unwritable)
@@ -107,7 +107,7 @@ def _is(hint: Any, kind: type) -> bool:
 
 
 def _any_of(hints: Sequence[Any]) -> dict[str, Any]:
-    """Return the schema of a union. `AnyMapping`, which accepts any key, is omitted beside a dict with known keys."""
+    """Return the schema of a union. If it contains a dict with known keys, `AnyMapping` (any key) is omitted."""
     if any(is_typeddict(hint) for hint in hints):
         hints = [hint for hint in hints if hint is not AnyMapping]
     options = [schema for hint in hints if (schema := _schema(hint)) != {"not": {}}]
@@ -123,7 +123,7 @@ def _any_of(hints: Sequence[Any]) -> dict[str, Any]:
 
 
 def _typed_dict(hint: Any) -> dict[str, Any]:
-    """Return the schema of a dict. Without a `type`, which adds the arguments of a class, other keys are errors."""
+    """Return the schema of a dict. A dict with a `type` may have other keys, which are arguments of that class."""
     hints = _hints(hint)
     properties = {name: _schema(each) for name, each in hints.items()}
     closed = {} if "type" in hints else {"additionalProperties": False}

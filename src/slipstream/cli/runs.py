@@ -21,7 +21,7 @@ _METRICS = 2
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a table of the runs, and the reason for each run that cannot be read."""
+    """Print a table of the runs and, for each run that cannot be read, the reason."""
     from slipstream.errors import ConfigError
     from slipstream.report import find_runs
 
@@ -65,7 +65,7 @@ def _hint(key: str, rows: Sequence[RunRow]) -> str:
 
 
 def _equals(value: Any, text: str) -> bool:
-    """Return whether a value is the one that the user wrote; numbers are compared as numbers."""
+    """Return whether a value equals the text of an option; numbers are compared as numbers."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         try:
             other = float(text)
@@ -119,7 +119,7 @@ def _print(folder: Path, rows: Sequence[RunRow], columns: Sequence[str]) -> None
 
 
 def _metrics(rows: Sequence[RunRow]) -> list[str]:
-    """Return the most frequent validation metrics, without values per class."""
+    """Return the most frequent validation metrics, without per-class values."""
     counts: dict[str, int] = {}
     for row in rows:
         for name in row.record.curves if row.record else ():

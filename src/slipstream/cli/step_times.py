@@ -41,7 +41,8 @@ class StepTimer(Hook):
         self.done = 0
         """Number of finished steps."""
         self.finite = self.used_graph = True
-        """Whether the losses of all timed steps are finite; whether all of these steps ran as one graph."""
+        """`finite`: whether the losses of all timed steps are finite. `used_graph`: whether all timed steps ran as one
+        graph."""
         self._warmup, self._steps, self._device = warmup, steps, device
         self._last = 0.0
 

@@ -52,7 +52,7 @@ def batch_file(args: argparse.Namespace, work_dir: Path) -> str:
     argv = command_args(args, command="train", work_dir=str(work_dir), launcher="slurm", resume=True)
     srun = ["srun", "--kill-on-bad-exit=1"]
     if args.cpus_per_task:
-        srun.append(f"--cpus-per-task={args.cpus_per_task}")  # srun does not inherit it from the job
+        srun.append(f"--cpus-per-task={args.cpus_per_task}")  # srun does not inherit this option from the job
     command = shlex.join([*srun, sys.executable, "-m", "slipstream", *argv])
     options = "\n".join(f"#SBATCH {option}" for option in _options(args, work_dir))
     return _TEMPLATE.format(
@@ -118,7 +118,7 @@ def _options(args: argparse.Namespace, work_dir: Path) -> list[str]:
         "mem": args.mem,
         "chdir": Path.cwd(),
         "output": f"{str(work_dir).replace('%', '%%')}/slurm-%j.log",
-        "open-mode": "append",  # a requeued job continues its log
+        "open-mode": "append",  # a requeued job appends to its log
     }
     options = [f"--{name}={shlex.quote(str(value))}" for name, value in given.items() if value is not None]
     if args.requeue:

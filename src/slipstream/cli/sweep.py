@@ -25,12 +25,12 @@ __all__ = ["read_sweep", "sweep", "write_result"]
 
 _OPEN, _CLOSE = "([{", ")]}"
 _PLAIN = re.compile(r"[^\w.=+-]+")
-_LONGEST = 100  # characters of a folder's name
+_LONGEST = 100  # maximum number of characters in the name of a folder
 
 
 @dataclass
 class Run:
-    """One run of a sweep."""
+    """A run in a sweep."""
 
     values: dict[str, str]
     """The values of this run by key, as given on the command line."""
@@ -47,9 +47,8 @@ class Run:
 def sweep(args: argparse.Namespace) -> int:
     """Train once for each combination of the values in `args.sweep`, and print a table.
 
-    With `args.multirun`, the overrides that list several values are added to `args.sweep`.
-
-    A failed run is a row of the table; the other runs continue.
+    With `args.multirun`, the overrides that list several values are added to `args.sweep`. If a run fails, the table
+    shows its error, and the remaining runs are still started.
 
     Returns:
         0 if all runs succeeded, 1 if a run failed, 130 after Ctrl-C.
@@ -87,7 +86,9 @@ def sweep(args: argparse.Namespace) -> int:
 
 
 def read_sweep(words: Sequence[str], overrides: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Return the values by key, given words such as `lr=1e-4,3e-4`. Commas in brackets and quotes do not separate.
+    """Return the values by key, given words such as `lr=1e-4,3e-4`.
+
+    Commas inside brackets or quotes do not separate values.
 
     Raises:
         ConfigError: a word has no key or no values, or a key or a value occurs twice.
@@ -105,7 +106,7 @@ def read_sweep(words: Sequence[str], overrides: Sequence[str] = ()) -> dict[str,
                 f"'{key}' is set twice; set it either in one `--sweep` or as an override", "--sweep"
             )
         if len(set(values)) != len(values):
-            raise ConfigError(f"'{word}' contains a value twice", "--sweep")
+            raise ConfigError(f"'{word}' contains a value twice; list each value once", "--sweep")
         found[key] = values
     return found
 
@@ -118,7 +119,7 @@ def _with_overrides(args: argparse.Namespace) -> argparse.Namespace:
     """
     listed = [word for word in args.overrides if len(_split(word.partition("=")[2])) > 1]
     if not listed and not args.sweep:
-        raise ConfigError("no override lists several values, such as lr=1e-4,3e-4", "--multirun")
+        raise ConfigError("requires an override with several values, such as lr=1e-4,3e-4", "--multirun")
     overrides = [word for word in args.overrides if word not in listed]
     return argparse.Namespace(
         **{**vars(args), "overrides": overrides, "sweep": [*args.sweep, *listed], "multirun": False}
@@ -162,7 +163,7 @@ def _train(args: argparse.Namespace, run: Run) -> int:
             argv.append(f"--nproc={args.nproc}")
         if args.max_restarts:
             argv.append(f"--max-restarts={args.max_restarts}")
-        run.status, run.error = 130, "interrupted"  # unless it ends by itself
+        run.status, run.error = 130, "interrupted"  # unless the run ends by itself
         done: Child = run_child(argv)
         if result.is_file():
             run.metrics = json.loads(result.read_text(encoding="utf-8"))

@@ -8,7 +8,7 @@ __all__ = ["print_table", "printable"]
 
 
 def printable(text: str) -> str:
-    """Return `text`, in which U+FFFD replaces each character that a terminal cannot display or would interpret.
+    """Return `text` with U+FFFD in place of each character that a terminal cannot display or would interpret.
 
     File names may contain control characters, and bytes that are not valid UTF-8.
     """

@@ -97,11 +97,11 @@ def summary(runner: Runner) -> str:
         if name.startswith("val/") and not name.endswith("time")
     ]
     speed = hub.get_info("images_per_second")
-    results = [*metrics[:3], *([f"{speed:.1f} images/s with the first step"] if speed else [])]
+    results = [*metrics[:3], *([f"{speed:.1f} images/s including the first step"] if speed else [])]
     files = sorted(p.name for pattern in ("*.pth", "*.sharded", "*.png") for p in folder.glob(pattern))
     logs = Path(runner.log_dir).relative_to(folder)
     return f"Done: {', '.join(results)}. In {folder}: {', '.join(files)}; logs in {logs}/"
 
 
 def _shown(value: float) -> str:
-    return f"{value:.4f}" if abs(value) < 1 else f"{value:.2f}"  # a fraction, or percent
+    return f"{value:.4f}" if abs(value) < 1 else f"{value:.2f}"  # a fraction, or a percentage

@@ -36,7 +36,7 @@ class Trained:
 
     path: Path
     description: str
-    """The path, the epoch, and the metric for which this is the best checkpoint."""
+    """The path, the metrics for which this is the best checkpoint, and the epoch."""
     model: Any
     transforms: Sequence[Any]
     """Transforms of the validation data."""
@@ -46,7 +46,7 @@ class Trained:
 
 
 def find_checkpoint(name: str | None) -> Path:
-    """Return a checkpoint.
+    """Return the path of a checkpoint.
 
     Args:
         name: a checkpoint, which is returned unchanged, or the folder of a run; by default the newest run in
@@ -105,7 +105,7 @@ def _model(cfg: Mapping[str, Any]) -> Any:
         )
     model = build_model(cfg["model"], cfg.get("data_preprocessor"))
     if isinstance(model, SupervisedModel):
-        model.watched_losses = ()  # losses are not predicted, and may use a teacher, which is not loaded
+        model.watched_losses = ()  # prediction needs no losses, and they may require a teacher, which is not loaded
     return model
 
 
@@ -127,8 +127,8 @@ def _newest_run() -> Path:
 def _own_config(meta: Mapping[str, Any], path: Path) -> Config:
     """Return the configuration in a checkpoint as plain data.
 
-    `_base_` is not followed, nothing is imported, and environment variables are not read: a checkpoint of another
-    source could otherwise store their values in a file name or a URL.
+    `_base_` is not followed, nothing is imported, and environment variables are not read: a checkpoint from an
+    untrusted source could otherwise reveal their values in a file name or a URL.
     """
     try:
         cfg = Config(yaml.load(meta["cfg"], BoundedLoader) or {})
@@ -140,7 +140,7 @@ def _own_config(meta: Mapping[str, Any], path: Path) -> Config:
 
 
 def _description(path: Path, checkpoint: Mapping[str, Any]) -> str:
-    facts = []
+    details = []
     hub = checkpoint.get("message_hub")
     found = hub.get("runtime_info") if isinstance(hub, Mapping) else None
     infos = found if isinstance(found, Mapping) else {}
@@ -148,8 +148,8 @@ def _description(path: Path, checkpoint: Mapping[str, Any]) -> str:
         metric = str(key).removeprefix("best_score/")
         best = metric != key and Path(str(infos.get(f"best_ckpt/{metric}"))).name == path.name
         if best and isinstance(value, int | float):
-            facts.append(f"best {metric}: {value:.4g}")
+            details.append(f"best {metric}: {value:.4g}")
     meta = checkpoint.get("meta")
     if isinstance(meta, Mapping) and isinstance(epoch := meta.get("epoch"), int):
-        facts.append(f"epoch {epoch}")
-    return f"{path} ({', '.join(facts)})" if facts else str(path)
+        details.append(f"epoch {epoch}")
+    return f"{path} ({', '.join(details)})" if details else str(path)

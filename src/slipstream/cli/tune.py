@@ -58,9 +58,8 @@ def _find(args: argparse.Namespace, cfg: Config, seconds: float, start: float) -
     from slipstream.tune.batch_size import search_batch_sizes
     from slipstream.tune.lr_range import sweep_lr
 
-    seconds = max(
-        seconds - (time.monotonic() - start), 0.0
-    )  # reading the configuration is part of the budget
+    # Reading the configuration counts toward the time limit.
+    seconds = max(seconds - (time.monotonic() - start), 0.0)
     if args.find == "batch_size":
         sizes = search_batch_sizes(config_job(cfg), args.max_batch_size, seconds, _print_size)
         print(sizes)

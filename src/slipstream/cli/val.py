@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     cfg.load_from, cfg.resume = checkpoint and str(checkpoint), False
     with at_user_paths(cfg):
         runner = Runner.from_cfg(cfg)
-        if checkpoint is None:  # use the pretrained weights of checkpoint_params
+        if checkpoint is None:  # use the pretrained weights that checkpoint_params specifies
             model: Any = unwrap_model(runner.model)
             model.init_weights()
         metrics = runner.val()

@@ -104,7 +104,7 @@ def with_accelerate(work: Work) -> float:
 
 
 def with_lightning(work: Work) -> float:
-    """Train with Lightning's Trainer, without loggers, checkpoints and a progress bar."""
+    """Train with Lightning's Trainer, without loggers, checkpoints or a progress bar."""
     import lightning.pytorch as pl
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -162,7 +162,7 @@ def with_slipstream(work: Work, **options: Any) -> float:
 
     Args:
         work: the training run.
-        options: further arguments of the Runner, such as `speed`.
+        options: additional arguments for the Runner, such as `speed`.
     """
     from slipstream.hooks import Hook
     from slipstream.model import BaseModel
@@ -242,7 +242,7 @@ def _observe(runner: Any, observer: Observer | None) -> None:
 
 @dataclass(frozen=True)
 class Contender:
-    """A framework, or a configuration of one, that trains the same run."""
+    """A framework, with or without special options, that performs the training run."""
 
     label: str
     package: str

@@ -27,8 +27,8 @@ __all__ = ["FINAL_TOLERANCE", "WARMUP", "Comparison", "Entry", "compare"]
 WARMUP = 10
 """Number of untimed steps at the beginning. The losses of these steps are compared."""
 FINAL_TOLERANCE = 0.05
-"""Maximum difference of the final losses, relative to the first loss of the loop. It is not relative to the final loss,
-because rounding differences accumulate over the steps and the final loss may be close to 0."""
+"""Maximum difference between the final losses, relative to the first loss of the loop. It is not relative to the final
+loss, because rounding differences accumulate over the steps and the final loss may be close to 0."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Entry:
     seconds: list[float] = field(default_factory=list)
     """Mean step time of each round."""
     ratio: Estimate | None = None
-    """Step time of the loop divided by that of the contender, within each round; above 1, the contender is faster."""
+    """Step time of the loop divided by the contender's, within each round. Above 1, the contender is faster."""
     peak_mib: float | None = None
     first_loss: float | None = None
     final_loss: float | None = None
@@ -228,7 +228,7 @@ def _entry(running: _Running, loop: _Running) -> Entry:
 
 
 def _difference(running: _Running, loop: _Running, count: int) -> str:
-    """Describe where the losses differ from the loop's by more than the tolerance; empty if they do not."""
+    """Return a message if the losses differ from the loop's by more than the tolerance, otherwise an empty string."""
     allowed = LOW_PRECISION if running.low_precision else EXACT
     first, mean = difference(running.losses, loop.losses)
     if not (first <= allowed.first and mean <= allowed.mean):  # also for NaN
@@ -236,7 +236,7 @@ def _difference(running: _Running, loop: _Running, count: int) -> str:
             f"the first loss differs by {first:.2g} (allowed: {allowed.first:g}), and the mean of {WARMUP} losses by "
             f"{mean:.2g} (allowed: {allowed.mean:g})"
         )
-    if not count or len(running.seconds) != len(loop.seconds):  # after different numbers of steps
+    if not count or len(running.seconds) != len(loop.seconds):  # the numbers of steps differ
         return ""
     final = abs(running.final - loop.final) / max(abs(loop.losses[0]), 1e-12)
     if not final <= FINAL_TOLERANCE:

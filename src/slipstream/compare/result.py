@@ -93,6 +93,6 @@ def _note(found: Comparison) -> str:
         "same "
         f"if the first one differs from the loop's by at most {EXACT.first:g} (relative), the mean of the first "
         f"{WARMUP} by at most {EXACT.mean:g}, and the final one by at most {FINAL_TOLERANCE:g} of the first loss. With "
-        f"low precision, the first two are {LOW_PRECISION.first:g} and {LOW_PRECISION.mean:g}. The peak memory is that "
-        f"of the process on a CPU, and of torch's allocator on a GPU.{stopped}"
+        f"low precision, the first two limits are {LOW_PRECISION.first:g} and {LOW_PRECISION.mean:g}. The peak memory "
+        f"is that of the process on a CPU, and of torch's allocator on a GPU.{stopped}"
     )

@@ -26,7 +26,7 @@ class DictAction(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        """Add the overrides of one occurrence of the option to `namespace`."""
+        """Add the overrides from one occurrence of the option to `namespace`."""
         texts = [values] if isinstance(values, str) else values or []
         try:
             parsed = dict(parse_override(text) for text in texts)

@@ -65,22 +65,22 @@ class Config(MutableMapping[str, Any]):
     ) -> Config:
         """Load a `.py`, `.yaml`, `.yml`, `.json` or `.toml` file.
 
-        The file's key `_base_` lists the files that it overrides, in any format and relative to the file, or in the
-        folder `.mim/configs` of an installed library (`"mmdet::retinanet/NAME.py"`). Dicts are merged, unless they
-        contain `_delete_=True`; all other values are replaced. The placeholders
+        The key `_base_` lists the files that this file overrides, in any of these formats. Their paths are relative to
+        this file or, in the form `"mmdet::retinanet/NAME.py"`, to the folder `.mim/configs` of an installed library.
+        Dicts are merged, unless they contain `_delete_=True`; all other values are replaced. The placeholders
         `{{ fileDirname }}`, `{{ fileBasename }}`, `{{ fileBasenameNoExtension }}`, `{{ fileExtname }}`,
         `{{ _base_.key.subkey }}` and `{{$VARIABLE:default}}` (from the environment) are replaced with their values.
 
         Only `.py` files are executed. Their top-level variables become the keys, except modules, functions, classes
-        and dunder names. Expressions can use `_base_.key.subkey` for the value of a base.
+        and dunder names. Expressions can use `_base_.key.subkey` for a value from a base.
 
         Args:
             filename: the file.
             import_custom_modules: import the modules listed in `custom_imports=dict(imports=[...])`, for files of any
                 format. Importing executes these modules; False skips them.
             trust: whether a YAML, JSON or TOML file may execute code: import any module with `custom_imports`, and
-                have a `.py` file as base. By default, it may only import modules that the program has already
-                imported, and those of slipstream, torch and torchmetrics. `.py` files are always trusted.
+                have a `.py` file as a base. By default, it may only import modules that the program has already
+                imported and modules from slipstream, torch and torchmetrics. `.py` files are always trusted.
 
         Raises:
             ConfigError: a file is missing, has a syntax error or raises an error; a base is missing or circular, or
@@ -132,7 +132,7 @@ class Config(MutableMapping[str, Any]):
         """The values as Python source that `fromfile` can load.
 
         Classes, functions and objects such as `torch.bfloat16` are written as their dotted import string. Secrets are
-        left out; see `redacted`.
+        omitted; see `redacted`.
 
         Raises:
             ConfigError: a value cannot be written; the message names its key.
@@ -142,14 +142,14 @@ class Config(MutableMapping[str, Any]):
     def redacted(self) -> dict[str, Any]:
         """Return the values without secrets, for files and logs.
 
-        Text from environment variables is replaced by the reference (`{{ $NAME }}`), so the text can be loaded again.
+        Text from an environment variable is replaced by a reference to it (`{{ $NAME }}`), which can be loaded again.
         Values of keys such as `api_key` and `password` are replaced by `<redacted>`.
         """
         values: dict[str, Any] = redact(self._cfg_dict)
         return values
 
     def dump(self, file: str | Path | None = None, *, secrets: bool = False) -> str | None:
-        """Write the values to `file`, in the format of its suffix; without a file, return the text.
+        """Write the values to `file`, in the format that its suffix specifies; without a file, return the text.
 
         The returned text has the format of `filename`, or is Python source if there is none. Loading it returns the
         same configuration, with two exceptions: classes, functions and objects such as `torch.bfloat16` are written as
@@ -205,7 +205,7 @@ class Config(MutableMapping[str, Any]):
         Args:
             overrides: `["optim_wrapper.optimizer.lr=0.1", ...]`; see `parse_override`.
             known: top-level keys that may be set even if the configuration does not contain them.
-            hints: maps other words that users write to the word that an error suggests for them.
+            hints: maps words that users may write instead of a key to the word that the error suggests.
 
         Raises:
             UnknownNameError: a key is neither in the configuration nor in a dict whose keys a builder checks; the

@@ -30,7 +30,7 @@ class ConfigDict(dict[Any, Any]):
     def __getattr__(self, name: str) -> Any:
         if name in self:
             return self[name]
-        # copy and pickle look up special methods; suggestions slow them down.
+        # copy and pickle look up special methods; computing suggestions would slow them down.
         keys = [] if name.startswith("__") else [key for key in self if isinstance(key, str)]
         hint = did_you_mean(name, keys)
         raise AttributeError(f"the configuration has no key '{name}'{hint}", name=name, obj=self)

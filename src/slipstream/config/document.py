@@ -30,7 +30,7 @@ class Document(Protocol):
     base_names: list[str]
 
     def values(self, bases: dict[str, Any]) -> dict[str, Any]:
-        """Return the file's values without those of its bases; `bases` contains the merged values of the bases."""
+        """Return the file's values without the values of its bases; `bases` contains the merged values of the bases."""
 
 
 def open_document(source: str, path: Path, suffix: str) -> Document:
@@ -133,7 +133,7 @@ class _Fill(ast.NodeTransformer):
         if node.value in self._placeholders:
             return self.visit_Name(ast.copy_location(ast.Name(node.value, ast.Load()), node))
         text = self._placeholders.fill_text(node.value)
-        if isinstance(text, Reference):  # which a constant cannot contain
+        if isinstance(text, Reference):  # `ast.Constant` cannot contain a `Reference`
             name = f"__slipstream_text_{len(self._names)}__"
             self._names[name] = text
             return ast.copy_location(ast.Name(name, ast.Load()), node)

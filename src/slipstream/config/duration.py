@@ -14,7 +14,7 @@ def read_duration(value: float | str, path: str) -> float:
     """Return a duration in seconds, given as a number or as text such as `300`, `90s`, `5m` or `1h30m`.
 
     Raises:
-        ConfigError: it is not a positive duration; `path` is its config path.
+        ConfigError: the value is not a positive duration. The message contains `path`, its config path.
     """
     if isinstance(value, str):
         words = re.fullmatch(r"(?:(\d+\.?\d*)h)?(?:(\d+\.?\d*)m)?(?:(\d+\.?\d*)s?)?", value.strip())

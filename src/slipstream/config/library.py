@@ -12,7 +12,7 @@ from slipstream.errors import ConfigError, did_you_mean
 __all__ = ["SCOPE", "Base", "find_base", "library_folder", "set_scope"]
 
 SCOPE = "_scope_"
-"""In a dict with a `type`, the key that names the library in which the names in this dict are looked up first."""
+"""Key in a dict with a `type`. Its value is the library in which the names in the dict are looked up first."""
 
 _NAME = re.compile(r"(\w+)::([^:]+)")
 
@@ -55,7 +55,7 @@ def library_folder(library: str, source: str) -> Path:
     """Return the folder of an installed package without importing it.
 
     Raises:
-        ConfigError: it is not installed; the message starts with `source`.
+        ConfigError: the package is not installed; the message starts with `source`.
     """
     spec = importlib.util.find_spec(library)
     if spec is None or spec.origin is None:

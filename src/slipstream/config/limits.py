@@ -1,4 +1,4 @@
-"""Limits of configuration files, so that a hostile file cannot exhaust time or memory."""
+"""Limits for configuration files, so that a hostile file cannot exhaust time or memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["MAX_COPIES", "MAX_DEPTH", "check_depth"]
 MAX_DEPTH = 100
 """Maximum depth of nested dicts and lists."""
 MAX_COPIES = 100_000
-"""Maximum total number of values that the aliases (`*name`) in a YAML file stand for."""
+"""Maximum total number of values to which the aliases (`*name`) in a YAML file expand."""
 
 
 def check_depth(tree: Any, source: str) -> None:

@@ -23,17 +23,17 @@ class Loaded(NamedTuple):
     text: str
 
 
-# Data files may import these packages, besides modules that the program has already imported.
+# Data files may import these packages, in addition to modules that the program has already imported.
 _IMPORTABLE = ("slipstream", "torch", "torchmetrics")
 _TRUST = "If you trust the file, add --trust on the command line, or pass trust=True in Python"
 
 
 def load_file(path: Path, chain: tuple[Path, ...] = (), trust: bool = False) -> Loaded:
-    """Load `path`; `chain` lists the files that have it as a base, outermost first.
+    """Load a file and its bases.
 
     Args:
         path: the file. If it is a Python file, it and its bases are trusted.
-        chain: the files that have it as a base.
+        chain: the files that have this file as a base, outermost first.
         trust: whether a base of a data file may be a Python file, which is executed.
 
     Raises:
@@ -129,8 +129,8 @@ def import_custom(values: dict[str, Any], source: str, trust: bool) -> None:
     Args:
         values: the configuration.
         source: its file, for error messages.
-        trust: whether any module may be imported. By default, only modules that are already imported, and modules of
-            slipstream, torch and torchmetrics, may be imported.
+        trust: whether any module may be imported. By default, only modules that are already imported and modules from
+            slipstream, torch and torchmetrics may be imported.
 
     Raises:
         ConfigError: the value is malformed, a module may not be imported, or a module cannot be imported and

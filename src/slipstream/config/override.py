@@ -85,8 +85,8 @@ def check_override(
 def _nearest(key: str, tree: dict[str, Any], known: set[str], hints: Mapping[str, str]) -> str:
     """Return `"; did you mean 'x'?"` for the dotted key most similar to `key`, in full or in its last segments.
 
-    If that is one of `hints`, its value is suggested. If several keys are equally similar in their last segments, the
-    one that is most similar in full is suggested, so a word without dots is preferred.
+    If this key is in `hints`, the value from `hints` is suggested instead. If several keys are equally similar in their
+    last segments, the key that is most similar in full is suggested, so a key without dots is preferred.
     """
     length = key.count(".") + 1
 

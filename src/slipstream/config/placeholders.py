@@ -1,4 +1,4 @@
-"""Placeholders `{{ ... }}` in configuration files: file names, values of bases, and environment variables."""
+"""Placeholders `{{ ... }}` in configuration files: file names, values from bases, and environment variables."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Placeholders:
     """The placeholders of one file.
 
     `text` is the source with a token in place of each placeholder, so that a parser for the format can read it. `fill`
-    replaces the tokens with the values. A placeholder that is a whole value keeps its type: a base value is copied, and
-    an environment variable outside quotes is parsed like an override. In a longer string, a placeholder becomes text.
+    replaces the tokens with the values. A placeholder that is an entire value can have any type: a base value is
+    copied, and an environment variable outside quotes is parsed like an override. In a longer string, it becomes text.
     Placeholders in comments are ignored. Text from an environment variable is a `Reference`.
 
     Args:
@@ -65,7 +65,7 @@ class Placeholders:
         return token in self._found
 
     def fill(self, value: Any) -> Any:
-        """Return `value` with all tokens replaced, including those in keys of dicts.
+        """Return `value` with all tokens replaced, including those in dict keys.
 
         Raises:
             ConfigError: no base has the key, or the environment variable is not set and has no default.

@@ -38,7 +38,7 @@ def to_text(values: dict[Any, Any], suffix: str) -> str:
 
 
 def _plain(value: Any, suffix: str, path: str) -> Any:
-    """Return `value` converted to the types of the format: None, bool, int, float, str, list, tuple and dict."""
+    """Return `value` converted to types that the format supports: None, bool, int, float, str, list, tuple and dict."""
     if isinstance(value, dict):
         return {_key(key, suffix, path): _plain(item, suffix, join(path, key)) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -61,7 +61,9 @@ class BoundedLoader(yaml.SafeLoader):
         return node  # type: ignore[no-any-return]
 
     def fetch_flow_collection_start(self, token_class: Any) -> None:
-        """Read an opening bracket; the scanner reads many of them before the first node is composed.
+        """Read an opening bracket.
+
+        The depth is also checked here, because the scanner reads many brackets before the first node is composed.
 
         Raises:
             yaml.composer.ComposerError: the document exceeds a limit.
@@ -84,7 +86,7 @@ class Loader(BoundedLoader):
     }
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Return the node of a mapping.
+        """Return the node for a mapping.
 
         Raises:
             yaml.constructor.ConstructorError: the mapping has a duplicate key.

@@ -184,7 +184,7 @@ class LoggerHookCfg(_HookCfg, total=False):
 
 
 class DefaultHooksCfg(TypedDict, total=False):
-    """`default_hooks`: the hooks of `slipstream.runner.user_config.DEFAULT_HOOKS` by name; None removes a hook."""
+    """`default_hooks`: the hooks in `slipstream.runner.user_config.DEFAULT_HOOKS` by name; None removes a hook."""
 
     runtime_info: Hook | Mapping[str, Any] | None
     timer: Hook | Mapping[str, Any] | None

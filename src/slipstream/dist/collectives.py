@@ -70,7 +70,7 @@ def traceable_sum(data: Tensor) -> Tensor:
 
 
 def all_reduce_dict(data: dict[str, Tensor], op: str = "sum", group: dist.ProcessGroup | None = None) -> None:
-    """Reduce every tensor of `data` like `all_reduce`, with one all-reduce for each dtype.
+    """Reduce every tensor in `data` like `all_reduce`, with one all-reduce for each dtype.
 
     The tensors in the dict are replaced by new tensors; the original tensors are not modified.
     """

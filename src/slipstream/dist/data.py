@@ -23,7 +23,7 @@ def get_data_device(data: Tensor | Mapping[Any, Any] | Iterable[Any]) -> torch.d
     if len(devices) == 1:
         return devices.pop()
     found = ", ".join(sorted(map(str, devices))) or "none"
-    raise DataError(f"all tensors of the data must be on one device; found tensors on: {found}")
+    raise DataError(f"all tensors in the data must be on the same device; found tensors on: {found}")
 
 
 def cast_data_device(data: Any, device: torch.device, out: Any = None) -> Any:

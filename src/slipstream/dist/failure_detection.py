@@ -45,7 +45,8 @@ _where: Callable[[], str] | None = None
 def report_progress(where: Callable[[], str] | None) -> None:
     """Register a function that describes the current position for failure messages, such as `iteration 57`.
 
-    Failure detection calls `where()` once, from a different thread, when it reports a failure. None unregisters it.
+    Failure detection calls `where()` once, from a different thread, when it reports a failure. Pass None to
+    unregister the function.
     """
     global _where
     _where = where
@@ -187,7 +188,7 @@ class FailureDetector:
         self._selector.register(sock, selectors.EVENT_READ)
 
     def _receive(self, peer: Peer) -> bool:
-        """Read the messages of a peer; return whether to keep waiting for messages."""
+        """Read the messages from a peer; return whether to keep waiting for messages."""
         try:
             data = peer.sock.recv(4096)
         except OSError:

@@ -58,7 +58,7 @@ def get_dist_info(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
 
 
 def get_local_rank() -> int:
-    """Return the rank among the processes of this machine, or 0 without a process group.
+    """Return the rank among the processes on this machine, or 0 without a process group.
 
     The launcher exports it as `LOCAL_RANK`.
     """

@@ -51,8 +51,8 @@ def init_dist(launcher: str, backend: str | None = None, init_backend: str = "to
         backend: the default is gloo for CPU tensors and objects, and the accelerator's backend for tensors on the
             accelerator: `cpu:gloo,cuda:nccl` (hccl on NPU, xccl on XPU). Without an accelerator, it is `gloo`.
         init_backend: must be `torch`; MMEngine's other values are not supported.
-        kwargs: `timeout` of collectives in seconds, `init_timeout` in seconds for all processes to connect
-            (default 300), `port`, and other arguments of `torch.distributed.init_process_group`.
+        kwargs: `timeout` for collectives in seconds, `init_timeout` in seconds for all processes to connect
+            (default 300), `port`, and other arguments for `torch.distributed.init_process_group`.
 
     Raises:
         DistributedError: an environment variable of the launcher is missing or wrong, processes are missing, or
@@ -110,7 +110,7 @@ def _check_supports(backend: str, device: str) -> None:
         if kind in ("", device) and device in supported.get(name, ()):
             return
     if (own := _BACKENDS.get(device)) is None:
-        remedy = f"no backend of torch.distributed is known for {device}; start one process"
+        remedy = f"torch.distributed has no known backend for {device}; start one process"
     elif own in supported:
         remedy = f"use '{own}' or 'cpu:gloo,{device}:{own}', or remove the option"
     else:

@@ -66,7 +66,7 @@ def gather_named_tensors(
         if layout is torch.strided:
             sent = tensors[name] if name in tensors else torch.zeros(shape, dtype=dtype, device=device)
             found: list[Any] = all_gather(sent, group)  # HCCL has no `gather`
-        else:  # sparse tensors of different ranks have different sizes
+        else:  # sparse tensors on different ranks have different sizes
             found = all_gather_object(tensors[name].cpu() if name in tensors else None, group)
         for rank, received in enumerate(found):
             if name in kinds[rank]:
@@ -75,7 +75,10 @@ def gather_named_tensors(
 
 
 def own_or_mean(of_ranks: Sequence[Mapping[str, Tensor]], rank: int, world_size: int) -> dict[str, Tensor]:
-    """Return what `gather_named_tensors` gathered from `rank`, or the mean if the number of ranks has changed."""
+    """Return the tensors of `rank`, or the mean over the former ranks if the number of ranks has changed.
+
+    `of_ranks` is a result of `gather_named_tensors`.
+    """
     if len(of_ranks) == world_size:
         return dict(of_ranks[rank])
     names = {name: None for tensors in of_ranks for name in tensors}
@@ -94,7 +97,7 @@ def collect_results(
 ) -> list[Any] | None:
     """Return the results of all ranks in sample order on rank 0, and None on the other ranks.
 
-    Rank r has the results of samples r, r + world_size, ... The lists are interleaved and truncated to `size`, which
+    Rank r has the results for samples r, r + world_size, ... The lists are interleaved and truncated to `size`, which
     removes samples that a sampler repeated so that every rank has the same number. `device` (cpu, gpu or the name of
     an accelerator) and `tmpdir` have no effect; they exist for compatibility with MMEngine.
 

@@ -18,7 +18,7 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def expand_nodelist(nodelist: str) -> list[str]:
-    """Return the hosts of a Slurm node list: `n[01-03,7],gpu1` expands to `n01 n02 n03 n7 gpu1`.
+    """Return the hosts in a Slurm node list: `n[01-03,7],gpu1` expands to `n01 n02 n03 n7 gpu1`.
 
     Raises:
         DistributedError: `nodelist` is not a valid node list.
@@ -38,7 +38,7 @@ def expand_nodelist(nodelist: str) -> list[str]:
 
 
 def first_host(nodelist: str) -> str:
-    """Return the first host of a Slurm node list, from `scontrol` if it is installed."""
+    """Return the first host in a Slurm node list, from `scontrol` if it is installed."""
     try:
         shown = subprocess.run(
             ["scontrol", "show", "hostnames", nodelist],
@@ -86,7 +86,7 @@ def _port(environ: Mapping[str, str]) -> str:
     if environ.get("MASTER_PORT"):
         return str(number(environ, "MASTER_PORT", "slurm"))
     # Jobs that share a node have similar ids. The range avoids Slurm's ports (from 6817, srun from 60001) and
-    # the ephemeral ports of Linux (from 32768).
+    # Linux's ephemeral ports (from 32768).
     job = number(environ, "SLURM_JOB_ID", "slurm")
     step = number(environ, "SLURM_STEP_ID", "slurm") if environ.get("SLURM_STEP_ID") else 0
     return str(20000 + (8 * job + step) % 10000)

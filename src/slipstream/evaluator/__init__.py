@@ -1,4 +1,4 @@
-"""The evaluator, metrics that count on the device, and an adapter for torchmetrics."""
+"""The evaluator, metrics that accumulate counts on the device, and an adapter for torchmetrics."""
 
 from slipstream.evaluator.classification import Accuracy
 from slipstream.evaluator.counting import CountingMetric

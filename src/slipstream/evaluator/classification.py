@@ -29,7 +29,7 @@ class Accuracy(CountingMetric):
     Args:
         topk: the values of k.
         num_classes: the number of classes in the confusion matrix, which the run's report shows with a per-class
-            table. By default, it is the number of the dataset's `classes`. In this case, no matrix is computed if
+            table. The default is the length of the dataset's `classes`. With the default, no matrix is computed if
             there are more than 200 classes, or if the model has a different number of classes.
         collect_device, prefix, collect_dir: see `BaseMetric`.
 
@@ -80,7 +80,7 @@ class Accuracy(CountingMetric):
         bad = targets < 0
         if preds.ndim == 2:
             bad = bad | (targets >= preds.shape[1])
-        # `counts` can have been created before the dataset's classes were known, and then has no matrix.
+        # If `counts` was created before the dataset's classes were known, it contains no matrix.
         if len(pairs := counts[len(self.topk) + 2 :]):
             outside = self._count_pairs(pairs, preds, targets, round(len(pairs) ** 0.5))
             bad = bad if self.num_classes is None else bad | outside

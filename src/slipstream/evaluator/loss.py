@@ -1,4 +1,4 @@
-"""The mean losses of an evaluation, as a metric."""
+"""A metric that reports the mean losses in an evaluation."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["LossMetric"]
 
 
 class LossMetric(BaseMetric):
-    """The mean of each loss over the samples. The loss of a batch is taken as the mean over its samples."""
+    """The mean of each loss over the samples. The loss of a batch is assumed to be the mean over its samples."""
 
     def process(self, data_batch: Any, data_samples: tuple[Mapping[str, Tensor], int]) -> None:
-        """Store the losses of one batch; `data_samples` contains them by name, and the number of samples."""
+        """Store the losses of one batch; `data_samples` contains the losses by name and the number of samples."""
         losses, samples = data_samples
         self.results.append(({name: loss.detach() for name, loss in losses.items()}, samples))
 

@@ -23,7 +23,7 @@ _COPIES = 64  # at least the warp size of the GPU (32, or 64 on AMD)
 
 @METRICS.register_module()
 class IoUMetric(CountingMetric):
-    """Intersection over union and related metrics, in percent (0 to 100), over all pixels of the dataset.
+    """Intersection over union and related metrics, in percent (0 to 100), over all pixels in the dataset.
 
     For each class, TP is the number of correctly predicted pixels, and T and P are the numbers of its pixels in the
     targets and in the predictions. The metric always reports `aAcc`, the fraction of correct pixels, and `mAcc`, the
@@ -43,7 +43,7 @@ class IoUMetric(CountingMetric):
         iou_metrics: which of `mIoU`, `mDice` and `mFscore` to report.
         ignore_index: target id of ignored pixels; by default, `ignore_index` in the dataset's metainfo (None: no
             ignored pixels), or 255 if the metainfo does not contain this key.
-        num_classes: number of classes; by default, the number of the dataset's `classes`.
+        num_classes: number of classes; by default, the length of the dataset's `classes`.
         per_class: also report `IoU/<class name>` for every class.
         collect_device, prefix, collect_dir: see `BaseMetric`.
 

@@ -64,7 +64,7 @@ def test_shared_weights_count_once_and_frozen_weights_do_not_count():
 
 
 def test_invalid_input_shape_raises_error():
-    with pytest.raises(ModelError, match="Sequential does not accept an input of 4 x 8 x 8"):
+    with pytest.raises(ModelError, match="Sequential does not accept an input of shape 4 x 8 x 8"):
         describe(small(), (4, 8, 8))
 
 

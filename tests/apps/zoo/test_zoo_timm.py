@@ -68,7 +68,7 @@ def test_a_name_with_the_prefix_builds_a_network_of_timm_with_random_weights(tim
     assert network.model.drop_rate == 0.5
     assert timm.calls == [("tiny_net", False)]
     assert network.get_finetune_lr_dict(0.1) == {"model.head.fc": 0.1, "default": 0.0}
-    with pytest.raises(ConfigError, match="'timm:tiny_net' requires a number of classes"):
+    with pytest.raises(ConfigError, match="num_classes: is required for 'timm:tiny_net'"):
         models.get("timm:tiny_net")
     with pytest.raises(BuildError, match="there is no parameter 'depth'"):
         models.get("timm:tiny_net", 3, depth=2)

@@ -1,4 +1,4 @@
-"""Duration of collectives in the alpha-beta cost model, on nodes with several GPUs.
+"""Durations of collectives on nodes with several GPUs, in the alpha-beta cost model.
 
 Each function describes a collective of `n` bytes among `machines` x `local` GPUs. For reduce-scatter and all-gather,
 `n` is the size of the whole buffer. Sources: Hockney 1994 (alpha + n beta); Thakur, Rabenseifner and Gropp 2005

@@ -89,7 +89,7 @@ def describe(network: nn.Module, input_shape: tuple[int, ...], name: str | None 
         except (RuntimeError, TypeError, ValueError) as error:
             shape = " x ".join(map(str, input_shape))
             raise ModelError(
-                f"{type(network).__name__} does not accept an input of {shape}: {error}"
+                f"{type(network).__name__} does not accept an input of shape {shape}: {error}"
             ) from error
         observer.settle()
     del kept

@@ -19,7 +19,7 @@ class Block:
     name: str
     parameters: int
     flops: float
-    """FLOPs of the forward pass of one sample. A multiply-add counts as 2."""
+    """FLOPs of the forward pass for one sample. A multiply-add counts as 2."""
     activations: float
     """Number of values per sample saved for the backward pass."""
     norm_channels: int = 0
@@ -40,7 +40,7 @@ class Model:
 
     @property
     def flops(self) -> float:
-        """FLOPs of the forward pass of one sample."""
+        """FLOPs of the forward pass for one sample."""
         return sum(block.flops for block in self.blocks)
 
     @property
@@ -83,9 +83,9 @@ class Cluster:
     gpus: int
     gpus_per_node: int
     intra: Link
-    """Link between the GPUs of a node. Beta is per GPU and direction."""
+    """Link between the GPUs of a node. Beta is per GPU per direction."""
     inter: Link
-    """Link between nodes. Beta is for all network cards of a node together, per direction."""
+    """Link between nodes. Beta is for all network cards of a node combined, per direction."""
     flops: float
     """Sustained FLOP/s of one GPU."""
     memory_bandwidth: float
@@ -136,8 +136,8 @@ class Strategy:
     bucket_bytes: int = 25 * 2**20
     """DDP's `bucket_cap_mb`."""
     unit_parameters: int = 2**18
-    """Minimum number of parameters in the units of consecutive blocks that FSDP2 and HSDP gather. The default is that
-    of `MMFullyShardedDataParallel`."""
+    """FSDP2 and HSDP gather consecutive blocks in units of at least this many parameters. The default is the same as
+    for `MMFullyShardedDataParallel`."""
     noise: float = 0.02
     """Standard deviation of one GPU's computing time over steps, relative to its mean."""
 
@@ -149,7 +149,7 @@ class Prediction:
     strategy: Strategy
     cluster: Cluster
     batch: int
-    """Samples per GPU and step."""
+    """Samples per GPU per step."""
     compute: float
     """Time of forward, backward and optimizer without communication."""
     exposed: float

@@ -74,7 +74,7 @@ def work_of(
 
 
 def memory_per_gpu(model: Model, cluster: Cluster, strategy: Strategy, batch: int) -> float:
-    """Return the memory of a GPU in bytes (Rajbhandari et al. 2020): parameters, gradients, state and activations.
+    """Return the memory used per GPU in bytes (Rajbhandari et al. 2020): parameters, gradients, state and activations.
 
     Sharded strategies partition the first three, and store the two largest units unsharded, for gathering and
     reduction. DDP also stores the parameters that are cast for the forward pass, if any.

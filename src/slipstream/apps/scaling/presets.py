@@ -21,7 +21,8 @@ SUSTAINED_FLOPS = 0.4
 """Sustained fraction of peak FLOP/s. It is below that of large language models (PaLM 46%, Chowdhery et al. 2022;
 MegaScale 55%, Jiang et al. 2024), because convolutions are less efficient."""
 SUSTAINED_LINK = 0.8
-"""Sustained fraction of the nominal bandwidth of links and memory, after protocol overhead and imperfect access."""
+"""Sustained fraction of the nominal bandwidth of links and memory, which accounts for protocol overhead and imperfect
+access patterns."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Gpu:
     memory_bandwidth: float
     memory: float
     link_bandwidth: float
-    """Bandwidth to the other GPUs of the node, in bytes per second and direction."""
+    """Bandwidth to the other GPUs of the node, in bytes per second per direction."""
     link_alpha: tuple[float, float] = (1.9e-6, 0.6e-6)
     """Alpha for large and for small messages."""
 
@@ -43,15 +44,15 @@ class Network:
     """Network between nodes."""
 
     bandwidth: float
-    """Bandwidth of one card, in bytes per second and direction."""
+    """Bandwidth of one card, in bytes per second per direction."""
     per_gpu: bool
-    """Whether each GPU has a card. If False, each node has one card."""
+    """Whether each GPU has its own network card. If False, each node has a single card."""
     alpha: tuple[float, float]
     """Alpha for large and for small messages."""
 
 
 # Sources: NVIDIA's data sheets "V100 Tensor Core GPU" (2020, SXM2 32GB), "A100" (2022, SXM 80GB), "H100" (2023, SXM),
-# "H200" (2024, SXM), and the Ada whitepaper (RTX 4090). Their NVLink figures add up both directions.
+# "H200" (2024, SXM), and the Ada whitepaper (RTX 4090). Their NVLink figures are the sum of both directions.
 # Latencies per hop: NCCL's table (src/graph/tuning.cc) for rings with its protocols LL128 and LL: NVLink 1.9
 # and 0.6 us, PCI 2.5 and 1.0 us, network 4.0 and 2.7 us. TCP over Ethernet: 30 us, an assumption.
 GPUS = {
@@ -67,11 +68,11 @@ NETWORKS = {
     "eth100": Network(12.5e9, False, (30e-6, 30e-6)),
     "eth25": Network(3.125e9, False, (30e-6, 30e-6)),
 }
-_LAUNCH = 8e-6  # NCCL's base latency of a ring (src/graph/tuning.cc: 6.6 us LL, 8.4 us Simple)
+_LAUNCH = 8e-6  # NCCL's base latency for a ring (src/graph/tuning.cc: 6.6 us LL, 8.4 us Simple)
 
 
 def make_cluster(gpu: Gpu, network: Network, gpus: int, gpus_per_node: int) -> Cluster:
-    """Return a cluster of `gpus` GPUs with sustained rates.
+    """Return a cluster of `gpus` GPUs, described by its sustained FLOP/s and bandwidths.
 
     Raises:
         ConfigError: if the number of GPUs is not a multiple of the GPUs per node.
@@ -100,9 +101,9 @@ def _link(alpha: tuple[float, float], bandwidth: float) -> Link:
 def segformer_1b(height: int, width: int) -> Model:
     """Return a SegFormer (arXiv 2105.15203) with one billion parameters, computed from formulas.
 
-    Widths are four times those of B5 (256, 512, 1280, 2048), and depths are 3, 6, 30 and 3. Attention reduces keys by
-    8, 4, 2 and 1 per side. The feed-forward layers are four times as wide as the tokens and contain a 3x3 depthwise
-    convolution. The all-MLP decoder has 768 channels and 19 classes. A block of width C with reduction R has
+    Widths are four times those of B5 (256, 512, 1280, 2048), and depths are 3, 6, 30 and 3. Attention downsamples
+    the keys by 8, 4, 2 and 1 per side. The feed-forward layers are four times as wide as the tokens and contain a 3x3
+    depthwise convolution. The all-MLP decoder has 768 channels and 19 classes. A block of width C with reduction R has
     `12 C^2 + (R C)^2` weights (the second term only if R > 1) and saves `20 C` values per token.
     """
     stages = zip((256, 512, 1280, 2048), (3, 6, 30, 3), (8, 4, 2, 1), (4, 8, 16, 32), strict=True)

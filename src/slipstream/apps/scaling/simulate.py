@@ -1,4 +1,4 @@
-"""Event simulation of a training step on one processor, and one network that runs one collective at a time."""
+"""Discrete-event simulation of a training step: a processor, and a network that runs one collective at a time."""
 
 from __future__ import annotations
 

@@ -36,7 +36,8 @@ class Camera(NamedTuple):
 
 
 class Light(NamedTuple):
-    """The light of a scene: brightness factors, RGB colors (0 to 1), and `reach`, the half-haze distance in meters."""
+    """The light of a scene: brightness factors, RGB colors (0 to 1), and `reach`, the distance in meters
+    at which an object's color is half haze."""
 
     sun_side: int
     left: float

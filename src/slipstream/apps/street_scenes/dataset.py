@@ -33,7 +33,7 @@ _LARGEST = 16384
 def draw_street_scene(
     seed: int, index: int, size: tuple[int, int] = (256, 512)
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Draw scene `index` of the series `seed`, as seen from a car in the street.
+    """Draw scene `index` of the series with this seed, as seen from a car on the street.
 
     The same arguments return the same bytes, except that the last bit of a color may differ between platforms with
     different floating-point rounding. A different size shows the same scene (stretched if its aspect ratio is not 2:1),
@@ -68,7 +68,8 @@ class StreetScenes(SegmentationDataset):
     """A dataset of `length` synthetic street scenes with the 19 classes of Cityscapes.
 
     Args:
-        size: height and width of the images in pixels, at least 32 each. Scenes are designed for a ratio of 1:2.
+        size: height and width of the images in pixels, at least 32 each. Scenes are designed for images that are twice
+            as wide as high.
         length: number of scenes. Scene i does not depend on the length.
         seed: seed of the series of scenes. Use a different seed for validation.
         transforms, cache_in_memory, cache: see `SegmentationDataset`.

@@ -42,8 +42,8 @@ def write_street_folder(
 ) -> None:
     """Write street scenes in the Cityscapes folder layout: images, masks with label ids, and the folder `lists`.
 
-    `lists` contains the files that SuperGradients' recipes require: `train.lst`, `val.lst` and `labels.csv`. Many
-    scenes are drawn in several processes, so a calling script requires `if __name__ == "__main__":`.
+    `lists` contains the files that SuperGradients' recipes require: `train.lst`, `val.lst` and `labels.csv`. If
+    there are many scenes, several processes draw them, so a calling script requires `if __name__ == "__main__":`.
 
     Args:
         root: the folder, which is created if necessary. Existing files are replaced.

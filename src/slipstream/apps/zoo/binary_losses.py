@@ -47,7 +47,7 @@ class BCEDiceLoss(nn.Module):
         self.logits = logits
 
     def forward(self, outputs: Tensor | Sequence[Tensor], targets: Tensor) -> Tensor:
-        """Return the loss, 0-dim.
+        """Return the loss as a 0-dim tensor.
 
         Args:
             outputs: logits (N, 1, H, W).
@@ -66,15 +66,15 @@ class BCEDiceLoss(nn.Module):
 
 @MODELS.register_module()
 class FocalLoss(nn.Module):
-    """Binary cross-entropy with a smaller weight for elements that are classified well (arXiv 1708.02002).
+    """Binary cross-entropy with a smaller weight for well-classified elements (arXiv 1708.02002).
 
     For the predicted probability p and the target t, let `p_t = t p + (1 - t)(1 - p)` and
     `alpha_t = t alpha + (1 - t)(1 - alpha)`. The loss of an element is `alpha_t (1 - p_t)^gamma` times its binary
     cross-entropy. The result is reduced as `loss_fcn` would reduce it.
 
     Args:
-        loss_fcn: an `nn.BCEWithLogitsLoss` or its configuration. It is copied, not changed. Default: one without
-            arguments.
+        loss_fcn: an `nn.BCEWithLogitsLoss` or its configuration. It is copied, not changed. Default:
+            `nn.BCEWithLogitsLoss()`.
         gamma: exponent of the factor.
         alpha: factor for elements whose target is 1; the factor for other elements is 1 - alpha.
 
@@ -98,11 +98,11 @@ class FocalLoss(nn.Module):
         self.alpha = alpha
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss: 0-dim, or in the shape of the outputs with the reduction 'none'.
+        """Return the loss: a 0-dim tensor or, with the reduction 'none', a tensor with the shape of the outputs.
 
         Args:
             outputs: logits of any shape.
-            targets: 0, 1 or probabilities in the shape of the logits, or without their only channel.
+            targets: 0, 1 or probabilities, with the shape of the logits or without the channel dimension.
         """
         if isinstance(outputs, Tensor) and outputs.shape == targets.shape:
             scores = at_least_float32(outputs)
@@ -119,7 +119,7 @@ class FocalLoss(nn.Module):
 
 
 def _one_channel(outputs: Any, loss: str) -> Tensor:
-    """Return an output (N, 1, ...) without its channel.
+    """Return an output (N, 1, ...) without its channel dimension.
 
     Raises:
         ModelError: if there are several outputs or channels.

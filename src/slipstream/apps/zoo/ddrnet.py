@@ -159,10 +159,10 @@ class Backbone(nn.Module):
 class DDRNet(Network):
     """DDRNet. Build it with `ddrnet_23`, `ddrnet_23_slim` or `ddrnet_39`.
 
-    Parameter names are those of SuperGradients' checkpoints.
+    Parameter names match SuperGradients' checkpoints.
 
     Training requires at least two images per batch (over all processes with SyncBatchNorm), because BatchNorm is
-    applied to global means.
+    applied to globally pooled features.
 
     Args:
         num_classes: number of output channels.

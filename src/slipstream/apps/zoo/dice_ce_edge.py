@@ -32,11 +32,11 @@ class DiceCEEdgeLoss(nn.Module):
                A_c = sum of p[c] over V + number of pixels with y = c
         loss = sum over heads of weights[head] * (dice_ce_weights[0] * CE + dice_ce_weights[1] * Dice)
 
-    As in SuperGradients, the first mean includes ignored pixels, and borders to ignored pixels are edges. The mean over
-    an empty E is 0. A detail head (one channel) predicts E: its CE is the binary cross-entropy with E, and its Dice is
-    computed from the sigmoid. Dice is defined as in V-Net (arXiv 1606.04797).
+    As in SuperGradients, the first mean includes ignored pixels, and borders with ignored pixels count as edges. The
+    mean over an empty E is 0. A detail head (one channel) predicts E: its CE is the binary cross-entropy with E, and
+    its Dice is computed from the sigmoid. Dice is defined as in V-Net (arXiv 1606.04797).
 
-    Half-precision logits are summed in float32. The loss does not synchronize with the device.
+    Half-precision logits are summed in float32. The computation does not synchronize with the device.
 
     Args:
         num_classes: number of channels of the logits.

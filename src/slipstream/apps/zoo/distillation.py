@@ -59,7 +59,7 @@ class NormalizationAdapter(nn.Module):
             self.register_buffer(name, values.float().view(-1, 1, 1))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the images (N, C, H, W) with the other normalization."""
+        """Return the images (N, C, H, W), converted to the other normalization."""
         return (images + self.additive) * self.multiplier
 
 
@@ -71,7 +71,7 @@ class KDklDivLoss(nn.Module):
     """
 
     def forward(self, student: Tensor, teacher: Tensor) -> Tensor:
-        """Return the loss, 0-dim, for logits (N, classes, ...) of both networks."""
+        """Return the loss as a 0-dim tensor, for logits (N, classes, ...) of both networks."""
         log_p = F.log_softmax(at_least_float32(student), dim=1)
         log_q = F.log_softmax(at_least_float32(teacher), dim=1)
         return F.kl_div(log_p, log_q, reduction="batchmean", log_target=True)
@@ -125,8 +125,8 @@ class KDLogitsLoss(nn.Module):
 class ChannelWiseKnowledgeDistillationLoss(nn.Module):
     """The Kullback-Leibler divergence between normalized maps of both networks (arXiv 2011.13256).
 
-    With the temperature T, the maps are the softmax of logits / T: of each channel over its pixels, or of each pixel
-    over the channels. The sum of the divergences is multiplied by T^2 and divided by the number of maps.
+    The maps are softmax(logits / T) with the temperature T, computed for each channel over its pixels or for each
+    pixel over its channels. The sum of the divergences is multiplied by T^2 and divided by the number of maps.
 
     Args:
         normalization_mode: 'channel_wise' for a map per channel, or 'spatial_wise' for a map per pixel.
@@ -153,7 +153,7 @@ class ChannelWiseKnowledgeDistillationLoss(nn.Module):
         self.ignore_index = ignore_index
 
     def forward(self, student: Tensor, teacher: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return the loss, 0-dim.
+        """Return the loss as a 0-dim tensor.
 
         Args:
             student, teacher: logits (N, channels, H, W) of both networks.
@@ -181,7 +181,7 @@ class SegKDLoss(nn.Module):
         kd_loss: `loss(student, teacher, targets)`, such as `ChannelWiseKnowledgeDistillationLoss`, or its
             configuration.
         ce_loss: `loss(student, targets)`, or its configuration.
-        weights: factor for each output of the networks. Further outputs are not used.
+        weights: factor for each output of the networks. Additional outputs are ignored.
         kd_loss_weights: factors for `ce_loss` and `kd_loss`, in this order.
 
     Raises:

@@ -24,12 +24,12 @@ _TOLERANCE = 1e-3
 
 @torch.no_grad()
 def fuse_batch_norms(network: nn.Module, example: Tensor) -> int:
-    """Multiply the weights of each convolution by the BatchNorm that follows it, in place. Return the number of pairs.
+    """Fuse each convolution with the BatchNorm that follows it, in place. Return the number of fused pairs.
 
-    A convolution and a BatchNorm form a pair if, in one call of the network, both are called once and the BatchNorm
-    receives the unchanged output of the convolution. Each BatchNorm is replaced with the identity. Outputs in
-    evaluation mode are the same, up to rounding: a pair is not fused if this changes the outputs for random inputs, as
-    in `norm(y) + y`, where `y` is the output of the convolution. The network is in evaluation mode afterwards.
+    A convolution and a BatchNorm form a pair if a forward pass calls each of them once and the BatchNorm receives the
+    unchanged output of the convolution. Each BatchNorm is replaced with the identity. Outputs in evaluation mode stay
+    the same up to rounding. A pair is not fused if fusing it changes the outputs for random inputs, as in
+    `norm(y) + y`, where `y` is the output of the convolution. The network is in evaluation mode afterwards.
 
     Args:
         network: the network.
@@ -56,7 +56,7 @@ def _fuse(network: nn.Module, conv: str, norm: str) -> tuple[nn.Module, nn.Modul
 def _safe_pairs(
     network: nn.Module, pairs: Sequence[tuple[str, str]], shape: Sequence[int]
 ) -> list[tuple[str, str]]:
-    """Return the pairs whose fusion keeps the outputs, which are compared in float32 on the CPU."""
+    """Return the pairs whose fusion does not change the outputs, which are compared in float32 on the CPU."""
     trial = copy.deepcopy(network).to("cpu", torch.float32)
     example = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
     expected = _tensors(trial(example))

@@ -1,4 +1,4 @@
-"""Layers shared by several networks of the zoo.
+"""Layers shared by several networks in the zoo.
 
 Parameter names follow SuperGradients' checkpoints (`seq.conv`, `seq.bn`, `seg_head`), so their weights can be loaded.
 """
@@ -54,7 +54,7 @@ def _members(length: int, bins: int, device: torch.device, dtype: torch.dtype) -
 
 
 class ConvBNReLU(nn.Module):
-    """A convolution without bias and with padding `kernel_size // 2`, BatchNorm and, if `relu` is True, ReLU.
+    """A convolution (no bias, padding `kernel_size // 2`), followed by BatchNorm and, if `relu` is True, ReLU.
 
     The output has shape (N, out_channels, ceil(H / stride), ceil(W / stride)).
     """

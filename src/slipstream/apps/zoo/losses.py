@@ -45,7 +45,7 @@ class CrossEntropy(nn.Module):
         self.register_buffer("weight", factors, persistent=False)
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss, 0-dim.
+        """Return the loss as a 0-dim tensor.
 
         Args:
             outputs: logits (N, classes) or (N, classes, H, W).
@@ -127,8 +127,8 @@ def _sum_of_cross_entropy(
 ) -> Tensor:
     """Return the sum over all pixels.
 
-    If only deterministic algorithms are allowed, `F.cross_entropy` does not sum, because its sum on CUDA is not
-    deterministic.
+    If only deterministic algorithms are allowed, the sum is computed separately, because `F.cross_entropy` computes a
+    nondeterministic sum on CUDA.
     """
     reduction = "none" if torch.are_deterministic_algorithms_enabled() else "sum"
     losses = F.cross_entropy(

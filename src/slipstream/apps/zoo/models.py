@@ -38,7 +38,7 @@ _RENAMED_OPTIONS = {
     "drop_path_prob": "drop_path",
     "sync_bn": "training_params.sync_bn",
 }
-"""Keys of older SuperGradients recipes, and the keys that replace them."""
+"""Keys from older SuperGradients recipes, and the keys that replace them."""
 
 
 def names() -> list[str]:
@@ -68,15 +68,15 @@ def get(
     """Return a network in training mode, with random weights or weights from a file.
 
     Args:
-        name: one of `names()`, or `timm:` and the name of a classification network of timm (`timm:convnext_tiny`).
+        name: one of `names()`, or `timm:` and the name of a classification network in timm (`timm:convnext_tiny`).
         num_classes: number of classes. It may also be set in `arch_params`.
         arch_params: see `options`.
-        checkpoint_path: a checkpoint of Slipstream, MMEngine or SuperGradients, or a plain state dict; see `load`.
+        checkpoint_path: a checkpoint from Slipstream, MMEngine or SuperGradients, or a plain state dict; see `load`.
         strict_load, load_backbone, checkpoint_sha256: see `load`.
         checkpoint_num_classes: number of classes in the checkpoint. If it differs from `num_classes`, the
             classification layers are not loaded, and this is logged.
         pretrained_weights: must be None, except for timm's networks, for which any name downloads timm's weights.
-        options: other arguments of the network, such as `use_aux_heads`.
+        options: other arguments for the network, such as `use_aux_heads`.
 
     Raises:
         UnknownNameError: if the network does not exist.
@@ -122,7 +122,9 @@ def _check_name(name: str, pretrained_weights: str | None) -> None:
 
 def _classes(name: str, num_classes: int | None, arch_classes: int | None) -> int:
     if num_classes is None and arch_classes is None:
-        raise ConfigError(f"'{name}' requires a number of classes", "num_classes")
+        raise ConfigError(
+            f"is required for '{name}'; set it to the dataset's number of classes", "num_classes"
+        )
     if None not in (num_classes, arch_classes) and num_classes != arch_classes:
         raise ConfigError(
             f"is {num_classes}, but {arch_classes} in arch_params; remove one of them", "num_classes"
@@ -148,7 +150,7 @@ def load(
     """Load weights from a file into a network, and log weights that are skipped.
 
     From a checkpoint of a `SupervisedModel`, only its network is loaded. From a SuperGradients checkpoint, `ema_net` is
-    loaded if it exists, otherwise `net`. Name prefixes of DDP (`module.`) and `torch.compile` (`_orig_mod.`) are
+    loaded if it exists, otherwise `net`. Name prefixes that DDP (`module.`) and `torch.compile` (`_orig_mod.`) add are
     removed.
 
     Args:
@@ -159,8 +161,8 @@ def load(
             dicts with a `value` key in its recipes are also accepted.
         load_backbone: whether to load the file into the network's backbone and skip mismatches, for example for a
             classifier trained on ImageNet.
-        other_classes: whether the checkpoint has a different number of classes. Its tensors with other shapes, which
-            are those of the classification layers, are skipped.
+        other_classes: whether the checkpoint has a different number of classes. If True, tensors with different shapes
+            (those of the classification layers) are skipped.
         checkpoint_sha256: the SHA-256 checksum of the file.
 
     Raises:

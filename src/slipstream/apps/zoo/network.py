@@ -22,14 +22,14 @@ _EXAMPLE_SIDE = 64
 
 
 class Network(nn.Module):
-    """A network of the zoo. A subclass defines `_classifiers`, and removes its auxiliary heads."""
+    """A network in the zoo. A subclass defines `_classifiers`, and removes its auxiliary heads."""
 
     task: ClassVar[str] = "segmentation"
     """`segmentation` or `classification`."""
     _classifiers: ClassVar[str] = ""
-    """Pattern of the names of the layers whose outputs are the logits of the classes."""
+    """Regular expression that matches the names of the layers that return the class logits."""
     _replaced_heads: ClassVar[tuple[str, ...]] = ()
-    """Parts that SuperGradients' `replace_head` initializes again, in addition to the classification layers."""
+    """Submodules that SuperGradients' `replace_head` reinitializes in addition to the classification layers."""
     _processing: Processing | None = None
     _is_set_by_user = False
 
@@ -41,7 +41,7 @@ class Network(nn.Module):
     ) -> None:
         """Set how `predict` transforms images and names classes. None keeps the current value.
 
-        `Trainer.train` sets them from the validation data, and `models.get` from the checkpoint of a recipe.
+        `Trainer.train` sets these values from the validation data, and `models.get` from the checkpoint of a recipe.
 
         Args:
             class_names: names of the classes.
@@ -92,13 +92,13 @@ class Network(nn.Module):
     ) -> ImagePrediction | ImagesPredictions:
         """Return the prediction for an image, or the predictions for a list or a folder of images.
 
-        `set_dataset_processing_params` describes the images and the classes; without it, images are normalized as in
-        the recipes for Cityscapes and ImageNet, with a warning, and the names of classes are their ids.
+        Call `set_dataset_processing_params` first to describe the images and the classes. Otherwise, a warning is
+        logged, images are normalized as in the recipes for Cityscapes and ImageNet, and classes are named by their ids.
 
         Args:
             images: a path, a folder, a Pillow image, a uint8 array (H, W, 3) in RGB or (H, W), a uint8 tensor
                 (3, H, W), or a list of these.
-            batch_size: largest number of images of the same size in a batch.
+            batch_size: maximum number of images in a batch. All images in a batch have the same size.
             fuse_model: use a copy of the network that is prepared by `prep_model_for_conversion`.
             fp16: use float16 where autocast allows it; only on accelerators.
 
@@ -114,7 +114,7 @@ class Network(nn.Module):
     def replace_head(self, new_num_classes: int) -> None:
         """Replace the classification layers with untrained ones for `new_num_classes` classes.
 
-        As in SuperGradients, the heads of DDRNet, STDC, RegSeg and SegFormer are initialized again as a whole.
+        As in SuperGradients, all layers in the heads of DDRNet, STDC, RegSeg and SegFormer are reinitialized.
 
         Raises:
             ModelError: if `new_num_classes` is less than 1.
@@ -127,7 +127,7 @@ class Network(nn.Module):
             reset: Any = getattr(module, "reset_parameters", None)
             if reset is not None and name.split(".")[0] in self._replaced_heads:
                 reset()
-        # The classes are those of the replaced head.
+        # The parameters describe the classes of the replaced head.
         self._processing, self._is_set_by_user = None, False
 
     def prep_model_for_conversion(self, input_size: Sequence[int] | None = None, **_: Any) -> None:
@@ -161,7 +161,7 @@ class Network(nn.Module):
 
 
 def _with_outputs(layer: nn.Module, count: int) -> nn.Module:
-    """Return an untrained layer with `count` outputs, and otherwise the options, dtype and device of `layer`."""
+    """Return an untrained layer with `count` outputs; its other options, dtype and device are the same as `layer`'s."""
     options: dict[str, Any] = dict(bias=getattr(layer, "bias", None) is not None)
     weight = next(layer.parameters())
     options |= dict(dtype=weight.dtype, device=weight.device)

@@ -102,7 +102,7 @@ class Decoder(nn.Module):
 class PPLiteSeg(Network):
     """PP-LiteSeg with an STDC backbone. Build it with `pp_lite_t_seg` or `pp_lite_b_seg`.
 
-    Parameter names are those of SuperGradients' checkpoints. The backbone is `encoder.backbone`.
+    Parameter names match SuperGradients' checkpoints. The backbone is `encoder.backbone`.
 
     Args:
         num_classes: number of output channels.

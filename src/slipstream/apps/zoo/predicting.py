@@ -1,4 +1,4 @@
-"""Prediction for images: reading, the transforms of the validation data, and class ids at the size of the images."""
+"""Prediction for images: read them, apply the validation transforms, and resize the class ids to the image size."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ _PADDING = ("non_blocking", "pad_size_divisor", "pad_value")
 
 @dataclass(frozen=True)
 class Processing:
-    """How images are transformed and classes are named.
+    """How images are transformed and how classes are named.
 
     Attributes:
         class_names: names of the classes. Default: their ids.
         transforms: transforms of the validation data, or None for the normalization of ImageNet.
-        palette: an RGB color for each class. Default: that of PASCAL VOC.
+        palette: an RGB color for each class. Default: the colors of PASCAL VOC.
     """
 
     class_names: Sequence[str] | None = None
@@ -101,8 +101,8 @@ class Processing:
 def processing_in(meta: Any, task: str) -> Processing | None:
     """Return the classes and validation transforms in the `meta` of a checkpoint, or None if it lacks one of them.
 
-    The transforms include the normalization of the data preprocessor. If the data preprocessor does anything else with
-    the images, there are no transforms, so that `predict` logs a warning.
+    The transforms include the normalization of the data preprocessor. If the data preprocessor changes the images in
+    any other way, the result has no transforms, and `predict` logs a warning.
     The stored configuration is read as plain data: nothing is imported, and no environment variables are read.
     """
     data = meta.get("dataset_meta") if isinstance(meta, Mapping) else None
@@ -118,7 +118,7 @@ def processing_in(meta: Any, task: str) -> Processing | None:
         transforms = None if normalization is None else [*dataset["transforms"], *normalization]
         return Processing.read(task, data["classes"], transforms, data.get("palette"))
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError, yaml.YAMLError):
-        return None  # the configuration contains Python objects, or is not that of a recipe
+        return None  # the configuration contains Python objects, or it is not a recipe
 
 
 def _preprocessing(cfg: Mapping[str, Any], task: str) -> Sequence[Mapping[str, Any]] | None:
@@ -190,7 +190,7 @@ def _pixels(image: Any) -> RGB:
                 f"a tensor must be an image, uint8 (3, H, W), not {tuple(image.shape)} of {image.dtype}"
             )
         return image.permute(1, 2, 0).cpu().numpy()
-    if hasattr(image, "convert"):  # Pillow's images
+    if hasattr(image, "convert"):  # Pillow images
         image = image.convert("RGB")
     array = np.asarray(image)
     if array.ndim == 2:
@@ -203,7 +203,7 @@ def _pixels(image: Any) -> RGB:
 
 
 def _listed(processor: Any) -> Iterable[Any]:
-    """Return the transforms of a list, or of SuperGradients' `{ComposeProcessing: {processings: [...]}}`."""
+    """Return the transforms in a list, or in SuperGradients' `{ComposeProcessing: {processings: [...]}}`."""
     if isinstance(processor, Mapping) and list(processor) == ["ComposeProcessing"]:
         processor = (processor["ComposeProcessing"] or {}).get("processings")
     if isinstance(processor, str | Mapping) or not isinstance(processor, Iterable):
@@ -222,7 +222,7 @@ def _built(transforms: Iterable[Any], task: str) -> list[Any]:
             entry = {"type": name, **(arguments or {})}
         if not isinstance(entry, Mapping):
             built.append(entry)
-        elif entry.get("type") != "ImagePermute":  # the order of the axes is fixed here
+        elif entry.get("type") != "ImagePermute":  # images are always converted to (3, H, W)
             built.append(TRANSFORMS.build(_renamed(entry, task)))
     return built
 
@@ -281,7 +281,7 @@ def _scores(network: nn.Module, inputs: Sequence[Tensor], batch_size: int, fp16:
 
 def _result(image: RGB, scores: Tensor, box: Box, processing: Processing) -> ImagePrediction:
     height, width = image.shape[:2]
-    # A single channel contains the logits of the second of two classes.
+    # With a single channel, there are two classes, and the channel contains the logits of the second one.
     binary = scores.ndim == 3 and len(scores) == 1
     count = 2 if binary else len(scores)
     names = _names(processing.class_names, count, binary)

@@ -72,7 +72,7 @@ class ImagePrediction(ABC):
         _picture(self.draw()).show()
 
     def save(self, output_path: str | Path) -> None:
-        """Write the picture to a file, in the format of its suffix.
+        """Write the picture to a file, in the format that the suffix indicates.
 
         Raises:
             ConfigError: the suffix is not the name of an image format.
@@ -121,7 +121,7 @@ class ImageSegmentationPrediction(ImagePrediction):
     palette: Sequence[Sequence[int]]
 
     def draw(self, alpha: float = 0.6) -> RGB:
-        """Return the image blended with the colors of the classes, whose weight is `alpha`."""
+        """Return the image blended with the class colors, which have the weight `alpha`."""
         return overlay(self.image, self.prediction.segmentation_map, self.palette, alpha)
 
 

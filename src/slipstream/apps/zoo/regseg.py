@@ -66,7 +66,7 @@ class SplitConv(nn.Module):
 
 
 class DBlock(nn.Module):
-    """A residual bottleneck: 1x1, dilated 3x3 group convolutions, squeeze and excitation, 1x1."""
+    """A residual bottleneck: 1x1 convolution, dilated 3x3 group convolutions, squeeze-and-excitation and 1x1 again."""
 
     def __init__(self, in_channels: int, out_channels: int, dilations: tuple[int, ...], stride: int) -> None:
         super().__init__()

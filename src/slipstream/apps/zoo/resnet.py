@@ -22,7 +22,7 @@ def _conv1x1(in_channels: int, out_channels: int, stride: int = 1) -> nn.Conv2d:
 
 
 def _dropped(x: Tensor, probability: float) -> Tensor:
-    """Return `x` without the images that are dropped at random, scaled to keep the mean (arXiv 1603.09382)."""
+    """Return `x` with random images set to 0 and the others scaled to keep the mean (arXiv 1603.09382)."""
     return x * F.dropout(x.new_ones(x.shape[0], 1, 1, 1), probability)
 
 

@@ -154,17 +154,17 @@ class MixTransformer(nn.Module):
 
 
 class FuseConv(nn.Conv2d):
-    """A 1x1 convolution over the concatenation of images that are resized to the size of the last one.
+    """A 1x1 convolution over the concatenation of feature maps that are resized to the size of the last one.
 
-    Each image is convolved with its part of the weights before it is resized. The result is the same, because both
+    Each map is convolved with its part of the weights before it is resized. The result is the same, because both
     operations are linear. Most of the work is done at low resolution, and the concatenation is not stored.
     """
 
     fuses_norm = True
-    """A following BatchNorm can be fused, because the convolution has the arguments and the bias of `nn.Conv2d`."""
+    """A BatchNorm after this layer can be fused, because the layer has the arguments and the bias of `nn.Conv2d`."""
 
     def forward(self, images: list[Tensor]) -> Tensor:  # type: ignore[override]
-        """Return (N, out_channels, h, w) at the size of the last image."""
+        """Return (N, out_channels, h, w) at the size of the last feature map."""
         weights = self.weight.chunk(len(images), dim=1)
         parts = [F.conv2d(image, weight) for image, weight in zip(images, weights, strict=True)]
         out = parts[-1] if self.bias is None else parts[-1] + self.bias[:, None, None]
@@ -198,7 +198,7 @@ class DecodeHead(nn.Module):
 class SegFormer(Network):
     """SegFormer. Build it with `segformer_b0` ... `segformer_b5`.
 
-    Parameter names are those of SuperGradients' checkpoints. The encoder is `_backbone`.
+    Parameter names match SuperGradients' checkpoints. The encoder is `_backbone`.
 
     Args:
         num_classes: number of output channels.

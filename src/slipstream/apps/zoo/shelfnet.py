@@ -21,7 +21,7 @@ _DROPOUT = 0.25
 
 
 class ConvBNReLU(nn.Module):
-    """A convolution without bias, BatchNorm and ReLU, at the resolution of the input."""
+    """A convolution (no bias), followed by BatchNorm and ReLU, which keeps the resolution of its input."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int = 3) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class AttentionRefinement(nn.Module):
 
 
 class Backbone(nn.Module):
-    """The stages of ResNet. The features at 1/4 of the resolution are not returned."""
+    """The stages of a ResNet. The features at 1/4 of the resolution are not returned."""
 
     def __init__(self, in_channels: int, depths: tuple[int, int, int, int]) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Decoder(Rising):
 
 
 class Ladder(Rising):
-    """Descends from the highest resolution with the decoder's features, and rises again."""
+    """Processes the decoder's features from the highest to the lowest resolution, and then in the opposite order."""
 
     def _add_descent(self, width: int) -> None:
         widths = [width * 2**level for level in range(_LEVELS - 1)]
@@ -175,8 +175,8 @@ class NetOutput(nn.Module):
 class ShelfNet(Network):
     """The lightweight ShelfNet. Build it with `shelfnet18_lw` or `shelfnet34_lw`.
 
-    Parameter names are those of SuperGradients' checkpoints. Training requires at least two images per batch (over all
-    processes with SyncBatchNorm), because BatchNorm is applied to global means.
+    Parameter names match SuperGradients' checkpoints. Training requires at least two images per batch (over all
+    processes with SyncBatchNorm), because BatchNorm is applied to globally pooled features.
 
     Args:
         num_classes: number of output channels.
@@ -232,7 +232,7 @@ class ShelfNet(Network):
 
 @torch.no_grad()
 def _init_weights(network: ShelfNet) -> None:
-    """Initialize the convolutions of `ConvBNReLU`, `AttentionRefinement` and `NetOutput` as in the original."""
+    """Initialize the convolutions of `ConvBNReLU`, `AttentionRefinement` and `NetOutput` as the original does."""
     for module in network.modules():
         if isinstance(module, ConvBNReLU | AttentionRefinement | NetOutput):
             for layer in module.children():

@@ -37,7 +37,7 @@ class ShelfNetOHEMLoss(nn.Module):
         """Return `{"loss_main": ..., "loss_aux0": ..., ...}`, 0-dim tensors whose sum is the loss.
 
         Args:
-            outputs: logits (N, classes, H, W), or several of them.
+            outputs: logits (N, classes, H, W), or a sequence of them.
             targets: class ids (N, H, W) of any integer dtype.
         """
         several = (outputs,) if isinstance(outputs, Tensor) else outputs

@@ -22,7 +22,8 @@ class OhemCELoss(nn.Module):
     Hard pixels are those whose target class has a predicted probability below `threshold`, but at least the
     k = max(1, floor(mining_percent * n)) pixels with the largest losses, where n is the number of pixels that are not
     ignored. Pixels with the kth largest loss share the remaining weight equally. The loss is the mean over the hard
-    pixels, or 0 with gradient 0 if all pixels are ignored. It does not synchronize with the device.
+    pixels, or 0 with gradient 0 if all pixels are ignored. The computation
+    does not synchronize with the device.
 
     Args:
         threshold: probability, greater than 0 and at most 1.
@@ -48,7 +49,7 @@ class OhemCELoss(nn.Module):
         self.hard_loss = -math.log(threshold)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss, 0-dim, for logits (N, classes, H, W) and integer class ids (N, H, W)."""
+        """Return the loss as a 0-dim tensor, for logits (N, classes, H, W) and integer class ids (N, H, W)."""
         logits, targets = at_least_float32(logits), targets.long()
         losses = F.cross_entropy(logits, targets, ignore_index=self.ignore_index, reduction="none").flatten()
         return (self._weights(losses.detach(), targets.flatten() != self.ignore_index) * losses).sum()

@@ -106,8 +106,9 @@ class FeatureFusion(nn.Module):
 class STDCSeg(Network):
     """STDC-Seg. Build it with `stdc1_seg` or `stdc2_seg`.
 
-    Parameter names are those of SuperGradients' checkpoints. The backbone is `cp.backbone`. Training requires at
-    least two images per batch (over all processes with SyncBatchNorm), because BatchNorm is applied to global means.
+    Parameter names match SuperGradients' checkpoints. The backbone is `cp.backbone`. Training requires at
+    least two images per batch (over all processes with SyncBatchNorm), because BatchNorm is applied to globally
+    pooled features.
 
     Args:
         num_classes: number of output channels.

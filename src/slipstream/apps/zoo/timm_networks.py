@@ -25,7 +25,7 @@ from slipstream.registry import MODELS
 __all__ = ["PREFIX", "TimmClassifier"]
 
 PREFIX = "timm:"
-"""Start of the names of timm's networks in `models.get` and in `architecture`."""
+"""Prefix of the names of timm's networks in `models.get` and in `architecture`."""
 _OWN_SOURCES = (
     "checkpoint_path",
     "checkpoint_paths",
@@ -33,7 +33,7 @@ _OWN_SOURCES = (
     "pretrained_cfg_overlay",
     "cache_dir",
 )
-"""Options with which timm loads weights from other places, without Slipstream's checks of untrusted files."""
+"""Options that make timm load weights from other sources, without Slipstream's checks for untrusted files."""
 
 
 @MODELS.register_module()
@@ -47,8 +47,9 @@ class TimmClassifier(Network, PretrainedWeights):
         num_classes: number of classes.
         in_channels: number of image channels.
         pretrained: download timm's weights, which are read without unpickling objects. By default, weights are random.
-            `models.get` and `init_weights` load the weights, and a Runner before training, except in a resumed run.
-        options: further arguments of `timm.create_model`, such as `drop_path_rate`.
+            `models.get` and `init_weights` load the weights. A Runner loads them before training, except in a resumed
+            run.
+        options: additional arguments for `timm.create_model`, such as `drop_path_rate`.
 
     Raises:
         ModelError: if `num_classes` is less than 1.

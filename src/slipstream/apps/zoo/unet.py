@@ -21,7 +21,7 @@ _MIN_SIZE = 2 ** (len(_WIDTHS) - 1)
 
 
 class Stage(nn.Module):
-    """Two convolutions, after max-pooling unless the stage is the first."""
+    """Two convolutions, preceded by max-pooling in all stages except the first."""
 
     def __init__(self, in_channels: int, width: int, pools: bool) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Decoder(nn.Module):
 class UNet(Network):
     """U-Net. Build it with `unet`.
 
-    Parameter names are those of SuperGradients' checkpoints. The backbone is `encoder.backbone`.
+    Parameter names match SuperGradients' checkpoints. The backbone is `encoder.backbone`.
 
     Args:
         num_classes: number of output channels.
@@ -139,10 +139,10 @@ def unet(
     """Return U-Net (13.3 million parameters); see `UNet`.
 
     Raises:
-        ConfigError: if `use_aux_heads` is set, because auxiliary heads of U-Net are not supported.
+        ConfigError: if `use_aux_heads` is set, because auxiliary heads are not supported for U-Net.
     """
     if use_aux_heads:
         raise ConfigError(
-            "must be False, because auxiliary heads of U-Net are not supported", "use_aux_heads"
+            "must be False, because auxiliary heads are not supported for U-Net", "use_aux_heads"
         )
     return UNet(num_classes, in_channels, dropout)

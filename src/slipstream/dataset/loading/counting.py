@@ -18,7 +18,7 @@ class BatchSizes:
     """The number of this rank's samples in each batch of a pass over a loader.
 
     If the loader has an `EpochBatchSampler`, these are the sizes that it has drawn. For iterable datasets and for
-    datasets of ready batches, the samples in each batch are counted.
+    datasets whose items are batches, the samples in each batch are counted.
 
     Args:
         loader: a loader returned by `build_dataloader`.
@@ -31,7 +31,7 @@ class BatchSizes:
     def at(self, number: int, batch: Any) -> int:
         """Return the number of samples in batch `number` (from 0), or 1 if the number is unknown.
 
-        Call this method while the pass over the loader is in progress, because the next pass has other sizes.
+        Call this method while the pass over the loader is in progress, because the sizes may differ in the next pass.
         """
         if self._batches is not None and (drawn := self._batches.size_of(number)) is not None:
             return drawn

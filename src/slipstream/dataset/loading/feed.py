@@ -55,7 +55,7 @@ def can_draw_ahead(loader: Any) -> bool:
 
 
 class CopyStream(Protocol):
-    """Interface of an asynchronous copy to the device."""
+    """Interface for asynchronous copies to the device."""
 
     def send(self, batch: Any) -> Any:
         """Start copying `batch`; return a handle for `receive`."""

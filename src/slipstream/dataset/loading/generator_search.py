@@ -23,7 +23,7 @@ _MAX_OBJECTS = 1000
 
 
 class GeneratorKind(NamedTuple):
-    """Functions for a class of generators."""
+    """Functions that read, set and seed the state of generators of one class."""
 
     get: Callable[[Any], Any]
     set: Callable[[Any, Any], Any]
@@ -68,8 +68,8 @@ def generator_kind(value: Any) -> GeneratorKind | None:
 def find_generators(roots: Sequence[Any]) -> dict[str, Any]:
     """Return the generators in the attributes of `roots`, with names such as `Wrapper.inner.rng`.
 
-    Attributes of instances and of their classes, nested objects and short containers are searched. Local variables of
-    functions, slots and datasets are not.
+    The search includes attributes of instances and of their classes, nested objects and short containers. It does not
+    include datasets, slots and the local variables of functions.
     """
     found: dict[str, Any] = {}
     seen: set[int] = set()

@@ -19,7 +19,7 @@ def limit_batches(
     """Return `loader` with at most `count` batches per epoch.
 
     Args:
-        loader: a loader of `build_dataloader`, which may be changed in place.
+        loader: a loader returned by `build_dataloader`; it may be modified in place.
         count: the number of batches.
         option: name of the option in error messages.
         name: name of the loader in error messages.

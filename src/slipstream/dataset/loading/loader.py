@@ -58,8 +58,8 @@ def build_dataloader(
             and the arguments of `torch.utils.data.DataLoader`; `num_workers` and `prefetch_factor` may be `auto`
             (see `with_workers`). `skip_errors` is the number of samples that may raise errors and are replaced by
             others (see `SeededDataset`). `stall_warning` is the number of seconds without a batch after which a run
-            logs a warning (see `Loading`; default: 60; 0 disables the warning). Alternatively, a `DataLoader`, or
-            `dict(dataloader=..., num_batch_per_epoch=...)` to limit its number of batches per epoch; or a list of
+            logs a warning (see `Loading`; default: 60; 0 disables the warning). `cfg` may also be a `DataLoader`,
+            `dict(dataloader=..., num_batch_per_epoch=...)` to limit the number of its batches per epoch, or a list of
             batches, which are used in this order.
         seed: seed of the run. The order and the augmentation depend on it, but not on the number of workers.
         name: name of the loader in error messages (such as `train_dataloader`).
@@ -99,12 +99,12 @@ def build_dataloader(
 
 
 def _list_loader(batches: Sequence[Any], seed: int, name: str) -> RunLoader:
-    """Return a loader of ready batches."""
+    """Return a loader that yields the batches of a list."""
     if not batches:
         raise DataError(f"{name} is an empty list; it must contain at least one batch")
     if get_world_size() > 1:
         raise ConfigError(
-            f"a list has the same batches in all {get_world_size()} processes; use a DataLoader or a dict",
+            f"a list gives the same batches to all {get_world_size()} processes; use a DataLoader or a dict",
             name,
         )
     dataset: Any = list(batches)
@@ -112,13 +112,13 @@ def _list_loader(batches: Sequence[Any], seed: int, name: str) -> RunLoader:
 
 
 def set_epoch(loader: DataLoader[Any], epoch: int, start: int = 0, used: int = 0) -> None:
-    """Set the epoch of the next iteration over the loader, and where it starts.
+    """Set the epoch of the next iteration over the loader, and the batch at which it starts.
 
     Args:
         loader: a loader.
         epoch: the epoch, from 0.
         start: number of the first batch, from 0.
-        used: number of samples to leave out at the beginning of this batch; requires `can_start_inside_batch`.
+        used: number of samples to skip at the beginning of this batch; requires `can_start_inside_batch`.
     """
     if isinstance(loader.batch_sampler, EpochBatchSampler):
         loader.batch_sampler.set_epoch(epoch, start, used)
@@ -134,7 +134,7 @@ def batch_size(loader: DataLoader[Any]) -> int | None:
 
 
 def last_batch_size(loader: DataLoader[Any]) -> int | None:
-    """Return the number of this rank's samples in the last batch of an epoch, or None if there is none or unknown."""
+    """Return the number of this rank's samples in the last batch of an epoch, or None if it is unknown."""
     batches = loader.batch_sampler
     if not isinstance(batches, EpochBatchSampler) or type(batches.batch_sampler) is not BatchSampler:
         return None
@@ -278,7 +278,7 @@ def _dataset(cfg: Any, name: str) -> Any:
         dataset.full_init()
     if isinstance(dataset, list | tuple) and any(isinstance(item, Dataset) for item in dataset):
         raise ConfigError(
-            "must be one dataset; for several, use dict(type='ConcatDataset', datasets=[...])",
+            "must be a single dataset; to combine several, use dict(type='ConcatDataset', datasets=[...])",
             f"{name}.dataset",
         )
     check_not_empty(dataset, name)
@@ -326,7 +326,7 @@ def _collate(options: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _function(cfg: Any, path: str) -> Any:
-    """Return a function, or the registered function that a name or a dict with a `type` describes.
+    """Return a function, or the registered function that a name or a dict with a `type` specifies.
 
     Names are only looked up in the registry, so a data file cannot import a function.
     """
@@ -397,7 +397,7 @@ def _samples_per_pass(dataset: Any, batch_sampler: Any) -> int:
 
 
 def _defaults(options: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Return the arguments of `DataLoader`; without workers, drop the arguments that require workers."""
+    """Return the arguments for `DataLoader`; without workers, drop the arguments that require workers."""
     # `timeout` remains if `num_workers="auto"` chose no workers.
     unused = () if options.get("num_workers") else ("persistent_workers", "prefetch_factor", "timeout")
     return {

@@ -1,4 +1,4 @@
-"""Mixup (arXiv 1710.09412) and CutMix (arXiv 1905.04899) of the images in a batch."""
+"""Mixup (arXiv 1710.09412) and CutMix (arXiv 1905.04899) for the images in a batch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def collate_mixup(
 
     Raises:
         ConfigError: an argument is not supported, or both alphas are 0.
-        DataError: the number of samples is odd, the images have color changes, or a class id is not a class.
+        DataError: the number of samples is odd, the images have color changes, or a class id is out of range.
     """
     if mode != "batch" or cutmix_minmax is not None:
         raise ConfigError("only mode='batch' without cutmix_minmax is supported", "collate_fn")

@@ -19,7 +19,7 @@ __all__ = ["EpochOrder", "batch_indices"]
 def batch_indices(
     loader: DataLoader[Any], epoch: int, number: int, order: EpochOrder | None = None
 ) -> list[int] | None:
-    """Return the indices of this rank's samples in a batch, or None if the order cannot be computed again.
+    """Return the indices of this rank's samples in a batch, or None if the order cannot be recomputed.
 
     If `skip_errors` has replaced a sample of the batch, its replacement is returned.
 
@@ -68,7 +68,7 @@ def _sampled(batches: EpochBatchSampler, epoch: int, number: int, order: EpochOr
 
 
 class EpochOrder:
-    """The order of one epoch. Batches that are requested in ascending order draw it only once."""
+    """The order of one epoch. If batches are requested in ascending order, it is drawn only once."""
 
     def __init__(self) -> None:
         self._epoch: int | None = None

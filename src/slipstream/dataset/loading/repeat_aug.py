@@ -1,4 +1,4 @@
-"""The sampler of repeated augmentation: each sample occurs several times, with other random changes each time."""
+"""The sampler for repeated augmentation: each sample occurs several times, with different random changes each time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["RepeatAugSampler", "RepeatedIndex"]
 
 
 class RepeatedIndex(int):
-    """Index of a sample, and which repetition of the sample in the epoch it is."""
+    """Index of a sample, and the number of the repetition of this sample in the epoch."""
 
     seed_offset: int
     """Value that is added to the run's seed for the random changes of this repetition."""
@@ -40,7 +40,7 @@ class RepeatAugSampler(Sampler[int]):
         dataset: any object with a length.
         shuffle: whether to reshuffle the samples in each epoch.
         num_repeats: number of repetitions, at least 1; it may be a fraction.
-        selected_round: the number of samples of all ranks is rounded down to a multiple of this number; 0: not rounded.
+        selected_round: the number of samples of all ranks is rounded down to a multiple of this number; 0: no rounding.
         selected_ratio: divisor of the number of samples of each rank; 0: the number of ranks.
         seed: seed of the shuffle; it must be the same on every rank.
 

@@ -20,8 +20,8 @@ class SamplerState:
     """Makes the order of samplers that have their own random generators a function of the epoch.
 
     Epoch 0 uses the state that a generator has when this object is created. Each later epoch uses a state that is
-    computed from this first state, so an epoch that is repeated, or that begins after a resume, has the same order. A
-    torch generator in the attribute `generator` of a sampler is left out, because it is seeded from the seed of the
+    computed from this initial state, so an epoch has the same order if it is repeated or if it begins after a resume. A
+    torch generator in the attribute `generator` of a sampler is not included, because it is seeded from the seed of the
     run.
 
     Args:
@@ -38,7 +38,7 @@ class SamplerState:
         self._attributes = self._read()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the generators to the beginning of an epoch."""
+        """Set the generators to their states at the beginning of an epoch."""
         for generator, kind, initial in self._generators.values():
             if epoch == 0:
                 kind.set(generator, initial)
@@ -47,11 +47,11 @@ class SamplerState:
                 kind.seed(generator, int.from_bytes(digest[:4], "big"))
 
     def initial_states(self) -> dict[str, Any]:
-        """Return the first state of each generator as built-in Python values and tensors."""
+        """Return the initial state of each generator as built-in Python values and tensors."""
         return {name: _saved(initial) for name, (_, _, initial) in self._generators.items()}
 
     def restore_initial_states(self, states: Mapping[str, Any]) -> None:
-        """Replace the first states, from which the order of each epoch is computed. Unknown names are ignored.
+        """Replace the initial states, from which the order of each epoch is computed. Unknown names are ignored.
 
         Raises:
             ValueError: a state does not belong to its generator; no state is replaced.
@@ -89,7 +89,7 @@ class SamplerState:
         return [{name: _copied(value) for name, value in vars(sampler).items()} for sampler in self._samplers]
 
     def restore_attributes(self, saved: Sequence[dict[str, Any]]) -> None:
-        """Set the attributes to the values of an earlier `save_attributes`."""
+        """Set the attributes to the values that an earlier call to `save_attributes` returned."""
         for sampler, values in zip(self._samplers, saved, strict=True):
             attributes = vars(sampler)
             for name in attributes.keys() - values.keys():
@@ -147,7 +147,7 @@ def _saved(state: Any) -> Any:
 
 
 def _restored(saved: Any, like: Any, name: str) -> Any:
-    """Return the generator's state for which `_saved` returned `saved`; `like` is a state with the same structure."""
+    """Return the generator state that `_saved` converted to `saved`; `like` is a state with the same structure."""
     if isinstance(like, dict) and isinstance(saved, dict) and saved.keys() == like.keys():
         for key in saved.keys() & _LIMITS.keys():
             if not isinstance(saved[key], int) or not 0 <= saved[key] <= _LIMITS[key]:
@@ -165,7 +165,7 @@ def _restored(saved: Any, like: Any, name: str) -> Any:
 
 
 def _check(generator: Any, kind: GeneratorKind, state: Any, name: str) -> None:
-    """Check that `state` can be set; the generator keeps its present state."""
+    """Check that `state` can be set; the generator keeps its current state."""
     present = kind.get(generator)
     try:
         kind.set(generator, state)

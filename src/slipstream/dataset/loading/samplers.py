@@ -106,7 +106,7 @@ class InfiniteSampler(Sampler[int]):
         return math.ceil(self.size / self.world_size)
 
     def indices(self, first: int, end: int) -> list[int]:
-        """Return this rank's indices from position `first` to before `end`, without drawing those before them."""
+        """Return this rank's indices at the positions `first` to `end - 1`, without drawing the preceding indices."""
         orders: dict[int, list[int]] = {}
         found = []
         for position in range(
@@ -172,7 +172,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         self._sizes: list[tuple[int, int]] = []
 
     def set_epoch(self, epoch: int, start: int = 0, used: int = 0) -> None:
-        """Set the epoch, and the batch within it, at which the next iteration starts, after `used` of its samples."""
+        """Start the next iteration in this epoch at batch `start`, after the first `used` samples of the batch."""
         epoch = 0 if self.repeats else epoch
         self.epoch, self.start, self.used = epoch, start, used
         for sampler in (self.sampler, self.batch_sampler):
@@ -180,9 +180,9 @@ class EpochBatchSampler(Sampler[list[int]]):
                 sampler.set_epoch(epoch)
 
     def generator_states(self) -> dict[str, Any]:
-        """Return the first states of the sampler's generators, to store in checkpoints.
+        """Return the initial states of the sampler's generators, to store in checkpoints.
 
-        A new process may create a generator with another state, for example if it is not seeded.
+        A new process may create a generator with a different state, for example if the generator is not seeded.
         """
         return {} if uses_own_generator(self) else self._state.initial_states()
 
@@ -201,9 +201,9 @@ class EpochBatchSampler(Sampler[list[int]]):
     def differing_state(self, epoch: int) -> list[str]:
         """Return the names of attributes that the order of an epoch depends on and that cannot be set for the epoch.
 
-        The list is empty if two draws of the epoch have the same order. If the cause is not found, it contains the name
-        of the sampler's class. Attributes of the sampler are restored after the draws. Only the first `_COMPARED`
-        samples are drawn; a sampler that keeps an iterator is not drawn at all.
+        The list is empty if two draws of the epoch have the same order. If they differ and the cause is not found, the
+        list contains the name of the sampler's class. The attributes of the sampler are restored after the draws. Only
+        the first `_COMPARED` samples are drawn; a sampler that keeps an iterator is not drawn at all.
         """
         if uses_own_generator(self):
             return []

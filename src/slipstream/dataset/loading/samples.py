@@ -107,7 +107,7 @@ class SeededDataset(Dataset[Any]):
         return self.dataset[index]
 
     def _others(self, index: int) -> Iterator[SampleIndex]:
-        """Yield all samples in an order that starts at a position drawn from (seed, epoch, index)."""
+        """Yield all samples, starting at a position drawn from (seed, epoch, index)."""
         seed, epoch = getattr(index, "seed", 0), getattr(index, "epoch", 0)
         first = hash_numbers((seed, epoch, int(index) % 2**64))
         for offset in range(len(self)):
@@ -136,7 +136,7 @@ def skipped_samples(dataset: Any) -> str:
 
 def describe_sample(dataset: Any, index: Any) -> str:
     """Return `sample 3 of ImageFolder ('cats/b.png')`; without the file if the dataset does not list its files."""
-    with contextlib.suppress(Exception):  # user code, for the message only
+    with contextlib.suppress(Exception):  # user code, which may fail
         if file := _file(dataset, index):
             return f"sample {index} of {type(dataset).__name__} ('{file}')"
     return f"sample {index} of {type(dataset).__name__}"

@@ -91,7 +91,7 @@ class Loading:
 
     def _check_connection(self, error: Exception) -> None:
         """Raise a DataLoaderError if the error was raised while this process received a batch from a worker."""
-        in_worker = str(error).startswith("Caught ")  # torch's text for an error of the dataset
+        in_worker = str(error).startswith("Caught ")  # torch's text for an error raised in a worker
         if hasattr(self._iterator, "_workers") and not in_worker:
             raise DataLoaderError(
                 f"{self.name}: a worker process died while it sent a batch; set num_workers=0 to see the error in the "
@@ -115,10 +115,10 @@ class Loading:
         if workers is None:
             frame = sys._current_frames().get(self._waiting_thread)
             where = traceback.extract_stack(frame)[-1] if frame else None
-            place = f" in {where.name} ({where.filename}:{where.lineno})" if where else ""
+            place = f"The process is in {where.name} ({where.filename}:{where.lineno}). " if where else ""
             return text + (
-                f"The process is{place}. The run continues when the dataset returns; with num_workers of at least 1, "
-                f"{self.name}.timeout=SECONDS ends it with an error instead"
+                f"{place}The run continues when the dataset returns a sample. To end the run with an error instead, "
+                f"set {self.name}.timeout=SECONDS and num_workers to at least 1"
             )
         pids = ", ".join(str(worker.pid) for worker in workers)
         return text + (
@@ -177,8 +177,8 @@ def _explain(text: str, name: str) -> str | None:
 
 def _out_of_shared_memory(name: str) -> str:
     return (
-        f"{name}: the worker processes have no shared memory left for their batches{_shared_memory()}; give it more "
-        "space (docker run --shm-size=8g, or --ipc=host), lower num_workers, prefetch_factor or batch_size, or set "
+        f"{name}: the worker processes have no shared memory left for their batches{_shared_memory()}; increase "
+        "its size (docker run --shm-size=8g, or --ipc=host), lower num_workers, prefetch_factor or batch_size, or set "
         "num_workers=0"
     )
 

@@ -23,7 +23,7 @@ _IGNORED = [
     getattr(signal, name) for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 ]
 _POLL_INTERVAL = 1.0
-"""Seconds between two checks whether the training process is alive."""
+"""Interval in seconds at which a worker checks whether the training process is alive."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class WorkerInit:
     """A `worker_init_fn` that prepares the worker and calls the user's function.
 
     - Signals are ignored, except SIGTERM from the training process. Terminals, Slurm and torchrun also send signals to
-    the workers, but the training process still needs its workers until it has saved a checkpoint after the current
-    step.
+      the workers, but the training process still needs its workers until it has saved a checkpoint after the current
+      step.
     - The worker ends when the training process has died. torch's workers check this only between batches, and therefore
       not while a sample hangs.
     - The worker ends when it cannot send a batch, because shared memory is full or because the batch cannot be pickled.

@@ -113,7 +113,7 @@ def with_workers(
 
 
 def loading_rates(loader: DataLoader[Any]) -> dict[int, float]:
-    """Return the samples/s of a loader by number of workers, without training; empty if it cannot be measured.
+    """Return the samples/s of a loader by number of workers, or an empty dict if they cannot be measured.
 
     The numbers of workers are those that `with_workers` measures, and the loader's own number. Randomly drawn samples
     are read in worker processes, so the generators, the sampler and the caches of this process do not change.
@@ -135,7 +135,7 @@ class _Trials:
     Args:
         dataset: the dataset to read.
         options: options of the run's loader.
-        batches: batches of indices of the run.
+        batches: batches of indices from the run.
     """
 
     def __init__(self, dataset: Any, options: Mapping[str, Any], batches: Sequence[list[Any]]) -> None:
@@ -161,7 +161,7 @@ class _Trials:
 
         Args:
             limit: the largest number of workers to try.
-            present: a number of workers that is measured in any case.
+            present: a number of workers that is always measured.
         """
         chunk = min(max(round(self.size * _TARGET_BATCH_TIME / self.batch_seconds), 1), self.size)
         found = {0: self.size / self.batch_seconds}

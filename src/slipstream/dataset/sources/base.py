@@ -34,8 +34,8 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
     workers, processes or the order of access.
 
     Args:
-        transforms: functions of a sample and a generator that return a new sample and do not modify their input
-            arrays, or dicts from which `TRANSFORMS` builds such functions.
+        transforms: functions that take a sample and a generator, and return a new sample without modifying their input
+            arrays; or dicts from which `TRANSFORMS` builds such functions.
         cache_in_memory: keep each loaded pair (before the transforms) in memory. Use this option for small datasets, or
             for samples that are slow to create. Every worker process keeps a separate copy.
         cache: folder that stores each decoded pair for later epochs and for all processes (see `DecodeCache`).

@@ -26,7 +26,7 @@ Pair: TypeAlias = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 _MAGIC = b"SLIPDEC\0"
 _FORMAT = 1
-_FIELDS = struct.Struct("<8sIII16sI")  # magic, format, and the fields of _Header; its own CRC-32 follows
+_FIELDS = struct.Struct("<8sIII16sI")  # magic, format, fields of _Header, CRC-32 of the header
 _PAGE = 4096  # image and mask start at page boundaries
 _ENDING = ".decoded"
 _ABANDONED = 3600  # seconds after which a temporary file counts as abandoned
@@ -41,10 +41,10 @@ class DecodeCache:
     each process.
 
     The size of a file is 4 bytes per pixel plus up to 8 KiB. Do not run `prune` while another machine trains from the
-    same network folder, because its memory maps of removed files become invalid.
+    same network folder, because that machine's memory maps of the removed files become invalid.
 
     Args:
-        folder: folder of the files; it is created on the first write.
+        folder: folder that contains the files; it is created on the first write.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -177,7 +177,7 @@ class _Header(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> _Header | None:
-        """Return the header, or None if it is damaged. A header of another format version matches no sample."""
+        """Return the header, or None if it is damaged. A header with a different format version matches no sample."""
         if len(data) < _FIELDS.size + 4:
             return None
         magic, version, *fields = _FIELDS.unpack_from(data)

@@ -45,7 +45,7 @@ class _Archive:
     Attributes:
         name: name of the dataset.
         file: name of the archive.
-        md5: checksum of the archive; the authors publish no other one.
+        md5: MD5 checksum of the archive, which is the only checksum that the authors publish.
         folder: folder in the archive.
         python_folder: folder of the Python version, which is not supported.
         train, test: files of the training and test images.
@@ -74,13 +74,13 @@ class _Cifar(Dataset[dict[str, torch.Tensor]]):
     A sample is `{"inputs": uint8 (3, 32, 32) RGB, "targets": int64 ()}`. If the transforms contain `ToTensor`, it also
     contains `"finish"`, the parameters of the device transforms (`slipstream.dataset.transforms.device_transforms`).
     Augmentation depends only on the (seed, epoch, index) of a `SampleIndex`. The files are memory-mapped, so all
-    processes share them. The attribute `all_transforms` lists the transforms, with those of the device.
+    processes share them. `all_transforms` lists the transforms, including the device transforms.
 
     Args:
-        root: folder that contains the folder of the archive, or the files of that folder.
+        root: folder that contains the archive's folder, or directly contains its files.
         train: whether to use the training images instead of the test images.
-        transforms: `RandomCrop`, `RandomHorizontalFlip`, `Resize`, or functions of an image, uint8 (3, H, W), and a
-            generator; then `ToTensor` and `Normalize`. Dicts are built with `TRANSFORMS`.
+        transforms: `RandomCrop`, `RandomHorizontalFlip`, `Resize`, or functions that take an image, uint8 (3, H,
+            W), and a generator; then `ToTensor` and `Normalize`. Dicts are built with `TRANSFORMS`.
         download: download the files if they are missing (170 MB), and verify their published MD5 checksum.
 
     Raises:
@@ -129,7 +129,7 @@ class _Cifar(Dataset[dict[str, torch.Tensor]]):
 
     @property
     def draws_nothing_global(self) -> bool:
-        """Whether samples do not use the global random generators, so a loader need not seed them."""
+        """Whether samples do not use the global random generators, so that the loader does not have to seed them."""
         known = (RandomCrop, RandomHorizontalFlip, Resize)
         own = type(self) in (CIFAR10, CIFAR100)
         return own and all(type(transform) in known for transform in self.transforms)
@@ -202,7 +202,7 @@ class CIFAR100(_Cifar):
 
 
 def _mapped(path: Path, length: int) -> NDArray[np.uint8]:
-    """Return the records of a file, uint8 (N, length)."""
+    """Return the records in a file, uint8 (N, length)."""
     size = path.stat().st_size
     if size == 0 or size % length:
         raise DataError(

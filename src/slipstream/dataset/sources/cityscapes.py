@@ -52,7 +52,7 @@ class CityscapesDataset(ImageMaskPairs):
         labels_csv_path: table (CSV), relative to `root_dir`, that maps each label id (column `id`, or the row number if
             there is no such column) to a train id (column `trainId`): 0 to 18, or 255 or -1 for pixels that are not
             scored. By default, the Cityscapes table is used.
-        ignore_label: id, in the samples, of pixels that are not scored.
+        ignore_label: id of unscored pixels in the samples.
         transforms: see `SegmentationDataset`.
         cache_labels: keep each mask in memory after the first read (2 MB per mask, in each worker process).
         cache_images: keep each image in memory after the first read (6 MB per image).
@@ -61,7 +61,7 @@ class CityscapesDataset(ImageMaskPairs):
 
     Raises:
         ConfigError: both or neither of `split` and `list_file` are set, or `ignore_label` is a class.
-        DataError: folders or files are missing (the message lists all), or the table is invalid; or, when a sample
+        DataError: folders or files are missing (the message lists them), or the table is invalid; or, when a sample
             is read, a file is corrupt, the sizes of image and mask differ, or a mask contains an unknown id.
     """
 
@@ -102,7 +102,7 @@ class CityscapesDataset(ImageMaskPairs):
         self._images: dict[int, NDArray[np.uint8]] | None = {} if cache_images else None
 
     def mask_ids(self, path: Path) -> MaskIds:
-        """Return the mapping of pixel values to class ids for the mask file `path`, which depends on its name."""
+        """Return the mapping from pixel values to class ids for the mask file `path`, which depends on its name."""
         return self._train_ids if path.name.endswith("labelTrainIds.png") else self._label_ids
 
     def load_image(self, index: int) -> NDArray[np.uint8]:
@@ -121,7 +121,7 @@ class CityscapesConcatDataset(ConcatDataset):
     Args:
         root_dir: see `CityscapesDataset`.
         list_files: list files, in the order of the samples; see `CityscapesDataset`.
-        options: other arguments of `CityscapesDataset`.
+        options: other arguments for `CityscapesDataset`.
 
     Raises:
         ConfigError: `list_files` is empty.

@@ -34,14 +34,14 @@ class ImageNetDataset(Dataset[dict[str, torch.Tensor]]):
 
     A sample is `{"inputs": uint8 (3, H, W) RGB, "targets": int64 ()}`. If the transforms contain `ToTensor`, it also
     contains `"finish"`, the parameters of the device transforms. Augmentation depends only on the (seed, epoch, index)
-    of a `SampleIndex`. The attribute `image_paths` lists the files, and `all_transforms` the transforms, with those of
-    the device.
+    of a `SampleIndex`. The attribute `image_paths` lists the files. `all_transforms` lists the transforms, including
+    the device transforms.
 
     Args:
         root: folder that contains the class folders.
         transforms: `RandomResizedCropAndInterpolation`, `RandomHorizontalFlip`, `RandAugmentTransform`, `Resize`,
-            `CenterCrop`, `RandomCrop`, or functions of an image, uint8 (3, H, W), and a generator; then `ToTensor` and
-            `Normalize`. Dicts are built with `TRANSFORMS`.
+            `CenterCrop`, `RandomCrop`, or functions that take an image, uint8 (3, H, W), and a generator; then
+            `ToTensor` and `Normalize`. Dicts are built with `TRANSFORMS`.
         max_pixels: maximum number of pixels in a file; None for no limit.
 
     Raises:

@@ -24,8 +24,8 @@ __all__ = ["MAX_PIXELS", "check_readable", "open_image", "read_image", "read_mas
 
 MAX_PIXELS = 178_956_970
 """Default maximum number of pixels in a file, the same as Pillow's. Even a small file can describe a huge image."""
-_GRAY, _RGB = 0, 2  # color types of PNG
-_ORIENTATION = 0x0112  # tag of EXIF
+_GRAY, _RGB = 0, 2  # PNG color types
+_ORIENTATION = 0x0112  # EXIF tag
 _TURNS = (
     "FLIP_LEFT_RIGHT",
     "ROTATE_180",
@@ -35,11 +35,11 @@ _TURNS = (
     "TRANSVERSE",
     "ROTATE_90",
 )
-"""Pillow's operation for the EXIF orientations 2 to 8."""
+"""Pillow's operations for the EXIF orientations 2 to 8."""
 _METADATA = (
     b"Raw profile type exif",
     b"XML:com.adobe.xmp",
-)  # text chunks of PNG that may contain an orientation
+)  # PNG text chunks that may contain an orientation
 
 
 def read_image(path: Path, max_pixels: int | None = MAX_PIXELS) -> NDArray[np.uint8]:
@@ -206,7 +206,7 @@ def _by_pillow(path: Path, max_pixels: int | None) -> tuple[Image.Image, list[tu
             ]
             if image.format == "TIFF":
                 image.filename = (
-                    ""  # Pillow maps the file with the size after rotation, which mixes up the pixels
+                    ""  # otherwise, Pillow maps the file with the rotated size, which scrambles the pixels
                 )
             image.load()
             return _oriented(image), codecs

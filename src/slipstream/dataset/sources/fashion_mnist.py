@@ -103,7 +103,7 @@ class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
 
     @property
     def draws_nothing_global(self) -> bool:
-        """Whether samples do not use the global random generators, so a loader need not seed them."""
+        """Whether samples do not use the global random generators, so that the loader does not have to seed them."""
         return type(self) is FashionMNIST
 
     def get_cat_ids(self, index: int) -> list[int]:

@@ -93,7 +93,7 @@ class ImageMaskFolder(ImageMaskPairs):
         )
 
     def mask_ids(self, path: Path) -> MaskIds:
-        """Return the mapping of pixel values to class ids, which is the same for all mask files."""
+        """Return the mapping from pixel values to class ids, which is the same for all mask files."""
         return self._mask_ids
 
 

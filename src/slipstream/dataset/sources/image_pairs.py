@@ -36,7 +36,7 @@ _SKIP = ", or set skip_corrupt=True in the dataset to skip unreadable files"
 
 @dataclass(frozen=True)
 class MaskIds:
-    """Mapping of the pixel values of a mask file to class ids.
+    """Mapping from the pixel values in a mask file to class ids.
 
     Attributes:
         table: new id of each of the 256 values, uint8 (256,), or None if they do not change. All new ids in a mask
@@ -86,7 +86,7 @@ class ImageMaskPairs(SegmentationDataset):
 
     @abstractmethod
     def mask_ids(self, path: Path) -> MaskIds:
-        """Return the mapping of pixel values to class ids for the mask file `path`."""
+        """Return the mapping from pixel values to class ids for the mask file `path`."""
 
     def load(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """Return image `index` as uint8 (H, W, 3) RGB and its mask as uint8 (H, W)."""
@@ -129,7 +129,7 @@ class ImageMaskPairs(SegmentationDataset):
         except OSError as error:
             raise DataError(f"cannot read '{error.filename}': {error.strerror}") from error
         table = self.mask_ids(files[1]).table
-        # `oriented`: files written before the EXIF orientation was applied are decoded again.
+        # `oriented` invalidates cached files from versions that did not apply the EXIF orientation.
         meaning = f"oriented {len(self.metainfo['classes'])} {self.metainfo['ignore_index']} ".encode()
         digest = hashlib.blake2b(meaning + (b"" if table is None else table.tobytes()), digest_size=8)
         version = "-".join(f"{s.st_size}-{s.st_mtime_ns}" for s in stats)
@@ -224,13 +224,13 @@ def with_remedy(error: DataError, remedy: str) -> DataError:
 
 
 def check_pairs(images: Mapping[str, Path], masks: Mapping[str, Path], remedy: str) -> None:
-    """Raise a DataError that lists all files without a counterpart of the same name, if any exist."""
+    """Raise a DataError that lists all files without a counterpart with the same name, if any exist."""
     unpaired = [f"image without a mask: '{images[name]}'" for name in sorted(images.keys() - masks.keys())]
     unpaired += [f"mask without an image: '{masks[name]}'" for name in sorted(masks.keys() - images.keys())]
     if unpaired:
         raise DataError(
-            f"{len(unpaired)} files have no counterpart of the same name ({remedy}; "
-            "`slipstream data stats RECIPE` lists those of all splits):\n  " + "\n  ".join(unpaired)
+            f"{len(unpaired)} files have no counterpart with the same name ({remedy}; "
+            "`slipstream data stats RECIPE` lists such files in all splits):\n  " + "\n  ".join(unpaired)
         )
 
 

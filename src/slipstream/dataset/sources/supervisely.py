@@ -1,4 +1,4 @@
-"""The persons dataset of Supervisely, with the list files of SuperGradients."""
+"""Supervisely's persons dataset, read with SuperGradients' list files."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _SHOWN = 5
 
 @DATASETS.register_module()
 class SuperviselyPersonsDataset(ImageMaskPairs):
-    """Images and masks of persons. The pixels of a mask are 0 (background) or 1 (person).
+    """Images of persons, with masks. The pixels of a mask are 0 (background) or 1 (person).
 
     Args:
         root_dir: folder of the dataset.
         list_file: table (CSV) with an image and its mask in each row. All paths, including that of the file itself, are
             relative to `root_dir`.
         transforms, cache: see `SegmentationDataset`.
-        cache_labels, cache_images: keep each image and its mask in memory after the first read, if one is True.
+        cache_labels, cache_images: if either is True, keep each image and its mask in memory after the first read.
         skip_corrupt, max_pixels: see `ImageMaskFolder`.
 
     Raises:
         DataError: the table or files are missing, or a row has no mask; or, when a sample is read, a file is corrupt,
-            sizes differ, or a mask contains another value.
+            sizes differ, or a mask contains a different value.
     """
 
     def __init__(
@@ -72,5 +72,7 @@ def _read_table(root: Path, list_file: str) -> list[tuple[Path, Path]]:
     pairs = [(root / row[0], root / row[1]) for row in rows]
     missing = [str(file) for pair in pairs for file in pair if not file.is_file()]
     if missing:
-        raise DataError(f"{len(missing)} files of '{path}' do not exist: {', '.join(missing[:_SHOWN])}")
+        raise DataError(
+            f"{len(missing)} files listed in '{path}' do not exist: {', '.join(missing[:_SHOWN])}"
+        )
     return pairs

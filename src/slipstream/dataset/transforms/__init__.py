@@ -1,1 +1,1 @@
-"""Transforms of samples, on the CPU and on the device."""
+"""Transforms for samples, on the CPU and on the device."""

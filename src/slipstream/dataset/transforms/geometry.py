@@ -1,4 +1,4 @@
-"""Transforms of image-mask pairs, named as in SuperGradients.
+"""Transforms for image-mask pairs, named as in SuperGradients.
 
 A transform is called with a sample, `{"image": uint8 (H, W, 3), "mask": uint8 (H, W)}`, and the sample's generator,
 and returns a new sample. Sizes are (width, height), as in SuperGradients' recipes. Images are resampled bilinearly
@@ -163,11 +163,12 @@ class SegPadShortToCropSize(Geometric):
 
 @TRANSFORMS.register_module()
 class SegPadToDivisible(Geometric):
-    """Pad the image and the mask at the right and at the bottom, so that both sides are multiples of a number.
+    """Pad the image and the mask on the right and at the bottom, so that both sides are multiples of a number.
 
     Args:
         divisible_value: the number, at least 1.
-        fill_mask: class id of the padding, usually the dataset's `ignore_index`. The default, 0, is SuperGradients'.
+        fill_mask: class id of the padding, usually the dataset's `ignore_index`. The default is 0, as in
+            SuperGradients.
         fill_image: gray value, or [r, g, b], of the padding.
 
     Raises:
@@ -198,7 +199,7 @@ class SegCropImageAndMask(Geometric):
             pixels are above or to the left of the crop, as in SuperGradients.
 
     Raises:
-        DataError: the image is smaller than the crop (when called).
+        DataError: the image is smaller than the crop (raised when the transform is called).
     """
 
     def __init__(self, crop_size: int | Sequence[int], mode: Literal["random", "center"] = "random") -> None:
@@ -321,12 +322,12 @@ class SegConvertToTensor:
     def __init__(self, mask_output_dtype: Any = None, add_mask_dummy_dim: bool = False) -> None:
         if str(mask_output_dtype).removeprefix("torch.") not in ("None", "int64", "long"):
             raise ConfigError(
-                f"{mask_output_dtype} is not supported, because the loss always receives int64 masks; remove it",
+                f"{mask_output_dtype} is not supported, because losses always receive int64 masks; remove the option",
                 "mask_output_dtype",
             )
         if add_mask_dummy_dim:
             raise ConfigError(
-                "losses and metrics require masks of shape (H, W); remove it", "add_mask_dummy_dim"
+                "losses and metrics require masks of shape (H, W); remove this option", "add_mask_dummy_dim"
             )
 
     def __call__(self, sample: Sample, rng: np.random.Generator) -> Sample:

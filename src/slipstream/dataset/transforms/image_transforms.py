@@ -1,4 +1,4 @@
-"""Transforms of images without masks, named as in torchvision.
+"""Transforms for images without masks, named as in torchvision.
 
 Transforms that move pixels are called with an image, uint8 (3, H, W), and the sample's generator, and return a new
 image. `ToTensor` and `Normalize` run on the device: a dataset adds their parameters to the sample as `finish`, and the
@@ -31,7 +31,7 @@ class RandomCrop:
         padding: number of zero pixels to add on each side.
 
     Raises:
-        DataError: the padded image is smaller than the crop (when called).
+        DataError: the padded image is smaller than the crop (raised when the transform is called).
     """
 
     def __init__(self, size: int | Sequence[int], padding: int = 0) -> None:
