@@ -23,7 +23,7 @@ def writer():
 
 @pytest.fixture
 def held(monkeypatch):
-    """An event for which every write waits."""
+    """An event that every write waits for."""
     event, write = threading.Event(), background.write_checkpoint
 
     def waiting(*args, **kwargs):

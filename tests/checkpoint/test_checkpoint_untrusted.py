@@ -48,7 +48,9 @@ def pickles(tmp_path, marker):
         yield from (tmp_path / f"zip{number}.pth", tmp_path / f"old{number}.pth")
     (tmp_path / "plain.pth").write_bytes(pickle.dumps({"meta": evil}))
     yield tmp_path / "plain.pth"
-    with zipfile.ZipFile(tmp_path / "nested.pth", "w") as archive:  # a pickle at every name that torch reads
+    with zipfile.ZipFile(
+        tmp_path / "nested.pth", "w"
+    ) as archive:  # a pickle under every name that torch reads
         for name in ("data.pkl", "constants.pkl", ".data/serialization_id", "version", "byteorder", "code/x.py",
                      "../../data.pkl", "/data.pkl", ".metadata", "data/0"):  # fmt: skip
             archive.writestr(f"archive/{name}", pickle.dumps(evil))
@@ -62,7 +64,7 @@ def test_pickles_are_not_executed(tmp_path, marker):
             with pytest.raises(CheckpointError, match=path.name):
                 read(path)
         assert not marker.exists(), path
-    os.system(f"touch {marker}")  # the attack works
+    os.system(f"touch {marker}")  # the command in the pickles works
     assert marker.exists()
 
 
