@@ -14,7 +14,7 @@ ASKED = (2, 5)
 
 
 class After:
-    """A mock of the background compiler that finishes after `asked` polls."""
+    """A mock background compiler that finishes after `asked` polls."""
 
     seconds, exceeded = 0.0, False
 

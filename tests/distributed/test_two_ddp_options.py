@@ -166,7 +166,8 @@ def compressed(folder):
     answers["saved"] = saved["errors"], dict(model.comm_hook.errors)
     errors = [saved["errors"]]
     torch.distributed.broadcast_object_list(errors)  # a resumed run reads them from the file
-    # The saved errors give the same next gradients. Their mean, which is used if the world size changes, does as well.
+    # With the saved errors, the next gradients are the same. The same holds for the mean of the errors, which is used
+    # if the world size changes.
     same, mean = (
         MMDistributedDataParallel(model.module, comm_hook=dict(type="powersgd", rank=1, start_step=1))
         for _ in range(2)

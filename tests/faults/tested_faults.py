@@ -144,7 +144,7 @@ def markdown(found: Mapping[str, Counter[str]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--page", type=Path, help="page whose table to replace")
+    parser.add_argument("--page", type=Path, help="page in which to replace the table")
     parser.add_argument(
         "--results", type=Path, nargs="+", help="JUnit files to read instead of running the tests"
     )
