@@ -190,7 +190,7 @@ def test_lists_keep_the_objects_as_in_mmengine(tmp_path):
     assert cfg.layers[0].build() is cfg.layers[1].type is torch.nn.ReLU
 
 
-def test_merge_removes_delete_inside_a_dict_that_replaces_another():
+def test_merge_removes_the_delete_key_inside_a_dict_that_replaces_another():
     values = LazyConfigDict({"a": {"b": {"old": 1}, "c": 2}, "d": 3})
     values.merge({"a": {"_delete_": True, "b": {"_delete_": True, "new": 1}}})
     assert values.to_dict() == {"a": {"b": {"new": 1}}, "d": 3}

@@ -202,7 +202,7 @@ def test_load_or_resume_before_training_restores_the_complete_state(tmp_path):
     restored = runner.model.weight.detach().clone()
     saved = torch.load(tmp_path / "work/epoch_2.pth", weights_only=True)["state_dict"]["weight"]
     assert torch.equal(restored, saved)
-    runner.load_or_resume()  # without effect
+    runner.load_or_resume()  # has no effect
     runner.train()
     assert runner.iter == 6
     assert not torch.equal(runner.model.weight, restored)

@@ -49,7 +49,7 @@ def test_only_training_loader_shuffles_and_drops_the_last_batch():
     for name in dataloaders._NAMES:
         found = dataloaders.config(name)
         assert found["sampler"]["shuffle"] == name.endswith("_train"), name
-        # SuperGradients' loaders of CIFAR and ImageNet keep the last batch.
+        # SuperGradients' loaders for CIFAR and ImageNet keep the last batch.
         keeps = name.startswith(("cifar", "imagenet"))
         assert found["drop_last"] == (name.endswith("_train") and not keeps), name
 

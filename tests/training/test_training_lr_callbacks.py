@@ -1,4 +1,4 @@
-"""Learning-rate schedules of users, derived from `LRCallbackBase`: their rates, arguments and errors."""
+"""User-defined learning rate schedules derived from `LRCallbackBase`: rates, arguments and errors."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ class UserStep(LRCallbackBase):
 
 
 class PerBatch(LRCallbackBase):
-    """One rate for all groups that falls with each batch."""
+    """A single rate for all groups, which decreases with each batch."""
 
     def __init__(self, **kwargs):
         super().__init__(Phase.TRAIN_BATCH_END, **kwargs)

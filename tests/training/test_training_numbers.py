@@ -1,4 +1,4 @@
-"""The numbers of SuperGradients' EMA, losses and crops, computed in float64 from its documented formulas."""
+"""The EMA, the losses and the crops match SuperGradients' documented formulas, computed in float64."""
 
 import math
 
