@@ -151,7 +151,7 @@ def test_convert_to_iter_based_keeps_an_infinite_end_and_accepts_false():
         ({"type": "CyclicLR", "base_lr": 0.1, "max_lr": 1.0}, 5, "convert_to_iter_based"),
     ],
 )
-def test_unsupported_convert_to_iter_based_raises(cfg, epoch_length, message):
+def test_unsupported_use_of_convert_to_iter_based_raises(cfg, epoch_length, message):
     with pytest.raises(ConfigError, match=message):
         build_param_scheduler({**cfg, "convert_to_iter_based": True}, sgd(), epoch_length=epoch_length)
 

@@ -49,7 +49,7 @@ def test_count_equals_the_products_of_each_layer(size):
     assert training_flops(Net(), without_data(batch(size)), loss_of) == expected(size)
 
 
-def test_count_in_evaluation_mode_without_gradients_is_that_of_a_training_step():
+def test_count_is_the_same_in_evaluation_mode_without_gradients():
     net = Net().eval()
     with torch.no_grad():
         assert training_flops(net, without_data(batch()), loss_of) == expected(2)
