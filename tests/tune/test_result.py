@@ -63,7 +63,7 @@ def test_the_batch_size_of_an_accumulation_is_written_and_read(tmp_path):
     assert tuned == {"speed": {"accumulate": 2}, "train_dataloader": {"batch_size": 4}}
 
 
-def test_summary_says_if_no_option_is_faster():
+def test_summary_reports_that_no_option_is_faster():
     text = result(total=None, setting=Setting(), adopted=[]).summary()
     assert "No measured option makes a_recipe faster on this machine; keep the current options." in text
 
@@ -85,7 +85,7 @@ def test_brackets_in_a_reason_are_printed():
     assert "failed: see [/opt/x] and [red]c++[/red]" in text
 
 
-def test_a_partial_result_says_why():
+def test_a_partial_result_contains_the_reason():
     assert result(stopped="interrupted").summary().startswith("The search is not complete: interrupted.")
 
 
