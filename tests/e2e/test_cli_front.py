@@ -61,7 +61,7 @@ def test_bash_completes_commands_options_and_recipes(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_scripts_of_other_shells_contain_every_option(shell, capsys):
+def test_completion_scripts_for_other_shells_contain_every_option(shell, capsys):
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     for name, parser in build_parser()[1].choices.items():

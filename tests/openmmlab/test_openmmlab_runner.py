@@ -1,4 +1,4 @@
-"""The Runner under MMEngine's name trains like MMEngine, and continues its checkpoints."""
+"""The Runner under MMEngine's name trains like MMEngine, and resumes from MMEngine's checkpoints."""
 
 import json
 import os

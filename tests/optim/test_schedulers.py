@@ -1,4 +1,4 @@
-"""Active steps, resuming, tensors and momentum of schedulers."""
+"""Schedulers: active steps, resuming, tensor values and momentum."""
 
 import json
 

@@ -105,7 +105,7 @@ def test_one_cycle_resumes(tmp_path):
     assert_same(second.model.state_dict(), whole.model.state_dict())
 
 
-def test_epoch_schedulers_of_torch_are_refused_in_iteration_based_training(tmp_path):
+def test_torch_epoch_schedulers_are_refused_in_iteration_based_training(tmp_path):
     changed = arguments(tmp_path, cosine, train_cfg=dict(by_epoch=False, max_iters=4))
     with pytest.raises(
         ConfigError, match=r"CosineAnnealingLR steps after each epoch, but training is counted in"

@@ -1,4 +1,4 @@
-"""`step.save`, `step.load` and `step.summary` of `accelerate`."""
+"""`step.save`, `step.load` and `step.summary` of steps that `accelerate` returns."""
 
 import copy
 

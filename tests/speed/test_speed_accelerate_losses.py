@@ -1,4 +1,4 @@
-"""Losses of `accelerate`: dict batches, losses inside the model, and several models, compared with plain loops."""
+"""Losses in `accelerate`: dict batches, losses inside the model, and several models, compared with plain loops."""
 
 from dataclasses import dataclass
 

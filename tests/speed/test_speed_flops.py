@@ -120,7 +120,7 @@ def test_loss_that_reads_values_cannot_be_counted():
         ("the CPU", "fp32", None),
     ],
 )
-def test_peak_is_found_by_the_name_of_the_device(name, precision, teraflops):
+def test_peak_is_found_by_the_device_name(name, precision, teraflops):
     found = peak_flops(name, precision)
     assert found is None if teraflops is None else found[0] == pytest.approx(1e12 * teraflops)
 

@@ -264,7 +264,7 @@ def test_a_teacher_and_a_distillation_loss_require_each_other(tmp_path):
         ({"kd_arch_params": {"adapter": nn.Identity()}}, "kd_arch_params.adapter"),
     ],
 )
-def test_invalid_arguments_are_named(tmp_path, arguments, path):
+def test_errors_name_invalid_arguments(tmp_path, arguments, path):
     student, teacher = networks()
     with pytest.raises((ConfigError, UnknownNameError)) as error:
         KDTrainer("run", str(tmp_path)).train(**{"student": student, "teacher": teacher, **arguments})

@@ -122,7 +122,7 @@ def test_a_resumed_run_continues_from_the_current_rates(tmp_path):
     assert [rates[0] for rates in seen] == pytest.approx([0.2] * 3 + [0.1] * 3)
 
 
-def test_invalid_keys_and_places_are_named(tmp_path):
+def test_errors_name_invalid_keys_and_their_places(tmp_path):
     with pytest.raises(UnknownNameError, match="user_lr_update") as error:
         train(tmp_path, lr_mode=UserStep, user_lr_update=[1])
     assert error.value.path == "training_params.user_lr_update"

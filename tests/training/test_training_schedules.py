@@ -160,7 +160,7 @@ def keys(draw: st.DrawFn) -> dict[str, Any]:
         return {**found, "lr_warmup_epochs": draw(st.integers(0, 4)), "warmup_initial_lr": start}
     if kind == "none":
         return {**found, "warmup_mode": None, "lr_warmup_epochs": draw(st.integers(0, 2))}
-    # In SuperGradients, a cosine increases in the cool-down after such a warm-up. This difference is documented.
+    # In SuperGradients, a cosine increases in the cool-down after a warm-up by batches. This difference is documented.
     cooldown = 0 if mode == "CosineLRScheduler" else found["lr_cooldown_epochs"]
     batches = {"warmup_mode": "LinearBatchLRWarmup", "lr_warmup_steps": draw(st.integers(1, 9))}
     return {**found, **batches, "warmup_initial_lr": 1e-6, "lr_cooldown_epochs": cooldown}

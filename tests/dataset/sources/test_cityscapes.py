@@ -10,7 +10,7 @@ from slipstream.dataset.sources.cityscapes_classes import CITYSCAPES_CLASSES
 from slipstream.errors import ConfigError, DataError
 from slipstream.registry import DATASETS
 
-# Reference table of the benchmark: the ids of the scored labels, in the order of their train ids.
+# Reference table from the Cityscapes benchmark: the ids of the scored labels, in the order of their train ids.
 SCORED = [7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33]
 FRAMES = [("train", "bonn", 2), ("train", "aachen", 1), ("val", "ulm", 1)]
 LABEL_IDS = np.arange(34, dtype=np.uint8).reshape(2, 17)

@@ -1,4 +1,4 @@
-"""Resizing and crops of images: sizes, positions, and pixels computed with NumPy."""
+"""Resizing and cropping images: sizes, positions, and pixels compared with NumPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operations of RandAugment, computed with NumPy, and the choice of operations and magnitudes."""
+"""RandAugment: operations compared with NumPy, and the choice of operations and magnitudes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotation and blur, compared with computations in float64, and their random numbers."""
+"""Rotation and blur, compared with computations in float64, and the distributions of their random parameters."""
 
 from __future__ import annotations
 
