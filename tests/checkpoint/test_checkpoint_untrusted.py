@@ -115,7 +115,7 @@ def test_a_shard_that_is_a_pickle_is_not_executed(sharded, marker):
     assert not marker.exists()
 
 
-def test_compressed_entries_are_refused_before_they_are_read(tmp_path):
+def test_compressed_entries_are_rejected_before_they_are_read(tmp_path):
     torch.save({"state_dict": {"w": torch.zeros(1000)}}, tmp_path / "x.pth")
     bomb = tmp_path / "bomb.pth"
     with zipfile.ZipFile(tmp_path / "x.pth") as old, zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as new:
@@ -126,7 +126,7 @@ def test_compressed_entries_are_refused_before_they_are_read(tmp_path):
         load_checkpoint(bomb)
 
 
-def test_entries_that_share_bytes_are_refused(tmp_path):
+def test_entries_that_share_bytes_are_rejected(tmp_path):
     path = tmp_path / "x.pth"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x/data.pkl", bytes(5000))

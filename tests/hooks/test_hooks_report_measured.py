@@ -158,7 +158,7 @@ def test_model_with_its_own_training_step_has_no_count(tmp_path):
 
 
 @pytest.mark.parametrize("options", [dict(peak_tflops=0), dict(peak_tflops="many"), dict(probe_workers=2)])
-def test_invalid_options_are_refused(options):
+def test_invalid_options_are_rejected(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         ReportHook(**options)
 

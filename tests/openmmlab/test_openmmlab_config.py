@@ -114,7 +114,7 @@ def test_a_missing_name_is_reported_with_its_location(tmp_path):
         cfg.model.get("type")
 
 
-def test_reading_copying_and_unpacking_give_the_imported_object(tmp_path):
+def test_reading_copying_and_unpacking_return_the_imported_object(tmp_path):
     cfg = config(tmp_path, "from torch.nn import Linear\nmodel = dict(type=Linear, in_features=2)\n")
     for model in (
         cfg.model,
@@ -142,7 +142,7 @@ def test_a_written_configuration_builds_the_same_objects(tmp_path):
     assert type(built) is torch.optim.SGD
 
 
-def test_an_import_string_of_an_object_that_is_not_registered_is_refused():
+def test_an_import_string_of_an_object_that_is_not_registered_is_rejected():
     for name in ("os.system", "subprocess.Popen", "torch.load", "slipstream.config.Config"):
         assert OPTIMIZERS.get(name) is None
         with pytest.raises(ConfigError, match="is not a registered"):

@@ -87,7 +87,7 @@ def test_json_accepts_numpy_values():
     )
 
 
-def test_pickles_with_arrays_are_read_and_others_are_refused(tmp_path):
+def test_pickles_with_arrays_are_read_and_others_are_rejected(tmp_path):
     path = tmp_path / "values.pkl"
     fileio.dump([np.arange(3), np.float64(0.5)], path)
     array, number = fileio.load(path)

@@ -105,7 +105,7 @@ def test_targets_are_names_that_are_not_imported(recipe, evil, target):
     assert not evil()
 
 
-def test_bombs_in_recipes_and_their_groups_are_refused_at_once(recipe):
+def test_bombs_in_recipes_and_their_groups_are_rejected_immediately(recipe):
     bombs = [
         (recipe(RECIPE + BOMB), []),
         (recipe("defaults: [{group: bomb}, _self_]\narchitecture: x\n", "one"), []),
@@ -134,7 +134,7 @@ DOUBLED = {
 
 
 @pytest.mark.parametrize("kind", DOUBLED)
-def test_interpolations_that_double_are_refused_at_once(recipe, kind):
+def test_interpolations_that_double_are_rejected_immediately(recipe, kind):
     path = recipe(f"{RECIPE}k0: a0\na0: xx\n{DOUBLED[kind]}hydra: {{searchpath: ['${{a29}}']}}\n")
     for read in (lambda: compose(str(path)), lambda: hydra_overrides(path, [])):
         begin = time.process_time()
@@ -145,7 +145,7 @@ def test_interpolations_that_double_are_refused_at_once(recipe, kind):
         assert time.process_time() - begin < 1
 
 
-def test_interpolations_that_contain_themselves_are_refused(recipe):
+def test_interpolations_that_contain_themselves_are_rejected(recipe):
     for text in ("a: ${a}\n", "a: ${b}\nb: ${a}\n", "a: ['${a}']\n"):
         with pytest.raises(ConfigError):
             compose(str(recipe(RECIPE + text)))

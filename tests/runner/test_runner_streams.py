@@ -149,6 +149,6 @@ def test_unapplied_gradients_of_the_last_batches_are_reported(tmp_path, capfd):
         (dict(dataset=Stream(0)), DataError, "train_dataloader yields no batches"),
     ],
 )
-def test_options_that_require_a_length_are_refused(tmp_path, changes, error, message):
+def test_options_that_require_a_length_are_rejected(tmp_path, changes, error, message):
     with pytest.raises(error, match=message):
         Runner(**arguments(tmp_path, **changes)).train()

@@ -84,7 +84,7 @@ def test_shapes_do_not_keep_the_tensors_of_the_batch():
     assert shapes["names"] == ["a", "b"]
 
 
-def test_objects_with_hidden_tensors_are_refused():
+def test_objects_with_hidden_tensors_are_rejected():
     with pytest.raises(DataError, match="an object of type Linear"):
         without_data([nn.Linear(1, 1)])
 

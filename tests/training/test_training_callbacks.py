@@ -421,7 +421,7 @@ def test_the_logger_passes_numbers_and_images_to_the_visualizer(tmp_path):
     assert callback.seen[0][0] == callback.seen[0][1]
 
 
-def test_other_methods_and_formats_of_the_logger_are_refused():
+def test_other_methods_and_formats_of_the_logger_are_rejected():
     logger = SGLogger(SimpleNamespace(epoch=0))
     with pytest.raises(
         AttributeError, match=r"context\.sg_logger\.add_histogram is not supported; use context"

@@ -66,7 +66,7 @@ def test_the_decay_schedule_counts_batches(tmp_path, window, speed):
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_invalid_schedules_are_refused(tmp_path):
+def test_invalid_schedules_are_rejected(tmp_path):
     with pytest.raises(ConfigError, match="'exp' is a built-in decay schedule"):
         EMA_DECAY_FUNCTIONS["exp"] = LinearDecay
     with pytest.raises(ConfigError, match="must be a subclass of IDecayFunction"):

@@ -175,7 +175,7 @@ def test_learning_rate_of_each_optimizer_step_matches_supergradients(
     assert walk(keys, length)[every - 1 :: every] == pytest.approx(Original(keys, length).run(), rel=1e-9)
 
 
-def test_a_warmup_of_one_step_without_a_schedule_is_refused() -> None:
+def test_a_warmup_of_one_step_without_a_schedule_is_rejected() -> None:
     params = {
         "initial_lr": 0.1,
         "max_epochs": 2,

@@ -69,7 +69,7 @@ def test_plot_is_a_png_file(tmp_path):
 @pytest.mark.parametrize(
     ("start", "end", "steps"), [(0, 1, 50), (1, 0.1, 50), (1e-5, math.inf, 50), (1e-5, 1, 3)]
 )
-def test_invalid_ranges_are_refused(start, end, steps):
+def test_invalid_ranges_are_rejected(start, end, steps):
     with pytest.raises(ConfigError, match="find_lr: requires"):
         sweep_lr(lambda setting: None, start, end, steps, 60)
 

@@ -125,7 +125,7 @@ def test_auto_stays_in_the_plan():
         ("speed: !!python/object/apply:os.getcwd []", "is not a YAML file"),
     ],
 )
-def test_a_file_with_different_contents_is_refused(tmp_path, text, message):
+def test_a_file_with_different_contents_is_rejected(tmp_path, text, message):
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_tuned(tmp_path / "bad.yaml")

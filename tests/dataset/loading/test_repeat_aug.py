@@ -69,6 +69,6 @@ def test_repetitions_of_a_sample_get_different_random_numbers(workers):
         torch.testing.assert_close(numbers, same)
 
 
-def test_an_empty_epoch_is_refused():
+def test_an_empty_epoch_is_rejected():
     with pytest.raises(DataError, match="set selected_round=0"):
         RepeatAugSampler(range(8))

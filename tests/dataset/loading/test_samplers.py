@@ -334,7 +334,7 @@ def test_order_of_an_unseeded_torch_generator_is_restored(tmp_path):
     ],
     ids=["short", "negative", "position", "negative position", "other generator", "tensor"],
 )
-def test_wrong_state_of_a_generator_is_refused_and_changes_nothing(make, change):
+def test_wrong_state_of_a_generator_is_rejected_and_changes_nothing(make, change):
     batches = EpochBatchSampler(BatchSampler(Keeps(make()), 8, False), 7, 40)
     before, states = list(batches), batches.generator_states()
     with pytest.raises(ValueError, match=r"the state of the sampler's generator Keeps\.kept"):

@@ -293,7 +293,7 @@ def test_error_reports_too_small_shared_memory(tmp_path):
         (dict(stall_warning=float("inf")), "stall_warning: must be float of at least 0, not inf"),
     ],
 )
-def test_invalid_options_are_refused(options, message):
+def test_invalid_options_are_rejected(options, message):
     with pytest.raises(ConfigError, match=message) as caught:
         build(Slow(), **options)
     assert isinstance(caught.value, SlipstreamError)

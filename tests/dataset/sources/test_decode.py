@@ -207,7 +207,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("kind", BOMBS)
 @pytest.mark.parametrize("read", [read_image, read_mask, check_readable])
-def test_small_files_that_describe_huge_images_are_refused(tmp_path, kind, read):
+def test_small_files_that_describe_huge_images_are_rejected(tmp_path, kind, read):
     path = tmp_path / f"bomb.{kind}"
     path.write_bytes(BOMBS[kind])
     with pytest.raises(DataError, match=r"bomb\.\w+'.*(raise|max_pixels)"):
