@@ -34,7 +34,7 @@ def tuned(tmp_path):
 
 @pytest.mark.parametrize("recipe", [RECIPE, "street_scenes_ddrnet_23_slim"], ids=["Runner", "Hydra"])
 @pytest.mark.parametrize("sign", ["", "+"])
-def test_a_tuned_file_sets_the_options_of_both_kinds_of_recipes(recipe, sign, tuned):
+def test_a_tuned_file_sets_the_options_for_both_kinds_of_recipes(recipe, sign, tuned):
     plain, cfg = load_config(recipe).cfg, load_config(recipe, [f"{sign}speed={tuned}"]).cfg
     assert cfg.speed == {"channels_last": True, "compile": {"scope": "step"}}
     assert cfg.train_dataloader.num_workers == 2
@@ -42,7 +42,7 @@ def test_a_tuned_file_sets_the_options_of_both_kinds_of_recipes(recipe, sign, tu
     assert cfg.model == plain.model
 
 
-def test_explain_names_the_options_of_a_tuned_file(tuned, capsys):
+def test_explain_names_the_options_in_a_tuned_file(tuned, capsys):
     assert main(["explain", RECIPE, f"+speed={tuned}"]) == 0
     printed = capsys.readouterr().out
     assert "channels_last" in printed.partition("Off: ")[0]

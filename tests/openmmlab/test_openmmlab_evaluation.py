@@ -168,7 +168,7 @@ def test_hubs_are_found_by_name_and_the_newest_is_the_current_one():
     assert not MessageHub.check_instance_created("third hub")
 
 
-def test_the_hub_of_a_run_is_filled_and_found_by_the_name_of_the_run(tmp_path):
+def test_the_hub_of_a_run_is_filled_and_found_by_the_run_name(tmp_path):
     seen = []
 
     class Look(Hook):

@@ -248,6 +248,6 @@ class Stream(IterableDataset):
         ),
     ],
 )
-def test_options_of_short_runs_are_checked(tmp_path, changes, message):
+def test_options_for_short_runs_are_checked(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         Runner(**arguments(tmp_path, **changes)).train()

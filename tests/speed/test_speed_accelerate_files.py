@@ -128,7 +128,7 @@ def test_summary_reports_why_the_step_is_not_compiled():
     assert "outputs.sum().item() > 0" in text
 
 
-def test_summary_of_an_eager_step_lists_the_options_of_auto():
+def test_summary_of_an_eager_step_lists_the_options_that_auto_selects():
     model = nn.Linear(4, 4)
     step = accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy)
     step((torch.ones(2, 4), torch.tensor([0, 1])))

@@ -70,7 +70,7 @@ def test_accumulation_windows_are_called_directly(direct):
     ],
     ids=["mode", "rate", "forward", "hook", "buffer"],
 )
-def test_change_of_the_model_is_detected(direct, change):
+def test_change_to_the_model_is_detected(direct, change):
     torch.manual_seed(0)
     model = net(0.1)
     step = graph_step(model, wrapper(model), recover=lambda error: step.eager)

@@ -260,7 +260,7 @@ def test_collate_function_is_found_by_name(collate):
 
 
 @pytest.mark.parametrize(("key", "value"), [("skip_errors", 3), ("stall_warning", 5)])
-def test_options_of_the_runners_loaders_are_passed_on_but_not_to_torchs_loader(key, value):
+def test_loader_options_of_the_runner_are_rejected_for_plain_torch_loaders(key, value):
     assert dataloaders.config("street_scenes_train", SMALL, {key: value})[key] == value
     with pytest.raises(ConfigError, match=rf"{key}: requires a Runner; pass dataloaders.config"):
         dataloaders.get("street_scenes_train", SMALL, {key: value})

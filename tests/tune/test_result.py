@@ -101,7 +101,7 @@ def test_saved_plan_keeps_the_options_of_the_baseline(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tuned.json", "tuned.yaml"]
 
 
-def test_nested_options_of_a_configuration_are_saved(tmp_path):
+def test_nested_options_in_a_configuration_are_saved(tmp_path):
     speed = Config({"speed": {"ema": {"decay": 0.9}}}).speed
     path = TuneResult(Outcome(setting=Setting({"fused": True})), speed).save(tmp_path / "tuned.yaml")
     assert read_tuned(path) == {"speed": {"ema": {"decay": 0.9}, "fused": True}}

@@ -179,7 +179,7 @@ def test_error_lists_every_file_without_a_counterpart(tmp_path):
     assert str(mask_path(tmp_path, *FRAMES[1])) in lines[1]
 
 
-def test_error_lists_every_missing_file_of_a_list(tmp_path):
+def test_error_lists_every_missing_file_in_a_list(tmp_path):
     list_file = make_list(make(tmp_path))
     mask_path(tmp_path, *FRAMES[0]).unlink()
     image_path(tmp_path, *FRAMES[2]).unlink()
