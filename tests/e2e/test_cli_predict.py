@@ -237,7 +237,7 @@ def read_mask_of(stem):
 
 
 def write_video(path, images, clockwise=False):
-    """Write a video. With `clockwise`, its header says that players rotate it by 90 degrees clockwise."""
+    """Write a video. With `clockwise`, its header tells players to rotate it by 90 degrees clockwise."""
     av = pytest.importorskip("av")
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=5)

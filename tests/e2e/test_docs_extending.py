@@ -1,4 +1,4 @@
-"""The page on extending shows an option's current module, and its table lists the whole protocol."""
+"""docs/extending.md shows the current source code of an option, and its table lists all methods of `StepPart`."""
 
 import re
 from pathlib import Path

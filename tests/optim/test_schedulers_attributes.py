@@ -22,7 +22,7 @@ def sgd(lr=0.1):
 
 
 class Custom(_ParamScheduler, abc.ABC):
-    """A scheduler whose next value depends on attributes that the base class does not know."""
+    """A scheduler whose next value depends on attributes that the base class does not define."""
 
     def __init__(self, optimizer, rate=0.9, **kwargs):
         self.rate, self.count, self.name = rate, 0, "warm"

@@ -1,4 +1,4 @@
-"""Calls to the Runner's methods by its own hooks, and after a run that ended with an error."""
+"""The Runner's methods when its own hooks call them, and when they are called after a run that ended with an error."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Torch's scheduler objects in a Runner, compared with loops that step them as torch documents."""
+"""Torch's scheduler objects in a Runner, compared with loops that step them as documented by torch."""
 
 import copy
 
