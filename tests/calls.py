@@ -17,4 +17,4 @@ def calls_of(function):
         function()
     finally:
         sys.setprofile(before)
-    return count - 1  # exclude the call of setprofile
+    return count - 1  # exclude the call to setprofile

@@ -22,7 +22,7 @@ PROSE = [
 @pytest.mark.parametrize("page", figures.pages(), ids=lambda page: page.name)
 def test_pages_match_the_results(page):
     text = page.read_text(encoding="utf-8")
-    assert figures.rendered(text, page.name) == text, "write the pages again: python benchmarks/figures.py"
+    assert figures.rendered(text, page.name) == text, "regenerate the pages: python benchmarks/figures.py"
 
 
 def test_every_region_is_on_a_page():

@@ -1,4 +1,4 @@
-"""The benchmark that repeats the measurement of the plans that `slipstream tune` has found."""
+"""The benchmark that measures the plans found by `slipstream tune` again."""
 
 import json
 import sys

@@ -14,7 +14,7 @@ OUTSIDE = ["../../x{}", "/tmp/x{}", "a/../../x{}", "..", "x\0{}"]
 
 
 @pytest.mark.parametrize("name", [name.replace("{}", "") for name in OUTSIDE] + [""])
-def test_names_that_lead_out_are_refused(name):
+def test_names_that_lead_out_of_the_folder_are_rejected(name):
     with pytest.raises(
         ConfigError, match=r"^key: must be the name of a file inside the work_dir, without '\.\.'"
     ):
@@ -38,7 +38,7 @@ def test_checkpoint_names_stay_inside(name):
 
 
 @pytest.mark.parametrize("template", ["{:>99999999999}", "{0.__class__.x}", "{0:{0}}", "{:1000d}", "{x}"])
-def test_templates_that_fill_the_memory_or_read_attributes_are_refused(template):
+def test_templates_that_fill_the_memory_or_read_attributes_are_rejected(template):
     with pytest.raises(ConfigError, match="filename_tmpl: must contain at most one"):
         CheckpointHook(interval=1, filename_tmpl=template + ".pth")
 

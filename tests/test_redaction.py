@@ -19,7 +19,7 @@ VALUE = "0123e4567890-not-for-files"
     ["api_key", "WANDB_API_KEY", "apiKey", "token", "HF_TOKEN", "auth-token", "password", "PGPASSWORD", "secret",
      "AWS_SECRET_ACCESS_KEY", "aws_access_key_id", "credentials", "db_pass", "private_key", "webhook_url"],
 )  # fmt: skip
-def test_names_of_secrets_are_recognized(name):
+def test_secret_names_are_recognized(name):
     assert is_secret_name(name)
 
 
@@ -28,7 +28,7 @@ def test_names_of_secrets_are_recognized(name):
     ["key", "cache_key", "tokenizer", "num_tokens", "token_dim", "cls_token", "pad_token", "passes", "author", "lr",
      "secretary", "image_key", 3, None],
 )  # fmt: skip
-def test_names_of_options_are_not_secrets(name):
+def test_option_names_are_not_secrets(name):
     assert not is_secret_name(name)
 
 
@@ -102,7 +102,7 @@ def test_python_files_may_use_secrets_in_any_expression(monkeypatch):
     assert Config.fromstring(cfg.pretty_text, "py").to_dict() == cfg.to_dict()
 
 
-def test_a_key_of_digits_stays_text(monkeypatch):
+def test_an_api_key_of_digits_remains_text(monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "0123e4")
     assert Config.fromstring("a: {{ $MY_API_KEY }}\n", "yaml").a == "0123e4"
 

@@ -23,7 +23,7 @@ def writer():
 
 @pytest.fixture
 def held(monkeypatch):
-    """An event for which every write waits."""
+    """An event that every write waits for."""
     event, write = threading.Event(), background.write_checkpoint
 
     def waiting(*args, **kwargs):
@@ -61,7 +61,7 @@ def mesh():
     dist.destroy_process_group()
 
 
-def test_changes_of_shards_after_the_call_are_not_saved(tmp_path, writer, held, mesh):
+def test_changes_to_shards_after_the_call_are_not_saved(tmp_path, writer, held, mesh):
     weight = distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)])
     for number in range(3):  # the second and the third checkpoint reuse the copies
         held.clear()
@@ -90,7 +90,7 @@ def test_next_checkpoint_reuses_the_copies_after_the_previous_write(tmp_path, wr
         assert len(content["other"]) == 2 - number
 
 
-def test_error_of_a_write_is_raised_once_by_the_next_call(tmp_path, writer):
+def test_error_in_a_write_is_raised_once_by_the_next_call(tmp_path, writer):
     (tmp_path / "taken.pth").mkdir()
     writer.write({"a": torch.ones(1)}, tmp_path / "taken.pth", pytest.fail, pytest.fail)
     with pytest.raises(CheckpointError, match=r"taken\.pth cannot be written"):

@@ -11,7 +11,7 @@ from slipstream.checkpoint.crc import combined
 @pytest.mark.parametrize("first", [0, 1, 999, 1000])
 @pytest.mark.parametrize("count", [0, 1, 5])
 @pytest.mark.parametrize("length", [1, 37, 1000, 2**16])
-def test_combined_checksum_equals_that_of_zlib(first, count, length):
+def test_combined_checksum_matches_zlib(first, count, length):
     content = random.Random(first).randbytes(first + count * length)
     chunks = [
         content[:first],

@@ -61,7 +61,7 @@ def test_file_that_torch_writes_without_checksums_is_not_reported_as_damaged(sav
 
 
 def test_two_archives_in_one_file_are_detected(saved, tmp_path):
-    """torch reads the entries of the first archive, and `ZipFile` those of the second one."""
+    """torch reads the entries in the first archive, and `ZipFile` reads the entries in the second one."""
     _, good = saved
     damaged = bytearray(good)
     damaged[len(good) // 2] ^= 1

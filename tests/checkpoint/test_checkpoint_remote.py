@@ -34,7 +34,7 @@ def weights(tmp_path, monkeypatch):
 
 @pytest.fixture
 def memory():
-    """Return fsspec's file system in memory, which is empty."""
+    """Return fsspec's in-memory file system, which is initially empty."""
     MemoryFileSystem.store.clear()
     yield fsspec.filesystem("memory")
     MemoryFileSystem.store.clear()
@@ -42,7 +42,7 @@ def memory():
 
 @pytest.fixture
 def server():
-    """Return a server's URL and its files, a dict; a missing file is error 404."""
+    """Start a server. Return its URL and a dict of its files. Requests for other paths return status 404."""
     files = {}
 
     class Handler(BaseHTTPRequestHandler):
@@ -68,7 +68,7 @@ def same(network, other):
     torch.testing.assert_close(network.state_dict(), other.state_dict(), rtol=0, atol=0)
 
 
-def test_weights_are_loaded_from_a_file_system_of_fsspec(weights, memory, tmp_path):
+def test_weights_are_loaded_from_an_fsspec_file_system(weights, memory, tmp_path):
     network, data, _ = weights
     memory.pipe_file("/bucket/w.pth", data)
     same(models.get("resnet18_cifar", 3, checkpoint_path="memory://bucket/w.pth"), network)
@@ -78,7 +78,7 @@ def test_weights_are_loaded_from_a_file_system_of_fsspec(weights, memory, tmp_pa
     assert not (tmp_path / "cache").exists()  # without a checksum, the file may change
 
 
-def test_a_file_with_a_checksum_is_kept_and_read_without_network(weights, server):
+def test_a_file_with_a_checksum_is_cached_and_read_without_a_network(weights, server):
     network, data, checksum = weights
     url, files = server
     files["/w.pth"] = data
@@ -99,7 +99,7 @@ def test_a_file_with_a_checksum_is_kept_and_read_without_network(weights, server
 
 
 @pytest.mark.parametrize("place", ["memory", "file"])
-def test_another_checksum_is_an_error_and_keeps_nothing(weights, memory, tmp_path, place):
+def test_a_wrong_checksum_raises_an_error_and_no_file_is_cached(weights, memory, tmp_path, place):
     _, data, checksum = weights
     memory.pipe_file("/w.pth", data)
     path = "memory://w.pth" if place == "memory" else tmp_path / "source.pth"
@@ -136,7 +136,7 @@ def test_objects_in_a_download_are_not_unpickled(weights, memory):
         ("unknown://host/w.pth", "Protocol not known: unknown"),
     ],
 )
-def test_a_failed_download_is_one_line_without_secrets(url, reason):
+def test_a_failed_download_error_is_one_line_without_secrets(url, reason):
     with pytest.raises(CheckpointError) as error:
         models.get("resnet18_cifar", 3, checkpoint_path=url)
     text = str(error.value)
@@ -146,7 +146,7 @@ def test_a_failed_download_is_one_line_without_secrets(url, reason):
     assert "secret" not in text
 
 
-def test_hugging_face_without_its_package_is_an_error_with_the_command(monkeypatch):
+def test_an_error_for_the_missing_hugging_face_package_contains_the_install_command(monkeypatch):
     def open_without_package(url, mode):
         raise ImportError("Install huggingface_hub to access HfFileSystem")
 
@@ -158,7 +158,7 @@ def test_hugging_face_without_its_package_is_an_error_with_the_command(monkeypat
         pass
 
 
-def test_the_folder_of_a_run_provides_its_best_or_latest_checkpoint(weights, tmp_path):
+def test_a_run_folder_provides_its_best_or_latest_checkpoint(weights, tmp_path):
     network, data, checksum = weights
     folder = tmp_path / "run"
     folder.mkdir()

@@ -45,7 +45,7 @@ def test_error_is_raised_after_all_threads_have_stopped(pool):
     assert running == []
 
 
-def test_error_of_another_thread_is_raised(pool):
+def test_error_in_another_thread_is_raised(pool):
     caller, here = threading.get_ident(), threading.Barrier(2, timeout=30)
 
     def act(_):

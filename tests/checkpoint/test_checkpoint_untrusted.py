@@ -48,7 +48,9 @@ def pickles(tmp_path, marker):
         yield from (tmp_path / f"zip{number}.pth", tmp_path / f"old{number}.pth")
     (tmp_path / "plain.pth").write_bytes(pickle.dumps({"meta": evil}))
     yield tmp_path / "plain.pth"
-    with zipfile.ZipFile(tmp_path / "nested.pth", "w") as archive:  # a pickle at every name that torch reads
+    with zipfile.ZipFile(
+        tmp_path / "nested.pth", "w"
+    ) as archive:  # a pickle under every name that torch reads
         for name in ("data.pkl", "constants.pkl", ".data/serialization_id", "version", "byteorder", "code/x.py",
                      "../../data.pkl", "/data.pkl", ".metadata", "data/0"):  # fmt: skip
             archive.writestr(f"archive/{name}", pickle.dumps(evil))
@@ -62,7 +64,7 @@ def test_pickles_are_not_executed(tmp_path, marker):
             with pytest.raises(CheckpointError, match=path.name):
                 read(path)
         assert not marker.exists(), path
-    os.system(f"touch {marker}")  # the attack works
+    os.system(f"touch {marker}")  # the command in the pickles works
     assert marker.exists()
 
 
@@ -113,7 +115,7 @@ def test_a_shard_that_is_a_pickle_is_not_executed(sharded, marker):
     assert not marker.exists()
 
 
-def test_compressed_entries_are_refused_before_they_are_read(tmp_path):
+def test_compressed_entries_are_rejected_before_they_are_read(tmp_path):
     torch.save({"state_dict": {"w": torch.zeros(1000)}}, tmp_path / "x.pth")
     bomb = tmp_path / "bomb.pth"
     with zipfile.ZipFile(tmp_path / "x.pth") as old, zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as new:
@@ -126,7 +128,7 @@ def test_compressed_entries_are_refused_before_they_are_read(tmp_path):
         load_checkpoint(bomb)
 
 
-def test_entries_that_share_bytes_are_refused(tmp_path):
+def test_entries_that_share_bytes_are_rejected(tmp_path):
     path = tmp_path / "x.pth"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x/data.pkl", bytes(5000))

@@ -85,7 +85,7 @@ def test_the_loop_and_slipstream_are_timed_alternately_with_equal_losses(tmp_pat
     assert by_name(found)["loop"].ratio.ratio == 1.0
 
 
-def test_a_subject_has_the_weights_the_optimizer_and_the_first_batches_of_its_configuration(tmp_path):
+def test_a_subject_has_the_weights_optimizer_and_first_batches_that_its_configuration_describes(tmp_path):
     loader = tiny_runs.loader(tiny_runs.Noisy(80))
     changes = dict(
         train_dataloader=loader,
@@ -184,7 +184,7 @@ def test_ratios_are_computed_within_rounds():
     assert entry.seconds == [1.0, 2.0, 3.0]  # the last round was interrupted
 
 
-def test_a_contender_that_is_not_installed_is_a_row_with_the_remedy(tmp_path, monkeypatch):
+def test_the_row_of_a_contender_that_is_not_installed_contains_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(CONTENDERS, "lightning", Contender("Lightning", "not_there", broken))
     found = compare(subject(tmp_path), ["lightning"], **SHORT)
     entry = by_name(found)["lightning"]

@@ -301,7 +301,7 @@ def upsampled(dtype=torch.float64, steps=8, size=16):
 @pytest.mark.matrix
 @pytest.mark.parametrize("what", DEFECTS)
 def test_compiler_bug_is_detected(what):
-    """The backend computes one backward formula incorrectly, and training must not use it."""
+    """The backend computes one backward formula incorrectly. Training must not use its graph."""
     operator, wrong = DEFECTS[what]
     wrongly = aot_autograd(fw_compiler=nop, decompositions={operator.default: wrong})
     seed()

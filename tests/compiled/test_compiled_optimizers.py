@@ -175,7 +175,7 @@ def float_then_tensor():
 
 
 def tensor_for_one_batch(kind, key, value, other):
-    """A setting is a tensor (or contains tensors) in batch 5, and the same float as before in all other batches."""
+    """In batch 5, a setting is a tensor (or contains tensors). In all other batches, it is the original float."""
     model = net()
     optimizer = kind(model.parameters(), **{"lr": 0.02, key: value})
     group = optimizer.param_groups[0]

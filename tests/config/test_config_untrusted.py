@@ -58,7 +58,7 @@ MERGES = "a0: &a0 {k: 1, l: 2}\n" + "".join(
         ("a = []\nfor _ in range(150): a = [a]", "py", "nested too deeply; the limit is 100"),
     ],
 )
-def test_bombs_are_refused_immediately(text, suffix, message):
+def test_bombs_are_rejected_immediately(text, suffix, message):
     begin = time.process_time()
     with pytest.raises(ConfigError, match=message):
         Config.fromstring(text, suffix)
@@ -85,7 +85,7 @@ def test_long_values_take_linear_time(text, suffix):
 
 
 @pytest.mark.parametrize("text", ["a: '%s'", "a: [%s]"])
-def test_bases_that_grow_exponentially_are_refused_immediately(write, text):
+def test_bases_that_grow_exponentially_are_rejected_immediately(write, text):
     write("b0.yaml", "a: xxxxxxxxxx\n")
     for number in range(1, 10):
         copies = "{{ _base_.a }}, " * 10

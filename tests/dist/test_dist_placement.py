@@ -88,7 +88,7 @@ HETEROGENEOUS = {  # sbatch -N1 -n1 : -N2 -n2, srun --het-group=0,1
     "SLURM_STEP_NUM_TASKS": "3",
     "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
 }
-OLD_SLURM = {  # without the variables of the step
+OLD_SLURM = {  # without the step's variables
     "SLURM_JOB_ID": "1251",
     "SLURM_STEP_ID": "1",
     "SLURM_PROCID": "3",
@@ -96,7 +96,7 @@ OLD_SLURM = {  # without the variables of the step
     "SLURM_NTASKS": "4",
     "SLURM_NODELIST": "gpu[07-08]",
 }
-BATCH_SCRIPT = {  # the job of SBATCH_SRUN, outside any step
+BATCH_SCRIPT = {  # the same job as SBATCH_SRUN, outside any step
     "SLURM_JOB_ID": "3",
     "SLURM_PROCID": "0",
     "SLURM_LOCALID": "0",
@@ -142,7 +142,7 @@ def _no_scontrol(monkeypatch):
         ("mpi", {**TORCHRUN, **HYDRA, "MASTER_PORT": "1"}, None, Placement(1, 1, 2, "node0", "1", 2)),
     ],
 )
-def test_placement_is_read_from_the_variables_of_the_launcher(launcher, environ, port, wanted):
+def test_placement_is_read_from_the_launchers_variables(launcher, environ, port, wanted):
     assert placement(launcher, environ, port) == wanted
 
 

@@ -33,7 +33,7 @@ def machines(tmp_path_factory):
     with contextlib.ExitStack() as stack:
         try:
             both = stack.enter_context(two_machines(tmp_path_factory.mktemp("machines")))
-        except NoMachines as error:  # missing rights skip the test, even in continuous integration
+        except NoMachines as error:  # without the rights, the test is skipped, even in continuous integration
             pytest.skip(str(error))
         yield both
 

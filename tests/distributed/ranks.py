@@ -65,7 +65,7 @@ def _run_rank(name, rank, environ, folder):
 
 
 def _wait(children, jobs, timeout):
-    """Return {name: [[status, moment], ...]} of the children {pid: (name, rank)}."""
+    """Wait for the children {pid: (name, rank)}. Return {name: [[exit status, end time], ...]}."""
     ends = {name: [None] * len(ranks) for name, (_, ranks) in jobs.items()}
     deadline = time.monotonic() + timeout
     while children:
@@ -101,7 +101,7 @@ if __name__ == "__main__":
     import slipstream.dist  # noqa: F401  import it only once, before the fork
 
     torch.set_num_threads(1)
-    gc.freeze()  # otherwise, each rank scans all torch objects at exit
+    gc.freeze()  # otherwise, garbage collection at exit scans all torch objects in each rank
     folder, timeout, jobs = Path(sys.argv[1]), float(sys.argv[2]), json.load(sys.stdin)
     children, script = _start(jobs, folder)
     if script is not None:

@@ -1,4 +1,4 @@
-"""Small runs on any number of processes, for a model with blocks whose sizes do not divide evenly."""
+"""Small runs on any number of processes, with a model whose blocks cannot be split evenly among the processes."""
 
 import torch
 from torch import nn

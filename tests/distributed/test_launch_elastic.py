@@ -33,14 +33,14 @@ def wait_for_step(folder, step, *runs):
 
 
 def interleaved(ranks):
-    """Return the samples of one step in the order of the sampler, from {rank: indices}."""
+    """Interleave {rank: indices} of one step into the order of the sampler."""
     return [
         index for column in zip(*(ranks[rank] for rank in sorted(ranks)), strict=True) for index in column
     ]
 
 
 def used(recorded, done):
-    """Return {epoch: samples} of the first `done` steps of two processes, and all steps of one."""
+    """Return {epoch: samples} for the first `done` steps with two processes and all steps with one process."""
     steps = {}
     for line in recorded:
         if "step" in line and (line["world"] == 1 or line["step"] <= done):

@@ -14,7 +14,7 @@ ASKED = (2, 5)
 
 
 class After:
-    """A mock of the background compiler that finishes after `asked` polls."""
+    """A mock background compiler that finishes after `asked` polls."""
 
     seconds, exceeded = 0.0, False
 
@@ -54,7 +54,8 @@ def test_both_ranks_switch_when_the_slower_rank_has_its_graph(tmp_path):
     assert not [answer for answer in answers if isinstance(answer, str)], answers
     (weights, first), (others, second) = answers
     assert first == second
-    # One batch determines the trained parameters, one starts the compilation, five poll, and the next verifies.
+    # One batch determines the trained parameters, one starts the compilation, five poll for the graph, and the next one
+    # verifies it.
     assert first.index(True) == 7
     expected, _ = train(0)
     torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Two processes train on different shards, also with an overridden `train_step` and a `DataLoader` object."""
+"""Two processes train on different shards, including with an overridden `train_step` and a `DataLoader` object."""
 
 import pytest
 import torch

@@ -166,7 +166,8 @@ def compressed(folder):
     answers["saved"] = saved["errors"], dict(model.comm_hook.errors)
     errors = [saved["errors"]]
     torch.distributed.broadcast_object_list(errors)  # a resumed run reads them from the file
-    # The saved errors give the same next gradients. Their mean, which is used if the world size changes, does as well.
+    # With the saved errors, the next gradients are the same. The same holds for the mean of the errors, which is used
+    # if the world size changes.
     same, mean = (
         MMDistributedDataParallel(model.module, comm_hook=dict(type="powersgd", rank=1, start_step=1))
         for _ in range(2)
@@ -303,7 +304,7 @@ def test_powersgd_sends_factors_and_is_exact_for_its_rank(answers):
     assert all(map(torch.equal, first["powersgd"], second["powersgd"]))
     for exact, low in zip(first["rank 2"], first["powersgd"], strict=True):
         torch.testing.assert_close(low, exact, rtol=1e-3, atol=1e-5)
-    # Four steps with two factors of two columns for (32, 24) and (20, 32), and the biases of 32 and 20.
+    # Four steps. Each sends two factors with two columns for the weights (32, 24) and (20, 32), and 32 and 20 biases.
     assert first["powersgd wire"] == 4 * (2 * (32 + 24) + 2 * (20 + 32) + 32 + 20)
     assert first["powersgd wire"] < 4 * sum(g.numel() for g in first["exact"]) / 4
 

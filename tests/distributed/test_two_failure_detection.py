@@ -57,7 +57,7 @@ print(data.item())
 """
 
 FORKED = f"""
-if rank == 1 and os.fork() == 0:  # like a loader worker, it inherits a copy of every connection
+if rank == 1 and os.fork() == 0:  # like a loader worker, the child inherits every connection
     time.sleep(20)
     os._exit(0)
 if rank == 1:

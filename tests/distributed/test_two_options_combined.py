@@ -169,7 +169,7 @@ def scaled(folder):
     return runs
 
 
-# ---- SyncBN and checkpoints with different ranks ------------------------------------------------------
+# ---- ranks with different batches or errors -----------------------------------------------------------
 
 
 def empty_batch(folder):

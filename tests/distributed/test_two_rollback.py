@@ -122,7 +122,7 @@ def test_both_ranks_continue_without_the_batches_of_a_fault_on_one_rank(answers,
     assert line.endswith("on rank 1")
 
 
-def test_both_ranks_go_back_before_a_spike_on_one_rank(answers):
+def test_both_ranks_roll_back_to_before_a_spike_on_one_rank(answers):
     for answer in answers["spike"]:
         assert not isinstance(answer, str), answer
         left_out, highest = answer

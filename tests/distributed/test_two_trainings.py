@@ -80,7 +80,7 @@ def no_cuda(folder):
 
         return refuse
 
-    # torch.compile stores these functions in a table without duplicates, so each name requires a separate function.
+    # torch.compile's table of these functions requires them to be distinct, so each name has a separate function.
     for name in ("set_device", "current_device", "synchronize", "get_rng_state", "_lazy_init"):
         setattr(torch.cuda, name, refusal(name))
 

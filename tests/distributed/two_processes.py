@@ -35,9 +35,10 @@ def _child(rank, port, folder, functions, world, environ):
 
 
 def run_in_two(functions, folder, timeout=60, world=2, start_method="forkserver"):
-    """Call every function(folder / name), one after another, in both processes. Return {name: [answer of 0, of 1]}.
+    """Call every function(folder / name), one after another, in both processes. Return {name: [result of rank 0, of
+    rank 1]}.
 
-    `world` sets the number of processes and answers. With `start_method="spawn"`, the processes import torch
+    `world` sets the number of processes and results. With `start_method="spawn"`, the processes import torch
     themselves, for tests of environment variables that are read by an import.
     """
     ranks = range(world)

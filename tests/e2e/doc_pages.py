@@ -33,7 +33,7 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        """Whether the block can run. It can, unless the comment before it says "not run"."""
+        """Whether the block can run, which is the case unless the comment before it starts with "not run"."""
         return not self.comment.startswith("not run")
 
 

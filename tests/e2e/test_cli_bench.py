@@ -113,7 +113,7 @@ def test_default_cells_are_five_recipes_with_every_combination(monkeypatch, tmp_
 @pytest.mark.parametrize(
     ("kind", "count", "expected"), [("cpu", 1, [1, 2]), ("cuda", 1, [1]), ("cuda", 2, [1, 2])]
 )
-def test_two_devices_are_measured_only_if_the_machine_has_them(kind, count, expected, monkeypatch):
+def test_two_devices_are_measured_only_if_the_machine_has_two(kind, count, expected, monkeypatch):
     monkeypatch.setattr("slipstream.devices.default_device", lambda: torch.device(kind))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
     assert bench._device_counts() == expected
@@ -129,7 +129,7 @@ def test_training_by_iterations_lasts_for_all_steps(tmp_path, own):
     assert len(json.loads(result.read_text())["seconds"]) == 4
 
 
-def test_failed_cell_is_a_row_with_its_reason(tmp_path, capsys):
+def test_row_of_a_failed_cell_contains_the_reason(tmp_path, capsys):
     assert main(["bench", "tiny.py", "missing_data.py", *ONE, *SHORT]) == 2  # a recipe that does not exist
     assert "missing_data.py" in capsys.readouterr().err
     assert main(["bench", "tiny.py", *ONE, *SHORT, "--size", "32x64"]) == 1
@@ -165,7 +165,7 @@ def test_ctrl_c_keeps_the_measured_cells(tmp_path, monkeypatch, capsys):
         (["street_scenes_regseg"], "did you mean 'street_scenes_regseg48'"),
     ],
 )
-def test_invalid_options_are_errors_before_the_first_cell(words, message, capsys, monkeypatch):
+def test_invalid_options_raise_errors_before_the_first_cell(words, message, capsys, monkeypatch):
     monkeypatch.setattr(bench, "run_child", None)
     assert main(["bench", *words]) == 2
     assert message in capsys.readouterr().err
@@ -174,7 +174,7 @@ def test_invalid_options_are_errors_before_the_first_cell(words, message, capsys
 @pytest.mark.parametrize(
     "words", [["--steps", "0"], ["--devices", "3"], ["--timeout", "-1"], ["--mode", "fast"]]
 )
-def test_invalid_values_are_errors_of_the_parser(words, capsys):
+def test_parser_rejects_invalid_values(words, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["bench", *words])
     assert stopped.value.code == 2
@@ -207,7 +207,7 @@ def test_cell_whose_options_had_no_effect_fails(tmp_path, monkeypatch, capsys):
     assert "the timed steps did not run as one graph" in capsys.readouterr().err
 
 
-def test_cell_with_a_loss_that_is_not_finite_fails(tmp_path, capsys, monkeypatch):
+def test_cell_with_a_nonfinite_loss_fails(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("test_cli_bench.NAN_AT", [7])
     status, result = measure(tmp_path)
     assert (status, result.exists()) == (1, False)
@@ -251,7 +251,7 @@ def test_peak_memory_is_in_bytes(monkeypatch, platform, unit):
     assert StepTimer(1, 1, torch.device("cpu")).memory() == 3 * unit
 
 
-def test_cell_sets_its_options_and_removes_those_of_the_recipe():
+def test_cell_sets_its_options_and_removes_the_same_options_from_the_recipe():
     cfg = bench_cell._config(
         cell("street_scenes_regseg48", compiled=True, processes=2, amp=True, averaging=True, size=(64, 128)),
         "w",

@@ -46,7 +46,7 @@ def ends(pid):
         ),
     ],
 )
-def test_status_and_reason_of_a_process(script, status, reason, capfd):
+def test_status_and_reason_of_an_ended_process_are_returned(script, status, reason, capfd):
     done = run_child(["-c", script])
     assert (done.status, done.reason) == (status, reason)
 
@@ -67,7 +67,7 @@ def test_timeout_ends_the_process(ignored):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_ends_the_process_and_those_that_it_started(tmp_path, number):
+def test_signal_ends_the_process_and_its_child_processes(tmp_path, number):
     path = tmp_path / "pid"
 
     def interrupt():

@@ -187,7 +187,7 @@ def test_broken_links_are_listed_and_other_samples_are_cached(folder, capsys, mo
     assert "Not cached (2)" in printed
 
 
-def test_prune_keeps_the_files_of_the_recipe(folder, capsys):
+def test_prune_keeps_the_files_that_the_recipe_uses(folder, capsys):
     ran(capsys, "cache", "recipe.yaml", "--folder", "c")
     for kind in ("img", "ann"):
         (folder / f"data/{kind}/6.png").unlink()

@@ -98,7 +98,7 @@ def test_settings_without_effect_are_not_reported(changes):
     assert found(**changes) == []
 
 
-def test_write_speed_is_measured_and_nothing_is_left(tmp_path, monkeypatch):
+def test_write_speed_is_measured_and_no_file_remains(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor_checks, "_SHM_SAMPLE", 2**20)
     assert doctor_checks._write_speed(tmp_path) > 0
     assert not list(tmp_path.iterdir())
@@ -126,7 +126,7 @@ def test_this_machine_is_inspected(monkeypatch):
     assert (machine.bf16_ratio is not None) == (machine.native_bf16 is False)
 
 
-def test_workers_of_a_recipe_are_checked(capsys, monkeypatch):
+def test_worker_count_of_a_recipe_is_checked(capsys, monkeypatch):
     monkeypatch.setattr(doctor_checks, "cores", lambda: 4)
     assert main(["doctor", "street_scenes_regseg48", "num_workers=9"]) == 1
     assert "train_dataloader.num_workers  9 workers on 4 cores" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Invalid command line arguments exit with status 2 and print one line with config path and suggestion."""
+"""Invalid command line arguments exit with status 2 and print one line with the config path and a suggestion."""
 
 import pytest
 import torch

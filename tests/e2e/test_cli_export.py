@@ -1,4 +1,4 @@
-"""`slipstream export`: the file has the predictions of the model, for several sizes, and runs without Slipstream."""
+"""`slipstream export`: the exported file makes the model's predictions at several image sizes, without Slipstream."""
 
 import json
 import subprocess
@@ -136,7 +136,7 @@ def export(kind, *options):
 
 @pytest.mark.parametrize("kind", SUFFIXES)
 @pytest.mark.parametrize("place", ["preprocessor", "transforms"])
-def test_the_file_alone_returns_the_scores_of_the_model(kind, place, write_run, capsys):
+def test_the_exported_file_returns_the_models_scores_without_slipstream(kind, place, write_run, capsys):
     normalized = place == "transforms"
     before = (
         {} if normalized else dict(mean=[100, 110, 120], std=[50, 60, 70], pad_size_divisor=16, pad_value=1)
@@ -170,7 +170,7 @@ def test_the_file_alone_returns_the_scores_of_the_model(kind, place, write_run, 
     assert described["transforms_before"] == (NORMALIZED[:1] if normalized else [])
 
 
-def test_classifiers_of_vectors_are_exported_with_a_shape(write_run, capsys):
+def test_vector_classifiers_are_exported_with_a_shape(write_run, capsys):
     built = write_run(dict(type="Classifier", network=dict(type="Vector")))
     assert export("torch") == 2
     assert "--shape" in capsys.readouterr().err
@@ -216,7 +216,7 @@ def test_a_file_that_differs_from_the_model_is_not_kept(write_run, tmp_path, cap
     assert (tmp_path / "run.pt").is_file()
 
 
-def test_a_wrong_suffix_names_the_right_one(write_run, capsys):
+def test_error_for_a_wrong_suffix_names_the_right_one(write_run, capsys):
     write_run(dict(type="Segmentor", network=dict(type="Strided")))
     assert export("torch", "--out", "model.onnx") == 2
     assert "--out: must end with .pt2" in capsys.readouterr().err
@@ -232,7 +232,8 @@ def test_networks_are_exported_with_dynamic_sizes(name, write_run):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["pp_lite_t_seg", "ddrnet_23_slim"])
 def test_a_network_that_onnx_cannot_resize_is_exported_with_a_fixed_size(name, write_run, tmp_path, capsys):
-    """The export of adaptive pooling contains the size of the example, which the check at another size finds."""
+    """Exported adaptive pooling is only valid for the size of the example input. A check at another size detects
+    this."""
     write_run(dict(type="Segmentor", network=dict(type=name, num_classes=4)))
     assert export("onnx") == 1
     assert "Try --fixed-size" in capsys.readouterr().err

@@ -61,7 +61,7 @@ def test_bash_completes_commands_options_and_recipes(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_scripts_of_other_shells_contain_every_option(shell, capsys):
+def test_completion_scripts_for_other_shells_contain_every_option(shell, capsys):
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     for name, parser in build_parser()[1].choices.items():
@@ -92,7 +92,7 @@ def test_recipes_are_listed_as_json(capsys):
 
 
 def problems(value, schema, place=""):
-    """Yield the places where a value does not match a schema: a second reader of the keywords that the schema uses."""
+    """Yield the places where a value does not match a schema. This validator only implements the keywords in use."""
     names = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
     numbers = {"integer": int, "number": (int, float)}
     kinds = schema.get("type", [])
@@ -158,21 +158,21 @@ def test_check_runs_one_batch_and_writes_nothing(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_check_reports_an_error_that_only_a_batch_shows(tmp_path, monkeypatch, capsys):
+def test_check_reports_an_error_that_only_occurs_with_a_batch(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["check", RECIPE, *SMALL, "model.network.num_classes=5"]) == 1
     assert "19" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_check_reports_an_error_of_validation(tmp_path, monkeypatch, capsys):
+def test_check_reports_an_error_in_validation(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["check", RECIPE, *SMALL, "val_evaluator.type=IoUMetrik"]) == 2
     assert "did you mean 'IoUMetric'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("weights", "loss"), [("1e300,0.4,0.4,0.4", "inf"), ("1e300,-1e300,0.4,0.4", "nan")])
-def test_check_fails_if_the_loss_is_not_finite(weights, loss, tmp_path, monkeypatch, capsys):
+def test_check_fails_if_the_loss_is_nonfinite(weights, loss, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["check", RECIPE, *SMALL, f"model.loss.weights=[{weights}]", "--json"]) == 1
     printed = capsys.readouterr()
@@ -180,7 +180,7 @@ def test_check_fails_if_the_loss_is_not_finite(weights, loss, tmp_path, monkeypa
     assert f"the loss of the first training batch is {loss}" in printed.err
 
 
-def test_check_prints_metrics_that_are_not_finite_as_null(tmp_path, monkeypatch, capsys):
+def test_check_prints_nonfinite_metrics_as_null(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         "slipstream.runner.Runner.val", lambda runner: {"mIoU": float("nan"), "accuracy": 0.5}
@@ -219,7 +219,7 @@ def test_doctor_explain_and_runs_print_json(tmp_path, monkeypatch, capsys):
 
 
 def test_a_new_project_trains_and_predicts(slipstream, tmp_path):
-    """The commands run in new processes, because the recipe imports a module of its folder."""
+    """The commands run in new processes, because the recipe imports a module from its folder."""
     slipstream("new", "mine")
     folder = tmp_path / "mine"
     slipstream("check", "recipe.py", cwd=folder)

@@ -30,7 +30,7 @@ def test_best_strategy_is_the_fastest_listed(capsys):
         assert row["best"] == min(kinds, key=lambda kind: row[kind]["step_time"])
 
 
-def test_measured_step_time_is_the_time_of_one_gpu(capsys):
+def test_measured_step_time_is_the_predicted_time_for_one_gpu(capsys):
     arguments = ("pp_lite_t_seg", "--size", "128x256", "--gpus", "1", "--step-time", "0.02")
     assert planned(capsys, *arguments)[0]["ddp"]["step_time"] == pytest.approx(0.02)
 

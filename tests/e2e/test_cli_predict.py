@@ -89,7 +89,7 @@ def test_a_run_without_a_best_checkpoint_uses_the_last_one(tmp_path, capsys):
     assert f"Checkpoint: {RUN}/epoch_3.pth (epoch 2)" in capsys.readouterr().out
 
 
-def test_a_photo_is_segmented_in_the_orientation_in_which_it_is_displayed():
+def test_a_photo_is_segmented_in_its_display_orientation():
     exif = Image.Exif()
     exif[0x0112] = 6  # display rotated by 90 degrees clockwise: the left half is displayed at the top
     Image.fromarray(half_bright()).save("photo.jpg", exif=exif, quality=100)
@@ -112,7 +112,7 @@ def test_mask_files_contain_class_ids_and_colors():
     assert colors[0, -1].tolist() == PALETTE[0]
 
 
-def test_folders_and_patterns_are_searched_and_the_output_is_left_out(tmp_path, capsys):
+def test_folders_and_patterns_are_searched_and_the_output_folder_is_skipped(tmp_path, capsys):
     (tmp_path / "photos/inner").mkdir(parents=True)
     (tmp_path / "photos/notes.txt").write_text("no picture")
     for name in ("photos/a.png", "photos/inner/a.png", "more_1.png", "more_2.png", "other.png"):
@@ -153,7 +153,7 @@ def test_class_statistics_are_fractions_of_pixels(tmp_path, capsys):
     assert ["bright", "40.00%", "1"] in rows
 
 
-def test_json_contains_files_shares_and_errors(capsys):
+def test_json_contains_files_class_fractions_and_errors(capsys):
     Image.fromarray(half_bright()).save("half.png")
     assert main(["predict", "half.png", "missing.png", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
@@ -177,7 +177,7 @@ def write_best(network, palette=PALETTE, model="Segmentor"):
 @pytest.mark.parametrize(
     ("network", "model"), [("BrightOrDark", "Classifier"), ("ClassOfImage", "SupervisedModel")]
 )
-def test_a_classification_checkpoint_with_a_palette_is_refused(network, model, capsys):
+def test_a_classification_checkpoint_with_a_palette_raises_an_error(network, model, capsys):
     write_best(network, model=model)
     Image.fromarray(half_bright()).save("a.png")
     assert main(["predict", "a.png"]) == 1
@@ -205,7 +205,7 @@ def test_a_segmentation_checkpoint_without_a_palette_is_not_called_a_classifier(
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_a_picture_that_fails_in_the_network_is_listed_and_the_others_are_processed(
+def test_an_image_for_which_the_network_fails_is_listed_and_the_others_are_processed(
     error, monkeypatch, capsys
 ):
     monkeypatch.setattr(BrightOrDark, "error", error)
@@ -219,7 +219,7 @@ def test_a_picture_that_fails_in_the_network_is_listed_and_the_others_are_proces
     assert ("out of memory" if not isinstance(error, ModelError) else "the network failed") in failed["error"]
 
 
-def test_the_statistics_are_written_if_another_error_ends_the_command(tmp_path, monkeypatch):
+def test_the_statistics_are_written_if_an_unexpected_error_ends_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(BrightOrDark, "error", ZeroDivisionError("a bug"))
     Image.fromarray(half_bright()).save("good.png")
     Image.fromarray(half_bright()[:8]).save("failing.png")
@@ -237,7 +237,7 @@ def read_mask_of(stem):
 
 
 def write_video(path, images, clockwise=False):
-    """Write a video. With `clockwise`, its header says that players rotate it by 90 degrees clockwise."""
+    """Write a video. With `clockwise`, its header tells players to rotate it by 90 degrees clockwise."""
     av = pytest.importorskip("av")
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=5)
@@ -256,7 +256,7 @@ def write_video(path, images, clockwise=False):
 
 
 @pytest.mark.parametrize("clockwise", [False, True])
-def test_each_frame_of_a_video_is_segmented_as_it_is_displayed(tmp_path, clockwise):
+def test_each_video_frame_is_segmented_in_its_display_orientation(tmp_path, clockwise):
     moving = [np.full((48, 64, 3), 20, np.uint8) for _ in range(6)]
     for number, image in enumerate(moving):
         image[:, : 8 * (number + 1)] = 240
@@ -294,7 +294,7 @@ def write_checkpoint(cfg):
     torch.save(dict(meta=meta, state_dict={}), f"{RUN}/best_mIoU_epoch_2.pth")
 
 
-def test_the_data_preprocessor_of_the_runner_normalizes_the_images():
+def test_the_runners_data_preprocessor_normalizes_the_images():
     preprocessor = dict(type="ImgDataPreprocessor", mean=[-200.0] * 3, std=[1.0] * 3)  # all pixels are bright
     model = dict(type="Segmentor", network=dict(type="BrightOrDark"))
     write_checkpoint(dict(model=model, data_preprocessor=preprocessor))
@@ -303,7 +303,7 @@ def test_the_data_preprocessor_of_the_runner_normalizes_the_images():
     np.testing.assert_array_equal(read_mask_of("a"), 1)
 
 
-def test_a_model_with_a_loss_function_of_the_runner_is_refused(capsys):
+def test_a_model_trained_with_the_runners_loss_fn_raises_an_error(capsys):
     write_checkpoint(dict(model=dict(type="BrightOrDark"), loss_fn=dict(type="CrossEntropyLoss")))
     Image.fromarray(half_bright()).save("a.png")
     assert main(["predict", "a.png"]) == 1

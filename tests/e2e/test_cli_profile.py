@@ -1,4 +1,4 @@
-"""The command profile on a small network."""
+"""The command `slipstream profile` on a small network."""
 
 import csv
 import gzip
@@ -91,7 +91,7 @@ custom_hooks = [dict(type="ProfilerHook"), Saver(), dict(type=Own), dict(type="R
     assert not {"Saver", "CheckpointHook", "ProfilerHook", "ReportHook"} & {*seen}
 
 
-def test_training_that_ends_too_early_is_an_error(config, capsys):
+def test_training_that_ends_too_early_raises_an_error(config, capsys):
     assert main(["profile", config, "--steps", "5", "--warmup", "1"]) == 2
     assert "training ended after 8 steps, but 1 warm-up steps, 5 timed steps" in capsys.readouterr().err
 
@@ -107,7 +107,9 @@ def test_numbers_of_steps_must_be_positive(config, option, value, capsys):
 @pytest.mark.parametrize(
     ("compile", "warned"), [("true", True), ("{wait: true}", False), ("{scope: model}", False)]
 )
-def test_steps_that_may_be_eager_are_warned_of(config, compile, warned, capsys, monkeypatch):
+def test_a_warning_is_printed_if_the_recorded_steps_may_be_eager(
+    config, compile, warned, capsys, monkeypatch
+):
     monkeypatch.setattr("slipstream.runner.Runner.train", lambda self: None)
     assert main(["profile", config, f"speed.compile={compile}"]) == 2  # no step has run
     assert ("the recorded steps may be eager" in capsys.readouterr().out) is warned
@@ -119,7 +121,7 @@ def test_unwritable_folder_is_an_error_before_training(config, tmp_path, capsys)
     assert "--out: cannot write to the folder" in capsys.readouterr().err
 
 
-def test_error_of_the_training_step_is_reported(config, tmp_path, capsys):
+def test_error_in_the_training_step_is_reported(config, tmp_path, capsys):
     assert main(["profile", config, "optim_wrapper.optimizer.lr=-1"]) == 2
     assert "lr" in capsys.readouterr().err
     assert not list((tmp_path / "work_dirs/tiny/profile").iterdir())
@@ -144,7 +146,7 @@ def test_synchronizations_are_counted_by_source_line(monkeypatch):
     assert re.fullmatch(rf'{re.escape(__file__)}:\d+: warnings.warn\("called.*', line)
 
 
-def test_device_without_the_debug_mode_says_so(monkeypatch):
+def test_devices_without_the_sync_debug_mode_are_reported(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace())
     found = Synchronizations(torch.device("xpu"))
     with found.counting():
@@ -152,7 +154,7 @@ def test_device_without_the_debug_mode_says_so(monkeypatch):
     assert found.problem == "not reported: torch.xpu has no set_sync_debug_mode"
 
 
-def test_source_line_is_the_users_and_not_the_engines():
+def test_source_line_is_in_the_users_code_and_not_in_the_engine():
     from slipstream.registry import Registry
 
     registry = Registry("lines")

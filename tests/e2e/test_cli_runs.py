@@ -88,7 +88,7 @@ def test_every_run_is_a_row_with_its_status(runs, capsys):
     assert "Delete" in text  # the remedy for the damaged report
 
 
-def test_rows_are_sorted_and_rows_without_the_value_are_last(runs, capsys):
+def test_rows_are_sorted_with_rows_without_the_value_last(runs, capsys):
     assert names(rows(capsys, runs, "--sort", "mIoU"))[:3] == [BAD, "killed", "good"]
     assert names(rows(capsys, runs, "--sort", "val/mIoU-"))[:3] == ["good", "killed", BAD]
 
@@ -113,7 +113,7 @@ def test_settings_can_be_columns(runs, capsys):
         (["--filter", "failed"], "KEY=VALUE"),
     ],
 )
-def test_wrong_keys_are_errors(runs, capsys, arguments, message):
+def test_invalid_keys_raise_errors(runs, capsys, arguments, message):
     try:
         status = main(["runs", str(runs), *arguments])
     except SystemExit as error:
@@ -144,7 +144,7 @@ def test_report_of_a_killed_run_is_collected_from_its_logs(tmp_path, capsys):
     assert "logged step" in text
 
 
-def test_report_of_a_run_that_goes_on_is_collected_again(tmp_path):
+def test_report_of_a_run_that_continues_is_collected_again(tmp_path):
     run = logged(tmp_path)
     assert main(["report", str(run)]) == 0
     with (run / "vis_data" / "scalars.json").open("a", encoding="utf-8") as file:
@@ -152,7 +152,7 @@ def test_report_of_a_run_that_goes_on_is_collected_again(tmp_path):
     assert read_run(run).iteration == 40
 
 
-def test_damaged_log_files_give_an_empty_report(tmp_path):
+def test_damaged_log_files_result_in_an_empty_report(tmp_path):
     run = logged(
         tmp_path,
         scalars='[1]\n"x"\n{"iter": -3}\n{"iter": true}\n{"step": 1e400}\n{"iter": 5, "loss": "x"}\n',
@@ -251,7 +251,7 @@ def test_damaged_report_is_an_error_that_names_the_field(tmp_path, capsys, chang
     assert "report.json" in error
 
 
-def test_wrong_runs_are_errors_with_a_remedy(tmp_path, capsys):
+def test_errors_for_invalid_runs_contain_a_remedy(tmp_path, capsys):
     assert main(["report", str(tmp_path / "missing")]) == 2
     assert "slipstream runs" in capsys.readouterr().err
     assert main(["report", str(tmp_path)]) == 2
@@ -263,7 +263,7 @@ def test_wrong_runs_are_errors_with_a_remedy(tmp_path, capsys):
     assert "cannot write" in capsys.readouterr().err
 
 
-def test_run_without_a_configuration_has_no_different_settings(tmp_path):
+def test_run_without_a_configuration_has_no_differing_settings(tmp_path):
     reported(tmp_path, "one", environment={})
     logged(tmp_path)
     out = tmp_path / "both.html"
@@ -271,7 +271,7 @@ def test_run_without_a_configuration_has_no_different_settings(tmp_path):
     assert "The recorded settings are equal" in text_of(out.read_text(encoding="utf-8"))
 
 
-def test_newest_run_of_a_work_dir_is_the_one_that_started_last(tmp_path, capsys):
+def test_newest_run_in_a_work_dir_is_the_one_that_started_last(tmp_path, capsys):
     new = reported(tmp_path, "a_new", started="2026-02-02 00:00:00")
     reported(tmp_path, "b_old", started="2026-01-01 00:00:00")  # written later
     assert main(["report", str(tmp_path)]) == 0
@@ -286,7 +286,7 @@ def test_reasons_are_listed_if_no_run_can_be_read(tmp_path, capsys):
     assert any("Delete" in line for line in lines)
 
 
-def test_speed_of_a_run_is_the_mean_that_its_report_shows(tmp_path):
+def test_speed_of_a_run_is_the_mean_shown_in_its_report(tmp_path):
     run = reported(tmp_path, "one")
     (row,) = find_runs(tmp_path)
     assert row.value("images_per_second") == pytest.approx(797 / 60)

@@ -1,4 +1,4 @@
-"""`slipstream runs` and `slipstream report` with folders that no run has written in this form."""
+"""`slipstream runs` and `slipstream report` with run folders whose contents are malformed."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def reported(folder, text=None, **changes):
 
 
 def other(folder, name, make):
-    """Write a run, and replace one of its files."""
+    """Write a run and replace one of its files."""
     logged(folder)
     path = folder / name.replace("NAME", folder.name)
     path.unlink(missing_ok=True)
@@ -102,7 +102,7 @@ def test_strange_lines_and_names_do_not_hide_the_rest(good, capsys, name):
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_run_that_cannot_be_read_is_a_row_with_its_reason(good, capsys, name):
+def test_row_of_an_unreadable_run_contains_the_reason(good, capsys, name):
     make, reason = UNREADABLE[name]
     make(good / name)
     text = output(capsys, "runs", good)
@@ -112,7 +112,7 @@ def test_run_that_cannot_be_read_is_a_row_with_its_reason(good, capsys, name):
     assert reason in output(capsys, "report", good / name, status=1)
 
 
-def test_folder_that_vanishes_is_an_error_of_one_line(good, capsys, monkeypatch):
+def test_folder_that_vanishes_raises_a_one_line_error(good, capsys, monkeypatch):
     def vanish(path):
         shutil.rmtree(good / "good")
         return os.scandir(path)

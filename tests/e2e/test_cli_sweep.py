@@ -29,7 +29,7 @@ LR = "optim_wrapper.optimizer.lr"
 
 @pytest.fixture(autouse=True)
 def in_process(tmp_path, monkeypatch, capsys):
-    """Run the runs of a sweep in this process, which is faster."""
+    """Execute the runs of a sweep in this process, which is faster."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "tiny.py").write_text(CONFIG)
@@ -69,7 +69,7 @@ def test_each_combination_trains_in_its_folder(tmp_path, capsys):
         assert name in printed
 
 
-def test_failed_run_is_a_row_and_the_others_continue(tmp_path, capsys):
+def test_failed_run_has_a_row_and_the_other_runs_continue(tmp_path, capsys):
     assert main(["train", "tiny.py", "--sweep", f"{LR}=-1,0.1"]) == 1
     printed = capsys.readouterr().out
     failed, done = results(tmp_path)
@@ -144,7 +144,7 @@ def test_other_options_are_passed_to_each_run(in_process, monkeypatch):
         (["--multirun", f"{LR}=0.1,0.1"], "contains a value twice"),
     ],
 )
-def test_invalid_sweep_is_an_error_before_the_first_run(in_process, words, message, capsys):
+def test_invalid_sweep_raises_an_error_before_the_first_run(in_process, words, message, capsys):
     assert main(["train", "tiny.py", *words]) == 2
     assert message in capsys.readouterr().err
     assert not in_process

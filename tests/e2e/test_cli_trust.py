@@ -1,4 +1,4 @@
-"""`--trust` on the command line: without it, a data file executes nothing; with it, the training processes get it."""
+"""Data files execute code only with `--trust` on the command line, which is also passed to child processes."""
 
 import pytest
 
@@ -25,7 +25,7 @@ class TrustedNet(BaseModel):
 
 
 @pytest.mark.parametrize("base", [False, True])
-def test_explain_executes_code_of_a_data_file_only_with_trust(tmp_path, monkeypatch, capsys, base):
+def test_explain_executes_code_from_a_data_file_only_with_trust(tmp_path, monkeypatch, capsys, base):
     module = f"trust_module_{base}"
     (tmp_path / f"{module}.py").write_text(MODULE)
     key = f"_base_: {module}.py" if base else f"custom_imports: {{imports: [{module}]}}"
@@ -41,14 +41,14 @@ def test_explain_executes_code_of_a_data_file_only_with_trust(tmp_path, monkeypa
     assert (tmp_path / "was_here").exists()
 
 
-def test_started_processes_and_batch_scripts_get_the_option(tmp_path):
+def test_the_option_is_passed_to_child_processes_and_batch_scripts(tmp_path):
     args = parse(["train", "a.yaml", "--trust"])
     assert "--trust" in command_args(args)
     assert "--trust" not in command_args(parse(["train", "a.yaml"]))
     assert " --trust\n" in batch_file(parse(["submit", "a.yaml", "--trust"]), tmp_path)
 
 
-def test_options_of_hydra_do_not_execute_code_of_a_recipe(tmp_path, monkeypatch, capsys):
+def test_hydra_options_do_not_execute_code_from_a_recipe(tmp_path, monkeypatch, capsys):
     pytest.importorskip("hydra")
     monkeypatch.chdir(tmp_path)
     call = "{_target_: os.system, command: 'touch was_here'}"

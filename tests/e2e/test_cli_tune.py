@@ -34,7 +34,7 @@ def tuned(tmp_path):
 
 @pytest.mark.parametrize("recipe", [RECIPE, "street_scenes_ddrnet_23_slim"], ids=["Runner", "Hydra"])
 @pytest.mark.parametrize("sign", ["", "+"])
-def test_a_tuned_file_sets_the_options_of_both_kinds_of_recipes(recipe, sign, tuned):
+def test_a_tuned_file_sets_the_options_for_both_kinds_of_recipes(recipe, sign, tuned):
     plain, cfg = load_config(recipe).cfg, load_config(recipe, [f"{sign}speed={tuned}"]).cfg
     assert cfg.speed == {"channels_last": True, "compile": {"scope": "step"}}
     assert cfg.train_dataloader.num_workers == 2
@@ -42,7 +42,7 @@ def test_a_tuned_file_sets_the_options_of_both_kinds_of_recipes(recipe, sign, tu
     assert cfg.model == plain.model
 
 
-def test_explain_names_the_options_of_a_tuned_file(tuned, capsys):
+def test_explain_names_the_options_in_a_tuned_file(tuned, capsys):
     assert main(["explain", RECIPE, f"+speed={tuned}"]) == 0
     printed = capsys.readouterr().out
     assert "channels_last" in printed.partition("Off: ")[0]
@@ -52,7 +52,7 @@ def test_explain_names_the_options_of_a_tuned_file(tuned, capsys):
 @pytest.mark.parametrize(
     "word", ["speed.channels_last=false", "+speed.compile.scope=model", "train_dataloader.num_workers=1"]
 )
-def test_an_override_that_contradicts_a_tuned_file_is_an_error(word, tuned, capsys):
+def test_an_override_that_contradicts_a_tuned_file_raises_an_error(word, tuned, capsys):
     assert main(["explain", RECIPE, f"+speed={tuned}", word]) == 2
     assert "set the same option; remove one of them" in capsys.readouterr().err
 
@@ -77,7 +77,7 @@ def test_other_options_of_the_recipe_are_kept(tuned):
     ],
 )
 def test_invalid_arguments_are_reported_on_one_line(arguments, message, capsys):
-    with suppress(SystemExit):  # raised by the parser
+    with suppress(SystemExit):  # raised by the argument parser
         assert main(["tune", RECIPE, *arguments]) == 2
     err = capsys.readouterr().err
     assert message in err
@@ -103,7 +103,7 @@ def test_a_short_search_writes_both_files(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("what", ["lr", "batch_size"])
-def test_the_budget_of_a_search_for_one_value_includes_the_start(what, tmp_path, monkeypatch):
+def test_the_budget_of_a_search_for_one_value_includes_the_startup_time(what, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     left = []
 
@@ -117,7 +117,7 @@ def test_the_budget_of_a_search_for_one_value_includes_the_start(what, tmp_path,
     assert 0 < left[0] < 300
 
 
-def test_a_budget_too_short_names_the_minimum(tmp_path, monkeypatch, capsys):
+def test_the_error_for_a_short_budget_names_the_minimum(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["tune", RECIPE, *SMALL, "--budget", "0.5s", "--no-cache"]) == 2
     assert "budget: 0.5 s is too short" in capsys.readouterr().err
@@ -125,7 +125,7 @@ def test_a_budget_too_short_names_the_minimum(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_learning_rate_is_found_for_a_recipe(tmp_path, monkeypatch, capsys):
+def test_a_learning_rate_is_found_for_a_recipe(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sweep = lr_range.sweep_lr
     monkeypatch.setattr(
@@ -138,7 +138,7 @@ def test_the_learning_rate_is_found_for_a_recipe(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_batch_size_is_found_for_a_recipe(tmp_path, monkeypatch, capsys):
+def test_a_batch_size_is_found_for_a_recipe(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["tune", RECIPE, *SMALL, "--find", "batch_size", "--max-batch-size", "4"]) == 0
     assert "Largest that fits: 4" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The page on extending shows an option's current module, and its table lists the whole protocol."""
+"""docs/extending.md shows the current source code of an option, and its table lists all methods of `StepPart`."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ PAGE = "docs/extending.md"
 TEXT = text_of(PAGE)
 
 
-def test_page_shows_the_module_of_the_package():
+def test_page_shows_the_source_code_of_the_module():
     source = Path(gradient_centralization.__file__).read_text(encoding="utf-8")
     assert source in [block.text for block in blocks("python", PAGE)]
 

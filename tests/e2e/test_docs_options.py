@@ -25,7 +25,7 @@ SUPERGRADIENTS = {"optimizer", "optimizer_params"}  # only the Trainer reads the
 
 
 def table(text: str, heading: str) -> list[list[str]]:
-    """Return the cells of the first table below a heading, row by row."""
+    """Return the rows of the first table below a heading, each as a list of cells."""
     section = text.split(f"## {heading}\n", 1)[1]
     rows = re.search(r"^\|.*\|\n\|[-|]+\|\n((?:\|.*\|\n)+)", section, re.MULTILINE)[1]
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows.splitlines()]

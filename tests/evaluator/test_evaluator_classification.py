@@ -167,7 +167,7 @@ def evaluated(preds, targets, classes, **options):
     return metric, metric.evaluate(len(targets))
 
 
-def test_named_classes_give_a_confusion_matrix():
+def test_named_classes_produce_a_confusion_matrix():
     scores = [[0.9, 0.1, 0.0], [0.1, 0.2, 0.7], [0.0, 0.8, 0.2], [0.6, 0.3, 0.1]]
     metric, _ = evaluated(scores, [0, 1, 1, 2], ("a", "b", "c"))
     assert metric.confusion == [[1, 0, 0], [0, 1, 1], [1, 0, 0]]
@@ -183,7 +183,7 @@ def test_named_classes_give_a_confusion_matrix():
         ([0, 1], [0, 1], 2, 100.0),
     ],
 )
-def test_named_classes_that_do_not_fit_the_model_give_no_matrix(preds, targets, classes, top1):
+def test_named_classes_that_do_not_match_the_model_produce_no_matrix(preds, targets, classes, top1):
     metric, values = evaluated(preds, targets, classes)
     assert metric.confusion is None
     assert values == {"accuracy/top1": top1}

@@ -233,7 +233,7 @@ def same(one, other):
 
 
 def expected(content, start):
-    """Return the state that a run resumed from `content` must have. `start` is its state before it resumes."""
+    """Return the state that a run resumed from `content` must have. `start` is the state before the resume."""
     meta, hub = content["meta"], content.get("message_hub") or {}
     weights, average = content["state_dict"], {}
     if "ema_state_dict" in content:
@@ -241,7 +241,7 @@ def expected(content, start):
         average = {**weights, "steps": saved["steps"]}
         average = {key: value for key, value in average.items() if key in start["average"]}
         weights = {k.removeprefix(prefix): v for k, v in saved.items() if str(k).startswith(prefix)}
-        if average.get("steps") == 0:  # the average has not started, so it starts with the weights
+        if average.get("steps") == 0:  # averaging has not started, so it will start with the weights
             average = {**weights, "steps": 0}
     ranks = content.get("rank_gradients") or ()
     # Each run sets its own kernels, and AdamW sets decoupled_weight_decay.

@@ -1,4 +1,4 @@
-"""Write the number of inputs that the fuzzers tried into a table in docs/reliability.md.
+"""Update the table in docs/reliability.md that lists how many inputs the fuzzers have tried.
 
 Run `python tests/faults/fuzz_results.py --page docs/reliability.md LOG...` with the outputs of the fuzzers. The last
 line of a fuzzer's output contains its name, the number of inputs and the number of findings. The findings of all logs

@@ -250,7 +250,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=70)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--page", type=Path, help="page whose table to replace")
+    parser.add_argument("--page", type=Path, help="page in which to replace the table")
     options = parser.parse_args()
     table = run(options.count, options.seed, lambda text: print(text, flush=True))
     print(markdown(table))

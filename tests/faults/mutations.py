@@ -11,11 +11,11 @@ VALUES = (
     [-1], [math.nan], {}, {"type": "Abc"}, {"type": None}, {"type": 3}, {"abc": 1}, {1: 2}, {None: None}, {"type": {}},
     {"type": "slipstream."}, [{}], [{"type": "Abc"}], object(),
 )  # fmt: skip
-"""Replacements for a value of a valid configuration."""
+"""Replacements for a value in a valid configuration."""
 
 
 class Mutation(NamedTuple):
-    """One change of a configuration."""
+    """One change to a configuration."""
 
     kind: str
     path: tuple[Any, ...]

@@ -16,7 +16,8 @@ NAMESPACE = ["unshare", "--map-root-user", "--mount"]
 
 
 def require_mounts(folder):
-    """Skip the test without the right to mount. In continuous integration, root must have this right."""
+    """Skip the test if the user may not mount file systems. In continuous integration, root must be able to mount
+    them."""
     if shutil.which("unshare") is None:
         pytest.skip("requires unshare of util-linux")
     mount = [*NAMESPACE, "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]

@@ -1,4 +1,4 @@
-"""Run the tests for each kind of fault and write their number into a table in docs/reliability.md.
+"""Run the tests for each kind of fault and record their number in a table in docs/reliability.md.
 
 Run `python tests/faults/tested_faults.py --page docs/reliability.md`. With `--results`, it reads the JUnit files of
 complete test runs (`make test` and `make matrix` with `PYTEST_ADDOPTS=--junitxml=...`) instead of running the tests.
@@ -145,7 +145,7 @@ def markdown(found: Mapping[str, Counter[str]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--page", type=Path, help="page whose table to replace")
+    parser.add_argument("--page", type=Path, help="page in which to replace the table")
     parser.add_argument(
         "--results", type=Path, nargs="+", help="JUnit files to read instead of running the tests"
     )

@@ -343,7 +343,7 @@ def test_surplus_checkpoints_of_a_killed_run_are_removed(tmp_path, async_save):
     assert files(tmp_path) == {"epoch_0.pth", "epoch_3.pth", "epoch_4.pth"}
 
 
-def test_surplus_list_of_a_checkpoint_never_removes_other_files(tmp_path):
+def test_surplus_list_in_a_checkpoint_never_removes_other_files(tmp_path):
     tmp_path = tmp_path / "run"
     trained(tmp_path, interval=1, max_keep_ckpts=2, epochs=3)
     names = ["epoch_3.pth", "epoch_2.pth", "notes.pth", "../outside.pth", "epoch_7.pth"]

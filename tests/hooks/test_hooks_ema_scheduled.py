@@ -135,7 +135,7 @@ def test_run_resumed_in_mid_epoch_restores_the_average_bitwise(tmp_path, options
     assert_same(average_of(whole).state_dict(), average_of(parts).state_dict())
 
 
-# ---- training too short for its average -----------------------------------------------------------
+# ---- runs that are too short for the average ------------------------------------------------------
 
 
 @pytest.mark.parametrize(

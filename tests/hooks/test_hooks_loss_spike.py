@@ -101,7 +101,7 @@ def test_damaged_history_is_ignored(saved):
 
 
 @pytest.mark.parametrize("read_every", [1, 7, 100])
-def test_first_step_is_known_if_steps_between_have_no_finite_loss(read_every):
+def test_first_step_of_a_spike_is_known_if_later_steps_have_no_finite_loss(read_every):
     class Rolling(FakeRunner):
         def __init__(self):
             super().__init__()
@@ -174,7 +174,7 @@ def train(folder, spikes=(), max_iters=60, **options):
     )
 
 
-def test_run_goes_back_before_the_spike(tmp_path):
+def test_run_rolls_back_to_before_the_spike(tmp_path):
     runner = train(tmp_path, [31], action="rollback")
     # The losses of steps 31 to 35 are read together. The update of step 30 may have caused the spike.
     assert runner.rollback.left_out == {30, 31, 32, 33, 34, 35}

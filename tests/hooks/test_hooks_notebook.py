@@ -1,4 +1,4 @@
-"""The table of a run in a notebook, with a replacement for IPython."""
+"""The table that a run displays in a notebook, tested with a mock of IPython."""
 
 import base64
 import math
@@ -38,7 +38,7 @@ def outputs(monkeypatch):
 
 
 def charts(html):
-    """Return the charts of an output by name, each as its parsed SVG."""
+    """Return the charts in an output by name, as parsed SVG."""
     images = re.findall(r'<img alt="(.*?) over iterations" .*?base64,(.*?)">', html)
     return {name: ElementTree.fromstring(base64.b64decode(data)) for name, data in images}
 

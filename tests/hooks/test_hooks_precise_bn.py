@@ -1,4 +1,4 @@
-"""PreciseBNHook: exact BatchNorm statistics without effects on training."""
+"""PreciseBNHook computes exact BatchNorm statistics and does not affect training."""
 
 import pytest
 import torch

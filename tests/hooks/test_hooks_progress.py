@@ -72,7 +72,7 @@ def test_no_value_is_cut_off(tmp_path, monkeypatch, width):
     assert max(map(len, lines)) <= width
 
 
-def test_no_color_leaves_the_text(tmp_path, monkeypatch):
+def test_no_color_removes_colors_and_keeps_the_text(tmp_path, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     console = Console(force_terminal=True, file=io.StringIO(), width=120, color_system="truecolor")
     _, text = bar(tmp_path, monkeypatch, console)

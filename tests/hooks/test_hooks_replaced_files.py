@@ -1,4 +1,4 @@
-"""After a roll-back, the best checkpoints do not contain abandoned steps."""
+"""After a rollback, the best checkpoints do not contain abandoned steps."""
 
 import math
 import shutil
@@ -14,7 +14,7 @@ from slipstream.runner import Runner
 from tiny_runs import Net, Scripted, assert_same, run, training, validation, weights
 
 BEFORE, AFTER = [0.5, 0.7, 0.9], [0.6, 0.4]
-"""Metric values before the roll-back, and in epochs 3 and 4 after the roll-back."""
+"""Metric values before the rollback, and in epochs 3 and 4 after the rollback."""
 
 
 class BreaksOnce(Net):
@@ -73,7 +73,7 @@ def test_best_checkpoint_of_abandoned_steps_is_replaced_by_the_previous_best(
 
 
 @pytest.mark.parametrize("name", [None, "best.pth"])
-def test_better_epoch_after_the_roll_back_is_saved(tmp_path, name):
+def test_better_epoch_after_the_rollback_is_saved(tmp_path, name):
     states = Weights()
     run(tmp_path, **options([*BEFORE, 0.6, 0.8], states, best_filename=name))
     (path,) = tmp_path.glob("best*")
@@ -105,7 +105,7 @@ class Stop(Hook):
 
 
 @pytest.mark.parametrize("name", [None, "best.pth"])
-def test_replaced_checkpoints_are_kept_only_while_the_run_can_go_back(tmp_path, name):
+def test_replaced_checkpoints_are_kept_only_while_the_run_can_roll_back(tmp_path, name):
     runner = Runner(**training(tmp_path, **options(BEFORE, Stop(), best_filename=name)))
     with pytest.raises(KeyboardInterrupt):
         runner.train()

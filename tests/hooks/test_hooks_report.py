@@ -270,7 +270,7 @@ def test_damaged_report_raises_an_error_with_a_remedy(tmp_path):
 
 
 class Growing(Net):
-    """A model whose loss is NaN in the calls listed in `broken`. Calls are not repeated after a roll-back."""
+    """A model whose loss is NaN in the calls listed in `broken`. Calls are not repeated after a rollback."""
 
     def __init__(self, broken):
         super().__init__()
@@ -380,7 +380,7 @@ def test_report_contains_the_settings_that_the_run_used(tmp_path, fused):
     assert made.settings["async_save"] is fused
 
 
-def test_phases_contain_the_time_of_roll_backs_and_of_the_end_of_the_run(tmp_path, monkeypatch):
+def test_phases_contain_the_time_of_rollbacks_and_of_the_end_of_the_run(tmp_path, monkeypatch):
     """The simulated clock advances by 1000 s in each call to a replaced function."""
     now = [0.0]
     monkeypatch.setattr("slipstream.logging.phases.perf_counter", lambda: now[0])

@@ -28,11 +28,11 @@ from slipstream.tune.statistics import Estimate
 from tiny_runs import assert_same, loader, run, training, validation, weights
 
 CONVOLUTION, LINEAR = 2 * 4 * 4 * 4 * 9, 2 * 64 * 3
-"""Operations of the layers of `network` in the forward pass of one sample. Each product counts as two operations."""
+"""Operations that each layer in `network` performs in the forward pass of one sample. A multiply-add counts as two."""
 
 
 class Images(Dataset):
-    """Gray images, whose class is the brightest of three stripes."""
+    """Gray images. The class is the index of the brightest of three stripes."""
 
     metainfo: ClassVar = dict(classes=("left", "middle", "right"))
 
@@ -82,7 +82,7 @@ def page(runner):
 # ---- model FLOPs utilization --------------------------------------------------------------------------
 
 
-def test_utilization_is_the_work_of_the_model_over_the_given_peak(tmp_path):
+def test_utilization_is_the_models_operations_per_second_divided_by_the_peak(tmp_path):
     runner = classifying(tmp_path, dict(peak_tflops=0.25))
     record = made(runner)
     assert record.compute.flops_per_sample == 2 * CONVOLUTION + 3 * LINEAR  # images have no gradient
@@ -124,7 +124,7 @@ def test_counting_does_not_change_the_run(tmp_path):
         dict(ema=dict(decay=0.9), accumulate=2),
     ],
 )
-def test_options_do_not_change_the_operations_of_the_model(tmp_path, speed):
+def test_options_do_not_change_the_operation_count_of_the_model(tmp_path, speed):
     record = made(classifying(tmp_path, dict(peak_tflops=1.0), speed=speed))
     assert record.status == "finished"
     assert record.compute.problem == ""
@@ -158,7 +158,7 @@ def test_model_with_its_own_training_step_has_no_count(tmp_path):
 
 
 @pytest.mark.parametrize("options", [dict(peak_tflops=0), dict(peak_tflops="many"), dict(probe_workers=2)])
-def test_invalid_options_are_refused(options):
+def test_invalid_options_are_rejected(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         ReportHook(**options)
 
@@ -243,7 +243,7 @@ def test_other_outputs_are_ignored(batch, outputs):
     assert selected(batch, outputs) == []
 
 
-def test_scores_and_images_that_are_not_finite_can_be_drawn():
+def test_nonfinite_scores_and_images_can_be_drawn():
     images = torch.tensor([float("nan"), float("inf"), 0.0, 1.0]).reshape(1, 1, 2, 2)
     (shown,) = selected([images], (torch.full((1, 2), float("nan")), torch.tensor([1])))
     assert shown.probability is None
@@ -350,7 +350,7 @@ def test_stored_result_without_an_adopted_option_is_not_recommended(tmp_path, st
     assert made(run(tmp_path / "same")).tuned == []
 
 
-def test_error_of_a_measurement_does_not_prevent_the_report(tmp_path, stored, monkeypatch):
+def test_error_in_a_measurement_does_not_prevent_the_report(tmp_path, stored, monkeypatch):
     def fail(runner):
         raise ValueError("unreadable")
 

@@ -36,7 +36,7 @@ def all_options(processes, net):
 
 
 def some_of_all_options():
-    """Return all options, on each network with every precision and every scope of compilation."""
+    """Return runs with all options that include, on each network, every precision and every compilation scope."""
     for (i, half), (j, scope), (k, net) in product(*map(enumerate, (HALVES, SCOPES, NETS))):
         if (i + j) % 3 == k:
             yield net, everything(1, net, half, scope)

@@ -8,7 +8,7 @@ from slipstream.step.dynamo import why_not_recomputed
 
 @pytest.mark.skipif(why_not_recomputed() is not None, reason="torch 2.11 does not support one of the pairs")
 def test_page_matches_the_rendered_tables():
-    assert PAGE.read_text() == render(), "render it again: python tests/matrix/matrix_page.py"
+    assert PAGE.read_text() == render(), "regenerate the page: python tests/matrix/matrix_page.py"
 
 
 def test_cells_distinguish_errors_impossible_and_working_pairs():

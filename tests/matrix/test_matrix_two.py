@@ -19,7 +19,7 @@ def all_options(net):
 
 
 def some_of_all_options():
-    """Return all options with DDP and with FSDP2 on one network each, and with checkpointing, which SAM can exclude."""
+    """Return runs with all options, with DDP and FSDP2. Some leave out SAM, because it can exclude checkpointing."""
     yield "conv", everything(2, "conv", half="fp16")
     yield "transformer", everything(2, "transformer", left_out=["SAM"])
     yield "transformer", everything(2, "transformer", "bf16", compiled="compile=model", parallel="FSDP2")

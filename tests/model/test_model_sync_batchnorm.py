@@ -63,7 +63,7 @@ class Copies(TorchDispatchMode):
 
 @pytest.fixture
 def two_ranks(monkeypatch):
-    """Simulate two ranks whose sums are those of one rank."""
+    """Simulate two ranks. A sum over the ranks returns the values of one rank."""
     for name, value in dict(
         get_world_size=lambda: 2, get_dist_info=lambda: (0, 2), traceable_sum=lambda x: x
     ).items():

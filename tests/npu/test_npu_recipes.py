@@ -1,4 +1,4 @@
-"""Recipes give the same results on an NPU as on the CPU."""
+"""Recipes produce the same results on an NPU as on the CPU."""
 
 import os
 import subprocess
@@ -42,7 +42,7 @@ def train(command, folder, device):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_recipe_trains_as_on_the_cpu(name, tmp_path):
+def test_recipe_results_match_the_cpu(name, tmp_path):
     found, expected = (train(COMMANDS[name], tmp_path / device, device) for device in ("npu", "cpu"))
     assert found.keys() == expected.keys()
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)

@@ -1,4 +1,4 @@
-"""The simulated NPU detects the errors it was designed to detect."""
+"""The simulated NPU detects missing waits, unsafe memory reuse, reads by the host, and mixed devices."""
 
 from contextlib import nullcontext
 
@@ -11,13 +11,13 @@ torch_npu = pytest.importorskip("torch_npu", exc_type=ImportError)
 
 
 def late_copy(source):
-    """Return a copy that runs as late as possible, and its event."""
+    """Return a copy that completes as late as possible, and its event."""
     stream = torch.Stream("npu")
     with stream:
         return source.to("npu", non_blocking=True), stream.record_event()
 
 
-def test_use_of_a_batch_without_a_wait_raises_an_error():
+def test_use_of_a_batch_without_waiting_for_its_copy_raises_an_error():
     copied, event = late_copy(torch.ones(4).pin_memory())
     with pytest.raises(RuntimeError, match=r"aten::mul.* on stream 0 uses memory .* may still write"):
         copied * 2
@@ -25,7 +25,7 @@ def test_use_of_a_batch_without_a_wait_raises_an_error():
     assert (copied * 2).cpu().tolist() == [2.0] * 4
 
 
-def test_use_of_the_result_of_another_stream_without_a_wait_raises_an_error():
+def test_use_of_tensors_from_another_stream_without_synchronization_raises_an_error():
     stream, current = torch.Stream("npu"), torch.accelerator.current_stream()
     x = torch.ones(4, device="npu")
     with stream:
@@ -79,7 +79,7 @@ class RecordsStream(NoWait):
 
 
 class NoEvent(_SideStream):
-    """Returns a batch without a wait for its copy."""
+    """Returns a batch without waiting for its copy."""
 
     def receive(self, sent):
         return sent[0]

@@ -1,4 +1,4 @@
-"""Tests of the replacement for MMEngine. Importing it changes `import mmengine` until the end of the test module."""
+"""Tests for the MMEngine replacement. Once imported, it changes `import mmengine` until the test module ends."""
 
 import sys
 

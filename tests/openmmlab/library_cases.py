@@ -1,4 +1,4 @@
-"""Stock configurations of OpenMMLab's libraries, and the changes with which they train on small generated data."""
+"""Stock configurations from OpenMMLab's libraries, and the changes with which they train on small generated data."""
 
 import importlib.util
 from collections.abc import Callable

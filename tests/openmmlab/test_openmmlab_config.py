@@ -114,7 +114,7 @@ def test_a_missing_name_is_reported_with_its_location(tmp_path):
         cfg.model.get("type")
 
 
-def test_reading_copying_and_unpacking_give_the_imported_object(tmp_path):
+def test_reading_copying_and_unpacking_return_the_imported_object(tmp_path):
     cfg = config(tmp_path, "from torch.nn import Linear\nmodel = dict(type=Linear, in_features=2)\n")
     for model in (
         cfg.model,
@@ -142,7 +142,7 @@ def test_a_written_configuration_builds_the_same_objects(tmp_path):
     assert type(built) is torch.optim.SGD
 
 
-def test_an_import_string_of_an_object_that_is_not_registered_is_refused():
+def test_an_import_string_of_an_object_that_is_not_registered_is_rejected():
     for name in ("os.system", "subprocess.Popen", "torch.load", "slipstream.config.Config"):
         assert OPTIMIZERS.get(name) is None
         with pytest.raises(ConfigError, match="is not a registered"):
@@ -190,7 +190,7 @@ def test_lists_keep_the_objects_as_in_mmengine(tmp_path):
     assert cfg.layers[0].build() is cfg.layers[1].type is torch.nn.ReLU
 
 
-def test_merge_removes_delete_inside_a_dict_that_replaces_another():
+def test_merge_removes_the_delete_key_inside_a_dict_that_replaces_another():
     values = LazyConfigDict({"a": {"b": {"old": 1}, "c": 2}, "d": 3})
     values.merge({"a": {"_delete_": True, "b": {"_delete_": True, "new": 1}}})
     assert values.to_dict() == {"a": {"b": {"new": 1}}, "d": 3}

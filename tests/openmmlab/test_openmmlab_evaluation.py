@@ -168,7 +168,7 @@ def test_hubs_are_found_by_name_and_the_newest_is_the_current_one():
     assert not MessageHub.check_instance_created("third hub")
 
 
-def test_the_hub_of_a_run_is_filled_and_found_by_the_name_of_the_run(tmp_path):
+def test_the_hub_of_a_run_is_filled_and_found_by_the_run_name(tmp_path):
     seen = []
 
     class Look(Hook):
@@ -202,7 +202,7 @@ def test_load_or_resume_before_training_restores_the_complete_state(tmp_path):
     restored = runner.model.weight.detach().clone()
     saved = torch.load(tmp_path / "work/epoch_2.pth", weights_only=True)["state_dict"]["weight"]
     assert torch.equal(restored, saved)
-    runner.load_or_resume()  # without effect
+    runner.load_or_resume()  # has no effect
     runner.train()
     assert runner.iter == 6
     assert not torch.equal(runner.model.weight, restored)

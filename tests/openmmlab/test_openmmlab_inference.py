@@ -80,7 +80,7 @@ def inferencer(**kwargs):
         return BrightnessInferencer(model=MODEL, scope="mmengine", show_progress=False, **kwargs)
 
 
-def test_arrays_files_lists_and_folders_are_inputs(tmp_path):
+def test_arrays_files_lists_and_folders_are_valid_inputs(tmp_path):
     infer = inferencer()
     array = np.array([1.0, 2.0])
     for name, values in (("b.txt", array + 1), ("a.txt", array)):

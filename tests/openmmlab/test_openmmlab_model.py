@@ -68,7 +68,7 @@ def test_init_functions_skip_missing_weights_and_biases():
     assert layer.weight.unique().tolist() == [3]
 
 
-def test_the_bias_has_the_given_probability():
+def test_the_bias_matches_the_given_probability():
     assert torch.tensor(init.bias_init_with_prob(0.01)).sigmoid().item() == pytest.approx(0.01)
 
 
@@ -137,7 +137,7 @@ def test_an_initializer_without_a_layer_has_no_effect(kind):
     assert isinstance(BaseModel(init_cfg=dict(type=kind, val=0)), BaseModule)
 
 
-def test_losses_of_any_shape_count_with_their_mean():
+def test_losses_of_any_shape_are_averaged_before_they_are_summed():
     losses = {"loss_a": torch.tensor([1.0, 3.0]), "loss_b": [torch.tensor([2.0, 4.0]), torch.tensor(5.0)]}
     total, logs = BaseModel().parse_losses({**losses, "acc": torch.tensor([10.0, 20.0])})
     assert total.item() == 2 + 3 + 5

@@ -1,4 +1,4 @@
-"""The Runner under MMEngine's name trains like MMEngine, and continues its checkpoints."""
+"""The Runner under MMEngine's name trains like MMEngine, and resumes from MMEngine's checkpoints."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def test_an_mmengine_run_can_be_continued(tmp_path):
 def test_an_mmengine_run_is_resumed_with_its_optimizer_and_schedulers(tmp_path, monkeypatch):
     train(tmp_path / "first", epochs=2)
     checkpoint = tmp_path / "first/epoch_2.pth"
-    # MMEngine does not pass `weights_only` to torch, whose default refuses the checkpoint.
+    # MMEngine does not pass `weights_only`, and torch's default value rejects the checkpoint.
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     expected = train(tmp_path / "expected", resume=[checkpoint])
     monkeypatch.delenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")

@@ -85,7 +85,7 @@ def test_a_state_without_arguments_keeps_those_of_the_configuration():
     assert (scheduler.milestones, scheduler.gamma) == (Counter([4]), 0.3)
 
 
-def test_an_argument_with_a_wrong_type_is_refused():
+def test_an_argument_with_a_wrong_type_is_rejected():
     state = MultiStepLR(optimizer(), milestones=[1]).state_dict()
     state["attributes"]["gamma"] = "os.system"
     with pytest.raises(CheckpointError, match="'gamma' of MultiStepLR must be a float"):

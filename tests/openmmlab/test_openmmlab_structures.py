@@ -1,4 +1,4 @@
-"""Data elements have MMEngine's semantics. The expected values are stated independently of the code."""
+"""Data elements have MMEngine's semantics. The expected values are written by hand."""
 
 import numpy as np
 import pytest

@@ -87,7 +87,7 @@ def test_json_accepts_numpy_values():
     )
 
 
-def test_pickles_with_arrays_are_read_and_others_are_refused(tmp_path):
+def test_pickles_with_arrays_are_read_and_others_are_rejected(tmp_path):
     path = tmp_path / "values.pkl"
     fileio.dump([np.arange(3), np.float64(0.5)], path)
     array, number = fileio.load(path)
@@ -102,7 +102,7 @@ def test_pickles_with_arrays_are_read_and_others_are_refused(tmp_path):
         fileio.load(io.BytesIO(pickle.dumps(Malicious())), "pkl")
 
 
-def test_lines_and_entries_of_text_files_are_read(tmp_path):
+def test_lines_and_entries_in_text_files_are_read(tmp_path):
     (tmp_path / "lines.txt").write_text("a 1\nb 2 3\n")
     assert fileio.list_from_file(tmp_path / "lines.txt", prefix="/", offset=1) == ["/b 2 3"]
     assert fileio.dict_from_file(tmp_path / "lines.txt") == {"a": "1", "b": ["2", "3"]}

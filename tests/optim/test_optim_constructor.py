@@ -62,7 +62,7 @@ def options_by_name(model, optimizer, *keys):
 
 
 def expect(model, changed, default):
-    """Return {parameter name: changed.get(name, default)} as floats that compare approximately."""
+    """Return {parameter name: changed.get(name, default)}, with values for approximate comparison."""
     return {name: pytest.approx(changed.get(name, default)) for name, _ in model.named_parameters()}
 
 

@@ -147,7 +147,7 @@ def test_an_extended_run_divides_by_the_number_of_batches_since_the_last_update(
     assert_same(net, hand)
 
 
-def test_without_gradients_a_run_starts_a_window_at_any_batch():
+def test_a_run_without_accumulated_gradients_starts_a_window_at_any_batch():
     net = make_net()
     wrapper = OptimWrapper(torch.optim.SGD(net.parameters(), 0.1), 4)
     wrapper.initialize_count_status(net, 6, 11)
@@ -256,7 +256,7 @@ def test_backward_step_and_zero_grad_can_be_called_separately():
 
 
 class Synced(nn.Linear):
-    """A replacement for a DDP model that counts the forward passes under no_sync."""
+    """A mock DDP model that counts the forward passes under no_sync."""
 
     def __init__(self):
         super().__init__(2, 1)

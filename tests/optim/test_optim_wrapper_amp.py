@@ -192,7 +192,7 @@ def test_states_with_and_without_a_scaler_are_compatible():
 
 
 @pytest.mark.parametrize("name", ["float16", "fp16", "half", torch.float16])
-def test_all_names_of_float16_are_accepted(name):
+def test_all_names_for_float16_are_accepted(name):
     wrapper = AmpOptimWrapper(optimizer=sgd(make_net()), dtype=name)
     assert wrapper.dtype == torch.float16
     assert wrapper.loss_scaler.get_scale() == 2.0**16

@@ -122,7 +122,7 @@ def test_zero_grad_clears_the_gradients_of_all_optimizers():
     assert all(p.grad is None for p in gan.parameters())
 
 
-def test_other_values_than_optim_wrappers_raise():
+def test_values_other_than_optim_wrappers_raise():
     with pytest.raises(ConfigError, match="critic: must be an OptimWrapper, not SGD"):
         OptimWrapperDict(critic=torch.optim.SGD(Gan().parameters(), lr=0.1))
 

@@ -1,4 +1,4 @@
-"""Active steps, resuming, tensors and momentum of schedulers."""
+"""Schedulers: active steps, resuming, tensor values and momentum."""
 
 import json
 
@@ -229,7 +229,7 @@ def test_unchanged_value_is_not_written():
     assert optimizer.param_groups[0]["lr"]._version == version
 
 
-def test_external_changes_of_tensor_or_group_take_effect():
+def test_external_changes_to_tensor_or_group_take_effect():
     optimizer = sgd_with_tensors()
     scheduler = ExponentialLR(optimizer, gamma=0.5)
     optimizer.param_groups[0]["lr"].fill_(8.0)

@@ -22,7 +22,7 @@ def sgd(lr=0.1):
 
 
 class Custom(_ParamScheduler, abc.ABC):
-    """A scheduler whose next value depends on attributes that the base class does not know."""
+    """A scheduler whose next value depends on attributes that the base class does not define."""
 
     def __init__(self, optimizer, rate=0.9, **kwargs):
         self.rate, self.count, self.name = rate, 0, "warm"
@@ -72,7 +72,7 @@ def test_state_is_a_copy_and_can_be_loaded_again():
         scheduler.step()
     state, saved = scheduler.state_dict(), copy.deepcopy(optimizer.state_dict())
     values = []
-    for _ in range(2):  # as after a roll-back
+    for _ in range(2):  # as after a rollback
         optimizer.load_state_dict(copy.deepcopy(saved))
         scheduler.load_state_dict(state)
         values.append([])

@@ -151,7 +151,7 @@ def test_convert_to_iter_based_keeps_an_infinite_end_and_accepts_false():
         ({"type": "CyclicLR", "base_lr": 0.1, "max_lr": 1.0}, 5, "convert_to_iter_based"),
     ],
 )
-def test_unsupported_convert_to_iter_based_raises(cfg, epoch_length, message):
+def test_unsupported_use_of_convert_to_iter_based_raises(cfg, epoch_length, message):
     with pytest.raises(ConfigError, match=message):
         build_param_scheduler({**cfg, "convert_to_iter_based": True}, sgd(), epoch_length=epoch_length)
 
@@ -213,7 +213,7 @@ def test_adapter_restores_a_torch_scheduler():
     assert adapter.get_last_value() == resumed.get_last_value() == pytest.approx([0.1 / 16, 0.05 / 16])
 
 
-def test_unsupported_options_of_torch_schedulers_raise():
+def test_unsupported_options_for_torch_schedulers_raise():
     with pytest.raises(ConfigError, match="does not support begin"):
         build_param_scheduler({"type": "LambdaLR", "lr_lambda": abs, "begin": 3}, sgd())
     with pytest.raises(ConfigError, match="ReduceOnPlateauLR"):
@@ -289,7 +289,7 @@ def test_scheduler_of_another_optimizer_raises():
             build_param_scheduler(make(sgd(), 2), sgd())
 
 
-def test_other_keys_of_a_scheduler_object_raise():
+def test_other_keys_next_to_a_scheduler_object_raise():
     optimizer = sgd()
     with pytest.raises(ConfigError, match="'gamma' cannot be changed"):
         build_param_scheduler({"scheduler": torch_lr.StepLR(optimizer, 2), "gamma": 0.1}, optimizer)

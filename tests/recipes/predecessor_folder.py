@@ -1,4 +1,4 @@
-"""A `recipes` folder in SuperGradients' layout and vocabulary, with small crops, and tiny data for its recipes."""
+"""A `recipes` folder with SuperGradients' layout, keys and small crops, and tiny data for its recipes."""
 
 from __future__ import annotations
 
@@ -373,7 +373,7 @@ def _others() -> dict[str, dict[str, Any]]:
 
 
 def recipe_texts() -> dict[str, str]:
-    """Return the text of each file of the folder."""
+    """Return the text of each file in the folder."""
     files = _groups() | _segmentation() | _distillation() | _others()
     return {f"{name}.yaml": yaml.safe_dump(values, sort_keys=False) for name, values in files.items()}
 

@@ -67,7 +67,7 @@ def folders(tmp_path_factory):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in TRAINED]
 )
-def test_a_recipe_gives_a_plan_and_trains_two_steps(folders, tmp_path, name):
+def test_a_recipe_has_a_valid_plan_and_trains_two_steps(folders, tmp_path, name):
     recipes, data = folders
     teacher = []
     if name in TEACHERS:
@@ -135,7 +135,7 @@ def test_a_base_recipe_names_the_recipes_that_extend_it(folders):
         ),
     ],
 )
-def test_a_recipe_of_another_task_says_so_before_its_values_are_read(tmp_path, keys, task, path):
+def test_a_recipe_for_another_task_raises_an_error_before_its_values_are_read(tmp_path, keys, task, path):
     (tmp_path / "other.yaml").write_text(f"training_hyperparams: {{max_epochs: '???'}}\n{keys}\n")
     with pytest.raises(ConfigError, match=f"is for {task}, and this task is not supported") as error:
         compose("other", (), tmp_path)
@@ -160,7 +160,7 @@ def test_data_root_dir_replaces_the_common_folder_of_hard_coded_roots(folders):
     ] == ("/data/cityscapes")
 
 
-def test_data_root_dir_without_a_folder_is_a_warning(tmp_path, caplog):
+def test_data_root_dir_without_a_dataset_folder_logs_a_warning(tmp_path, caplog):
     (tmp_path / "mine.yaml").write_text("architecture: regseg48\ntraining_hyperparams: {max_epochs: 1}\n")
     with caplog.at_level(logging.WARNING):
         compose("mine", ["data_root_dir=/mine"], tmp_path)
@@ -196,7 +196,7 @@ def test_an_invalid_range_names_its_key(tmp_path, target, message):
     assert error.value.path == "training_hyperparams.lr_updates"
 
 
-def test_another_number_of_classes_in_the_checkpoint_is_passed_to_the_loader(folders):
+def test_a_different_number_of_classes_in_the_checkpoint_is_passed_to_the_loader(folders):
     overrides = ["checkpoint_params.checkpoint_path=x.pth", "checkpoint_params.checkpoint_num_classes=1000"]
     recipe = compose("cityscapes_regseg48", overrides, folders[0])
     assert recipe_config(recipe)["model"]["pretrained"]["other_classes"] is True
@@ -204,7 +204,7 @@ def test_another_number_of_classes_in_the_checkpoint_is_passed_to_the_loader(fol
     assert "other_classes" not in recipe_config(recipe)["model"]["pretrained"]
 
 
-def test_multiply_head_lr_is_a_warning(folders, caplog):
+def test_multiply_head_lr_logs_a_warning(folders, caplog):
     with caplog.at_level(logging.WARNING):
         recipe_config(compose("cityscapes_ddrnet", (), folders[0]))
     assert "multiply_head_lr has no effect" in caplog.text

@@ -17,8 +17,8 @@ OmegaConf = pytest.importorskip("omegaconf").OmegaConf
 
 COMPOSED = [name for name in recipes() if is_composed(find_recipe(name))]
 CITYSCAPES = {
-    # architecture, jitter, rescale, crop, validation's first transform, batches, epochs, lr, warm-up, optimizer, zero
-    # decay, EMA
+    # Columns: architecture, jitter, rescale, crop, first validation transform, batch sizes, epochs, learning rate,
+    # warm-up, optimizer, no weight decay for biases and norms, EMA.
     "cityscapes_pplite_seg75": (
         "pp_lite_t_seg", 0.5, [0.25, 1.75], [768, 768], {"SegRescale": {"scale_factor": 0.75}}, (8, 4), 800,
         {"encoder.backbone": 0.01, "default": 0.1}, 10, "SGD", True, True,

@@ -1,4 +1,4 @@
-"""All recipes for small datasets accept the same short words, in both recipe formats."""
+"""All recipes for small datasets accept the same shortcuts, in both recipe formats."""
 
 import logging
 
@@ -23,7 +23,7 @@ def plan(cfg):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_each_small_recipe_accepts_the_short_words(name, caplog):
+def test_each_small_recipe_accepts_the_shortcuts(name, caplog):
     with caplog.at_level(logging.WARNING):
         cfg = load_config(name, WORDS).cfg
     assert cfg.optim_wrapper.optimizer.lr == 0.05
@@ -37,12 +37,12 @@ def test_each_small_recipe_accepts_the_short_words(name, caplog):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_ema_is_switched_by_its_short_word(name):
+def test_ema_is_switched_by_its_shortcut(name):
     assert plan(load_config(name, ["ema=True"]).cfg).ema is not None
     assert plan(load_config(name, ["ema=False"]).cfg).ema is None
 
 
-def test_a_key_of_the_configuration_is_not_a_short_word(tmp_path):
+def test_a_key_in_the_configuration_is_not_a_shortcut(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("lr = 0.5\nmodel = dict()\noptim_wrapper = dict(optimizer=dict(type='SGD', lr=0.1))\n")
     cfg = load_config(str(file), ["lr=0.2"]).cfg

@@ -1,4 +1,4 @@
-"""Hostile recipes: they execute nothing, and do not exhaust time or memory."""
+"""Hostile recipes execute no code, and exhaust neither time nor memory."""
 
 import sys
 import time
@@ -56,7 +56,7 @@ def test_a_search_path_does_not_import_packages(recipe, evil, entry):
     assert not evil()
 
 
-def test_a_trusted_search_path_and_one_of_the_user_import_packages(recipe, evil):
+def test_a_trusted_search_path_and_a_search_path_in_an_override_import_packages(recipe, evil):
     path = recipe(RECIPE + "hydra: {searchpath: [pkg://evil_package]}\n")
     assert compose(str(path), trust=True)["architecture"] == "regseg48"
     assert evil()
@@ -76,7 +76,7 @@ def test_a_trusted_search_path_and_one_of_the_user_import_packages(recipe, evil)
         ("job: {env_set: {LD_PRELOAD: evil.so}}", r"hydra\.job\.env_set\.LD_PRELOAD"),
     ],
 )  # fmt: skip
-def test_the_section_hydra_executes_nothing(recipe, evil, section, key, tmp_path, monkeypatch):
+def test_the_hydra_section_executes_no_code(recipe, evil, section, key, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = recipe(f"{RECIPE}hydra:\n  {section}\n")
     with pytest.raises(ConfigError, match=rf"{key}: .*hostile\.yaml is a data file.*--trust"):
@@ -105,7 +105,7 @@ def test_targets_are_names_that_are_not_imported(recipe, evil, target):
     assert not evil()
 
 
-def test_bombs_in_recipes_and_their_groups_are_refused_at_once(recipe):
+def test_bombs_in_recipes_and_their_groups_are_rejected_immediately(recipe):
     bombs = [
         (recipe(RECIPE + BOMB), []),
         (recipe("defaults: [{group: bomb}, _self_]\narchitecture: x\n", "one"), []),
@@ -134,7 +134,7 @@ DOUBLED = {
 
 
 @pytest.mark.parametrize("kind", DOUBLED)
-def test_interpolations_that_double_are_refused_at_once(recipe, kind):
+def test_interpolations_that_double_are_rejected_immediately(recipe, kind):
     path = recipe(f"{RECIPE}k0: a0\na0: xx\n{DOUBLED[kind]}hydra: {{searchpath: ['${{a29}}']}}\n")
     for read in (lambda: compose(str(path)), lambda: hydra_overrides(path, [])):
         begin = time.process_time()
@@ -145,7 +145,7 @@ def test_interpolations_that_double_are_refused_at_once(recipe, kind):
         assert time.process_time() - begin < 1
 
 
-def test_interpolations_that_contain_themselves_are_refused(recipe):
+def test_interpolations_that_contain_themselves_are_rejected(recipe):
     for text in ("a: ${a}\n", "a: ${b}\nb: ${a}\n", "a: ['${a}']\n"):
         with pytest.raises(ConfigError):
             compose(str(recipe(RECIPE + text)))
@@ -164,7 +164,7 @@ def test_values_of_environment_variables_are_not_dumped(recipe, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["../../x", "/x", "a/../../x", ".."])
-def test_experiment_names_stay_in_the_root_folder(name):
+def test_experiment_names_cannot_lead_out_of_the_root_folder(name):
     for folder in (lambda: work_dir(name, "root"), lambda: output_dir("root", name)):
         with pytest.raises(
             ConfigError, match=r"experiment_name: must be the name of a file inside ckpt_root_dir"

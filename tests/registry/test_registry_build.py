@@ -263,7 +263,7 @@ def test_numbers_of_torch_modules_are_checked(cfg, path):
     assert str(caught.value).startswith(path)
 
 
-def test_values_that_torch_modules_accept_are_not_refused():
+def test_values_that_torch_modules_accept_are_not_rejected():
     assert (
         MODELS.build(dict(type="Conv2d", in_channels=3, out_channels=2, kernel_size=(1, 3), bias=0)).bias
         is None

@@ -35,7 +35,7 @@ def family():
     return root, library, sibling
 
 
-def test_child_overrides_a_name_of_its_parent(family):
+def test_child_overrides_a_name_in_its_parent(family):
     root, library, sibling = family
     assert (root.get("Plain"), library.get("Plain"), sibling.get("Plain")) == (Plain, Other, Plain)
 

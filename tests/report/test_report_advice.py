@@ -20,7 +20,7 @@ def test_bound_is_the_time_without_the_phase():
     assert "num_workers is 2" in found.text
 
 
-def test_time_for_startup_and_testing_does_not_change_the_share():
+def test_startup_and_testing_time_do_not_change_the_share_of_a_phase():
     (found,) = advice(record(phases=split(data=34.0, forward=66.0, other=500.0, test=70.0)))
     assert found.share == pytest.approx(0.34)
 
@@ -43,7 +43,7 @@ def test_nothing_is_recommended_for_computation():
     assert advice(record(phases=split(step=100.0))) == []
 
 
-def test_few_steps_give_no_recommendation():
+def test_few_steps_result_in_no_recommendation():
     assert advice(record(phases=split(steps=10, data=50.0, forward=50.0))) == []
     assert advice(record(phases=PhaseSplit())) == []
 

@@ -1,4 +1,4 @@
-"""Calls to the Runner's methods by its own hooks, and after a run that ended with an error."""
+"""The Runner's methods when its own hooks call them, and when they are called after a run that ended with an error."""
 
 import pytest
 
@@ -115,7 +115,7 @@ class Broken(Accuracy):
         raise RuntimeError("broken metric")
 
 
-def test_error_of_an_evaluation_that_a_hook_handles_does_not_change_training(tmp_path):
+def test_error_in_an_evaluation_that_a_hook_handles_does_not_change_training(tmp_path):
     plain, expected = evaluated(tmp_path / "plain")
     plain.train()
 

@@ -160,7 +160,7 @@ def test_skipped_samples_are_logged_and_a_resumed_run_uses_the_same_replacements
         assert_same(weights(resumed), weights(whole))
 
 
-def test_error_of_a_sample_names_sample_and_step(tmp_path):
+def test_error_in_a_sample_names_sample_and_step(tmp_path):
     with pytest.raises(ValueError, match="damaged") as caught:
         run(tmp_path, train_dataloader=loader(Faulty([13]), shuffle=False))
     assert caught.value.__notes__ == ["(sample 13 of Faulty)", "(in epoch 1, iteration 2 of training)"]

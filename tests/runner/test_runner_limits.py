@@ -63,7 +63,7 @@ COMPILED = dict(compile=dict(backend="eager"))
 
 
 @pytest.mark.parametrize("speed", [{}, COMPILED, dict(ema=dict(type="constant", decay=0.7))], ids=str)
-def test_loss_of_a_validation_is_the_mean_over_its_samples(tmp_path, speed):
+def test_validation_loss_is_the_mean_over_the_samples(tmp_path, speed):
     val = dict(
         val_dataloader=dict(batch_size=16, dataset=data(), shuffle=False), val_cfg={}, val_evaluator="loss"
     )
@@ -71,7 +71,7 @@ def test_loss_of_a_validation_is_the_mean_over_its_samples(tmp_path, speed):
     runner.train()
     weights = torch.load(tmp_path / "epoch_2.pth", weights_only=True)["state_dict"]
     model = net()
-    model.load_state_dict(weights)  # with EMA, the average, which is validated
+    model.load_state_dict(weights)  # with EMA, these are the averaged weights, which are validated
     inputs, targets = data().tensors
     expected = F.cross_entropy(model(inputs), targets).item()
     assert runner.message_hub.get_scalar("val/loss").current() == pytest.approx(expected, rel=1e-9)
@@ -87,7 +87,7 @@ class TwoLosses(Net):
         return {"loss_class": F.cross_entropy(scores, targets), "loss_size": scores.pow(2).mean()}
 
 
-def test_losses_of_a_base_model_are_validated_by_name(tmp_path):
+def test_each_named_loss_of_a_base_model_is_validated(tmp_path):
     torch.manual_seed(0)
     model = TwoLosses(dropout=0.5)
     runner = Runner(**training(tmp_path, model=model, **{**validation(), "val_evaluator": "loss"}))
@@ -99,7 +99,7 @@ def test_losses_of_a_base_model_are_validated_by_name(tmp_path):
     assert found == pytest.approx({"loss": size + kind, "loss_class": kind, "loss_size": size}, rel=1e-5)
 
 
-def test_best_checkpoint_by_the_loss(tmp_path):
+def test_best_checkpoint_has_the_lowest_loss(tmp_path):
     hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1, save_best="loss"))
     Runner(**training(tmp_path, default_hooks=hooks, **{**validation(), "val_evaluator": "loss"})).train()
     assert (tmp_path / "best_loss_epoch_2.pth").exists()
@@ -116,7 +116,7 @@ class OwnStep(nn.Module):
         return {"loss": loss.detach()}
 
 
-def test_model_without_losses_cannot_be_validated_by_them(tmp_path):
+def test_validation_by_the_loss_requires_a_model_that_returns_losses(tmp_path):
     runner = Runner(**training(tmp_path, model=OwnStep(), **{**validation(), "val_evaluator": "loss"}))
     with pytest.raises(ConfigError, match="'loss' requires a BaseModel or loss_fn, but OwnStep defines only"):
         runner.train()
@@ -248,6 +248,6 @@ class Stream(IterableDataset):
         ),
     ],
 )
-def test_options_of_short_runs_are_checked(tmp_path, changes, message):
+def test_options_for_short_runs_are_checked(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         Runner(**arguments(tmp_path, **changes)).train()

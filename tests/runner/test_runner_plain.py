@@ -84,7 +84,7 @@ def test_plain_module_trains_as_in_a_plain_loop(tmp_path, speed):
     assert_close(runner.model.state_dict(), expected.state_dict())
 
 
-def test_checkpoint_has_the_names_of_the_module(tmp_path):
+def test_checkpoint_has_the_parameter_names_of_the_module(tmp_path):
     model = net()
     Runner(**arguments(tmp_path, model)).train()
     content = torch.load(tmp_path / "epoch_2.pth", weights_only=True)
@@ -93,7 +93,7 @@ def test_checkpoint_has_the_names_of_the_module(tmp_path):
     assert_close(fresh.state_dict(), model.state_dict())
 
 
-def test_average_is_that_of_a_plain_loop(tmp_path):
+def test_average_matches_a_plain_loop(tmp_path):
     runner = Runner(**arguments(tmp_path, speed=dict(ema=dict(type="constant", decay=0.8))))
     runner.train()
     content = torch.load(tmp_path / "epoch_2.pth", weights_only=True)
@@ -208,12 +208,12 @@ class Scaled(nn.Module):
         ),
     ],
 )
-def test_errors_name_what_is_wrong(tmp_path, changes, error, message):
+def test_errors_describe_what_is_wrong(tmp_path, changes, error, message):
     with pytest.raises(error, match=message):
         Runner(**arguments(tmp_path, **changes)).train()
 
 
-def test_loss_function_of_a_base_model_is_refused(tmp_path):
+def test_loss_fn_for_a_base_model_raises_an_error(tmp_path):
     with pytest.raises(
         ConfigError, match="loss_fn: does not apply to Net, which computes its losses in train_step"
     ):

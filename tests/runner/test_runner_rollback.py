@@ -31,7 +31,7 @@ EPOCHS, ITERS = dict(by_epoch=True, max_epochs=4), dict(by_epoch=False, max_iter
 class Breaks(Net):
     """A model with a NaN loss, or a finite loss and a NaN weight gradient, in the calls listed in `broken`.
 
-    The model counts its calls across roll-backs, so a repeated batch does not fail again.
+    The model counts its calls across rollbacks, so a repeated batch does not fail again.
     """
 
     def __init__(self, broken=(), in_gradient=False, **options):
@@ -70,7 +70,7 @@ def recovering(folder, interval=3, model=None, guard=None, **changes):
 
 
 def by_hand(left_out, steps=20, window=1, lr_end=10):
-    """Train without the engine: SGD with momentum, a linear warm-up, and without the batches in `left_out`."""
+    """Train with a plain loop (SGD with momentum, and a linear warm-up) on all batches except those in `left_out`."""
     torch.manual_seed(3)
     net = Net()
     inputs, targets = samples()
@@ -503,7 +503,7 @@ def test_infinite_batchnorm_statistics_are_never_saved(tmp_path):
 
 
 def test_all_batches_since_the_checkpoint_are_left_out_if_a_statistic_is_infinite(tmp_path):
-    """The fault is found only when a checkpoint is written, so each of these batches can have caused it."""
+    """The fault is found only when a checkpoint is written, so each of these batches may have caused it."""
     runner = recovering(
         tmp_path,
         2,
@@ -558,7 +558,7 @@ def test_generator_of_a_user_defined_sampler_is_restored(tmp_path, make):
     assert "keeps state" not in next((tmp_path / "one").glob("*/*.log")).read_text()
 
 
-def test_warning_names_other_state_of_a_sampler(tmp_path):
+def test_warning_names_sampler_state_that_cannot_be_restored(tmp_path):
     data = dict(batch_size=8, dataset=TensorDataset(*samples()), sampler=OwnState())
     recovering(tmp_path, train_dataloader=data)
     log = next(tmp_path.glob("*/*.log")).read_text()

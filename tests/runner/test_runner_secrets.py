@@ -80,7 +80,7 @@ def test_no_file_of_a_run_contains_its_secrets(tmp_path, monkeypatch, capfd):
     assert Config.fromfile(dump).visualizer.vis_backends[0].api_key == KEY
 
 
-def test_a_batch_script_with_a_secret_is_refused(tmp_path):
+def test_a_batch_script_with_a_secret_is_rejected(tmp_path):
     args = parse(["submit", "recipe", "lr=1", f"visualizer.init_kwargs.api_key={KEY}"])
     message = r"visualizer.init_kwargs.api_key: the batch script.*\{\{ \$NAME \}\}"
     with pytest.raises(ConfigError, match=message) as caught:

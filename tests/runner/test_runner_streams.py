@@ -92,7 +92,7 @@ def test_epoch_ends_with_the_stream(tmp_path, speed):
     assert [line["iter"] for line in scalars(runner) if "loss" in line] == [5, 9, 12]
 
 
-def test_average_of_a_stream(tmp_path):
+def test_weight_average_in_training_on_a_stream_matches_a_plain_loop(tmp_path):
     Runner(**arguments(tmp_path, speed=dict(ema=dict(type="constant", decay=0.8)))).train()
     found = torch.load(tmp_path / "epoch_3.pth", weights_only=True)["state_dict"]
     assert_close(found, by_hand(decay=0.8)[1])
@@ -149,6 +149,6 @@ def test_unapplied_gradients_of_the_last_batches_are_reported(tmp_path, capfd):
         (dict(dataset=Stream(0)), DataError, "train_dataloader yields no batches"),
     ],
 )
-def test_options_that_require_a_length_are_refused(tmp_path, changes, error, message):
+def test_options_that_require_a_length_are_rejected(tmp_path, changes, error, message):
     with pytest.raises(error, match=message):
         Runner(**arguments(tmp_path, **changes)).train()

@@ -1,4 +1,4 @@
-"""Torch's scheduler objects in a Runner, compared with loops that step them as torch documents."""
+"""Torch's scheduler objects in a Runner, compared with loops that step them as documented by torch."""
 
 import copy
 
@@ -105,7 +105,7 @@ def test_one_cycle_resumes(tmp_path):
     assert_same(second.model.state_dict(), whole.model.state_dict())
 
 
-def test_epoch_schedulers_of_torch_are_refused_in_iteration_based_training(tmp_path):
+def test_torch_epoch_schedulers_are_rejected_in_iteration_based_training(tmp_path):
     changed = arguments(tmp_path, cosine, train_cfg=dict(by_epoch=False, max_iters=4))
     with pytest.raises(
         ConfigError, match=r"CosineAnnealingLR steps after each epoch, but training is counted in"
@@ -116,7 +116,7 @@ def test_epoch_schedulers_of_torch_are_refused_in_iteration_based_training(tmp_p
     assert runner.optim_wrapper.get_lr()["lr"] == pytest.approx([0.025])  # step 4 of a cosine with period 6
 
 
-def test_one_cycle_that_is_too_short_is_refused(tmp_path):
+def test_one_cycle_that_is_too_short_is_rejected(tmp_path):
     short = copy.copy(arguments(tmp_path, lambda o: lr_scheduler.OneCycleLR(o, 0.5, total_steps=9)))
     with pytest.raises(ConfigError, match="total_steps=9, but the run has 15 iterations"):
         Runner(**short).train()
@@ -146,7 +146,7 @@ def test_schedules_in_the_wrong_unit_are_reported(tmp_path, capfd):
     assert "StepLR steps after each epoch, but training is counted in iterations" in text
 
 
-def test_scheduler_objects_are_refused_with_auto_scale_lr(tmp_path):
+def test_scheduler_objects_are_rejected_with_auto_scale_lr(tmp_path):
     changed = arguments(tmp_path, cosine, auto_scale_lr=dict(enable=True, base_batch_size=16))
     with pytest.raises(ConfigError, match="created before auto_scale_lr"):
         Runner(**changed).train()

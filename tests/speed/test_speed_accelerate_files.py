@@ -1,4 +1,4 @@
-"""`step.save`, `step.load` and `step.summary` of `accelerate`."""
+"""`step.save`, `step.load` and `step.summary` of steps that `accelerate` returns."""
 
 import copy
 
@@ -68,7 +68,7 @@ def test_file_contains_the_weights_of_the_model(tmp_path):
     torch.testing.assert_close(content["state_dict"], dict(model.state_dict()), rtol=0, atol=0)
 
 
-def test_file_of_another_model_is_refused_and_nothing_changes(tmp_path):
+def test_file_of_another_model_is_rejected_and_nothing_changes(tmp_path):
     _, step, schedule = parts({})
     epochs(step, schedule, [0], tmp_path)
     torch.manual_seed(0)
@@ -86,7 +86,7 @@ def test_file_of_another_model_is_refused_and_nothing_changes(tmp_path):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_values_that_cannot_be_loaded_are_refused(tmp_path):
+def test_values_that_cannot_be_loaded_are_rejected(tmp_path):
     _, step, schedule = parts({})
     with pytest.raises(
         CheckpointError, match=r"values\.schedule is not saved: a CosineAnnealingLR is neither"
@@ -128,7 +128,7 @@ def test_summary_reports_why_the_step_is_not_compiled():
     assert "outputs.sum().item() > 0" in text
 
 
-def test_summary_of_an_eager_step_lists_the_options_of_auto():
+def test_summary_of_an_eager_step_lists_the_options_that_auto_selects():
     model = nn.Linear(4, 4)
     step = accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy)
     step((torch.ones(2, 4), torch.tensor([0, 1])))

@@ -1,4 +1,4 @@
-"""Losses of `accelerate`: dict batches, losses inside the model, and several models, compared with plain loops."""
+"""Losses in `accelerate`: dict batches, losses inside the model, and several models, compared with plain loops."""
 
 from dataclasses import dataclass
 
@@ -91,7 +91,7 @@ def loop(data, model, loss_of, window=1, max_norm=None):
     return torch.stack(losses)
 
 
-def assert_trains_as_a_loop(speed, make, data, loss_of, *loss_fn, **options):
+def assert_trains_like_a_loop(speed, make, data, loss_of, *loss_fn, **options):
     mine, plain = model_of(make), model_of(make)
     step = accelerate(mine, sgd(mine), *loss_fn, speed=speed, **options)
     losses = torch.stack([step(batch)["loss"] for batch in data])
@@ -112,7 +112,7 @@ def test_model_computes_its_own_loss_from_a_dict_batch(speed, kind):
             return out["loss_class"] + out["loss_penalty"]
         return {"dict": lambda: out["loss"], "object": lambda: out.loss, "tensor": lambda: out}[kind]()
 
-    step = assert_trains_as_a_loop(speed, lambda: Classifier(kind), text(), loss_of)
+    step = assert_trains_like_a_loop(speed, lambda: Classifier(kind), text(), loss_of)
     expected = {
         "dict": {"loss", "aux_loss"},
         "object": {"loss"},
@@ -127,7 +127,7 @@ def test_loss_function_receives_the_outputs_and_the_dict_batch(speed):
     def loss_fn(outputs, batch):
         return F.cross_entropy(outputs["logits"], batch["labels"], label_smoothing=0.1)
 
-    assert_trains_as_a_loop(
+    assert_trains_like_a_loop(
         speed, Classifier, text(), lambda model, batch: loss_fn(model(**batch), batch), loss_fn
     )
 
@@ -139,7 +139,7 @@ class TupleModel(Classifier):
 
 def test_model_computes_its_own_loss_from_a_tuple():
     data = [tuple(batch.values()) for batch in text()]
-    assert_trains_as_a_loop({}, TupleModel, data, lambda model, batch: model(*batch))
+    assert_trains_like_a_loop({}, TupleModel, data, lambda model, batch: model(*batch))
 
 
 # ---- several models -----------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_student_learns_from_a_teacher(speed):
         nn.init.normal_(net[0].weight, std=0.3)  # differs from the teacher's
         return net
 
-    assert_trains_as_a_loop(speed, make, vectors(), by_hand, compute_loss=distill)
+    assert_trains_like_a_loop(speed, make, vectors(), by_hand, compute_loss=distill)
     torch.testing.assert_close(teacher.state_dict(), before, rtol=0, atol=0)
 
 
@@ -198,7 +198,7 @@ def generator_loss(generator, discriminator, noise):
 
 
 @pytest.mark.parametrize("speed", SPEEDS[:3])
-def test_gan_trains_as_a_plain_loop(speed):
+def test_gan_trains_like_a_plain_loop(speed):
     generator, discriminator = gan()
     step_d = accelerate(
         discriminator,
@@ -241,7 +241,7 @@ def failing(model, batch, **options):
     step(batch)
 
 
-def test_errors_name_what_is_wrong():
+def test_errors_describe_what_is_wrong():
     with pytest.raises(
         DataError, match=r"the batch has the keys \['image', 'label'\], but Linear.forward accepts"
     ):
@@ -272,7 +272,7 @@ class NoLoss(nn.Linear):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("speed", SPEEDS[:2])
-def test_transformers_model_trains_as_a_plain_loop(speed):
+def test_transformers_model_trains_like_a_plain_loop(speed):
     transformers = pytest.importorskip("transformers")
     sizes = dict(
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=50
@@ -293,4 +293,4 @@ def test_transformers_model_trains_as_a_plain_loop(speed):
         }
         for _ in range(6)
     ]
-    assert_trains_as_a_loop(speed, make, data, lambda model, batch: model(**batch).loss)
+    assert_trains_like_a_loop(speed, make, data, lambda model, batch: model(**batch).loss)

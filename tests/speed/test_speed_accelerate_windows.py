@@ -127,7 +127,7 @@ def test_invalid_numbers_of_batches_raise(value):
         accelerate(model, sgd(model), F.cross_entropy, batches_per_epoch=value)
 
 
-def test_average_that_counts_batches_is_refused():
+def test_average_that_counts_batches_is_rejected():
     model = net()
     options = dict(accumulate=2, ema=dict(type="threshold", count="batches"))
     with pytest.raises(ConfigError, match=r"speed\.ema\.count: 'batches' does not support batches_per_epoch"):

@@ -49,7 +49,7 @@ def test_equal_blocks_share_graphs_and_match_eager():
 
 
 @pytest.mark.parametrize("scope", ["model", "block"])
-def test_modules_of_torch_are_compiled(scope):
+def test_torch_modules_are_compiled(scope):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
     model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(3)))

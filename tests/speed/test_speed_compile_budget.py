@@ -194,8 +194,8 @@ def train_twice_per_update(model, data):
 
 
 @pytest.mark.parametrize("ready", [0, 1, 2, 3])
-def test_checkpointed_blocks_are_recomputed_as_they_were_computed(monkeypatch, ready):
-    """Also if the compilation ends, or the limit is reached, between two forward passes of one backward pass."""
+def test_checkpointed_blocks_are_recomputed_in_the_same_way_as_in_the_forward_pass(monkeypatch, ready):
+    """This also holds if the compilation ends, or the limit is reached, between two forward passes before an update."""
 
     class Ends:
         exceeded, asked = False, 0

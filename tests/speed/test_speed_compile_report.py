@@ -204,7 +204,7 @@ class Outer(nn.Module):
         return self.inner(x)
 
 
-def test_failure_names_the_user_line_below_modules_of_torch():
+def test_failure_names_the_user_line_below_torch_modules():
     expected = f'at {line(Printing, 2)}: `print("between two graphs")`'
     assert explain_failure(failure(Outer, torch.ones(2))) == (
         f"Unsupported: Failed to trace builtin operator, {expected}"

@@ -49,7 +49,7 @@ def test_count_equals_the_products_of_each_layer(size):
     assert training_flops(Net(), without_data(batch(size)), loss_of) == expected(size)
 
 
-def test_count_in_evaluation_mode_without_gradients_is_that_of_a_training_step():
+def test_count_is_the_same_in_evaluation_mode_without_gradients():
     net = Net().eval()
     with torch.no_grad():
         assert training_flops(net, without_data(batch()), loss_of) == expected(2)
@@ -84,7 +84,7 @@ def test_shapes_do_not_keep_the_tensors_of_the_batch():
     assert shapes["names"] == ["a", "b"]
 
 
-def test_objects_with_hidden_tensors_are_refused():
+def test_objects_with_hidden_tensors_are_rejected():
     with pytest.raises(DataError, match="an object of type Linear"):
         without_data([nn.Linear(1, 1)])
 
@@ -120,7 +120,7 @@ def test_loss_that_reads_values_cannot_be_counted():
         ("the CPU", "fp32", None),
     ],
 )
-def test_peak_is_found_by_the_name_of_the_device(name, precision, teraflops):
+def test_peak_is_found_by_the_device_name(name, precision, teraflops):
     found = peak_flops(name, precision)
     assert found is None if teraflops is None else found[0] == pytest.approx(1e12 * teraflops)
 

@@ -259,7 +259,7 @@ def test_capabilities_are_found_without_initializing_a_device():
 
 @pytest.mark.gpu
 @cuda_only
-def test_capabilities_of_a_gpu():
+def test_capabilities_of_a_gpu_are_detected():
     capabilities = Capabilities.here("cuda", nn.Conv2d(1, 1, 1))
     assert capabilities.capability == torch.cuda.get_device_capability()
     assert capabilities.bf16 == torch.cuda.is_bf16_supported(including_emulation=False)

@@ -201,7 +201,7 @@ def test_disabled_gc_remains_disabled(tmp_path):
 
 
 @pytest.mark.parametrize("options", [dict(interval=0), dict(interval=5, warmup=-1)])
-def test_invalid_options_of_the_hook_raise(options):
+def test_invalid_hook_options_raise(options):
     with pytest.raises(ConfigError, match=r"(interval|warmup): must be int of at least"):
         GcHook(**options)
 

@@ -356,7 +356,7 @@ def test_user_errors_are_raised_during_compilation():
 
 
 class TooSlow(After):
-    """A mock compiler that exceeds its time limit in start number `first` and in all later ones."""
+    """A mock compiler that exceeds its time limit from start number `first` onwards."""
 
     limit = 90.0
 

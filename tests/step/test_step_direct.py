@@ -70,7 +70,7 @@ def test_accumulation_windows_are_called_directly(direct):
     ],
     ids=["mode", "rate", "forward", "hook", "buffer"],
 )
-def test_change_of_the_model_is_detected(direct, change):
+def test_change_to_the_model_is_detected(direct, change):
     torch.manual_seed(0)
     model = net(0.1)
     step = graph_step(model, wrapper(model), recover=lambda error: step.eager)
@@ -90,8 +90,8 @@ def test_change_of_the_model_is_detected(direct, change):
     assert not direct[5]
 
 
-def test_tensor_that_the_step_does_not_read_is_never_used_in_place_of_one_that_it_reads(direct):
-    """While they are the same object, the two cannot be distinguished by their identity."""
+def test_unread_tensor_in_the_batch_never_replaces_a_tensor_that_the_step_reads(direct):
+    """While both are the same object, an identity check cannot distinguish them."""
     data, model, other = batches(), net(), net()
     unread = [x if number < 6 else torch.zeros_like(x) for number, (x, _) in enumerate(data)]
     found = train(graph_step(model, wrapper(model)), [(*b, u) for b, u in zip(data, unread, strict=True)])

@@ -1,4 +1,4 @@
-"""The import map in the documentation is complete, and its table lists the recipes that the tests train."""
+"""The documentation contains the complete import map, and lists the recipes that the tests train."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ PAGE = (ROOT / "docs/from_supergradients.md").read_text()
 
 
 def import_map():
-    """Return the table of the documentation."""
+    """Return the table that the documentation must contain."""
     rows = [
         f"| `{module}` | {', '.join(f'`{name}`' for name in sorted(names) if name[0] != '_')} |"
         for module, names in MODULES.items()

@@ -30,7 +30,7 @@ def run(*arguments, cwd=None, code=0, path=()):
     return done
 
 
-def test_each_name_of_the_table_exists():
+def test_each_name_in_the_table_exists():
     for module, names in MODULES.items():
         parent = module.rpartition(".")[0]
         assert not parent or parent in MODULES
@@ -219,7 +219,7 @@ print("rate", trainer.runner.optim_wrapper.get_lr()["lr"][0])
 
 
 @pytest.mark.slow
-def test_losses_schedules_and_decays_of_a_script_are_found_by_name(tmp_path):
+def test_losses_schedules_and_decays_in_a_script_are_found_by_name(tmp_path):
     (tmp_path / "train.py").write_text(OWN_PARTS)
     done = run("-m", "slipstream.supergradients", "train.py", cwd=tmp_path)
     assert done.stdout.splitlines()[-1] == "rate 0.05"
@@ -244,7 +244,7 @@ def test_workers_that_are_not_forked_import_slipstream(tmp_path):
     assert done.stdout.splitlines()[-1] == "['slipstream.supergradients.trainer']"
 
 
-def test_models_get_has_the_order_and_defaults_of_supergradients(tmp_path):
+def test_models_get_has_the_argument_order_and_defaults_of_supergradients(tmp_path):
     network = models.get("pp_lite_t_seg75", {"use_aux_heads": False}, 4)
     assert isinstance(network.eval()(torch.zeros(1, 3, 64, 64)), torch.Tensor)
     renamed = {f"other{index}": tensor for index, tensor in enumerate(network.state_dict().values())}
@@ -261,7 +261,7 @@ def test_models_get_has_the_order_and_defaults_of_supergradients(tmp_path):
         models.get("resnet18", num_classes=4, load_backbone=True)
 
 
-def test_another_number_of_classes_keeps_all_other_weights(tmp_path):
+def test_loading_with_a_different_number_of_classes_keeps_all_other_weights(tmp_path):
     source = models.get("resnet18_cifar", num_classes=7)
     renamed = {f"other{index}": tensor for index, tensor in enumerate(source.state_dict().values())}
     for name, state in (("same", source.state_dict()), ("renamed", renamed)):
@@ -294,7 +294,7 @@ def test_registered_classes_are_found_by_name():
     assert loss_config("old_loss_of_the_test") == {"type": "old_loss_of_the_test"}
 
 
-def test_names_of_networks_are_those_that_exist():
+def test_models_only_contains_supported_networks():
     assert (Models.RESNET18, Models.PP_LITE_T_SEG75) == ("resnet18", "pp_lite_t_seg75")
     with pytest.raises(AttributeError, match=r"Models\.YOLO_NAS_S is not a network of Slipstream"):
         _ = Models.YOLO_NAS_S
@@ -311,7 +311,7 @@ def test_training_hyperparams_are_read_from_recipes_and_groups():
         hyperparams.get("cifar10_resnett")
 
 
-def test_devices_are_checked_not_chosen(monkeypatch):
+def test_device_arguments_are_checked_but_select_no_device(monkeypatch):
     environment.setup_device("cpu")
     environment.setup_device(num_gpus=-1)
     with pytest.raises(ConfigError, match="must be 'cpu' or 'cuda'"):
@@ -327,10 +327,10 @@ def test_devices_are_checked_not_chosen(monkeypatch):
     Trainer("name", multi_gpu="DDP", ckpt_root_dir="folder")
 
 
-def test_an_incomplete_recipe_is_an_error_that_names_the_key():
+def test_an_incomplete_recipe_raises_an_error_that_names_the_key():
     with pytest.raises(ConfigError, match="is missing"):
         Trainer.train_from_config({})
 
 
-def test_missing_names_say_where_they_are():
+def test_error_for_a_misplaced_name_contains_its_module():
     assert "is in super_gradients.training.metrics" in missing("super_gradients.metrics.IoU")

@@ -1,4 +1,4 @@
-"""Scripts with the steps of SuperGradients' quick-starts run on Slipstream, with tiny data and without changes."""
+"""Scripts that follow SuperGradients' quick-starts run on Slipstream without changes, with tiny data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of masks and lists of ignored ids, compared with loops over pixels, and a run with one output channel."""
+"""Metrics for binary masks and lists of ignored ids, compared with loops over pixels. A run with one output channel."""
 
 import math
 
@@ -33,7 +33,7 @@ def mask_scores(seed, count=3):
 
 
 def plain(batches, threshold, ratio):
-    """Loop over the pixels; return the ratios of the mask, of the background, and their mean."""
+    """Return the IoU or Dice ratios of the mask and the background, and their mean. Loops over the pixels."""
     pairs = [
         (int(1 / (1 + math.exp(-score)) >= threshold), label)
         for scores, labels in batches
@@ -154,7 +154,7 @@ def test_binary_segmentation_trains_and_watches_a_value_of_its_metric(tmp_path):
     assert (tmp_path / "run/ckpt_best.pth").is_file()
 
 
-def test_predictions_that_a_metric_cannot_use_are_errors():
+def test_predictions_that_a_metric_cannot_use_raise_an_error():
     (scores, labels), *_ = mask_scores(0)
     with pytest.raises(DataError, match="single channel does not determine a class"):
         PixelAccuracy().process(None, {"preds": scores.unsqueeze(1), "targets": labels})

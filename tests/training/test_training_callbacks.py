@@ -87,7 +87,7 @@ def test_events_occur_in_supergradients_order(tmp_path):
         tmp_path, callback, dict(AverageBestHook=dict(metric="acc")), epochs=2, default_hooks=hooks,
         **{**validation(Scripted([0.5, 0.4, 0.0])), "val_dataloader": loader(batch_size=20, shuffle=False)},
     )  # fmt: skip
-    # Validation batches without the loader events.
+    # This validation has batch events, but no loader events.
     mean = ["on_average_best_models_validation_start", *PASS, "on_average_best_models_validation_end"]
     first = [*EPOCH, *CHECK, "on_validation_end_best_epoch"]
     assert names(callback) == ["on_training_start", *first, *EPOCH, *CHECK, *mean, "on_training_end"]
@@ -421,7 +421,7 @@ def test_the_logger_passes_numbers_and_images_to_the_visualizer(tmp_path):
     assert callback.seen[0][0] == callback.seen[0][1]
 
 
-def test_other_methods_and_formats_of_the_logger_are_refused():
+def test_other_methods_and_formats_of_the_logger_are_rejected():
     logger = SGLogger(SimpleNamespace(epoch=0))
     with pytest.raises(
         AttributeError, match=r"context\.sg_logger\.add_histogram is not supported; use context"

@@ -49,7 +49,7 @@ def test_only_training_loader_shuffles_and_drops_the_last_batch():
     for name in dataloaders._NAMES:
         found = dataloaders.config(name)
         assert found["sampler"]["shuffle"] == name.endswith("_train"), name
-        # SuperGradients' loaders of CIFAR and ImageNet keep the last batch.
+        # SuperGradients' loaders for CIFAR and ImageNet keep the last batch.
         keeps = name.startswith(("cifar", "imagenet"))
         assert found["drop_last"] == (name.endswith("_train") and not keeps), name
 
@@ -260,7 +260,7 @@ def test_collate_function_is_found_by_name(collate):
 
 
 @pytest.mark.parametrize(("key", "value"), [("skip_errors", 3), ("stall_warning", 5)])
-def test_options_of_the_runners_loaders_are_passed_on_but_not_to_torchs_loader(key, value):
+def test_loader_options_of_the_runner_are_rejected_for_plain_torch_loaders(key, value):
     assert dataloaders.config("street_scenes_train", SMALL, {key: value})[key] == value
     with pytest.raises(ConfigError, match=rf"{key}: requires a Runner; pass dataloaders.config"):
         dataloaders.get("street_scenes_train", SMALL, {key: value})

@@ -1,4 +1,4 @@
-"""After training, networks know the classes and the transforms of the validation data."""
+"""After training, a network stores the classes and the transforms of the validation data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Knowledge distillation: the numbers of a hand-written loop, a frozen teacher that is not saved, and all options."""
+"""Knowledge distillation matches a hand-written loop and supports all options. The teacher is frozen and not saved."""
 
 import copy
 
@@ -81,7 +81,7 @@ def plain_loop(student, teacher, adapter=None):
 
 
 @pytest.mark.parametrize("adapted", [False, True])
-def test_the_student_gets_the_weights_of_a_plain_loop(tmp_path, adapted):
+def test_the_student_weights_match_a_plain_loop(tmp_path, adapted):
     student, teacher = (network.double() for network in networks())
     adapter = NormalizationAdapter([0.1] * 3, [0.5] * 3, [0.3] * 3, [0.2] * 3).double() if adapted else None
     wanted = plain_loop(student, teacher, adapter)
@@ -120,7 +120,7 @@ def test_checkpoints_average_and_optimizer_contain_only_the_student(tmp_path):
         ({"precision": "bf16", "accumulate": 2, "channels_last": True}, 5e-3),
     ],
 )
-def test_options_give_the_weights_of_the_eager_run(tmp_path, speed, tolerance):
+def test_options_produce_the_weights_of_the_eager_run(tmp_path, speed, tolerance):
     other = {key: value for key, value in speed.items() if key not in ("compile", "channels_last")}
     student, teacher = networks()
     again = copy.deepcopy(student)
@@ -136,7 +136,7 @@ def test_options_give_the_weights_of_the_eager_run(tmp_path, speed, tolerance):
     assert plain.runner.iter == trainer.runner.iter == 8
 
 
-def test_predictions_are_those_of_the_student():
+def test_predictions_are_the_students():
     student, teacher = networks()
     model = DistillationModel(student, teacher, KDLogitsLoss(nn.CrossEntropyLoss())).eval()
     images, labels = data(4)
@@ -199,7 +199,7 @@ def test_a_recipe_loads_the_weights_of_the_teacher(tmp_path):
     assert not model.network.state_dict()["conv1.weight"].equal(wanted["conv1.weight"])
 
 
-def test_a_teacher_of_timm_may_have_pretrained_weights(tmp_path):
+def test_a_timm_teacher_may_have_pretrained_weights(tmp_path):
     keys = {"teacher_architecture": "timm:resnet18", "teacher_arch_params": {"num_classes": 4}}
     given = recipe(tmp_path, **keys, teacher_checkpoint_params={"pretrained_weights": "imagenet"})
     config = recipe_config(given)["model"]
@@ -240,7 +240,7 @@ def test_an_invalid_recipe_names_its_key(tmp_path, keys, message, path):
     assert error.value.path == path
 
 
-def test_a_loss_without_a_teacher_and_a_teacher_without_such_a_loss_are_refused(tmp_path):
+def test_a_teacher_and_a_distillation_loss_require_each_other(tmp_path):
     student, teacher = networks()
     with pytest.raises(ConfigError, match="CrossEntropy does not use the teacher; use KDLogitsLoss"):
         train(tmp_path, student, teacher, loss="CrossEntropyLoss")
@@ -264,7 +264,7 @@ def test_a_loss_without_a_teacher_and_a_teacher_without_such_a_loss_are_refused(
         ({"kd_arch_params": {"adapter": nn.Identity()}}, "kd_arch_params.adapter"),
     ],
 )
-def test_invalid_arguments_are_named(tmp_path, arguments, path):
+def test_errors_name_invalid_arguments(tmp_path, arguments, path):
     student, teacher = networks()
     with pytest.raises((ConfigError, UnknownNameError)) as error:
         KDTrainer("run", str(tmp_path)).train(**{"student": student, "teacher": teacher, **arguments})

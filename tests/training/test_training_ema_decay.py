@@ -1,4 +1,4 @@
-"""EMA decay schedules of users, compared with the average in a loop."""
+"""User-defined EMA decay schedules, compared with an average computed in a loop."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def train(folder, window=1, speed=None, **ema_params):
 
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("speed", [None, {"compile": {"scope": "step", "backend": "aot_eager"}}])
-def test_the_average_follows_the_schedule_in_batches(tmp_path, window, speed):
+def test_the_decay_schedule_counts_batches(tmp_path, window, speed):
     found, steps = train(tmp_path, window, speed, slope=1.5)
     wanted = steps[0]  # the first update copies the weights
     for update, weight in enumerate(steps[1:], start=2):
@@ -66,7 +66,7 @@ def test_the_average_follows_the_schedule_in_batches(tmp_path, window, speed):
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_invalid_schedules_are_refused(tmp_path):
+def test_invalid_schedules_are_rejected(tmp_path):
     with pytest.raises(ConfigError, match="'exp' is a built-in decay schedule"):
         EMA_DECAY_FUNCTIONS["exp"] = LinearDecay
     with pytest.raises(ConfigError, match="must be a subclass of IDecayFunction"):

@@ -1,4 +1,4 @@
-"""Learning-rate schedules of users, derived from `LRCallbackBase`: their rates, arguments and errors."""
+"""User-defined learning rate schedules derived from `LRCallbackBase`: rates, arguments and errors."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ class UserStep(LRCallbackBase):
 
 
 class PerBatch(LRCallbackBase):
-    """One rate for all groups that falls with each batch."""
+    """A single rate for all groups, which decreases with each batch."""
 
     def __init__(self, **kwargs):
         super().__init__(Phase.TRAIN_BATCH_END, **kwargs)
@@ -122,7 +122,7 @@ def test_a_resumed_run_continues_from_the_current_rates(tmp_path):
     assert [rates[0] for rates in seen] == pytest.approx([0.2] * 3 + [0.1] * 3)
 
 
-def test_invalid_keys_and_places_are_named(tmp_path):
+def test_errors_name_invalid_keys_and_their_places(tmp_path):
     with pytest.raises(UnknownNameError, match="user_lr_update") as error:
         train(tmp_path, lr_mode=UserStep, user_lr_update=[1])
     assert error.value.path == "training_params.user_lr_update"

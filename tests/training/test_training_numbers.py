@@ -1,4 +1,4 @@
-"""The numbers of SuperGradients' EMA, losses and crops, computed in float64 from its documented formulas."""
+"""The EMA, the losses and the crops match SuperGradients' documented formulas, computed in float64."""
 
 import math
 
@@ -128,7 +128,7 @@ def test_center_crop_rounds_half_margins_to_even_numbers(side, first):
     assert cropped["mask"][0, 0] == first * side + first == cropped["image"][0, 0, 0]
 
 
-def test_an_ignored_id_among_the_classes_is_refused_by_the_dice_loss():
+def test_an_ignored_id_among_the_classes_is_rejected_by_the_dice_loss():
     heads = dict(num_aux_heads=0, num_detail_heads=0, weights=[1.0])
     with pytest.raises(ConfigError, match="is one of the 3 classes") as error:
         loss_config({"DiceCEEdgeLoss": dict(num_classes=3, ignore_index=0, **heads)})

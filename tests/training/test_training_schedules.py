@@ -160,7 +160,7 @@ def keys(draw: st.DrawFn) -> dict[str, Any]:
         return {**found, "lr_warmup_epochs": draw(st.integers(0, 4)), "warmup_initial_lr": start}
     if kind == "none":
         return {**found, "warmup_mode": None, "lr_warmup_epochs": draw(st.integers(0, 2))}
-    # In SuperGradients, a cosine increases in the cool-down after such a warm-up. This difference is documented.
+    # In SuperGradients, a cosine increases in the cool-down after a warm-up by batches. This difference is documented.
     cooldown = 0 if mode == "CosineLRScheduler" else found["lr_cooldown_epochs"]
     batches = {"warmup_mode": "LinearBatchLRWarmup", "lr_warmup_steps": draw(st.integers(1, 9))}
     return {**found, **batches, "warmup_initial_lr": 1e-6, "lr_cooldown_epochs": cooldown}
@@ -175,7 +175,7 @@ def test_learning_rate_of_each_optimizer_step_matches_supergradients(
     assert walk(keys, length)[every - 1 :: every] == pytest.approx(Original(keys, length).run(), rel=1e-9)
 
 
-def test_a_warmup_of_one_step_without_a_schedule_is_refused() -> None:
+def test_a_warmup_of_one_step_without_a_schedule_is_rejected() -> None:
     params = {
         "initial_lr": 0.1,
         "max_epochs": 2,

@@ -1,4 +1,4 @@
-"""A loss as the value to watch: SuperGradients' names, the mean over the samples, and lower values are better."""
+"""Losses as `metric_to_watch`: SuperGradients' names, means over the samples, and checkpoints with the lowest loss."""
 
 import pytest
 import torch
@@ -126,7 +126,7 @@ def test_metrics_come_before_losses_and_unknown_names_list_both():
     assert watched_value("DiceCEEdgeLoss/loss_main", heads, "key").is_loss
 
 
-def test_components_of_losses_that_return_dicts():
+def test_components_of_losses_that_return_dicts_can_be_watched():
     loss, result = nn.Identity(), {"loss_main": torch.tensor(2.0), "loss_aux0": torch.tensor(3.0)}
     assert loss_value(loss, result, "Identity").item() == 5
     assert loss_value(loss, result, "Identity/loss_aux0").item() == 3

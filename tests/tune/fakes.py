@@ -35,11 +35,11 @@ class Script:
     shapes: int = 1
     counted: bool = False
     startup: float = 0.0
-    """Time that the start of the trial takes in seconds, in addition to its warm-up steps."""
+    """Startup time of the trial in seconds, excluding its warm-up steps."""
 
 
 class FakeProcess:
-    """A replacement for `Process`, whose job is a `Script`."""
+    """A mock of `Process` whose job is a `Script`."""
 
     started = 0
     ended = 0
@@ -93,7 +93,7 @@ class ClockedProcess(FakeProcess):
     now: ClassVar = [0.0]
     end_seconds = 0.5
     hung: ClassVar = []
-    """The scripts that were ended by a timeout."""
+    """The scripts of the trials that a timeout ended."""
 
     def __init__(self, job, make_observer=None):
         super().__init__(job)

@@ -126,7 +126,7 @@ def test_errors_name_wrong_arguments(own, index, value, message):
         find_lr(*arguments)
 
 
-def test_several_processes_are_refused_with_the_remedy(own, monkeypatch):
+def test_several_processes_are_rejected_with_the_remedy(own, monkeypatch):
     monkeypatch.setattr("slipstream.tune.api.get_world_size", lambda: 4)
     message = r"measures a single process, but the world size is 4\. Start it without torchrun or srun"
     with pytest.raises(ConfigError, match=message):
@@ -467,7 +467,7 @@ def test_the_row_names_a_missing_compiler_as_the_reason(own, monkeypatch, short_
     assert result.speed == {}
 
 
-def test_a_configuration_without_training_is_refused():
+def test_a_configuration_without_training_is_rejected():
     with pytest.raises(ConfigError, match="train_dataloader: is required, because training is measured"):
         tune_config({"model": dict(type=tiny_runs.Net)})
 
@@ -480,6 +480,6 @@ def test_budgets_are_read(text, seconds):
 
 
 @pytest.mark.parametrize("text", ["", "5 minutes", "-3", 0, "m", True, None, "nan", float("inf")])
-def test_invalid_budgets_are_refused(text):
+def test_invalid_budgets_are_rejected(text):
     with pytest.raises(ConfigError, match="budget: must be a duration such as 5m"):
         parse_budget(text)

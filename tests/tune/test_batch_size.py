@@ -83,7 +83,7 @@ def test_interrupt_keeps_the_rows(fake_process):
     assert (found.stopped, found.largest) == ("interrupted", 2)
 
 
-def test_sizes_below_one_are_refused():
+def test_sizes_below_one_are_rejected():
     with pytest.raises(ConfigError, match="max_size: must be at least 1, not 0"):
         find(max_size=0)
 

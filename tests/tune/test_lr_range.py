@@ -26,7 +26,7 @@ def curve(rate):
 
 def test_suggestion_is_near_the_steepest_descent():
     found = LrRange(rates(), [curve(rate) for rate in rates()])
-    assert 6e-4 < found.suggestion < 1.6e-3  # the derivative by log(rate) is largest at 1e-3
+    assert 6e-4 < found.suggestion < 1.6e-3  # the derivative with respect to log(rate) is largest at 1e-3
     assert "Suggested learning rate" in str(found)
 
 
@@ -41,7 +41,7 @@ def test_noisy_losses_of_small_batches_barely_change_the_suggestion(steps):
     assert sum(near) >= 25
 
 
-def test_the_slope_is_that_of_a_line():
+def test_the_slope_matches_a_fitted_line():
     assert _slope([1.0, 3.0, 5.0, 7.0]) == pytest.approx(2.0)
     assert _slope([5.0, 4.0, 5.0]) == pytest.approx(0.0)
 
@@ -69,7 +69,7 @@ def test_plot_is_a_png_file(tmp_path):
 @pytest.mark.parametrize(
     ("start", "end", "steps"), [(0, 1, 50), (1, 0.1, 50), (1e-5, math.inf, 50), (1e-5, 1, 3)]
 )
-def test_invalid_ranges_are_refused(start, end, steps):
+def test_invalid_ranges_are_rejected(start, end, steps):
     with pytest.raises(ConfigError, match="find_lr: requires"):
         sweep_lr(lambda setting: None, start, end, steps, 60)
 

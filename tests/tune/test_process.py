@@ -127,7 +127,7 @@ def test_an_interrupt_while_a_trial_starts_is_raised_and_ends_it(monkeypatch):
     def interrupted_start(process):
         start(process)
         pids.append(process.pid)
-        with suppress(KeyboardInterrupt):  # as Python does in functions that are called at fork
+        with suppress(KeyboardInterrupt):  # Python also ignores exceptions in functions that run at fork
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.05)
 

@@ -63,7 +63,7 @@ def test_the_batch_size_of_an_accumulation_is_written_and_read(tmp_path):
     assert tuned == {"speed": {"accumulate": 2}, "train_dataloader": {"batch_size": 4}}
 
 
-def test_summary_says_if_no_option_is_faster():
+def test_summary_reports_that_no_option_is_faster():
     text = result(total=None, setting=Setting(), adopted=[]).summary()
     assert "No measured option makes a_recipe faster on this machine; keep the current options." in text
 
@@ -85,7 +85,7 @@ def test_brackets_in_a_reason_are_printed():
     assert "failed: see [/opt/x] and [red]c++[/red]" in text
 
 
-def test_a_partial_result_says_why():
+def test_a_partial_result_contains_the_reason():
     assert result(stopped="interrupted").summary().startswith("The search is not complete: interrupted.")
 
 
@@ -101,7 +101,7 @@ def test_saved_plan_keeps_the_options_of_the_baseline(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tuned.json", "tuned.yaml"]
 
 
-def test_nested_options_of_a_configuration_are_saved(tmp_path):
+def test_nested_options_in_a_configuration_are_saved(tmp_path):
     speed = Config({"speed": {"ema": {"decay": 0.9}}}).speed
     path = TuneResult(Outcome(setting=Setting({"fused": True})), speed).save(tmp_path / "tuned.yaml")
     assert read_tuned(path) == {"speed": {"ema": {"decay": 0.9}, "fused": True}}
@@ -125,7 +125,7 @@ def test_auto_stays_in_the_plan():
         ("speed: !!python/object/apply:os.getcwd []", "is not a YAML file"),
     ],
 )
-def test_a_file_with_different_contents_is_refused(tmp_path, text, message):
+def test_a_file_with_different_contents_is_rejected(tmp_path, text, message):
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_tuned(tmp_path / "bad.yaml")

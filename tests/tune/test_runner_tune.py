@@ -110,7 +110,7 @@ def test_a_runner_trains_the_same_after_tuning(tmp_path, short_rounds):
     assert equal(*weights)
 
 
-def test_a_runner_that_does_not_train_is_refused(tmp_path):
+def test_a_runner_that_does_not_train_is_rejected(tmp_path):
     runner = Runner(tiny_runs.Net(), str(tmp_path), log_level="ERROR")
     with pytest.raises(ConfigError, match="train_dataloader: is required, because training is measured"):
         runner.tune(60)

@@ -31,18 +31,18 @@ def test_interval_gets_narrower_than_the_range_with_more_rounds():
     assert found.width == 0
 
 
-def test_fewer_than_five_ratios_give_their_range():
+def test_interval_of_fewer_than_five_ratios_is_their_range():
     found = estimate([0.9, 1.2, 1.0])
     assert (found.low, found.ratio, found.high, found.rounds) == (0.9, 1.0, 1.2, 3)
 
 
-def test_difference_is_relative_and_not_a_number_for_nan():
+def test_difference_is_relative_and_nan_for_nan():
     assert difference([1.1, 1.1], [1.0, 1.2]) == pytest.approx((0.1, 0.0))
     assert math.isnan(difference([1.0, math.nan], [1.0, 1.0])[1])
 
 
 @pytest.mark.parametrize(("above", "count"), [(12, 16), (5, 5), (0, 5), (4, 8)])
-def test_confidence_is_that_of_the_sign_test(above, count):
+def test_confidence_matches_the_sign_test(above, count):
     ratios = [1.1] * above + [0.9] * (count - above)
     coins = [sum(bits) for bits in itertools.product((0, 1), repeat=count)]
     assert estimate(ratios).confidence == pytest.approx(fmean(heads < above for heads in coins))

@@ -98,7 +98,7 @@ def test_higher_bandwidth_or_lower_latency_is_never_slower(n, intra, inter, mach
 
 
 @given(sizes, links, counts)
-def test_all_reduce_respects_lower_bounds_of_bandwidth_and_latency(n, link, p):
+def test_all_reduce_respects_the_bandwidth_and_latency_lower_bounds(n, link, p):
     # Each of p GPUs must send 2 * (p - 1) / p * n bytes, and sending data to p GPUs requires at least log2(p) steps.
     c = cluster(p, 1, link, link)
     took = all_reduce(n, c, p, 1)

@@ -1,4 +1,4 @@
-"""Blocks of a network: comparison with manual counts and with a run of the network."""
+"""The description of a network's blocks, compared with manual counts and with a run of the network."""
 
 import pytest
 import torch

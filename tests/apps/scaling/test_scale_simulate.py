@@ -106,7 +106,7 @@ def test_bytes_match_the_zero_paper(gpus, local):
     assert sent == {"ddp": pytest.approx(2 * n), "fsdp2": pytest.approx(3 * n)}
 
 
-def test_hsdp_sends_gathers_within_nodes_and_partitions_between_nodes():
+def test_hsdp_gathers_within_nodes_and_all_reduces_partitions_between_nodes():
     net, work = model(8, 8), Work([1] * 2, [1] * 2, 1)
     schedule = simulate(net, cluster(16, 4), plain("hsdp"), work)
     assert sum(e.sent for e in schedule.events if e.name == "all-reduce") == 2 * 3 / 4 * 16 * MIB / 4

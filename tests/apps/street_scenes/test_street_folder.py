@@ -30,7 +30,7 @@ def by_place(dataset):
     return {path.name: sample for path, sample in zip(dataset.image_paths, dataset, strict=True)}
 
 
-def test_folder_has_the_scenes_in_the_cityscapes_layout(tmp_path):
+def test_folder_contains_the_scenes_in_the_cityscapes_layout(tmp_path):
     write_street_folder(tmp_path, train=5, val=2, size=SIZE, seed=3)
     for split, count, seed in (("train", 5, 3), ("val", 2, 4)):
         scenes = StreetScenes(SIZE, count, seed)

@@ -78,7 +78,7 @@ def test_the_default_focal_loss_is_found_by_name():
 
 
 def hard_pixels(logits, targets, ignored, share, threshold):
-    """Return the mean over the hard pixels of one output, with SuperGradients' selection."""
+    """Return the mean loss over the hard pixels of one output, selected as in SuperGradients."""
     z = np.moveaxis(logits.double().numpy(), 1, -1).reshape(-1, logits.shape[1])
     t = targets.numpy().reshape(-1)
     z, t = z[t != ignored], t[t != ignored]
@@ -104,7 +104,7 @@ def test_shelfnet_ohem_sums_over_all_outputs(spread):
     assert [value.item() for value in found.values()] == pytest.approx(wanted, rel=1e-9)
 
 
-def test_shelfnet_ohem_has_the_defaults_of_supergradients():
+def test_shelfnet_ohem_has_the_supergradients_defaults():
     loss = ShelfNetOHEMLoss()
     assert (loss.ignore_index, loss.ohem.mining_percent) == (255, 1e-4)
     assert loss.ohem.hard_loss == pytest.approx(-math.log(0.7))

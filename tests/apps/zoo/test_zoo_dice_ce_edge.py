@@ -15,7 +15,7 @@ CLASSES, IGNORE = 4, 9
 
 
 def reference_edges(targets, kernel):
-    """Use one map per class, replicated at the border. At edges, the neighborhood is neither all 0 nor all 1."""
+    """Return the pixels whose neighborhood in the map of any class contains both 0 and 1. Borders are replicated."""
     radius = kernel // 2
     edges = torch.zeros(targets.shape, dtype=torch.bool)
     for c in range(CLASSES):

@@ -30,7 +30,7 @@ def softmax(values):
 
 
 def divergence(student, teacher):
-    """Return the Kullback-Leibler divergence of lists of logits."""
+    """Return the Kullback-Leibler divergence between two lists of logits."""
     p, q = softmax(student), softmax(teacher)
     return sum(b * math.log(b / a) for a, b in zip(p, q, strict=True))
 
@@ -49,7 +49,7 @@ def test_kd_logits_loss_combines_both_losses(share):
     assert found["loss_distillation"].item() == pytest.approx(share * wanted, rel=1e-12)
 
 
-def test_the_divergence_of_pixels_is_divided_by_the_number_of_images():
+def test_the_summed_pixel_divergence_is_divided_by_the_number_of_images():
     student, teacher = outputs(2, 3, 4, 5)
     pixels = [logits.movedim(1, -1).reshape(-1, 3).tolist() for logits in (student, teacher)]
     wanted = sum(divergence(*rows) for rows in zip(*pixels, strict=True)) / 2

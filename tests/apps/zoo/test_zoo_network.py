@@ -1,4 +1,4 @@
-"""Prediction, replacement of the head and preparation for deployment, for networks of `models.get`."""
+"""Networks from `models.get`: prediction, head replacement, and preparation for deployment."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from slipstream.errors import ConfigError, DataError, ModelError
 
 Image = pytest.importorskip("PIL.Image")
 
-# The part below the heads, the number of BatchNorms without the auxiliary heads, and the number of those that remain
-# because they follow a pooling, a sum or a concatenation.
+# The backbone attribute, the number of BatchNorms (excluding auxiliary heads), and the number that fusion cannot remove
+# because their input is a pooling, a sum or a concatenation.
 NETWORKS = {
     "pp_lite_t_seg": ("encoder", 46, 0),
     "stdc1_seg": ("cp", 38, 0),
@@ -39,7 +39,7 @@ SEGMENT = [
 
 
 def perturbed(network):
-    """Set BatchNorm's parameters and statistics to values for which its fusion changes every weight."""
+    """Set BatchNorm's parameters and statistics to values with which fusion changes every weight."""
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean.normal_()
@@ -75,7 +75,7 @@ def test_preparation_fuses_batch_norm_and_keeps_the_outputs(name, part, count, l
     assert isinstance(network.train()(x), torch.Tensor)  # there are no auxiliary heads
 
 
-def test_only_unchanged_outputs_that_have_one_reader_are_fused():
+def test_only_convolutions_whose_unchanged_output_has_one_consumer_are_fused():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -97,7 +97,7 @@ def test_only_unchanged_outputs_that_have_one_reader_are_fused():
     torch.testing.assert_close(network(x).detach(), expected)
 
 
-def test_a_convolution_whose_output_is_also_read_elsewhere_is_not_fused():
+def test_a_convolution_whose_output_is_also_used_elsewhere_is_not_fused():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -125,13 +125,13 @@ def test_a_prepared_network_can_be_exported():
 
 
 @pytest.mark.parametrize("size", [[64], [0, 64], ["64", 64], 64.0])
-def test_an_input_size_that_is_not_a_size_is_an_error(size):
+def test_an_invalid_input_size_raises_an_error(size):
     with pytest.raises((ConfigError, TypeError)):
         models.get("resnet18_cifar", 4).prep_model_for_conversion(size)
 
 
 @pytest.mark.parametrize(("name", "kept"), [(name, rest[0]) for name, rest in NETWORKS.items()])
-def test_a_replaced_head_has_another_number_of_classes_and_keeps_the_backbone(name, kept):
+def test_replacing_the_head_changes_the_number_of_classes_and_keeps_the_backbone(name, kept):
     network = models.get(name, 5)
     part = network.get_submodule(kept)
     before = copy.deepcopy(part.state_dict())
@@ -184,7 +184,7 @@ def test_classification_returns_the_class_and_its_probability(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["resnet18_cifar", "pp_lite_t_seg"])
-def test_processings_of_supergradients_have_the_same_effect(name):
+def test_supergradients_processing_classes_have_the_same_effect(name):
     network, image = perturbed(models.get(name, 4)), picture()
     seg = "" if "resnet" in name else "Seg"
     own = ["ToTensor" if not seg else {"SegStandardize": {"max_value": 255}}]
@@ -204,10 +204,10 @@ def test_processings_of_supergradients_have_the_same_effect(name):
 
 
 @pytest.mark.parametrize("channels", [1, 4])
-def test_segmentation_returns_the_class_of_each_pixel_of_the_image(channels, tmp_path):
+def test_segmentation_returns_the_class_of_each_pixel(channels, tmp_path):
     network = perturbed(models.get("pp_lite_t_seg", channels))
     network.set_dataset_processing_params(["road"] if channels == 1 else list("abcd"), SEGMENT)
-    image = np.repeat(np.repeat(picture(40, 50), 2, 0), 2, 1)  # halving returns the small picture
+    image = np.repeat(np.repeat(picture(40, 50), 2, 0), 2, 1)  # halving it restores the small picture
     found = network.predict(image)
     padded = torch.zeros(1, 3, 64, 64)
     small = torch.from_numpy(picture(40, 50)).permute(2, 0, 1).float()
@@ -248,12 +248,12 @@ def test_pictures_are_shown_in_the_viewer(monkeypatch):
         ("nothing.png", "nothing.png"),
     ],
 )
-def test_other_images_are_errors(image, message):
+def test_unsupported_images_raise_an_error(image, message):
     with pytest.raises(DataError, match=message):
         models.get("resnet18_cifar", 2).predict(image)
 
 
-def test_unknown_data_is_a_warning_and_invalid_transforms_an_error(monkeypatch):
+def test_unknown_data_logs_a_warning_and_invalid_transforms_raise_an_error(monkeypatch):
     network, logged = models.get("resnet18_cifar", 2), []
     monkeypatch.setattr(predicting, "print_log", lambda *arguments: logged.append(arguments))
     assert network.predict(picture()).class_names == ("0", "1")

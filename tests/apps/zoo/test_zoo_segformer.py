@@ -103,7 +103,7 @@ def test_forward_matches_the_reference_with_supergradients_weights(size):
         torch.testing.assert_close(network(x), expected, rtol=1e-8, atol=1e-8)
 
 
-def test_b0_has_the_depths_and_widths_of_the_paper():
+def test_b0_has_the_depths_and_widths_in_the_paper():
     torch.manual_seed(0)
     network = segformer_b0(num_classes=5).double().eval()
     x = torch.randn(1, 3, 64, 64, dtype=torch.float64)
@@ -171,7 +171,7 @@ def test_evaluation_is_deterministic():
     assert torch.equal(network(x), network(x))
 
 
-def test_initial_weights_have_the_standard_deviations_of_the_paper():
+def test_initial_weights_have_the_standard_deviations_in_the_paper():
     torch.manual_seed(0)
     network = segformer_b0()
     block = network._backbone.block4[0]

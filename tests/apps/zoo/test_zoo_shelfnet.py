@@ -1,4 +1,4 @@
-"""The lightweight ShelfNets have the parameters of SuperGradients' networks."""
+"""The lightweight ShelfNets have the same parameters as SuperGradients' networks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize(("name", "count", "digest"), [(name, *rest) for name, rest in NETWORKS.items()])
-def test_parameters_are_those_of_the_original(name, count, digest):
+def test_parameters_match_the_original(name, count, digest):
     with torch.device("meta"):
         network = models.get(name, arch_params={"num_classes": 21, "image_size": 512})
     assert sum(parameter.numel() for parameter in network.parameters()) == count

@@ -131,7 +131,7 @@ def test_gradient_matches_the_mean_over_hard_pixels(seed, ignored, threshold, sc
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0], rtol=1e-9, atol=1e-12)
 
 
-def test_next_hardest_pixels_are_added_to_few_hard_pixels():
+def test_next_hardest_pixels_are_added_if_too_few_pixels_are_hard():
     logits = torch.zeros(1, 2, 1, 8, dtype=torch.float64)
     logits[0, 0] = torch.tensor([-1.0, 1, 2, 3, 4, 5, 6, 7])
     loss = OhemCELoss(0.5, 0.25, IGNORE)(logits, torch.zeros(1, 1, 8, dtype=torch.long))

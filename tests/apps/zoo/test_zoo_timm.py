@@ -1,4 +1,5 @@
-"""Networks of timm by name. Most tests replace timm with a small module that has its functions."""
+"""Networks from timm, built by name. Most tests replace timm with a mock that defines the functions Slipstream
+calls."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from slipstream.training.recipe import recipe_config
 
 
 class Tiny(nn.Module):
-    """A network with the attributes of timm's networks that Slipstream reads."""
+    """A network with those attributes of timm's networks that Slipstream reads."""
 
     pretrained_cfg: ClassVar = {"classifier": "head.fc"}
 
@@ -62,7 +63,7 @@ def timm(monkeypatch):
     return module
 
 
-def test_a_name_with_the_prefix_builds_a_network_of_timm_with_random_weights(timm):
+def test_a_name_with_the_prefix_builds_a_timm_network_with_random_weights(timm):
     network = models.get("timm:tiny_net", num_classes=3, arch_params={"drop_rate": 0.5, "in_channels": 4})
     assert network(torch.zeros(2, 4, 8, 8)).shape == (2, 3)
     assert network.model.drop_rate == 0.5
@@ -77,7 +78,7 @@ def test_a_name_with_the_prefix_builds_a_network_of_timm_with_random_weights(tim
 @pytest.mark.parametrize(
     "options", [{"pretrained_weights": "imagenet"}, {"arch_params": {"pretrained": True}}]
 )
-def test_weights_are_only_downloaded_on_request_and_offline_is_one_line(timm, options):
+def test_weights_are_only_downloaded_on_request_and_an_offline_error_is_one_line(timm, options):
     with pytest.raises(CheckpointError, match="timm:tiny_net' cannot be loaded: no route to host") as error:
         models.get("timm:tiny_net", 3, **options)
     assert timm.calls == [("tiny_net", False), ("tiny_net", True)]
@@ -88,7 +89,7 @@ def test_weights_are_only_downloaded_on_request_and_offline_is_one_line(timm, op
 @pytest.mark.parametrize(
     "key", ["checkpoint_path", "checkpoint_paths", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"]
 )
-def test_options_that_set_the_source_of_the_weights_are_refused(timm, key):
+def test_options_that_set_the_source_of_the_weights_raise_an_error(timm, key):
     with pytest.raises(ConfigError, match="pass a file or URL as checkpoint_path") as error:
         models.get("timm:tiny_net", 3, arch_params={key: "w.pth"})
     assert key in str(error.value)
@@ -148,12 +149,12 @@ def test_weights_are_loaded_once_and_a_new_head_is_kept(timm):
     assert bool((later.model.stem.weight == 0.25).all())
 
 
-def test_an_unknown_name_of_timm_is_an_error_with_a_hint(timm):
+def test_an_unknown_timm_name_raises_an_error_with_a_suggestion(timm):
     with pytest.raises(UnknownNameError, match=r"timm 1\.0 has no network named 'tiny_nett'.*'tiny_net'\?"):
         models.get("timm:tiny_nett", 3)
 
 
-def test_a_missing_timm_is_an_error_with_the_command(monkeypatch):
+def test_an_error_for_missing_timm_contains_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(MissingPackageError, match=r"pip install 'slipstream\[timm\]'$") as error:
         models.get("timm:convnext_tiny", 3)
@@ -161,7 +162,7 @@ def test_a_missing_timm_is_an_error_with_the_command(monkeypatch):
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "module."])
-def test_checkpoints_with_the_names_of_timm_are_loaded(timm, tmp_path, prefix):
+def test_checkpoints_with_timm_parameter_names_are_loaded(timm, tmp_path, prefix):
     source = models.get("timm:tiny_net", 3)
     torch.save({prefix + key: value for key, value in source.model.state_dict().items()}, tmp_path / "w.pth")
     loaded = models.get("timm:tiny_net", 3, checkpoint_path=tmp_path / "w.pth")
@@ -170,7 +171,7 @@ def test_checkpoints_with_the_names_of_timm_are_loaded(timm, tmp_path, prefix):
     assert torch.equal(other.model.stem.weight, source.model.stem.weight)
 
 
-def test_methods_of_the_zoo_apply_to_networks_of_timm(timm):
+def test_zoo_methods_work_on_timm_networks(timm):
     network = models.get("timm:tiny_net", 3)
     network.model.norm.running_mean.fill_(0.5)
     x = torch.randn(2, 3, 8, 8)
@@ -183,7 +184,7 @@ def test_methods_of_the_zoo_apply_to_networks_of_timm(timm):
     assert len(network.predict(np.zeros((8, 8, 3), np.uint8)).class_names) == 5
 
 
-def test_a_recipe_names_a_network_of_timm(timm):
+def test_a_recipe_can_specify_a_timm_network(timm):
     pytest.importorskip("hydra")
     overrides = ["architecture=timm:tiny_net", "data_root_dir=data"]
     config = recipe_config(compose("cifar10_resnet", overrides))["model"]
@@ -195,7 +196,7 @@ def test_a_recipe_names_a_network_of_timm(timm):
     assert "pretrained" not in config
 
 
-def test_networks_of_the_installed_timm_have_gradients_and_load_their_weights():
+def test_networks_from_the_installed_timm_have_gradients_and_load_their_weights():
     try:
         import timm
     except (ImportError, RuntimeError) as error:
@@ -213,7 +214,7 @@ def test_networks_of_the_installed_timm_have_gradients_and_load_their_weights():
 
 
 @pytest.mark.parametrize("name", ["resnet18", "repvgg_a0", "mobileone_s0", "vit_tiny_patch16_224"])
-def test_networks_of_the_installed_timm_are_prepared_and_get_new_heads(name):
+def test_networks_from_the_installed_timm_are_prepared_and_get_new_heads(name):
     pytest.importorskip("timm", exc_type=Exception)
     network = models.get(f"timm:{name}", num_classes=5).eval()
     for module in network.modules():

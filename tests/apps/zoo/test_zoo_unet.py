@@ -1,4 +1,4 @@
-"""U-Net has the parameters of SuperGradients' `unet`."""
+"""U-Net has the same parameters as SuperGradients' `unet`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from slipstream.apps.zoo import models
 from slipstream.errors import ConfigError, ModelError
 
-# Of the names and shapes in the state dict of SuperGradients' network with one class, in their order.
+# SHA-256 of the names and shapes, in order, in the state dict of SuperGradients' network with one class.
 NAMES = "a0d9b066afbe32011fc4ca90542e2ddeb67c3cbc93caddaf9422376ab2610010"
 
 
-def test_names_shapes_and_their_order_are_those_of_the_original():
+def test_names_shapes_and_their_order_match_the_original():
     with torch.device("meta"):
         state = models.get("unet", 1).state_dict()
     lines = "\n".join(f"{name} {tuple(value.shape)}" for name, value in state.items())
@@ -68,6 +68,6 @@ def test_images_of_any_size_from_16_are_accepted():
             network(torch.zeros(1, 3, 15, 50))
 
 
-def test_auxiliary_heads_are_an_error():
+def test_auxiliary_heads_raise_an_error():
     with pytest.raises(ConfigError, match="must be False"):
         models.get("unet", 1, arch_params={"use_aux_heads": True})

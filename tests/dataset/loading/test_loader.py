@@ -23,7 +23,7 @@ from slipstream.registry import FUNCTIONS
 
 
 class Draws(Dataset):
-    """A dataset whose samples are the index and a random number from each global generator."""
+    """A dataset whose samples consist of the index and a random number from each global generator."""
 
     def __init__(self, size=10):
         self.metainfo = {"classes": ("a",)}

@@ -1,4 +1,4 @@
-"""Mixup and CutMix: images and targets are mixed in the same proportion, which the targets reveal."""
+"""Mixup and CutMix: images and targets are mixed in the same proportion, which can be read from the targets."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def mixed(seed=0, batch=None, **arguments):
 
 
 def factor_of(targets):
-    """Return the factor of the first sample, whose class 0 differs from the class 0 of the last one (5 % 5)."""
+    """Return the mixing weight of a sample, read from sample 1 because samples 0 and 5 both have class 0."""
     return float(targets[1, 1])  # sample 1 has class 1, and its counterpart, sample 4, has class 4
 
 
@@ -66,7 +66,7 @@ def test_cutmix_replaces_a_rectangle(correct):
     assert all(exact) if correct else not all(exact)
 
 
-def test_one_of_both_is_drawn_for_each_batch():
+def test_either_mixup_or_cutmix_is_drawn_for_each_batch():
     originals = torch.stack([image for image, _ in samples()]).float()
     cut = 0
     for seed in range(60):

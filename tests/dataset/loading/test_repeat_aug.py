@@ -1,4 +1,4 @@
-"""The sampler of repeated augmentation, compared with SuperGradients' lists of indices."""
+"""The sampler for repeated augmentation, compared with SuperGradients' lists of indices."""
 
 import math
 
@@ -14,7 +14,7 @@ from slipstream.errors import DataError
 
 
 def wanted(size, world, rank, repeats, rounded, order):
-    """Write the list of all repetitions, extend it to a multiple of the ranks, and take this rank's part."""
+    """List all repetitions, pad the list to a multiple of the number of ranks, and return this rank's part."""
     if float(repeats).is_integer():
         several = np.repeat(order, int(repeats)).tolist()
     else:
@@ -28,7 +28,7 @@ def wanted(size, world, rank, repeats, rounded, order):
 @pytest.mark.parametrize(("size", "world"), [(12, 1), (13, 2), (7, 3), (600, 4)])
 @pytest.mark.parametrize("repeats", [1, 3, 2.5])
 @pytest.mark.parametrize("rounded", [0, 5])
-def test_ranks_read_the_repetitions_in_turn(monkeypatch, size, world, repeats, rounded):
+def test_ranks_take_turns_at_reading_the_repetitions(monkeypatch, size, world, repeats, rounded):
     for rank in range(world):
         monkeypatch.setattr(repeat_aug, "get_dist_info", lambda rank=rank: (rank, world))
         sampler = RepeatAugSampler(range(size), shuffle=False, num_repeats=repeats, selected_round=rounded)
@@ -44,7 +44,7 @@ def test_the_order_depends_on_seed_and_epoch():
 
 
 class Drawn:
-    """Samples with one random number."""
+    """Samples that consist of their index and a random number."""
 
     def __len__(self):
         return 6
@@ -69,6 +69,6 @@ def test_repetitions_of_a_sample_get_different_random_numbers(workers):
         torch.testing.assert_close(numbers, same)
 
 
-def test_an_empty_epoch_is_refused():
+def test_an_empty_epoch_is_rejected():
     with pytest.raises(DataError, match="set selected_round=0"):
         RepeatAugSampler(range(8))

@@ -334,7 +334,7 @@ def test_order_of_an_unseeded_torch_generator_is_restored(tmp_path):
     ],
     ids=["short", "negative", "position", "negative position", "other generator", "tensor"],
 )
-def test_wrong_state_of_a_generator_is_refused_and_changes_nothing(make, change):
+def test_wrong_state_of_a_generator_is_rejected_and_changes_nothing(make, change):
     batches = EpochBatchSampler(BatchSampler(Keeps(make()), 8, False), 7, 40)
     before, states = list(batches), batches.generator_states()
     with pytest.raises(ValueError, match=r"the state of the sampler's generator Keeps\.kept"):
@@ -382,7 +382,7 @@ class Position(Keeps):
     ],
     ids=["created late", "closure", "position", "system generator", "iterator"],
 )
-def test_differing_state_names_what_changes_the_order_of_a_repeated_epoch(make, names):
+def test_differing_state_names_the_state_that_changes_the_order_of_a_repeated_epoch(make, names):
     sampler = make()
     made = EpochBatchSampler(BatchSampler(sampler, 8, False), 7, 40)
     before = dict(vars(sampler))
@@ -390,7 +390,7 @@ def test_differing_state_names_what_changes_the_order_of_a_repeated_epoch(make, 
     assert vars(sampler) == before
 
 
-def test_generators_of_the_dataset_of_a_sampler_keep_their_state():
+def test_generators_of_a_samplers_dataset_keep_their_state():
     class Data(TensorDataset):
         rng = random.Random(5)
 

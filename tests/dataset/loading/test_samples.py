@@ -247,7 +247,7 @@ class Stream(IterableDataset):
         (Samples(), dict(skip_error=1), True, "no option 'skip_error'; did you mean 'skip_errors'"),
     ],
 )
-def test_invalid_options_are_refused(dataset, options, training, message):
+def test_invalid_options_are_rejected(dataset, options, training, message):
     with pytest.raises(ConfigError, match=message):
         build_dataloader(dict(dataset=dataset, **options), 1, "train_dataloader", training)
 

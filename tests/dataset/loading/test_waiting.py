@@ -77,7 +77,7 @@ def test_slow_worker_warns_with_its_pid():
 def test_no_warning_when_batches_arrive_in_time_or_the_step_is_slow(seconds):
     warnings = []
     for batch in Loading(build(Slow(), stall_warning=seconds), "train_dataloader", warnings.append):
-        time.sleep(0.8 if batch == 0 else 0)  # the consumer, not the loader
+        time.sleep(0.8 if batch == 0 else 0)  # the consumer is slow, not the loader
     assert warnings == []
 
 
@@ -293,7 +293,7 @@ def test_error_reports_too_small_shared_memory(tmp_path):
         (dict(stall_warning=float("inf")), "stall_warning: must be float of at least 0, not inf"),
     ],
 )
-def test_invalid_options_are_refused(options, message):
+def test_invalid_options_are_rejected(options, message):
     with pytest.raises(ConfigError, match=message) as caught:
         build(Slow(), **options)
     assert isinstance(caught.value, SlipstreamError)

@@ -10,7 +10,7 @@ from slipstream.dataset.sources.cityscapes_classes import CITYSCAPES_CLASSES
 from slipstream.errors import ConfigError, DataError
 from slipstream.registry import DATASETS
 
-# Reference table of the benchmark: the ids of the scored labels, in the order of their train ids.
+# Reference table from the Cityscapes benchmark: the ids of the scored labels, in the order of their train ids.
 SCORED = [7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33]
 FRAMES = [("train", "bonn", 2), ("train", "aachen", 1), ("val", "ulm", 1)]
 LABEL_IDS = np.arange(34, dtype=np.uint8).reshape(2, 17)
@@ -179,7 +179,7 @@ def test_error_lists_every_file_without_a_counterpart(tmp_path):
     assert str(mask_path(tmp_path, *FRAMES[1])) in lines[1]
 
 
-def test_error_lists_every_missing_file_of_a_list(tmp_path):
+def test_error_lists_every_missing_file_in_a_list(tmp_path):
     list_file = make_list(make(tmp_path))
     mask_path(tmp_path, *FRAMES[0]).unlink()
     image_path(tmp_path, *FRAMES[2]).unlink()

@@ -207,7 +207,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("kind", BOMBS)
 @pytest.mark.parametrize("read", [read_image, read_mask, check_readable])
-def test_small_files_that_describe_huge_images_are_refused(tmp_path, kind, read):
+def test_small_files_that_describe_huge_images_are_rejected(tmp_path, kind, read):
     path = tmp_path / f"bomb.{kind}"
     path.write_bytes(BOMBS[kind])
     with pytest.raises(DataError, match=r"bomb\.\w+'.*(raise|max_pixels)"):
@@ -224,7 +224,7 @@ def test_the_pixel_limit_is_configurable(tmp_path):
             read(path, 599)
 
 
-def test_a_limit_above_the_limit_of_pillow_is_applied(tmp_path, monkeypatch):
+def test_a_limit_above_pillows_limit_is_applied(tmp_path, monkeypatch):
     path = tmp_path / "x.png"
     path.write_bytes(png(np.zeros((20, 30, 3), np.uint8)))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
@@ -242,18 +242,18 @@ _SHOWN = {
     3: lambda a: a[::-1, ::-1],
     4: lambda a: a[::-1],
     5: lambda a: a.swapaxes(0, 1),
-    6: lambda a: a.swapaxes(0, 1)[:, ::-1],  # the first row of the file is the right side
+    6: lambda a: a.swapaxes(0, 1)[
+        :, ::-1
+    ],  # the first row of the file is the right side of the displayed image
     7: lambda a: a.swapaxes(0, 1)[::-1, ::-1],
-    8: lambda a: a.swapaxes(0, 1)[::-1],  # the first row of the file is the left side
+    8: lambda a: a.swapaxes(0, 1)[::-1],  # the first row of the file is the left side of the displayed image
     9: lambda a: a,  # not defined by EXIF
 }
 
 
 @pytest.mark.parametrize("orientation", _SHOWN)
 @pytest.mark.parametrize("suffix", ["png", "jpg", "tif", "webp"])
-def test_images_and_masks_are_read_in_the_orientation_in_which_they_are_displayed(
-    tmp_path, orientation, suffix
-):
+def test_images_and_masks_are_read_in_their_display_orientation(tmp_path, orientation, suffix):
     pixels = np.kron(noise(3, 2, 1)[..., 0], np.ones((16, 16), np.uint8))
     file, exif = tmp_path / f"picture.{suffix}", Image.Exif()
     exif[0x0112] = orientation
@@ -279,7 +279,7 @@ def test_images_and_masks_are_read_in_the_orientation_in_which_they_are_displaye
     ids=["exif", "xmp"],
 )
 @pytest.mark.parametrize("after", [False, True])
-def test_the_orientation_of_a_png_may_follow_its_pixels(file, metadata, after):
+def test_the_orientation_may_be_stored_after_the_pixels_of_a_png(file, metadata, after):
     pixels = noise(9, 7, 3)
     data = png(pixels)
     at = len(data) - 12 if after else 33  # before IEND, or after IHDR

@@ -72,7 +72,7 @@ def test_name_and_version_of_a_key_are_distinguished(tmp_path):
     cache.write(("ab", "c"), *make_pair())
     assert cache.read(("a", "bc")) is None
     cache.path("a").parent.mkdir(exist_ok=True)
-    cache.path("ab").rename(cache.path("a"))  # a file of another sample
+    cache.path("ab").rename(cache.path("a"))  # the file of another sample
     assert cache.read(("a", "c")) is None
 
 

@@ -68,7 +68,7 @@ def test_batch_has_the_expected_shapes(tmp_path):
     assert batch["targets"].tolist() == [0, 1, 2, 3]
 
 
-def test_augmentation_is_a_shift_of_up_to_two_pixels_and_a_mirror(tmp_path):
+def test_augmentation_shifts_by_up_to_two_pixels_and_mirrors(tmp_path):
     dataset = FashionMNIST(make(tmp_path / "data"), augment=True)
     padded = np.pad(arrays()[0][0], 2)
     crops = {(y, x): padded[y : y + 28, x : x + 28] for y in range(5) for x in range(5)}
@@ -202,7 +202,7 @@ def test_unknown_split_raises_an_error(tmp_path):
         FashionMNIST(make(tmp_path / "data"), split="val")
 
 
-def test_a_small_file_that_expands_to_any_size_is_refused(tmp_path):
+def test_a_small_file_that_expands_to_any_size_is_rejected(tmp_path):
     folder = make(tmp_path / "data")
     with gzip.open(folder / f"{IMAGES}.gz", "wb") as file:
         for _ in range(60):

@@ -114,7 +114,7 @@ def test_palette_masks_return_ids(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "P"])
-def test_images_of_other_modes_become_rgb(tmp_path, mode):
+def test_images_in_other_modes_become_rgb(tmp_path, mode):
     make(tmp_path, names=["a"])
     write(tmp_path / "img/a.png", np.full((4, 6, 3), 51), mode)  # the color 51 is in Pillow's default palette
     assert folder(tmp_path)[0]["inputs"].tolist() == torch.full((3, 4, 6), 51).tolist()

@@ -24,7 +24,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_samples_are_those_of_the_table_in_its_order(folder):
+def test_samples_are_listed_in_the_order_of_the_table(folder):
     rows = (folder / "train.csv").read_text().splitlines()
     (folder / "train.csv").write_text("\r\n".join(reversed(rows)))
     dataset = SuperviselyPersonsDataset(folder, "train.csv", cache_images=True)
@@ -38,7 +38,7 @@ def test_samples_are_those_of_the_table_in_its_order(folder):
     assert dataset.metainfo["classes"] == ("background", "person")
 
 
-def test_the_loader_of_supergradients_reads_it(folder):
+def test_the_supergradients_loader_reads_the_folder(folder):
     (folder / "val.csv").write_text((folder / "train.csv").read_text())
     for split in ("train", "val"):
         loader = dataloaders.get(

@@ -57,7 +57,7 @@ def batch_of(transforms, seeds, **kwargs):
 
 
 def jittered(image, changes):
-    """Apply the formulas of torchvision's documentation to an image (..., 3) in float64."""
+    """Apply the formulas in torchvision's documentation to an image (..., 3) in float64."""
     image = np.asarray(image, float)
     for kind, factor in changes:
         gray = image @ [0.299, 0.587, 0.114]

@@ -1,4 +1,4 @@
-"""Resizing and crops of images: sizes, positions, and pixels computed with NumPy."""
+"""Resizing and cropping images: sizes, positions, and pixels compared with NumPy."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_bilinear_filter_weights_neighbors_by_distance():
     pixels = image()
     found = Resize((4, 6))(pixels, rng()).astype(float)
     wanted = pixels.astype(float)
-    for axis in (1, 2):  # a triangle of the width of four source pixels
+    for axis in (1, 2):  # a triangle as wide as four source pixels
         count = wanted.shape[axis]
         places = np.arange(count) + 0.5
         weights = np.array([np.maximum(0, 1 - abs(places - 2 * (i + 0.5)) / 2) for i in range(count // 2)])

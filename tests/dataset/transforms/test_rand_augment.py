@@ -1,4 +1,4 @@
-"""The operations of RandAugment, computed with NumPy, and the choice of operations and magnitudes."""
+"""RandAugment: operations compared with NumPy, and the choice of operations and magnitudes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def image(height=9, width=12):
 
 
 class Chosen:
-    """Random numbers that choose one operation, with a given sign of its argument."""
+    """A mock generator whose numbers select one operation and the sign of its argument."""
 
     def __init__(self, name, sign):
         self.index, self.numbers = NAMES.index(name), iter([0.0, 0.0 if sign < 0 else 0.9])
@@ -67,7 +67,7 @@ def test_sharpness_blends_with_a_smoothed_image():
 
 
 @pytest.mark.parametrize("sections", ["", "-inc1"])
-def test_tables_of_colors_depend_on_the_magnitude(sections):
+def test_color_tables_depend_on_the_magnitude(sections):
     pixels = image().astype(int)
     bits = 4 - int(0.6 * 4) if sections else int(0.6 * 4)
     np.testing.assert_array_equal(
@@ -95,7 +95,8 @@ def test_autocontrast_and_equalize_use_the_whole_range():
 
 
 def moved(matrix):
-    """Return the image at the positions that a matrix maps output pixels to, bilinearly, and a mask of the inside."""
+    """Sample the image bilinearly at the positions to which the matrix maps pixels. Use the fill color outside the
+    image."""
     pixels = image().astype(float)
     _, height, width = pixels.shape
     y, x = np.mgrid[:height, :width] + 0.5

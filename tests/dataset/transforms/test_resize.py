@@ -26,7 +26,7 @@ def differences(image, scaled, box):
 
 @st.composite
 def boxes(draw):
-    """Source size, resized size, and a box in the resized image, often at an edge."""
+    """Draw a source size, a resized size, and a box in the resized image, often at an edge."""
     source = draw(st.tuples(st.integers(1, 40), st.integers(1, 40)))
     scaled = draw(st.tuples(st.integers(1, 60), st.integers(1, 60)))
     ranges = []

@@ -1,4 +1,4 @@
-"""Rotation and blur, compared with computations in float64, and their random numbers."""
+"""Rotation and blur, compared with computations in float64, and the distributions of their random parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make(height=9, width=14, seed=0):
 
 
 def rotated(sample, degrees, fill):
-    """Return the image in float64 and the mask, rotated counterclockwise around the center."""
+    """Return the image (in float64) and the mask, both rotated counterclockwise around the center."""
     height, width = sample["mask"].shape
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
     image = np.tile(np.array(fill[:3], float), (height, width, 1))
@@ -51,7 +51,7 @@ def rotated(sample, degrees, fill):
 
 
 @pytest.mark.parametrize("degrees", [-35.0, 7.3, 120.0])
-def test_rotation_moves_image_and_mask_alike(degrees):
+def test_image_and_mask_are_rotated_in_the_same_way(degrees):
     sample = make()
     transform = SegRandomRotate(degrees, degrees, fill_mask=19, fill_image=[10, 20, 30])
     found = transform(sample, np.random.default_rng(0))

@@ -59,7 +59,7 @@ class Record(Hook):
     def write(self, **values):
         values |= dict(world=get_world_size(), rank=get_rank())
         descriptor = os.open(self.folder / "steps.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        os.write(descriptor, (json.dumps(values) + "\n").encode())  # one call, so lines do not mix
+        os.write(descriptor, (json.dumps(values) + "\n").encode())  # a single call keeps lines intact
         os.close(descriptor)
 
 

@@ -1,4 +1,4 @@
-"""A training run in which rank 1 fails in its third step: python failing_training.py LAUNCHER raise|kill busy|away.
+"""Train until rank 1 fails in its third step: python failing_training.py LAUNCHER raise|kill busy|away.
 
 The other ranks wait for the gradients of rank 1 (busy) or sleep outside a collective for minutes (away).
 """

@@ -46,7 +46,7 @@ while read -r; do :; done
 
 
 class NoMachines(Exception):  # noqa: N818  a reason to skip, not an error
-    """The user has no rights to create namespaces, or a program is missing."""
+    """The user may not create namespaces, or a program is missing."""
 
 
 @dataclass
@@ -141,7 +141,7 @@ def two_machines(folder: Path) -> Iterator[dict[str, Machine]]:
     """Create the machines n1 and n2. Terminate them and all their processes at the end of the block.
 
     Raises:
-        NoMachines: the user has no rights to create them, or a program is missing.
+        NoMachines: the user may not create namespaces, or a program is missing.
     """
     hosts = folder / "hosts"
     hosts.write_text(

@@ -34,7 +34,7 @@ def blocks(page: Path = ENGLISH) -> list[Block]:
 
 
 def commands(section: str) -> list[str]:
-    """Return the shell blocks in a section of the English page. Fail if there are none."""
+    """Return the shell blocks in a section of the English page. Fail if the section has none."""
     found = [block.text for block in blocks() if (block.section, block.language) == (section, "bash")]
     assert found, f"no commands under '{section}' in {ENGLISH}"
     return found

@@ -3,7 +3,7 @@
     PYTHONPATH=$(python tests/npu/simulated/build.py) python -c 'import torch; print(torch.ones(2, device="npu"))'
 
 PyTorch loads the package through its entry point `torch.backends`, like Ascend's torch_npu. The build takes about half
-a minute. The result is cached in the system's temporary folder, by the versions and sources that it depends on.
+a minute. The result is cached in the system's temporary folder, under a key computed from the versions and sources.
 """
 
 from __future__ import annotations
