@@ -194,7 +194,7 @@ class CheckpointHook(Hook):
                 runner.logger.info(f"Removed {name}, which the checkpoint {path.name} replaced")
 
     def _names_in(self, runner: Runner, key: str) -> list[str]:
-        """Return the names from a list in the resumed checkpoint that this hook's regular checkpoints can have."""
+        """Return the names in a list from the resumed checkpoint that match this hook's regular checkpoints."""
         names = runner.message_hub.get_info(key, []) if self._owns_files else []
         if not matches(names, list[str]):
             return []
@@ -206,8 +206,8 @@ class CheckpointHook(Hook):
                 continue
             if other._folder_of(runner).resolve() == self._folder.resolve() and self._same_name(other):
                 raise self.wrong(
-                    "has the same value in two CheckpointHooks, or other file names are equal, so the hooks would "
-                    "overwrite each other's checkpoints; set a different name or out_dir in one of them",
+                    "two CheckpointHooks use the same file names (filename_tmpl, best_filename or save_epochs) and "
+                    "would overwrite each other's checkpoints; set a different name or out_dir in one of them",
                     "filename_tmpl",
                 )
             if common := set(self.monitors) & set(other.monitors):

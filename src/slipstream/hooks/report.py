@@ -187,7 +187,7 @@ class ReportHook(Hook):
         loop = runner.val_loop if mode == "val" else runner.test_loop
         for metric in getattr(getattr(loop, "evaluator", None), "metrics", ()):  # a user's loop may have none
             matrix: Any = getattr(metric, "confusion", None)
-            # A user's metric may have other attributes with these names.
+            # A user's metric may use these attribute names for other values.
             if not matches(matrix, list[list[int]]) or len(matrix) > _MOST_CLASSES:
                 continue
             if self._known(mode, runner.iter, matrix):
@@ -210,7 +210,7 @@ class ReportHook(Hook):
         return f"{key} (second evaluation)" if curve is not None and curve.x[-1] == at else key
 
     def _known(self, mode: str, at: int, matrix: list[list[int]]) -> bool:
-        """Return whether another metric counted the same matrix in this evaluation."""
+        """Return whether another metric has already returned the same matrix in this evaluation."""
         others = (kept for kept in self._confusions.values() if (kept.mode, kept.iteration) == (mode, at))
         return any(kept.matrix == matrix for kept in others)
 
@@ -276,7 +276,7 @@ class ReportHook(Hook):
 
 
 def _attempt(runner: Runner, measure: Callable[[Runner], list[T]]) -> list[T]:
-    """Return what `measure` returns, or an empty list after an error, because the report is useful without it."""
+    """Return the result of `measure`, or an empty list if it fails: the report is useful without the result."""
     try:
         return measure(runner)
     except Exception:

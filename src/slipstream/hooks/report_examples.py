@@ -22,7 +22,7 @@ __all__ = ["ExampleSelection"]
 
 _SHOWN = 12
 _BATCHES = 32
-"""Maximum number of batches to read in a validation. Reading a batch waits for the device."""
+"""Maximum number of batches to read in one validation run. Reading a batch waits for the device."""
 _SIDE = 112
 """Maximum height and width of a picture, in pixels."""
 
@@ -75,7 +75,7 @@ class ExampleSelection:
             )
         ]
         kept = sorted([*self._chosen, *found], key=lambda each: each.rank)[:_SHOWN]
-        # A part of a batch would keep the memory of the whole batch in use.
+        # Copy the sample, because a view would keep the memory of the whole batch in use.
         self._chosen = [each if each in self._chosen else _own(each) for each in kept]
 
     def examples(self, names: Sequence[str]) -> list[Example]:
