@@ -1,8 +1,8 @@
 """Communication hooks for DDP that compress gradients: half precision and low-rank factors (PowerSGD).
 
 PyTorch's hooks are not used, because its bfloat16 hook requires a CUDA build, and its PowerSGD hook waits inside
-callbacks on gloo's threads, which deadlocks with several buckets. Its PowerSGD hook also stores its state by bucket,
-so the state cannot be saved in a checkpoint.
+callbacks on gloo's threads, which deadlocks with several buckets. The PowerSGD hook also stores its state by bucket, so
+the state cannot be saved in a checkpoint.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class PowerSGD:
 
     def _factor(self, name: str, matrix: Tensor) -> Tensor:
         n, m = matrix.shape
-        if name not in self.factors:  # the same on every rank
+        if name not in self.factors:  # initialized to the same values on every rank
             generator = torch.Generator().manual_seed(list(self._names.values()).index(name))
             self.factors[name] = torch.randn(m, min(n, m, self.options.rank), generator=generator)
         return self.factors[name].to(matrix)
