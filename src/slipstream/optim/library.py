@@ -20,7 +20,7 @@ _Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
 class _Foreach(Optimizer):
-    """An optimizer that updates all parameters of a group and dtype together, and counts the steps of each group."""
+    """Base class for optimizers that update all parameters of a group and dtype at once, and count steps per group."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -37,7 +37,7 @@ class _Foreach(Optimizer):
         return loss
 
     def _update(self, group: Mapping[str, Any], params: list[Tensor]) -> None:
-        """Update parameters of one group and dtype."""
+        """Update the parameters of one group that have the same dtype."""
         raise NotImplementedError
 
     def _state(self, name: str, params: list[Tensor], start: float = 0.0) -> list[Tensor]:

@@ -78,7 +78,8 @@ def build_param_scheduler(
         cfg: a scheduler, or a dict whose `type` is one of this package's schedulers or a class in
             `torch.optim.lr_scheduler`. With `convert_to_iter_based=True`, arguments are in epochs, and steps are
             iterations. `dict(scheduler=..., by_epoch=...)` contains a torch scheduler object. Without `by_epoch`,
-            torch's schedulers step as in torch's documentation: `OneCycleLR` and `CyclicLR` after each iteration.
+            torch's schedulers step as torch's documentation recommends: `OneCycleLR` and `CyclicLR` after each
+            iteration, and most others after each epoch.
         optimizer: a torch optimizer or an `OptimWrapper`.
         epoch_length: number of iterations in an epoch, for `convert_to_iter_based`.
         max_epochs: default of `end` for epoch-based schedulers.

@@ -74,7 +74,7 @@ class ParamValues:
                 self._store(current, value)
 
     def initial(self, resumed: bool) -> list[float]:
-        """Return the initial value of every group, and store it in groups that do not contain it.
+        """Return the initial value of every group, and store the value in groups that do not contain it yet.
 
         Raises:
             ConfigError: `resumed` is True, but a group does not contain its initial value.
