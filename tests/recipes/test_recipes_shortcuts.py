@@ -1,4 +1,4 @@
-"""All recipes for small datasets accept the same short words, in both recipe formats."""
+"""All recipes for small datasets accept the same shortcuts, in both recipe formats."""
 
 import logging
 

@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent
 # Other recipes include this file for its shortcuts. It is not a recipe itself.
 _INCLUDED = "variable_setup"
 COMPOSED_KEYS = ("defaults", "architecture", "arch_params", "training_hyperparams", "training_params")
-"""Keys of which a recipe in SuperGradients' syntax has at least one."""
+"""A recipe in SuperGradients' syntax has at least one of these keys."""
 
 
 def recipes(config_dir: str | Path | None = None) -> Mapping[str, str]:

@@ -112,7 +112,7 @@ def loss_config(
     if loss is None:
         raise ConfigError(
             f"a loss is required: one of {', '.join(sorted(_NAMES))}, or a module (a recipe without a loss is only a "
-            "base of other recipes)",
+            "base for other recipes)",
             _CONFIG_PATH,
         )
     if not isinstance(loss, str | Mapping):
