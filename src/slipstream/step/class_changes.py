@@ -1,4 +1,4 @@
-"""Detect changes to the classes whose code a graph contains, which Dynamo's guards do not check."""
+"""Detect changes to classes whose code is part of a graph. Dynamo's guards do not check for such changes."""
 
 from __future__ import annotations
 

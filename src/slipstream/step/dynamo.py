@@ -71,7 +71,7 @@ def refuse_uncompiled() -> None:
 
 
 def refuse_python_random() -> None:
-    """Check that a step does not use Python's `random`, whose numbers the verification would consume.
+    """Check that a step does not use Python's `random`, because the verification would draw numbers from it.
 
     Raises:
         NotCapturedError: the step uses Python's random module.

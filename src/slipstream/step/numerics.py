@@ -58,7 +58,8 @@ def precise_dtype(device: torch.device) -> torch.dtype:
 
 
 class Scalar:
-    """A number set by the host and read by a graph, stored in a tensor that is written only if the number changes.
+    """A number that the host sets and a graph reads. It is stored in a tensor, which is written only if the number
+    changes.
 
     The tensor has shape (1,), because Dynamo treats a 0-dim float64 CPU tensor as a Python number.
     """
