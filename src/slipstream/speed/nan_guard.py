@@ -1,4 +1,4 @@
-"""Speed option: skip a step, stop or roll back if a loss or gradient is not finite, without waiting for the device."""
+"""Speed option: if a loss or gradient is not finite, skip the step, stop or roll back, without a sync in each step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class NanGuardOptions:
 
     action: Literal["stop", "skip", "rollback"] = "stop"
     """`stop` ends the run the next time it logs. `skip` skips the step, which then does not change the weights.
-    `rollback` continues from the last checkpoint of the run, without the batches that caused the value."""
+    `rollback` continues from the last checkpoint of the run and skips the batches that caused the value."""
     locate: bool = False
     """Whether to report the first module with a non-finite output. This runs a few small kernels after every module."""
     max_skipped: PositiveInt = 50
@@ -42,7 +42,7 @@ class NanGuardOptions:
     max_rollbacks: PositiveInt = 3
     """Maximum number of times that a run goes back to a checkpoint (`rollback`); after that, the run stops."""
     skip_before: NonNegativeInt = 0
-    """Number of additional batches to leave out before those that caused the value (`rollback`)."""
+    """Number of additional batches to skip before those that caused the value (`rollback`)."""
 
     def __post_init__(self) -> None:
         check(self.max_skipped, PositiveInt, "max_skipped")
@@ -136,9 +136,10 @@ class StepGuard:
     accumulation, the whole window is skipped. All ranks skip the same steps. With a loss scale, the `GradScaler` skips
     steps as usual, and this class counts them.
 
-    A step that creates optimizer state cannot be undone. This applies to the first step, and to steps in which other
-    parameters have their first gradient. The host then waits for the device, and calls the optimizer only if the
-    gradients are finite. If an optimizer may store state on the host, such as a step count, this applies to every step.
+    A step that creates optimizer state cannot be undone. Examples are the first step, and steps in which more
+    parameters receive their first gradient. The host then waits for the device, and calls the optimizer only if the
+    gradients are finite. If an optimizer may store state on the host, such as a step count, the host waits in every
+    step.
 
     Args:
         model: the model, unwrapped.
@@ -283,7 +284,7 @@ def _by_kind(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 def _can_undo(optimizer: Optimizer, params: list[nn.Parameter], device: torch.device) -> bool:
     """Return whether a step changes only the parameters and tensors on the device.
 
-    Classes of other libraries may count steps in Python numbers outside `optimizer.state`.
+    Optimizers from other libraries may count steps in Python numbers outside `optimizer.state`.
     """
     known = type(optimizer).__module__.startswith(("torch.optim.", "slipstream."))
     state = (value for param in params for value in optimizer.state.get(param, {}).values())
@@ -342,7 +343,8 @@ class Locator:
         self.modules = list(model.named_modules())
         device = next(model.parameters()).device
         self._clock = torch.zeros((), dtype=torch.int64, device=device)
-        # For each module: the time of the first non-finite output (0 if none), and whether an input was not finite.
+        # For each module: the position in time of its first non-finite output (0 if none), and whether an input was not
+        # finite.
         self._found = torch.zeros(len(self.modules), 2, dtype=torch.int64, device=device)
         self._hooks = [
             module.register_forward_hook(partial(self._check, index), with_kwargs=True)
@@ -365,7 +367,7 @@ class Locator:
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel()
         ]
         found = torch.zeros_like(self._clock, dtype=torch.bool)
-        for same in _by_kind(tensors):  # the inputs of a data preprocessor are on the host
+        for same in _by_kind(tensors):  # a data preprocessor's inputs are on the host
             found = found | ~all_finite(same)  # a 0-dim CPU tensor is passed to the kernel by value
         return found
 
