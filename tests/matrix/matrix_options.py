@@ -115,7 +115,7 @@ REFUSED = {
         "SAM",
         None,
     ): "compile.scope: the step cannot be compiled as one graph: activation_checkpointing in a graph supports only one "
-    "backward pass per batch, but sam runs two",
+    "backward pass, but sam runs two",
     ("FSDP2", "fused", "conv"): "speed.fused: torch has no fused SGD kernel for sharded parameters",
 }
 """Combinations that raise an error, the network (None: both), and the start of the message. `everything` leaves

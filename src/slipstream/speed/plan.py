@@ -217,7 +217,7 @@ def _reads_auto(speed: Mapping[str, Any], path: str) -> bool:
     known = [*_OPTIONS, "auto"]
     for key in speed:
         if key not in known:
-            raise UnknownNameError(f"unknown speed option{did_you_mean(str(key), known)}", f"{path}.{key}")
+            raise UnknownNameError(f"no such option{did_you_mean(str(key), known)}", f"{path}.{key}")
     return read_switch(speed.get("auto"), f"{path}.auto")
 
 

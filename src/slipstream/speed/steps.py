@@ -118,7 +118,7 @@ def why_not_one_graph(model: nn.Module, optim: OptimWrapper) -> str | None:
         if (reason := why_not_recomputed()) is not None:
             return reason
         if any(part.replaces_gradients for part in optim.parts):
-            return "activation_checkpointing in a graph supports only one backward pass per batch, but sam runs two"
+            return "activation_checkpointing in a graph supports only one backward pass, but sam runs two"
     if model is unwrap_model(model):
         return None
     if not isinstance(model, MMDistributedDataParallel):
