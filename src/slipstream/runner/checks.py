@@ -32,8 +32,8 @@ _NOTES = {
         "classes, or set the loss's ignore_index to the value of targets without a class)"
     ),
     "device-side assert triggered": (
-        "(an index on the device is out of range, often a target that is not one of the network's classes; the same run "
-        "on the CPU, with CUDA_VISIBLE_DEVICES='', names the target)"
+        "(an index on the device is out of range, often a target that is not one of the network's classes; the same "
+        "run on the CPU, with CUDA_VISIBLE_DEVICES='', names the target)"
     ),
 }
 """Maps a part of torch's error message to the note for this error."""
