@@ -242,10 +242,10 @@ class EarlyStop(EarlyStoppingHook):
 
 @HOOKS.register_module()
 class SlidingWindowValidationCallback(Hook):
-    """Validate whole images with a sliding window, after the last training epoch and outside of training.
+    """Validate whole images with sliding windows, but only after the last training epoch and outside training.
 
-    Earlier validation runs use the dataset's transforms, because sliding windows take several times longer. With
-    sliding windows, the model runs eagerly, because a single validation run does not amortize compilation.
+    Earlier validation runs use the dataset's transforms instead, because sliding windows take several times as long.
+    With sliding windows, the model runs eagerly, because a single validation run does not amortize compilation.
 
     Args:
         transforms_for_sliding_window: transforms of the validation images. If empty, only the final transforms of the
@@ -293,7 +293,7 @@ def _transform(entry: Any, config_path: str) -> Any:
 
 
 def _reloaded(loader: DataLoader[Any], transforms: Sequence[Any]) -> DataLoader[Any]:
-    """Return a new loader with other transforms; running workers of `loader` would keep the old transforms."""
+    """Return a new loader with other transforms, because running workers would keep the old transforms."""
     return DataLoader(
         _transformed(loader.dataset, transforms),
         batch_sampler=loader.batch_sampler,

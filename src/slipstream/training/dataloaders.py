@@ -21,7 +21,7 @@ from slipstream.training.params import plain
 
 __all__ = ["config", "get"]
 
-# Dataset class of each name. Its defaults are in NAME_dataset_params.yaml.
+# Maps each name to its dataset class. The defaults are in NAME_dataset_params.yaml.
 _DATASETS = {
     "cifar10": "CIFAR10",
     "cifar100": "CIFAR100",

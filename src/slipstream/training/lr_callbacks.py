@@ -167,7 +167,7 @@ class LRCallbackHook(Hook):
         if callback is None:
             return
         saved = runner.message_hub.get_info(_KEY, callback.initial_lr)
-        # With other parameter groups than in the resumed run, the saved rates do not belong to the groups.
+        # If the parameter groups differ from those of the resumed run, the saved rates do not belong to them.
         if not isinstance(saved, Mapping) or saved.keys() == callback.initial_lr.keys():
             callback.lr = dict(saved) if isinstance(saved, Mapping) else saved
 

@@ -116,7 +116,7 @@ class SupervisedModel(Segmentor, PretrainedWeights):
             others: other items of the batch; ignored.
             mode: `loss`, `predict` or `tensor`. Predictions are class ids (N, H, W), int64, or logits (N, classes).
         """
-        if inputs.dtype == torch.uint8:  # pixels without a normalizing transform
+        if inputs.dtype == torch.uint8:  # the dataset has no normalizing transform
             inputs = inputs.float()
         if self.sliding_window is not None and mode == "predict" and not self.training:
             outputs: Any = slide(self.network, inputs, self.sliding_window)

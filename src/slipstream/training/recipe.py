@@ -40,10 +40,11 @@ _OLD_CHECKPOINT_KEYS = {
     ),
     "source_ckpt_folder_name": (None, "set checkpoint_path to the file"),
 }
-# Network options in older recipes that no network reads.
+# Network options that occur in older recipes, but that no network reads.
 _NO_OPTIONS = ("schema", "strict_load", "sync_bn")
 _MISSPELT = 0.92
-"""Similarity above which an unknown section counts as a typo: training_parms, but not my_dataset_params."""
+"""Similarity to a known section above which an unknown section is reported as a typo: training_parms is one, but
+my_dataset_params is not."""
 _ONE_PROCESS = (None, False, "off", "none", "cpu")
 _DDP = ("ddp", "auto", "distributed_data_parallel", "distributeddataparallel")
 

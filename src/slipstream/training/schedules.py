@@ -23,7 +23,7 @@ _BY_EPOCH = {"TRAIN_EPOCH_END": True, "TRAIN_BATCH_END": False, "TRAIN_BATCH_STE
 """Phases at which a torch scheduler may step, and whether a step is an epoch."""
 
 _PLATEAU = {"threshold_mode": "threshold_rule", "min_lr": "min_value"}
-"""Argument names of torch's `ReduceLROnPlateau` that differ from ours."""
+"""Argument names of torch's `ReduceLROnPlateau` that differ from those of Slipstream's `ReduceOnPlateauLR`."""
 
 
 @PARAM_SCHEDULERS.register_module()
@@ -80,7 +80,7 @@ class TorchLR(TorchSchedulerAdapter):
         arguments: arguments of the class, without the optimizer.
         begin: number of initial epochs or iterations without a step.
         by_epoch: whether a step is an epoch rather than an iteration.
-        end: first epoch or iteration without a further step.
+        end: first epoch or iteration in which the scheduler no longer steps.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ def lr_schedules(params: TrainingParams) -> list[dict[str, Any]]:
 
 
 def _recipe(params: TrainingParams, lr_mode: str | None) -> list[dict[str, Any]]:
-    """Return the configuration of our own schedule in a list, which is empty if there is nothing to schedule."""
+    """Return a list with the configuration of Slipstream's own schedule, or an empty list if it is not needed."""
     keys = ["lr_warmup_epochs", "lr_warmup_steps", "warmup_initial_lr"]
     mode = MODES.get(lr_mode or "")
     if mode is not None:
@@ -181,7 +181,7 @@ def _of_torch(params: TrainingParams, lr_mode: Mapping[str, Any]) -> dict[str, A
 def _plateau(
     metric: Any, arguments: Mapping[str, Any], params: TrainingParams, config_path: str
 ) -> dict[str, Any]:
-    """Return our own plateau schedule, which counts validation runs, with the arguments of torch's."""
+    """Return Slipstream's plateau schedule, which counts validation runs, with the arguments of torch's schedule."""
     if not isinstance(metric, str):
         raise ConfigError(f"must be the name of a metric, not {metric!r}", f"{config_path}.metric_name")
     warmup = params.lr_warmup_epochs

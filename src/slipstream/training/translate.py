@@ -33,7 +33,7 @@ def work_dir(experiment_name: str, ckpt_root_dir: str | Path | None) -> str:
     """Return the folder of an experiment: `ckpt_root_dir/experiment_name`. The default root is `work_dirs`.
 
     Raises:
-        ConfigError: `experiment_name` is a path outside of `ckpt_root_dir`.
+        ConfigError: `experiment_name` is a path outside `ckpt_root_dir`.
     """
     check_name(experiment_name, "experiment_name", "ckpt_root_dir")
     return str(Path(ckpt_root_dir or "work_dirs").expanduser() / experiment_name)
@@ -197,7 +197,7 @@ def _checkpoint(params: TrainingParams, best: Watched | None) -> dict[str, Any] 
 
 
 def _best(params: TrainingParams) -> Watched | None:
-    """Return the value that determines the best checkpoint, or None if nothing is watched.
+    """Return the value that determines the best checkpoint, or None if there is none.
 
     Raises:
         UnknownNameError: if there are metrics, but neither a metric nor a loss has the name `metric_to_watch`.
