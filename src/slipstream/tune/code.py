@@ -87,7 +87,7 @@ _METHODS = (staticmethod, classmethod, property)
 
 
 class UndescribedError(SlipstreamError):
-    """The state of a value cannot be read, so the cache key cannot include it."""
+    """The state of a value cannot be read, so it cannot be part of the cache key."""
 
 
 def digest(value: Any) -> str:
@@ -279,7 +279,7 @@ class _Description:
         ]
 
     def _used(self, module: ModuleType, names: frozenset[str] | None) -> list[Any]:
-        """Describe the attributes of a module that have one of the names; None means that the names are unknown."""
+        """Describe the attributes of a module whose names are in `names`; None means that the names are unknown."""
         if is_known(module.__name__):
             return [module.__name__, version_of(module.__name__)]
         if names is None:

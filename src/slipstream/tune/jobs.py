@@ -373,7 +373,7 @@ class _Divided(Sampler[list[int]]):
 
 
 def _divisible_size(loader: Any) -> int | None:
-    """Return the batch size of a loader that `changed_loader` can divide into smaller batches."""
+    """Return the batch size of a loader whose batches `changed_loader` can divide; None for other loaders."""
     plain = type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)
     return loader.batch_size if plain else None
 

@@ -43,7 +43,7 @@ _RESET = (
     signal.SIGILL,
     signal.SIGSEGV,
 )
-"""Signals for which handlers inherited from the parent process would keep a trial alive."""
+"""Signals whose handlers are reset, because handlers inherited from the parent process would keep a trial alive."""
 
 
 class Job(Protocol):
