@@ -17,7 +17,7 @@ _WIDTH, _HEIGHT = 520, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 10, 34
 _POINTS = 400
 _LARGEST = 1e300
-"""Larger values are drawn beyond the edge, because the size of an axis must be finite."""
+"""Larger values are drawn beyond the edge, because the range of an axis must be finite."""
 _MARKED = 40
 """Number of points up to which each point of a line is drawn as a circle."""
 
