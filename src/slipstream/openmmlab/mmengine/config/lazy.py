@@ -1,4 +1,4 @@
-"""Objects that a Python-style configuration imports. They are imported when the configuration's user reads them."""
+"""Objects that a Python-style configuration imports. They are imported when they are read."""
 
 from __future__ import annotations
 

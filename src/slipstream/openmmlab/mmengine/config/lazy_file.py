@@ -22,7 +22,7 @@ from slipstream.openmmlab.mmengine.config.lazy import ConfigParsingError, LazyOb
 __all__ = ["LazyFile", "is_lazy", "load_lazy"]
 
 _BASE = "_base_"
-_LAZY = "__lazy_object__"  # name of the constructor in the executed files; they do not use it themselves
+_LAZY = "__lazy_object__"  # the name under which rewritten files call `LazyObject`
 # Types of objects that a file may define or import from the standard library, but that are not values.
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
