@@ -69,7 +69,7 @@ def install_finder(finder: ReplacementFinder, package: str, workers: str) -> Non
     sys.meta_path.insert(0, finder)
     if workers not in sys.path:
         sys.path.insert(1, workers)
-    if parent_process() is None:  # not again in each worker
+    if parent_process() is None:  # log this only in the main process
         print_log(f"import {name} now imports Slipstream ({package})", "current")
 
 
@@ -89,5 +89,5 @@ def run_script(arguments: Sequence[str], command: str, install: Callable[[], Non
         what = f"'{arguments[0]}' is not a file" if arguments else "no script was specified"
         raise ConfigError(f"{what}; use {command} SCRIPT.py [ARGUMENTS]")
     sys.argv[:] = arguments
-    sys.path[0] = str(Path(arguments[0]).resolve().parent)  # as if Python had started the script
+    sys.path[0] = str(Path(arguments[0]).resolve().parent)  # Python sets this for a script
     runpy.run_path(arguments[0], run_name="__main__")

@@ -110,7 +110,7 @@ class CheckpointHook(Hook):
             fields = [spec for _, _, spec, _ in Formatter().parse(self.filename_tmpl or "") if spec]
             if any(
                 not re.fullmatch(r"0?\d{0,2}d?", spec) for spec in fields
-            ):  # a width such as {:>9999999999} would exhaust the memory
+            ):  # a large width such as {:>9999999999} would exhaust memory
                 raise ValueError
             name = (self.filename_tmpl or "_").format(0)
         except (LookupError, ValueError, AttributeError):

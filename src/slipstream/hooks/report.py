@@ -72,7 +72,7 @@ class ReportHook(Hook):
         self._examples: list[Example] = []
         self._curves: dict[str, Curve] = {}
         self._seen: dict[str, int] = {}
-        self._speed_at = 0, 0.0  # samples and seconds, without the first step
+        self._speed_at = 0, 0.0  # number of samples and seconds so far, without the first step
         self._memory_at = -math.inf
         self._confusions: dict[tuple[str, str], Confusion] = {}
         self._start: int | None = None
@@ -185,7 +185,8 @@ class ReportHook(Hook):
             if isinstance(value, int | float):
                 self._curve(self._evaluated(f"{mode}/{name}", runner.iter)).add(runner.iter, [value])
         loop = runner.val_loop if mode == "val" else runner.test_loop
-        for metric in getattr(getattr(loop, "evaluator", None), "metrics", ()):  # a user's loop may have none
+        # A user-defined loop may have no evaluator.
+        for metric in getattr(getattr(loop, "evaluator", None), "metrics", ()):
             matrix: Any = getattr(metric, "confusion", None)
             # A user's metric may use these attribute names for other values.
             if not matches(matrix, list[list[int]]) or len(matrix) > _MOST_CLASSES:
@@ -291,7 +292,7 @@ def _probe(runner: Runner) -> list[LoadingRate]:
 def _tuned(runner: Runner) -> list[TunedOptions]:
     folder = user_cache("tune")
     if not folder.is_dir() or next(folder.iterdir(), None) is None:
-        return []  # without importing the package
+        return []  # the cache is empty, so do not import slipstream.tune
     result = runner.stored_tuning()
     if result is None or result.outcome.total is None:
         return []

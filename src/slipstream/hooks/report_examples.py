@@ -127,7 +127,7 @@ def _predictions(scores: Tensor, targets: Tensor) -> tuple[list[int], list[float
     if not ((values >= 0).all() and torch.allclose(sums, torch.ones_like(sums), atol=1e-3)):
         values = values.softmax(1)  # logits or logarithms of probabilities
     highest, classes = values.max(1)
-    known = [value if 0 <= value <= 1 else None for value in highest.tolist()]  # NaN is not a probability
+    known = [value if 0 <= value <= 1 else None for value in highest.tolist()]  # excludes NaN
     return classes.tolist(), known
 
 

@@ -142,7 +142,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         image = image.float()
         if not self.normalizes:
             return image
-        if len(self.mean) not in (1, image.shape[-3]):  # broadcasting would create channels
+        if len(self.mean) not in (1, image.shape[-3]):  # broadcasting would add channels to the image
             raise DataError(
                 f"the images have {image.shape[-3]} channels, but mean and std have {len(self.mean)}; set them to one "
                 "value, or to one value per channel"

@@ -21,7 +21,7 @@ from slipstream.typecheck import NonNegative, check, check_optimizer_options
 __all__ = ["NORMS", "DefaultOptimWrapperConstructor", "ParamwiseOptions", "build_optim_wrapper"]
 
 NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # _NormBase: batch norms, instance norms
-_DEFORMABLE = {"DeformConv2d", "ModulatedDeformConv2d"}  # by name, because the classes are in other libraries
+_DEFORMABLE = {"DeformConv2d", "ModulatedDeformConv2d"}  # names, because the classes are in other libraries
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ParamwiseOptions:
     flat_decay_mult: NonNegative | None = None  # other 1-dim parameters
     dwconv_decay_mult: NonNegative | None = None  # weights of depth-wise convolutions
     dcn_offset_lr_mult: NonNegative | None = None  # `conv_offset` in deformable convolutions
-    bypass_duplicate: bool = False  # a repeated parameter keeps its first options
+    bypass_duplicate: bool = False  # whether a repeated parameter keeps its first options
 
     @classmethod
     def from_dict(cls, cfg: Mapping[str, Any], open_ended: bool = False) -> ParamwiseOptions:

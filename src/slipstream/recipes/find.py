@@ -51,7 +51,7 @@ def find_recipe(name: str, config_dir: str | Path | None = None) -> Path:
             if "/" not in name and own.suffix == ".yaml" and own.is_file():
                 return own
     if Path(name).suffix in (".py", ".yaml", ".yml", ".json", ".toml"):
-        return Path(name)  # Config.fromfile reports errors in the file
+        return Path(name)  # Config.fromfile reports missing and invalid files
     raise UnknownNameError(
         f"no recipe is named '{name}'{did_you_mean(name, recipes(config_dir))} "
         "(`slipstream recipes` lists them; to use a configuration file, include its extension)"

@@ -60,7 +60,7 @@ def _defaults(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _option_files(folders: Iterable[Path], group: str, option: str) -> list[tuple[Path, str]]:
-    if "${" in option:  # Hydra resolves it later
+    if "${" in option:  # the option is unknown until Hydra resolves it
         return [(file, group) for folder in folders for file in sorted((folder / group).glob("*.yaml"))]
     inner = "/".join(filter(None, [group, option.rpartition("/")[0]]))
     files = [folder / group / f"{option.removesuffix('.yaml')}.yaml" for folder in folders if option]

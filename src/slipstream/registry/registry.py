@@ -276,11 +276,11 @@ class Registry:
     def _import_locations(self, wanted: str | None = None) -> None:
         """Import the locations, from last to first, until one has registered `wanted` (None: import all)."""
         while self._locations and wanted not in self.module_dict:
-            location = self._locations.pop()  # before the import, which may look up names here
+            location = self._locations.pop()  # remove it before the import, which may look up names here
             try:
                 importlib.import_module(location)
             except BaseException:
-                self._locations.append(location)  # the next lookup raises the same error
+                self._locations.append(location)  # keep it, so that the next lookup raises the same error
                 raise
 
     def _imported_namespaces(self) -> Iterator[Any]:
@@ -290,7 +290,7 @@ class Registry:
                     # Importing torch.distributed.optim issues a deprecation warning.
                     warnings.simplefilter("ignore", DeprecationWarning)
                     found = importlib.import_module(module)
-            except ModuleNotFoundError as error:  # an optional extra that is not installed
+            except ModuleNotFoundError as error:  # the package of an optional extra may be missing
                 if error.name != module.split(".")[0]:
                     raise
                 continue

@@ -172,7 +172,7 @@ class LogProcessor:
         if isinstance(value, float):
             return f"{value:.{self.num_digits}f}"
         if isinstance(value, torch.Tensor | np.ndarray) and value.ndim:
-            return f"\n{value}\n"  # separate lines keep the rows aligned
+            return f"\n{value}\n"  # on separate lines, so that the rows are aligned
         return str(value)
 
 

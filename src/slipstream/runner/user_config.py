@@ -181,7 +181,7 @@ def add_loop_path(error: ConfigError, mode: str) -> None:
     """Prefix `error.path` with the name of the Runner's argument to which the loop option belongs."""
     loader, cfg_name, third = TRIPLES[mode]
     head = re.split(r"[.\[]", error.path)[0]
-    if head == "metrics":  # the Evaluator's name for this argument
+    if head == "metrics":  # the Evaluator's name for the argument `evaluator`
         error.path = error.path.replace(head, "evaluator", 1)
         head = "evaluator"
     if head in SHORT_RUNS:

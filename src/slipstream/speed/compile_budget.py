@@ -123,7 +123,7 @@ class Budgeted:
             work = partial(self._only_compile, _thread_state(), args, kwargs)
             try:
                 self._background.start(work)
-            except OSError:  # no process can be started
+            except OSError:  # raised if no process can be started
                 self._background = None
                 return True
         may_recompute = trains and self._may_recompute()

@@ -169,7 +169,7 @@ def _ema(params: FrontEnd) -> Any:
     if not params.get("ema"):
         return params.get("ema")
     ema = dict(params.get("ema_params") or {})
-    if "exp_activation" in ema:  # a key in older versions of SuperGradients
+    if "exp_activation" in ema:  # older versions of SuperGradients use this key
         exponential = ema.pop("exp_activation")
         ema.setdefault("decay_type", "exp" if exponential else "constant")
     if "decay_type" in ema:

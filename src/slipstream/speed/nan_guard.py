@@ -188,7 +188,7 @@ class StepGuard:
             guard_step(optim.optimizer, optim.step, finite)
         else:
             _count_on_device(optim.optimizer)
-            if finite:  # waits for the device
+            if finite:  # this check waits for the device
                 optim.step()
                 if _can_undo(optim.optimizer, params, finite.device):
                     self._undoable.update(params)
@@ -302,7 +302,7 @@ def _updated(optimizer: Optimizer, params: list[Tensor], device: torch.device) -
 def _finite_everywhere(params: list[nn.Parameter], device: torch.device) -> Tensor:
     """Return whether all gradients on all ranks are finite, as a 0-dim bool tensor."""
     grads = [p.grad for p in params if p.grad is not None]
-    parts = [part for part in map(_values, grads) if part.numel()]  # the local shard can be empty
+    parts = [part for part in map(_values, grads) if part.numel()]  # local shards can be empty
     finite = all_finite(parts) if parts else torch.ones((), dtype=torch.bool, device=device)
     if not any(map(is_sharded, grads)):
         return finite  # gradients are already summed over the ranks

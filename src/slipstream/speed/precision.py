@@ -28,7 +28,7 @@ _NAMES: dict[str, Precision] = {
     "float8": "fp8",
 }
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-_FP8_TILE = 16  # float8 matrix products require sizes that are multiples of this
+_FP8_TILE = 16  # sizes in float8 matrix products must be multiples of this number
 
 
 @dataclass(frozen=True)

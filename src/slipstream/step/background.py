@@ -166,7 +166,7 @@ def _work_and_exit(work: Callable[[], object], parent: int, mask: Iterable[int],
 
 def _detach_from_parent() -> None:
     """Release the parent's files, sockets, locks, signal handlers and logs, to avoid duplicate side effects."""
-    gc.freeze()  # do not run finalizers of the parent's objects
+    gc.freeze()  # prevents finalizers of the parent's objects from running
     logging.disable(logging.CRITICAL)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):

@@ -267,7 +267,7 @@ def shapes(inputs: Any) -> list[torch.Size]:
     tensors = [leaf for leaf in leaves_of(inputs) if isinstance(leaf, Tensor)]
     try:
         return [tensor.shape for tensor in tensors]
-    except RuntimeError:  # a nested tensor has no shape
+    except RuntimeError:  # raised for a nested tensor, which has no shape
         return [torch.Size() if tensor.is_nested else tensor.shape for tensor in tensors]
 
 

@@ -58,7 +58,7 @@ class DirectCalls:
             return None
         now = self._tensors()
         if len(now) != len(self._known_tensors) or not all(map(is_, now, self._known_tensors)):
-            self._known_tensors, self._known = now, []  # the next call uses Dynamo
+            self._known_tensors, self._known = now, []  # forget all calls, so that the next call uses Dynamo
             return None
         values = self._locals
         values["inputs"], values["grad_buffers"], values["ends_window"] = inputs, grad_buffers, ends_window

@@ -177,7 +177,8 @@ class GraphStep:
             return self.eager.train(inputs)
         if has_gradients(self.optim.parameters()):
             if self.optim.accumulative_counts == 1 and not self.optim.overrides_zero_grad:
-                return self.eager.train(inputs)  # this update includes gradients that the user has set
+                # Train eagerly, because this update includes gradients that the user has set.
+                return self.eager.train(inputs)
             self.optim.check_gradients()
         return self._train(inputs)
 
@@ -327,7 +328,7 @@ class GraphStep:
         with self._on_gradients(seen):
             logs = self.eager.train(inputs)
         if failed is not None and not self._trained:
-            self._failed = failed  # the window has not ended yet
+            self._failed = failed  # decide when the window has ended
         elif failed is not None and list(map(id, failed[1])) == list(map(id, self._trained)):
             self._replace(failed[0])
         return logs
@@ -451,7 +452,8 @@ class GraphStep:
         captured.check_params()
         captured.function = self._define(captured)
 
-        own, shared = weakref.ref(self), weakref.ref(captured)  # torch never releases a backend
+        # Use weak references, because torch never releases a backend.
+        own, shared = weakref.ref(self), weakref.ref(captured)
 
         def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             step, captured = own(), shared()

@@ -117,7 +117,7 @@ class LossScale:
 
     def unscale(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients divided by the scale."""
-        inverse = self.scale.double().reciprocal().float()  # as GradScaler computes it
+        inverse = self.scale.double().reciprocal().float()  # the same rounding as in GradScaler
         return [grad * inverse.to(grad.dtype) for grad in grads]
 
     def adapt(self, finite: Tensor) -> None:
@@ -125,7 +125,7 @@ class LossScale:
         if not self.adapts:
             return
         count = self.growth_tracker + 1
-        exact = self.scale.double()  # as in torch
+        exact = self.scale.double()  # the same precision as in torch
         grown = (exact * self.growth).float()
         full = finite & (count == self.interval)
         risen = torch.where(full & torch.isfinite(grown), grown, self.scale)

@@ -192,7 +192,7 @@ class _Group:
         first = self.sources[0]
         position = 0
         if "momentum" in self.tensor_settings and not first["momentum"]:
-            return "momentum"  # torch then neither reads nor writes the momentum buffers
+            return "momentum"  # for a momentum of 0, torch does not use the momentum buffers
         for name in self.tensor_settings:
             value = first[name]
             numbers = _as_list(value)

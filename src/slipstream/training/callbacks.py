@@ -111,7 +111,7 @@ class CallbackHook(Hook):
         ConfigError: if `callback` is not a callback, or defines an event inside the training step.
     """
 
-    priority = "ABOVE_NORMAL"  # after validation, before EMAHook restores the trained weights
+    priority = "ABOVE_NORMAL"  # runs after validation, but before EMAHook restores the trained weights
 
     def __init__(self, callback: Callback | Mapping[str, Any]) -> None:
         built: Any = HOOKS.build(callback) if isinstance(callback, Mapping) else callback

@@ -213,9 +213,9 @@ def _loader_options(loader: dict[str, Any], training: bool) -> dict[str, Any]:
     if isinstance(loader.get("batch_sampler"), bool):
         del loader[
             "batch_sampler"
-        ]  # SuperGradients' flag for torch's BatchSampler, which is the default here
+        ]  # SuperGradients' flag for torch's BatchSampler, which the Runner always uses
     if loader.get("pin_memory") is True:
-        del loader["pin_memory"]  # enabled automatically if a device needs it
+        del loader["pin_memory"]  # the Runner enables it if the device needs it
     if "collate_fn" in loader:
         loader["collate_fn"] = configuration(loader["collate_fn"], "dataloader_params.collate_fn")
     return {

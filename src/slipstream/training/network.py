@@ -127,7 +127,7 @@ class SupervisedModel(Segmentor, PretrainedWeights):
             if targets is not None:
                 if isinstance(self.loss, CLASS_LOSSES):
                     _check_targets(main_output(outputs), targets)
-                if self.training:  # evaluation also computes the loss, for evaluate_losses
+                if self.training:  # not in evaluation, which also computes the loss
                     self._count(outputs, inputs, targets)
             found = self.loss_inputs(outputs, inputs, targets)
             if targets is not None and main_output(outputs).ndim == 4 and isinstance(self.loss, CLASS_LOSSES):

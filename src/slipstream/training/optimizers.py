@@ -93,7 +93,8 @@ class PrefixOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         starts: Mapping[str, float] = self.paramwise_cfg.get("warmup_initial_lr", {})
         no_decay = _biases_and_norms(module) if self.paramwise_cfg.get(_NO_DECAY) else set()
         named = _named_parameters(module)
-        if "finetune" not in self.paramwise_cfg:  # a network may list heads that it does not have
+        # Not with finetune, because get_finetune_lr_dict may list heads that the network does not have.
+        if "finetune" not in self.paramwise_cfg:
             _check_prefixes(rates, named)
         labels: dict[Any, list[str]] = {}
         for key, rate in rates.items():

@@ -196,7 +196,7 @@ def _loader(recipe: Mapping[str, Any], split: str, name: str | None) -> dict[str
     params = _section(recipe, "dataset_params")
     dataset = _section(params, f"{split}_dataset_params")
     if dataset.get("list_file"):
-        dataset.pop("split", None)  # from the config group that the recipe extends
+        dataset.pop("split", None)  # this default comes from the config group that the recipe extends
     try:
         return dataloaders.config(name, dataset, _section(params, f"{split}_dataloader_params"))
     except ConfigError as error:

@@ -143,7 +143,7 @@ def _recipe(params: TrainingParams, lr_mode: str | None) -> list[dict[str, Any]]
     fields = {"lr_mode": lr_mode, "warmup_mode": params.warmup_mode if warms_up else None}
     fields |= {key: getattr(params, key) for key in keys}
     if isinstance(params.warmup_initial_lr, Mapping) or not warms_up:
-        del fields["warmup_initial_lr"]  # per-prefix values are stored in the parameter groups
+        del fields["warmup_initial_lr"]  # the parameter groups contain values per prefix
     check_known(params.warmup_mode, WARMUPS, "training_params.warmup_mode")
     schedule = options(LRSchedule, {"epoch_length": 1, "max_epochs": 1, **fields}, "training_params")
     if lr_mode is None and not warms_up:

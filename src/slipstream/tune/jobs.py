@@ -188,7 +188,7 @@ class RunnerJob:
             if (value := getattr(self.setting, key)) is not None:
                 changes[key] = value
         if "dataloader" not in loader and changes.get("num_workers", loader.get("num_workers", 0)):
-            changes["persistent_workers"] = True  # a step must not include the start of workers
+            changes["persistent_workers"] = True  # no step may include the start of workers
         return {**loader, **changes}
 
     def _describe(self, runner: Any, warnings: list[str], shapes: set[Any]) -> dict[str, Any]:
@@ -423,7 +423,7 @@ def _acts_on_steps(hook: Any) -> bool:
     """Return whether a hook affects training steps; other hooks write files or validate."""
     kind = hook_class(hook)
     if not isinstance(kind, type):
-        return True  # the Runner raises the error
+        return True  # the Runner raises an error for this type
     stages = ("before_train_iter", "after_train_iter", "_before_iter", "_after_iter")
     return any(getattr(kind, stage, None) is not getattr(Hook, stage, None) for stage in stages)
 

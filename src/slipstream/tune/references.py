@@ -45,7 +45,7 @@ def imported_names(code: CodeType, scope: Mapping[str, Any]) -> Iterator[str]:
             if instruction.opname == "IMPORT_NAME":
                 level = found[
                     index - 2
-                ].argval  # the bytecode loads the level, then the names, then the module
+                ].argval  # the bytecode loads the level, the names and the module, in this order
                 name = "." * level + str(instruction.argval)
                 yield importlib.util.resolve_name(name, scope.get("__package__") or "") if level else name
 

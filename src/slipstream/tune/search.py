@@ -320,7 +320,7 @@ class Search:
         if candidate.refused:
             return candidate.refused
         if candidate.setting.processes > 1:
-            return None  # the capabilities describe a single process
+            return None  # the check uses the capabilities of a single process
         speed = merged_speed(self._speed, self.outcome.setting.plus(candidate.setting).speed)
         return unsupported(candidate.setting, speed, self._capabilities)
 
@@ -334,7 +334,7 @@ class Search:
         row = replace(row, loss_difference=(first, mean), peak_mib=trial.peak_mib)
         if "compile" in self.outcome.setting.plus(candidate.setting).speed:
             row = replace(row, compile_seconds=max(trial.extra - self._baseline.extra, 0.0))
-        if not (first <= allowed.first and mean <= allowed.mean):  # also for NaN
+        if not (first <= allowed.first and mean <= allowed.mean):  # true for NaN
             return replace(
                 row,
                 status="rejected",

@@ -144,7 +144,7 @@ class LocalVisBackend(BaseVisBackend):
                 self._files.pop(name).close()
             _drop_partial_line(path)
             if name not in self._reported:
-                from slipstream.logging import print_log  # imports torch
+                from slipstream.logging import print_log  # imported late, because this imports torch
 
                 self._reported.add(name)
                 problem = disk_problem(error, self.save_dir) or str(error)

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_MIN_UNIT_SIZE = 1 << 18  # parameters; for a smaller all-gather, latency dominates
+_MIN_UNIT_SIZE = 1 << 18  # number of parameters; below it, latency dominates an all-gather
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # these modules are never called, so they cannot gather weights
 
 
@@ -101,7 +101,7 @@ class MMFullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; as in DDP, `no_sync` around the forward pass disables the gradient sum in backward."""
-        if self._sync is not self._applied_sync:  # the call visits all modules
+        if self._sync is not self._applied_sync:  # call this only on changes, because it visits all modules
             self.module.set_requires_gradient_sync(self._sync)
             self._applied_sync = self._sync
         return self.module(*args, **kwargs)
