@@ -91,7 +91,7 @@ def _run_hydra(args: argparse.Namespace, path: Path, folder: str | None, trust: 
         work_dir = Path(run.sweep.dir) / str(run.job.num)
         status = _train(args.config_name, list(run.overrides.task), folder, trust, work_dir)
         if status in (1, 2):
-            # Hydra reports this error and continues with the other runs.
+            # After this error, Hydra continues with the other runs.
             raise SlipstreamError(f"run {run.job.num} failed; see the error above")
         if status:
             sys.exit(status)
