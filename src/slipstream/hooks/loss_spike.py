@@ -26,7 +26,8 @@ _NORMAL = 1.4826
 """1 / (0.75 quantile of the normal distribution). For normally distributed values, the standard deviation is the MAD
 times this factor."""
 _SMALLEST = 0.01
-"""The scale is at least this fraction of the median, so that rounding errors of a constant loss are not spikes."""
+"""The scale is at least this fraction of the median, so that rounding errors of a constant loss do not count as
+spikes."""
 
 
 @HOOKS.register_module()

@@ -156,7 +156,8 @@ class ReportHook(Hook):
         for key, history in runner.message_hub.log_scalars.items():
             new = history.total - self._seen.get(key, 0)
             if new and key.startswith("train/"):
-                # A learning rate is also recorded for checkpoints and at the end of a run.
+                # Learning rates are also recorded before checkpoints and at the end of a run, so take only the newest
+                # one.
                 values = history.newest(new)[:1] if is_rate(key) else history.newest(new)
                 self._curve(key).add(at, values)
             self._seen[key] = history.total
@@ -263,7 +264,7 @@ class ReportHook(Hook):
         )
 
     def _add_measurements(self, runner: Runner, record: RunRecord) -> None:
-        """Add the results that are counted or measured after the run, which exist only for training."""
+        """Add the results that are counted or measured at the end of a training run."""
         if not self._training:
             if self._measured is not None:
                 record.compute, record.loading_rates, record.tuned = self._measured

@@ -48,7 +48,7 @@ class ComputeCount:
         if self._inputs is not None or self._handle is not None or not isinstance(preprocessor, nn.Module):
             return
 
-        # Unlike a method, a function inside a function is not copied when the model is copied.
+        # Use a nested function. If the model is copied, a bound method would be copied together with its object.
         def observe(module: nn.Module, arguments: Any, options: Any, outputs: Any) -> None:
             if module is preprocessor and (options.get("training") or arguments[1:2] == (True,)):
                 self._observe(outputs, getattr(runner.train_loop, "step_samples", 0) // get_world_size())

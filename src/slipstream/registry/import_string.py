@@ -21,7 +21,7 @@ LIBRARIES = (
     "mmseg",
     "mmyolo",
 )
-"""Scopes whose child registries are created by the module `registry` of the package with the scope's name."""
+"""Scopes whose child registries are created in the module `registry` of the package with the same name."""
 
 # Packages whose modules this function may import. Modules of other packages must already be imported.
 _IMPORTABLE = (*LIBRARIES, "mmcv", "mmengine", "slipstream", "torch", "torchmetrics")
@@ -53,7 +53,7 @@ def _module(name: str) -> Any | None:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # `a.b.C` is not a module if C is a class; a missing dependency of the module is an error.
+        # `name` is not a module if its last part is a class. Errors for other missing modules are raised.
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             return None
         raise

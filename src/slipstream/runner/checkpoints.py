@@ -54,14 +54,14 @@ class Checkpoints:
         self._runner, self._redactor = runner, redactor
         self._load_from = load_from
         self.resume_from = resume_from
-        """The checkpoint that `load_or_resume` resumes training from; None after that."""
+        """The checkpoint from which `load_or_resume` will resume training, if any; None after the call."""
         self._writer = BackgroundWriter()
         self._counts: dict[str, int] = {}
         self._unfinished: dict[str, int] = {}
         self._loaded = self._initialized = False
         self._names: set[str] = set()  # tensors that were loaded before the weights were initialized
         self.resuming = False
-        """Whether a checkpoint is being resumed: the hooks then restore their state from it."""
+        """Whether the run is being resumed from a checkpoint, so that hooks restore their state from it."""
         self.resumed_from: Path | None = None
         """The checkpoint that the run was resumed from."""
         self.random_state: dict[str, Any] | None = None

@@ -40,7 +40,8 @@ _NOTES = {
 
 
 def add_notes(error: Exception, where: str, describe_batch: Callable[[int], str]) -> None:
-    """Add notes to an error: the step, a remedy for known torch errors, and the samples behind a non-finite loss.
+    """Add notes to an error: the step, a remedy for known torch errors, and the samples in a batch with a non-finite
+    loss.
 
     Args:
         error: an error raised in training or validation.

@@ -199,7 +199,7 @@ class _TrainLoop(BaseLoop):
         }
 
     def resume_at(self, position: Mapping[str, Any]) -> None:
-        """Continue at a saved position. If the batch size or world size changed, keep the number of samples."""
+        """Continue at a saved position. If the number of samples per step has changed, convert the position."""
         samples, logger = self.samples_per_step, self._runner.logger
         before = position.get("samples_per_step", samples)
         endless = is_infinite(self.dataloader)

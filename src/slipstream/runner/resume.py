@@ -198,7 +198,7 @@ def read_checkpoint(
 
 
 def optimizer_state(model: nn.Module, optim: OptimWrapper) -> dict[str, Any]:
-    """Return the checkpoint entries for the optimizer, pending gradients and DDP communication hook."""
+    """Return the checkpoint entries for the optimizer, the pending gradients and the DDP communication hook."""
     counts = {name: wrapper.batches for name, wrapper in _wrappers(optim).items()}
     unfinished = {name: wrapper.unfinished for name, wrapper in _wrappers(optim).items()}
     state = {"optimizer": optim.state_dict(), "batches": counts, "unfinished": unfinished}

@@ -318,7 +318,7 @@ class Rollback:
 
 
 def _restore_buffer(core: nn.Module, name: str, initial: Tensor) -> None:
-    """Restore a buffer in place, or replace it if the model has changed its shape or dtype (a growing cache)."""
+    """Restore a buffer in place, or replace it if its shape or dtype has changed (such as a growing cache)."""
     owner, _, leaf = name.rpartition(".")
     buffers = core.get_submodule(owner)._buffers
     current = buffers.get(leaf)

@@ -104,7 +104,7 @@ def _chosen(model: nn.Module, patterns: list[str] | None) -> set[nn.Module]:
 
 
 def _outermost(model: nn.Module, blocks: set[nn.Module]) -> dict[str, nn.Module]:
-    """Return a dict from names to the blocks that occur at least once outside all other blocks."""
+    """Return the blocks by name, without blocks that occur only inside other blocks."""
     names = [(name, module) for name, module in _names(model) if module in blocks]
     every = {name for name, _ in names}
     outer: dict[nn.Module, str] = {}
@@ -126,7 +126,7 @@ def is_recomputed(module: nn.Module) -> bool:
 def _recomputed(
     module: nn.Module, forward: Callable[..., Any], offload: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    """Checkpoint a call to `forward`; a `partial` of this function, which can be pickled, replaces `forward`."""
+    """Checkpoint a call to `forward`, which is replaced by a `partial` of this function (which can be pickled)."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     # Pass keyword arguments as positional inputs, because torch searches only these for tensors to offload and for

@@ -81,7 +81,8 @@ def prepare_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn
 def to_device(model: nn.Module, device: torch.device) -> nn.Module:
     """Move a model in place, and keep its Parameter objects, which optimizers and tied modules reference.
 
-    On devices whose tensors cannot become the `data` of a CPU tensor, such as NPUs, `Module.to` replaces them.
+    On some devices, such as NPUs, `Module.to` replaces the Parameter objects, because the device's tensors cannot
+    become the `data` of a CPU tensor.
 
     Raises:
         ModelError: a parameter cannot be kept, because weak references or an autograd graph refer to it.

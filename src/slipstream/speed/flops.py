@@ -62,7 +62,8 @@ PEAKS = (
 16-bit and 8-bit values are those with accumulation in float32, which PyTorch uses."""
 
 _DIFFERENT = {"laptop", "mobile", "max", "mig", "d", "ti", "super", "ada"}
-"""Words that occur only in the names of variants with a different peak speed."""
+"""If a device's name contains one of these words, it may be a variant with a different peak speed, so its peak speed is
+unknown."""
 
 
 def peak_flops(device_name: str, precision: Precision) -> tuple[float, str] | None:

@@ -111,10 +111,8 @@ class SkipCount:
 
     def __init__(self, device: torch.device) -> None:
         self.tensor = torch.zeros(2, dtype=torch.int64, device=device)
-        """The number of steps skipped since the last `read`, and the number of consecutive skipped steps.
-
-        int64, changed in place.
-        """
+        """The number of steps skipped since the last `read`, and the number of consecutive skipped steps. The tensor
+        is changed in place."""
 
     def add(self, finite: Tensor) -> None:
         """Count one step; `finite` is a 0-dim bool tensor. Traceable."""

@@ -47,7 +47,7 @@ class TuneResult:
 
     @property
     def batch_size(self) -> int | None:
-        """Samples per batch that, with the plan's `accumulate`, keep the effective batch size; None if unchanged."""
+        """The batch size that, with the plan's `accumulate`, keeps the effective batch size; None if unchanged."""
         return self.outcome.setting.batch_size
 
     @property

@@ -62,8 +62,8 @@ class PowerSGD:
     """Send two factors of rank r instead of each large gradient (Vogels et al. 2019, arXiv:1905.13727).
 
     A gradient (n, ...) is treated as a matrix (n, m). It is sent uncompressed unless the factors are smaller than half
-    its size. The approximation error is added to the next gradient (error feedback), and the factor of each step starts
-    the next power iteration. The two small all-reduces of each bucket do not overlap with backward.
+    its size. The approximation error is added to the next gradient (error feedback), and the factor of each step is the
+    starting point of the next power iteration. The two small all-reduces of each bucket do not overlap with backward.
 
     Args:
         group: process group.
