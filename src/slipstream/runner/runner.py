@@ -73,6 +73,7 @@ class Runner(RunnerProperties):
     """Train, validate and test a model.
 
     The arguments up to `cfg` are those of MMEngine's Runner. The arguments after `cfg` are additional.
+
     Components are passed as objects or as configurations (dicts with a `type`). The constructor builds the model, moves
     it to the device and wraps it. The data loaders, optimizer and schedulers are built on first use.
 
