@@ -225,9 +225,7 @@ class EMAHook(Hook):
         check_tensors(own, average, "state_dict", "the average in the checkpoint", runner.logger.warning)
         names = sorted(own.keys() ^ average.keys())
         if names:
-            text = (
-                f"the average in the checkpoint belongs to a different model: only one model has {names[:5]}"
-            )
+            text = f"the average in the checkpoint belongs to a different model: only one of the two has {names[:5]}"
             if self.strict_load or not own.keys() & average.keys():
                 raise CheckpointError(f"'state_dict': {text}")
             runner.logger.warning(

@@ -54,7 +54,7 @@ class ExampleSelection:
         self._chosen: list[_Candidate] = []
 
     def add(self, index: int, batch: Any, outputs: Any) -> None:
-        """Consider the samples of a batch. Batches and outputs that do not come from a classifier are ignored."""
+        """Add the samples of a batch to the candidates, unless the batch or the outputs are not a classifier's."""
         if index % self._every or index >= _BATCHES * self._every:
             return
         images = _images(batch)

@@ -155,7 +155,7 @@ class BaseAveragedModel(nn.Module):
         """Return the averages and the weights in the same order, without copies (local shards of a sharded model)."""
         cached = self._cached
         if cached is None or cached[0] is not model or not (is_compiling() or cached[2].is_current()):
-            # A tuple, because a Module attribute would register the model as a submodule.
+            # Store the model in a tuple, because a Module attribute would register it as a submodule.
             cached = (model, self._averaged(self.module), self._averaged(model))
             _check_shapes(cached[1].tensors(), cached[2].tensors())
             self._cached = cached
@@ -201,7 +201,7 @@ class _Averaged:
     owned: list[dict[str, Any]]
     """The submodules and parameters of each module of the model."""
     values: list[Any]
-    """The submodules and parameters in the values of `owned`."""
+    """The submodules and parameters in `owned`, in order."""
 
     def is_current(self) -> bool:
         """Return whether all modules and parameters are still the same objects."""
@@ -238,8 +238,8 @@ def _copy(model: nn.Module) -> nn.Module:
 def _averaged_buffers(model: nn.Module) -> list[int]:
     """Return the indices of the buffers that can be averaged and are saved.
 
-    Buffers with infinite values (an attention mask, an initial minimum) are excluded, because the average of two
-    infinite values is NaN.
+    Buffers with infinite values (such as an attention mask or an initial minimum) are excluded, because the average of
+    two infinite values is NaN.
     """
     saved = model.state_dict()
     return [

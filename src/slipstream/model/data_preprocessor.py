@@ -98,7 +98,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
             raise ConfigError("specify both mean and std, or neither")
         if mean is not None and std is not None and len(mean) != len(std):
             raise ConfigError(
-                f"mean has {len(mean)} channels, but std has {len(std)}; both must have the same number"
+                f"mean has {len(mean)} values, but std has {len(std)}; set the same number of values for both"
             )
         if bgr_to_rgb and rgb_to_bgr:
             raise ConfigError("bgr_to_rgb and rgb_to_bgr are mutually exclusive; remove one of them")

@@ -138,7 +138,7 @@ def main_output(outputs: Any) -> Tensor:
 
 
 def _class_ids(logits: Tensor) -> dict[str, Tensor]:
-    """Return the class ids, and for one channel also its scores (N, H, W)."""
+    """Return the class ids and, for an output with one channel, the scores (N, H, W)."""
     if logits.shape[1] > 1:
         return {"preds": logits.argmax(1)}
     scores = logits.squeeze(1)

@@ -32,7 +32,7 @@ class RunRow:
     """Why the record cannot be read."""
 
     def value(self, key: str) -> Any:
-        """Return the value of a column, a scalar (`val/mIoU` or `mIoU`; the newest value) or a configuration key."""
+        """Return the value of a column or configuration key, or the newest value of a scalar (`val/mIoU`, `mIoU`)."""
         if key in ("run", "folder"):
             return str(self.folder)
         if key == "status":

@@ -25,7 +25,7 @@ _NOTES = {
     "find_unused_parameters": "(set it with cfg=dict(find_unused_parameters=True))",
     "Expected more than 1 value per channel": (
         "(BatchNorm cannot train on one sample with a 1x1 feature map; if this is the incomplete last batch of the "
-        "epoch, set train_dataloader.drop_last=True, otherwise raise batch_size)"
+        "epoch, set train_dataloader.drop_last=True, otherwise increase batch_size)"
     ),
     "is out of bounds.": (  # torch's message about an invalid target ends with these words
         "(a target is not one of the network's classes; give the network more outputs, map the dataset's labels to its "
@@ -71,7 +71,7 @@ def warn_of_single_sample(model: nn.Module, loader: DataLoader[Any], warn: Calla
         warn(
             "The last batch of each epoch has one sample. If the feature map at a BatchNorm layer (the first one is "
             f"'{name}') is 1x1, as after global pooling, training stops there with an error; "
-            "train_dataloader.drop_last=True drops this batch"
+            "set train_dataloader.drop_last=True to drop this batch"
         )
 
 

@@ -86,7 +86,7 @@ class RunnerProperties:
 
     @property
     def inner_iter(self) -> int:
-        """Number of finished steps of the current epoch."""
+        """Number of finished steps in the current epoch."""
         return self._position.inner_iter if self._position else 0
 
     @property

@@ -115,7 +115,7 @@ def _latest(work_dir: str) -> tuple[list[Path], str | None]:
 
 
 def _intact(path: Path) -> tuple[dict[str, Any], CheckpointError | None]:
-    """Return the checkpoint's `meta` entry if the checkpoint is intact, otherwise the reason; the same on all ranks."""
+    """Return the checkpoint's `meta` entry, or the reason why the checkpoint is not intact; the same on all ranks."""
     found: list[Any] = [{}, None]
     try:
         _check_access(path)
@@ -170,7 +170,7 @@ def init_weights(model: nn.Module, call: bool = True) -> None:
             model.init_weights()  # type: ignore[operator]
         load_pretrained(model)
         for tensor in chain(model.parameters(), model.buffers()):
-            broadcast(tensor.detach())  # the wrapper broadcast the uninitialized weights
+            broadcast(tensor.detach())  # needed again, because the wrapper did this before the initialization
 
 
 def read_checkpoint(

@@ -1,4 +1,4 @@
-"""The context managers in which a Runner builds its objects and runs, and the release of resources after a run."""
+"""The context managers in which a Runner is built, trains and evaluates, and the release of resources after a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["RunContext"]
 
 
 class RunContext:
-    """The context managers in which a Runner builds its objects and runs.
+    """The context managers in which a Runner is built, trains and evaluates.
 
     Each Runner keeps its own random state, so several Runners in one process do not affect each other.
 

@@ -33,8 +33,9 @@ class NanGuardOptions:
     """`nan_guard=dict(...)`."""
 
     action: Literal["stop", "skip", "rollback"] = "stop"
-    """`stop` ends the run the next time it logs. `skip` skips the step, which then does not change the weights.
-    `rollback` continues from the last checkpoint of the run and skips the batches that caused the value."""
+    """`stop` ends the run the next time that losses are read for the log. `skip` skips the step, which then does not
+    change the weights. `rollback` continues from the last checkpoint of the run and skips the batches that caused the
+    value."""
     locate: bool = False
     """Whether to report the first module with a non-finite output. This runs a few small kernels after every module."""
     max_skipped: PositiveInt = 50
@@ -57,7 +58,7 @@ class NanGuardOptions:
 def read_nan_guard(value: Any) -> NanGuardOptions | None:
     """Read `nan_guard`: `'stop'`, `'skip'`, `'rollback'`, a dict, True (`'stop'`), None or False.
 
-    With None and False, a loss that is not finite still stops the run the next time the run logs.
+    With None and False, a loss that is not finite still stops the run the next time that losses are read for the log.
 
     Raises:
         ConfigError: the value has an unsupported type, or an option is unknown.
@@ -115,7 +116,7 @@ class SkipCount:
         is changed in place."""
 
     def add(self, finite: Tensor) -> None:
-        """Count one step; `finite` is a 0-dim bool tensor. Traceable."""
+        """Count one step; `finite` is a 0-dim bool tensor. `torch.compile` can trace this method."""
         skipped = (~finite).to(torch.int64)
         total, in_a_row = self.tensor.unbind()
         self.tensor.copy_(torch.stack([total + skipped, (in_a_row + 1) * skipped]))
@@ -161,8 +162,8 @@ class StepGuard:
     def poison(self, loss: Tensor) -> Tensor:
         """Return the loss for `backward`; see the function `poison`.
 
-        A loss can be NaN while all gradients are zero (a mean over zero pixels), so this also sets the gradient of one
-        parameter to NaN.
+        A loss can be NaN while all gradients are zero (a mean over zero pixels), so this method also sets the gradient
+        of one parameter to NaN.
         """
         _poison_a_parameter(loss)
         return poison(loss)
@@ -341,8 +342,8 @@ class Locator:
         self.modules = list(model.named_modules())
         device = next(model.parameters()).device
         self._clock = torch.zeros((), dtype=torch.int64, device=device)
-        # For each module: the position in time of its first non-finite output (0 if none), and whether an input was not
-        # finite.
+        # For each module: the clock at its first non-finite output (0 if there is none), and whether an input of this
+        # call was not finite.
         self._found = torch.zeros(len(self.modules), 2, dtype=torch.int64, device=device)
         self._hooks = [
             module.register_forward_hook(partial(self._check, index), with_kwargs=True)

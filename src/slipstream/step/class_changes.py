@@ -147,7 +147,7 @@ def _references(value: Any) -> Iterable[Any]:
         return list(value.values())
     if isinstance(value, list | tuple | set | frozenset):
         return list(value)
-    if isinstance(value, type) or not _is_user_code(type(value)):  # a logger refers to all loggers
+    if isinstance(value, type) or not _is_user_code(type(value)):  # a logger refers to all other loggers
         return ()
     return list(vars(value).values()) if hasattr(value, "__dict__") else ()
 

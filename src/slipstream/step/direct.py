@@ -29,7 +29,7 @@ _VALUES = methodcaller("values")
 
 
 class DirectCalls:
-    """Calls each graph of a compiled step directly after its first call through Dynamo.
+    """Calls the code of each graph without Dynamo, except for the first call of the graph.
 
     Args:
         function: the step that Dynamo compiles, `function(inputs, grad_buffers, ends_window)`.
@@ -169,7 +169,7 @@ class _Call:
         )
 
     def shares(self, inputs: Any, grad_buffers: Sequence[Tensor] | None) -> bool:
-        """Return whether arguments that were the same tensor when the call was learned are still the same tensor."""
+        """Return whether arguments that were the same tensor in the call through Dynamo are the same tensor here."""
         if not self.shared:
             return True
         leaves = _leaves(inputs, grad_buffers)

@@ -328,7 +328,7 @@ class GraphStep:
         with self._on_gradients(seen):
             logs = self.eager.train(inputs)
         if failed is not None and not self._trained:
-            self._failed = failed  # decide when the window has ended
+            self._failed = failed  # postpone the comparison until the window has ended
         elif failed is not None and list(map(id, failed[1])) == list(map(id, self._trained)):
             self._replace(failed[0])
         return logs

@@ -75,7 +75,7 @@ class Scalar:
             self.tensor.fill_(value)
 
     def read(self) -> Tensor:
-        """Return the number as a 0-dim tensor. Traceable."""
+        """Return the number as a 0-dim tensor. `torch.compile` can trace this method."""
         return self.tensor.select(0, 0)
 
 

@@ -77,7 +77,7 @@ class StepPart:
         """Process the new weights; for example, update their average."""
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return a dict from names to the tensors that the part changes in place and never replaces."""
+        """Return a dict that maps names to the tensors that the part changes in place and never replaces."""
         return {}
 
 

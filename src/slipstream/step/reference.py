@@ -19,7 +19,7 @@ _LOWER = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def copies(inputs: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:
-    """Return the inputs of a graph with copies of the tensors; tensors of lower precision are converted to `dtype`.
+    """Return the inputs of a graph, with each tensor copied. Tensors of lower precision are converted to `dtype`.
 
     The copies have the strides and `requires_grad` of the originals. Copies of tensors that share memory also share
     memory.

@@ -83,7 +83,7 @@ def is_hooked(optimizer: Optimizer) -> bool:
 
 
 def _counts_calls(step: Any, kind: type[Optimizer]) -> bool:
-    """Return whether `step` is the wrapper of a learning rate scheduler around the step of the class."""
+    """Return whether `step` is a learning rate scheduler's wrapper around the `step` of the class."""
     scheduler = getattr(step, "__globals__", {}).get("__name__") == "torch.optim.lr_scheduler"
     return scheduler and getattr(step, "__wrapped__", None) is kind.step
 

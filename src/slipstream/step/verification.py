@@ -1,8 +1,8 @@
 """Verify a compiled step against the eager step and float64, without side effects.
 
-The verification computes the step for one batch four times on copies of the graph's inputs: once with the compiled
-code, and three times by interpreting the captured graph, in float64, with eager kernels, and with eager kernels and
-weights that are perturbed by the machine epsilon. The eager step then trains on the original inputs. The network's
+The verification computes the step for one batch four times on copies of the graph's inputs. The first computation uses
+the compiled code. The other three interpret the captured graph: in float64, with eager kernels, and with eager kernels
+and weights that are perturbed by the machine epsilon. The eager step then trains on the original inputs. The network's
 rounding error is the larger of the distances between the two eager interpretations and the float64 result. The compiled
 code and the eager step may differ from float64 by a small multiple of this error. A larger error of the eager step
 indicates that the captured graph does not contain the whole step. A larger error of the compiled code indicates a
@@ -222,7 +222,7 @@ class Verification:
 
     @torch.no_grad()
     def take(self, results: Mapping[int, Tensor], ignored: Collection[int]) -> None:
-        """Copy the results of the compiled step to the inputs, so that training continues as without verification."""
+        """Copy the results of the compiled step to the inputs, as if the step had run without verification."""
         for value, before, compiled in zip(self.inputs, self._before, self._compiled, strict=True):
             if before is not None and compiled is not None and id(value) not in ignored:
                 target = results.get(id(value), value)

@@ -57,7 +57,7 @@ def setup_device(multi_gpu: Any = None, num_gpus: int | None = None, device: str
     """
     import torch
 
-    if multi_gpu in ("cpu", "cuda"):  # SuperGradients' documents pass the device first
+    if multi_gpu in ("cpu", "cuda"):  # SuperGradients' documentation passes the device as the first argument
         multi_gpu, device = None, multi_gpu
     if device not in (None, "cpu", "cuda"):
         raise ConfigError(f"must be 'cpu' or 'cuda', not {device!r}", "device")

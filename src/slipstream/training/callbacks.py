@@ -74,7 +74,7 @@ def callback_hooks(entries: Sequence[Any]) -> list[Hook | dict[str, Any]]:
     """Return `phase_callbacks` as hooks: objects as hook objects, and names as hook configurations.
 
     Args:
-        entries: `Callback` and `Hook` objects, or names of such classes registered in HOOKS, in the forms of
+        entries: `Callback` and `Hook` objects, or names of such classes that are registered in HOOKS, written as for
             SuperGradients' factories.
 
     Raises:
@@ -178,7 +178,7 @@ def _values(
     outputs: Any = None,
     metrics: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Return the values available only at this event, by SuperGradients' names."""
+    """Return the values that are only available at this event, under SuperGradients' names."""
     values: dict[str, Any] = {} if metrics is None else {"metrics_dict": metrics}
     if batch_idx is not None:
         named = isinstance(data_batch, Mapping)

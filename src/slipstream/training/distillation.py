@@ -91,7 +91,8 @@ class DistillationModel(SupervisedModel):
     """A `SupervisedModel` whose loss also receives the output of a teacher.
 
     The teacher is not a submodule: it is not trained, averaged, synchronized or saved. It always runs in evaluation
-    mode and without gradients, and moves to the device and dtype of the model. Predictions are those of the student.
+    mode and without gradients, and is converted to the device and dtype of the model. Predictions are those of the
+    student.
 
     Args:
         network: the student.

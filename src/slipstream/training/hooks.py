@@ -1,4 +1,4 @@
-"""Hooks for SuperGradients' features: a batch callback, test sets during training, and optimizer reset on resume."""
+"""Hooks for SuperGradients' features: a batch callback, tests during training, and optimizer reset on resume."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class NewOptimizerHook(Hook):
 
 
 class PrePredictionHook(Hook):
-    """Call a function on each training batch on the device, right before the step.
+    """Call a function with each training batch when it is on the device, right before the step.
 
     Args:
         callback: `callback(inputs, targets, batch_idx)` returns the new inputs and targets.

@@ -48,8 +48,8 @@ class CrossEntropyLoss(CrossEntropy):
 
     For class ids, probabilities p, class weights w and e = `smooth_eps`, the loss of a pixel with class y is
     `-(1 - e) * w[y] * log p[y] - e * mean(w * log p)`. With `smooth_eps` and `weight`, the sum over all pixels is
-    divided by the number of pixels that are not ignored; without `smooth_eps`, by the sum of their weights. Class
-    probabilities as targets are not smoothed.
+    divided by the number of pixels that are not ignored; without `smooth_eps`, by the sum of their weights. Targets
+    that are class probabilities are not smoothed.
 
     One behavior differs from SuperGradients, which smooths pixels (N, classes, H, W) over W instead of the classes.
 
@@ -151,7 +151,7 @@ def _dice_ce_edge(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(ignored, int) and isinstance(classes, int) and 0 <= ignored < classes:
         raise ConfigError(
             f"is {ignored}, which is one of the {classes} classes. In this case, SuperGradients compares channel c "
-            "with class c in the cross-entropy, but with class c + 1 in the Dice loss, which is not supported here. "
+            "with class c in the cross-entropy, but with class c + 1 in the Dice loss. This is not supported here. "
             f"Set ignore_index={classes} and use this id for ignored pixels, or pass a "
             "slipstream.apps.zoo.DiceCEEdgeLoss object, which compares channel c with class c in both losses",
             f"{_CONFIG_PATH}.ignore_index",
@@ -184,5 +184,5 @@ def _accept(arguments: dict[str, Any], key: str, only: Any) -> None:
     """Remove an argument that supports only a single value; raise an error for other values."""
     if (value := arguments.pop(key, only)) != only:
         raise ConfigError(
-            f"must be {only!r}, not {value!r}; use your own loss for other values", f"{_CONFIG_PATH}.{key}"
+            f"must be {only!r}, not {value!r}; for other values, use your own loss", f"{_CONFIG_PATH}.{key}"
         )

@@ -57,7 +57,7 @@ class SupervisedModel(Segmentor, PretrainedWeights):
         pretrained: arguments of `zoo.models.load`. These weights are loaded by `init_weights`, except in a resumed run.
         train_metrics: `CountingMetric`s or their configurations, updated during training. `TrainMetricsHook` reads
             them.
-        num_classes: number of classes of the dataset. The main output must have the same number of channels.
+        num_classes: number of classes in the dataset. The main output must have the same number of channels.
         paramwise_cfg: as for `PrefixOptimWrapperConstructor`. Parameters with a learning rate of 0 are frozen.
         watched_losses: names of losses to return with the predictions, for `ValidationLoss`.
 

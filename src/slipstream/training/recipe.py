@@ -43,8 +43,8 @@ _OLD_CHECKPOINT_KEYS = {
 # Network options that occur in older recipes, but that no network reads.
 _NO_OPTIONS = ("schema", "strict_load", "sync_bn")
 _MISSPELT = 0.92
-"""Similarity to a known section above which an unknown section is reported as a typo: training_parms is one, but
-my_dataset_params is not."""
+"""An unknown section is reported as a typo if its similarity to a known section is above this value. This applies to
+training_parms, but not to my_dataset_params."""
 _ONE_PROCESS = (None, False, "off", "none", "cpu")
 _DDP = ("ddp", "auto", "distributed_data_parallel", "distributeddataparallel")
 

@@ -28,7 +28,7 @@ _PLATEAU = {"threshold_mode": "threshold_rule", "min_lr": "min_value"}
 
 @PARAM_SCHEDULERS.register_module()
 class RecipeLR(_ParamScheduler):
-    """The learning rates of a `LRSchedule`, stepped by iteration.
+    """Sets the learning rates of an `LRSchedule` after each iteration.
 
     Without `lr_mode`, it only sets the rates during the warm-up; other schedulers set them afterwards.
 
@@ -99,7 +99,9 @@ class TorchLR(TorchSchedulerAdapter):
     def build_iter_from_epoch(
         cls, optimizer: Any, *, begin: int = 0, end: int = INF, epoch_length: int | None = None, **others: Any
     ) -> TorchLR:
-        """Return the schedule in iterations, with `begin` and `end` in epochs of `epoch_length` iterations."""
+        """Return a schedule that steps after each iteration; `begin` and `end` are in epochs of `epoch_length`
+        iterations.
+        """
         check_int("epoch_length", epoch_length, 1)
         assert epoch_length is not None
         last = end if end == INF else end * epoch_length

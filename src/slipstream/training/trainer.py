@@ -152,7 +152,8 @@ class Trainer:
 
         Args:
             model: default: the network of the last call to `train`.
-            test_loader: default: the first test loader of the last call to `train`, else its validation loader.
+            test_loader: default: the first test loader of the last call to `train`, or its validation loader if there
+                is no test loader.
             test_metrics_list: in the form of `valid_metrics_list`, which is the default.
             silent_mode: whether to log warnings only.
             use_ema_net: whether to test the EMA weights after training with `ema`.

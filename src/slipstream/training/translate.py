@@ -61,7 +61,7 @@ def runner_config(
         training_params: SuperGradients' keys (`TrainingParams`).
         train_dataloader, val_dataloader, test_dataloader: data loaders or their configurations.
         pretrained: arguments of `zoo.models.load`, which loads the initial weights.
-        num_classes: number of classes of the network, if known.
+        num_classes: the network's number of classes, if known.
         launcher: as for `Runner`.
         teacher: arguments of `DistillationModel` for the teacher, for knowledge distillation.
 

@@ -35,10 +35,10 @@ KEY = "watched_losses"
 
 @dataclass(frozen=True)
 class Watched:
-    """A value of a validation run."""
+    """A value that validation returns."""
 
     name: str
-    """Name under which validation returns it."""
+    """Name under which validation returns the value."""
     is_loss: bool = False
 
 

@@ -213,7 +213,7 @@ def _base_file(node: ast.ImportFrom, path: Path) -> Path:
 
 
 def _base_value(value: Any) -> Any:
-    """Return a copy of a value of a base file, with dicts that support attributes, `merge` and recursive `update`."""
+    """Return a copy of a value from a base file, with dicts that support attributes, `merge` and recursive `update`."""
     return FileDict._wrap(value)
 
 
@@ -222,7 +222,7 @@ def _module(node: ast.ImportFrom) -> str:
 
 
 def _is_eager(module: str) -> bool:
-    """Return whether a module is imported while the file is read: a standard-library module, or that of `read_base`."""
+    """Return whether a module is imported while the file is read: the standard library, and `read_base`'s module."""
     if module.startswith("."):
         return False
     return module.split(".")[0] in sys.stdlib_module_names or module.startswith("mmengine.config")
