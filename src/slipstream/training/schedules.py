@@ -44,7 +44,7 @@ class RecipeLR(_ParamScheduler):
         self.schedule = options(LRSchedule, schedule, "schedule")
         if self.schedule.lr_mode is None and self.schedule.warmup_batches == 1:
             raise ConfigError(
-                "a warm-up of one step (lr_warmup_steps, at most the batches of an epoch) never reaches initial_lr, as "
+                "a warm-up of one step (lr_warmup_steps, limited to one epoch) never reaches initial_lr, as "
                 "in SuperGradients; use at least 2 steps, set lr_mode, or remove the warm-up",
                 "lr_warmup_steps",
             )
@@ -99,9 +99,7 @@ class TorchLR(TorchSchedulerAdapter):
     def build_iter_from_epoch(
         cls, optimizer: Any, *, begin: int = 0, end: int = INF, epoch_length: int | None = None, **others: Any
     ) -> TorchLR:
-        """Return a schedule that steps after each iteration; `begin` and `end` are in epochs of `epoch_length`
-        iterations.
-        """
+        """Return a schedule in iterations, given `begin` and `end` in epochs of `epoch_length` iterations."""
         check_int("epoch_length", epoch_length, 1)
         assert epoch_length is not None
         last = end if end == INF else end * epoch_length

@@ -61,7 +61,7 @@ def tune(
         options: names of `OPTIONS` to measure; None means all.
         speed: the options of the baseline: `'auto'`, a dict of the fields of `SpeedPlan`, or None for no options.
         cache: whether to return the stored result of an earlier call with the same model, machine and versions, and to
-            store the result of this call. If it is False, the objects are not described. A result is also not stored if
+            store the result of this call. If it is False, the objects are not inspected. A result is also not stored if
             an attribute of an object, such as a lock, cannot be read completely.
         report: called with each row as soon as it is measured.
 

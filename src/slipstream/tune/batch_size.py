@@ -20,7 +20,7 @@ __all__ = ["BatchSizeRow", "BatchSizes", "available_mib", "search_batch_sizes"]
 
 _WARMUP, _TIMED = 3, 3
 _STOP_AT = 0.9
-"""Fraction of the available CPU memory that a trial may need."""
+"""Largest fraction of the available CPU memory that a trial may use."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class Row:
     `out of memory`, `timed out`, `skipped` or `not measured`."""
     reason: str = ""
     against: str = "baseline"
-    """The options of the plan that the trial was compared with."""
+    """The options of the plan with which the trial was compared."""
     estimate: Estimate | None = None
     """Step time of that plan divided by the step time of the trial; above 1, the trial is faster."""
     step_seconds: float | None = None
@@ -203,7 +203,7 @@ class Search:
 
     @property
     def _rounds_seconds(self) -> float:
-        """Expected duration of the smallest number of rounds."""
+        """Expected duration of the minimum number of rounds."""
         return 2 * _MIN_ROUNDS * self._current.round_seconds(self._round)
 
     def _add(self, row: Row) -> None:
