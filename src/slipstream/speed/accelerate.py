@@ -297,7 +297,7 @@ class TrainStep:
         params = list(self.optim.parameters())
         for param, grad in zip(params, state.get("gradients", [None] * len(params)), strict=True):
             param.grad = None if grad is None else grad.to(param, copy=True)
-        # Call this after the gradients are loaded, because they show whether the accumulation window is unfinished.
+        # Call this after loading the gradients, which show whether the accumulation window is unfinished.
         self.optim.initialize_count_status(self.model, state["steps"], self._total_steps or -1)
         self.optim.unfinished = state.get("unfinished", self.optim.unfinished)
 
@@ -347,7 +347,7 @@ class TrainStep:
             if own.keys() != state["average"].keys():
                 names = sorted(map(str, own.keys() ^ state["average"].keys()))
                 raise CheckpointError(
-                    f"{source}: 'average' belongs to a different model; only one contains {names[:5]}"
+                    f"{source}: 'average' belongs to a different model; only one of the two has {names[:5]}"
                 )
             averaged = {key: value for key, value in state["average"].items() if key != "steps"}
             check_tensors(own, averaged, "average", source, warnings.warn)

@@ -316,7 +316,7 @@ REFUSED = (
         "applies only to DDP; remove it or use parallel='ddp'",
     ),
 )
-"""The conditions for which `_check` raises an error."""
+"""The conditions under which `_check` raises an error."""
 
 IDLE = (
     ("precision", lambda plan, capabilities: _named(plan, "tf32") and not capabilities.tf32,
