@@ -169,7 +169,7 @@ class CheckpointHook(Hook):
         self._saved_best = {key: name for key, name in best.items() if name is not None}
 
     def after_train(self, runner: Runner) -> None:
-        """Remove the best checkpoints that better ones have replaced."""
+        """Remove the best checkpoints that were replaced by better ones."""
         self._replaced.remove_all()
 
     def _restore_kept(self, runner: Runner) -> None:

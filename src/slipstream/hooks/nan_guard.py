@@ -114,7 +114,7 @@ class NanGuardHook(Hook):
             runner.logger.warning(f"The losses of {len(dropped) - _LOGGED} more iterations are not finite")
 
     def after_rollback(self, runner: Runner) -> None:
-        """Discard what the guard and the locator found in the steps that are repeated."""
+        """Discard the results of the guard and the locator for the steps that the run repeats."""
         runner.meter.dropped = []
         if self.guard is not None:
             self.guard.reset()

@@ -33,8 +33,8 @@ class ReplacedFiles:
     """The files of a run (such as best checkpoints) that newer files have replaced.
 
     If roll-backs are disabled, these files are removed at once. Otherwise, a replaced file is kept until every
-    checkpoint to which the run can go back is newer than the replacement. After a roll-back, the files that the
-    restored checkpoint names exist again, and the files from abandoned steps are removed. The list is part of each
+    checkpoint to which the run can go back is newer than the replacement. After a roll-back, the files named in the
+    restored checkpoint exist again, and the files that were written after it are removed. The list is part of each
     checkpoint, so a resumed run removes the files that it no longer needs. Only rank 0 changes files.
 
     Args:

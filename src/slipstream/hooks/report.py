@@ -109,7 +109,7 @@ class ReportHook(Hook):
             self._read(runner)
 
     def before_val_epoch(self, runner: Runner) -> None:
-        """Begin to select example predictions."""
+        """Start selecting example predictions."""
         batches = length(runner.val_dataloader) if hasattr(runner.val_loop, "dataloader") else None
         self._selection = ExampleSelection(batches) if is_main_process() else None
 
@@ -164,7 +164,7 @@ class ReportHook(Hook):
         self._read_speed(runner, at)
 
     def _read_speed(self, runner: Runner, at: int) -> None:
-        """Add the training speed since the last call, without validation and checkpoints, and the memory."""
+        """Add the training speed since the last call (without validation and checkpoints) and the memory use."""
         phases = runner.phases
         if phases.steps == 0:
             return

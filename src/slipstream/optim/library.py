@@ -63,7 +63,8 @@ class RMSpropTF(_Foreach):
         weight_decay: weight decay coefficient; `weight_decay * p` is added to the gradient.
         momentum: decay of the momentum.
         centered: whether to subtract the square of the mean gradient from the mean squares.
-        decoupled_decay: whether to multiply the weights by `1 - weight_decay` instead, independent of `lr`.
+        decoupled_decay: whether to multiply the weights by `1 - weight_decay`, independently of `lr`, instead of
+            changing the gradient.
         lr_in_momentum: whether to multiply gradients by `lr` before they are added to the momentum; if False, the
             momentum is multiplied by `lr`, as in torch.
 

@@ -222,7 +222,7 @@ class OptimWrapper:
         if kwargs or self.overrides_zero_grad:
             self.optimizer.zero_grad(**kwargs)
             return
-        # Equivalent to the optimizer's zero_grad, but without the profiler record.
+        # Equivalent to the optimizer's zero_grad, but does not create a profiler record.
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 param.grad = None

@@ -118,7 +118,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         return own
 
     def _gather_state(self, state: dict[int, Any]) -> dict[int, Any]:
-        """Return the states of all ranks on rank 0; the ranks send one after another, to limit memory use."""
+        """Return the states of all ranks on rank 0; the ranks send them one after another, to limit memory use."""
         state = tree_map_only(Tensor, lambda t: t.cpu(), state)
         for source in range(1, len(self._partitions)):
             if get_rank() == source:

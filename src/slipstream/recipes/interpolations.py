@@ -1,4 +1,4 @@
-"""Limit the interpolations (`${key}`) of recipes: a few short values can refer to each other billions of times."""
+"""Limit the interpolations (`${key}`) in recipes, because a few short values can lead to billions of references."""
 
 from __future__ import annotations
 

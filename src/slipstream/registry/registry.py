@@ -166,9 +166,9 @@ class Registry:
     def get(self, key: str) -> Any | None:
         """Return the object registered as `key` (`"Name"` or `"scope.Name"`), or None.
 
-        A name without a scope is looked up in the registry of the default scope, then here. In each registry, the
-        order is: registered objects, namespaces and parents. A registered object is also found by its import string
-        (`"torch.optim.SGD"`).
+        A name without a scope is looked up in the registry of the default scope, then here. Each registry searches its
+        registered objects first, then its namespaces, and then its parent. A registered object is also found by its
+        import string (`"torch.optim.SGD"`).
         """
         registries, name = self._split(key)
         found = (registry._find_in_parents(name) for registry in registries)
@@ -181,7 +181,7 @@ class Registry:
         return self.root.holds(obj) or self._find_in_parents(name) is obj
 
     def holds(self, obj: Any) -> bool:
-        """Return whether `obj` is registered here or in a child registry, under any name; import no locations."""
+        """Return whether `obj` is registered here or in a child registry, under any name; imports no locations."""
         here = any(obj is registered for registered in self.module_dict.values())
         return here or any(child.holds(obj) for child in self.children.values())
 

@@ -136,7 +136,7 @@ def _measured_workers(record: RunRecord) -> str:
     best = min((count for count, rate in possible.items() if rate >= 0.95 * most), default=present)
     listed = ", ".join(f"{count}: {rate:.4g}" for count, rate in rates.items())
     probe = (
-        f"A probe after the run loaded batches without training (samples/s by num_workers: {listed}); training "
+        f"After the run, batches were loaded without training (samples/s by num_workers: {listed}); training "
         f"reached {speed:.4g}."
     )
     if best == present or possible[best] < 1.02 * speed:

@@ -133,7 +133,7 @@ class _Axis:
 
 
 def _round_step(step: float) -> float:
-    """Return the next larger 1, 2 or 5 times a power of ten, or 1 if `step` is too small for a float's precision."""
+    """Return the next larger number that is 1, 2 or 5 times a power of ten; 1 if `step` is too small for a float."""
     if step < 1e-300:
         return 1.0
     base = 10.0 ** math.floor(math.log10(step))

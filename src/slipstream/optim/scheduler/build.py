@@ -120,7 +120,7 @@ def _adapt(cfg: Mapping[str, Any], optimizer: Any) -> TorchSchedulerAdapter:
     """Return an adapter for the torch scheduler object in `dict(scheduler=..., by_epoch=..., end=...)`."""
     if other := sorted(set(cfg) - {"scheduler", "by_epoch", "end"}):
         raise ConfigError(
-            f"'{other[0]}' cannot be changed for an existing scheduler; remove this key. The dict may contain "
+            f"'{other[0]}' cannot be changed for an existing scheduler; remove this key. The dict may only contain "
             "scheduler, by_epoch and end"
         )
     check(by_epoch := cfg.get("by_epoch"), bool | None, "by_epoch")
