@@ -13,7 +13,7 @@ from slipstream.logging.history import HistoryBuffer, Number
 
 __all__ = ["MessageHub"]
 
-# The hubs of this context (thread or task) by name; the last one is the current hub.
+# Maps names to the hubs of this context (thread or task); the last hub is the current one.
 _hubs: ContextVar[Mapping[str, MessageHub]] = ContextVar("slipstream_hubs", default=MappingProxyType({}))
 
 

@@ -79,7 +79,7 @@ class PhaseTimes:
             self.switch(before)
 
     def end_step(self) -> None:
-        """Count a training step, and begin to wait for the next batch."""
+        """Count a training step, and start waiting for the next batch."""
         self.switch("data")
         self.steps += 1
         if self.steps == 1:

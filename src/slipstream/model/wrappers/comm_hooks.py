@@ -1,8 +1,8 @@
 """Communication hooks for DDP that compress gradients: half precision and low-rank factors (PowerSGD).
 
-PyTorch's hooks are not used, because its bfloat16 hook requires a CUDA build, and its PowerSGD hook waits inside
-callbacks on gloo's threads, which deadlocks with several buckets. The PowerSGD hook also stores its state by bucket, so
-the state cannot be saved in a checkpoint.
+The hooks in PyTorch are not used: its bfloat16 hook requires a CUDA build, and its PowerSGD hook waits inside callbacks
+on gloo's threads, which deadlocks with several buckets. The PowerSGD hook also stores its state by bucket, so the state
+cannot be saved in a checkpoint.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class PowerSGD:
         return {"step": self.step, "errors": errors, "factors": dict(self.factors)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`. Factors of a different rank are reinitialized.
+        """Load the result of `state_dict`. Factors with a different number of columns are reinitialized.
 
         If the number of processes has changed, each process gets the mean of the errors, which does not change the sum
         of the corrected gradients.

@@ -123,7 +123,7 @@ class MMFullyShardedDataParallel(nn.Module):
         return predictions
 
     def _reshard(self) -> None:
-        """Free the weights that torch keeps gathered for a backward pass, because none follows."""
+        """Free the weights that torch keeps gathered for a backward pass, because no backward pass follows."""
         for unit in self._units:
             unit.reshard()
 
