@@ -44,10 +44,10 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
     A subclass defines `_next(value, base)` for one group, or `_get_value()` for all groups. In these methods,
     `self.last_step` is the number of steps since `begin`. The constructor calls `step()` once.
 
-    The state contains the attributes of a subclass that have changed since it was built, if they are tensors, numbers,
-    strings, or lists, tuples, sets, deques and dicts of them. (Inside another container, sets and deques are not
-    supported.) Attributes that keep the value from the constructor are not part of the state, so a resumed run can
-    change them. Attributes of other types are not saved.
+    The state contains the attributes of a subclass that have changed since the scheduler was built, if they are
+    tensors, numbers or strings, or lists, tuples, sets, deques and dicts of these. (Inside another container, sets and
+    deques are not supported.) Attributes that keep the value from the constructor are not part of the state, so a
+    resumed run can change them. Attributes of other types are not saved.
 
     Args:
         optimizer: a torch optimizer, an `OptimWrapper`, or any other object with `param_groups`.
