@@ -16,7 +16,9 @@ def test_bound_is_the_time_without_the_phase():
     (found,) = advice(record(phases=split(data=34.0, forward=66.0)))
     assert found.share == pytest.approx(0.34)
     assert found.bound == pytest.approx(100 / 66)
-    assert found.text.startswith("34% of the training time is spent waiting for data. Eliminating this time speeds up")
+    assert found.text.startswith(
+        "34% of the training time is spent waiting for data. Eliminating this time speeds up"
+    )
     assert "training by a factor of at most 1.52." in found.text
     assert "num_workers is 2" in found.text
 
