@@ -10,7 +10,7 @@ __all__ = ["available_memory", "memory_limit", "quotas"]
 
 _ROOT = Path("/")
 _UNLIMITED = 2**60
-"""Version 1 writes a number close to 2**63 for "no limit"."""
+"""Version 1 represents "no limit" by a number close to 2**63, so larger limits than this one are ignored."""
 
 
 def quotas(root: Path = _ROOT) -> list[float]:
@@ -31,7 +31,8 @@ def memory_limit(root: Path = _ROOT) -> int | None:
 
 
 def available_memory(root: Path = _ROOT) -> int | None:
-    """Return the bytes that this process can allocate before a cgroup reaches its limit, or None without a limit.
+    """Return the number of bytes that this process can allocate before a cgroup reaches its limit; None without a
+    limit.
 
     Cached files count as available, because the kernel drops them first.
     """
@@ -56,7 +57,7 @@ def _limit(version: int, folder: Path) -> int | None:
 
 
 def _folders(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
-    """Yield the version and folder of each of this process's cgroups that has the controller, and of its parents."""
+    """Yield `(version, folder)` for each of this process's cgroups with the controller, and for their parents."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:

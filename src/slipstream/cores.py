@@ -1,4 +1,4 @@
-"""The processor, and the number of its cores that are available to this process."""
+"""The processor's name and features, and the number of cores that are available to this process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cpu_name() -> str:
 
 
 def cpu_features() -> list[str]:
-    """Return lines that identify the model and the instructions of the processor; empty if they are unknown."""
+    """Return lines that identify the processor's model and instruction set; the list is empty if they are unknown."""
     names = ("model name", "flags", "Features", "CPU part")
     return sorted({line for line in _cpu_lines() if line.startswith(names)})
 

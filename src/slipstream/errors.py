@@ -86,8 +86,8 @@ class LossError(SlipstreamError, TypeError, ValueError):
 class NonFiniteLossError(SlipstreamError, FloatingPointError):
     """A loss, a weight or a running statistic became NaN or infinite.
 
-    `iteration` is the number of the first step (from 1) with such a value, or None if it is unknown. If `located` is
-    False, any batch since the last checkpoint can have caused the value.
+    `iteration` is the number (from 1) of the first step with such a value, or None if it is unknown. If `located` is
+    False, any batch since the last checkpoint may have caused the value.
     """
 
     def __init__(self, message: str, iteration: int | None = None, located: bool = True) -> None:
@@ -98,8 +98,8 @@ class NonFiniteLossError(SlipstreamError, FloatingPointError):
 class LossSpikeError(SlipstreamError, FloatingPointError):
     """A loss rose far above its recent values, and the run could not continue from an earlier checkpoint.
 
-    `iteration` and `last` are the numbers of the first step (from 1) with such a loss, and of the last step that was
-    compared.
+    `iteration` is the number (from 1) of the first step with such a loss, and `last` is the number of the last step
+    whose loss was checked.
     """
 
     def __init__(self, message: str, iteration: int = 0, last: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Optional packages, which are installed with the extras of this distribution (`slipstream[all]`)."""
+"""Optional dependencies, which are installed through extras such as `slipstream[all]`."""
 
 from __future__ import annotations
 

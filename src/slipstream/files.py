@@ -39,7 +39,7 @@ def check_name(name: str, key: str, folder: str = "the work_dir") -> str:
         folder: description of the folder, for the error.
 
     Raises:
-        ConfigError: the path is empty, absolute, or outside of the folder.
+        ConfigError: the path is empty, absolute, or outside the folder.
     """
     outside = Path(name).is_absolute() or Path(os.path.normpath(name)).parts[:1] == ("..",)
     if not name or "\0" in str(name) or outside:
@@ -101,7 +101,7 @@ def disk_problem(error: BaseException, folder: Path) -> str | None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write the folder's list of files to disk, so that a power failure does not revert a rename in the folder."""
+    """Write the folder's directory entries to disk, so that a power failure does not revert a rename in the folder."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -112,7 +112,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_temporary_files(folder: Path) -> None:
-    """Remove the temporary files that processes left in `folder` when they were killed in `replacing`.
+    """Remove the temporary files in `folder` from processes that were killed while they were in `replacing`.
 
     The caller must ensure that no other process writes to this folder.
     """

@@ -46,13 +46,13 @@ class ReplacementFinder(MetaPathFinder, ABC):
 def install_finder(finder: ReplacementFinder, package: str, workers: str) -> None:
     """Make `import NAME` import the replacement that `finder` provides. A second call for this name has no effect.
 
-    Processes that are started with `spawn` or `forkserver` receive `sys.path`, but not the finder. Therefore the folder
-    `workers` with a package NAME, which imports `package`, is inserted after the folder of the script.
+    Processes that are started with `spawn` or `forkserver` inherit `sys.path`, but not the finder. Therefore `workers`
+    is inserted into `sys.path` after the folder of the script.
 
     Args:
         finder: the finder.
         package: the package that calls this function, for messages.
-        workers: folder with a package NAME for worker processes.
+        workers: a folder that contains a package NAME for worker processes; this package imports `package`.
 
     Raises:
         ConfigError: the package itself is already imported.
@@ -69,7 +69,7 @@ def install_finder(finder: ReplacementFinder, package: str, workers: str) -> Non
     sys.meta_path.insert(0, finder)
     if workers not in sys.path:
         sys.path.insert(1, workers)
-    if parent_process() is None:  # not again in each worker
+    if parent_process() is None:  # log this only in the main process
         print_log(f"import {name} now imports Slipstream ({package})", "current")
 
 
@@ -82,12 +82,12 @@ def run_script(arguments: Sequence[str], command: str, install: Callable[[], Non
         install: called before the script.
 
     Raises:
-        ConfigError: there is no such script.
+        ConfigError: the script is missing or does not exist.
     """
     install()
     if not arguments or not Path(arguments[0]).is_file():
-        what = f"'{arguments[0]}' is not a file" if arguments else "the script is missing"
+        what = f"'{arguments[0]}' is not a file" if arguments else "no script was specified"
         raise ConfigError(f"{what}; use {command} SCRIPT.py [ARGUMENTS]")
     sys.argv[:] = arguments
-    sys.path[0] = str(Path(arguments[0]).resolve().parent)  # as if Python had started the script
+    sys.path[0] = str(Path(arguments[0]).resolve().parent)  # Python sets this for a script
     runpy.run_path(arguments[0], run_name="__main__")

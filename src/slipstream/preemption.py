@@ -108,7 +108,7 @@ class Preemption:
         return self._ranks.noticed and self._calls >= self._ranks.last_call()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._owner:  # a data loader worker that was forked a moment ago
+        if os.getpid() != self._owner:  # this is a data loader worker that has just been forked
             return
         now = time.monotonic()
         if self._received is None:
@@ -186,7 +186,7 @@ class _Ranks:
             self._agreed.set()
 
     def _agree(self) -> None:
-        self.noticed = True  # before the calls are counted: from here on, `requested` waits
+        self.noticed = True  # set before the calls are counted, because `requested` then waits for the result
         self._preemption.signal = self._store.get("signal").decode()
         self._publish()
         keys = [f"calls/{rank}" for rank in range(get_world_size())]

@@ -27,7 +27,7 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def kill(started: Mapping[int, str]) -> None:
-    """Kill the processes that `descendants` has returned and that still run."""
+    """Kill the processes returned by `descendants` that are still running."""
     for pid, time in started.items():
         if _start_time(pid) == time:
             with suppress(OSError):

@@ -29,7 +29,7 @@ _NAME = re.compile(
     r"(?:^|_)(?:(?:api|access|private|secret|signing|encryption|account|auth)_?keys?(?:_id)?|secrets?|passphrase|pass"
     r"|pwd|credentials?|auth|authorization|bearer|connection_string|webhook_url|token)$|passw(?:or)?d$"
 )
-# Words of a tokenizer's vocabulary, which are not secrets.
+# Special tokens of a tokenizer, which are not secrets.
 _VOCABULARY = re.compile(r"(?:class|cls|pad|mask|bos|eos|unk|sep|start|end|image|dist|prompt|special)_token$")
 _TOKEN = re.compile(
     r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|hf_[A-Za-z0-9]{20,}|wandb_v1_\w{20,}"
@@ -38,14 +38,14 @@ _TOKEN = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
     r"|(?<=://)[^\s/:@'\"]*:[^\s/@'\"]+(?=@)"
 )
-_SHORTEST = 8  # shorter values are also ordinary words
+_SHORTEST = 8  # characters; a shorter value could be an ordinary word
 
 
 class Reference(str):
-    """Text with values of environment variables.
+    """Text in which references to environment variables have been replaced by their values.
 
     Attributes:
-        reference: the text with `{{ $NAME }}` in place of the values. Files contain this text.
+        reference: the original text with `{{ $NAME }}` instead of the values. Only this text is written to files.
     """
 
     reference: str
@@ -118,7 +118,8 @@ def redact_text(text: str) -> str:
 def redact(tree: Any) -> Any:
     """Return a copy of nested dicts and lists without secrets.
 
-    A `Reference` is replaced by its reference, and the value of a key with a secret name by `<redacted>`.
+    A `Reference` is replaced by its `reference` text. If the name of a key indicates a secret, its value is replaced by
+    `<redacted>`.
     """
     return _redacted(tree, Redactor(), secret=False)
 
@@ -151,7 +152,7 @@ def _secrets(tree: Any, secret: bool = False) -> Iterator[str]:
 
 
 def _may_be_secret(value: Any) -> bool:
-    # Small numbers (`pass: 2`) are options.
+    # Small numbers (`pass: 2`) are options, not secrets.
     return (isinstance(value, str) and value != "") or (isinstance(value, int) and len(str(value)) > 5)
 
 

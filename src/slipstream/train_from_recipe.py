@@ -41,7 +41,7 @@ def _main(argv: list[str]) -> int:
     with extra("recipes"):
         from hydra._internal.utils import get_args_parser
 
-    trust = "--trust" in argv  # Hydra does not support this option
+    trust = "--trust" in argv  # removed below, because Hydra does not support this option
     args = get_args_parser().parse_args([word for word in argv if word != "--trust"])
     folder = args.config_dir or args.config_path
     if args.config_name is None and not args.hydra_help:
@@ -91,7 +91,8 @@ def _run_hydra(args: argparse.Namespace, path: Path, folder: str | None, trust: 
         work_dir = Path(run.sweep.dir) / str(run.job.num)
         status = _train(args.config_name, list(run.overrides.task), folder, trust, work_dir)
         if status in (1, 2):
-            raise SlipstreamError(f"run {run.job.num} failed; see the error above")  # the other runs continue
+            # After this error, Hydra continues with the other runs.
+            raise SlipstreamError(f"run {run.job.num} failed; see the error above")
         if status:
             sys.exit(status)
 

@@ -81,7 +81,7 @@ def check_finite(value: Any, path: str = "") -> None:
 
 
 def check_optimizer_options(options: Mapping[Any, Any], path: str = "") -> None:
-    """Raise a `ConfigError` for a value that no optimizer supports as an option of the optimizer or of a group."""
+    """Raise a `ConfigError` if an option of an optimizer or parameter group has a value that no optimizer supports."""
     prefix = f"{path}." if path else ""
     check_finite({f"{prefix}{key}": value for key, value in options.items() if key != "params"})
     for key, limit in _OPTIMIZER_LIMITS.items():

@@ -171,4 +171,4 @@ def test_warning_without_a_line_does_not_refer_to_one(caplog):
         if "Only the model is compiled" in record.getMessage()
     ]
     assert len(messages) == 1
-    assert ("Fix this line" in messages[0]) == (", at " in messages[0])
+    assert ("change this line of code" in messages[0]) == (", at " in messages[0])

@@ -378,7 +378,7 @@ def test_files_of_another_run_are_not_removed(tmp_path):
 )
 def test_two_hooks_with_the_same_file_names_raise_an_error(tmp_path, options):
     first = dict(type="CheckpointHook", interval=1, save_epochs=[1])
-    with pytest.raises(ConfigError, match="in two CheckpointHooks, or other file names are equal"):
+    with pytest.raises(ConfigError, match="two CheckpointHooks use the same file names"):
         run(
             tmp_path,
             default_hooks=dict(checkpoint=first),

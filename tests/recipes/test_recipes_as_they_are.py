@@ -101,10 +101,10 @@ def test_a_recipe_has_a_valid_plan_and_trains_two_steps(folders, tmp_path, name)
 
 
 def test_a_base_recipe_names_the_recipes_that_extend_it(folders):
-    with pytest.raises(ConfigError, match=r"base of other recipes.*cityscapes_segformer_b0.*_b5\)") as error:
+    with pytest.raises(ConfigError, match=r"base for other recipes.*cityscapes_segformer_b0.*_b5\)") as error:
         compose("cityscapes_segformer", (), folders[0])
     assert error.value.path == "architecture"
-    with pytest.raises(ConfigError, match="a recipe without a loss is only a base of other recipes"):
+    with pytest.raises(ConfigError, match="a recipe without a loss is only a base for other recipes"):
         recipe_config(compose("cityscapes_stdc_base", (), folders[0]))
 
 

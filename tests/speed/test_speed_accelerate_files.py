@@ -100,7 +100,7 @@ def test_values_that_cannot_be_loaded_are_rejected(tmp_path):
 
 def test_summary_reports_the_graph_and_the_options():
     _, step, _ = parts(dict(COMPILED, accumulate=2, ema=dict(type="threshold"), precision="bf16"))
-    assert "step: to be compiled as one graph, with the second batch; 0 batches trained" in step.summary()
+    assert "step: will be compiled as one graph at the second batch; 0 batches trained" in step.summary()
     for batch in list(loader())[:3]:
         step(batch)
     text = step.summary()

@@ -135,7 +135,7 @@ def test_class_without_fused_kernels_is_skipped_or_raises(kind):
     assert fuse(optimizer, None) is False
     assert optimizer.defaults == before
     with pytest.raises(
-        ConfigError, match=rf"^fused: {kind.__name__} has no fused kernel; Adagrad, Adam, AdamW, SGD have"
+        ConfigError, match=rf"^fused: {kind.__name__} has no fused kernels; .* Adagrad, Adam, AdamW, SGD"
     ):
         fuse(optimizer, True)
 

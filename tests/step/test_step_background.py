@@ -392,7 +392,7 @@ def test_other_shape_that_exceeds_its_time_limit_keeps_the_first_graph():
     others = [used for used, (x, _) in zip(found, batches, strict=True) if len(x) != 12]
     assert all(first[6:])
     assert not any(others)
-    assert said[-1].startswith("Batches of another kind run eagerly")
+    assert said[-1].startswith("Batches that need another graph run eagerly")
     assert step._step.background.began == 2
     torch.testing.assert_close(model.state_dict(), by_hand(batches), rtol=1e-12, atol=1e-13)
 

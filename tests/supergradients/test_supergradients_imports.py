@@ -296,7 +296,7 @@ def test_registered_classes_are_found_by_name():
 
 def test_models_only_contains_supported_networks():
     assert (Models.RESNET18, Models.PP_LITE_T_SEG75) == ("resnet18", "pp_lite_t_seg75")
-    with pytest.raises(AttributeError, match=r"Models\.YOLO_NAS_S is not a network of Slipstream"):
+    with pytest.raises(AttributeError, match=r"Models\.YOLO_NAS_S is not one of Slipstream's networks"):
         _ = Models.YOLO_NAS_S
 
 

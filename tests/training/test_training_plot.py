@@ -138,7 +138,7 @@ def test_unknown_rates_are_logged_instead_of_plotted(
     monkeypatch.setattr(plot, "_SECONDS", 0.0)
     runner, _ = trained(tmp_path, log_level="INFO", **changes)
     logs = "".join(path.read_text() for path in Path(runner.log_dir).glob("*.log"))
-    assert "No lr_schedule.png: " in logs
+    assert "lr_schedule.png is not written: " in logs
     assert reason in logs
     assert not (tmp_path / "lr_schedule.png").exists()
 

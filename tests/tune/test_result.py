@@ -47,7 +47,7 @@ def test_summary_reports_epochs_and_when_the_compilation_has_paid_off():
         in text
     )
     assert "One epoch of 100 steps: 10 s before, 5 s after" in text
-    assert "takes 30 s, which 600 steps of the faster plan save" in text
+    assert "takes 30 s. The faster plan saves this time within 600 steps" in text
 
 
 def test_summary_names_what_is_faster_but_not_part_of_the_plan():

@@ -83,7 +83,7 @@ class AverageBestHook(Hook):
             (value, name)
             for value, name in runner.message_hub.get_info(FOLDER, [])
             if Path(name).name == name
-        ]  # a checkpoint may name any path
+        ]  # ignore other paths, because the checkpoint may be untrusted
         exists = [[(self._folder / name).is_file() for _, name in kept] if is_main_process() else None]
         broadcast_object_list(exists)
         self._best: list[tuple[float, str]] = []  # best first
@@ -96,7 +96,7 @@ class AverageBestHook(Hook):
                 )
 
     def after_rollback(self, runner: Runner) -> None:
-        """Restore the checkpoint's list of best epochs, and remove the files from abandoned steps."""
+        """Restore the checkpoint's list of best epochs, and remove the files that were written after it."""
         abandoned = [name for _, name in self._best]
         current = [name for _, name in runner.message_hub.get_info(FOLDER, [])]
         self._replaced.restore(runner, abandoned, current)

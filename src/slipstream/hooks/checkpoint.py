@@ -115,7 +115,7 @@ class CheckpointHook(Hook):
             fields = [spec for _, _, spec, _ in Formatter().parse(self.filename_tmpl or "") if spec]
             if any(
                 not re.fullmatch(r"0?\d{0,2}d?", spec) for spec in fields
-            ):  # a width such as {:>9999999999} would exhaust the memory
+            ):  # a large width such as {:>9999999999} would exhaust memory
                 raise ValueError
             name = (self.filename_tmpl or "_").format(0)
         except (LookupError, ValueError, AttributeError):
@@ -174,7 +174,7 @@ class CheckpointHook(Hook):
         self._saved_best = {key: name for key, name in best.items() if name is not None}
 
     def after_train(self, runner: Runner) -> None:
-        """Remove the best checkpoints that better ones have replaced."""
+        """Remove the best checkpoints that were replaced by better ones."""
         self._replaced.remove_all()
 
     def _restore_kept(self, runner: Runner) -> None:
@@ -199,7 +199,7 @@ class CheckpointHook(Hook):
                 runner.logger.info(f"Removed {name}, which the checkpoint {path.name} replaced")
 
     def _names_in(self, runner: Runner, key: str) -> list[str]:
-        """Return the names from a list in the resumed checkpoint that this hook's regular checkpoints can have."""
+        """Return the names in a list from the resumed checkpoint that match this hook's regular checkpoints."""
         names = runner.message_hub.get_info(key, []) if self._owns_files else []
         if not matches(names, list[str]):
             return []
@@ -211,8 +211,8 @@ class CheckpointHook(Hook):
                 continue
             if other._folder_of(runner).resolve() == self._folder.resolve() and self._same_name(other):
                 raise self.wrong(
-                    "has the same value in two CheckpointHooks, or other file names are equal, so the hooks would "
-                    "overwrite each other's checkpoints; set a different name or out_dir in one of them",
+                    "two CheckpointHooks use the same file names (filename_tmpl, best_filename or save_epochs) and "
+                    "would overwrite each other's checkpoints; set a different name or out_dir in one of them",
                     "filename_tmpl",
                 )
             if common := set(self.monitors) & set(other.monitors):

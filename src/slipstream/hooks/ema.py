@@ -60,7 +60,7 @@ class EMAHook(Hook):
         self.strict_load = strict_load
         self.begin_iter, self.begin_epoch = begin_iter, begin_epoch
         self._cfg = {"type": ema_type, **kwargs}
-        self._new_average(nn.Identity())  # raises an error for invalid arguments
+        self._new_average(nn.Identity())  # checks the arguments
         self.ema_model: BaseAveragedModel | None = None
         self.model: nn.Module
         self._swapped = False
@@ -125,7 +125,8 @@ class EMAHook(Hook):
         average = self._average
         if self._resumed is not None:
             with restoring("ema_state_dict", "the resumed checkpoint"):
-                average.module.load_state_dict(self.model.state_dict())  # for tensors that were not saved
+                # Initialize the tensors that were not saved.
+                average.module.load_state_dict(self.model.state_dict())
                 average.load_state_dict(self._resumed, strict=self.strict_load)
             self._resumed = None
         if average.steps == 0:
@@ -133,7 +134,7 @@ class EMAHook(Hook):
 
     def after_rollback(self, runner: Runner) -> None:
         """Load the average from the checkpoint."""
-        if self._resumed is None:  # averaging had not begun
+        if self._resumed is None:  # averaging had not begun when the checkpoint was saved
             self._average.steps = 0
         self._restore()
 
@@ -224,9 +225,7 @@ class EMAHook(Hook):
         check_tensors(own, average, "state_dict", "the average in the checkpoint", runner.logger.warning)
         names = sorted(own.keys() ^ average.keys())
         if names:
-            text = (
-                f"the average in the checkpoint belongs to a different model: only one model has {names[:5]}"
-            )
+            text = f"the average in the checkpoint belongs to a different model: only one of the two has {names[:5]}"
             if self.strict_load or not own.keys() & average.keys():
                 raise CheckpointError(f"'state_dict': {text}")
             runner.logger.warning(

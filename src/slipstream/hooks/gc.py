@@ -19,10 +19,11 @@ __all__ = ["GcHook"]
 class GcHook(Hook):
     """Run garbage collection every `interval` steps, at the same steps on every rank.
 
-    By default, Python runs a collection when enough objects have been allocated. This happens at different steps on
-    different ranks, and the other ranks then wait in the next gradient reduction. After `warmup` steps, this hook
-    disables automatic collection and freezes the existing objects (modules, optimizer, compiled code), which later
-    collections skip. At the end of training, or when `close` is called, the hook restores the previous state.
+    By default, Python runs a collection when enough objects have been allocated. Different ranks reach this number at
+    different steps, and each collection makes the other ranks wait in the next gradient reduction. After `warmup`
+    steps, this hook disables automatic collection and freezes the existing objects (modules, optimizer, compiled code),
+    which later collections skip. At the end of training, or when `close` is called, the hook restores the previous
+    state.
 
     Args:
         interval: number of steps (batches during validation) between two collections.

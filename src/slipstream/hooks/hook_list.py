@@ -42,7 +42,7 @@ class HookList:
             own = _order(hook)
         except ConfigError as error:
             if isinstance(source, Mapping):
-                # This is the same dict object as in the user config, where it is found by identity.
+                # The error is located in the user config by the identity of this dict.
                 error.source = source  # type: ignore[attr-defined]
             raise
         position = sum(_order(other) <= own for other in self._hooks)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["LiveValues"]
 
 _LOSSES = 10
-"""Number of losses that are averaged, as in log lines by default."""
+"""Number of losses that are averaged, which is also the default for log lines."""
 
 
 class LiveValues:

@@ -26,7 +26,8 @@ _NORMAL = 1.4826
 """1 / (0.75 quantile of the normal distribution). For normally distributed values, the standard deviation is the MAD
 times this factor."""
 _SMALLEST = 0.01
-"""The scale is at least this fraction of the median, so that rounding errors of a constant loss are not spikes."""
+"""The scale is at least this fraction of the median, so that rounding errors of a constant loss do not count as
+spikes."""
 
 
 @HOOKS.register_module()
@@ -46,8 +47,8 @@ class LossSpikeHook(Hook):
     Training steps do not wait for the device: the hook uses values that are read for the log, at log intervals and
     before checkpoints. With several processes, it uses the mean of their losses.
 
-    `rollback` works as in `nan_guard`: the run continues from its last good checkpoint, without the batches from the
-    update before the spike to the last loss that was read. Chowdhery et al., *PaLM: Scaling Language Modeling with
+    `rollback` works as in `nan_guard`: the run continues from its last good checkpoint, and skips the batches from the
+    update before the spike up to the last loss that was read. Chowdhery et al., *PaLM: Scaling Language Modeling with
     Pathways* (2022), section 5.1, describe this remedy: they restart about 100 steps before the spike and skip 200 to
     500 batches.
 
@@ -58,9 +59,9 @@ class LossSpikeHook(Hook):
         threshold: factor for the scale in the formula above.
         min_history: number of losses that must be available before a loss is compared; at most `window`.
         patience: number of consecutive steps that must be above the limit.
-        max_rollbacks: maximum number of times that a run goes back to a checkpoint, before it stops with
-            `LossSpikeError`.
-        skip_before: number of additional batches to leave out before the spike.
+        max_rollbacks: maximum number of times that a run goes back to a checkpoint; at the next spike, the run stops
+            with `LossSpikeError`.
+        skip_before: number of additional batches to skip before the spike.
     """
 
     def __init__(
@@ -192,7 +193,7 @@ class LossSpikeHook(Hook):
 
 
 def _mean_by_step(ranks: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float]]:
-    """Return the mean loss of each step over the ranks whose loss is finite, in the order of the steps."""
+    """Return each step's mean loss over the ranks, in step order; losses that are not finite are left out."""
     losses: dict[int, list[float]] = {}
     for rank in ranks:
         for number, loss in rank:

@@ -1,4 +1,4 @@
-"""Skip training steps with a non-finite loss or gradient, or go back to a checkpoint; name the module at fault."""
+"""Skip training steps with a non-finite loss or gradient, or go back to a checkpoint; report the faulty module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LOGGED = 10
 
 @HOOKS.register_module()
 class NanGuardHook(Hook):
-    """Skip training steps with a non-finite loss or gradient; or stop training, or go back to a checkpoint.
+    """If a loss or gradient is not finite, skip the training step, stop training, or go back to a checkpoint.
 
     Args:
         action, locate, max_skipped, max_rollbacks, skip_before: see `NanGuardOptions`.
@@ -100,7 +100,7 @@ class NanGuardHook(Hook):
             )
 
     def _log_samples(self, runner: Runner) -> None:
-        """Log this rank's samples in the steps whose loss was not finite."""
+        """For each step whose loss was not finite, log the samples in this rank's batch."""
         dropped, runner.meter.dropped = runner.meter.dropped, []
         for iteration in dropped[:_LOGGED]:
             samples = runner.rollback.describe(iteration)
@@ -114,7 +114,7 @@ class NanGuardHook(Hook):
             runner.logger.warning(f"The losses of {len(dropped) - _LOGGED} more iterations are not finite")
 
     def after_rollback(self, runner: Runner) -> None:
-        """Discard what the guard and the locator found in the steps that are repeated."""
+        """Discard the results of the guard and the locator for the steps that the run repeats."""
         runner.meter.dropped = []
         if self.guard is not None:
             self.guard.reset()

@@ -88,7 +88,7 @@ class PreciseBNHook(Hook):
                 with runner.optim_wrapper.autocast():
                     loss_step(batch)
         for layer, own in zip(layers, _merge(moments), strict=True):
-            if own.count:  # zero if no sample passed through the layer
+            if own.count:  # 0 if no sample has passed through the layer
                 layer.running_mean.copy_(own.mean)  # type: ignore[union-attr]
                 layer.running_var.copy_(own.var)  # type: ignore[union-attr]
 

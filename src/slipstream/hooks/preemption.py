@@ -34,7 +34,7 @@ class PreemptionHook(Hook):
         self._active = ExitStack()
 
     def before_train(self, runner: Runner) -> None:
-        """Start to handle signals."""
+        """Start handling signals."""
         self.release(runner)
         self._preemption = self._active.enter_context(Preemption())
 

@@ -25,7 +25,7 @@ class ProfilerHook(Hook):
 
     Args:
         profile_times: number of steps to record.
-        wait, warmup: number of steps to skip first, and number of steps to profile next without recording them.
+        wait, warmup: number of initial steps to skip, and number of steps after them to profile without recording.
         record_shapes, profile_memory, with_stack, with_flops: as in `torch.profiler.profile`.
     """
 

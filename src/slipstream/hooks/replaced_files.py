@@ -32,10 +32,10 @@ class _File(NamedTuple):
 class ReplacedFiles:
     """The files of a run (such as best checkpoints) that newer files have replaced.
 
-    Without roll-backs, these files are removed at once. With roll-backs, a replaced file is kept until no checkpoint to
-    which the run can go back is older than the replacement. After a roll-back, the files that the restored checkpoint
-    names exist again, and the files from abandoned steps are removed. The list is part of each checkpoint, so a resumed
-    run removes the files that it no longer needs. Only rank 0 changes files.
+    If roll-backs are disabled, these files are removed at once. Otherwise, a replaced file is kept until every
+    checkpoint to which the run can go back is newer than the replacement. After a roll-back, the files named in the
+    restored checkpoint exist again, and the files that were written after it are removed. The list is part of each
+    checkpoint, so a resumed run removes the files that it no longer needs. Only rank 0 changes files.
 
     Args:
         key: name of the list in the message hub.
@@ -105,8 +105,8 @@ class ReplacedFiles:
 
         Args:
             runner: the run, which has restored the message hub from the checkpoint.
-            abandoned: the current files before the roll-back.
-            current: the current files of the checkpoint.
+            abandoned: names of the files that were in use before the roll-back.
+            current: names of the files that were in use when the checkpoint was written.
         """
         stored, pending = self._stored(runner), set(current)
         kept = pending | {file.name for file in stored}

@@ -72,7 +72,7 @@ class ReportHook(Hook):
         self._examples: list[Example] = []
         self._curves: dict[str, Curve] = {}
         self._seen: dict[str, int] = {}
-        self._speed_at = 0, 0.0  # samples and seconds, without the first step
+        self._speed_at = 0, 0.0  # number of samples and seconds so far, without the first step
         self._memory_at = -math.inf
         self._confusions: dict[tuple[str, str], Confusion] = {}
         self._start: int | None = None
@@ -109,7 +109,7 @@ class ReportHook(Hook):
             self._read(runner)
 
     def before_val_epoch(self, runner: Runner) -> None:
-        """Begin to select example predictions."""
+        """Start selecting example predictions."""
         batches = length(runner.val_dataloader) if hasattr(runner.val_loop, "dataloader") else None
         self._selection = ExampleSelection(batches) if is_main_process() else None
 
@@ -156,14 +156,15 @@ class ReportHook(Hook):
         for key, history in runner.message_hub.log_scalars.items():
             new = history.total - self._seen.get(key, 0)
             if new and key.startswith("train/"):
-                # A learning rate is also recorded for checkpoints and at the end of a run.
+                # Learning rates are also recorded before checkpoints and at the end of a run, so take only the newest
+                # one.
                 values = history.newest(new)[:1] if is_rate(key) else history.newest(new)
                 self._curve(key).add(at, values)
             self._seen[key] = history.total
         self._read_speed(runner, at)
 
     def _read_speed(self, runner: Runner, at: int) -> None:
-        """Add the training speed since the last call, without validation and checkpoints, and the memory."""
+        """Add the training speed since the last call (without validation and checkpoints) and the memory use."""
         phases = runner.phases
         if phases.steps == 0:
             return
@@ -185,9 +186,10 @@ class ReportHook(Hook):
             if isinstance(value, int | float):
                 self._curve(self._evaluated(f"{mode}/{name}", runner.iter)).add(runner.iter, [value])
         loop = runner.val_loop if mode == "val" else runner.test_loop
-        for metric in getattr(getattr(loop, "evaluator", None), "metrics", ()):  # a user's loop may have none
+        # A user-defined loop may have no evaluator.
+        for metric in getattr(getattr(loop, "evaluator", None), "metrics", ()):
             matrix: Any = getattr(metric, "confusion", None)
-            # A user's metric may have other attributes with these names.
+            # A user's metric may use these attribute names for other values.
             if not matches(matrix, list[list[int]]) or len(matrix) > _MOST_CLASSES:
                 continue
             if self._known(mode, runner.iter, matrix):
@@ -210,7 +212,7 @@ class ReportHook(Hook):
         return f"{key} (second evaluation)" if curve is not None and curve.x[-1] == at else key
 
     def _known(self, mode: str, at: int, matrix: list[list[int]]) -> bool:
-        """Return whether another metric counted the same matrix in this evaluation."""
+        """Return whether another metric has already returned the same matrix in this evaluation."""
         others = (kept for kept in self._confusions.values() if (kept.mode, kept.iteration) == (mode, at))
         return any(kept.matrix == matrix for kept in others)
 
@@ -262,7 +264,7 @@ class ReportHook(Hook):
         )
 
     def _add_measurements(self, runner: Runner, record: RunRecord) -> None:
-        """Add the results that are counted or measured after the run, which exist only for training."""
+        """Add the results that are counted or measured at the end of a training run."""
         if not self._training:
             if self._measured is not None:
                 record.compute, record.loading_rates, record.tuned = self._measured
@@ -276,7 +278,7 @@ class ReportHook(Hook):
 
 
 def _attempt(runner: Runner, measure: Callable[[Runner], list[T]]) -> list[T]:
-    """Return what `measure` returns, or an empty list after an error, because the report is useful without it."""
+    """Return the result of `measure`, or an empty list if it fails: the report is useful without the result."""
     try:
         return measure(runner)
     except Exception:
@@ -291,7 +293,7 @@ def _probe(runner: Runner) -> list[LoadingRate]:
 def _tuned(runner: Runner) -> list[TunedOptions]:
     folder = user_cache("tune")
     if not folder.is_dir() or next(folder.iterdir(), None) is None:
-        return []  # without importing the package
+        return []  # the cache is empty, so do not import slipstream.tune
     result = runner.stored_tuning()
     if result is None or result.outcome.total is None:
         return []

@@ -26,8 +26,8 @@ __all__ = ["ComputeCount"]
 class ComputeCount:
     """The number of operations in a step, counted after the run from the shapes of its first batch.
 
-    A forward hook observes the data preprocessor's output for the first batch. It is then removed, so later steps have
-    no additional work.
+    A forward hook observes the data preprocessor's output for the first batch. The hook is then removed, so it adds no
+    work to later steps.
 
     Args:
         peak_tflops: the peak speed of the device in 10^12 operations per second; None looks it up by the device's name.
@@ -48,7 +48,7 @@ class ComputeCount:
         if self._inputs is not None or self._handle is not None or not isinstance(preprocessor, nn.Module):
             return
 
-        # Unlike a method, a function inside a function is not copied when the model is copied.
+        # Use a nested function. If the model is copied, a bound method would be copied together with its object.
         def observe(module: nn.Module, arguments: Any, options: Any, outputs: Any) -> None:
             if module is preprocessor and (options.get("training") or arguments[1:2] == (True,)):
                 self._observe(outputs, getattr(runner.train_loop, "step_samples", 0) // get_world_size())
@@ -111,12 +111,12 @@ def _device_name(device: torch.device) -> str:
     name = getattr(torch.get_device_module(device), "get_device_name", None)
     try:
         return device.type if name is None else str(name())
-    except Exception:  # modules of other devices may define a different function
+    except Exception:  # another device's module may define a function of this name with different arguments
         return device.type
 
 
 def _precision(runner: Runner) -> Precision:
-    """Return the precision of most matrix products and convolutions. Call this in the run, whose options set TF32."""
+    """Return the precision of most matrix products and convolutions. Call this during the run, which sets TF32."""
     plan = runner.speed.precision
     if plan is not None and plan.name == "fp8":
         return "fp8"

@@ -22,7 +22,7 @@ __all__ = ["ExampleSelection"]
 
 _SHOWN = 12
 _BATCHES = 32
-"""Maximum number of batches to read in a validation. Reading a batch waits for the device."""
+"""Maximum number of batches to read in one validation run. Reading a batch waits for the device."""
 _SIDE = 112
 """Maximum height and width of a picture, in pixels."""
 
@@ -54,7 +54,7 @@ class ExampleSelection:
         self._chosen: list[_Candidate] = []
 
     def add(self, index: int, batch: Any, outputs: Any) -> None:
-        """Consider the samples of a batch. Batches and outputs that do not come from a classifier are ignored."""
+        """Add the samples of a batch to the candidates, unless the batch or the outputs are not a classifier's."""
         if index % self._every or index >= _BATCHES * self._every:
             return
         images = _images(batch)
@@ -75,7 +75,7 @@ class ExampleSelection:
             )
         ]
         kept = sorted([*self._chosen, *found], key=lambda each: each.rank)[:_SHOWN]
-        # A part of a batch would keep the memory of the whole batch in use.
+        # Copy the sample, because a view would keep the memory of the whole batch in use.
         self._chosen = [each if each in self._chosen else _own(each) for each in kept]
 
     def examples(self, names: Sequence[str]) -> list[Example]:
@@ -127,7 +127,7 @@ def _predictions(scores: Tensor, targets: Tensor) -> tuple[list[int], list[float
     if not ((values >= 0).all() and torch.allclose(sums, torch.ones_like(sums), atol=1e-3)):
         values = values.softmax(1)  # logits or logarithms of probabilities
     highest, classes = values.max(1)
-    known = [value if 0 <= value <= 1 else None for value in highest.tolist()]  # NaN is not a probability
+    known = [value if 0 <= value <= 1 else None for value in highest.tolist()]  # excludes NaN
     return classes.tolist(), known
 
 

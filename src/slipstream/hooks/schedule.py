@@ -30,7 +30,7 @@ class ParamSchedulerHook(Hook):
         """Group the schedulers by type: iteration-based, epoch-based and metric-based."""
         schedulers = runner.all_param_schedulers
         self._on_metrics = [s for s in schedulers if getattr(s, "need_val_args", False)]
-        self._by_epoch = [s for s in schedulers if s.by_epoch]  # includes schedulers based on metrics
+        self._by_epoch = [s for s in schedulers if s.by_epoch]  # includes metric-based schedulers
         self._by_iter = [s for s in schedulers if not s.by_epoch]
 
     def after_train_iter(

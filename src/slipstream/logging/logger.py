@@ -26,7 +26,7 @@ _DATE_FORMAT = "%Y/%m/%d %H:%M:%S"
 _DATE_LENGTH = len("2000/01/01 00:00:00")
 _STYLES = {"DEBUG": "dim", "INFO": "green", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
 
-# The loggers of this context (thread or task) by name; the last one is the current logger.
+# Maps names to the loggers of this context (thread or task); the last logger is the current one.
 _loggers: ContextVar[Mapping[str, MMLogger]] = ContextVar("slipstream_loggers", default=MappingProxyType({}))
 
 

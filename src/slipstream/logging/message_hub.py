@@ -13,12 +13,12 @@ from slipstream.logging.history import HistoryBuffer, Number
 
 __all__ = ["MessageHub"]
 
-# The hubs of this context (thread or task) by name; the last one is the current hub.
+# Maps names to the hubs of this context (thread or task); the last hub is the current one.
 _hubs: ContextVar[Mapping[str, MessageHub]] = ContextVar("slipstream_hubs", default=MappingProxyType({}))
 
 
 class MessageHub:
-    """The scalars (`train/loss`) and infos (`eta`) of one Runner.
+    """The scalars (such as `train/loss`) and other values, called infos (such as `eta`), of one Runner.
 
     Args:
         name: name of the run.
@@ -159,7 +159,7 @@ class MessageHub:
 
     @classmethod
     def get_instance(cls, name: str) -> MessageHub:
-        """Return this context's hub `name`, such as the hub of the run with this name; the first call creates it."""
+        """Return this context's hub `name`; the first call creates it. A run's hub has the name of the run."""
         if name not in _hubs.get():
             cls(name).keep_current()
         return _hubs.get()[name]

@@ -21,7 +21,7 @@ of the training step that are not split into `forward`, `backward` and `optimize
 STEP_PHASES: tuple[Phase, ...] = (
     "data", "preprocess", "forward", "backward", "optimizer", "step", "hooks", "logging",
 )  # fmt: skip
-"""The phases of training without validation and checkpoints."""
+"""The phases of training, without validation and checkpoints."""
 
 
 class PhaseTimes:
@@ -65,7 +65,7 @@ class PhaseTimes:
         self.current, self._since = phase, now
 
     def total(self, phase: Phase) -> float:
-        """Return the seconds in a phase that has ended, including the first step."""
+        """Return the time in seconds of all completed periods in `phase`, including the first step."""
         return self.seconds.get(phase, 0.0) + self.first.get(phase, 0.0)
 
     @contextmanager
@@ -79,7 +79,7 @@ class PhaseTimes:
             self.switch(before)
 
     def end_step(self) -> None:
-        """Count a training step, and begin to wait for the next batch."""
+        """Count a training step, and start waiting for the next batch."""
         self.switch("data")
         self.steps += 1
         if self.steps == 1:

@@ -53,11 +53,11 @@ class BaseAveragedModel(nn.Module):
     every_batch: bool = True
     """Whether every batch counts as an update, not only the last batch of an accumulation window."""
     total_steps: int | None = None
-    """Number of updates in the whole training run, set by the owner of the average."""
+    """Number of updates in the whole training run, set by the code that creates the average."""
     total_batches: int | None = None
-    """Number of batches in the whole training run, set by the owner of the average."""
+    """Number of batches in the whole training run, set by the code that creates the average."""
     window: int = 1
-    """Number of batches in an accumulation window, set by the owner of the average."""
+    """Number of batches in an accumulation window, set by the code that creates the average."""
 
     def __init__(
         self,
@@ -91,14 +91,15 @@ class BaseAveragedModel(nn.Module):
         return self.weight(step) if step else 1.0
 
     def mean_update(self) -> float:
-        """Return the mean of the update numbers (from 1), weighted by their factors in the average after `total_steps`.
+        """Return the mean update number (from 1), where each update is weighted by its factor in the average after
+        `total_steps`.
 
         For a plain mean of the weights after each update, the result is the middle of training.
         """
         assert self.total_steps is not None, "total_steps must be set"
         last = self.weight(self.total_steps - 1)
         if self.total_steps * last > 4 * self.interval:
-            # Weights decrease over time, so using the last weight for all updates gives a lower bound on the mean.
+            # The factors decrease over time, so using the last factor for all updates gives a lower bound on the mean.
             return self.total_steps - self.interval / last
         mean = 1.0
         for step in range(self.interval, self.total_steps, self.interval):
@@ -154,7 +155,7 @@ class BaseAveragedModel(nn.Module):
         """Return the averages and the weights in the same order, without copies (local shards of a sharded model)."""
         cached = self._cached
         if cached is None or cached[0] is not model or not (is_compiling() or cached[2].is_current()):
-            # A tuple, because a Module attribute would register the model as a submodule.
+            # Store the model in a tuple, because a Module attribute would register it as a submodule.
             cached = (model, self._averaged(self.module), self._averaged(model))
             _check_shapes(cached[1].tensors(), cached[2].tensors())
             self._cached = cached
@@ -196,11 +197,11 @@ class _Averaged:
 
     params: list[Tensor]
     buffers: list[tuple[nn.Module, str]]
-    """Owner and name of each buffer, because a forward pass may replace its tensor."""
+    """The owner and name of each buffer (not its tensor, which a forward pass may replace)."""
     owned: list[dict[str, Any]]
     """The submodules and parameters of each module of the model."""
     values: list[Any]
-    """The values of `owned`."""
+    """The submodules and parameters in `owned`, in order."""
 
     def is_current(self) -> bool:
         """Return whether all modules and parameters are still the same objects."""
@@ -237,8 +238,8 @@ def _copy(model: nn.Module) -> nn.Module:
 def _averaged_buffers(model: nn.Module) -> list[int]:
     """Return the indices of the buffers that can be averaged and are saved.
 
-    Buffers with infinite values (an attention mask, an initial minimum) are excluded, because the average of two
-    infinite values is NaN.
+    Buffers with infinite values (such as an attention mask or an initial minimum) are excluded, because the average of
+    two infinite values is NaN.
     """
     saved = model.state_dict()
     return [
@@ -261,7 +262,7 @@ def _check_precision(model: nn.Module, weight: float, key: str) -> None:
 
 
 def _sharded_copy(model: nn.Module, copied: dict[Any, Any] | None = None) -> nn.Module:
-    """Return a module without `forward` that contains copies of a sharded model, which deepcopy does not support."""
+    """Return a module without `forward` with copies of a sharded model's tensors; deepcopy does not support them."""
     copied = {None: None} if copied is None else copied
     new = copied[model] = nn.Module()
     for name, param in model._parameters.items():
@@ -444,5 +445,5 @@ class StochasticWeightAverage(BaseAveragedModel):
         self.every_batch = every_batch
 
     def weight(self, step: int) -> float:
-        """Return 1 / n for the n-th averaged weights."""
+        """Return 1 / n for the n-th weights that are averaged."""
         return 1.0 / (step // self.interval + 1)

@@ -68,7 +68,7 @@ class BaseModel(BaseModule):
         """Return the sum of the losses and the values to log."""
         return sum_losses(losses)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # type checkers accept any arguments in a subclass
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # lets a subclass accept any arguments
         """Return losses, predictions or the network's output, depending on `mode`."""
         raise NotImplementedError(f"{type(self).__name__} must define forward(..., mode)")
 

@@ -45,7 +45,7 @@ class BaseDataPreprocessor(nn.Module):
     def cast_data(self, data: Any) -> Any:
         """Move every tensor in `data` and apply device transforms; other values are returned unchanged."""
         if isinstance(data, Tensor):
-            if data.device == self._device:  # three times as fast as a no-op `to`
+            if data.device == self._device:  # faster than `to`, even if `to` copies nothing
                 return data
             return data.to(self._device, non_blocking=self.non_blocking)
         if isinstance(data, list | tuple):
@@ -98,7 +98,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
             raise ConfigError("specify both mean and std, or neither")
         if mean is not None and std is not None and len(mean) != len(std):
             raise ConfigError(
-                f"mean has {len(mean)} channels, but std has {len(std)}; both must have the same number"
+                f"mean has {len(mean)} values, but std has {len(std)}; set the same number of values for both"
             )
         if bgr_to_rgb and rgb_to_bgr:
             raise ConfigError("bgr_to_rgb and rgb_to_bgr are mutually exclusive; remove one of them")
@@ -142,7 +142,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         image = image.float()
         if not self.normalizes:
             return image
-        if len(self.mean) not in (1, image.shape[-3]):  # broadcasting would create channels
+        if len(self.mean) not in (1, image.shape[-3]):  # broadcasting would add channels to the image
             raise DataError(
                 f"the images have {image.shape[-3]} channels, but mean and std have {len(self.mean)}; set them to one "
                 "value, or to one value per channel"

@@ -1,4 +1,4 @@
-"""Find targets that are not classes of the network."""
+"""Find targets that are outside the network's classes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["check_labels", "wrong_label"]
 
 
 def check_labels(loss: nn.Module, scores: Any, targets: Tensor) -> None:
-    """Raise a DataError if a target is neither a class of the network nor the ignored value.
+    """Raise a DataError if a target is neither one of the network's classes nor the ignored value.
 
-    On an accelerator, the loss itself would end the process without naming the target. The check synchronizes with the
-    device, so it checks only one batch. Losses that are not part of torch may use targets in a different way, so they
-    are checked only if they set `takes_class_ids = True`.
+    On an accelerator, an invalid target would end the process without an error that names it. This check synchronizes
+    with the device, so it is only used for one batch. Losses that are not part of torch may use targets in a different
+    way, so their targets are checked only if they set `takes_class_ids = True`.
 
     Args:
         loss: the loss module.
@@ -40,11 +40,11 @@ def check_labels(loss: nn.Module, scores: Any, targets: Tensor) -> None:
 
 
 def wrong_label(loss: nn.Module, scores: Tensor, found: str) -> DataError:
-    """Return the error for targets that are not classes of the network."""
+    """Return the error for targets that are outside the network's classes."""
     ignored = getattr(loss, "ignore_index", None)
     ignores = f", and the loss ignores {ignored}" if ignored is not None else ""
     return DataError(
-        f"a target is not a class of the network: {found}; the classes are 0 to {scores.shape[1] - 1}{ignores}. "
+        f"a target is not one of the network's classes: {found}; the classes are 0 to {scores.shape[1] - 1}{ignores}. "
         "Increase num_classes, map the dataset's labels to the classes, or set the loss's ignore_index to the value of "
         "targets without a class"
     )

@@ -10,8 +10,8 @@ __all__ = ["PretrainedWeights", "load_pretrained", "needs_pretrained", "skip_pre
 class PretrainedWeights:
     """Mixin for modules with pretrained weights, which a subclass loads in `_load_pretrained`.
 
-    The constructor sets `pretrained_pending` and must not load the weights: they may be downloaded, but a resumed run
-    does not need them, and `slipstream predict` builds models from the configurations of checkpoints of any source.
+    The constructor sets `pretrained_pending` and must not load the weights. Loading may start a download, which a
+    resumed run does not need, and which `slipstream predict` must not start for a checkpoint from an untrusted source.
     """
 
     pretrained_pending = False
@@ -38,7 +38,7 @@ def load_pretrained(model: nn.Module) -> None:
 
 
 def skip_pretrained(model: nn.Module) -> None:
-    """Do not load pretrained weights later, because a checkpoint replaces all weights."""
+    """Cancel the loading of pretrained weights, because a checkpoint replaces all weights."""
     for module in model.modules():
         if isinstance(module, PretrainedWeights):
             module.pretrained_pending = False

@@ -30,7 +30,7 @@ class SlidingWindow:
     def __post_init__(self) -> None:
         for name, pair in (("crop_size", self.crop_size), ("stride", self.stride)):
             if not _is_size(pair):
-                raise ConfigError(f"must be width and height in pixels, not {pair!r}", name)
+                raise ConfigError(f"must contain width and height in pixels, not {pair!r}", name)
         if self.stride[0] > self.crop_size[0] or self.stride[1] > self.crop_size[1]:
             raise ConfigError(
                 f"must not exceed crop_size {self.crop_size!r}, but is {self.stride!r}; pixels between the windows "

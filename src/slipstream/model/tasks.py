@@ -41,8 +41,8 @@ class Task(BaseModel):
         """Return the losses computed by the loss module.
 
         Raises:
-            DataError: there are no targets, or a target is not a class of the network. On an accelerator, only the
-                first batch is checked.
+            DataError: there are no targets, or a target is not one of the network's classes. On an accelerator, only
+                the first batch is checked.
         """
         if targets is None:
             raise DataError(
@@ -53,14 +53,14 @@ class Task(BaseModel):
             check_labels(self.loss, main_output(outputs), targets)
         try:
             loss = self.loss(outputs, targets if targets.is_floating_point() else targets.long())
-        except IndexError as error:  # raised on the CPU only, because other devices run asynchronously
+        except IndexError as error:  # only on the CPU, because other devices run asynchronously
             if not str(error).startswith("Target "):
                 raise
             raise wrong_label(self.loss, main_output(outputs), str(error).rstrip(".")) from error
         return loss if isinstance(loss, dict) else {"loss": loss}
 
     def check_classes(self, scores: Any) -> None:
-        """Check that the main output has one channel for each of the dataset's classes.
+        """Check that the main output has one channel per class in the dataset.
 
         Raises:
             ModelError: the number of channels is different.
@@ -138,7 +138,7 @@ def main_output(outputs: Any) -> Tensor:
 
 
 def _class_ids(logits: Tensor) -> dict[str, Tensor]:
-    """Return the class ids, and for one channel also its scores (N, H, W)."""
+    """Return the class ids and, for an output with one channel, the scores (N, H, W)."""
     if logits.shape[1] > 1:
         return {"preds": logits.argmax(1)}
     scores = logits.squeeze(1)

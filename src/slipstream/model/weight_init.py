@@ -63,7 +63,7 @@ def _apply(cfg: Mapping[str, Any], module: nn.Module) -> None:
 
 
 class _Init:
-    """Initialize all layers of the classes in `layer`: weights with `_fill`, and biases with a constant.
+    """Initialize all layers whose class is in `layer`: weights with `_fill`, and biases with a constant.
 
     With `bias_prob`, the sigmoid of the bias equals this probability (Lin et al. 2017, section 4.1).
     """

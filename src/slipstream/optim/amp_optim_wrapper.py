@@ -46,9 +46,9 @@ class LossScale:
 class AmpOptimWrapper(OptimWrapper):
     """An `OptimWrapper` that runs forward and loss under `torch.autocast`, on any device.
 
-    Fused kernels skip steps that overflow without synchronization. With float16 on an accelerator, optimizers that
-    support fused kernels therefore use them, unless they were built with `fused=` or `foreach=`. With other optimizers,
-    the host synchronizes with the device in each step to check for an overflow.
+    If a gradient overflows, fused kernels skip the step without synchronizing with the host. Therefore, with float16 on
+    an accelerator, optimizers that have fused kernels use them, unless they were built with `fused=` or `foreach=`.
+    With other optimizers, the host synchronizes with the device in each step to check for an overflow.
 
     Args:
         loss_scale: `"dynamic"`, a fixed number, or the options of `torch.amp.GradScaler`. Only used for float16;
@@ -94,7 +94,7 @@ class AmpOptimWrapper(OptimWrapper):
         return _make_scaler(self.device_type, self._loss_scale)
 
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
-        """Return the context manager for forward and loss: autocast, and `no_sync` inside an accumulation window."""
+        """Return the context manager for forward and loss: autocast, and `no_sync` unless the batch ends a window."""
         autocast = self.autocast()
         if self._accumulative_counts == 1 and self.guard is None:
             return autocast

@@ -20,8 +20,8 @@ from slipstream.typecheck import NonNegative, check, check_optimizer_options
 
 __all__ = ["NORMS", "DefaultOptimWrapperConstructor", "ParamwiseOptions", "build_optim_wrapper"]
 
-NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # _NormBase: batch and instance norms
-_DEFORMABLE = {"DeformConv2d", "ModulatedDeformConv2d"}  # by name, because the classes are in other libraries
+NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # _NormBase: batch norms, instance norms
+_DEFORMABLE = {"DeformConv2d", "ModulatedDeformConv2d"}  # names, because the classes are in other libraries
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ParamwiseOptions:
     flat_decay_mult: NonNegative | None = None  # other 1-dim parameters
     dwconv_decay_mult: NonNegative | None = None  # weights of depth-wise convolutions
     dcn_offset_lr_mult: NonNegative | None = None  # `conv_offset` in deformable convolutions
-    bypass_duplicate: bool = False  # a repeated parameter keeps its first options
+    bypass_duplicate: bool = False  # whether a repeated parameter keeps its first options
 
     @classmethod
     def from_dict(cls, cfg: Mapping[str, Any], open_ended: bool = False) -> ParamwiseOptions:
@@ -250,7 +250,7 @@ class DefaultOptimWrapperConstructor:
 
 
 def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> OptimWrapper:
-    """Build the optimizer wrapper of `model` from `cfg`.
+    """Build the optimizer wrapper for `model` from `cfg`.
 
     Args:
         model: a model, optionally wrapped for data parallelism.
@@ -277,18 +277,18 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def _hashable(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Return a hashable key, which is equal for equal options."""
+    """Return a hashable key; equal options have equal keys."""
     return tuple(sorted((k, float(v) if isinstance(v, Tensor) else repr(v)) for k, v in options.items()))
 
 
 def _path(key: str, name: str = "") -> str:
     """Return the path of a custom key, or of one of its options, in `paramwise_cfg`."""
-    quoted = f".{key}" if key.isidentifier() else f"['{key}']"  # parts of names contain dots
+    quoted = f".{key}" if key.isidentifier() else f"['{key}']"  # a custom key may contain dots
     return f"custom_keys{quoted}" + (f".{name}" if name else "")
 
 
 def _prefixes(names: Iterable[str]) -> set[str]:
-    """Return all components and prefixes of the names, as suggestions for a custom key."""
+    """Return all components and prefixes of the names, which are suggestions for a misspelled custom key."""
     found: set[str] = set()
     for name in names:
         parts = name.split(".")

@@ -28,7 +28,7 @@ def why_not_fused(optimizer: Optimizer) -> str | None:
     name, kernel = type(optimizer).__name__, _fused_kernel(type(optimizer))
     if kernel is None or "fused" not in optimizer.defaults:
         having = (other for other in dir(torch.optim) if hasattr(torch, f"_fused_{other.lower()}_"))
-        return f"{name} has no fused kernel; {', '.join(having)} have one"
+        return f"{name} has no fused kernels; the optimizers with fused kernels are {', '.join(having)}"
     if any(group["differentiable"] for group in optimizer.param_groups):
         return "fused kernels do not support differentiable=True"
     for param in _parameters(optimizer):
@@ -64,7 +64,7 @@ def init_momentum(optimizer: Optimizer) -> None:
     torch (2.13) leaves the momentum of parameters uninitialized if their first step is skipped on overflow.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return  # the host skips the step
+        return  # the loss scaler skips the step on the host
     if sum(len(group["params"]) for group in optimizer.param_groups) == len(optimizer.state):
         return
     for group in optimizer.param_groups:
@@ -112,7 +112,7 @@ def _fused_kernel(kind: type) -> str | None:
 
 
 def _runs_on(kernel: str, device: torch.device) -> bool:
-    # torch's list of supported devices does not specify which kernels a backend has.
+    # torch lists the devices with fused kernels, but not which kernels each device's backend has.
     if device.type == "meta":
         return False
     key = torch._C._dispatch_key_for_device(device.type)

@@ -37,11 +37,11 @@ def lay_out_states(optimizer: Optimizer) -> None:
 class FusedLayouts:
     """Converts gradients and states to the strides of their parameters before each step with fused kernels.
 
-    Autograd creates gradients with these strides, and the optimizer creates its states with them. The strides change if
-    code sets `p.grad`, loads or replaces states, or changes the memory format of the model between two steps. The check
-    for replaced states covers parameters with four or more dimensions, because only these have memory formats. A step
-    pre-hook can also set `p.grad`. Therefore, if the optimizer has such hooks, the gradients are converted again after
-    the last of them.
+    Autograd creates gradients with these strides, and the optimizer creates its states with them. The strides may
+    differ if other code sets `p.grad`, loads or replaces states, or changes the memory format of the model between two
+    steps. The check for replaced states covers parameters with four or more dimensions, because only these have memory
+    formats. A step pre-hook can also set `p.grad`. Therefore, if the optimizer has such hooks, the gradients are
+    converted again after the last of them.
 
     Args:
         optimizer: the optimizer.
@@ -112,4 +112,4 @@ class FusedLayouts:
 
 
 _END = (object(),)
-"""Appended to compared lists, so that lists of different lengths differ."""
+"""Appended to both lists of a comparison, so that lists of different lengths differ."""

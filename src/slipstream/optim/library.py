@@ -20,7 +20,7 @@ _Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
 class _Foreach(Optimizer):
-    """An optimizer that updates all parameters of a group and dtype together, and counts the steps of each group."""
+    """Base class for optimizers that update all parameters of a group and dtype at once, and count steps per group."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -37,7 +37,7 @@ class _Foreach(Optimizer):
         return loss
 
     def _update(self, group: Mapping[str, Any], params: list[Tensor]) -> None:
-        """Update parameters of one group and dtype."""
+        """Update the parameters of one group that have the same dtype."""
         raise NotImplementedError
 
     def _state(self, name: str, params: list[Tensor], start: float = 0.0) -> list[Tensor]:
@@ -63,7 +63,8 @@ class RMSpropTF(_Foreach):
         weight_decay: weight decay coefficient; `weight_decay * p` is added to the gradient.
         momentum: decay of the momentum.
         centered: whether to subtract the square of the mean gradient from the mean squares.
-        decoupled_decay: whether to multiply the weights by `1 - weight_decay` instead, independent of `lr`.
+        decoupled_decay: whether to multiply the weights by `1 - weight_decay`, independently of `lr`, instead of
+            changing the gradient.
         lr_in_momentum: whether to multiply gradients by `lr` before they are added to the momentum; if False, the
             momentum is multiplied by `lr`, as in torch.
 

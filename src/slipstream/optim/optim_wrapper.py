@@ -37,7 +37,7 @@ _Limit = Annotated[float, Rule(lambda value: value > 0, "above 0")]
 
 @dataclass(frozen=True)
 class GradClip:
-    """Options of gradient clipping, for example `dict(max_norm=35, norm_type=2)` in a configuration."""
+    """Gradient clipping options, for example `dict(max_norm=35, norm_type=2)` in a configuration."""
 
     type: Literal["norm", "value"] = "norm"
     max_norm: _Limit | None = None
@@ -92,7 +92,7 @@ class _Guard(Protocol):
         """Save the state that a forward pass changes."""
 
     def poison(self, loss: Tensor) -> Tensor:
-        """Return the loss for backward, whose gradients are NaN if the loss is not finite."""
+        """Return the loss for backward; if the loss is not finite, backward produces NaN gradients."""
 
     def step(self, optim: OptimWrapper) -> None:
         """Call `optim.step()`; the call has no effect if a gradient is not finite."""
@@ -133,7 +133,7 @@ class OptimWrapper:
         """Called before each update, when `p.grad` contains the gradients of the whole accumulation window."""
         self.grad_norm: Tensor | None = None
         self.logs: Mapping[str, Tensor] = {}
-        """Values that the parts logged in the last update."""
+        """Values to log that the parts returned in the last update."""
         self.guard: _Guard | None = None
         """Checks on the device whether the loss and gradients of a step are finite; None disables the check."""
         self.finite: Tensor | None = None
@@ -141,7 +141,7 @@ class OptimWrapper:
         self.phases: PhaseTimes | None = None
         """Measures the host time of the eager step's phases, if set."""
         self.batches_per_epoch: int | None = None
-        """Number of batches after which an accumulation window ends, even if it is smaller; None for no such limit."""
+        """Number of batches per epoch, if the end of an epoch ends its accumulation window; otherwise None."""
         self._accumulative_counts = accumulative_counts
         self._inner_count = 0
         self._max_counts = -1
@@ -222,7 +222,7 @@ class OptimWrapper:
         if kwargs or self.overrides_zero_grad:
             self.optimizer.zero_grad(**kwargs)
             return
-        # Equivalent to the optimizer's zero_grad, but without the profiler record.
+        # Equivalent to the optimizer's zero_grad, but does not create a profiler record.
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 param.grad = None
@@ -285,8 +285,9 @@ class OptimWrapper:
     def unfinished(self) -> int:
         """Number of batches since the end of the last accumulation window.
 
-        After the last, smaller window of a run that is extended, the next window is also smaller than
-        `accumulative_counts`. The number of completed batches does not show this, so checkpoints contain this value.
+        If a run ends with a smaller window and is then extended, the next window is also smaller than
+        `accumulative_counts`. This cannot be inferred from the number of completed batches, so checkpoints contain this
+        value.
         """
         return self._inner_count - self._window_start
 
@@ -308,7 +309,7 @@ class OptimWrapper:
         return min(ends) - self._window_start
 
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
-        """Return the context manager for forward and backward, which is `no_sync` inside an accumulation window."""
+        """Return the context manager for forward and backward: `no_sync` unless the batch ends a window."""
         if self.guard is not None:
             self.guard.before_forward()
         if self._accumulative_counts > 1 and not self.should_sync() and hasattr(model, "no_sync"):
@@ -402,7 +403,7 @@ class OptimWrapper:
 
 
 def _unsupported_reason(optimizer: Optimizer) -> str | None:
-    """Return why the optimizer is not supported, with a remedy, or None if it is supported."""
+    """Return why the optimizer is not supported, and a remedy; return None if it is supported."""
     closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return (

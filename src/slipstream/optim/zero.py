@@ -69,7 +69,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             sizes[least] += tensor.numel()
 
     def _own(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of the group with the parameters in the partition of this rank."""
+        """Return a copy of the group that contains only the parameters in this rank's partition."""
         mine = {id(p) for p in self._partitions[get_rank()]}
         options = {key: value for key, value in group.items() if key not in _NAMING}
         return {"params": [p for p in group["params"] if id(p) in mine], **options}
@@ -77,7 +77,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the partition of each process, and gather all parameters on every process."""
-        _copy_options(self.param_groups, self.optim.param_groups)  # a scheduler may have changed them
+        _copy_options(self.param_groups, self.optim.param_groups)  # a scheduler may have changed the options
         loss = self.optim.step() if closure is None else self.optim.step(closure)
         _copy_options(self.optim.param_groups, self.param_groups)
         self._gather_parameters()
@@ -118,7 +118,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         return own
 
     def _gather_state(self, state: dict[int, Any]) -> dict[int, Any]:
-        """Return the states of all ranks on rank 0; the ranks send one after another, to limit memory use."""
+        """Return the states of all ranks on rank 0; the ranks send them one after another, to limit memory use."""
         state = tree_map_only(Tensor, lambda t: t.cpu(), state)
         for source in range(1, len(self._partitions)):
             if get_rank() == source:

@@ -41,7 +41,7 @@ _SHORTCUTS = {
         "dataset_params.val_dataloader_params.num_workers",
     ],
 }
-# Names of the shortcuts in other tools.
+# Names that other tools use for the shortcuts.
 _SYNONYMS = {"learning_rate": "lr", "initial_lr": "lr", "max_epochs": "epochs", "num_epochs": "epochs",
              "workers": "num_workers"}  # fmt: skip
 # Keys that all recipes accept without a +, even if they do not list them.
@@ -75,7 +75,7 @@ def compose(
     Raises:
         UnknownNameError: if a recipe, group option or key does not exist. The message suggests the nearest name.
         ConfigError: if a file or an override is invalid, an interpolation cannot be resolved, the recipe is for a task
-            that is not supported, or the recipe is only a base of other recipes.
+            that is not supported, or the recipe is only a base for other recipes.
     """
     with extra("recipes"):
         from omegaconf import OmegaConf
@@ -145,7 +145,7 @@ def load(
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
         _raise_unknown_key(error, path, overrides, config_dir)
         raise ConfigError(f"{_first_line(error)} (in {path})") from None
-    except TypeError:  # raised by Hydra, without a message, if an override sets an item of a list
+    except TypeError:  # Hydra raises this error, without a message, if an override sets an item of a list
         raise ConfigError(
             f"overrides can only replace a whole list, not an item of it: {overrides} (in {path})"
         ) from None
@@ -253,19 +253,19 @@ def _merge_synonyms(cfg: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def _check_base(raw: Mapping[str, Any], path: Path, config_dir: str | Path | None) -> None:
-    """Raise a ConfigError if the recipe has no network, because other recipes extend it."""
+    """Raise a ConfigError if the recipe has no network, because it is only a base for other recipes."""
     if raw.get("architecture") is None and (
         names := extended_by(path.stem, search_folders(path, config_dir))
     ):
         raise ConfigError(
-            f"is missing: {path.stem} is the base of other recipes; train one of them ({', '.join(names)}), or set "
+            f"is missing: {path.stem} is only a base for other recipes; train one of them ({', '.join(names)}), or set "
             "architecture=NAME",
             "architecture",
         )
 
 
 def _with_references(value: Any, raw: Any) -> Any:
-    """Return `value` with text from environment variables (`${oc.env:NAME}` in `raw`) as a `Reference`."""
+    """Return `value`; text with environment variables (`${oc.env:NAME}` in `raw`) becomes a `Reference`."""
     if isinstance(value, dict) and isinstance(raw, dict):
         return {key: _with_references(item, raw.get(key)) for key, item in value.items()}
     if isinstance(value, list) and isinstance(raw, list):
@@ -314,7 +314,7 @@ def _first_line(error: BaseException) -> str:
 def _missing(error: Any, path: Path, folders: Sequence[Path]) -> ConfigError:
     group, _, option = str(error.missing_cfg_file).rpartition("/")
     options = error.options or ()
-    there = f"available: {', '.join(options)}" if options else "no recipes of this kind exist"
+    there = f"available: {', '.join(options)}" if options else "there are no recipes of this kind"
     looked = ", ".join(str(folder) for folder in folders)
     what = f"{group} '{option}'" if group else f"recipe '{option}'"
     return UnknownNameError(

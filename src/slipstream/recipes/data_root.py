@@ -1,4 +1,4 @@
-"""The shortcut `data_root_dir` for recipes that contain the folders of their datasets."""
+"""The shortcut `data_root_dir` for recipes that contain the paths of their datasets."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _SHORTCUT = "data_root_dir"
 
 
 def set_data_root(values: Mapping[str, Any], raw: Mapping[str, Any], overrides: Iterable[str]) -> None:
-    """Replace hard-coded folders of datasets if `data_root_dir` is among the overrides.
+    """Replace hard-coded dataset folders if `data_root_dir` is among the overrides.
 
-    The folder that all hard-coded folders have in common is replaced, so the subfolders of training and validation
-    images are kept: with /data/imagenet/train and /data/imagenet/val, `data_root_dir=DIR` results in DIR/train and
-    DIR/val. Folders that the recipe derives from `data_root_dir`, or that another override sets, do not change. A
-    warning is logged if the recipe has no folder of a dataset.
+    The common parent of all hard-coded folders is replaced, so the subfolders of training and validation images are
+    kept: with /data/imagenet/train and /data/imagenet/val, `data_root_dir=DIR` results in DIR/train and DIR/val.
+    Folders that the recipe derives from `data_root_dir`, or that another override sets, do not change. A warning is
+    logged if the recipe sets no dataset folder.
 
     Args:
         values: the composed recipe; its `dataset_params` are changed.
         raw: the recipe before interpolations are resolved.
-        overrides: overrides of the command line.
+        overrides: overrides from the command line.
     """
     keys = {override.lstrip("+~").partition("=")[0] for override in overrides}
     if _SHORTCUT not in keys or not (folder := values.get(_SHORTCUT)):
@@ -49,7 +49,7 @@ def set_data_root(values: Mapping[str, Any], raw: Mapping[str, Any], overrides: 
             params[key] = str(PurePosixPath(str(folder)) / below)
     elif not derived:
         logging.getLogger("slipstream").warning(
-            "data_root_dir=%s has no effect: no dataset of this recipe has a folder (%s)",
+            "data_root_dir=%s has no effect, because this recipe sets no dataset folder (%s)",
             folder,
             ", ".join(_ROOTS),
         )

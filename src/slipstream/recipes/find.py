@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent
 # Other recipes include this file for its shortcuts. It is not a recipe itself.
 _INCLUDED = "variable_setup"
 COMPOSED_KEYS = ("defaults", "architecture", "arch_params", "training_hyperparams", "training_params")
-"""Keys of which a recipe in SuperGradients' syntax has at least one."""
+"""A recipe in SuperGradients' syntax has at least one of these keys."""
 
 
 def recipes(config_dir: str | Path | None = None) -> Mapping[str, str]:
@@ -51,7 +51,7 @@ def find_recipe(name: str, config_dir: str | Path | None = None) -> Path:
             if "/" not in name and own.suffix == ".yaml" and own.is_file():
                 return own
     if Path(name).suffix in (".py", ".yaml", ".yml", ".json", ".toml"):
-        return Path(name)  # Config.fromfile reports errors in the file
+        return Path(name)  # Config.fromfile reports missing and invalid files
     raise UnknownNameError(
         f"no recipe is named '{name}'{did_you_mean(name, recipes(config_dir))} "
         "(`slipstream recipes` lists them; to use a configuration file, include its extension)"

@@ -1,4 +1,4 @@
-"""Limit the interpolations (`${key}`) of recipes: a few short values can refer to each other billions of times."""
+"""Limit the interpolations (`${key}`) in recipes, because a few short values can lead to billions of references."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_interpolations(tree: Mapping[str, Any], source: str) -> None:
 
     def cost(key: _Key, node: Any) -> int:
         if key not in costs:
-            costs[key] = 0  # a value that refers to itself is OmegaConf's error
+            costs[key] = 0  # OmegaConf reports values that refer to themselves
             found = 1
             for inner, value in _children(key, node):
                 found += cost(inner, value)

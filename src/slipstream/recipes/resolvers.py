@@ -30,7 +30,7 @@ def register_resolvers() -> None:
         "getitem": lambda container, key: container[key],
         "first": lambda items: items[0],
         "last": lambda items: items[-1],
-        "class": lambda path: path,  # a name, resolved by the registry when the component is built
+        "class": lambda path: path,  # the path remains a name, which the registry looks up later
         "roboflow_dataset_num_classes": _no_roboflow,
     }
     for name, function in functions.items():

@@ -1,4 +1,4 @@
-"""Short words of the command line (`lr=0.01`) for recipes in the Runner's syntax."""
+"""Command-line shortcuts (`lr=0.01`) for recipes in the Runner's syntax."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _KEYS = {
     "num_workers": tuple(f"{loader}.num_workers" for loader in _LOADERS),
     "data_root_dir": tuple(f"{loader}.dataset.{root}" for loader in _LOADERS for root in _ROOTS),
 }
-"""Keys of the Runner that each short word sets."""
+"""Maps each shortcut to the Runner's keys that it sets."""
 _SYNONYMS = {
     "learning_rate": "lr",
     "num_epochs": "epochs",
     "workers": "num_workers",
     "data_root": "data_root_dir",
 }
-"""Names of the short words in other tools."""
+"""Names that other tools use for the shortcuts."""
 
 
 def runner_overrides(cfg: Config, overrides: Iterable[str]) -> list[str]:
-    """Return the overrides with short words replaced by the keys of the Runner that they set.
+    """Return the overrides with shortcuts replaced by the Runner's keys that they set.
 
-    The words are `lr`, `batch_size`, `val_batch_size`, `epochs`, `num_workers` and `data_root_dir`, as in recipes in
-    SuperGradients' syntax. A word that is a key of the configuration is not replaced. If no dataset has a folder,
-    `data_root_dir` is removed, and a warning is logged.
+    The shortcuts are `lr`, `batch_size`, `val_batch_size`, `epochs`, `num_workers` and `data_root_dir`, as in recipes
+    in SuperGradients' syntax. A shortcut is not replaced if the configuration has a key of the same name. If the
+    configuration sets no dataset folder, `data_root_dir` is removed, and a warning is logged.
 
     Raises:
-        ConfigError: a word matches no section of the configuration.
+        ConfigError: the configuration does not have the section that a shortcut sets.
     """
     replaced = []
     for override in overrides:
@@ -51,7 +51,9 @@ def runner_overrides(cfg: Config, overrides: Iterable[str]) -> list[str]:
             replaced += [f"{key}={value}" for key in keys]
         elif word == "data_root_dir":
             logging.getLogger("slipstream").warning(
-                "%s has no effect: no dataset of this recipe has a folder (%s)", override, ", ".join(_ROOTS)
+                "%s has no effect, because this recipe sets no dataset folder (%s)",
+                override,
+                ", ".join(_ROOTS),
             )
         else:
             section = _KEYS[word][0].rpartition(".")[0]
@@ -62,16 +64,16 @@ def runner_overrides(cfg: Config, overrides: Iterable[str]) -> list[str]:
 
 
 def hints(cfg: Config) -> dict[str, str]:
-    """Return the short words that apply to the configuration, and other names for them, each with the short word."""
+    """Map the shortcuts that apply to the configuration, and other tools' names for them, to the shortcuts."""
     words = {word: word for word, keys in _KEYS.items() if any(_applies(cfg, key, False) for key in keys)}
     return {**words, "ema": "ema", **{other: word for other, word in _SYNONYMS.items() if word in words}}
 
 
 def set_ema(cfg: Config, overrides: Iterable[str]) -> list[str]:
-    """Apply the short word `ema=True` or `ema=False`, and return the other overrides.
+    """Apply the shortcut `ema=True` or `ema=False`, and return the other overrides.
 
-    `False` removes each `EMAHook` of the recipe. `True` enables the speed option `ema` if there is none. Any other
-    value is left to the error for unknown keys.
+    `False` removes each `EMAHook` from the recipe. `True` enables the speed option `ema` if the recipe has no
+    `EMAHook`. Any other value is not applied, so it later causes the error for unknown keys.
     """
     rest = []
     for override in overrides:

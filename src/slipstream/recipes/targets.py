@@ -14,12 +14,12 @@ _MAX_ITEMS = 100_000
 
 
 def without_targets(value: Any, path: str = "") -> Any:
-    """Return `value` with the `_target_` dicts of lists, ranges and enums replaced by built-in values.
+    """Return `value` with `_target_` dicts that create lists, ranges and enum members replaced by built-in values.
 
-    Other `_target_` dicts name components, and are not changed.
+    Other `_target_` dicts configure components, and are not changed.
 
     Raises:
-        ConfigError: the arguments of a range are invalid, or it has more than 100,000 numbers.
+        ConfigError: the arguments of a range are invalid, or the range has more than 100,000 numbers.
     """
     if isinstance(value, list):
         return [without_targets(item, f"{path}[{index}]") for index, item in enumerate(value)]
@@ -53,7 +53,7 @@ def _called(function: Callable[..., list[float]], target: str, value: Mapping[st
 
 
 def _arange(start: float = 0, stop: float | None = None, step: float = 1, dtype: Any = None) -> list[float]:
-    """Return the same numbers as `numpy.arange`, as a list."""
+    """Return the values of `numpy.arange` as a list."""
     first, end = (0, start) if stop is None else (start, stop)
     count = _checked(max(0, math.ceil((end - first) / step)))
     return [first + index * step for index in range(count)]
@@ -62,7 +62,7 @@ def _arange(start: float = 0, stop: float | None = None, step: float = 1, dtype:
 def _linspace(
     start: float, stop: float, num: int = 50, endpoint: bool = True, dtype: Any = None
 ) -> list[float]:
-    """Return the same numbers as `numpy.linspace`, as a list."""
+    """Return the values of `numpy.linspace` as a list."""
     steps = max(_checked(num) - bool(endpoint), 1)
     numbers = [start + index * (stop - start) / steps for index in range(num)]
     return [*numbers[:-1], float(stop)] if endpoint and num > 1 else numbers

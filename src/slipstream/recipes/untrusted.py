@@ -46,7 +46,7 @@ def check_files(path: Path, overrides: Iterable[str], folders: Iterable[Path]) -
 
 
 def _defaults(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield group and option of each entry of a defaults list; the group of a file without one is empty."""
+    """Yield the group and option of each entry in a defaults list; the group is empty for a file outside any group."""
     entries = values.get("defaults")
     for entry in entries if isinstance(entries, list) else ():
         if isinstance(entry, str):
@@ -60,7 +60,7 @@ def _defaults(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _option_files(folders: Iterable[Path], group: str, option: str) -> list[tuple[Path, str]]:
-    if "${" in option:  # Hydra resolves it later
+    if "${" in option:  # the option is unknown until Hydra resolves it
         return [(file, group) for folder in folders for file in sorted((folder / group).glob("*.yaml"))]
     inner = "/".join(filter(None, [group, option.rpartition("/")[0]]))
     files = [folder / group / f"{option.removesuffix('.yaml')}.yaml" for folder in folders if option]
@@ -80,13 +80,13 @@ def check_search_path(entries: Iterable[str], path: Path) -> None:
             own or entry.startswith("file://") or "://" not in entry
         ):
             raise ConfigError(
-                f"{entry} is not searched, because {path} is a data file and this entry imports code. {_TRUST}",
+                f"{entry} is refused, because {path} is a data file and this entry makes Hydra import code. {_TRUST}",
                 "hydra.searchpath",
             )
 
 
 def check_hydra(settings: Mapping[str, Any], path: Path) -> None:
-    """Check a recipe's section `hydra`, as composed and without resolved interpolations.
+    """Check the `hydra` section of a composed recipe before its interpolations are resolved.
 
     Raises:
         ConfigError: the section makes Hydra import or call something, or set environment variables.

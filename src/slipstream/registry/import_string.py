@@ -21,16 +21,16 @@ LIBRARIES = (
     "mmseg",
     "mmyolo",
 )
-"""Scopes whose child registries are created by the module `registry` of the package with the scope's name."""
+"""Scopes whose child registries are created in the module `registry` of the package with the same name."""
 
-# Packages whose modules may be imported; other modules must be imported already.
+# Packages whose modules this function may import. Modules of other packages must already be imported.
 _IMPORTABLE = (*LIBRARIES, "mmcv", "mmengine", "slipstream", "torch", "torchmetrics")
 
 
 def import_registered(name: str, is_registered: Callable[[Any], bool]) -> Any | None:
     """Return the object that an import string names, or None if it does not exist or is not registered.
 
-    A configuration that is data can contain any string, so objects that are not registered are not returned.
+    The import string may come from an untrusted configuration, so objects that are not registered are not returned.
     """
     parts = name.split(".")
     for count in range(len(parts) - 1, 0, -1):
@@ -53,7 +53,7 @@ def _module(name: str) -> Any | None:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # `a.b.C` is not a module if C is a class; a missing dependency of the module is an error.
+        # `name` is not a module if its last part is a class. Errors for other missing modules are raised.
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             return None
         raise

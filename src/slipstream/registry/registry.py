@@ -166,9 +166,9 @@ class Registry:
     def get(self, key: str) -> Any | None:
         """Return the object registered as `key` (`"Name"` or `"scope.Name"`), or None.
 
-        A name without a scope is looked up in the registry of the default scope, then here. In each registry, the
-        order is: registered objects, namespaces and parents. A registered object is also found by its import string
-        (`"torch.optim.SGD"`).
+        A name without a scope is looked up in the registry of the default scope, then here. Each registry searches its
+        registered objects first, then its namespaces, and then its parent. A registered object is also found by its
+        import string (`"torch.optim.SGD"`).
         """
         registries, name = self._split(key)
         found = (registry._find_in_parents(name) for registry in registries)
@@ -181,7 +181,7 @@ class Registry:
         return self.root.holds(obj) or self._find_in_parents(name) is obj
 
     def holds(self, obj: Any) -> bool:
-        """Return whether `obj` is registered here or in a child registry, under any name; import no locations."""
+        """Return whether `obj` is registered here or in a child registry, under any name; imports no locations."""
         here = any(obj is registered for registered in self.module_dict.values())
         return here or any(child.holds(obj) for child in self.children.values())
 
@@ -229,7 +229,7 @@ class Registry:
         return sorted(found | set(() if self.parent is None else self.parent.names()))
 
     def _is_missing(self, package: str) -> bool:
-        """Return whether `package` provides a namespace, here or in the parents, but is not installed."""
+        """Return whether this registry or a parent has a namespace in `package`, and `package` is not installed."""
         if any(module.split(".")[0] == package for module in self._namespaces):
             return importlib.util.find_spec(package) is None
         return self.parent is not None and self.parent._is_missing(package)
@@ -247,7 +247,8 @@ class Registry:
         found = self.root._descendant(scope)
         if found is None and scope in LIBRARIES and importlib.util.find_spec(scope) is not None:
             importlib.import_module(f"{scope}.registry")  # creates the library's child registries
-            # A library has child registries for only some kinds of objects; for the others, it uses MMEngine's.
+            # A library has child registries for only some kinds of objects. For other kinds, it uses MMEngine's
+            # registries.
             found = self.root._descendant(scope)
             found = self.root._descendant("mmengine") if found is None else found
         return self.root if found is None and scope in _ROOT_ALIASES else found
@@ -275,11 +276,11 @@ class Registry:
     def _import_locations(self, wanted: str | None = None) -> None:
         """Import the locations, from last to first, until one has registered `wanted` (None: import all)."""
         while self._locations and wanted not in self.module_dict:
-            location = self._locations.pop()  # before the import, which may look up names here
+            location = self._locations.pop()  # remove it before the import, which may look up names here
             try:
                 importlib.import_module(location)
             except BaseException:
-                self._locations.append(location)  # the next lookup raises the same error
+                self._locations.append(location)  # keep it, so that the next lookup raises the same error
                 raise
 
     def _imported_namespaces(self) -> Iterator[Any]:
@@ -289,7 +290,7 @@ class Registry:
                     # Importing torch.distributed.optim issues a deprecation warning.
                     warnings.simplefilter("ignore", DeprecationWarning)
                     found = importlib.import_module(module)
-            except ModuleNotFoundError as error:  # an optional extra that is not installed
+            except ModuleNotFoundError as error:  # the package of an optional extra may be missing
                 if error.name != module.split(".")[0]:
                     raise
                 continue
@@ -361,7 +362,7 @@ _WRONG_ARGUMENT = (
     AssertionError,
     RuntimeError,
 )
-"""Exceptions from constructors that are reported with the config path; others, such as OSError, are not changed."""
+"""Exceptions from constructors that are reported with the config path; others (OSError) are raised unchanged."""
 
 
 def _reason(error: Exception) -> str:
@@ -422,7 +423,8 @@ def _check_arguments(target: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def _check_types(target: Any, arguments: Mapping[str, Any]) -> None:
-    # Annotations in other packages are often inexact; torch.nn's numbers are checked because layers accept any object.
+    # Annotations in other packages are often inexact, so they are not checked. In torch.nn, numbers are checked,
+    # because its layers accept any object.
     module = str(getattr(target, "__module__", ""))
     if not module.startswith(("slipstream.", "torch.nn.")):
         return
@@ -440,9 +442,10 @@ _SIZES = ("in_channels", "out_channels", "kernel_size", "stride", "dilation", "g
 
 
 def _is_like_number(value: Any, hint: Any) -> bool:
-    """Return whether `value` can be used as a number other than NaN, or the annotation is not a number.
+    """Return True if `value` can be used as a number other than NaN, or if the annotation is not a number.
 
-    torch.nn uses a bool as 0 or 1, also in place of an int in a size (`int | tuple[int, int]`).
+    A bool is rejected where a number or a size (`int | tuple[int, int]`) is expected, because torch.nn would use it as
+    0 or 1.
     """
     accepted = typing.get_args(hint) or (hint,)
     if isinstance(value, bool) and bool not in accepted:
@@ -456,7 +459,7 @@ def _is_like_number(value: Any, hint: Any) -> bool:
 def _hint(target: Any, key: str) -> Any:
     """Return the annotation of a parameter, or Any if its type is only imported under TYPE_CHECKING.
 
-    A parameter that is not in the signature of a class is one of its `**kwargs`, which a base class accepts.
+    If a class accepts a parameter through `**kwargs`, the annotation is read from a base class.
     """
     functions = (
         [vars(base).get("__init__") for base in target.__mro__] if inspect.isclass(target) else [target]

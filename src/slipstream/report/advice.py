@@ -34,10 +34,10 @@ class Advice:
     share: float
     """The maximum fraction of `training_seconds` that the recommendation can save."""
     problem: str
-    """What takes the time."""
+    """How the time is spent, for example `is spent waiting for data`."""
     remedy: str
     measured: str = ""
-    """A measurement of the remedy; empty if there is none."""
+    """The measured effect of the remedy; empty if it was not measured."""
 
     @property
     def bound(self) -> float:
@@ -47,10 +47,10 @@ class Advice:
     @property
     def text(self) -> str:
         """The recommendation as text, with its bound."""
-        bound = math.ceil(self.bound * 100) / 100  # rounding down would not be an upper bound
+        bound = math.ceil(self.bound * 100) / 100  # rounded up, to remain an upper bound
         return (
-            f"{self.share:.0%} of the training time {self.problem}; at most {bound:.2f}x is possible if this time "
-            f"disappears. {self.measured or self.remedy}"
+            f"{self.share:.0%} of the training time {self.problem}. Eliminating this time speeds up training by a "
+            f"factor of at most {bound:.2f}. {self.measured or self.remedy}"
         )
 
 
@@ -121,7 +121,7 @@ def _of_data(record: RunRecord, share: dict[str, float]) -> list[Advice]:
 
 
 def _measured_workers(record: RunRecord) -> str:
-    """Return what the measured loading rates show, or an empty string if there are none.
+    """Return the conclusion from the measured loading rates as text, or an empty string if there are none.
 
     Training can be neither faster than the loader alone, nor faster than the steps without waiting for data.
     """
@@ -136,7 +136,7 @@ def _measured_workers(record: RunRecord) -> str:
     best = min((count for count, rate in possible.items() if rate >= 0.95 * most), default=present)
     listed = ", ".join(f"{count}: {rate:.4g}" for count, rate in rates.items())
     probe = (
-        f"A probe after the run loaded batches without training (samples/s by num_workers: {listed}); training "
+        f"After the run, batches were loaded without training (samples/s by num_workers: {listed}); training "
         f"reached {speed:.4g}."
     )
     if best == present or possible[best] < 1.02 * speed:
@@ -146,7 +146,8 @@ def _measured_workers(record: RunRecord) -> str:
         )
     total = training_seconds(record)
     ratio = total / (total - samples / speed + samples / possible[best])
-    return f"{probe} With num_workers={best}, at most {math.ceil(ratio * 100) / 100:.2f}x is possible."
+    bound = math.ceil(ratio * 100) / 100
+    return f"{probe} With num_workers={best}, training speeds up by a factor of at most {bound:.2f}."
 
 
 def tuned_text(record: RunRecord) -> str:

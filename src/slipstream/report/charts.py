@@ -29,8 +29,8 @@ def curve_charts(record: RunRecord) -> str:
         f"<h3>Newest values of the other scalars</h3>{table(['scalar', 'value'], rows, (1,))}" if rows else ""
     )
     return (
-        f'<div class="charts">{"".join(charts)}</div><p class="note">A point of a training curve is the mean over the '
-        "steps since the previous point; the band shows their minimum and maximum. Long curves are shortened by "
+        f'<div class="charts">{"".join(charts)}</div><p class="note">Each point of a training curve is the mean over '
+        "the steps since the previous point; the band shows their minimum and maximum. Long curves are shortened by "
         f"merging points. A cross at the upper edge marks values that are NaN or infinite.</p>{more}"
     )
 

@@ -184,7 +184,5 @@ def _charts(runs: Sequence[ComparedRun]) -> str:
         # A run without this curve keeps its line style in the other charts.
         lines = [Line(run.label, run.record.curves.get(name, Curve())) for run in runs]
         charts.append(figure(name, line_chart(name, lines, "iteration", bands=False)))
-    note = (
-        '<p class="note">A point of a training curve is the mean over the steps since the previous point.</p>'
-    )
+    note = '<p class="note">Each point of a training curve is the mean over the steps since the previous point.</p>'
     return f'<div class="charts">{"".join(charts)}</div>{note}' if charts else ""

@@ -51,7 +51,7 @@ class Curve:
         finite, mean = every, sum(every) / len(every)
         if not math.isfinite(mean):
             finite = [value for value in every if math.isfinite(value)]
-            mean = sum(value / len(finite) for value in finite)  # the sum of large values may be infinite
+            mean = sum(value / len(finite) for value in finite)  # divide before summing, to avoid an overflow
         self.x.append(x)
         self.mean.append(mean if finite else None)
         self.low.append(min(finite, default=None))

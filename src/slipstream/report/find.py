@@ -32,7 +32,7 @@ class RunRow:
     """Why the record cannot be read."""
 
     def value(self, key: str) -> Any:
-        """Return the value of a column, a scalar (`val/mIoU` or `mIoU`; the newest value) or a configuration key."""
+        """Return the value of a column or configuration key, or the newest value of a scalar (`val/mIoU`, `mIoU`)."""
         if key in ("run", "folder"):
             return str(self.folder)
         if key == "status":
@@ -56,7 +56,7 @@ def _has_own_log(folder: Path) -> bool:
 def find_runs(folder: Path) -> list[RunRow]:
     """Return a row for each run folder in `folder` and its subfolders, sorted by path.
 
-    A damaged or half-written run is a row with a status, not an error.
+    A damaged or incomplete run does not raise an error, but has a row with its status.
 
     Raises:
         ConfigError: `folder` is not a folder.
@@ -110,7 +110,7 @@ def run_folder(path: Path) -> Path:
 
 
 def value_of(record: RunRecord, key: str) -> Any:
-    """Return a value of a record by name, or None: see `RunRow.value`."""
+    """Return the value with this name from a record, or None; see `RunRow.value`."""
     if key in _OF_RECORD:
         return _OF_RECORD[key](record)
     for name in (key, f"val/{key}", f"test/{key}", f"train/{key}"):

@@ -107,9 +107,9 @@ def _environment(text: str) -> dict[str, str]:
 
 
 def record_from_logs(folder: Path) -> RunRecord:
-    """Return what the log files of a run folder contain, with the status `incomplete`.
+    """Return a record with the contents of a run folder's log files and the status `incomplete`.
 
-    Logged metrics are recorded over the step that the log contains: the epoch or the iteration.
+    The x values of metrics are the steps in the log, which are epochs or iterations.
 
     Raises:
         DataError: a log file is not a regular file, or is not readable.

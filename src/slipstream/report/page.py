@@ -147,7 +147,7 @@ def _advice(record: RunRecord) -> str:
         items = "".join(f"<li>{escape(text)}</li>" for text in found)
         return (
             f'<ul class="advice">{items}</ul><p class="note">Each bound assumes that the whole time of its phase '
-            "disappears and that nothing else changes. The bounds cannot be multiplied.</p>"
+            "is eliminated and that nothing else changes. The bounds cannot be multiplied.</p>"
         )
     if not trusted_split(record):
         steps = record.phases.steps
@@ -202,9 +202,10 @@ def _split_notes(record: RunRecord) -> list[str]:
         notes.append(f"Training step: {record.step}.")
     if record.settings.get("device", "cpu") != "cpu":
         notes.append(
-            f"Kernels on the {record.settings['device']} device run asynchronously. The host does not observe "
-            "when they run: forward, backward and optimizer only contain the time to launch kernels, and the time "
-            "for which the host waits for the device is in the phase in which it waits, usually reading losses."
+            f"Kernels on the {record.settings['device']} device run asynchronously, and the host does not observe "
+            "when they run. Therefore forward, backward and optimizer only contain the time to launch kernels. The "
+            "time for which the host waits for the device is part of the phase in which it waits, usually reading "
+            "losses."
         )
     if record.settings.get("prefetch"):
         notes.append("With prefetch, the copy to the device starts while the loop waits for data.")

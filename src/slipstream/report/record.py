@@ -36,9 +36,9 @@ class PhaseSplit:
     """The host time that a run spent in each phase, in seconds; see `slipstream.logging.PhaseTimes`."""
 
     seconds: dict[str, NonNegative] = field(default_factory=dict)
-    """Without the first training step."""
+    """Seconds per phase, without the first training step."""
     first: dict[str, NonNegative] = field(default_factory=dict)
-    """The first training step."""
+    """Seconds per phase in the first training step."""
     steps: NonNegativeInt = 0
     """Number of training steps, including the first one."""
     samples: NonNegativeInt = 0
@@ -116,7 +116,7 @@ class TunedOptions:
 
 @dataclass
 class LogMessage:
-    """A warning or an error of the log file."""
+    """A warning or an error from the log file."""
 
     time: str
     level: str

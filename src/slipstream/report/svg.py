@@ -17,7 +17,7 @@ _WIDTH, _HEIGHT = 520, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 10, 34
 _POINTS = 400
 _LARGEST = 1e300
-"""Larger values are drawn beyond the edge, because the size of an axis must be finite."""
+"""Larger values are drawn beyond the edge, because the range of an axis must be finite."""
 _MARKED = 40
 """Number of points up to which each point of a line is drawn as a circle."""
 
@@ -133,7 +133,7 @@ class _Axis:
 
 
 def _round_step(step: float) -> float:
-    """Return the next larger 1, 2 or 5 times a power of ten, or 1 if `step` is too small for a float's precision."""
+    """Return the next larger number that is 1, 2 or 5 times a power of ten; 1 if `step` is too small for a float."""
     if step < 1e-300:
         return 1.0
     base = 10.0 ** math.floor(math.log10(step))

@@ -100,7 +100,7 @@ def build_schedulers(cfg: Any, optim: OptimWrapper, loop: BaseLoop, scaled: bool
     """Return the list of schedulers, or a dict of lists for an `OptimWrapperDict`.
 
     Args:
-        cfg: one or several schedulers or configurations, or a dict from the names of optimizers to these.
+        cfg: one or several schedulers or configurations, or a dict that maps the names of optimizers to these.
         optim: the optimizer wrapper.
         loop: the training loop.
         scaled: whether `auto_scale_lr` has changed the learning rates.
@@ -123,7 +123,7 @@ def build_schedulers(cfg: Any, optim: OptimWrapper, loop: BaseLoop, scaled: bool
 
 
 def _check_created_later(cfg: Any) -> None:
-    """Check that no scheduler object has stored the learning rates from before `auto_scale_lr` scaled them."""
+    """Check that no scheduler object has stored the learning rates that were set before `auto_scale_lr` scaled them."""
     parts = cfg if isinstance(cfg, list | tuple) else [cfg]
     for part in parts:
         if part is not None and (not isinstance(part, Mapping) or "scheduler" in part):
@@ -191,7 +191,7 @@ def _check_length(scheduler: Any, loop: Any) -> Iterator[str]:
             f"step of the schedule; set {argument}={steps}"
         )
     if count > steps:
-        remedy = "by_epoch=False, if the argument counts iterations, or " if by_epoch else ""
+        remedy = "by_epoch=False if the argument counts iterations, or else " if by_epoch else ""
         yield (
             f"{name} has {argument}={count}, but it steps once per {unit[:-1]}, and the run has only {steps} {unit}; "
             f"set {remedy}{argument}={steps}"

@@ -54,23 +54,23 @@ class Checkpoints:
         self._runner, self._redactor = runner, redactor
         self._load_from = load_from
         self.resume_from = resume_from
-        """The checkpoint that `load_or_resume` resumes training from; None after that."""
+        """The checkpoint from which `load_or_resume` will resume training, if any; None after the call."""
         self._writer = BackgroundWriter()
         self._counts: dict[str, int] = {}
         self._unfinished: dict[str, int] = {}
         self._loaded = self._initialized = False
         self._names: set[str] = set()  # tensors that were loaded before the weights were initialized
         self.resuming = False
-        """Whether a checkpoint is being resumed: the hooks then restore their state from it."""
+        """Whether the run is being resumed from a checkpoint, so that hooks restore their state from it."""
         self.resumed_from: Path | None = None
         """The checkpoint that the run was resumed from."""
         self.random_state: dict[str, Any] | None = None
         """The random state to restore just before the next step."""
 
     def owns_files(self, *folders: str | Path) -> bool:
-        """Return whether the files that the resumed checkpoint names belong to this run.
+        """Return whether the files that are listed in the resumed checkpoint belong to this run.
 
-        This is the case if the run is new, or was resumed from a checkpoint in one of `folders`.
+        They do if the run is new, or was resumed from a checkpoint in one of `folders`.
         """
         resumed = self.resumed_from
         return resumed is None or resumed.parent.resolve() in [Path(folder).resolve() for folder in folders]
@@ -80,7 +80,8 @@ class Checkpoints:
     def initialize(self) -> None:
         """Initialize the weights, except those that have been loaded. Later calls have no effect.
 
-        The random numbers are the same whether the weights are loaded before or after the initialization.
+        Random numbers are drawn for all weights, so it does not matter whether weights are loaded before or after this
+        call.
         """
         if self._initialized:
             return
@@ -119,7 +120,7 @@ class Checkpoints:
     def read_to_resume(
         self, source: str | Path, map_location: str | torch.device
     ) -> tuple[dict[str, Any], int | None]:
-        """Return a checkpoint for `restore`, and its seed if the training loop must still be built with this seed."""
+        """Return a checkpoint for `restore`, and its seed if the training loop has yet to be built with this seed."""
         runner = self._runner
         checkpoint = self._read(source, map_location, resume.STRIP_WRAPPER)
         resume_check.check_content(checkpoint, source)
@@ -186,7 +187,7 @@ class Checkpoints:
         if optim is not None:
             with restoring("optimizer", source):
                 resume.restore_optimizer(self._runner.model, optim, checkpoint)
-            # A single wrapper normally counts iterations, whose number changes with the batch size.
+            # A single wrapper normally counts iterations, and their number changes if the batch size changes.
             counts, iteration = checkpoint.get("batches", {}), checkpoint["meta"]["iter"]
             self._counts = {name: n for name, n in counts.items() if name or n != iteration}
             self._unfinished = dict(checkpoint.get("unfinished", {}))
@@ -202,7 +203,7 @@ class Checkpoints:
             self.random_state = states[get_rank()]
 
     def restore_counts(self) -> None:
-        """Set the number of batches that the optimizer wrappers have counted, after a resume."""
+        """Restore the number of batches that each optimizer wrapper has counted, after a resume."""
         runner = self._runner
         assert runner.optim_wrapper is not None
         runner.optim_wrapper.initialize_count_status(runner.model, runner.iter, runner.max_iters)
@@ -287,14 +288,14 @@ class Checkpoints:
         if background and not (consolidate and mesh_of(runner.model) is not None):
             self._writer.write(checkpoint, target, warn, finish)
         else:
-            self._wait_or_log()  # keep the order of checkpoints
+            self._wait_or_log()  # checkpoints must be written in order
             finish(write_checkpoint(checkpoint, target, warn, consolidate))
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         self._writer.wait()
 
@@ -307,6 +308,6 @@ class Checkpoints:
             )
 
     def close(self) -> None:
-        """Wait for the last checkpoint, without an error that would replace the error of the run."""
+        """Wait for the last checkpoint. A failure is only logged, so that it does not replace the run's own error."""
         self._wait_or_log()
         self._writer.close()

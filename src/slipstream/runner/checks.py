@@ -25,22 +25,23 @@ _NOTES = {
     "find_unused_parameters": "(set it with cfg=dict(find_unused_parameters=True))",
     "Expected more than 1 value per channel": (
         "(BatchNorm cannot train on one sample with a 1x1 feature map; if this is the incomplete last batch of the "
-        "epoch, set train_dataloader.drop_last=True, otherwise raise batch_size)"
+        "epoch, set train_dataloader.drop_last=True, otherwise increase batch_size)"
     ),
-    "is out of bounds.": (  # the end of torch's message about a target
-        "(a target is not a class of the network; give the network more outputs, map the dataset's labels to its "
+    "is out of bounds.": (  # torch's message about an invalid target ends with these words
+        "(a target is not one of the network's classes; give the network more outputs, map the dataset's labels to its "
         "classes, or set the loss's ignore_index to the value of targets without a class)"
     ),
     "device-side assert triggered": (
-        "(an index on the device is out of range, often a target that is not a class of the network; the same run on "
-        "the CPU, with CUDA_VISIBLE_DEVICES='', names the target)"
+        "(an index on the device is out of range, often a target that is not one of the network's classes; the same "
+        "run on the CPU, with CUDA_VISIBLE_DEVICES='', names the target)"
     ),
 }
-"""Notes, by a substring of torch's message."""
+"""Maps a part of torch's error message to the note for this error."""
 
 
 def add_notes(error: Exception, where: str, describe_batch: Callable[[int], str]) -> None:
-    """Add notes to an error: the step, a remedy for known torch errors, and the samples behind a non-finite loss.
+    """Add notes to an error: the step, a remedy for known torch errors, and the samples in a batch with a non-finite
+    loss.
 
     Args:
         error: an error raised in training or validation.
@@ -59,7 +60,7 @@ def add_notes(error: Exception, where: str, describe_batch: Callable[[int], str]
 
 
 def warn_of_single_sample(model: nn.Module, loader: DataLoader[Any], warn: Callable[[str], None]) -> None:
-    """Warn if the last batch of each epoch has one sample, on which a BatchNorm layer may be unable to train.
+    """Warn if the last batch of each epoch has only one sample, because a BatchNorm layer may be unable to train on it.
 
     Call this function while the model is in training mode: frozen BatchNorm layers accept any batch.
     """
@@ -70,7 +71,7 @@ def warn_of_single_sample(model: nn.Module, loader: DataLoader[Any], warn: Calla
         warn(
             "The last batch of each epoch has one sample. If the feature map at a BatchNorm layer (the first one is "
             f"'{name}') is 1x1, as after global pooling, training stops there with an error; "
-            "train_dataloader.drop_last=True drops this batch"
+            "set train_dataloader.drop_last=True to drop this batch"
         )
 
 
@@ -102,12 +103,12 @@ def warn_of_sampler_state(loader: DataLoader[Any], epoch: int, warn: Callable[[s
     if state := batches.changed_state() or batches.differing_state(epoch):
         warn(
             f"The training loader's sampler keeps state that cannot be restored ({', '.join(state)}), so the order of "
-            "the following batches can differ from that of an uninterrupted run; compute the order from "
+            "the following batches may differ from that in an uninterrupted run; compute the order from "
             "set_epoch(epoch)"
         )
 
 
 def _needs_samples(module: nn.Module) -> bool:
-    """Return whether the layer computes statistics only from the samples on this process."""
+    """Return whether the layer computes its statistics only from this process's samples."""
     synced = isinstance(module, SyncBatchNorm | nn.SyncBatchNorm) and get_world_size() > 1
     return isinstance(module, _BatchNorm) and module.training and not synced

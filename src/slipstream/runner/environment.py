@@ -91,11 +91,11 @@ def setup_env(launcher: str, options: EnvOptions) -> None:
     if launcher != "none" and not is_distributed():
         dist_cfg = dict(options.dist_cfg)
         if dist_cfg.get("backend") == "nccl" and not torch.cuda.is_available():
-            dist_cfg.pop("backend")  # MMEngine's default, present in many configurations
+            dist_cfg.pop("backend")  # ignore MMEngine's default, which many configurations contain
         init_dist(launcher, **dist_cfg)
     elif not is_distributed() and (started := _unused_launcher()):
         warnings.warn(
-            f"{started} started several processes, but launcher is 'none'. The processes train independently and "
+            f"{started} started several processes, but launcher is 'none', so the processes train independently and "
             f"write to the same work_dir. Set launcher='{started}'",
             RuntimeWarning,
             stacklevel=2,
@@ -107,7 +107,7 @@ def _unused_launcher() -> str | None:
     started = infer_launcher()
     try:
         alone = started == "none" or placement(started, os.environ).world_size == 1
-    except DistributedError:  # the job's variables are set, but not the variables of each process
+    except DistributedError:  # the variables of the job are set, but those of the process are not
         return None
     return None if alone else started
 

@@ -19,14 +19,15 @@ __all__ = ["FolderLock"]
 
 _NAME = ".lock"
 _PATIENCE = 20.0
-"""Seconds to wait for a holder that has ended: its data loader workers, which share the lock, still have to exit."""
+"""Seconds to wait if the process that holds the lock has ended, because its data loader workers share the lock and may
+still be running."""
 
 
 class FolderLock:
     """Hold an exclusive lock on output folders from `lock` to `release`.
 
-    The operating system releases the lock when the process ends, even if it is killed. Windows, and file systems
-    without locks, are not supported: there, `lock` has no effect.
+    The operating system releases the lock when the process ends, even if it is killed. On Windows and on file systems
+    that do not support locks, `lock` has no effect.
 
     Args:
         warn: called with a message if the file system does not support locks.
@@ -61,7 +62,7 @@ class FolderLock:
                 _unlock(file)
 
     def _lock(self, folder: Path) -> str | None:
-        """Lock `folder` and return None, or the reason why this is not possible."""
+        """Lock `folder` and return None, or return the reason why the folder cannot be locked."""
         if os.name != "posix":
             return None
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +89,7 @@ class FolderLock:
 
 
 def _unlock(file: IO[str]) -> None:
-    """Release the lock, including for child processes, which share it."""
+    """Release the lock, which this process shares with its child processes."""
     import fcntl
 
     fcntl.flock(file, fcntl.LOCK_UN)
@@ -111,7 +112,7 @@ def _holder() -> str:
 def _is_running(holder: str) -> bool:
     """Return whether the text written by `_holder` names a process that is or may be running."""
     words = holder.split(" ")
-    if len(words) < 4:  # the holder has not written it yet
+    if len(words) < 4:  # the holder has not written its text yet
         return False
     if words[3] != socket.gethostname():
         return True

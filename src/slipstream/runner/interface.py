@@ -105,7 +105,7 @@ class PlainModel(ModelInterface):
         device: the device of the model.
     """
 
-    initializes = False  # a method `init_weights` of another library can discard pretrained weights
+    initializes = False  # another library's `init_weights` method may discard pretrained weights
 
     def __init__(
         self, model: Any, loss_fn: LossFunction | None, preprocessor: nn.Module | None, device: torch.device

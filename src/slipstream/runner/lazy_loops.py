@@ -17,7 +17,7 @@ __all__ = ["LazyLoops"]
 
 
 class LazyLoops:
-    """The loops that a Runner's arguments define.
+    """The loops that are defined by a Runner's arguments.
 
     Args:
         runner: the Runner that owns the loops.

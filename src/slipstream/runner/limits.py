@@ -29,7 +29,7 @@ class Limits:
     """The Runner's arguments that set the two limits."""
 
     def apply(self, loader: DataLoader[Any], mode: str, name: str) -> DataLoader[Any]:
-        """Return the loader of a loop with the limit for its mode.
+        """Return `loader`, limited to the number of batches that is set for the mode of its loop.
 
         Raises:
             ConfigError: the loader does not support a limit.
@@ -43,7 +43,7 @@ class Limits:
 
 
 def read_limits(arguments: Mapping[str, Any]) -> tuple[Limits, dict[str, Any]]:
-    """Return the limits that a Runner's arguments set, and the arguments, which `fast_dev_run` changes.
+    """Return the limits that a Runner's arguments set, and the arguments as modified by `fast_dev_run`.
 
     Raises:
         ConfigError: an option is invalid, or two options are mutually exclusive.

@@ -85,7 +85,7 @@ class LogProcessor:
         tag = self._with_hierarchy(shown, mode)
         rates = {name: shown.pop(name) for name in list(shown) if name.partition("/")[0].endswith("lr")}
         for group in list(rates):
-            if "/" in group:  # the rate without a group is the rate of the first group
+            if "/" in group:  # this is the rate of the first group
                 rates.pop(group.partition("/")[0], None)
         parts = [self._header(runner, batch_idx, mode)]
         parts.append(" ".join(f"{name}: {rate:.{self.num_digits}e}" for name, rate in rates.items()))
@@ -153,7 +153,7 @@ class LogProcessor:
         return any(_log_name(entry) == name for entry in self.custom_cfg)
 
     def _header(self, runner: Any, batch_idx: int | None, mode: str) -> str:
-        """Return a header such as `Epoch(train) [1][ 10/500]`. If `batch_idx` is None, all batches are done."""
+        """Return a header such as `Epoch(train) [1][ 10/500]`. If `batch_idx` is None, all batches are finished."""
         if mode == "train" and not self.by_epoch:
             return f"Iter(train) [{_right(runner.iter + 1, runner.max_iters)}/{runner.max_iters}]"
         batches = length(getattr(runner, f"{mode}_dataloader")) or "?"
@@ -172,7 +172,7 @@ class LogProcessor:
         if isinstance(value, float):
             return f"{value:.{self.num_digits}f}"
         if isinstance(value, torch.Tensor | np.ndarray) and value.ndim:
-            return f"\n{value}\n"  # separate lines keep the rows aligned
+            return f"\n{value}\n"  # on separate lines, so that the rows are aligned
         return str(value)
 
 

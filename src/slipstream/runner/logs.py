@@ -92,7 +92,7 @@ def open_logs(
     if visualizer is None:
         visualizer = {"vis_backends": default_backends()}
     if not main and not isinstance(visualizer, Mapping):
-        visualizer = {}  # a Visualizer object writes on every rank
+        visualizer = {}  # do not use the object, which would write on every rank
     if isinstance(visualizer, Mapping):
         silent = {} if main else {"vis_backends": None}
         defaults = {"type": "Visualizer", "name": name.experiment, "save_dir": str(name.log_dir)}
@@ -130,7 +130,7 @@ def write_config(
     write_text(Path(work_dir) / f"{name}.py", config_text(cfg, "py"))
     try:
         visualizer.add_config(cfg)
-    except ConfigError as error:  # a configuration may contain objects
+    except ConfigError as error:  # the configuration may contain objects
         logger.debug(f"The visualizer cannot show the configuration: {error}")
 
 

@@ -78,7 +78,7 @@ class BaseLoop:
 
     @property
     def _name(self) -> str:
-        """The name of the loader's option."""
+        """The name of the Runner's argument that sets the loader."""
         return f"{self.mode}_dataloader"
 
     def run(self) -> Any:
@@ -95,7 +95,7 @@ class BaseLoop:
     def _warn_of_stall(self, text: str) -> None:
         if get_rank() == 0:
             self._runner.logger.warning(text)
-        else:  # ranks other than 0 print only errors
+        else:  # log an error, because ranks other than 0 print only errors
             self._runner.logger.error(f"Rank {get_rank()}: {text}")
 
     def end_loading(self) -> None:
@@ -160,7 +160,7 @@ class _TrainLoop(BaseLoop):
 
     @property
     def validated(self) -> bool:
-        """Whether the validation that follows the resumed checkpoint has run; True if none was due."""
+        """Whether the validation that was due after the resumed checkpoint has run; True if none was due."""
         return self._validated
 
     @property
@@ -199,7 +199,7 @@ class _TrainLoop(BaseLoop):
         }
 
     def resume_at(self, position: Mapping[str, Any]) -> None:
-        """Continue at a saved position. If the batch size or world size changed, keep the number of samples."""
+        """Continue at a saved position. If the number of samples per step has changed, convert the position."""
         samples, logger = self.samples_per_step, self._runner.logger
         before = position.get("samples_per_step", samples)
         endless = is_infinite(self.dataloader)
@@ -243,7 +243,7 @@ class _TrainLoop(BaseLoop):
         self.inner_iter, self._validated = start, validated
 
     def _recover(self, train: Callable[[], None]) -> None:
-        """Call `train`; call it again after each fault if the run can continue from an earlier checkpoint."""
+        """Call `train`. After a fault, call it again if the run can continue from an earlier checkpoint."""
         runner, rollback = self._runner, self._runner.rollback
         rollback.begin()
         while True:
@@ -259,7 +259,7 @@ class _TrainLoop(BaseLoop):
                 rollback.recover(fault)
 
     def _train_on(self, idx: int, data_batch: Any) -> None:
-        """Train on one batch, or leave it out if it caused a fault."""
+        """Train on one batch, or skip the batch if it caused a fault."""
         if self._iter + 1 not in self._runner.rollback.left_out:
             self.run_iter(idx, data_batch)
             return
@@ -292,12 +292,12 @@ class _TrainLoop(BaseLoop):
         phases.end_step()
 
     def _run_missed_validation(self) -> None:
-        """Validate if the resumed run stopped after writing a checkpoint and before the validation that follows it."""
+        """Validate if the resumed run stopped after it wrote the checkpoint, but before the validation was complete."""
         if not self._validated:
             self._runner.checkpoints.restore_random_state()
             self._validate()
-            # In the middle of an epoch, the loader drew its random numbers before the checkpoint was written.
-            # Therefore this state is restored again after the loader starts.
+            # In the middle of an epoch, the loader had drawn its random numbers before the checkpoint was written. When
+            # it starts again, it draws them again, so restore this state after the loader has started.
             self._runner.checkpoints.random_state = get_random_state()
 
     def _validate(self) -> None:
@@ -305,7 +305,7 @@ class _TrainLoop(BaseLoop):
         due = progress >= self.val_begin and (progress % self.val_interval == 0 or progress == self._goal)
         if self._runner.val_loop is not None and due:
             if self._runner.rollback.faults:
-                self._runner.read_logs()  # a fault must not reach the hooks that monitor metrics
+                self._runner.read_logs()  # raises an error before hooks use metrics of a faulty model
             self._runner.val_loop.run()
             self._runner.model.train()
 
@@ -321,7 +321,7 @@ class _TrainLoop(BaseLoop):
         set_epoch(self.dataloader, self._epoch, start, used)
         batches: Iterator[Any] = iter(self._load())
         if start and not isinstance(self.dataloader.batch_sampler, EpochBatchSampler):
-            # This sampler cannot seek: load the finished batches to skip them.
+            # This sampler cannot seek, so load the finished batches and discard them.
             next(islice(batches, start - 1, None), None)
         self._runner.checkpoints.restore_random_state()
         if self._runner.speed.prefetch and can_draw_ahead(self.dataloader):
@@ -331,7 +331,7 @@ class _TrainLoop(BaseLoop):
         return enumerate(until_one_ends(batches, self.dataloader, self._runner.logger.warning), start)
 
     def _end_pass(self) -> None:
-        """Check the number of batches of a pass that has ended, and log the samples that were skipped so far."""
+        """Check the number of batches in the pass that has ended, and log which samples have been skipped so far."""
         self._runner.phases.switch("hooks")
         check_complete(self.dataloader, self._name, self.inner_iter, self.epoch_length or 1)
         self._log_skipped()

@@ -46,7 +46,7 @@ def read_plan(arguments: Mapping[str, Any], cfg: Mapping[str, Any]) -> SpeedPlan
 
 
 def _check_params(params: Any) -> None:
-    """Reject keys of SuperGradients' `training_params` that are not speed options: a Runner ignores them."""
+    """Check that `training_params` has only speed options, because a Runner ignores SuperGradients' other keys."""
     for key in params if isinstance(params, Mapping) else ():
         if key not in PARAMS_OPTIONS:
             raise UnknownNameError(
@@ -58,7 +58,7 @@ def _check_params(params: Any) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A Runner's model after the speed options are applied, and the plan."""
+    """A Runner's model, to which the speed options have been applied, and the plan."""
 
     capabilities: Capabilities
     plan: SpeedPlan
@@ -97,7 +97,7 @@ def capabilities_of(model: nn.Module, optim_wrapper: Any, deterministic: bool) -
 
 
 def complete_plan(plan: SpeedPlan, capabilities: Capabilities, log: Callable[[str], None]) -> SpeedPlan:
-    """Set the options that depend on the capabilities. Log all options, with the reason for each that has no effect.
+    """Set the options that depend on the capabilities. Log all options and, for options without effect, the reason.
 
     Raises:
         ConfigError: an option, or a combination of options, is not supported here.

@@ -19,7 +19,7 @@ __all__ = ["RunnerProperties"]
 
 
 class RunnerProperties:
-    """The progress, the loops and the configuration of a Runner, which sets the attributes below."""
+    """Properties of a Runner: its progress, its loops and its configuration. The Runner sets the attributes below."""
 
     cfg: Config
     loops: LazyLoops
@@ -30,7 +30,7 @@ class RunnerProperties:
 
     @property
     def interface(self) -> ModelInterface:
-        """Calls `model`, which a hook may have replaced."""
+        """The interface through which the Runner calls `model`, which a hook may have replaced."""
         self._interface.model = self.model
         return self._interface
 
@@ -86,7 +86,7 @@ class RunnerProperties:
 
     @property
     def inner_iter(self) -> int:
-        """Number of finished steps of the current epoch."""
+        """Number of finished steps in the current epoch."""
         return self._position.inner_iter if self._position else 0
 
     @property

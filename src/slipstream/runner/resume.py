@@ -71,7 +71,7 @@ def find_resume(
     """Return the checkpoint to resume from, the seed of its run, and warnings; or (None, None, []).
 
     With `resume=True` and without `load_from`, this is the newest checkpoint in the work_dir that is not damaged. Rank
-    0 searches for checkpoints and broadcasts the results, because the work_dir may only exist on its machine.
+    0 searches for checkpoints and broadcasts the result, because the work_dir may only exist on this rank's machine.
 
     Raises:
         CheckpointError: no checkpoint can be read, or a rank cannot access it.
@@ -115,7 +115,7 @@ def _latest(work_dir: str) -> tuple[list[Path], str | None]:
 
 
 def _intact(path: Path) -> tuple[dict[str, Any], CheckpointError | None]:
-    """Return the `meta` entry of a checkpoint that is intact, or the reason why it is not; equal on all ranks."""
+    """Return the checkpoint's `meta` entry, or the reason why the checkpoint is not intact; the same on all ranks."""
     found: list[Any] = [{}, None]
     try:
         _check_access(path)
@@ -140,7 +140,7 @@ def _check_access(path: Path) -> None:
 def read_if_intact(
     model: nn.Module, path: Path
 ) -> tuple[dict[str, Any], None] | tuple[None, CheckpointError]:
-    """Return a checkpoint for the unwrapped `model`, or the reason why a rank cannot read it, equal on all ranks."""
+    """Return a checkpoint for the unwrapped `model`, or the reason why a rank cannot read it; the same on all ranks."""
     problem = checkpoint = None
     try:
         _check_access(path)
@@ -160,7 +160,7 @@ def init_weights(model: nn.Module, call: bool = True) -> None:
 
     Args:
         model: the unwrapped model.
-        call: call the model's method `init_weights`, if it has one.
+        call: whether to call the model's method `init_weights`, if it has one.
     """
     call = call and hasattr(model, "init_weights")
     if not call and not needs_pretrained(model):
@@ -170,7 +170,7 @@ def init_weights(model: nn.Module, call: bool = True) -> None:
             model.init_weights()  # type: ignore[operator]
         load_pretrained(model)
         for tensor in chain(model.parameters(), model.buffers()):
-            broadcast(tensor.detach())  # the wrapper broadcast the weights before this initialization
+            broadcast(tensor.detach())  # needed again, because the wrapper did this before the initialization
 
 
 def read_checkpoint(
@@ -198,7 +198,7 @@ def read_checkpoint(
 
 
 def optimizer_state(model: nn.Module, optim: OptimWrapper) -> dict[str, Any]:
-    """Return the checkpoint entries for the optimizer, pending gradients and DDP communication hook."""
+    """Return the checkpoint entries for the optimizer, the pending gradients and the DDP communication hook."""
     counts = {name: wrapper.batches for name, wrapper in _wrappers(optim).items()}
     unfinished = {name: wrapper.unfinished for name, wrapper in _wrappers(optim).items()}
     state = {"optimizer": optim.state_dict(), "batches": counts, "unfinished": unfinished}
@@ -209,9 +209,9 @@ def optimizer_state(model: nn.Module, optim: OptimWrapper) -> dict[str, Any]:
 
 
 def restore_counts(optim: OptimWrapper, counts: Mapping[str, int], unfinished: Mapping[str, int]) -> None:
-    """Restore the number of batches of each wrapper, which determines where its accumulation windows end.
+    """Restore the number of batches that each wrapper has counted, which determines where its accumulation windows end.
 
-    `unfinished` contains the number of these batches in an unfinished window.
+    `unfinished` contains the number of these batches that belong to an unfinished window.
 
     The count of a single wrapper is normally the number of iterations, which `initialize_count_status` sets. The count
     differs if `train_step` updates the weights several times per batch.
@@ -323,7 +323,7 @@ def check_weights(model: nn.Module, iteration: int) -> None:
     if not named:
         return
     flags = torch.stack([local(tensor).isfinite().all() for _, tensor in named])
-    if any(is_sharded(tensor) for _, tensor in named):  # all ranks must reach the same result
+    if any(is_sharded(tensor) for _, tensor in named):  # all ranks must come to the same result
         whole_flags = flags.float()
         all_reduce(whole_flags, "min")
         flags = whole_flags > 0

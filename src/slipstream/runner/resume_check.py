@@ -1,4 +1,4 @@
-"""Check that a checkpoint can be resumed, before anything is changed in the run."""
+"""Check that a run can resume from a checkpoint, before anything in the run is changed."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def check_matches(
         iteration = checkpoint["meta"]["iter"]
         if iteration % optim.accumulative_counts and not {"gradients", "rank_gradients"} & checkpoint.keys():
             warn(
-                f"{source} has no 'gradients', but iteration {iteration} is inside an accumulation window: the next "
+                f"{source} has no 'gradients', but iteration {iteration} is inside an accumulation window, so the next "
                 "optimizer step uses fewer batches"
             )
     if schedulers:
@@ -113,7 +113,7 @@ def _check_optim(
     if (scaler := getattr(optim, "loss_scaler", None)) is None:
         return
     if saved.get("loss_scaler") in (None, {}):
-        warn(f"{source} has no '{where}.loss_scaler': the loss scale starts with its initial value")
+        warn(f"{source} has no '{where}.loss_scaler', so the loss scale starts with its initial value")
         return
     state = saved["loss_scaler"]
     check_like(scaler.state_dict(), state, f"{where}.loss_scaler", source)
@@ -148,7 +148,7 @@ def _check_schedulers(own: Any, saved: Any, where: str, source: Any) -> None:
             "resume with the same param_scheduler, or start a new run with load_from"
         )
     for index, (scheduler, state) in enumerate(zip(own, saved, strict=True)):
-        # The attributes that have changed differ from one step to the next.
+        # Not compared, because different attributes have changed at different steps.
         form = {key: value for key, value in scheduler.state_dict().items() if key != "attributes"}
         check_like(form, state, f"{where}[{index}]", source)
         if hasattr(scheduler, "check_attributes"):

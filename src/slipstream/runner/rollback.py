@@ -1,4 +1,4 @@
-"""Go back to the last good checkpoint of a run after a fault, and continue without the batches that caused it."""
+"""Go back to the last good checkpoint of a run after a fault, and skip the batches that caused the fault."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _DESCRIBED = 20
 
 
 class Passes:
-    """The recent passes over a training loader, from which the samples in a step can be computed.
+    """The recent passes over a training loader. The samples in a step are computed from these passes.
 
     Args:
         loader: the training loader.
@@ -53,8 +53,8 @@ class Passes:
         self._order = EpochOrder()
 
     def begin(self, done: int, epoch: int, start: int, used: int = 0) -> None:
-        """Store that a pass begins after `done` steps, at batch `start` of an epoch, after `used` of its samples."""
-        while self._passes and self._passes[-1][0] >= done:  # repeated after a roll-back
+        """Record that a pass begins after `done` steps, at batch `start` of `epoch`, after `used` of its samples."""
+        while self._passes and self._passes[-1][0] >= done:  # passes that are repeated after a roll-back
             self._passes.pop()
         self._passes.append((done, epoch, start, used))
         self._order = EpochOrder()  # releases the memory
@@ -80,20 +80,20 @@ class _Policy:
 
 
 class Rollback:
-    """Restores the state of a run from its last good checkpoint, and leaves out the batches that caused a fault.
+    """Restores the state of a run from its last good checkpoint, and skips the batches that caused a fault.
 
     A checkpoint is only written after all losses up to its step have been read and all weights have been checked.
     Therefore a checkpoint from before the first bad loss is usually good. A non-finite or high loss can be caused by
-    its own batch, or by the update before it. Therefore the batches of both updates are left out: with gradient
-    accumulation, the accumulation window of the bad loss and the previous one.
+    its own batch, or by the update before it. Therefore the batches of both updates are left out. With gradient
+    accumulation, these are the accumulation window that contains the bad loss, and the window before it.
 
     A checkpoint between the bad update and the bad loss contains weights that are large but finite. The next loss after
-    the roll-back is then also bad. Therefore, if a fault follows directly after steps that are left out, the run goes
-    back to a checkpoint from before the update that precedes these steps, and leaves out this update as well. If there
-    is no such checkpoint, the newest one is used again, until `max_rollbacks` is reached.
+    the roll-back is then also bad. Therefore, if a fault occurs directly after left-out steps, the run also leaves out
+    the update before these steps, and goes back to a checkpoint that was written before this update. If there is no
+    such checkpoint, the newest one is used again, until `max_rollbacks` is reached.
 
     A batch that is left out still counts as a step: iterations, epochs, schedules and the order of the data stay the
-    same as in a run without a fault. Its accumulation window makes no update.
+    same as in a run without a fault. The accumulation window that contains it makes no update.
 
     Args:
         runner: the run.
@@ -121,12 +121,12 @@ class Rollback:
 
     @property
     def faults(self) -> tuple[type[Fault], ...]:
-        """The classes of the errors to recover from."""
+        """The classes of the errors from which the run recovers."""
         return tuple(self._policies)
 
     @property
     def oldest(self) -> int | None:
-        """The iteration of the oldest checkpoint to which the run can go back, or None if there is none."""
+        """The iteration of the oldest checkpoint to which the run can go back, or None if there is no checkpoint."""
         if not self._policies:
             return None
         return min((iteration for iteration, path in self._saved if path.exists()), default=None)
@@ -141,7 +141,7 @@ class Rollback:
 
     def add(self, iteration: int, path: Path) -> None:
         """Store the path of a complete checkpoint of this run, written after `iteration` steps."""
-        kept = (entry for entry in self._saved if entry[1] != path)  # the file of such an entry was replaced
+        kept = (entry for entry in self._saved if entry[1] != path)  # the file at this path was replaced
         self._saved = deque((*kept, (iteration, path)), maxlen=_REMEMBERED)
 
     def agree(self, error: NonFiniteLossError | None) -> NonFiniteLossError | None:
@@ -197,10 +197,11 @@ class Rollback:
         runner.call_hook("after_rollback")
 
     def _range(self, error: Fault, skip_before: int) -> tuple[int, int, bool]:
-        """Return the first and the last step to leave out, and whether the fault follows steps that are left out.
+        """Return the first and the last step to leave out, and whether the fault directly follows left-out steps.
 
-        Such a fault can be caused by the update before these steps, which made the weights large but finite. Then the
-        checkpoint after this update is not good, so the run goes back further, and this update is also left out.
+        A fault that follows left-out steps may be caused by the update before them, if it made the weights large but
+        finite. In this case, a checkpoint after this update is not good. Therefore the run goes back further, and also
+        leaves out this update.
         """
         assert error.iteration is not None
         optim = self._runner.optim_wrapper
@@ -271,7 +272,7 @@ class Rollback:
         newer = [entry for entry in self._saved if entry[0] > runner.iter]
         if newer:
             self._saved = deque((entry for entry in self._saved if entry not in newer), maxlen=_REMEMBERED)
-            if is_main_process():  # a run that is killed now must not resume from a newer checkpoint
+            if is_main_process():  # if the run is killed now, it must not resume from a newer checkpoint
                 mark_last_checkpoint(runner.work_dir, path)
 
     # ---- batches that are left out ----------------------------------------------------------------------
@@ -293,7 +294,7 @@ class Rollback:
         if not _is_valid(info):
             if info is not None:
                 runner.logger.warning(
-                    "The checkpoint's list of roll-backs is damaged and is ignored; the batches that the roll-backs "
+                    "The checkpoint's list of roll-backs is damaged and is ignored. The batches that the roll-backs "
                     "left out are used again"
                 )
             return
@@ -317,7 +318,7 @@ class Rollback:
 
 
 def _restore_buffer(core: nn.Module, name: str, initial: Tensor) -> None:
-    """Restore a buffer in place, or replace it if the model has changed its shape or dtype (a growing cache)."""
+    """Restore a buffer in place, or replace it if its shape or dtype has changed (such as a growing cache)."""
     owner, _, leaf = name.rpartition(".")
     buffers = core.get_submodule(owner)._buffers
     current = buffers.get(leaf)

@@ -1,4 +1,4 @@
-"""The context managers in which a Runner builds objects and runs, and the release of resources after a run."""
+"""The context managers in which a Runner is built, trains and evaluates, and the release of resources after a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["RunContext"]
 
 
 class RunContext:
-    """The context in which a Runner builds its objects, and the context of its runs.
+    """The context managers in which a Runner is built, trains and evaluates.
 
     Each Runner keeps its own random state, so several Runners in one process do not affect each other.
 
@@ -47,7 +47,7 @@ class RunContext:
 
     @contextmanager
     def constructing(self) -> Iterator[None]:
-        """The context of the Runner's constructor; stores the random state after it."""
+        """The context of the Runner's constructor; on exit, it stores the random state."""
         with self._building():
             yield
         self._random_state = get_random_state()
@@ -70,8 +70,8 @@ class RunContext:
                 yield
             except BaseException as error:
                 loop = self._runner.loops.built("train")
-                # In the middle of an epoch, the states of the loader, the gradients and the counters are not
-                # consistent. User-defined loops may have no passes.
+                # In the middle of an epoch, the loader, the gradients and the counters are not in a consistent state.
+                # User-defined loops may have no attribute `passes`.
                 if (passes := getattr(loop, "passes", None)) is not None and passes.has_begun(loop.epoch):
                     inside = f"{type(error).__name__} inside an epoch, which cannot be continued exactly"
                     self._stopped = "a signal" if isinstance(error, Preempted) else inside
@@ -79,9 +79,9 @@ class RunContext:
 
     @contextmanager
     def evaluating(self) -> Iterator[bool]:
-        """The context of validation or testing, after which the random state is as before.
+        """The context of validation or testing; on exit, it restores the random state.
 
-        Inside another run, the modes of the modules and the averaged weights are also as before, even after an error.
+        Inside another run, it also restores the modules' modes and the averaged weights, even after an error.
 
         Returns:
             False inside another run; see `running`.

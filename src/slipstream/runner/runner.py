@@ -70,8 +70,9 @@ __all__ = ["Runner"]
 
 @RUNNERS.register_module()
 class Runner(RunnerProperties):
-    """Train, validate and test a model. The arguments are those of MMEngine's Runner and those that
-    follow `cfg`.
+    """Train, validate and test a model.
+
+    The arguments up to `cfg` are those of MMEngine's Runner. The arguments after `cfg` are additional.
 
     Components are passed as objects or as configurations (dicts with a `type`). The constructor builds the model, moves
     it to the device and wraps it. The data loaders, optimizer and schedulers are built on first use.
@@ -331,7 +332,7 @@ class Runner(RunnerProperties):
             self.scale_lr(self.optim_wrapper, self._training["auto_scale_lr"])
             schedulers, scaled = self._training["param_scheduler"], self._training["auto_scale_lr"].enable
             self.param_schedulers = builders.build_schedulers(schedulers, self.optim_wrapper, loop, scaled)
-        self.loops.get("val")  # builds the loop
+        self.loops.get("val")  # this access builds the loop
 
     def scale_lr(
         self, optim_wrapper: OptimWrapper, auto_scale_lr: AutoScaleLr | Mapping[str, Any] | None
@@ -372,7 +373,7 @@ class Runner(RunnerProperties):
         resume_param_scheduler: bool = True,
         map_location: str | torch.device = "cpu",
     ) -> None:
-        """Resume training at the step after the checkpoint.
+        """Resume training with the step after the checkpoint.
 
         Before `train`, this method builds the optimizer, the schedulers and the loops, and calls `before_run`. As with
         the argument `resume`, the run then uses the checkpoint's seed.
@@ -416,15 +417,15 @@ class Runner(RunnerProperties):
                 counters already include the current epoch and step.
             mark_last: make this the checkpoint that `resume=True` loads.
             consolidate: gather a sharded model on rank 0 and write one file instead of a folder.
-            background: write in a thread while training continues; the run ends only after the write. Without effect
-                if `consolidate` is True and the model is sharded.
+            background: write in a thread while training continues; the run ends only after the file is written. This
+                has no effect if `consolidate` is True and the model is sharded.
             on_saved: called on rank 0 when the checkpoint is complete; with `background`, in the thread.
 
         Raises:
             CheckpointError: this checkpoint, or the previous one in the background, could not be written.
         """
         with self.phases.during("checkpoint"):
-            self.read_logs()  # raises an error if a loss is not finite, before earlier checkpoints are replaced
+            self.read_logs()  # raises an error for a non-finite loss before earlier checkpoints are replaced
             checkpoint = self.checkpoints.state(by_epoch, save_optimizer, save_param_scheduler)
             checkpoint["meta"].update(meta or {})
             self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
@@ -435,7 +436,7 @@ class Runner(RunnerProperties):
         """Wait until the last checkpoint is written; see `save_checkpoint(background=True)`.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         self.checkpoints.wait()
 
@@ -477,7 +478,7 @@ class Runner(RunnerProperties):
         """Write the losses recorded since the last call, and the learning rates, to the message hub.
 
         This is the only method in which a training run synchronizes with the device to read values. With
-        `nan_guard='rollback'` or a `LossSpikeHook`, all ranks must call it.
+        `nan_guard='rollback'` or a `LossSpikeHook`, all ranks must call this method.
 
         Raises:
             NonFiniteLossError: a loss was NaN or infinite.

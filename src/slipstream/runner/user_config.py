@@ -44,7 +44,7 @@ DEFAULT_HOOKS: Mapping[str, Mapping[str, Any]] = {
 }
 
 SHORT_RUNS = ("limit_train_batches", "limit_val_batches", "overfit_batches", "fast_dev_run")
-"""The Runner's arguments that limit the number of batches."""
+"""The Runner's arguments that set a limit on the number of batches."""
 TRIPLES = {
     "train": ("train_dataloader", "train_cfg", "optim_wrapper"),
     "val": ("val_dataloader", "val_cfg", "val_evaluator"),
@@ -178,10 +178,10 @@ def _train_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_loop_path(error: ConfigError, mode: str) -> None:
-    """Prefix `error.path` with the Runner's argument that the loop option belongs to."""
+    """Prefix `error.path` with the name of the Runner's argument to which the loop option belongs."""
     loader, cfg_name, third = TRIPLES[mode]
     head = re.split(r"[.\[]", error.path)[0]
-    if head == "metrics":  # the Evaluator's name for this argument
+    if head == "metrics":  # the Evaluator's name for the argument `evaluator`
         error.path = error.path.replace(head, "evaluator", 1)
         head = "evaluator"
     if head in SHORT_RUNS:

@@ -77,7 +77,7 @@ def accelerate(
 
     Args:
         model: any module.
-        optimizer: an optimizer of the model's parameters.
+        optimizer: an optimizer for the model's parameters.
         loss_fn: `loss_fn(outputs, targets)`, where each batch is `(inputs, targets)` or `(*inputs, targets)`. It
             returns a scalar tensor, or a dict whose entries with `loss` in their name are summed. If a batch is a dict,
             its entries are the keyword arguments of the model, and `loss_fn` is called with the outputs and the batch.
@@ -87,8 +87,8 @@ def accelerate(
         batches_per_epoch: number of batches per epoch (`len(loader)`). With `accumulate`, the last accumulation window
             of an epoch then ends with the epoch. If this window is smaller, its losses are divided by its own size. By
             default, a window continues with the first batches of the next epoch.
-        compute_loss: `compute_loss(model, batch)`, for other losses, such as those that use several models. It calls
-            the model that it receives, and returns the same values as `loss_fn`.
+        compute_loss: `compute_loss(model, batch)`, for other losses, such as those that use several models. This
+            function must call the model that it receives. It returns the same values as `loss_fn`.
 
     Raises:
         ConfigError: an option is invalid or not supported by this function.
@@ -144,7 +144,7 @@ def _check_devices(optimizer: Optimizer, model: nn.Module, device: torch.device)
 
 
 def _move_state(optimizer: Optimizer) -> None:
-    """Move the optimizer state to its parameters' devices, for a model that was moved after optimizer steps."""
+    """Move the optimizer state to the devices of its parameters, in case the model was moved after optimizer steps."""
     for param, values in optimizer.state.items():
         for name, value in values.items():
             if isinstance(value, Tensor) and value.ndim:  # step counts (0-dim) may be on the CPU
@@ -177,7 +177,7 @@ class TrainStep:
         self.optim.batches_per_epoch = batches_per_epoch
         move = BaseDataPreprocessor().to(device)
         logger = logging.getLogger("slipstream")
-        messages: list[str] = []  # without a reference to self, which would keep the step alive
+        messages: list[str] = []  # pass no reference to self, which would keep the step alive
         self._warnings = messages
 
         def warn(message: str) -> None:
@@ -297,7 +297,7 @@ class TrainStep:
         params = list(self.optim.parameters())
         for param, grad in zip(params, state.get("gradients", [None] * len(params)), strict=True):
             param.grad = None if grad is None else grad.to(param, copy=True)
-        # After the gradients, which show whether the accumulation window is unfinished.
+        # Call this after loading the gradients, which show whether the accumulation window is unfinished.
         self.optim.initialize_count_status(self.model, state["steps"], self._total_steps or -1)
         self.optim.unfinished = state.get("unfinished", self.optim.unfinished)
 
@@ -347,7 +347,7 @@ class TrainStep:
             if own.keys() != state["average"].keys():
                 names = sorted(map(str, own.keys() ^ state["average"].keys()))
                 raise CheckpointError(
-                    f"{source}: 'average' belongs to a different model; only one contains {names[:5]}"
+                    f"{source}: 'average' belongs to a different model; only one of the two has {names[:5]}"
                 )
             averaged = {key: value for key, value in state["average"].items() if key != "steps"}
             check_tensors(own, averaged, "average", source, warnings.warn)

@@ -76,7 +76,7 @@ def checkpoint_activations(model: nn.Module, how: ActivationCheckpointingOptions
             repeated blocks.
     """
     chosen = _outermost(model, _chosen(model, how.modules))
-    # torch warns that in-place operations may change stored results; a test checks that they do not.
+    # torch warns that in-place operations may change stored results, but here they do not; a test checks this.
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_about_context_fn)
     for module in chosen.values():
         if not is_recomputed(module):
@@ -104,7 +104,7 @@ def _chosen(model: nn.Module, patterns: list[str] | None) -> set[nn.Module]:
 
 
 def _outermost(model: nn.Module, blocks: set[nn.Module]) -> dict[str, nn.Module]:
-    """Return a dict from names to the blocks that occur at least once outside all other blocks."""
+    """Return the blocks by name, without blocks that occur only inside other blocks."""
     names = [(name, module) for name, module in _names(model) if module in blocks]
     every = {name for name, _ in names}
     outer: dict[nn.Module, str] = {}
@@ -126,7 +126,7 @@ def is_recomputed(module: nn.Module) -> bool:
 def _recomputed(
     module: nn.Module, forward: Callable[..., Any], offload: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    """Checkpoint a call to `forward`; a `partial` of this function, which can be pickled, replaces `forward`."""
+    """Checkpoint a call to `forward`, which is replaced by a `partial` of this function (which can be pickled)."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     # Pass keyword arguments as positional inputs, because torch searches only these for tensors to offload and for
@@ -135,7 +135,8 @@ def _recomputed(
     if torch.compiler.is_compiling():  # the compiler recomputes inside the graph, without side effects
         contexts = partial(create_selective_checkpoint_contexts, _keep_in_graph)
         return checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
-    # torch does not find tensors inside a dataclass, for example, so pass a tensor on the device of the parameters.
+    # torch does not find tensors inside some objects (a dataclass, for example), so also pass a tensor on the device of
+    # the parameters.
     tensor = next(chain(module.parameters(), module.buffers()), None)
     inputs = (None if tensor is None else torch.empty(0, device=tensor.device), *args)
     with saved_tensors_hooks(_to_host, _from_host) if offload else nullcontext():
@@ -148,7 +149,7 @@ def _recomputed(
 
 
 def _without_first(block: Callable[..., Any], first: Tensor | None, *inputs: Any) -> Any:
-    """Call `block` without `first`, which only specifies the device whose random state torch saves."""
+    """Call `block` without the argument `first`, which only tells torch which device's random state to save."""
     return block(*inputs)
 
 
@@ -198,7 +199,7 @@ class _Recomputation(AbstractContextManager[None]):
     """
 
     def __init__(self) -> None:
-        # For each buffer: the module's dict of buffers, its name, and its value before forward.
+        # For each buffer: the dict that contains it, its name in the dict, and its value before forward.
         self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
         # SyncBN's sums over processes.
         self._sums: list[Tensor] = []

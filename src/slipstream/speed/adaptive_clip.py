@@ -65,7 +65,7 @@ class ClipUnits(StepPart):
 
     def __init__(self, clip_factor: float, eps: float, excluded: Sequence[nn.Parameter] = ()) -> None:
         self.clip_factor, self.eps = clip_factor, eps
-        self.excluded = dict.fromkeys(excluded)  # torch.compile traces lookups in a dict, but not in a set
+        self.excluded = dict.fromkeys(excluded)  # a dict, because torch.compile cannot trace lookups in a set
 
     def before_update(self, params: Sequence[nn.Parameter], grads: list[Tensor]) -> None:
         """Clip in place."""

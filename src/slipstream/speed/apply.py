@@ -81,7 +81,8 @@ def prepare_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn
 def to_device(model: nn.Module, device: torch.device) -> nn.Module:
     """Move a model in place, and keep its Parameter objects, which optimizers and tied modules reference.
 
-    On devices whose tensors cannot become the `data` of a CPU tensor, such as NPUs, `Module.to` replaces them.
+    On some devices, such as NPUs, `Module.to` replaces the Parameter objects, because the device's tensors cannot
+    become the `data` of a CPU tensor.
 
     Raises:
         ModelError: a parameter cannot be kept, because weak references or an autograd graph refer to it.
@@ -97,7 +98,7 @@ def to_device(model: nn.Module, device: torch.device) -> nn.Module:
             if is_lazy(param)
             else nn.Parameter(param.detach().to(device), param.requires_grad)
         )
-        vars(moved).update(vars(param))  # attributes set by the user; swap_tensors also swaps them
+        vars(moved).update(vars(param))  # the user's attributes, which swap_tensors also swaps
         try:
             torch.utils.swap_tensors(param, moved)
         except RuntimeError as error:
@@ -139,7 +140,7 @@ def wrap_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Mo
 
 
 def overrides_train_step(model: nn.Module) -> bool:
-    """Return whether the model overrides `train_step`, as GANs do."""
+    """Return whether the model overrides `train_step`, as GANs usually do."""
     wrappers = (MMDistributedDataParallel.train_step, MMFullyShardedDataParallel.train_step)
     standard = (BaseModel.train_step, *wrappers)
     return getattr(type(model), "train_step", standard[0]) not in standard
@@ -201,7 +202,7 @@ class _MakesPart(Protocol):
 
 
 def add_parts(plan: SpeedPlan, model: nn.Module, optim: OptimWrapper) -> None:
-    """Insert the parts of the plan's options at the start of `optim.parts`, in the order of the plan's fields.
+    """Insert the step parts for the plan's options at the start of `optim.parts`, in the order of the plan's fields.
 
     Gradients are centralized, then clipped by unit, then clipped by `clip_grad`. Each of several optimizers has its own
     parts. A part replaces an existing part of the same class, so a second call has no effect.
@@ -284,7 +285,7 @@ def switches(plan: SpeedPlan, device: torch.device, warn: Callable[[str], None])
 
 @contextmanager
 def _with_config_path(plan: SpeedPlan, option: str) -> Iterator[None]:
-    """Replace the option's name in the path of a `ConfigError` with the option's config path."""
+    """Replace the option's name in the path of each `ConfigError` with the option's config path."""
     try:
         yield
     except ConfigError as error:
@@ -294,7 +295,7 @@ def _with_config_path(plan: SpeedPlan, option: str) -> Iterator[None]:
 
 @contextmanager
 def compiling(plan: SpeedPlan, model: nn.Module, logger: logging.Logger | MMLogger) -> Iterator[None]:
-    """Cache the code that is compiled inside the context, and log graph breaks and recompiles when the context ends."""
+    """Cache the code that is compiled inside the context. When the context ends, log graph breaks and recompiles."""
     if plan.compile is None:
         yield
         return
@@ -308,6 +309,6 @@ def compiling(plan: SpeedPlan, model: nn.Module, logger: logging.Logger | MMLogg
     try:
         with raised_recompile_limit(kinds):
             yield
-    finally:  # the report observes torch's compilations until the context ends
+    finally:  # count torch's compilations until the context ends
         summary = report.finish()
     (logger.warning if summary.troubled else logger.info)(summary.text())

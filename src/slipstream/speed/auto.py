@@ -1,6 +1,6 @@
 """Capabilities of the machine and the model, and the options that `speed='auto'` enables for them.
 
-These options improve speed and keep results within the documented tolerance.
+`auto` only enables options that improve speed and keep the results within the documented tolerance.
 """
 
 from __future__ import annotations
@@ -103,10 +103,12 @@ def choose(capabilities: Capabilities) -> Iterator[Choice]:
         yield Choice("prefetch", "copies batches to the device during the step", 2)
     if capabilities.device in ("cuda", "xpu") and convolutional:
         yield Choice(
-            "channels_last", f"{capabilities.convolutions:.0%} of the parameters are 2-d convolutions", True
+            "channels_last",
+            f"{capabilities.convolutions:.0%} of the parameters belong to 2-d convolutions",
+            True,
         )
     if capabilities.device == "npu" and convolutional:
-        yield Choice("channels_last", "Ascend stores the inputs of convolutions in its own format", on=False)
+        yield Choice("channels_last", "Ascend uses its own memory format for convolutions", on=False)
     if capabilities.device == "cuda" and convolutional and not capabilities.deterministic:
         yield Choice("cudnn_benchmark", "cuDNN selects the fastest convolution algorithms", True)
     yield _compile(capabilities, convolutional)

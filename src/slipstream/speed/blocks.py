@@ -1,4 +1,4 @@
-"""Select modules of a model by name or class."""
+"""Select a model's modules by name or class."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def named_blocks(model: nn.Module, patterns: Sequence[str], path: str) -> list[n
     """Return the submodules of a model that match the patterns, in the model's order, without duplicates.
 
     Args:
-        model: the model; the result never contains the model itself.
+        model: the model, which is never part of the result.
         patterns: names of modules, with wildcards `*` and `?` that do not match dots (`layers.*`), or names of classes,
             which also match their subclasses.
         path: config path of the patterns, for errors.

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-_RECOMPILES = 8  # torch's own limit for one function
+_RECOMPILES = 8  # torch's default limit for one function
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class CompileOptions:
     """Whether to compare a compiled step with the eager step before its first use (scope 'step')."""
     wait: bool = False
     """Whether to compile before the second step instead of in the background (scope 'step', backend 'inductor', CPU,
-    Linux). By default, steps run eagerly during compilation, so the number of eager steps depends on the compilation
-    time."""
+    Linux). By default, steps run eagerly during compilation, so the number of eager steps depends on how long the
+    compilation takes."""
     budget: float | str | None = None
-    """Time limit for the compilation in each scope: seconds, or text such as `90s` or `5m`. If it is exceeded, a
-    smaller scope is compiled, or nothing. None means no limit (in the background, two hours)."""
+    """Time limit for the compilation in each scope: a number of seconds, or text such as `90s` or `5m`. If it is
+    exceeded, a smaller scope is compiled, if there is one. None means no limit (two hours in the background)."""
 
     def __post_init__(self) -> None:
         """Check the combination of options."""
@@ -84,7 +84,7 @@ class CompileOptions:
 
     @property
     def seconds(self) -> float | None:
-        """The budget in seconds."""
+        """`budget` in seconds."""
         return None if self.budget is None else read_duration(self.budget, "budget")
 
 
@@ -190,12 +190,12 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
             "compile.blocks",
         )
     blocks = set(found)
-    # Skip every nn.Sequential that contains blocks, because it requires its own graph.
+    # Skip every nn.Sequential that contains blocks, because compiling it would require another graph.
     return [m for m in found if type(m) is not nn.Sequential or blocks.isdisjoint(list(m.modules())[1:])]
 
 
 def _compile(modules: list[nn.Module], how: CompileOptions, limit: Mapping[str, int], group: _Group) -> None:
-    """Compile modules of one class in place; if the compilation of one fails, all of them run eagerly."""
+    """Compile modules of one class in place. If one of them cannot be compiled, all of them run eagerly."""
     kwargs: dict[str, Any] = {
         "backend": how.backend,
         "mode": None if how.backend == "inductor" else how.mode,
@@ -251,7 +251,7 @@ def _call_of(module: nn.Module, fullgraph: bool) -> Callable[..., Any]:
     own modules, and for other modules if their `forward` cannot be traced. In the second case, torch 2.11 and 2.12
     report no error even with `fullgraph`.
     """
-    forward = getattr(type(module), "forward", None)  # None for a scripted module
+    forward = getattr(type(module), "forward", None)  # a scripted module has no Python code
     if not (fullgraph or str(getattr(forward, "__module__", "")).startswith("torch.")):
         return module._call_impl
 
@@ -282,7 +282,7 @@ def _has_recompile_limit() -> bool:
 
 
 def _cloning(compiled: Any) -> Callable[..., Any]:
-    """Wrap a function to clone its outputs, because the next replay of a CUDA graph overwrites them."""
+    """Wrap a function so that its outputs are cloned, because the next replay of a CUDA graph overwrites them."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return tree_map_only(torch.Tensor, torch.clone, compiled(*args, **kwargs))
@@ -291,7 +291,7 @@ def _cloning(compiled: Any) -> Callable[..., Any]:
 
 
 class _Group:
-    """Modules of one class; if the compilation of one fails, all of them run eagerly."""
+    """Modules of one class. If one of them cannot be compiled, all of them run eagerly."""
 
     def __init__(
         self, modules: list[nn.Module], warn: Callable[[str], None], warn_limit: bool, switch: Switch
@@ -306,7 +306,7 @@ class _Group:
             each._compiled_call_impl = None
         self.warn(
             f"{type(module).__name__} cannot be compiled ({explain_failure(error)}) and runs eagerly. "
-            f"{'Fix this line, or remove' if failed_line(error) else 'Remove'} the `compile` option"
+            f"{'Change this line of code, or remove' if failed_line(error) else 'Remove'} the `compile` option"
         )
 
     def notice(self, module: nn.Module, since: int) -> None:
@@ -350,7 +350,7 @@ class _Guarded:
 
     def _first_call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module for the first time in this grad mode; restore its buffers if the call fails."""
-        # With graph breaks, an earlier graph may have updated BatchNorm before a later one fails.
+        # With graph breaks, an earlier graph may have updated BatchNorm statistics before a later graph fails.
         before = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         try:
             # Compile the backward graph now, because a failure during backward is not recoverable.
@@ -366,7 +366,7 @@ class _Guarded:
 
 
 def _is_compiler_error(error: Exception) -> bool:
-    """Return whether torch's compiler, not the model, raised an error."""
+    """Return whether the error was raised by torch's compiler rather than by the model."""
     kinds = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
     # With fullgraph=True, torch 2.13 raises the second error after the call if it has not compiled any code.
     return isinstance(error, kinds) or "found no compiled frames" in str(error)

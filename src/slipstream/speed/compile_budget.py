@@ -1,7 +1,7 @@
-"""Compile the modules of a model within a time limit, in a forked process if possible.
+"""Compile a model's modules within a time limit, in a forked process if possible.
 
-Inductor cannot be interrupted safely, but a process can be ended. A forked process therefore compiles first and writes
-the code to torch's cache, from which this process loads it. Meanwhile, the modules run eagerly.
+A compilation by inductor cannot be interrupted safely, but a process can be killed. Therefore a forked process compiles
+first and writes the code to torch's cache, from which this process loads it. Meanwhile, the modules run eagerly.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ __all__ = ["Budgeted", "Switch"]
 
 
 class Switch:
-    """Whether the compiled modules of a model run their compiled code.
+    """Determines whether a model's compiled modules run their compiled code.
 
-    A module that is called in a checkpoint (`torch.utils.checkpoint`) must be recomputed in the same way, because
-    compiled code saves other tensors for the backward pass. It is recomputed outside the model's call.
+    If a module runs inside `torch.utils.checkpoint`, its recomputation must use compiled code if and only if the
+    forward pass did, because compiled and eager code save different tensors for the backward pass. The recomputation
+    takes place after the model's call has returned.
     """
 
     def __init__(self, on: bool) -> None:
         self.on: bool | None = on
         """Whether this call of the model runs compiled code; None outside the model's call."""
         self.recompute_compiled = False
-        """Whether modules in a checkpoint run compiled code in the recomputation."""
+        """Whether the recomputation of modules inside a checkpoint runs compiled code."""
         self.only_existing = False
         """Whether inputs that require a new graph run eagerly."""
         self.saw_checkpoint = False
-        """Whether a module ran eagerly in a checkpoint."""
+        """Whether a module has run eagerly inside a checkpoint."""
 
     def runs_compiled(self) -> bool:
         """Return whether the module that calls this method runs its compiled code."""
@@ -55,7 +56,7 @@ class Switch:
 
 
 class Budgeted:
-    """Calls a model that is compiled within a time limit, as a whole or in some of its modules.
+    """Calls a model that is compiled within a time limit, either as a whole or only some of its modules.
 
     The modules run eagerly until their code is compiled, separately for training and for evaluation (calls with and
     without gradients). If the forked process exceeds the limit, it is killed, and the modules keep running eagerly. In
@@ -68,8 +69,8 @@ class Budgeted:
         switch: turns the compiled code of the modules on and off.
         limit: the limit in seconds.
         waits: whether the model waits for the forked process instead of running eagerly.
-        exceeded: `exceeded(trains)` is called if the forked process exceeds the limit; `trains` is whether it compiled
-            for training or for evaluation.
+        exceeded: `exceeded(trains)` is called if the forked process exceeds the limit; `trains` is True if it compiled
+            for training, and False for evaluation.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Budgeted:
         self._ready: set[bool] = set()
         self._given_up: set[bool] = set()
         self._spent = 0.0
-        self._versions = 0  # sum of the parameters' versions, which an update changes
+        self._versions = 0  # the sum of the parameters' version counters, which changes with each update
         self._switch.on = None
         self._counters = torch._dynamo.utils.counters
 
@@ -122,7 +123,7 @@ class Budgeted:
             work = partial(self._only_compile, _thread_state(), args, kwargs)
             try:
                 self._background.start(work)
-            except OSError:  # no process can be started
+            except OSError:  # raised if no process can be started
                 self._background = None
                 return True
         may_recompute = trains and self._may_recompute()
@@ -132,12 +133,12 @@ class Budgeted:
         if self._background.exceeded:
             self._given_up.add(finished)
             self._exceeded(finished)
-        else:  # if the compilation failed, it fails again in this process, which reports the error
+        else:  # a failed compilation is repeated in this process, which reports the error
             self._ready.add(finished)
         return trains in self._ready
 
     def _may_recompute(self) -> bool:
-        """Return whether a backward pass may recompute modules that ran eagerly, because no update has followed."""
+        """Return whether modules that ran eagerly may still be recomputed, because no update has followed yet."""
         before, self._versions = self._versions, sum(param._version for param in self._model.parameters())
         return self._switch.saw_checkpoint and self._versions == before
 
@@ -166,7 +167,7 @@ class Budgeted:
 
 
 def _is_in_checkpoint() -> bool:
-    """Return whether autograd calls hooks for saved tensors, as in a checkpoint and its recomputation."""
+    """Return whether autograd calls hooks for saved tensors, as it does in a checkpoint and its recomputation."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 

@@ -34,7 +34,7 @@ def use_cache(model: nn.Module, how: CompileOptions, plan: Any, warn: Callable[[
     """Set inductor's cache folder for this run, and return it.
 
     Call this function before any compilation. It sets the environment variable TORCHINDUCTOR_CACHE_DIR for the whole
-    process, so the latest run determines the folder. It changes nothing and returns None if the user has set the
+    process, so the most recent run determines the folder. It changes nothing and returns None if the user has set the
     variable, if `how` disables the cache, or for backends other than inductor. The keys of torch's cache are hashes of
     the graph, the options and the versions, so torch does not load the code of a different graph.
 
@@ -98,7 +98,7 @@ def cache_folder(model: nn.Module, how: CompileOptions, plan: Any) -> Path:
 
 
 def _machine(model: nn.Module) -> str:
-    """Return a description of the CPU and the accelerator; inductor compiles for the exact CPU model."""
+    """Return a description of the CPU and the accelerator. Inductor generates code for the exact CPU model."""
     tensor = next(chain(model.parameters(), model.buffers()), None)
     if tensor is not None and tensor.device.type == "cuda":
         accelerator = torch.cuda.get_device_name(tensor.device)

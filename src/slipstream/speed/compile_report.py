@@ -23,7 +23,8 @@ _ENGINE = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (
 _LIBRARY = str(Path(os.__file__).parent) + os.sep
 _LIMIT = "recompile limit exceeded"
 _EXPECTED = 4
-"""Expected recompiles per function: for validation, a smaller last batch, different heights and different widths."""
+"""Number of recompiles per function that are expected: one each for validation, a smaller last batch, different heights
+and different widths."""
 
 
 def explain_failure(error: BaseException) -> str:
@@ -60,7 +61,7 @@ def explain_failure(error: BaseException) -> str:
 
 
 def failed_line(error: BaseException) -> str:
-    """Return the line of user code that torch could not compile; empty if torch does not report it."""
+    """Return the line of user code that torch could not compile, or an empty string if torch does not report it."""
     return _where(getattr(error, "real_stack", None) or ())
 
 
@@ -127,11 +128,11 @@ class CompileSummary:
     eager: dict[str, int] = field(default_factory=dict)
     """Cause of the last recompile of each function that reached torch's recompile limit and then ran eagerly."""
     skipped: dict[str, int] = field(default_factory=dict)
-    """Reasons that torch skipped CUDA graphs."""
+    """The reasons why torch skipped CUDA graphs."""
 
     @property
     def troubled(self) -> bool:
-        """Whether an entry reduces speed, and `text()` should be logged as a warning."""
+        """Whether an entry reduces speed, so that `text()` should be logged as a warning."""
         return bool(self.breaks or self.unexpected or self.eager or self.skipped)
 
     def text(self) -> str:
@@ -151,7 +152,7 @@ class CompileSummary:
         for title, causes, shown in (
             ("graph break", self.breaks, True),
             ("recompiled", self.recompiles, self.unexpected),
-            ("recompile limit reached, further calls ran eagerly", self.eager, True),
+            ("recompile limit reached, so later calls ran eagerly", self.eager, True),
             ("CUDA graph skipped", self.skipped, True),
         ):
             if shown:

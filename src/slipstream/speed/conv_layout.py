@@ -1,4 +1,4 @@
-"""A pass over inductor's graph that selects the fastest CPU memory layout for each convolution and its gradients."""
+"""An inductor graph pass that selects the fastest CPU memory layout for each convolution and its gradients."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _BY_STRIDES = {
     _ATEN.as_strided.default, _ATEN.as_strided_scatter.default, _ATEN.resize.default, _ATEN.view.dtype,
     _ATEN.view_as_complex.default, _ATEN.view_as_real.default,
 }  # fmt: skip
-"""Operators whose result depends on the strides of their operand."""
+"""Operators whose results depend on the strides of their operands."""
 _HEAVY = 8
-"""Convolutions stay contiguous if the weight has more than this many times as many elements as the activations."""
+"""A convolution stays contiguous if its weight has more than this many times as many elements as its activations."""
 
 
 class LayOutConvolutions(CustomGraphPass):
@@ -71,7 +71,7 @@ def _is_plane(node: fx.Node) -> bool:
 
 
 class _Layouts:
-    """Assigns layouts in one graph."""
+    """Assigns layouts to the nodes of one graph."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -88,7 +88,7 @@ class _Layouts:
                     self._convolution(node)
                     continue
                 if _needs_eager_strides(node):
-                    self._restore(node)  # the result then has its eager strides
+                    self._restore(node)  # with eager operands, the result has the eager strides
                 else:
                     _update_strides(node)
 
@@ -115,7 +115,7 @@ class _Layouts:
         value = node.meta["val"]
         # `is_contiguous` ignores the strides of dimensions of size one; inductor does not.
         if value.stride() == torch.empty_like(value, memory_format=wanted).stride():
-            node.meta["inductor_realize_to_strides"] = True  # store it once, in this layout
+            node.meta["inductor_realize_to_strides"] = True  # materialize the value once, in this layout
             return node
         key = (node, wanted)
         if key not in self.copies:
@@ -197,7 +197,7 @@ def _needs_eager_strides(node: fx.Node) -> bool:
 
 
 def _update_strides(node: fx.Node) -> None:
-    """Recompute the fake result of a node, including its strides, from its operands."""
+    """Recompute the fake tensor of a node's result, including its strides, from the operands."""
     if node.target is _VIEW:  # the new strides may not support a view
         node.target = _RESHAPE
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])

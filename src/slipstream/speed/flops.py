@@ -26,9 +26,9 @@ class Accelerator:
     """The peak speed of an accelerator, from its manufacturer's data sheet."""
 
     words: str
-    """Words that the device's name contains, such as `H100 PCIe`."""
+    """The words that a device's name must contain, such as `H100 PCIe`."""
     teraflops: Mapping[Precision, float]
-    """Dense matrix products in 10^12 operations per second by precision; unknown precisions are omitted."""
+    """Peak speed of dense matrix products in 10^12 operations per second, by precision; unknown values are omitted."""
     source: str
 
 
@@ -62,7 +62,8 @@ PEAKS = (
 16-bit and 8-bit values are those with accumulation in float32, which PyTorch uses."""
 
 _DIFFERENT = {"laptop", "mobile", "max", "mig", "d", "ti", "super", "ada"}
-"""Words in the names of variants with a different peak speed."""
+"""If a device's name contains one of these words, it may be a variant with a different peak speed, so its peak speed is
+unknown."""
 
 
 def peak_flops(device_name: str, precision: Precision) -> tuple[float, str] | None:

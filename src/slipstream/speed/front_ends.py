@@ -1,4 +1,4 @@
-"""Translate the keys of the three front ends (MMEngine, SuperGradients, `speed=`) into options of `SpeedPlan`."""
+"""Translate the keys of the three front ends (MMEngine, SuperGradients, `speed=`) to options of `SpeedPlan`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read_front_ends(
 ) -> dict[str, FrontEnd]:
     """Return the keys of each front end, by the prefix of its config paths.
 
-    This function does not check keys that are not options.
+    Keys that are not options are not checked.
 
     Raises:
         ConfigError: `speed` or `training_params` is not a dict, or `cfg` sets an unsupported option.
@@ -169,7 +169,7 @@ def _ema(params: FrontEnd) -> Any:
     if not params.get("ema"):
         return params.get("ema")
     ema = dict(params.get("ema_params") or {})
-    if "exp_activation" in ema:  # a key in older versions of SuperGradients
+    if "exp_activation" in ema:  # older versions of SuperGradients use this key
         exponential = ema.pop("exp_activation")
         ema.setdefault("decay_type", "exp" if exponential else "constant")
     if "decay_type" in ema:

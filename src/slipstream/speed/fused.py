@@ -29,7 +29,7 @@ def fuse(optimizer: Optimizer, wanted: bool | None) -> bool:
     By default, torch uses foreach kernels on accelerators and a loop over the weights on the CPU.
 
     Args:
-        optimizer: the optimizer; may have already taken steps.
+        optimizer: the optimizer, which may already have taken steps.
         wanted: True requires fused kernels. None selects them if torch has them for the class, the devices and the
             dtypes, unless the optimizer was built with `fused=` or `foreach=`. False does not change the optimizer.
 

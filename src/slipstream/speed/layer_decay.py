@@ -28,7 +28,7 @@ __all__ = ["DecayLayers", "LayerDecayOptions", "layer_factors", "read_layer_deca
 
 _KEY = "layer_decay"
 _KERNELS = ("params", "param_names", "lr", "fused", "foreach", "capturable", "differentiable")
-"""Settings of a parameter group that do not affect the update, and settings that `_try` sets."""
+"""Keys of a parameter group that do not affect the update, or that `_try` sets itself."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def scales_with_lr(optimizer: Optimizer) -> bool:
         for lr in (0.1, 100.0):
             try:
                 halved, half = _try(type(inner), lr, settings, 0.5), _try(type(inner), lr / 2, settings, 1.0)
-            except Exception:  # a third-party class can raise any exception
+            except Exception:  # a third-party optimizer can raise any exception
                 return False
             if not (halved - half).abs().max() <= 1e-9 * half.abs().max():
                 return False

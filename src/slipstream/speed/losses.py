@@ -138,7 +138,7 @@ def _as_dict(loss: Tensor | Mapping[str, Tensor]) -> Losses:
 
 
 def _reduce_own(losses: Losses) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the entry `loss`, which includes the others if it exists, or else the sum of the losses."""
+    """Return the entry `loss`, which includes the other losses; if it does not exist, return the sum of the losses."""
     if "loss" not in losses:
         return sum_losses(losses)
     loss, logs = sum_losses({"loss": losses["loss"]})

@@ -1,4 +1,4 @@
-"""Speed option: skip a step, stop or roll back if a loss or gradient is not finite, without waiting for the device."""
+"""Speed option: if a loss or gradient is not finite, skip the step, stop or roll back, without a sync in each step."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ class NanGuardOptions:
     """`nan_guard=dict(...)`."""
 
     action: Literal["stop", "skip", "rollback"] = "stop"
-    """`stop` ends the run the next time it logs. `skip` skips the step, which then does not change the weights.
-    `rollback` continues from the last checkpoint of the run, without the batches that caused the value."""
+    """`stop` ends the run the next time that losses are read for the log. `skip` skips the step, which then does not
+    change the weights. `rollback` continues from the last checkpoint of the run and skips the batches that caused the
+    value."""
     locate: bool = False
     """Whether to report the first module with a non-finite output. This runs a few small kernels after every module."""
     max_skipped: PositiveInt = 50
@@ -42,7 +43,7 @@ class NanGuardOptions:
     max_rollbacks: PositiveInt = 3
     """Maximum number of times that a run goes back to a checkpoint (`rollback`); after that, the run stops."""
     skip_before: NonNegativeInt = 0
-    """Number of additional batches to leave out before those that caused the value (`rollback`)."""
+    """Number of additional batches to skip before those that caused the value (`rollback`)."""
 
     def __post_init__(self) -> None:
         check(self.max_skipped, PositiveInt, "max_skipped")
@@ -57,7 +58,7 @@ class NanGuardOptions:
 def read_nan_guard(value: Any) -> NanGuardOptions | None:
     """Read `nan_guard`: `'stop'`, `'skip'`, `'rollback'`, a dict, True (`'stop'`), None or False.
 
-    With None and False, a loss that is not finite still stops the run the next time the run logs.
+    With None and False, a loss that is not finite still stops the run the next time that losses are read for the log.
 
     Raises:
         ConfigError: the value has an unsupported type, or an option is unknown.
@@ -111,13 +112,11 @@ class SkipCount:
 
     def __init__(self, device: torch.device) -> None:
         self.tensor = torch.zeros(2, dtype=torch.int64, device=device)
-        """The number of steps skipped since the last `read`, and the number of consecutive skipped steps.
-
-        int64, changed in place.
-        """
+        """The number of steps skipped since the last `read`, and the number of consecutive skipped steps. The tensor
+        is changed in place."""
 
     def add(self, finite: Tensor) -> None:
-        """Count one step; `finite` is a 0-dim bool tensor. Traceable."""
+        """Count one step; `finite` is a 0-dim bool tensor. `torch.compile` can trace this method."""
         skipped = (~finite).to(torch.int64)
         total, in_a_row = self.tensor.unbind()
         self.tensor.copy_(torch.stack([total + skipped, (in_a_row + 1) * skipped]))
@@ -136,9 +135,10 @@ class StepGuard:
     accumulation, the whole window is skipped. All ranks skip the same steps. With a loss scale, the `GradScaler` skips
     steps as usual, and this class counts them.
 
-    A step that creates optimizer state cannot be undone. This applies to the first step, and to steps in which other
-    parameters have their first gradient. The host then waits for the device, and calls the optimizer only if the
-    gradients are finite. If an optimizer may store state on the host, such as a step count, this applies to every step.
+    A step that creates optimizer state cannot be undone. Examples are the first step, and steps in which more
+    parameters receive their first gradient. In these steps, the host waits for the device, and calls the optimizer only
+    if the gradients are finite. If an optimizer may store state on the host, such as a step count, the host waits in
+    every step.
 
     Args:
         model: the model, unwrapped.
@@ -162,8 +162,8 @@ class StepGuard:
     def poison(self, loss: Tensor) -> Tensor:
         """Return the loss for `backward`; see the function `poison`.
 
-        A loss can be NaN while all gradients are zero (a mean over zero pixels), so this also sets the gradient of one
-        parameter to NaN.
+        A loss can be NaN while all gradients are zero (a mean over zero pixels), so this method also sets the gradient
+        of one parameter to NaN.
         """
         _poison_a_parameter(loss)
         return poison(loss)
@@ -187,7 +187,7 @@ class StepGuard:
             guard_step(optim.optimizer, optim.step, finite)
         else:
             _count_on_device(optim.optimizer)
-            if finite:  # waits for the device
+            if finite:  # this check waits for the device
                 optim.step()
                 if _can_undo(optim.optimizer, params, finite.device):
                     self._undoable.update(params)
@@ -283,7 +283,7 @@ def _by_kind(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 def _can_undo(optimizer: Optimizer, params: list[nn.Parameter], device: torch.device) -> bool:
     """Return whether a step changes only the parameters and tensors on the device.
 
-    Classes of other libraries may count steps in Python numbers outside `optimizer.state`.
+    Optimizers from other libraries may count steps in Python numbers outside `optimizer.state`.
     """
     known = type(optimizer).__module__.startswith(("torch.optim.", "slipstream."))
     state = (value for param in params for value in optimizer.state.get(param, {}).values())
@@ -301,7 +301,7 @@ def _updated(optimizer: Optimizer, params: list[Tensor], device: torch.device) -
 def _finite_everywhere(params: list[nn.Parameter], device: torch.device) -> Tensor:
     """Return whether all gradients on all ranks are finite, as a 0-dim bool tensor."""
     grads = [p.grad for p in params if p.grad is not None]
-    parts = [part for part in map(_values, grads) if part.numel()]  # the local shard can be empty
+    parts = [part for part in map(_values, grads) if part.numel()]  # local shards can be empty
     finite = all_finite(parts) if parts else torch.ones((), dtype=torch.bool, device=device)
     if not any(map(is_sharded, grads)):
         return finite  # gradients are already summed over the ranks
@@ -342,7 +342,8 @@ class Locator:
         self.modules = list(model.named_modules())
         device = next(model.parameters()).device
         self._clock = torch.zeros((), dtype=torch.int64, device=device)
-        # For each module: the time of the first non-finite output (0 if none), and whether an input was not finite.
+        # For each module: the clock at its first non-finite output (0 if there is none), and whether an input of this
+        # call was not finite.
         self._found = torch.zeros(len(self.modules), 2, dtype=torch.int64, device=device)
         self._hooks = [
             module.register_forward_hook(partial(self._check, index), with_kwargs=True)
@@ -365,7 +366,7 @@ class Locator:
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel()
         ]
         found = torch.zeros_like(self._clock, dtype=torch.bool)
-        for same in _by_kind(tensors):  # the inputs of a data preprocessor are on the host
+        for same in _by_kind(tensors):  # a data preprocessor's inputs are on the host
             found = found | ~all_finite(same)  # a 0-dim CPU tensor is passed to the kernel by value
         return found
 

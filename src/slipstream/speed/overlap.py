@@ -1,4 +1,4 @@
-"""A pass over inductor's graph that overlaps gradient all-reduces with backward."""
+"""An inductor graph pass that overlaps gradient all-reduces with the backward pass."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def send_early(graph: fx.Graph) -> None:
         aten.mul.Tensor, torch.ops.prims.convert_element_type.default,
     }  # fmt: skip
     early = {node for node in nodes if node.target is comm.all_reduce.default}
-    for node in reversed(nodes):  # operators that only pack a bucket move with it
+    for node in reversed(nodes):  # also move the operators that only pack a bucket
         if node.target in packing and early.issuperset(node.users):
             early.add(node)
     order = {node: (i, 0) for i, node in enumerate(nodes)}
-    # Maps the index of a node to the last node that was moved behind it and the number of nodes that were moved there.
+    # Maps the index of a node to the last node that was moved behind this node, and to the number of these moved nodes.
     behind: dict[int, tuple[fx.Node, int]] = {}
     for node in nodes:
         if node in early and node.all_input_nodes:

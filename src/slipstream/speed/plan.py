@@ -82,7 +82,7 @@ def _read_ema(value: Any) -> EmaOptions | UserHook | None:
 
 @dataclass(frozen=True)
 class SpeedPlan:
-    """The speed options of a run, one field per option; the modules of this package read and apply them."""
+    """The speed options of a run, with one field per option. The modules in this package read and apply the options."""
 
     precision: Annotated[
         PrecisionOptions | None,
@@ -133,9 +133,9 @@ class SpeedPlan:
     auto: bool = False
     """Whether to enable the options that `choose` returns."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """For each option that is set, its config path (`cfg.compile`, `speed.precision`) or `auto: <reason>`."""
+    """Maps each option that is set to its config path (`cfg.compile`, `speed.precision`) or to `auto: <reason>`."""
     notes: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """For each option that `auto` leaves disabled, the reason."""
+    """Maps each option that `auto` leaves disabled to the reason."""
 
     @classmethod
     def read(
@@ -254,10 +254,10 @@ class Refusal:
     """A condition under which a plan is invalid."""
 
     option: str
-    """The option whose config path the error message contains."""
+    """The option whose config path is shown in the error message."""
     when: Callable[[SpeedPlan, Capabilities], bool]
     message: str
-    """What is wrong, and how to fix it."""
+    """The text of the error message: what is wrong, and how to fix it."""
 
 
 def _named(plan: SpeedPlan, precision: str) -> bool:
@@ -338,7 +338,7 @@ IDLE = (
     ("parallel", lambda plan, capabilities: plan.parallel is not None and capabilities.world_size == 1,
      "only one process is running; start several with --nproc or a launcher"),
 )  # fmt: skip
-"""Options that have no effect under some condition: name, condition and reason. They do not raise an error, so the same
+"""Options that have no effect under a condition, as (name, condition, reason). They cause no error, so that the same
 configuration works on a laptop and on a cluster."""
 
 

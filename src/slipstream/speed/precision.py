@@ -28,7 +28,7 @@ _NAMES: dict[str, Precision] = {
     "float8": "fp8",
 }
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-_FP8_TILE = 16  # float8 matrix products require sizes that are multiples of this
+_FP8_TILE = 16  # sizes in float8 matrix products must be multiples of this number
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def tf32() -> Iterator[None]:
             yield
         return
     torch.set_float32_matmul_precision("high")
-    products[1].fp32_precision = settings[1]  # the line above also enables TF32 on CPUs that support it
+    products[1].fp32_precision = settings[1]  # the line above also enabled TF32 on CPUs
     cudnn.allow_tf32 = True
     try:
         yield
@@ -126,7 +126,7 @@ def convert_to_fp8(model: nn.Module) -> int:
         )
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    # In the product for the weights' gradient, the inner size is the batch size, which can be any number.
+    # In the matrix product for the weights' gradient, the inner dimension is the batch size, which can be any number.
     config = Float8LinearConfig(pad_inner_dim=True)
     convert_to_float8_training(model, module_filter_fn=lambda module, name: name in names, config=config)
     return len(names)

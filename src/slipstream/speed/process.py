@@ -28,7 +28,7 @@ def read_switch(value: Any, name: str) -> bool:
 
 
 def read_gc(value: Any) -> int | None:
-    """Read `gc`: the number of steps between two garbage collections; None and False keep automatic collections.
+    """Read `gc`: the number of steps between two garbage collections; None and False keep automatic collection.
 
     Raises:
         ConfigError: the value is not a positive integer.

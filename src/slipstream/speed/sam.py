@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SamOptions", "SharpnessAware"]
 
-_TINY = 1e-12  # keeps a zero gradient from becoming NaN
+_TINY = 1e-12  # avoids NaN for a zero gradient
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class SharpnessAware(StepPart):
     def __init__(self, model: nn.Module, how: SamOptions) -> None:
         self.model, self.how = model, how
         named = model.named_parameters() if how.adaptive else ()
-        # torch.compile traces lookups in a dict, but not in a set.
+        # Use a dict, because torch.compile cannot trace lookups in a set.
         self.scaled = dict.fromkeys(p for name, p in named if "weight" in name.rpartition(".")[2])
 
     def gradients(

@@ -22,7 +22,7 @@ def _lines(step: TrainStep, warnings: Iterable[str]) -> Iterator[str]:
     batches = f"{step.steps} batch{'es' if step.steps != 1 else ''}"
     yield f"step: {_compilation(step)}; {batches} trained"
     enabled = {name: getattr(step.plan, name) for name in step.plan.sources}
-    if enabled.get("fused", False) is None:  # fused kernels wherever the optimizer has them
+    if enabled.get("fused", False) is None:  # None selects fused kernels if the optimizer has them
         enabled["fused"] = True
     options = [f"{name} ({step.plan.sources[name]})" for name, value in enabled.items() if value]
     yield f"options: {', '.join(options) or 'none'}"
@@ -43,7 +43,7 @@ def _compilation(step: TrainStep) -> str:
     if isinstance(inner, GraphStep) and inner.uses_graph:
         if inner.has_graph:
             return "compiled as one graph"
-        return "to be compiled as one graph, with the second batch"
+        return "will be compiled as one graph at the second batch"
     if (scope := step.compiled_scope) is not None:
         return f"eager, with {'a compiled model' if scope == 'model' else 'compiled blocks of the model'}"
     return "eager" if step.plan.compile is None else "eager, although compile is set"

@@ -145,18 +145,18 @@ def _one_graph(
             warn(_wrong_numbers(error, how))
         elif isinstance(error, BudgetExceededError):
             warn(
-                f"The step is not compiled as one graph: {error}. The model is compiled with the same budget"
+                f"The step is not compiled as one graph: {error}. Only the model is compiled, with the same budget"
             )
             compile_model(core, how, warn, warn_limit=False)
         elif isinstance(reason := NotCapturedError.inside(error), OnlyEagerError):
             warn(f"The step is not compiled: {explain_failure(reason)}. Training continues eagerly")
         else:
-            remedy = "Fix this line, or set" if failed_line(error) else "Set"
+            remedy = "To compile the step, change this line of code. " if failed_line(error) else ""
             warn(
                 f"The step cannot be compiled as one graph ({explain_failure(error)}). Only the model is compiled. "
-                f"{remedy} compile=dict(scope='model')"
+                f"{remedy}To suppress this warning, set compile=dict(scope='model')"
             )
-            compile_model(core, how, warn, warn_limit=False)  # the warning above is enough
+            compile_model(core, how, warn, warn_limit=False)  # the warning above already reports the limit
         return eager
 
     compile_model(core, how, warn)
@@ -199,7 +199,7 @@ def _wrong_numbers(error: WrongNumbersError, how: CompileOptions) -> str:
     return (
         f"The captured step and the eager step compute different results ({error}). Likely causes are hooks, random "
         "numbers that torch does not generate, state outside modules, an active TorchFunctionMode, and BatchNorm in "
-        "a checkpointed block, whose recomputation updates the statistics twice. Training continues eagerly"
+        "a checkpointed block, because the recomputation updates its statistics again. Training continues eagerly"
     )
 
 
@@ -232,7 +232,7 @@ def _backend(how: CompileOptions, device_type: str, cuda_graph: bool) -> tuple[C
 
             with folder_now(folder):
                 made = compile_fx(graph, inputs, config_patches=options)
-            # Remove torch's wrapper that disables Dynamo, because the callers disable it themselves.
+            # Unwrap the function that torch wraps to disable Dynamo, because the callers already disable Dynamo.
             return cast("Callable[..., Any]", getattr(made, "_torchdynamo_orig_callable", made))
         chosen = how.backend if callable(how.backend) else torch._dynamo.lookup_backend(how.backend)
         kwargs = {name: value for name, value in {"mode": how.mode, "options": options}.items() if value}
@@ -243,13 +243,13 @@ def _backend(how: CompileOptions, device_type: str, cuda_graph: bool) -> tuple[C
 
 
 class _OnlyEvaluation:
-    """A model whose compiled code is used only in evaluation, because the step's graph is used in training."""
+    """A model that uses its compiled code only in evaluation, because training uses the step's graph."""
 
     def __init__(self, model: nn.Module, compiled: Callable[..., Any]) -> None:
         self.model, self.compiled = model, compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Inside an eager step, a loss may call the model in training mode without gradients.
+        # In an eager step, a loss may also call the model in training mode without gradients.
         if torch.is_grad_enabled() or self.model.training:
             return self.model._call_impl(*args, **kwargs)
         return self.compiled(*args, **kwargs)

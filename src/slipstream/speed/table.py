@@ -26,7 +26,7 @@ def option_rows(plan: SpeedPlan, capabilities: Capabilities) -> Iterator[tuple[s
 
 
 def _describe(value: Any) -> str:
-    """Return the value of an option as short text. For a dataclass, return required fields and non-default fields."""
+    """Return an option's value as short text; for a dataclass, only required fields and non-default values."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if value is None:

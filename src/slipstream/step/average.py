@@ -29,7 +29,7 @@ class _Average(Protocol):
         """Count an update, and return the EMA weight for the current parameters."""
 
     def pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the averages and the averaged tensors of the model, in the same order."""
+        """Return the averages and the model's tensors that are averaged, in the same order."""
 
 
 def update_count(batches: int, skipped: int, window: int) -> int:
@@ -92,7 +92,7 @@ class AveragePart(StepPart):
     def before_batch(self) -> None:
         """Count the next batch, and set its EMA weight, which is 0 if the batch does not count as an update."""
         batch = self._done() + 1
-        if self._counted == (batch, self.average.steps):  # the batch was counted, but its step raised
+        if self._counted == (batch, self.average.steps):  # counted before its step raised an error
             self.average.steps -= 1
         due = self.is_due(batch)
         self._weight.set(self.average.next_weight() if due else 0.0)

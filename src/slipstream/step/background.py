@@ -32,7 +32,7 @@ during the compilation (`benchmarks/background.py`), and the compilation gets 6 
 _LIMIT = 2 * 3600.0
 """Default timeout of the child process in seconds."""
 _POLL = 0.05
-"""Seconds between checks whether the child process has ended."""
+"""Seconds between two checks of whether the child process has ended."""
 
 
 def can_fork(device_type: str) -> bool:
@@ -66,7 +66,7 @@ class BackgroundCompiler:
 
     @property
     def started(self) -> bool:
-        """Whether a process was started, and neither `done` nor `stop` has registered its end."""
+        """Whether a process was started, and neither `done` nor `stop` has noticed that it has ended."""
         return self._pid is not None
 
     def start(self, work: Callable[[], object]) -> None:
@@ -82,7 +82,7 @@ class BackgroundCompiler:
         # Block signals, so that no handler runs in the child or raises in this process before `_end` is set.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            with warnings.catch_warnings():  # the child does not use the locks that fork warns about
+            with warnings.catch_warnings():  # fork warns about locks, but the child uses none of them
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
@@ -166,7 +166,7 @@ def _work_and_exit(work: Callable[[], object], parent: int, mask: Iterable[int],
 
 def _detach_from_parent() -> None:
     """Release the parent's files, sockets, locks, signal handlers and logs, to avoid duplicate side effects."""
-    gc.freeze()  # do not run finalizers of the parent's objects
+    gc.freeze()  # prevents finalizers of the parent's objects from running
     logging.disable(logging.CRITICAL)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):

@@ -32,7 +32,7 @@ _GLOBAL_HOOKS = (
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _MIN_BATCHES = 2
-"""A graph that is used for this many batches or fewer is not worth compiling."""
+"""A graph is not worth compiling if it is used for this number of batches or fewer."""
 _REBUILDS = 8
 """Maximum number of changes that may invalidate the graph; equal to torch's recompile limit."""
 _SETTING_CHANGES = 2
@@ -40,7 +40,8 @@ _SETTING_CHANGES = 2
 
 
 class CapturedStep:
-    """The state shared by a step's graphs; valid while the trained parameters and their groups do not change.
+    """The state shared by a step's graphs. It is valid as long as the trained parameters and their groups do not
+    change.
 
     Args:
         model: the model, unwrapped.
@@ -82,15 +83,15 @@ class CapturedStep:
         self.last_compiled: Any = None
         """The compiled code of the last call."""
         self.agreed: set[bool] = set()
-        """Kinds of batches whose graph is verified on all ranks. The kind is whether the batch is the last of its
-        accumulation window."""
+        """Kinds of batches whose graph is verified on all ranks. The kind is True for the last batch of an accumulation
+        window, and False for the others."""
         self.kinds: set[tuple[Any, ...]] = set()
-        """Kinds of batches whose graph was compiled in the background. The kind consists of whether the batch is the
-        last of its accumulation window, and either its shapes or whether they differ from those of the first batch."""
+        """Kinds of batches whose graph was compiled in the background. A kind is a tuple: whether the batch is the last
+        of its accumulation window, followed by its shapes, or by whether they differ from the first batch's."""
         self.slow_kinds: set[tuple[Any, ...]] = set()
         """Kinds of batches that run eagerly, because the compilation of their graph exceeded its time limit."""
         self.only_compiles = False
-        """Whether this process only compiles and must not run the compiled code."""
+        """Whether this process only compiles the code, and must not run it."""
         self._hooked = is_hooked(optim.optimizer)
         self._optimizer_step = type(optim.optimizer).step
         self._owned = list(optim.parameters())
@@ -145,7 +146,7 @@ class CapturedStep:
         """Count a graph before its compilation.
 
         Raises:
-            UnstableGraphError: previous graphs were used for too few batches each.
+            UnstableGraphError: each of the previous graphs was used for too few batches.
         """
         if 0 < self._batches[ends_window] - 1 <= _MIN_BATCHES and self._graphs[ends_window]:
             self._wasted += 1
@@ -163,7 +164,7 @@ class CapturedStep:
         return any(self._graphs.values())
 
     def names(self) -> Mapping[int, str]:
-        """Return names for a step's tensors, by id."""
+        """Return the names of a step's tensors, by tensor id."""
         names = {id(buffer): f"the buffer '{name}'" for name, buffer in self.model.named_buffers()}
         params: dict[Tensor, str] = {param: name for name, param in self.model.named_parameters()}
         for param, values in self.optim.optimizer.state.items():
@@ -197,12 +198,12 @@ class CapturedStep:
         }
 
     def after_graph(self) -> set[int]:
-        """Return the ids of the tensors that change after the graph if the graph does not contain the update."""
+        """Return the ids of the tensors that change after the graph, if the graph does not contain the update."""
         averages = (tensor for part in self.parts for tensor in part.state().values())
         return {id(tensor) for tensor in (*self._owned, *averages)}
 
     def own_tensors(self) -> Iterator[Tensor]:
-        """Yield the step's own tensors, which neither the model nor the user replaces."""
+        """Yield the tensors that belong to the step itself, and that neither the model nor the user replaces."""
         yield self.window.tensor
         if self.scale is not None:
             yield from self.scale.state
@@ -266,7 +267,7 @@ def shapes(inputs: Any) -> list[torch.Size]:
     tensors = [leaf for leaf in leaves_of(inputs) if isinstance(leaf, Tensor)]
     try:
         return [tensor.shape for tensor in tensors]
-    except RuntimeError:  # a nested tensor has no shape
+    except RuntimeError:  # raised for a nested tensor, which has no shape
         return [torch.Size() if tensor.is_nested else tensor.shape for tensor in tensors]
 
 
@@ -314,7 +315,7 @@ class Shapes:
 
 
 class Changes:
-    """Counts the changes that invalidate a step's graphs."""
+    """Counts changes that invalidate a step's graphs."""
 
     def __init__(self) -> None:
         self.rebuilds = 0
@@ -330,10 +331,10 @@ class Changes:
 
     @property
     def too_many(self) -> bool:
-        """Whether there were so many changes that compiling another graph is not worthwhile."""
+        """Whether compiling another graph is no longer worthwhile, because there were too many changes."""
         return self.rebuilds > _REBUILDS
 
     @property
     def allow_update_inside(self) -> bool:
-        """Whether the next graph may contain the optimizer's update, whose settings it treats as constants."""
+        """Whether the next graph may contain the optimizer's update, and with it some settings as constants."""
         return self._of_settings < _SETTING_CHANGES

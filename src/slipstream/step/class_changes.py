@@ -1,4 +1,4 @@
-"""Detect changes to the classes whose code a graph contains, which Dynamo's guards do not check."""
+"""Detect changes to classes whose code is part of a graph. Dynamo's guards do not check for such changes."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _references(value: Any) -> Iterable[Any]:
         return list(value.values())
     if isinstance(value, list | tuple | set | frozenset):
         return list(value)
-    if isinstance(value, type) or not _is_user_code(type(value)):  # a logger refers to all loggers
+    if isinstance(value, type) or not _is_user_code(type(value)):  # a logger refers to all other loggers
         return ()
     return list(vars(value).values()) if hasattr(value, "__dict__") else ()
 

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = ["CapturedCalls", "CudaCapture"]
 
-_WARM_UPS = 3  # as torch recommends: warm-up runs select kernels and allocate workspaces
-_MAX_GRAPHS = 16  # each graph takes time to capture, and memory for its inputs and outputs
+_WARM_UPS = 3  # as torch recommends; the warm-up runs select kernels and allocate workspaces
+_MAX_GRAPHS = 16  # a limit, because each graph takes time to capture and memory for its inputs and outputs
 
 
 class Capture(Protocol):
@@ -148,7 +148,7 @@ class _Graph:
 
 
 def _key(leaf: Any) -> Any:
-    """Return the properties of a leaf that distinguish calls; Dynamo's guards check all other values."""
+    """Return the properties of a leaf that determine the kind of a call; Dynamo's guards check all other properties."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype
     return leaf if isinstance(leaf, str | int | float) else None

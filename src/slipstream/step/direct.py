@@ -2,8 +2,8 @@
 
 In each call, Dynamo evaluates the guards of a captured function, collects the inputs of the graph from their sources,
 calls the code and assembles the outputs. The inputs of a captured step are the batch, the accumulated gradients, and
-tensors that are never replaced, such as parameters. This module collects the last group only once. It evaluates
-Dynamo's guards in every step, so all values that the graph treats as constants are still checked.
+tensors that are never replaced, such as parameters. This module collects the tensors in the last group only once. It
+evaluates Dynamo's guards in every step, so all values that the graph treats as constants are still checked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _VALUES = methodcaller("values")
 
 
 class DirectCalls:
-    """Calls each graph of a compiled step directly after its first call through Dynamo.
+    """Calls the code of each graph without Dynamo, except for the first call of the graph.
 
     Args:
         function: the step that Dynamo compiles, `function(inputs, grad_buffers, ends_window)`.
@@ -58,7 +58,7 @@ class DirectCalls:
             return None
         now = self._tensors()
         if len(now) != len(self._known_tensors) or not all(map(is_, now, self._known_tensors)):
-            self._known_tensors, self._known = now, []  # the next call uses Dynamo
+            self._known_tensors, self._known = now, []  # forget all calls, so that the next call uses Dynamo
             return None
         values = self._locals
         values["inputs"], values["grad_buffers"], values["ends_window"] = inputs, grad_buffers, ends_window
@@ -95,7 +95,8 @@ class DirectCalls:
         fixed = {id(tensor) for tensor in self._known_tensors} | self._others
         call = _Call.of(compiled.guards, compiled, last, arguments, outputs, fixed)
         if call is not None:
-            # If the batches share tensors in many ways, keep only the latest one.
+            # Among calls that require shared tensors, keep only the latest, because batches may share tensors in many
+            # ways.
             self._known = [k for k in self._known if k.compiled is not compiled or not k.shared]
             self._known.append(call)
         return call
@@ -118,10 +119,11 @@ class _Call:
     ) -> None:
         self.check, self.structure, self.compiled = check, structure, compiled
         self.shared = shared
-        """Pairs of positions in the arguments at which the same tensor must be, because it is not known which of them
-        the code reads. The guards do not check tensors that the step does not read."""
+        """Pairs of positions in the arguments that must contain the same tensor, because it is unknown which of the two
+        positions the code reads. The guards do not check tensors that the step does not read."""
         self.one_device = one_device
-        """Whether all inputs are on one device; a CUDA graph does not read tensors on the host again."""
+        """Whether all inputs are on one device. If not, the call is not replayed, because a CUDA graph does not read
+        tensors on the host again."""
         self._fixed, self._positions = fixed, positions
         self._logs, self._finite = logs, finite
 
@@ -135,10 +137,11 @@ class _Call:
         outputs: Outputs,
         known: Set[int],
     ) -> _Call | None:
-        """Return the call; None if the code uses inputs or outputs other than the arguments and `known` tensors."""
+        """Return the call, or None if the code uses tensors that are neither arguments nor in `known`."""
         inputs, results = last
         leaves = list(enumerate(_leaves(arguments[0], arguments[1])))
-        # A tensor of `known` in the batch is not variable: the guards check it if the step reads it from the batch.
+        # A `known` tensor in the batch is not variable, because the guards check it if the step reads it from the
+        # batch.
         variable = {id(leaf): i for i, leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in known}
         positions = [(i, variable[id(value)]) for i, value in enumerate(inputs) if id(value) in variable]
         if not all(id(value) in variable or id(value) in known for value in inputs):
@@ -166,7 +169,7 @@ class _Call:
         )
 
     def shares(self, inputs: Any, grad_buffers: Sequence[Tensor] | None) -> bool:
-        """Return whether the arguments contain the same tensor wherever those that the call was learned from do."""
+        """Return whether arguments that were the same tensor in the call through Dynamo are the same tensor here."""
         if not self.shared:
             return True
         leaves = _leaves(inputs, grad_buffers)
@@ -194,5 +197,5 @@ def _leaves(inputs: Any, grad_buffers: Sequence[Tensor] | None) -> list[Any]:
 def _entries(code: Any) -> list[Any]:
     try:
         return list(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code))
-    except AttributeError:  # not in this version of torch; all calls use Dynamo
+    except AttributeError:  # this version of torch does not have the function; all calls use Dynamo
         return []

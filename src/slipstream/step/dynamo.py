@@ -47,7 +47,7 @@ def _translator() -> Any:
 
 
 def has_side_effects() -> bool:
-    """Return whether Dynamo changes Python objects after the graph, except those that the step creates."""
+    """Return whether Dynamo changes Python objects after the graph has run, except objects that the step creates."""
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 
     effects = _translator().output.side_effects
@@ -71,7 +71,7 @@ def refuse_uncompiled() -> None:
 
 
 def refuse_python_random() -> None:
-    """Check that a step does not use Python's `random`, whose numbers the verification would consume.
+    """Check that a step does not use Python's `random`, because the verification would draw numbers from it.
 
     Raises:
         NotCapturedError: the step uses Python's random module.

@@ -85,7 +85,7 @@ class EagerStep:
             self._switch("forward")
             loss, logs = self._loss(inputs)
             self._switch("backward")
-            try:  # backward; at the end of an accumulation window, also clip, step and zero_grad
+            try:  # runs backward and, at the end of an accumulation window, clip, step and zero_grad
                 optim.update_params(loss, **self._backward_kwargs(loss, inputs))
             except RuntimeError as error:
                 self._check_reentrant(error)
@@ -109,7 +109,7 @@ class EagerStep:
             self.optim.phases.switch(phase)
 
     def _loss(self, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        with self.optim.optim_context(self.model):  # autocast; no gradient sync inside an accumulation window
+        with self.optim.optim_context(self.model):  # autocast and, inside a window, no gradient sync
             losses = self.forward(inputs)
         return self.reduce(losses)
 
@@ -145,7 +145,7 @@ class EagerStep:
         if optim.guard is not None:
             optim.guard.before_forward()
         run()
-        trained = [param for param in params if param.grad is not None]  # others must not be updated
+        trained = [param for param in params if param.grad is not None]  # the others must not be updated
         grads = part.gradients(trained, compute, gradients())
         for param in params:
             param.grad = grad_buffers.get(param)
@@ -182,7 +182,7 @@ class EagerStep:
             ) from error
 
     def _drop_leaked_gradients(self) -> None:
-        """Drop gradients from the backward pass of another step, if backward cannot be restricted to parameters."""
+        """Discard gradients from another step's backward pass, if backward cannot be restricted to parameters."""
         if self._restricts is False and self.optim.begins_window():
             self.optim.zero_grad()
 

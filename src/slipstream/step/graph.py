@@ -57,19 +57,19 @@ class _Called(NamedTuple):
 
     outputs: Outputs
     grad_buffers: list[Tensor] | None
-    """The gradients of the accumulation window, changed in place by the call."""
+    """The gradients of the accumulation window, which the call changes in place."""
     learn: tuple[Any, Any, bool] | None = None
-    """The arguments of a call through Dynamo, from which `DirectCalls` learns a direct call."""
+    """The arguments of a call through Dynamo, from which `DirectCalls` constructs a direct call."""
 
 
 class GraphStep:
     """The training step as one compiled graph, with an eager step as fallback.
 
     The eager step runs on the first batch, to determine which parameters receive a gradient and to create the
-    optimizer's state. On the second batch, the step is captured, compiled and verified on copies of all inputs of the
-    graph, while the eager step trains on the original inputs. The compiled code runs on all later batches. Each new
-    graph is verified in the same way. The user's Python code therefore runs exactly as often as without compilation,
-    and a failure before the end of the verification has no side effects.
+    optimizer's state. On the second batch, the step is captured and compiled. The graph is then verified on copies of
+    all its inputs, while the eager step trains on the original inputs. The compiled code runs on all later batches.
+    Each new graph is verified in the same way. The user's Python code therefore runs exactly as often as without
+    compilation, and a failure before the end of the verification has no side effects.
 
     On a single rank, the eager step also runs on batches whose shape differs from that of the first batch, until they
     are frequent enough for a graph with dynamic shapes. With several ranks, every shape uses a graph: the ranks'
@@ -177,7 +177,8 @@ class GraphStep:
             return self.eager.train(inputs)
         if has_gradients(self.optim.parameters()):
             if self.optim.accumulative_counts == 1 and not self.optim.overrides_zero_grad:
-                return self.eager.train(inputs)  # this update includes gradients that the user has set
+                # Train eagerly, because this update includes gradients that the user has set.
+                return self.eager.train(inputs)
             self.optim.check_gradients()
         return self._train(inputs)
 
@@ -200,7 +201,7 @@ class GraphStep:
             if scale is not None:
                 loss = loss * scale.scale
             grads = list(torch.autograd.grad(loss, params))
-            if guard is not None:  # the mean of an empty tensor is NaN, but its gradient is not
+            if guard is not None:  # the mean of an empty tensor is NaN, but its gradient is finite
                 grads[0] = torch.where(finite, grads[0], torch.nan)
             return grads, logs
 
@@ -267,7 +268,7 @@ class GraphStep:
             )
             return _Called(call.run(given) if graphs is None else graphs(call.run, given), grad_buffers)
         if grad_buffers is not None and not captured.adds_gradients:
-            torch._foreach_zero_(grad_buffers)  # the verification reads their initial values
+            torch._foreach_zero_(grad_buffers)  # the verification reads the initial values
         check_batch(inputs)
         try:
             with tracing():
@@ -316,18 +317,18 @@ class GraphStep:
     def _train_and_record(self, inputs: Any) -> dict[str, Tensor]:
         """Train eagerly, and record which parameters receive a gradient.
 
-        If they are the same as in a failed capture, do not capture again.
+        If these are the same parameters as in a failed capture, do not capture the step again.
         """
         optim = self.optim
 
         def seen() -> None:
             self._trained = _with_gradients(optim)
 
-        failed, self._failed = self._failed, None  # dropped if the user's code raises
+        failed, self._failed = self._failed, None  # cleared, in case the user's code raises
         with self._on_gradients(seen):
             logs = self.eager.train(inputs)
         if failed is not None and not self._trained:
-            self._failed = failed  # the window has not ended yet
+            self._failed = failed  # postpone the comparison until the window has ended
         elif failed is not None and list(map(id, failed[1])) == list(map(id, self._trained)):
             self._replace(failed[0])
         return logs
@@ -351,7 +352,7 @@ class GraphStep:
         except VerificationNeeded as found:
             assert captured is not None
             return self._verified(captured, found, inputs, ends_window)
-        except BudgetExceededError as error:  # on all ranks
+        except BudgetExceededError as error:  # raised on all ranks
             return self._fall_back(error, inputs)
         except Exception as error:
             if captured is not None and captured.last_compiled is not None and captured.last_compiled.running:
@@ -362,7 +363,7 @@ class GraphStep:
                 and captured.has_graphs
                 and NotCapturedError.inside(error) is None
             ):
-                self._reset()  # a different branch of the model, with different parameters, may have run
+                self._reset()  # the model may have run a different branch, with different parameters
                 self._failed, self._started = (error, captured.params), True
                 return self._train_and_record(inputs)
             if self.sync is None or captured is None:
@@ -383,7 +384,7 @@ class GraphStep:
         """
         if self.background is None:
             return False
-        # One graph with dynamic shapes handles all batches whose shape differs from that of the first batch.
+        # A single graph with dynamic shapes is used for all batches whose shapes differ from those of the first batch.
         of_shape = shapes(inputs) if self.dynamic is False and self.sync is None else [self._shapes.varies]
         kind = (ends_window, *of_shape)
         if kind in captured.kinds or kind in captured.slow_kinds:
@@ -405,7 +406,7 @@ class GraphStep:
             self._compiling = None
             return False
         self._compiling = kind
-        with suppress(OSError):  # if no process can be started, compile in this process at the next batch
+        with suppress(OSError):  # if no process can be started, this process compiles at the next batch
             self.background.start(partial(self._only_compile, captured, inputs, ends_window))
         return True
 
@@ -420,8 +421,8 @@ class GraphStep:
         captured.slow_kinds.add(kind)
         self._compiling = None
         self.info(
-            "Batches of another kind run eagerly, because the compilation of their graph takes longer than "
-            f"compile.budget ({seconds:g} s)"
+            "Batches that need another graph run eagerly, because its compilation takes longer than compile.budget "
+            f"({seconds:g} s)"
         )
         return True
 
@@ -451,7 +452,8 @@ class GraphStep:
         captured.check_params()
         captured.function = self._define(captured)
 
-        own, shared = weakref.ref(self), weakref.ref(captured)  # torch never releases a backend
+        # Use weak references, because torch never releases a backend.
+        own, shared = weakref.ref(self), weakref.ref(captured)
 
         def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             step, captured = own(), shared()
@@ -474,8 +476,8 @@ class GraphStep:
         captured.count_graph(ends_window)
         refuse_python_random()
         refuse_checkpoint(graph)
-        # Once all ranks have a verified graph, a single rank cannot verify a new one, because the others do not
-        # participate.
+        # Once all ranks have a verified graph, a single rank cannot verify a new graph, because the other ranks would
+        # not participate.
         trusted = not self.verify or (self.sync is not None and ends_window in captured.agreed)
         compiled = Compiled(graph, self.backend(graph, inputs), trusted, has_side_effects())
 
@@ -514,7 +516,7 @@ class GraphStep:
         known = list(map(id, captured.params))
 
         def compare() -> None:
-            # If a different branch of the model ran, capture it with that branch's parameters.
+            # If the model ran a different branch, capture the step with that branch's parameters.
             now = list(map(id, trained if ends_window else _with_gradients(self.optim)))
             if self.sync is None and (now and now != known if ends_window else not set(now).issubset(known)):
                 self._reset()
@@ -535,7 +537,7 @@ class GraphStep:
             logs = self.eager.train(inputs, with_host_parts=outside)
         if not outside:
             compare()
-            # Call these parts after `compare`, which may replace the weights with the graph's results.
+            # Call these parts after `compare`, because it may replace the weights with the graph's results.
             for part in self.optim.parts:
                 if part.on_host:
                     part.after_batch()
@@ -579,13 +581,13 @@ class GraphStep:
     # ---- invalidate the graph ----------------------------------------------------------------------------
 
     def _reset(self) -> None:
-        if self._step is not None:  # torch does not release the compiled code of a function automatically
+        if self._step is not None:  # torch does not release a function's compiled code by itself
             torch._C._dynamo.eval_frame.reset_code(self._step.function.__code__)
         self.pause()
         self._step, self._trained, self._inferred = None, [], False
 
     def _infer_trained(self) -> None:
-        """Infer the trained parameters from a loaded optimizer state, so that a resumed run starts with the graph."""
+        """Infer the trained parameters from a loaded optimizer state, so that a resumed run starts with a graph."""
         self._reset()
         found = infer_trained(self.optim.optimizer, self.optim.parameters())
         if found is not None:
@@ -600,7 +602,7 @@ class GraphStep:
         if self._inferred and not isinstance(error, BudgetExceededError):
             self._reset()
             return self._train_and_record(inputs)
-        logs = self.eager.train(inputs)  # if user code raises, the step is not replaced
+        logs = self.eager.train(inputs)  # if the user's code raises an error, the step is not replaced
         self._replace(error)
         return logs
 

@@ -1,8 +1,8 @@
 """Faster versions of `tree_leaves` and `tree_structure` of `torch.utils._pytree`, for batches.
 
-Batches may also contain objects with tensors, such as OpenMMLab's data samples. A class of such objects defines the
-method `_batch_fields`, which returns a dict of the values that belong to the batch, in the same order for all objects
-with the same fields.
+Batches may also contain objects with tensors, such as OpenMMLab's data samples. The class of such an object must define
+the method `_batch_fields`, which returns the values that belong to the batch as a dict. The order of the keys must be
+the same for all objects with the same fields.
 """
 
 from __future__ import annotations

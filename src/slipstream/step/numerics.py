@@ -58,7 +58,8 @@ def precise_dtype(device: torch.device) -> torch.dtype:
 
 
 class Scalar:
-    """A number set by the host and read by a graph, stored in a tensor that is written only if the number changes.
+    """A number that the host sets and a graph reads. It is stored in a tensor, which is written only if the number
+    changes.
 
     The tensor has shape (1,), because Dynamo treats a 0-dim float64 CPU tensor as a Python number.
     """
@@ -74,7 +75,7 @@ class Scalar:
             self.tensor.fill_(value)
 
     def read(self) -> Tensor:
-        """Return the number as a 0-dim tensor. Traceable."""
+        """Return the number as a 0-dim tensor. `torch.compile` can trace this method."""
         return self.tensor.select(0, 0)
 
 
@@ -116,7 +117,7 @@ class LossScale:
 
     def unscale(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients divided by the scale."""
-        inverse = self.scale.double().reciprocal().float()  # as GradScaler computes it
+        inverse = self.scale.double().reciprocal().float()  # the same rounding as in GradScaler
         return [grad * inverse.to(grad.dtype) for grad in grads]
 
     def adapt(self, finite: Tensor) -> None:
@@ -124,7 +125,7 @@ class LossScale:
         if not self.adapts:
             return
         count = self.growth_tracker + 1
-        exact = self.scale.double()  # as in torch
+        exact = self.scale.double()  # the same precision as in torch
         grown = (exact * self.growth).float()
         full = finite & (count == self.interval)
         risen = torch.where(full & torch.isfinite(grown), grown, self.scale)

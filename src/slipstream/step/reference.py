@@ -1,4 +1,4 @@
-"""Compute reference results of a captured step, with eager kernels and in float64."""
+"""Compute reference results for a captured step, with eager kernels and in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOWER = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def copies(inputs: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:
-    """Return the inputs of a graph with copies of the tensors; lower precisions are converted to `dtype`.
+    """Return the inputs of a graph, with each tensor copied. Tensors of lower precision are converted to `dtype`.
 
     The copies have the strides and `requires_grad` of the originals. Copies of tensors that share memory also share
     memory.
@@ -53,7 +53,7 @@ def _by_storage(tensors: Sequence[Tensor]) -> dict[Any, list[Tensor]]:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Return the number of storage elements from the first to the last element of the tensor, inclusive."""
+    """Return the number of storage elements from the tensor's first to its last element, inclusive."""
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
@@ -65,8 +65,8 @@ def interpret(graph: fx.GraphModule, inputs: Sequence[Any], double: bool = False
     Args:
         graph: the graph that `torch.compile` passes to a backend.
         inputs: inputs of the graph; with `double`, from `copies(..., torch.float64)`.
-        double: whether to compute in float64 and without autocast. Random numbers are still drawn in the precision of
-            the graph, to get the same numbers.
+        double: whether to compute in float64 and without autocast. Random numbers are still drawn in the graph's
+            precision, so that they do not change.
     """
     with torch.enable_grad(), _InFloat64() if double else nullcontext():
         _Interpreter(graph, double).run(*inputs)

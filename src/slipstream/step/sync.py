@@ -25,7 +25,7 @@ class GradientSync:
     Args:
         world_size: number of ranks.
         dtype: communication dtype, e.g. `torch.bfloat16`; None uses the dtype of the gradients.
-        bucket_bytes: minimum size of a bucket in bytes, except the last one of each dtype.
+        bucket_bytes: minimum size of each bucket in bytes, except for the last bucket of each dtype.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Check that the optimizer trains the parameters of the model, on devices where `Module.to` replaces them."""
+"""Check that the optimizer still trains the model's parameters, on devices where `Module.to` replaces them."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def call_after_load(optimizer: Optimizer, method: Callable[[], None]) -> None:
 
 
 def _is_defined_by_torch(function: Any) -> bool:
-    """Return whether torch defines a function and all its wrappers (for which `__module__` is unreliable)."""
+    """Return whether torch defines a function and all of its wrappers (a wrapper's `__module__` is unreliable)."""
     while function.__globals__["__name__"].startswith("torch."):
         if not hasattr(function, "__wrapped__"):
             return True
@@ -83,7 +83,7 @@ def is_hooked(optimizer: Optimizer) -> bool:
 
 
 def _counts_calls(step: Any, kind: type[Optimizer]) -> bool:
-    """Return whether `step` is the wrapper of a learning rate scheduler around the step of the class."""
+    """Return whether `step` is a learning rate scheduler's wrapper around the `step` of the class."""
     scheduler = getattr(step, "__globals__", {}).get("__name__") == "torch.optim.lr_scheduler"
     return scheduler and getattr(step, "__wrapped__", None) is kind.step
 
@@ -133,18 +133,18 @@ class GraphUpdate:
         return len(values) == len(self._values) and all(map(is_, values, self._values))
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield all tensors that a step reads, except parameters and gradients."""
+        """Yield all tensors that an optimizer step reads, except parameters and gradients."""
         yield from self.state
         yield from (group.numbers for group in self._groups)
 
     @property
     def state(self) -> list[Tensor]:
-        """All tensors that a step changes, except the parameters."""
+        """All tensors that an optimizer step changes, except the parameters."""
         return [tensor for group in self._groups for values in group.state for tensor in values]
 
 
 class _Group:
-    """Merged parameter groups with identical settings: their tensors, and the settings as tensors."""
+    """Parameter groups with identical settings, merged into one: their tensors, and the settings as tensors."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class _Group:
         self.counters = [name in _COUNTERS for name in names]
         own = sources[0]
         self.tensor_settings = {name: _copied(own[name]) for name in _as_tensors(optimizer, own)}
-        self.from_tensors: set[str] = set()  # settings whose last value was a tensor
+        self.from_tensors: set[str] = set()  # names of the settings whose last value was a tensor
         # The number of elements of each setting, 0 for a scalar.
         self.layout = [
             (name, len(value) if isinstance(value, tuple | list) else 0)
@@ -192,12 +192,12 @@ class _Group:
         first = self.sources[0]
         position = 0
         if "momentum" in self.tensor_settings and not first["momentum"]:
-            return "momentum"  # torch then neither reads nor writes the momentum buffers
+            return "momentum"  # for a momentum of 0, torch does not use the momentum buffers
         for name in self.tensor_settings:
             value = first[name]
             numbers = _as_list(value)
             if not all(_same({name: value}, {name: source[name]}) for source in self.sources[1:]):
-                return f"{name} of parameter groups that had identical settings"
+                return f"{name} in some parameter groups that had identical settings"
             if holds_tensors(value):  # a scheduler may have changed them in place
                 for index, number in enumerate(numbers, position):
                     self.numbers[index].copy_(_tensor(number), non_blocking=True)
@@ -227,7 +227,7 @@ class _Group:
         foreach = self.on_device or torch.compiler.is_compiling()
         settings = {"foreach": foreach, "fused": False, "params": self.params, "number": number}
         if self.has_capturable:
-            settings["capturable"] = foreach  # capturable code does not branch on a step count
+            settings["capturable"] = foreach  # if True, torch does not branch on step counts
         return {**self.fixed, **tensors, **settings}
 
 
@@ -253,7 +253,7 @@ class _OptimizerView:
         return own.flag
 
     def write_back(self) -> None:
-        """Copy the counters back into the optimizer's state, rounded to its dtype."""
+        """Copy the step counts back into the optimizer's state, rounded to the dtype of the state."""
         for values, precise in self.precise:
             torch._foreach_copy_(values, precise)
 

@@ -1,11 +1,12 @@
 """Verify a compiled step against the eager step and float64, without side effects.
 
-The verification computes the step for one batch four times on copies of all inputs of the graph: with the compiled
-code, and by interpreting the captured graph in float64 and twice with eager kernels, the second time with weights that
-are perturbed by the machine epsilon. The eager step then trains on the original inputs. The network's rounding error is
-the larger of the distances between the two eager interpretations and the float64 result. The compiled code and the
-eager step may differ from float64 by a small multiple of this error. A larger error in the eager step means that the
-captured graph is incomplete. A larger error in the compiled code indicates a compiler bug.
+The verification computes the step for one batch four times on copies of the graph's inputs. The first computation uses
+the compiled code. The other three interpret the captured graph: in float64, with eager kernels, and with eager kernels
+and weights that are perturbed by the machine epsilon. The eager step then trains on the original inputs. The network's
+rounding error is the larger of the distances between the two eager interpretations and the float64 result. The compiled
+code and the eager step may differ from float64 by a small multiple of this error. A larger error of the eager step
+indicates that the captured graph does not contain the whole step. A larger error of the compiled code indicates a
+compiler bug.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class NotCapturedError(SlipstreamError, RuntimeError):
 
     @staticmethod
     def inside(error: BaseException) -> NotCapturedError | None:
-        """Return the `NotCapturedError` that `error` is or wraps; None if there is none."""
+        """Return `error` or the error that it wraps if this is a `NotCapturedError`, otherwise None."""
         candidates = (error, getattr(error, "inner_exception", None), error.__cause__)
         return next((each for each in candidates if isinstance(each, NotCapturedError)), None)
 
@@ -94,7 +95,7 @@ class VerificationNeeded(BaseException):
         super().__init__()
         self.compiled, self.inputs = compiled, inputs
         self.grad_buffers: list[Tensor] = []
-        """The inputs that are gradients of the accumulation window."""
+        """The inputs that contain the accumulation window's gradients."""
 
 
 class Compiled:
@@ -174,7 +175,7 @@ class Verification:
             with self._forked():
                 interpret(graph, inputs, double)
         except torch.OutOfMemoryError:
-            raise  # without a reference, the comparison tolerates larger errors
+            raise  # without a float64 reference, the comparison tolerates larger errors
         except Exception:  # an operator does not support float64, or only runs in compiled code
             return None
         return _values(inputs)
@@ -191,7 +192,8 @@ class Verification:
         """Compare the results with those of the eager step.
 
         Args:
-            results: results of the eager step by input id, for inputs that it does not change in place.
+            results: results of the eager step, by input id, for the inputs that the eager step does not change in
+                place.
             updated: ids of the inputs that the update of the captured step changes.
             ignored: ids of the inputs that the eager step changes outside the captured part.
 
@@ -220,7 +222,7 @@ class Verification:
 
     @torch.no_grad()
     def take(self, results: Mapping[int, Tensor], ignored: Collection[int]) -> None:
-        """Copy the results of the compiled step to the inputs, so that training continues as without verification."""
+        """Copy the results of the compiled step to the inputs, as if the step had run without verification."""
         for value, before, compiled in zip(self.inputs, self._before, self._compiled, strict=True):
             if before is not None and compiled is not None and id(value) not in ignored:
                 target = results.get(id(value), value)
@@ -325,7 +327,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Typical:
-    """Medians over all tensors of a kind, because a single tensor may be exact by chance or have a zero gradient."""
+    """Medians over all tensors of a kind. (A single tensor may be exact by chance, or have a zero gradient.)"""
 
     relative: float
     """Median of the rounding error relative to the change."""
@@ -367,7 +369,7 @@ def _perturbed(value: Any) -> Any:
     Other inputs may contain class ids, which must not change.
     """
     if isinstance(value, Tensor) and value.requires_grad:
-        generator = torch.Generator().manual_seed(0)  # leaves the global generator unchanged
+        generator = torch.Generator().manual_seed(0)  # does not change the global generator
         signs = torch.randint(0, 2, value.shape, generator=generator) * 2 - 1
         value.mul_(1 + torch.finfo(value.dtype).eps * signs.to(value.device))
     return value

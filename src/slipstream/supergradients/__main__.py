@@ -1,4 +1,4 @@
-"""Run a script whose `import super_gradients` imports Slipstream: `python -m slipstream.supergradients SCRIPT.py`."""
+"""`python -m slipstream.supergradients SCRIPT.py`: run a script with Slipstream in place of `super_gradients`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def main(arguments: list[str]) -> None:
     """Run the script `arguments[0]` with the other arguments.
 
     Raises:
-        ConfigError: there is no such script.
+        ConfigError: the script is missing or does not exist.
     """
     run_script(arguments, "python -m slipstream.supergradients", slipstream.supergradients.install)
 

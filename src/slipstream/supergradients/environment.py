@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 SUPPORTED_VERSION = "3.7.1"
-"""The version of SuperGradients whose interface is replaced."""
+"""The version of SuperGradients whose interface this package implements."""
 
 _SEVERAL = ("DDP", "DP", "AUTO")
 
@@ -27,7 +27,7 @@ multi_process_safe = master_only
 
 
 def init_trainer() -> None:
-    """Do nothing: a Runner prepares the process."""
+    """Do nothing, because the Runner prepares the process."""
 
 
 def is_distributed() -> bool:
@@ -36,7 +36,7 @@ def is_distributed() -> bool:
 
 
 def get_logger(logger_name: str = "slipstream", log_level: Any = None) -> logging.Logger:
-    """Return a logger of Python's `logging`."""
+    """Return a logger from Python's `logging`."""
     logger = logging.getLogger(logger_name)
     if log_level is not None:
         logger.setLevel(log_level)
@@ -44,7 +44,8 @@ def get_logger(logger_name: str = "slipstream", log_level: Any = None) -> loggin
 
 
 def setup_device(multi_gpu: Any = None, num_gpus: int | None = None, device: str | None = "cuda") -> None:
-    """Check that the process runs on the wanted devices, which the machine and the launcher determine.
+    """Check that the process runs on the requested devices; the machine and the launcher determine the devices that it
+    uses.
 
     Args:
         multi_gpu: a `MultiGPUMode` or its name; or a device, as in `setup_device('cpu')`.
@@ -56,7 +57,7 @@ def setup_device(multi_gpu: Any = None, num_gpus: int | None = None, device: str
     """
     import torch
 
-    if multi_gpu in ("cpu", "cuda"):  # SuperGradients' documents pass the device first
+    if multi_gpu in ("cpu", "cuda"):  # SuperGradients' documentation passes the device as the first argument
         multi_gpu, device = None, multi_gpu
     if device not in (None, "cpu", "cuda"):
         raise ConfigError(f"must be 'cpu' or 'cuda', not {device!r}", "device")

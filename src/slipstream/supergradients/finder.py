@@ -38,7 +38,7 @@ class _Module(ModuleType):
 
 
 class _Loader(Loader):
-    """Create a module of the table."""
+    """Create the modules in the table."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _Module(spec.name)
@@ -48,13 +48,13 @@ class _Loader(Loader):
 
 
 class _Finder(ReplacementFinder):
-    """Find the modules of the table."""
+    """Find the modules in the table."""
 
     name = "super_gradients"
 
     def spec_of(self, fullname: str) -> ModuleSpec:
         if fullname not in MODULES:
-            # Not a ModuleNotFoundError, which `from MODULE import NAME` would replace with a message without remedy.
+            # `from MODULE import NAME` would replace a ModuleNotFoundError by an error that names no remedy.
             raise ImportError(missing(fullname), name=fullname)
         return ModuleSpec(fullname, _Loader(), is_package=True)
 
@@ -66,6 +66,6 @@ def install() -> None:
     """Make `import super_gradients` import Slipstream; see `install_finder`.
 
     Raises:
-        ConfigError: SuperGradients itself is imported already.
+        ConfigError: SuperGradients itself is already imported.
     """
     install_finder(_Finder(), "slipstream.supergradients", _WORKERS)

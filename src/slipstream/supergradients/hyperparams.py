@@ -18,11 +18,11 @@ _GROUP = "training_hyperparams"
 
 
 def get(config_name: str, overriding_params: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the `training_params` of a recipe, or of a file in the recipes' group `training_hyperparams`.
+    """Return the `training_params` of a recipe, or those of a file in the config group `training_hyperparams`.
 
     Args:
         config_name: name of the recipe, such as `cifar10_resnet`, or of the file, such as
-            `cifar10_resnet_train_params`, with or without the group.
+            `cifar10_resnet_train_params`; the name may start with the group.
         overriding_params: values that replace those of the recipe; None values have no effect.
 
     Raises:

@@ -1,4 +1,4 @@
-"""SuperGradients' `models.get`, with its order of arguments."""
+"""`models.get` with SuperGradients' order of arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def get(
     checkpoint_num_classes: int | None = None,
     num_input_channels: int | None = None,
 ) -> nn.Module:
-    """Return a network of Slipstream, or of a class that `register_model` has registered.
+    """Return one of Slipstream's networks, or an instance of a class that was registered by `register_model`.
 
     Args:
         model_name: name of the network.
@@ -40,7 +40,7 @@ def get(
         strict_load, checkpoint_path, load_backbone, checkpoint_num_classes: see `slipstream.apps.zoo.models.get`.
         pretrained_weights: must be None, except for timm's networks; see `slipstream.apps.zoo.models.get`.
         download_required_code: no effect, because nothing is downloaded.
-        num_input_channels: number of channels of the images. Default: that of the network, usually 3.
+        num_input_channels: number of image channels. Default: the network's own default, usually 3.
 
     Raises:
         UnknownNameError: if the network does not exist.
@@ -76,7 +76,8 @@ def load_checkpoint_to_model(
 ) -> None:
     """Load the weights of a file into a network; see `slipstream.apps.zoo.models.load`.
 
-    The last three arguments have no effect: only weights are loaded, and those of the EMA if the file contains them.
+    The last three arguments have no effect: only weights are loaded, and the EMA weights are used if the file contains
+    them.
     """
     models.load(net, ckpt_local_path, strict, load_backbone)
 

@@ -171,7 +171,7 @@ _TOPICS = (
     (r"kd|distill", "use KDTrainer, and pass student=... and teacher=... to its method train"),
     (
         r"detection|yolo|ssd|pose|keypoint|dekr|bbox|nms",
-        "object detection and pose estimation are not supported; semantic segmentation and image classification are",
+        "object detection and pose estimation are not supported, only semantic segmentation and image classification",
     ),
     (r"quantiz|qat|ptq|calibrat", "quantization is not supported"),
     (
@@ -196,7 +196,7 @@ _TOPICS = (
 
 
 def missing(fullname: str) -> str:
-    """Return why a module or a name of SuperGradients cannot be imported, and what to use instead."""
+    """Return why a module or name from SuperGradients cannot be imported, and what to use instead."""
     parent, _, name = fullname.rpartition(".")
     where = [module for module, names in MODULES.items() if name in names]
     if where:

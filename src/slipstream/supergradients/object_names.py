@@ -1,4 +1,4 @@
-"""SuperGradients' names of networks and losses, and its enums."""
+"""SuperGradients' names for networks and losses, and its enums."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Losses", "Models", "MultiGPUMode", "StrictLoad"]
 
 
 class MissingNetworkError(SlipstreamError, AttributeError):
-    """`Models` has no network of this name."""
+    """`Models` has no network with this name."""
 
 
 class _Networks(type):
@@ -23,8 +23,8 @@ class _Networks(type):
             raise AttributeError(name)
         if name not in known:
             raise MissingNetworkError(
-                f"Models.{name} is not a network of Slipstream{did_you_mean(name, known)} "
-                f"(available: {', '.join(sorted(known))}); networks of other libraries can be passed to Trainer.train"
+                f"Models.{name} is not one of Slipstream's networks{did_you_mean(name, known)} "
+                f"(available: {', '.join(sorted(known))}); networks from other libraries can be passed to Trainer.train"
             )
         return known[name]
 
@@ -33,7 +33,7 @@ class _Networks(type):
 
 
 class Models(metaclass=_Networks):
-    """Names of networks for `models.get`: `Models.DDRNET_23` is `'ddrnet_23'`.
+    """Network names for `models.get`: `Models.DDRNET_23` is `'ddrnet_23'`.
 
     Raises:
         MissingNetworkError: when an attribute is read, if Slipstream does not have this network.
@@ -41,7 +41,7 @@ class Models(metaclass=_Networks):
 
 
 class Losses:
-    """Names of losses for `training_params['loss']`."""
+    """Loss names for `training_params['loss']`."""
 
     BCE_DICE_LOSS = "BCEDiceLoss"
     CROSS_ENTROPY = "CrossEntropyLoss"
@@ -53,7 +53,7 @@ class Losses:
 
 
 class StrictLoad(Enum):
-    """How the names of a checkpoint's tensors must match those of the network."""
+    """How strictly the tensor names in a checkpoint must match those of the network."""
 
     OFF = False
     ON = True

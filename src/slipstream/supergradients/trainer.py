@@ -1,4 +1,4 @@
-"""SuperGradients' `Trainer`, with its order of arguments."""
+"""`Trainer` with SuperGradients' order of arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["KDTrainer", "Trainer"]
 
 
 class Trainer(SlipstreamTrainer):
-    """`slipstream.Trainer` with the arguments of SuperGradients' constructor and its names of methods.
+    """`slipstream.Trainer` with SuperGradients' constructor arguments and method names.
 
     Args:
         experiment_name: name of the run and its folder.
@@ -58,4 +58,4 @@ class Trainer(SlipstreamTrainer):
 
 
 class KDTrainer(Trainer, SlipstreamKDTrainer):
-    """`slipstream.training.KDTrainer` with the arguments of SuperGradients' constructor and its names of methods."""
+    """`slipstream.training.KDTrainer` with SuperGradients' constructor arguments and method names."""

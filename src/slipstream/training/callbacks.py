@@ -74,7 +74,7 @@ def callback_hooks(entries: Sequence[Any]) -> list[Hook | dict[str, Any]]:
     """Return `phase_callbacks` as hooks: objects as hook objects, and names as hook configurations.
 
     Args:
-        entries: `Callback` and `Hook` objects, or names of such classes registered in HOOKS, in the forms of
+        entries: `Callback` and `Hook` objects, or names of such classes that are registered in HOOKS, written as for
             SuperGradients' factories.
 
     Raises:
@@ -111,7 +111,7 @@ class CallbackHook(Hook):
         ConfigError: if `callback` is not a callback, or defines an event inside the training step.
     """
 
-    priority = "ABOVE_NORMAL"  # after validation, before EMAHook restores the trained weights
+    priority = "ABOVE_NORMAL"  # runs after validation, but before EMAHook restores the trained weights
 
     def __init__(self, callback: Callback | Mapping[str, Any]) -> None:
         built: Any = HOOKS.build(callback) if isinstance(callback, Mapping) else callback
@@ -178,7 +178,7 @@ def _values(
     outputs: Any = None,
     metrics: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Return the values available only at this event, by SuperGradients' names."""
+    """Return the values that are only available at this event, under SuperGradients' names."""
     values: dict[str, Any] = {} if metrics is None else {"metrics_dict": metrics}
     if batch_idx is not None:
         named = isinstance(data_batch, Mapping)
@@ -242,10 +242,10 @@ class EarlyStop(EarlyStoppingHook):
 
 @HOOKS.register_module()
 class SlidingWindowValidationCallback(Hook):
-    """Validate whole images with a sliding window, after the last training epoch and outside of training.
+    """Validate whole images with sliding windows, but only after the last training epoch and outside training.
 
-    Earlier validation runs use the dataset's transforms, because sliding windows take several times longer. With
-    sliding windows, the model runs eagerly, because a single validation run does not amortize compilation.
+    Earlier validation runs use the dataset's transforms instead, because sliding windows take several times as long.
+    With sliding windows, the model runs eagerly, because a single validation run does not amortize compilation.
 
     Args:
         transforms_for_sliding_window: transforms of the validation images. If empty, only the final transforms of the
@@ -293,7 +293,7 @@ def _transform(entry: Any, config_path: str) -> Any:
 
 
 def _reloaded(loader: DataLoader[Any], transforms: Sequence[Any]) -> DataLoader[Any]:
-    """Return a new loader with other transforms; running workers of `loader` would keep the old transforms."""
+    """Return a new loader with other transforms, because running workers would keep the old transforms."""
     return DataLoader(
         _transformed(loader.dataset, transforms),
         batch_sampler=loader.batch_sampler,

@@ -14,7 +14,7 @@ __all__ = ["at_user_paths"]
 
 _OWN_HOOKS = ("TeacherHook", "LrPlotHook", "TrainMetricsHook", "NewOptimizerHook", "PrePredictionHook", "PreciseBNHook",
               "AverageBestHook")  # fmt: skip
-"""Hooks that the translation inserts before `phase_callbacks`."""
+"""Hooks that the translation inserts before those from `phase_callbacks`."""
 
 _PATHS = (
     (r"training_params\.ema\.type", "training_params.ema_params.decay_type"),

@@ -21,7 +21,7 @@ from slipstream.training.params import plain
 
 __all__ = ["config", "get"]
 
-# Dataset class of each name. Its defaults are in NAME_dataset_params.yaml.
+# Maps each name to its dataset class. The defaults are in NAME_dataset_params.yaml.
 _DATASETS = {
     "cifar10": "CIFAR10",
     "cifar100": "CIFAR100",
@@ -213,9 +213,9 @@ def _loader_options(loader: dict[str, Any], training: bool) -> dict[str, Any]:
     if isinstance(loader.get("batch_sampler"), bool):
         del loader[
             "batch_sampler"
-        ]  # SuperGradients' flag for torch's BatchSampler, which is the default here
+        ]  # SuperGradients' flag for torch's BatchSampler, which the Runner always uses
     if loader.get("pin_memory") is True:
-        del loader["pin_memory"]  # enabled automatically if a device needs it
+        del loader["pin_memory"]  # the Runner enables it if the device needs it
     if "collate_fn" in loader:
         loader["collate_fn"] = configuration(loader["collate_fn"], "dataloader_params.collate_fn")
     return {

@@ -1,4 +1,4 @@
-"""Describe the validation data to a network, for `network.predict`."""
+"""Store a description of the validation data in a network, for `network.predict`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["describe_data"]
 
 
 def describe_data(network: nn.Module, dataset: Any) -> None:
-    """Set the class names and transforms of a dataset in a network of the zoo, unless the user has set them.
+    """Store the class names and transforms of a dataset in one of the zoo's networks, unless the user has set them.
 
     Args:
         network: the network. Networks of other classes are not changed.
@@ -36,7 +36,7 @@ def describe_data(network: nn.Module, dataset: Any) -> None:
 
 
 def _inner(dataset: Any) -> Dataset[Any] | None:
-    """Return the dataset inside a wrapper, the first if there are several, or None."""
+    """Return the dataset inside a wrapper (the first one, if there are several), or None."""
     inner = getattr(dataset, "dataset", None)
     several = getattr(dataset, "datasets", None)
     if inner is None and isinstance(several, list | tuple) and several:

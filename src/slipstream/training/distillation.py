@@ -28,7 +28,8 @@ __all__ = ["DistillationModel", "TeacherHook"]
 class _Teacher:
     """Holds the teacher without registering it as a submodule.
 
-    A deep copy of the owner shares the teacher, until a conversion of the copy changes it.
+    A deep copy of the model that contains this object shares the teacher, until the copy is converted (for example, to
+    another dtype).
 
     Args:
         network: the teacher without its input adapter.
@@ -44,7 +45,7 @@ class _Teacher:
         self.module = module.eval().requires_grad_(False)
         self._pending = bool(pretrained) or needs_pretrained(network)
         self._owner: _Teacher | None = None
-        """The object that this one shares the module with."""
+        """The object whose module this object shares; None if the module is not shared."""
 
     @property
     def pending(self) -> bool:
@@ -67,9 +68,9 @@ class _Teacher:
         return shared
 
     def convert(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
-        """Apply a conversion to the module, or to a copy of it if the module belongs to another owner.
+        """Apply a conversion to the module, or to a copy of it if the module belongs to another object.
 
-        A shared module without its weights is not converted, because the copy would have random weights.
+        A shared module whose weights have not been loaded is not converted, because the copy would have random weights.
         """
         if self._owner is not None:
             if self.pending or not _changes(self.module, fn):
@@ -90,7 +91,8 @@ class DistillationModel(SupervisedModel):
     """A `SupervisedModel` whose loss also receives the output of a teacher.
 
     The teacher is not a submodule: it is not trained, averaged, synchronized or saved. It always runs in evaluation
-    mode and without gradients, and moves to the device and dtype of the model. Predictions are those of the student.
+    mode and without gradients, and is converted to the device and dtype of the model. Predictions are those of the
+    student.
 
     Args:
         network: the student.

@@ -29,13 +29,13 @@ class IDecayFunction:
         Args:
             decay: the value of `ema_params.decay`.
             step: number of batches, counted from 1.
-            total_steps: number of batches of the training run.
+            total_steps: number of batches in the training run.
         """
         raise NotImplementedError(f"{type(self).__name__} must define __call__(decay, step, total_steps)")
 
 
 class _Functions(MutableMapping[str, type[IDecayFunction]]):
-    """The decay schedules that are registered in `FUNCTIONS`, by the name for `ema_params.decay_type`."""
+    """Maps names for `ema_params.decay_type` to the decay schedules that are registered in `FUNCTIONS`."""
 
     def __getitem__(self, name: str) -> type[IDecayFunction]:
         found: type[IDecayFunction] = FUNCTIONS.module_dict[_PREFIX + name]

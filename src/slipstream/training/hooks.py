@@ -1,4 +1,4 @@
-"""Hooks for SuperGradients' features: a batch callback, test sets during training, and optimizer reset on resume."""
+"""Hooks for SuperGradients' features: a batch callback, tests during training, and optimizer reset on resume."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class NewOptimizerHook(Hook):
         groups = checkpoint["optimizer"]["param_groups"]
         for own, saved in zip(
             fresh["param_groups"], groups, strict=False
-        ):  # the schedulers check the number of groups
+        ):  # not strict, because the schedulers check the number of groups
             own["lr"] = saved.get("lr", own["lr"])
         checkpoint["optimizer"] = fresh
 
 
 class PrePredictionHook(Hook):
-    """Call a function on each training batch on the device, right before the step.
+    """Call a function with each training batch when it is on the device, right before the step.
 
     Args:
         callback: `callback(inputs, targets, batch_idx)` returns the new inputs and targets.
@@ -75,8 +75,8 @@ class TestLoadersHook(Hook):
         interval: number of epochs between two evaluations.
     """
 
-    __test__ = False  # not a pytest class
-    priority = "LOWEST"  # after the checkpoint is written
+    __test__ = False  # tells pytest that this is not a test class
+    priority = "LOWEST"  # runs after the checkpoint is written
 
     def __init__(self, loaders: Mapping[str, Any], interval: int = 1) -> None:
         self.loaders = dict(loaders)

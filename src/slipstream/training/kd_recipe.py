@@ -42,7 +42,7 @@ def teacher_of(
 
     Args:
         recipe: a recipe for knowledge distillation.
-        read: returns the network and its pretrained weights for the recipe of a single network.
+        read: returns the network and its pretrained weights for a recipe that trains a single network.
 
     Raises:
         ConfigError: if a key is missing, invalid or not supported.
@@ -51,10 +51,10 @@ def teacher_of(
     alone = _of_role(recipe, "teacher")
     weights = dict(alone.get("checkpoint_params") or {})
     if weights.get("checkpoint_path"):
-        weights["pretrained_weights"] = None  # in SuperGradients, the checkpoint replaces them
+        weights["pretrained_weights"] = None  # the checkpoint takes precedence, as in SuperGradients
     with renamed_paths("teacher"):
         network, pretrained = read({**alone, "checkpoint_params": weights})
-    if pretrained is None and not network.get("pretrained"):  # the networks of timm load their own weights
+    if pretrained is None and not network.get("pretrained"):  # timm's networks load their own weights
         raise ConfigError(
             "is required, because a student cannot learn from an untrained teacher; set it to the file with the "
             "teacher's weights",
@@ -98,7 +98,7 @@ def check_mode(run_teacher_on_eval: Any) -> None:
 
 @contextmanager
 def renamed_paths(role: str | None) -> Iterator[None]:
-    """Add `student_` or `teacher_` to the config paths of errors about the sections of a single network."""
+    """Add `student_` or `teacher_` to the config paths in errors about the sections for one of the networks."""
     try:
         yield
     except ConfigError as error:

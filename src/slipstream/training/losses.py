@@ -44,12 +44,12 @@ _ONLY = {"reduction": "mean", "smooth_dist": None, "from_logits": True}
 
 @MODELS.register_module(name="RecipeCrossEntropy")
 class CrossEntropyLoss(CrossEntropy):
-    """Cross-entropy with SuperGradients' arguments and numbers.
+    """Cross-entropy with SuperGradients' arguments and values.
 
     For class ids, probabilities p, class weights w and e = `smooth_eps`, the loss of a pixel with class y is
     `-(1 - e) * w[y] * log p[y] - e * mean(w * log p)`. With `smooth_eps` and `weight`, the sum over all pixels is
-    divided by the number of pixels that are not ignored; without `smooth_eps`, by the sum of their weights. Class
-    probabilities as targets are not smoothed.
+    divided by the number of pixels that are not ignored; without `smooth_eps`, by the sum of their weights. Targets
+    that are class probabilities are not smoothed.
 
     One behavior differs from SuperGradients, which smooths pixels (N, classes, H, W) over W instead of the classes.
 
@@ -112,7 +112,7 @@ def loss_config(
     if loss is None:
         raise ConfigError(
             f"a loss is required: one of {', '.join(sorted(_NAMES))}, or a module (a recipe without a loss is only a "
-            "base of other recipes)",
+            "base for other recipes)",
             _CONFIG_PATH,
         )
     if not isinstance(loss, str | Mapping):
@@ -150,17 +150,17 @@ def _dice_ce_edge(arguments: Mapping[str, Any]) -> dict[str, Any]:
     ignored, classes = arguments.get("ignore_index", -100), arguments.get("num_classes")
     if isinstance(ignored, int) and isinstance(classes, int) and 0 <= ignored < classes:
         raise ConfigError(
-            f"is {ignored}, which is one of the {classes} classes. For such an id, SuperGradients compares channel c "
-            "with class c in the cross-entropy, but with class c + 1 in the Dice loss, so this front end does not "
-            f"support it. Set ignore_index={classes} and use this id for ignored pixels, or pass an object "
-            "slipstream.apps.zoo.DiceCEEdgeLoss, which compares channel c with class c in both",
+            f"is {ignored}, which is one of the {classes} classes. In this case, SuperGradients compares channel c "
+            "with class c in the cross-entropy, but with class c + 1 in the Dice loss. This is not supported here. "
+            f"Set ignore_index={classes} and use this id for ignored pixels, or pass a "
+            "slipstream.apps.zoo.DiceCEEdgeLoss object, which compares channel c with class c in both losses",
             f"{_CONFIG_PATH}.ignore_index",
         )
     return {"type": "DiceCEEdgeLoss", **arguments}
 
 
 def _stdc(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of our loss, with SuperGradients' defaults where they differ."""
+    """Return the arguments of Slipstream's loss, with SuperGradients' defaults where they differ from Slipstream's."""
     kept = dict(arguments)
     # The kernel receives no gradient, so the value of this argument has no effect.
     kept.pop("learnable_fusing_kernel", None)
@@ -184,5 +184,5 @@ def _accept(arguments: dict[str, Any], key: str, only: Any) -> None:
     """Remove an argument that supports only a single value; raise an error for other values."""
     if (value := arguments.pop(key, only)) != only:
         raise ConfigError(
-            f"must be {only!r}, not {value!r}; use your own loss for other values", f"{_CONFIG_PATH}.{key}"
+            f"must be {only!r}, not {value!r}; for other values, use your own loss", f"{_CONFIG_PATH}.{key}"
         )

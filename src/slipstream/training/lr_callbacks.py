@@ -77,7 +77,7 @@ class LRCallbackBase(PhaseCallback):
         raise NotImplementedError(f"{type(self).__name__} must define perform_scheduling(context)")
 
     def update_lr(self, optimizer: Any, epoch: int, batch_idx: int | None = None) -> None:
-        """Set the rate of each parameter group to that of its name prefix, or to `lr` if `lr` is a number."""
+        """Set the rate of each parameter group to the rate for its name prefix, or to `lr` if `lr` is a number."""
         for group in optimizer.param_groups:
             group["lr"] = self.lr[_prefix(group, self.lr)] if isinstance(self.lr, Mapping) else self.lr
 
@@ -167,7 +167,7 @@ class LRCallbackHook(Hook):
         if callback is None:
             return
         saved = runner.message_hub.get_info(_KEY, callback.initial_lr)
-        # With other parameter groups than in the resumed run, the saved rates do not belong to the groups.
+        # If the parameter groups differ from those of the resumed run, the saved rates do not belong to them.
         if not isinstance(saved, Mapping) or saved.keys() == callback.initial_lr.keys():
             callback.lr = dict(saved) if isinstance(saved, Mapping) else saved
 

@@ -212,7 +212,7 @@ class BinaryDice(_Binary, Dice):
 class PixelAccuracy(CountingMetric):
     """The fraction of correctly classified pixels in the dataset, from 0 to 1, or NaN if there are none.
 
-    Predictions are class ids (N, H, W) or scores (N, classes, H, W) of at least two classes.
+    Predictions are class ids (N, H, W), or scores (N, classes, H, W) for at least two classes.
 
     Args:
         ignore_label: target id of ignored pixels, or several ids.

@@ -57,7 +57,7 @@ class SupervisedModel(Segmentor, PretrainedWeights):
         pretrained: arguments of `zoo.models.load`. These weights are loaded by `init_weights`, except in a resumed run.
         train_metrics: `CountingMetric`s or their configurations, updated during training. `TrainMetricsHook` reads
             them.
-        num_classes: number of classes of the dataset. The main output must have the same number of channels.
+        num_classes: number of classes in the dataset. The main output must have the same number of channels.
         paramwise_cfg: as for `PrefixOptimWrapperConstructor`. Parameters with a learning rate of 0 are frozen.
         watched_losses: names of losses to return with the predictions, for `ValidationLoss`.
 
@@ -116,7 +116,7 @@ class SupervisedModel(Segmentor, PretrainedWeights):
             others: other items of the batch; ignored.
             mode: `loss`, `predict` or `tensor`. Predictions are class ids (N, H, W), int64, or logits (N, classes).
         """
-        if inputs.dtype == torch.uint8:  # pixels without a normalizing transform
+        if inputs.dtype == torch.uint8:  # the dataset has no normalizing transform
             inputs = inputs.float()
         if self.sliding_window is not None and mode == "predict" and not self.training:
             outputs: Any = slide(self.network, inputs, self.sliding_window)
@@ -127,7 +127,7 @@ class SupervisedModel(Segmentor, PretrainedWeights):
             if targets is not None:
                 if isinstance(self.loss, CLASS_LOSSES):
                     _check_targets(main_output(outputs), targets)
-                if self.training:  # evaluation also computes the loss, for evaluate_losses
+                if self.training:  # not in evaluation, which also computes the loss
                     self._count(outputs, inputs, targets)
             found = self.loss_inputs(outputs, inputs, targets)
             if targets is not None and main_output(outputs).ndim == 4 and isinstance(self.loss, CLASS_LOSSES):

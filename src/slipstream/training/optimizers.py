@@ -75,10 +75,10 @@ class PrefixOptimWrapperConstructor(DefaultOptimWrapperConstructor):
     share a group, whose `name` lists their prefixes. Parameters with a rate of 0 stay constant; `freeze` also
     disables their gradients.
 
-    Keys of `paramwise_cfg`: `initial_lr` maps each prefix, and `default` for the rest, to its learning rate.
-    The value of `warmup_initial_lr` has the same form and is stored in the groups for the schedule. With `finetune`,
-    the network's method `get_finetune_lr_dict(lr)` returns the rates, where lr is the rate of `default`. The key
-    `zero_weight_decay_on_bias_and_bn` disables weight decay for all biases and norm layers.
+    The key `initial_lr` of `paramwise_cfg` is a dict that maps each prefix to its learning rate; its entry `default`
+    applies to all other parameters. The value of `warmup_initial_lr` has the same form and is stored in the groups for
+    the schedule. With `finetune`, the network's method `get_finetune_lr_dict(lr)` returns the rates, where lr is the
+    rate of `default`. The key `zero_weight_decay_on_bias_and_bn` disables weight decay for all biases and norm layers.
 
     Raises:
         ConfigError: when called, if a prefix matches no parameter, if a trainable parameter matches no prefix and
@@ -93,7 +93,8 @@ class PrefixOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         starts: Mapping[str, float] = self.paramwise_cfg.get("warmup_initial_lr", {})
         no_decay = _biases_and_norms(module) if self.paramwise_cfg.get(_NO_DECAY) else set()
         named = _named_parameters(module)
-        if "finetune" not in self.paramwise_cfg:  # a network may list heads that it does not have
+        # Not with finetune, because get_finetune_lr_dict may list heads that the network does not have.
+        if "finetune" not in self.paramwise_cfg:
             _check_prefixes(rates, named)
         labels: dict[Any, list[str]] = {}
         for key, rate in rates.items():
@@ -154,7 +155,7 @@ def _check_finetune(params: TrainingParams) -> None:
     for key in ("initial_lr", "warmup_initial_lr"):
         if isinstance(getattr(params, key), Mapping):
             raise ConfigError(
-                "must be a number if finetune is set; the network sets the learning rate of each part",
+                "must be a number if finetune is set, because the network then sets the learning rate of each part",
                 f"training_params.{key}",
             )
 

@@ -211,7 +211,7 @@ def _may_be_none(hint: Any) -> bool:
 
 
 def _with_current_names(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with the names of SuperGradients 3 instead of older ones."""
+    """Return the values with older names replaced by those of SuperGradients 3."""
     for key, current in (("lr_mode", _OLD_SCHEDULES), ("warmup_mode", _OLD_WARMUPS)):
         if isinstance(name := values.get(key), str):
             values[key] = current.get(name, name)

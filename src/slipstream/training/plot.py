@@ -48,14 +48,14 @@ class LrPlotHook(Hook):
         _warn_if_warmup_only(runner)
         if not is_installed("matplotlib"):
             runner.logger.info(
-                f"No {self.filename}: matplotlib is not installed; run: pip install 'slipstream[plots]'"
+                f"{self.filename} is not written: matplotlib is not installed; run: pip install 'slipstream[plots]'"
             )
             return
         steps = runner.max_iters
         points = sorted({round(i * (steps - 1) / (_POINTS - 1)) for i in range(_POINTS)})
         rates = _simulated_rates(runner, points)
         if isinstance(rates, str):
-            runner.logger.info(f"No {self.filename}: {rates}")
+            runner.logger.info(f"{self.filename} is not written: {rates}")
             return
         unit = runner.train_loop.epoch_length if runner.by_epoch else 1
         draw(

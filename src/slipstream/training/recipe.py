@@ -40,10 +40,11 @@ _OLD_CHECKPOINT_KEYS = {
     ),
     "source_ckpt_folder_name": (None, "set checkpoint_path to the file"),
 }
-# Network options in older recipes that no network reads.
+# Network options that occur in older recipes, but that no network reads.
 _NO_OPTIONS = ("schema", "strict_load", "sync_bn")
 _MISSPELT = 0.92
-"""Similarity above which an unknown section counts as a typo: training_parms, but not my_dataset_params."""
+"""An unknown section is reported as a typo if its similarity to a known section is above this value. This applies to
+training_parms, but not to my_dataset_params."""
 _ONE_PROCESS = (None, False, "off", "none", "cpu")
 _DDP = ("ddp", "auto", "distributed_data_parallel", "distributeddataparallel")
 
@@ -195,7 +196,7 @@ def _loader(recipe: Mapping[str, Any], split: str, name: str | None) -> dict[str
     params = _section(recipe, "dataset_params")
     dataset = _section(params, f"{split}_dataset_params")
     if dataset.get("list_file"):
-        dataset.pop("split", None)  # from the config group that the recipe extends
+        dataset.pop("split", None)  # this default comes from the config group that the recipe extends
     try:
         return dataloaders.config(name, dataset, _section(params, f"{split}_dataloader_params"))
     except ConfigError as error:

@@ -23,12 +23,12 @@ _BY_EPOCH = {"TRAIN_EPOCH_END": True, "TRAIN_BATCH_END": False, "TRAIN_BATCH_STE
 """Phases at which a torch scheduler may step, and whether a step is an epoch."""
 
 _PLATEAU = {"threshold_mode": "threshold_rule", "min_lr": "min_value"}
-"""Argument names of torch's `ReduceLROnPlateau` that differ from ours."""
+"""Argument names of torch's `ReduceLROnPlateau` that differ from those of Slipstream's `ReduceOnPlateauLR`."""
 
 
 @PARAM_SCHEDULERS.register_module()
 class RecipeLR(_ParamScheduler):
-    """The learning rates of a `LRSchedule`, stepped by iteration.
+    """Sets the learning rates of an `LRSchedule` after each iteration.
 
     Without `lr_mode`, it only sets the rates during the warm-up; other schedulers set them afterwards.
 
@@ -44,7 +44,7 @@ class RecipeLR(_ParamScheduler):
         self.schedule = options(LRSchedule, schedule, "schedule")
         if self.schedule.lr_mode is None and self.schedule.warmup_batches == 1:
             raise ConfigError(
-                "a warm-up of one step (lr_warmup_steps, at most the batches of an epoch) never reaches initial_lr, as "
+                "a warm-up of one step (lr_warmup_steps, limited to one epoch) never reaches initial_lr, as "
                 "in SuperGradients; use at least 2 steps, set lr_mode, or remove the warm-up",
                 "lr_warmup_steps",
             )
@@ -80,7 +80,7 @@ class TorchLR(TorchSchedulerAdapter):
         arguments: arguments of the class, without the optimizer.
         begin: number of initial epochs or iterations without a step.
         by_epoch: whether a step is an epoch rather than an iteration.
-        end: first epoch or iteration without a further step.
+        end: first epoch or iteration in which the scheduler no longer steps.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class TorchLR(TorchSchedulerAdapter):
     def build_iter_from_epoch(
         cls, optimizer: Any, *, begin: int = 0, end: int = INF, epoch_length: int | None = None, **others: Any
     ) -> TorchLR:
-        """Return the schedule in iterations, with `begin` and `end` in epochs of `epoch_length` iterations."""
+        """Return a schedule in iterations, given `begin` and `end` in epochs of `epoch_length` iterations."""
         check_int("epoch_length", epoch_length, 1)
         assert epoch_length is not None
         last = end if end == INF else end * epoch_length
@@ -134,7 +134,7 @@ def lr_schedules(params: TrainingParams) -> list[dict[str, Any]]:
 
 
 def _recipe(params: TrainingParams, lr_mode: str | None) -> list[dict[str, Any]]:
-    """Return the configuration of our own schedule in a list, which is empty if there is nothing to schedule."""
+    """Return a list with the configuration of Slipstream's own schedule, or an empty list if it is not needed."""
     keys = ["lr_warmup_epochs", "lr_warmup_steps", "warmup_initial_lr"]
     mode = MODES.get(lr_mode or "")
     if mode is not None:
@@ -143,7 +143,7 @@ def _recipe(params: TrainingParams, lr_mode: str | None) -> list[dict[str, Any]]
     fields = {"lr_mode": lr_mode, "warmup_mode": params.warmup_mode if warms_up else None}
     fields |= {key: getattr(params, key) for key in keys}
     if isinstance(params.warmup_initial_lr, Mapping) or not warms_up:
-        del fields["warmup_initial_lr"]  # per-prefix values are stored in the parameter groups
+        del fields["warmup_initial_lr"]  # the parameter groups contain values per prefix
     check_known(params.warmup_mode, WARMUPS, "training_params.warmup_mode")
     schedule = options(LRSchedule, {"epoch_length": 1, "max_epochs": 1, **fields}, "training_params")
     if lr_mode is None and not warms_up:
@@ -181,7 +181,7 @@ def _of_torch(params: TrainingParams, lr_mode: Mapping[str, Any]) -> dict[str, A
 def _plateau(
     metric: Any, arguments: Mapping[str, Any], params: TrainingParams, config_path: str
 ) -> dict[str, Any]:
-    """Return our own plateau schedule, which counts validation runs, with the arguments of torch's."""
+    """Return Slipstream's plateau schedule, which counts validation runs, with the arguments of torch's schedule."""
     if not isinstance(metric, str):
         raise ConfigError(f"must be the name of a metric, not {metric!r}", f"{config_path}.metric_name")
     warmup = params.lr_warmup_epochs

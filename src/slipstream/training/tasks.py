@@ -1,4 +1,4 @@
-"""Tasks of SuperGradients' recipes that are not supported: an error that names the task, before anything is read."""
+"""Raise an error that names the task if a recipe's task is not supported, before any other file is read."""
 
 from __future__ import annotations
 

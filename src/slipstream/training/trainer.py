@@ -99,7 +99,7 @@ class Trainer:
     ) -> list[dict[str, float]]:
         """Train `model`. `teacher` contains the arguments of `DistillationModel` for a teacher."""
         if train_loader is None:
-            raise ConfigError("is required: a DataLoader of (images, targets)", "train_loader")
+            raise ConfigError("is required; pass a DataLoader of (images, targets)", "train_loader")
         params = {**self.training_params, **plain(training_params or {})}
         tests = dict(test_loaders or {})
         unseen = next(iter(tests.values()), valid_loader)
@@ -110,7 +110,7 @@ class Trainer:
             training_params=params,
             train_dataloader=train_loader,
             val_dataloader=valid_loader,
-            # A Runner requires a test loader now so that `test` can set another one later.
+            # A Runner requires a test loader at construction, so that `test` can replace it later.
             test_dataloader=train_loader if unseen is None else unseen,
             launcher=infer_launcher(),
             teacher=teacher,
@@ -152,7 +152,8 @@ class Trainer:
 
         Args:
             model: default: the network of the last call to `train`.
-            test_loader: default: the first test loader of the last call to `train`, else its validation loader.
+            test_loader: default: the first test loader of the last call to `train`, or its validation loader if there
+                is no test loader.
             test_metrics_list: in the form of `valid_metrics_list`, which is the default.
             silent_mode: whether to log warnings only.
             use_ema_net: whether to test the EMA weights after training with `ema`.

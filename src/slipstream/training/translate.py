@@ -33,7 +33,7 @@ def work_dir(experiment_name: str, ckpt_root_dir: str | Path | None) -> str:
     """Return the folder of an experiment: `ckpt_root_dir/experiment_name`. The default root is `work_dirs`.
 
     Raises:
-        ConfigError: `experiment_name` is a path outside of `ckpt_root_dir`.
+        ConfigError: `experiment_name` is a path outside `ckpt_root_dir`.
     """
     check_name(experiment_name, "experiment_name", "ckpt_root_dir")
     return str(Path(ckpt_root_dir or "work_dirs").expanduser() / experiment_name)
@@ -61,7 +61,7 @@ def runner_config(
         training_params: SuperGradients' keys (`TrainingParams`).
         train_dataloader, val_dataloader, test_dataloader: data loaders or their configurations.
         pretrained: arguments of `zoo.models.load`, which loads the initial weights.
-        num_classes: number of classes of the network, if known.
+        num_classes: the network's number of classes, if known.
         launcher: as for `Runner`.
         teacher: arguments of `DistillationModel` for the teacher, for knowledge distillation.
 
@@ -197,7 +197,7 @@ def _checkpoint(params: TrainingParams, best: Watched | None) -> dict[str, Any] 
 
 
 def _best(params: TrainingParams) -> Watched | None:
-    """Return the value that determines the best checkpoint, or None if nothing is watched.
+    """Return the value that determines the best checkpoint, or None if there is none.
 
     Raises:
         UnknownNameError: if there are metrics, but neither a metric nor a loss has the name `metric_to_watch`.

@@ -1,4 +1,4 @@
-"""Find the metrics and losses that a run watches by SuperGradients' names, and compute these losses in validation."""
+"""Find the metrics and losses that a run monitors under SuperGradients' names, and compute the losses in validation."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ KEY = "watched_losses"
 
 @dataclass(frozen=True)
 class Watched:
-    """A value of a validation run."""
+    """A value that validation returns."""
 
     name: str
-    """Name under which validation returns it."""
+    """Name under which validation returns the value."""
     is_loss: bool = False
 
 
@@ -60,7 +60,7 @@ def watched_value(wanted: str, params: TrainingParams, config_path: str) -> Watc
         if _normalized(wanted) in (_normalized(title), _normalized(title.partition("/")[2])):
             return Watched(title, is_loss=True)
     if losses and re.fullmatch(rf"{re.escape(losses[0])}/\w+", wanted):
-        return Watched(wanted, is_loss=True)  # the first validation run knows the components
+        return Watched(wanted, is_loss=True)  # the components are known after the first validation run
     if not all(found):
         return Watched(wanted)  # other metric objects choose their names in the first validation run
     raise UnknownNameError(
@@ -134,7 +134,7 @@ def _titles(loss: Mapping[str, Any] | Callable[..., Any]) -> list[str]:
     """Return the names of a loss: its class, and the components that it declares."""
     try:
         built: Any = MODELS.build(loss) if isinstance(loss, Mapping) else loss
-    except SlipstreamError:  # the Runner builds the loss again, and its error contains the path of the key
+    except SlipstreamError:  # the Runner raises this error again, with the path of the key
         return []
     own = getattr(built, "__name__", type(built).__name__)
     components = getattr(built, "component_names", None) or ([_TOTALS[own]] if own in _TOTALS else [])

@@ -33,7 +33,7 @@ __all__ = [
 
 
 class _CallableModule(ModuleType):
-    """The package `slipstream.tune`, which is also the function `slipstream.tune`."""
+    """The module class of `slipstream.tune`, which makes the package callable."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> TuneResult:
         return tune(*args, **kwargs)

@@ -29,7 +29,7 @@ from slipstream.tune.search import Row, Search
 
 __all__ = ["config_job", "find_batch_size", "find_lr", "parse_budget", "stored_result", "tune", "tune_config"]
 
-# In a custom loop, `feed` prefetches. Only a Runner's configuration can be built again in each process.
+# A custom loop prefetches with `feed` instead, and cannot be built again in each process.
 _IN_OWN_LOOP = tuple(name for name in OPTIONS if name not in ("prefetch", "data_parallel"))
 _NO_KEY = (UndescribedError, RecursionError)
 """Errors raised if a description is incomplete, or too deeply nested for a cache key."""
@@ -61,7 +61,7 @@ def tune(
         options: names of `OPTIONS` to measure; None means all.
         speed: the options of the baseline: `'auto'`, a dict of the fields of `SpeedPlan`, or None for no options.
         cache: whether to return the stored result of an earlier call with the same model, machine and versions, and to
-            store the result of this call. If it is False, the objects are not described. A result is also not stored if
+            store the result of this call. If it is False, the objects are not inspected. A result is also not stored if
             an attribute of an object, such as a lock, cannot be read completely.
         report: called with each row as soon as it is measured.
 
@@ -81,7 +81,7 @@ def tune(
     make_job = _objects_job(model, loader, optimizer, loss_fn, speed)
     file = None
     if cache:
-        with suppress(*_NO_KEY):  # with an incomplete key, another model could get this result
+        with suppress(*_NO_KEY):  # with an incomplete key, this result could be returned for another model
             described = [describe_objects(model, loader, optimizer, loss_fn), speed]
             file = cache_file(described, names, seconds)
     return _tune(make_job, speed, names, seconds, type(model).__name__, [file], report)
@@ -130,7 +130,7 @@ def stored_result(cfg: Mapping[str, Any]) -> TuneResult | None:
 
 
 def _newest_file(cfg: Mapping[str, Any]) -> Path:
-    """Return the file for the newest result of a configuration, named after the parts that affect the step time."""
+    """Return the file for the newest result. Its name is a hash of the settings that affect the step time."""
     run = {key: cfg[key] for key in (*_MEASURED, *CFG_OPTIONS) if cfg.get(key) is not None}
     return cache_file(describe_config(run), [], 0.0)
 

@@ -20,7 +20,7 @@ __all__ = ["BatchSizeRow", "BatchSizes", "available_mib", "search_batch_sizes"]
 
 _WARMUP, _TIMED = 3, 3
 _STOP_AT = 0.9
-"""Fraction of the available CPU memory that a trial may need."""
+"""Largest fraction of the available CPU memory that a trial may use."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class _Search:
         return row.status
 
     def _too_large(self, size: int) -> BatchSizeRow | None:
-        """Return a row if, extrapolated from the two largest sizes that fit, the CPU memory is insufficient."""
+        """Return a `too large` row if the CPU memory, extrapolated from two sizes that fit, exceeds the limit."""
         known = sorted(
             (row.batch_size, row.peak_mib)
             for row in self.rows
@@ -151,7 +151,7 @@ class _Search:
             return None
         (small, less), (large, more) = known[-2:]
         expected = more + max(more - less, 0.0) * (size - large) / (large - small)
-        # The smallest trial approximates the memory of the process without a batch.
+        # The memory of the smallest trial approximates that of a process without a batch.
         needed = expected - known[0][1]
         if needed <= _STOP_AT * self._available:
             return None

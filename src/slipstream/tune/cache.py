@@ -92,7 +92,7 @@ def describe_config(cfg: Any) -> Any:
 
 def _registered(name: str) -> list[Any]:
     """Return the objects that are registered under this name in `_REGISTRIES`."""
-    with suppress(Exception):  # the run itself reports an unknown scope or a failing import
+    with suppress(Exception):  # the run reports errors such as an unknown scope
         return [found for registry in _REGISTRIES if (found := registry.get(name)) is not None]
     return []
 
@@ -112,7 +112,7 @@ def _describe_sample(dataset: Any) -> list[str]:
     state = get_random_state()
     try:
         leaves = tree_leaves(dataset[0])
-    except Exception:  # the run raises the error
+    except Exception:  # ignored here, because the run raises the same error
         return []
     finally:
         set_random_state(state)

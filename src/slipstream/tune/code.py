@@ -87,7 +87,7 @@ _METHODS = (staticmethod, classmethod, property)
 
 
 class UndescribedError(SlipstreamError):
-    """The state of a value cannot be read, so the cache key cannot include it."""
+    """The state of a value cannot be read, so it cannot be part of the cache key."""
 
 
 def digest(value: Any) -> str:
@@ -201,7 +201,7 @@ class _Description:
         if isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
             return [value.__qualname__, self.value(value.__self__)]
         if isinstance(value, Dataset):
-            return self.value(type(value))  # the values of the data are not part of the key
+            return self.value(type(value))  # the data is not part of the key
         return [self._contents(value), self._object(value)]
 
     def _contents(self, value: Any) -> Any:
@@ -279,7 +279,7 @@ class _Description:
         ]
 
     def _used(self, module: ModuleType, names: frozenset[str] | None) -> list[Any]:
-        """Describe the attributes of a module that have one of the names; None means that the names are unknown."""
+        """Describe the attributes of a module whose names are in `names`; None means that the names are unknown."""
         if is_known(module.__name__):
             return [module.__name__, version_of(module.__name__)]
         if names is None:
@@ -346,6 +346,6 @@ def _content(code: CodeType) -> list[Any]:
     for value in code.co_consts:
         if isinstance(value, CodeType):
             constants.append(_content(value))
-        else:  # the order of a set differs between processes
+        else:  # sort sets, because their order differs between processes
             constants.append(sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value))
     return [code.co_code.hex(), code.co_names, constants]

@@ -188,7 +188,7 @@ class RunnerJob:
             if (value := getattr(self.setting, key)) is not None:
                 changes[key] = value
         if "dataloader" not in loader and changes.get("num_workers", loader.get("num_workers", 0)):
-            changes["persistent_workers"] = True  # a step must not include the start of workers
+            changes["persistent_workers"] = True  # no step may include the start of workers
         return {**loader, **changes}
 
     def _describe(self, runner: Any, warnings: list[str], shapes: set[Any]) -> dict[str, Any]:
@@ -373,7 +373,7 @@ class _Divided(Sampler[list[int]]):
 
 
 def _divisible_size(loader: Any) -> int | None:
-    """Return the batch size of a loader that `changed_loader` can divide into smaller batches."""
+    """Return the batch size of a loader whose batches `changed_loader` can divide; None for other loaders."""
     plain = type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)
     return loader.batch_size if plain else None
 
@@ -423,7 +423,7 @@ def _acts_on_steps(hook: Any) -> bool:
     """Return whether a hook affects training steps; other hooks write files or validate."""
     kind = hook_class(hook)
     if not isinstance(kind, type):
-        return True  # the Runner raises the error
+        return True  # the Runner raises an error for this type
     stages = ("before_train_iter", "after_train_iter", "_before_iter", "_after_iter")
     return any(getattr(kind, stage, None) is not getattr(Hook, stage, None) for stage in stages)
 

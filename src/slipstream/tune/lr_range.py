@@ -50,7 +50,7 @@ class LrRange:
 
     @property
     def suggestion(self) -> float | None:
-        """The rate at which the smoothed loss falls fastest over the rate's logarithm; None if it never falls."""
+        """The rate at which the smoothed loss falls fastest on a logarithmic axis; None if the loss never falls."""
         losses = self.smoothed
         first = min(SETTLING, len(losses) // 4)
         if len(losses) < _FEWEST or losses[first] - min(losses) <= _SMALLEST_FALL * abs(losses[first]):

@@ -1,4 +1,4 @@
-"""Reduce a configuration to the training steps that a measurement times."""
+"""Reduce a configuration to its training steps, for measurements."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def keep_training_only(cfg: Config, work_dir: str | Path) -> None:
 
 
 def hook_class(hook: Any) -> Any:
-    """Return the class of a hook or of a hook's configuration; for an invalid configuration, another value."""
+    """Return the class of a hook or of a hook's configuration; for an invalid configuration, any value."""
     if not isinstance(hook, Mapping):
         return type(hook)
     kind = hook.get("type")

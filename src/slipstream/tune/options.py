@@ -77,9 +77,9 @@ class Candidate:
     setting: Setting
     tolerance: Tolerance = EXACT
     unless: str = ""
-    """Another value of the option; if it was measured and works, skip this value."""
+    """Another value of the option. If it was measured and works, this value is skipped."""
     needs: str = ""
-    """Another option; skip this value unless that option is part of the plan."""
+    """Another option. Unless it is part of the plan, this value is skipped."""
     refused: str = ""
     """Why this value cannot be measured; empty if it can."""
 

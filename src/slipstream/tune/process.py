@@ -43,7 +43,7 @@ _RESET = (
     signal.SIGILL,
     signal.SIGSEGV,
 )
-"""Signals for which handlers inherited from the parent process would keep a trial alive."""
+"""Signals whose handlers are reset, because handlers inherited from the parent process would keep a trial alive."""
 
 
 class Job(Protocol):
@@ -202,7 +202,7 @@ def forks() -> bool:
 def _pickled(job: Job, make_observer: Any) -> bytes:
     try:
         return pickle.dumps((job, make_observer))
-    except Exception as error:  # pickle raises errors of many types
+    except Exception as error:  # pickle raises many types of errors
         raise ConfigError(
             f"the model, the loader, the optimizer and the loss cannot be copied to another process ({error}); on this "
             "platform, define them at the top level of a module, not in a function or as a lambda"

@@ -18,12 +18,12 @@ _FOLDERS = ("site-packages", "dist-packages")
 
 
 def names_in(code: CodeType) -> frozenset[str]:
-    """Return the names of the global variables and of the attributes in a function and the functions inside it."""
+    """Return the names of the global variables and attributes that a function and its nested functions use."""
     return frozenset(name for part in _parts(code) for name in part.co_names)
 
 
 def global_names(code: CodeType) -> set[str]:
-    """Return the names of the global variables that a function and the functions inside it read."""
+    """Return the names of the global variables that a function and its nested functions read."""
     return {
         str(instruction.argval)
         for part in _parts(code)
@@ -33,7 +33,7 @@ def global_names(code: CodeType) -> set[str]:
 
 
 def imported_names(code: CodeType, scope: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the absolute names of the modules that a function and the functions inside it import.
+    """Yield the absolute names of the modules that a function and its nested functions import.
 
     Args:
         code: the code of the function.
@@ -45,7 +45,7 @@ def imported_names(code: CodeType, scope: Mapping[str, Any]) -> Iterator[str]:
             if instruction.opname == "IMPORT_NAME":
                 level = found[
                     index - 2
-                ].argval  # the bytecode loads the level, then the names, then the module
+                ].argval  # the bytecode loads the level, the names and the module, in this order
                 name = "." * level + str(instruction.argval)
                 yield importlib.util.resolve_name(name, scope.get("__package__") or "") if level else name
 
@@ -76,7 +76,7 @@ def version_of(module: str) -> str:
 
 
 def _parts(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of a function and of the functions inside it."""
+    """Yield the code of a function and of its nested functions."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -47,7 +47,7 @@ class TuneResult:
 
     @property
     def batch_size(self) -> int | None:
-        """Samples per batch that, with the plan's `accumulate`, keep the effective batch size; None if unchanged."""
+        """The batch size that, with the plan's `accumulate`, keeps the effective batch size; None if unchanged."""
         return self.outcome.setting.batch_size
 
     @property
@@ -85,7 +85,7 @@ class TuneResult:
             yield f"No measured option makes {self.name} faster on this machine; keep the current options."
         else:
             after = before / total.ratio
-            how = (  # the product of the single intervals is not a confidence interval of the product
+            how = (  # the product of the individual intervals is not a confidence interval for the product
                 "product of the individual ratios"
                 if outcome.total_is_product
                 else f"{total.low:.2f} to {total.high:.2f}, measured against the baseline"
@@ -101,8 +101,8 @@ class TuneResult:
             if "compile" in outcome.setting.speed and after < before:
                 gained = ceil(outcome.compile_seconds / (before - after))
                 yield (
-                    f"The compilation takes {outcome.compile_seconds:.0f} s, which {gained:,} steps of the faster plan "
-                    "save."
+                    f"The compilation takes {outcome.compile_seconds:.0f} s. The faster plan saves this time within "
+                    f"{gained:,} steps."
                 )
         for row in outcome.rows:
             if row.status == "faster" and row.estimate is not None:

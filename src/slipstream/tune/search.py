@@ -49,7 +49,7 @@ class Row:
     `out of memory`, `timed out`, `skipped` or `not measured`."""
     reason: str = ""
     against: str = "baseline"
-    """The options of the plan that the trial was compared with."""
+    """The options of the plan with which the trial was compared."""
     estimate: Estimate | None = None
     """Step time of that plan divided by the step time of the trial; above 1, the trial is faster."""
     step_seconds: float | None = None
@@ -102,8 +102,8 @@ class _Running:
         """Seconds from the start of the process to the end of its warm-up."""
         self.step = median(process.warmup_seconds[len(process.warmup_seconds) // 2 :])
         self.extra = max(sum(process.warmup_seconds) - len(process.warmup_seconds) * self.step, 0.0)
-        """Duration of the warm-up beyond that of its steps, in seconds."""
-        self.untimed = 1 + int(warm["buffered"])  # batches loaded during the wait take no time
+        """Duration of the warm-up minus the expected duration of its steps, in seconds."""
+        self.untimed = 1 + int(warm["buffered"])  # exclude batches that were loaded while the process waited
         self.accumulate = int(warm["accumulate"])
         """Number of steps per update. All timed rounds contain the same fraction of updates."""
         self.seconds: list[float] = []
@@ -203,7 +203,7 @@ class Search:
 
     @property
     def _rounds_seconds(self) -> float:
-        """Expected duration of the smallest number of rounds."""
+        """Expected duration of the minimum number of rounds."""
         return 2 * _MIN_ROUNDS * self._current.round_seconds(self._round)
 
     def _add(self, row: Row) -> None:
@@ -320,7 +320,7 @@ class Search:
         if candidate.refused:
             return candidate.refused
         if candidate.setting.processes > 1:
-            return None  # the capabilities describe a single process
+            return None  # the check uses the capabilities of a single process
         speed = merged_speed(self._speed, self.outcome.setting.plus(candidate.setting).speed)
         return unsupported(candidate.setting, speed, self._capabilities)
 
@@ -334,7 +334,7 @@ class Search:
         row = replace(row, loss_difference=(first, mean), peak_mib=trial.peak_mib)
         if "compile" in self.outcome.setting.plus(candidate.setting).speed:
             row = replace(row, compile_seconds=max(trial.extra - self._baseline.extra, 0.0))
-        if not (first <= allowed.first and mean <= allowed.mean):  # also for NaN
+        if not (first <= allowed.first and mean <= allowed.mean):  # true for NaN
             return replace(
                 row,
                 status="rejected",
@@ -411,7 +411,7 @@ class Search:
                     self._withdraw(found.ratio)
 
     def _withdraw(self, ratio: float) -> None:
-        """Keep the baseline, because the options of the plan together do not make it faster."""
+        """Return to the baseline, because the options of the plan are not faster in combination."""
         outcome = self.outcome
         why = f"{' + '.join(outcome.adopted)} together: {ratio:.2f} times the speed of the baseline"
         outcome.rows = [
@@ -428,7 +428,7 @@ class Search:
 
 
 class _PlanFailedError(Exception):
-    """The process of the plan found so far ended."""
+    """The process that runs the current plan has ended."""
 
 
 def _how_to_launch(setting: Setting, own: Any) -> str:
@@ -461,7 +461,7 @@ def _cut_off(row: Row) -> bool:
 
 
 def _decided(ratios: Sequence[float]) -> bool:
-    """Return whether more rounds are not needed."""
+    """Return whether the result is clear, so that no more rounds are needed."""
     if len(ratios) >= 3 and max(ratios) < _CLEARLY_WORSE:
         return True
     if len(ratios) < _MIN_ROUNDS:

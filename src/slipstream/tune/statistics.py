@@ -48,8 +48,7 @@ def median_interval(values: Sequence[float], confidence: float) -> tuple[float, 
     """Return the distribution-free confidence interval of the median.
 
     The bounds of the interval are two order statistics. The method assumes only that the values are independent. If
-    even the range of the values does not have this confidence (for 90%, with fewer than five values), the result is the
-    range.
+    there are too few values for this confidence (for 90%, fewer than five), the result is the range of the values.
 
     Args:
         values: at least one number.
@@ -64,7 +63,7 @@ def median_interval(values: Sequence[float], confidence: float) -> tuple[float, 
 
 
 def _sign_confidence(ratios: Sequence[float]) -> float:
-    """Return the probability that fewer of the ratios exceed 1, if each exceeds 1 with a probability of 50%."""
+    """Return the probability that fewer ratios than observed exceed 1, if each does so with a probability of 50%."""
     above = sum(ratio > 1 for ratio in ratios)
     return sum(comb(len(ratios), i) for i in range(above)) / float(2 ** len(ratios))
 

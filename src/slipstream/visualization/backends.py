@@ -47,7 +47,7 @@ class BaseVisBackend:
 
     @property
     def experiment(self) -> Any:
-        """The backend's writer or client, created on first use, or the backend itself."""
+        """The backend's writer or client, which is created on first use; by default, the backend itself."""
         return self
 
     def add_config(self, config: Any) -> None:
@@ -144,7 +144,7 @@ class LocalVisBackend(BaseVisBackend):
                 self._files.pop(name).close()
             _drop_partial_line(path)
             if name not in self._reported:
-                from slipstream.logging import print_log  # imports torch
+                from slipstream.logging import print_log  # imported late, because this imports torch
 
                 self._reported.add(name)
                 problem = disk_problem(error, self.save_dir) or str(error)
@@ -161,7 +161,7 @@ class LocalVisBackend(BaseVisBackend):
 def _drop_partial_line(path: Path) -> None:
     """Remove an incomplete last line, which remains in a file if the disk became full while it was written."""
     with contextlib.suppress(OSError):
-        if path.is_file():  # not a device
+        if path.is_file():  # skip devices such as /dev/null
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
@@ -190,7 +190,7 @@ class TensorboardVisBackend(BaseVisBackend):
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
     ) -> None:
         """Write one point per curve as a single event; `SummaryWriter.add_scalar` would write one event per curve."""
-        writer = self.experiment  # its import error names the missing package
+        writer = self.experiment  # if this fails, the error names the missing package
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [

@@ -56,7 +56,7 @@ class WandbVisBackend(BaseVisBackend):
         """The `wandb.Run`."""
         self.save_dir.mkdir(parents=True, exist_ok=True)
         run = _import("wandb", self).init(**{"dir": str(self.save_dir), **self.init_kwargs})
-        # Training and validation count different steps, but W&B's step must not decrease, so the step is logged as a
+        # Training and validation count steps separately, but W&B's step must not decrease. Therefore, log the step as a
         # value.
         run.define_metric("*", step_metric="step")
         metrics = self.define_metric_cfg

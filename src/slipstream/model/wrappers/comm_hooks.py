@@ -1,8 +1,8 @@
 """Communication hooks for DDP that compress gradients: half precision and low-rank factors (PowerSGD).
 
-PyTorch's hooks are not used, because its bfloat16 hook requires a CUDA build, and its PowerSGD hook waits inside
-callbacks on gloo's threads, which deadlocks with several buckets. Its PowerSGD hook also stores its state by bucket,
-so the state cannot be saved in a checkpoint.
+The hooks in PyTorch are not used: its bfloat16 hook requires a CUDA build, and its PowerSGD hook waits inside callbacks
+on gloo's threads, which deadlocks with several buckets. The PowerSGD hook also stores its state by bucket, so the state
+cannot be saved in a checkpoint.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class PowerSGD:
     """Send two factors of rank r instead of each large gradient (Vogels et al. 2019, arXiv:1905.13727).
 
     A gradient (n, ...) is treated as a matrix (n, m). It is sent uncompressed unless the factors are smaller than half
-    its size. The approximation error is added to the next gradient (error feedback), and the factor of each step starts
-    the next power iteration. The two small all-reduces of each bucket do not overlap with backward.
+    its size. The approximation error is added to the next gradient (error feedback), and the factor of each step is the
+    starting point of the next power iteration. The two small all-reduces of each bucket do not overlap with backward.
 
     Args:
         group: process group.
@@ -135,7 +135,7 @@ class PowerSGD:
 
     def _factor(self, name: str, matrix: Tensor) -> Tensor:
         n, m = matrix.shape
-        if name not in self.factors:  # the same on every rank
+        if name not in self.factors:  # initialized to the same values on every rank
             generator = torch.Generator().manual_seed(list(self._names.values()).index(name))
             self.factors[name] = torch.randn(m, min(n, m, self.options.rank), generator=generator)
         return self.factors[name].to(matrix)
@@ -155,7 +155,7 @@ class PowerSGD:
         return {"step": self.step, "errors": errors, "factors": dict(self.factors)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`. Factors of a different rank are reinitialized.
+        """Load the result of `state_dict`. Factors with a different number of columns are reinitialized.
 
         If the number of processes has changed, each process gets the mean of the errors, which does not change the sum
         of the corrected gradients.

@@ -71,7 +71,7 @@ class MMDistributedDataParallel(DistributedDataParallel):
     ) -> None:
         kwargs["gradient_as_bucket_view"] = gradient_as_bucket_view
         with warnings.catch_warnings():
-            # The replacement recommended by torch still synchronizes buffers once at the start.
+            # The replacement that torch recommends for this argument still synchronizes buffers once at the start.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             super().__init__(module, broadcast_buffers=broadcast_buffers, **kwargs)
         self.comm_hook = None if comm_hook is None else make_comm_hook(comm_hook, self.process_group, module)

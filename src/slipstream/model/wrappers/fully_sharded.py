@@ -36,8 +36,8 @@ __all__ = [
 ]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_MIN_UNIT_SIZE = 1 << 18  # parameters; for a smaller all-gather, latency dominates
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # their forward is never called, so they cannot gather weights
+_MIN_UNIT_SIZE = 1 << 18  # number of parameters; below it, latency dominates an all-gather
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # these modules are never called, so they cannot gather weights
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,9 @@ class FullyShardedOptions:
     """Options of `MMFullyShardedDataParallel` and of `parallel=dict(type='fsdp2', ...)`."""
 
     shard_size: int | Literal["machine"] | None = None
-    """Number of processes that share one copy of the model: all (None), the processes of a machine, or a number. With
-    fewer than all processes, each group stores a copy and gathers weights within the group (hybrid sharding, HSDP)."""
+    """Number of processes that share one copy of the model: all processes (None), those of one machine ('machine'), or
+    a number. With fewer than all processes, each group stores a copy and gathers weights within the group (hybrid
+    sharding, HSDP)."""
     wrap: list[str] = field(default_factory=list)
     """Class names of the blocks that are gathered separately. The default is all repeated blocks with at least 262,144
     parameters. Repeated blocks are children of a `ModuleList` or `Sequential` that have children themselves, and whose
@@ -100,7 +101,7 @@ class MMFullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; as in DDP, `no_sync` around the forward pass disables the gradient sum in backward."""
-        if self._sync is not self._applied_sync:  # the call visits all modules
+        if self._sync is not self._applied_sync:  # call this only on changes, because it visits all modules
             self.module.set_requires_gradient_sync(self._sync)
             self._applied_sync = self._sync
         return self.module(*args, **kwargs)
@@ -122,7 +123,7 @@ class MMFullyShardedDataParallel(nn.Module):
         return predictions
 
     def _reshard(self) -> None:
-        """Free the weights that torch keeps gathered for a backward pass, because none follows."""
+        """Free the weights that torch keeps gathered for a backward pass, because no backward pass follows."""
         for unit in self._units:
             unit.reshard()
 
@@ -187,7 +188,7 @@ def unsharded_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def drop_unsharded_gradients(model: nn.Module) -> None:
-    """Drop the gradients that `unsharded_gradients` returns. Every rank must call this function."""
+    """Discard the gradients that `unsharded_gradients` returns. Every rank must call this function."""
     for module in model.modules():
         if hasattr(module, "unshard") and mesh_of(module) is not None:
             module.unshard()  # type: ignore[operator]
@@ -249,7 +250,7 @@ def _shard(model: nn.Module, mesh: DeviceMesh, config: FullyShardedOptions) -> l
         norms = [
             m for m in block.modules() if lower and isinstance(m, _BatchNorm) and m.affine and m not in units
         ]
-        if norms:  # torch requires their weights in the dtype of their running statistics
+        if norms:  # torch requires that these layers' weights have the dtype of their running statistics
             shard(norms, MixedPrecisionPolicy(None, reduce, cast_forward_inputs=False))
         if block not in norms:
             shard(block, MixedPrecisionPolicy(lower, reduce))
@@ -266,7 +267,7 @@ def _blocks(model: nn.Module, config: FullyShardedOptions) -> list[nn.Module]:
     else:
         found = _large(repeated_blocks(model), _MIN_UNIT_SIZE)
     uses = _uses(model)
-    # A block is excluded if its weights are also used outside it, because sharding would untie them.
+    # Exclude blocks that share weights with other modules, because sharding would untie these weights.
     return [m for m in found if m is not model and all(n == uses[p] for p, n in _uses(m).items())]
 
 

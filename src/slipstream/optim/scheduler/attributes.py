@@ -1,4 +1,4 @@
-"""Copy, compare and restore the attributes of schedulers that users define."""
+"""Copy, compare and restore the attributes that user-defined schedulers add."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def restored_attributes(scheduler: Any, saved: Any, ignored: Collection[str]) -> dict[str, Any]:
-    """Return the saved attributes, in the types that the scheduler's attributes have.
+    """Return the saved attributes, converted to the types of the scheduler's attributes.
 
     Raises:
         CheckpointError: a name is not an attribute that a scheduler can have, or a value has a different type.
@@ -83,7 +83,7 @@ def restored_attributes(scheduler: Any, saved: Any, ignored: Collection[str]) ->
 
 
 def _like(current: Any, value: Any) -> tuple[bool, Any]:
-    """Return whether `value` can replace `current`, and the value in the type of `current`.
+    """Return whether `value` can replace `current`, and `value` converted to the type of `current`.
 
     A checkpoint contains sets and deques as lists.
     """

@@ -44,10 +44,10 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
     A subclass defines `_next(value, base)` for one group, or `_get_value()` for all groups. In these methods,
     `self.last_step` is the number of steps since `begin`. The constructor calls `step()` once.
 
-    The state contains the attributes of a subclass that have changed since it was built, if they are tensors, numbers,
-    strings, or lists, tuples, sets, deques and dicts of them. (Inside another container, sets and deques are not
-    supported.) Attributes that keep the value from the constructor are not part of the state, so a resumed run can
-    change them. Attributes of other types are not saved.
+    The state contains the attributes of a subclass that have changed since the scheduler was built, if they are
+    tensors, numbers or strings, or lists, tuples, sets, deques and dicts of these. (Inside another container, sets and
+    deques are not supported.) Attributes that keep the value from the constructor are not part of the state, so a
+    resumed run can change them. Attributes of other types are not saved.
 
     Args:
         optimizer: a torch optimizer, an `OptimWrapper`, or any other object with `param_groups`.
@@ -63,7 +63,7 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
     """
 
     need_val_args: ClassVar[bool] = False  # whether step(metrics) requires validation results
-    _in_epochs: ClassVar[tuple[str, ...]] = ()  # arguments that are numbers of steps
+    _in_epochs: ClassVar[tuple[str, ...]] = ()  # arguments in steps, which can be converted
     _state_keys: ClassVar[tuple[str, ...]] = ("last_step", "_global_step", "base_values", "_last_value")
 
     _initial: dict[str, Any]  # the attributes after the constructor
@@ -104,7 +104,8 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
         epoch_length: int | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Build a scheduler in iterations from arguments in epochs of `epoch_length` iterations.
+        """Build a scheduler that steps after each iteration from arguments in epochs, which have `epoch_length`
+        iterations.
 
         Raises:
             ConfigError: `epoch_length` is None, or the arguments are already in iterations.
@@ -186,12 +187,12 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
         self._values.restore(self._last_value)
         attributes = self.check_attributes(state_dict)
         for name in own_attributes(self, self._saved_elsewhere):
-            if name not in attributes:  # the steps after the checkpoint have created it
+            if name not in attributes:  # it was created in a step after the checkpoint
                 delattr(self, name)
         vars(self).update(attributes)
 
     def check_attributes(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the attributes to restore from a state; those that are not saved have their initial values.
+        """Return the attributes to restore from a state; attributes that were not saved have their initial values.
 
         Raises:
             CheckpointError: the state contains a name or a value that is not valid.

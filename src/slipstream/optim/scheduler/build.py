@@ -78,7 +78,8 @@ def build_param_scheduler(
         cfg: a scheduler, or a dict whose `type` is one of this package's schedulers or a class in
             `torch.optim.lr_scheduler`. With `convert_to_iter_based=True`, arguments are in epochs, and steps are
             iterations. `dict(scheduler=..., by_epoch=...)` contains a torch scheduler object. Without `by_epoch`,
-            torch's schedulers step as in torch's documentation: `OneCycleLR` and `CyclicLR` after each iteration.
+            torch's schedulers step as torch's documentation recommends: `OneCycleLR` and `CyclicLR` after each
+            iteration, and most others after each epoch.
         optimizer: a torch optimizer or an `OptimWrapper`.
         epoch_length: number of iterations in an epoch, for `convert_to_iter_based`.
         max_epochs: default of `end` for epoch-based schedulers.
@@ -119,7 +120,7 @@ def _adapt(cfg: Mapping[str, Any], optimizer: Any) -> TorchSchedulerAdapter:
     """Return an adapter for the torch scheduler object in `dict(scheduler=..., by_epoch=..., end=...)`."""
     if other := sorted(set(cfg) - {"scheduler", "by_epoch", "end"}):
         raise ConfigError(
-            f"'{other[0]}' cannot be changed for an existing scheduler; remove this key. The dict may contain "
+            f"'{other[0]}' cannot be changed for an existing scheduler; remove this key. The dict may only contain "
             "scheduler, by_epoch and end"
         )
     check(by_epoch := cfg.get("by_epoch"), bool | None, "by_epoch")

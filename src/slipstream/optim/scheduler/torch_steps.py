@@ -32,14 +32,14 @@ _LAST_CHANGE: Mapping[type, str] = {
     lr_scheduler.PolynomialLR: "total_iters",
     lr_scheduler.CosineAnnealingLR: "T_max",
 }
-"""For each class, the argument with the number of steps after which the schedule is complete, or first changes."""
+"""For each class, the argument that sets the number of steps until the schedule is complete or first changes."""
 
 
 def counts_epochs(scheduler: LRScheduler) -> bool:
-    """Return whether `scheduler` steps after each epoch, according to torch's documentation of its class.
+    """Return whether torch's documentation of the scheduler's class recommends a step after each epoch.
 
     Raises:
-        ConfigError: the documentation allows both, so the user must set `by_epoch`.
+        ConfigError: the documentation recommends neither epochs nor iterations, so the user must set `by_epoch`.
     """
     units = _units(scheduler)
     if units in ({True}, {False}):
@@ -51,13 +51,13 @@ def counts_epochs(scheduler: LRScheduler) -> bool:
         else "can step after each epoch or after each iteration"
     )
     raise ConfigError(
-        f"{name} {reason}; set by_epoch: for an object, dict(scheduler={name}(...), by_epoch=False), and for a "
-        "configuration, by_epoch=False. With False, it steps after each iteration, and with True, after each epoch"
+        f"{name} {reason}; set by_epoch to True (step after each epoch) or False (step after each iteration). In a "
+        "configuration, add the key by_epoch; for a scheduler object, pass dict(scheduler=..., by_epoch=...)"
     )
 
 
 def _units(scheduler: LRScheduler) -> set[bool | None]:
-    """Return, for each scheduler that `scheduler` contains, whether it steps after each epoch (None: unknown)."""
+    """Return whether `scheduler`, or each scheduler that it combines, steps after each epoch (None: unknown)."""
     if isinstance(scheduler, lr_scheduler.SequentialLR | lr_scheduler.ChainedScheduler):
         return {unit for part in scheduler._schedulers for unit in _units(part)}
     if isinstance(scheduler, _AFTER_BATCHES):
@@ -66,7 +66,8 @@ def _units(scheduler: LRScheduler) -> set[bool | None]:
 
 
 def last_change(scheduler: Any) -> tuple[str, int] | None:
-    """Return the argument that determines when a schedule is complete, or first changes, and its value in steps.
+    """Return the name and value of the argument that determines after how many steps a schedule is complete, or first
+    changes the learning rate.
 
     The result is None for schedules without such an argument.
     """

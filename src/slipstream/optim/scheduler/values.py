@@ -63,7 +63,7 @@ class ParamValues:
     def restore(self, values: Sequence[float]) -> None:
         """Cache `values` as the values of the tensors if they are equal after rounding to the tensor's dtype.
 
-        Without this method, a float32 learning rate continues from its rounded value after resuming.
+        Without this method, a float32 learning rate would continue from its rounded value after resuming.
         """
         for group, value in zip(self.groups, values, strict=True):
             current = self._get(group)
@@ -74,7 +74,7 @@ class ParamValues:
                 self._store(current, value)
 
     def initial(self, resumed: bool) -> list[float]:
-        """Return the initial value of every group, and store it in groups that do not contain it.
+        """Return the initial value of every group, and store the value in groups that do not contain it yet.
 
         Raises:
             ConfigError: `resumed` is True, but a group does not contain its initial value.

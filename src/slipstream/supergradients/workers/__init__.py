@@ -1,1 +1,1 @@
-"""A folder for `sys.path`: worker processes, which do not inherit the finder, import its `super_gradients`."""
+"""A folder for `sys.path`. Worker processes do not inherit the finder, so they import `super_gradients` from it."""

@@ -205,7 +205,7 @@ def flop_count(
     """Return the operations by operator, in units of 10^9, and an empty Counter.
 
     Raises:
-        ConfigError: `supported_ops` is set. It contains functions for MMEngine's trace, which does not exist here.
+        ConfigError: `supported_ops` is set. Its functions process MMEngine's trace, which is not created here.
     """
     return _scaled(FlopAnalyzer(model, inputs), 1e9, supported_ops), Counter()
 

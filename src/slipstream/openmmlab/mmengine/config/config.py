@@ -31,7 +31,8 @@ class Config(OwnConfig):
     """Slipstream's `Config`, with MMEngine's signatures, additional methods and Python-style configurations.
 
     A file that contains `with read_base():`, or imports modules outside the standard library, is a Python-style
-    configuration. The objects that it imports are values; they are imported only when they are read.
+    configuration. The objects that it imports are values of the configuration. They are imported only when they are
+    read.
 
     Args:
         cfg_dict: the values; containers are copied.

@@ -14,7 +14,8 @@ __all__ = ["FileDict", "LazyConfigDict", "as_plain", "as_written", "contains_laz
 
 
 class LazyConfigDict(ConfigDict):
-    """A `ConfigDict` with imported objects: reading a value imports the object; writing and copying do not.
+    """A `ConfigDict` that can contain objects to import. Reading such a value imports the object; copying and writing
+    to a file do not.
 
     As in MMEngine, objects in a list are not imported when the list is read, and `update` merges dicts recursively.
     """

@@ -1,4 +1,4 @@
-"""Objects that a Python-style configuration imports. They are imported when the configuration's user reads them."""
+"""Objects that a Python-style configuration imports. They are imported when they are read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Lazy:
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> LazyAttr:
-        if name.startswith("__"):  # copy, pickle and inspect look up special methods
+        if name.startswith("__"):  # copy, pickle and inspect look up special methods, which must not exist
             raise AttributeError(name)
         return LazyAttr(name, self, self.location)
 

@@ -22,7 +22,7 @@ from slipstream.openmmlab.mmengine.config.lazy import ConfigParsingError, LazyOb
 __all__ = ["LazyFile", "is_lazy", "load_lazy"]
 
 _BASE = "_base_"
-_LAZY = "__lazy_object__"  # name of the constructor in the executed files; they do not use it themselves
+_LAZY = "__lazy_object__"  # the name under which rewritten files call `LazyObject`
 # Types of objects that a file may define or import from the standard library, but that are not values.
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
@@ -213,7 +213,7 @@ def _base_file(node: ast.ImportFrom, path: Path) -> Path:
 
 
 def _base_value(value: Any) -> Any:
-    """Return a copy of a value of a base file, with dicts that support attributes, `merge` and recursive `update`."""
+    """Return a copy of a value from a base file, with dicts that support attributes, `merge` and recursive `update`."""
     return FileDict._wrap(value)
 
 
@@ -222,7 +222,7 @@ def _module(node: ast.ImportFrom) -> str:
 
 
 def _is_eager(module: str) -> bool:
-    """Return whether a module is imported while the file is read: a standard-library module, or that of `read_base`."""
+    """Return whether a module is imported while the file is read: the standard library, and `read_base`'s module."""
     if module.startswith("."):
         return False
     return module.split(".")[0] in sys.stdlib_module_names or module.startswith("mmengine.config")

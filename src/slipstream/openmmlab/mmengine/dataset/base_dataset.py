@@ -100,7 +100,7 @@ class BaseDataset(Dataset[Any]):
         pipeline: transforms or their configurations.
         test_mode: raise an error if the pipeline returns None, instead of drawing a different sample.
         lazy_init: load the annotations only when `full_init` is called.
-        max_refetch: number of samples to draw if the pipeline returns None.
+        max_refetch: maximum number of other samples to draw if the pipeline returns None.
     """
 
     METAINFO: ClassVar[dict[str, Any]] = {}

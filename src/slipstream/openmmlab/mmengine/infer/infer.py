@@ -251,7 +251,7 @@ class BaseInferencer(metaclass=InferencerMeta):
         if not cfg:
             cfg.update(saved_config(checkpoint))
         if cfg.model.get("pretrained") is not None:
-            del cfg.model.pretrained  # the checkpoint contains all weights
+            del cfg.model.pretrained  # not needed, because the checkpoint contains all weights
         model: Any = MODELS.build(cfg.model)
         model.cfg = cfg
         self._load_weights_to_model(model, checkpoint, cfg)

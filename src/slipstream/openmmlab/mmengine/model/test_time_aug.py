@@ -41,7 +41,7 @@ class BaseTTAModel(BaseModel):
         """Return one prediction per sample; each item of the argument contains the predictions for one sample."""
 
     def test_step(self, data: Any) -> Any:
-        """Return the merged predictions of a batch, each of whose values is a list with one item per augmentation.
+        """Return the merged predictions for a batch. Each value in the batch is a list with one item per augmentation.
 
         Raises:
             DataError: the batch has a different type.

@@ -63,7 +63,7 @@ class DefaultOptimWrapperConstructor(OwnConstructor):
 
 
 def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> OptimWrapper:
-    """Build the optimizer wrapper of `model`, by default with MMEngine's parameter groups.
+    """Build the optimizer wrapper for `model`, by default with MMEngine's parameter groups.
 
     Args:
         model: a model, optionally wrapped for data parallelism.

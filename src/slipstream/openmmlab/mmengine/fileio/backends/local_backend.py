@@ -89,7 +89,7 @@ class LocalBackend(BaseStorageBackend):
 
 
 class HardDiskBackend(LocalBackend):
-    """The earlier name of `LocalBackend`."""
+    """An older name for `LocalBackend`."""
 
 
 def list_files(

@@ -43,7 +43,7 @@ class _ParamScheduler(own._ParamScheduler):
         """Load a state from `state_dict()` of this class or of MMEngine's class, including the arguments."""
         super().load_state_dict(state_dict)
         for name in [n for n in vars(self) if isinstance(getattr(type(self), n, None), cached_property)]:
-            delattr(self, name)  # remove values computed from the old arguments
+            delattr(self, name)  # remove cached values that were computed from the old arguments
 
     def check_attributes(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Return the attributes to restore; in MMEngine's states, they are stored beside the progress."""
