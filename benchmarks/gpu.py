@@ -1,4 +1,4 @@
-"""Measure the networks of five recipes on one GPU: step time, memory, kernel launches and host reads.
+"""Measure the networks of five recipes on one GPU: step time, memory, kernel launches and host-device synchronizations.
 
     python benchmarks/gpu.py --out benchmarks/results/gpu.md
 
@@ -129,7 +129,7 @@ def create(make: Any, setting: Setting, device: Device, steps: int) -> tuple[Tra
     device.free_memory()
     train(3, clock)
     found["peak bytes"] = device.peak_bytes() - before
-    found["host reads per step"] = device.host_reads(train, steps)
+    found["synchronizations per step"] = device.host_reads(train, steps)
     found["kernel seconds"], found["launches per step"] = device.kernels(train, steps)
     found["seconds"] = [timed(train, device, steps)]
     return train, found
@@ -221,7 +221,7 @@ def describe(name: str, network: Figures) -> str:
         "images/s",
         "s per epoch",
         "peak GiB",
-        "host reads per step",
+        "synchronizations per step",
     ]
     header += ["launches per step", "time / kernel time", "FLOPs utilization", "s for the first four steps"]
     errors = [f"- {contender}: {values['error']}" for contender, values in found.items() if "error" in values]
@@ -242,7 +242,7 @@ def _row(network: Figures, values: Figures, eager: float) -> list[str]:
         (batch_size / seconds, ".1f"),
         (IMAGES // batch_size * seconds, ".1f"),
         (values["peak bytes"] / 2**30, ".2f"),
-        (values["host reads per step"], ".1f"),
+        (values["synchronizations per step"], ".1f"),
         (values["launches per step"], ".0f"),
         (seconds / (values["kernel seconds"] or math.nan), ".2f"),
         (network["flops"] / seconds / network["peak flops"], ".1%"),

@@ -195,7 +195,7 @@ def test_run_that_only_warns_is_not_changed(tmp_path, capsys):
 
 def test_recurring_spikes_end_the_run(tmp_path):
     with pytest.raises(
-        LossSpikeError, match=r"rose to .*used all of its roll-backs .max_rollbacks=1"
+        LossSpikeError, match=r"rose to .*used all of its rollbacks .max_rollbacks=1"
     ) as raised:
         train(tmp_path, range(31, 100), action="rollback", max_rollbacks=1)
     assert raised.value.last >= raised.value.iteration > 28

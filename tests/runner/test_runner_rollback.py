@@ -295,7 +295,7 @@ def test_bad_sample_is_left_out_in_each_epoch(tmp_path, compile):
     faults = [
         int(line.rsplit("became nan at iteration ")[1].split(".")[0])
         for line in log.splitlines()
-        if "roll-back" in line
+        if "rollback" in line
     ]
     assert len(faults) == 4
     for fault in faults:
@@ -322,7 +322,7 @@ def test_checkpoint_of_an_earlier_run_in_the_folder_is_not_used(tmp_path):
 
 def test_run_stops_after_max_rollbacks(tmp_path):
     with pytest.raises(
-        NonFiniteLossError, match=r"nan at iteration .*used all of its roll-backs .max_rollbacks=2"
+        NonFiniteLossError, match=r"nan at iteration .*used all of its rollbacks .max_rollbacks=2"
     ):
         recovering(tmp_path, 1, Breaks(broken=range(8, 100)), dict(max_rollbacks=2))
 
@@ -391,7 +391,7 @@ def test_damaged_list_of_rollbacks_is_ignored(tmp_path, capsys):
     longer = dict(by_epoch=True, max_epochs=5)
     runner = recovering(tmp_path, 1, Breaks(), resume=True, train_cfg=longer)
     assert runner.rollback.left_out == frozenset()
-    assert "list of roll-backs is damaged" in capsys.readouterr().out
+    assert "list of rollbacks is damaged" in capsys.readouterr().out
 
 
 def test_values_of_the_last_steps_are_read_before_the_run_ends(tmp_path):
@@ -447,7 +447,7 @@ def test_checkpoint_with_the_bad_update_is_not_restored_again(tmp_path):
 
 
 def test_run_stops_if_all_checkpoints_contain_the_bad_update(tmp_path):
-    with pytest.raises(NonFiniteLossError, match="used all of its roll-backs"):
+    with pytest.raises(NonFiniteLossError, match="used all of its rollbacks"):
         with_huge_update(tmp_path, 9)
 
 

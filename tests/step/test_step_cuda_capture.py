@@ -33,7 +33,7 @@ class Cuda:
             self.valid = False
 
     def invalidate(self):
-        """Call a function that a capture does not permit, such as a host read."""
+        """Call a function that a capture does not permit, such as a synchronization with the device."""
         if self.mode is not None:
             self.valid = False
             raise RuntimeError(NOT_PERMITTED)

@@ -32,8 +32,8 @@ class _File(NamedTuple):
 class ReplacedFiles:
     """The files of a run (such as best checkpoints) that newer files have replaced.
 
-    If roll-backs are disabled, these files are removed at once. Otherwise, a replaced file is kept until every
-    checkpoint to which the run can go back is newer than the replacement. After a roll-back, the files named in the
+    If rollbacks are disabled, these files are removed at once. Otherwise, a replaced file is kept until every
+    checkpoint to which the run can go back is newer than the replacement. After a rollback, the files named in the
     restored checkpoint exist again, and the files that were written after it are removed. The list is part of each
     checkpoint, so a resumed run removes the files that it no longer needs. Only rank 0 changes files.
 
@@ -97,7 +97,7 @@ class ReplacedFiles:
             self._store(runner)
 
     def remove_all(self) -> None:
-        """Remove all files at the end of a run, after which no roll-back is possible."""
+        """Remove all files at the end of a run, after which no rollback is possible."""
         self._remove(file.name for file in self._files)
 
     def restore(self, runner: Runner, abandoned: Iterable[str], current: Iterable[str]) -> None:
@@ -105,7 +105,7 @@ class ReplacedFiles:
 
         Args:
             runner: the run, which has restored the message hub from the checkpoint.
-            abandoned: names of the files that were in use before the roll-back.
+            abandoned: names of the files that were in use before the rollback.
             current: names of the files that were in use when the checkpoint was written.
         """
         stored, pending = self._stored(runner), set(current)

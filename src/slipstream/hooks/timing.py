@@ -58,7 +58,7 @@ class IterTimerHook(Hook):
         self._last = perf_counter()
 
     def after_rollback(self, runner: Runner) -> None:
-        """Drop the step times that were not read, and exclude the time of the roll-back."""
+        """Drop the step times that were not read, and exclude the time of the rollback."""
         self._new, self._last = [], perf_counter()
 
     def read_logs(self, runner: Runner) -> None:
@@ -112,7 +112,7 @@ class IterTimerHook(Hook):
         if self._steps:
             speed = self._samples / self._spent
             runner.logger.info(
-                f"Trained for {self._steps} steps in {self._spent:.1f} s: {speed:.1f} images/s (with the first step)"
+                f"Trained for {self._steps} steps in {self._spent:.1f} s: {speed:.1f} images/s (including the first step)"
             )
             runner.message_hub.update_info("images_per_second", speed, resumed=False)
 

@@ -92,7 +92,7 @@ def warn_of_unknown_length(runner: Runner) -> None:
 
 
 def warn_of_sampler_state(loader: DataLoader[Any], epoch: int, warn: Callable[[str], None]) -> None:
-    """Warn if the order of the loader's sampler depends on state that a resume or a roll-back cannot restore.
+    """Warn if the order of the loader's sampler depends on state that a resume or a rollback cannot restore.
 
     Call this function before the epoch at which the run continues. It draws the first indices of this epoch twice and
     compares them.

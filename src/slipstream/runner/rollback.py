@@ -54,7 +54,7 @@ class Passes:
 
     def begin(self, done: int, epoch: int, start: int, used: int = 0) -> None:
         """Record that a pass begins after `done` steps, at batch `start` of `epoch`, after `used` of its samples."""
-        while self._passes and self._passes[-1][0] >= done:  # passes that are repeated after a roll-back
+        while self._passes and self._passes[-1][0] >= done:  # passes that are repeated after a rollback
             self._passes.pop()
         self._passes.append((done, epoch, start, used))
         self._order = EpochOrder()  # releases the memory
@@ -88,7 +88,7 @@ class Rollback:
     accumulation, these are the accumulation window that contains the bad loss, and the window before it.
 
     A checkpoint between the bad update and the bad loss contains weights that are large but finite. The next loss after
-    the roll-back is then also bad. Therefore, if a fault occurs directly after left-out steps, the run also leaves out
+    the rollback is then also bad. Therefore, if a fault occurs directly after left-out steps, the run also leaves out
     the update before these steps, and goes back to a checkpoint that was written before this update. If there is no
     such checkpoint, the newest one is used again, until `max_rollbacks` is reached.
 
@@ -172,7 +172,7 @@ class Rollback:
             runner.logger.error(str(failure))
         if self._count >= policy.max_rollbacks:
             error.args = (
-                f"{error}. The run has used all of its roll-backs (max_rollbacks={policy.max_rollbacks})",
+                f"{error}. The run has used all of its rollbacks (max_rollbacks={policy.max_rollbacks})",
             )
             raise error
         first, last, again = self._range(error, policy.skip_before)
@@ -188,7 +188,7 @@ class Rollback:
         first = max(first, target[0] + 1) if located else target[0] + 1
         ranges, count = [*self._ranges, (first, last)], self._count + 1
         runner.logger.warning(
-            f"{error}. Rolling back to {target[1]} (iteration {target[0]}; roll-back {count} of at most "
+            f"{error}. Rolling back to {target[1]} (iteration {target[0]}; rollback {count} of at most "
             f"{policy.max_rollbacks}). Training continues without {_named(first, last)}"
         )
         self._log_samples(first, last)
@@ -288,13 +288,13 @@ class Rollback:
         self._runner.message_hub.update_info(_KEY, info)
 
     def load(self) -> None:
-        """Read the roll-backs of the resumed run from the message hub."""
+        """Read the rollbacks of the resumed run from the message hub."""
         runner, info = self._runner, self._runner.message_hub.get_info(_KEY)
         self._ranges, self._count, self.left_out = [], 0, frozenset()
         if not _is_valid(info):
             if info is not None:
                 runner.logger.warning(
-                    "The checkpoint's list of roll-backs is damaged and is ignored. The batches that the roll-backs "
+                    "The checkpoint's list of rollbacks is damaged and is ignored. The batches that the rollbacks "
                     "left out are used again"
                 )
             return
