@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from string import Formatter
@@ -318,7 +318,7 @@ class CheckpointHook(Hook):
                     runner.wait_for_checkpoint()
                 runner.call_hook("after_new_best", metrics=metrics)
 
-    def _first(self, runner: Runner, metrics: dict[str, float]) -> str | None:
+    def _first(self, runner: Runner, metrics: Mapping[str, Any]) -> str | None:
         """Return the name of the first number in `metrics`; None if its name does not tell which value is better.
 
         This is a warning and not an error, because the names are only known after the first validation.

@@ -112,7 +112,7 @@ class IterTimerHook(Hook):
         if self._steps:
             speed = self._samples / self._spent
             runner.logger.info(
-                f"Trained for {self._steps} steps in {self._spent:.1f} s: {speed:.1f} images/s, including the first step"
+                f"Trained {self._steps} steps in {self._spent:.1f} s: {speed:.1f} images/s, including the first step"
             )
             runner.message_hub.update_info("images_per_second", speed, resumed=False)
 
