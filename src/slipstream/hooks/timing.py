@@ -111,9 +111,8 @@ class IterTimerHook(Hook):
         runner.read_logs()
         if self._steps:
             speed = self._samples / self._spent
-            runner.logger.info(
-                f"Trained {self._steps} steps in {self._spent:.1f} s: {speed:.1f} images/s, including the first step"
-            )
+            rate = f"{speed:.1f} images/s, including the first step"
+            runner.logger.info(f"Trained for {self._steps} steps in {self._spent:.1f} s: {rate}")
             runner.message_hub.update_info("images_per_second", speed, resumed=False)
 
 
