@@ -84,23 +84,13 @@ def runner_config(
             **({"type": "DistillationModel", **teacher} if teacher else {}),
             **({"watched_losses": losses} if losses else {}),
         },
-        "train_dataloader": _limit_batches(train_dataloader, params.max_train_batches),
-        "train_cfg": {
-            "by_epoch": True,
-            "max_epochs": params.max_epochs,
-            "val_interval": params.run_validation_freq,
-        },
+        **_training(train_dataloader, params),
         "optim_wrapper": optim,
         "param_scheduler": lr_schedules(params),
         **_evaluation("val", _limit_batches(val_dataloader, params.max_valid_batches), params, losses),
         **_evaluation("test", test_dataloader, params),
         "default_hooks": {"checkpoint": _checkpoint(params, best)},
-        "custom_hooks": [
-            *([{"type": "TeacherHook"}] if teacher else []),
-            *_hooks(params, best),
-            *filter(None, (schedule, average)),
-            *callbacks,
-        ],
+        "custom_hooks": [*_hooks(params, best, teacher), *filter(None, (schedule, average)), *callbacks],
         "randomness": {"seed": params.seed},
         "resume": _resume(params, work_dir(experiment_name, ckpt_root_dir)),
         "launcher": launcher,
@@ -141,6 +131,11 @@ def _limit_batches(loader: Any, batches: int | None) -> Any:
     return {"dataloader": loader, "num_batch_per_epoch": batches}
 
 
+def _training(loader: Any, params: TrainingParams) -> dict[str, Any]:
+    cfg = {"by_epoch": True, "max_epochs": params.max_epochs, "val_interval": params.run_validation_freq}
+    return {"train_dataloader": _limit_batches(loader, params.max_train_batches), "train_cfg": cfg}
+
+
 def _evaluation(mode: str, loader: Any, params: TrainingParams, losses: Sequence[str] = ()) -> dict[str, Any]:
     if loader is None:
         return {}
@@ -166,8 +161,9 @@ def _resume(params: TrainingParams, folder: str) -> bool | str:
 # ---- hooks ------------------------------------------------------------------------------------------------
 
 
-def _hooks(params: TrainingParams, best: Watched | None) -> list[Any]:
-    hooks: list[Any] = [{"type": "LrPlotHook"}]
+def _hooks(params: TrainingParams, best: Watched | None, teacher: Mapping[str, Any] | None) -> list[Any]:
+    hooks: list[Any] = [{"type": "TeacherHook"}] if teacher else []
+    hooks.append({"type": "LrPlotHook"})
     if params.train_metrics_list:
         hooks.append({"type": "TrainMetricsHook"})
     if not params.load_opt_params:
