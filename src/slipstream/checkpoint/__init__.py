@@ -33,6 +33,7 @@ from slipstream.checkpoint.sharded import (
     verify_checkpoint,
     write_checkpoint,
 )
+from slipstream.checkpoint.stored_config import stored_config
 from slipstream.checkpoint.weights import compare_weights, load_weights, loaded_names, revise
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "set_random_state",
     "sharded_name",
     "shown_source",
+    "stored_config",
     "verify_checkpoint",
     "weights_in",
     "write_checkpoint",
