@@ -33,7 +33,7 @@ class PreparedImage:
         left, top, right, bottom = self.box
         inside = ids[top:bottom, left:right].cpu()
         rows, columns = (
-            ((torch.arange(length) + 0.5) * (source / length)).long().clamp(max=source - 1)
+            (2 * torch.arange(length) + 1) * source // (2 * length)  # that contain the center of each pixel
             for source, length in zip(inside.shape, self.size, strict=True)
         )
         return inside[rows][:, columns]
