@@ -12,6 +12,7 @@ from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.files import check_name
 from slipstream.speed import PARAMS_OPTIONS
 from slipstream.training.callbacks import EarlyStop, callback_hooks
+from slipstream.training.config_paths import LAST_OWN_HOOK
 from slipstream.training.ema_decay import split_decay
 from slipstream.training.hooks import PrePredictionHook
 from slipstream.training.losses import loss_config
@@ -90,7 +91,12 @@ def runner_config(
         **_evaluation("val", _limit_batches(val_dataloader, params.max_valid_batches), params, losses),
         **_evaluation("test", test_dataloader, params),
         "default_hooks": {"checkpoint": _checkpoint(params, best)},
-        "custom_hooks": [*_hooks(params, best, teacher), *filter(None, (schedule, average)), *callbacks],
+        "custom_hooks": [
+            *_hooks(params, best, teacher),
+            *filter(None, (schedule, average)),
+            {"type": LAST_OWN_HOOK},
+            *callbacks,
+        ],
         "randomness": {"seed": params.seed},
         "resume": _resume(params, work_dir(experiment_name, ckpt_root_dir)),
         "launcher": launcher,
@@ -163,7 +169,6 @@ def _resume(params: TrainingParams, folder: str) -> bool | str:
 
 def _hooks(params: TrainingParams, best: Watched | None, teacher: Mapping[str, Any] | None) -> list[Any]:
     hooks: list[Any] = [{"type": "TeacherHook"}] if teacher else []
-    hooks.append({"type": "LrPlotHook"})
     if params.train_metrics_list:
         hooks.append({"type": "TrainMetricsHook"})
     if not params.load_opt_params:
