@@ -196,6 +196,22 @@ def test_merge_removes_delete_inside_a_dict_that_replaces_another():
     assert values.to_dict() == {"a": {"b": {"new": 1}}, "d": 3}
 
 
+def test_update_replaces_a_dict_with_delete(tmp_path):
+    base = "model = dict(a=dict(x=1, y=dict(z=2)), b=1)\n"
+    start = "from mmengine.config import read_base\nwith read_base():\n    from .base import *\n"
+    for update, expected in (
+        ("a=dict(_delete_=True)", {"a": {}, "b": 1}),
+        ("a=dict(_delete_=True, w=3)", {"a": {"w": 3}, "b": 1}),
+        ("a=dict(_delete_=False, w=3)", {"a": {"x": 1, "y": {"z": 2}, "w": 3}, "b": 1}),
+        ("a=dict(y=dict(_delete_=True)), n=dict(_delete_=True)", {"a": {"x": 1, "y": {}}, "b": 1, "n": {}}),
+        ("_delete_=True, w=3", {"w": 3}),
+    ):
+        assert (
+            config(tmp_path, f"{start}model.update(dict({update}))\n", base=base).to_dict()["model"]
+            == expected
+        )
+
+
 def library(folder, monkeypatch, name="mmyolo", **configs):
     """Create a package with configurations in `.mim/configs`, and make it importable."""
     target = folder / "site" / name / ".mim/configs"
