@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _get_capturable_supported_devices
-from torch.utils._pytree import tree_leaves
 
 from slipstream.config import optional
 from slipstream.dist.sharding import is_sharded, local
 from slipstream.errors import ConfigError, NonFiniteLossError, did_you_mean
+from slipstream.step.leaves import leaves_of
 from slipstream.step.numerics import all_finite, keep_unless
 from slipstream.typecheck import NonNegativeInt, PositiveInt, check
 
@@ -361,7 +361,7 @@ class Locator:
     def _not_finite(self, values: Any) -> Tensor:
         tensors = [
             local(value)
-            for value in tree_leaves(values)
+            for value in leaves_of(values)
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel()
         ]
         found = torch.zeros_like(self._clock, dtype=torch.bool)
