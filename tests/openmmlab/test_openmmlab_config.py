@@ -260,7 +260,7 @@ def test_a_data_file_does_not_execute_a_base_from_a_library(tmp_path, monkeypatc
     assert Config.fromfile(tmp_path / "config.yaml", trust=True).text.count("type='A'") == 1
 
 
-def test_the_configuration_in_a_checkpoint_is_read_without_executing_it():
+def test_the_configuration_in_a_checkpoint_is_read_without_executing_it(monkeypatch):
     python = "model = dict(type='A', sizes=[(1, -2.5)], no=None)\nlr = {'a': float('inf')}\n"
     assert saved_config({"meta": {"cfg": python}}) == {
         "model": {"type": "A", "sizes": [(1, -2.5)], "no": None},
@@ -274,6 +274,9 @@ def test_the_configuration_in_a_checkpoint_is_read_without_executing_it():
             saved_config({"meta": {"cfg": text}})
     with pytest.raises(CheckpointError, match="does not contain a configuration"):
         saved_config({"meta": {}})
+    monkeypatch.setenv("SECRET", "hidden")
+    text = "model: {type: '{{ $SECRET }}'}\ncustom_imports: {imports: [nothing]}\n_base_: nothing.yaml\n"
+    assert saved_config({"meta": {"cfg": text}})["model"] == {"type": "{{ $SECRET }}"}
 
 
 def test_the_command_trains_with_a_python_style_configuration(tmp_path):
