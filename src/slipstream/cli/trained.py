@@ -128,7 +128,7 @@ def _own_config(meta: Mapping[str, Any], path: Path) -> Config:
 
 
 def _description(path: Path, checkpoint: Mapping[str, Any]) -> str:
-    facts = []
+    details = []
     hub = checkpoint.get("message_hub")
     found = hub.get("runtime_info") if isinstance(hub, Mapping) else None
     infos = found if isinstance(found, Mapping) else {}
@@ -136,8 +136,8 @@ def _description(path: Path, checkpoint: Mapping[str, Any]) -> str:
         metric = str(key).removeprefix("best_score/")
         best = metric != key and Path(str(infos.get(f"best_ckpt/{metric}"))).name == path.name
         if best and isinstance(value, int | float):
-            facts.append(f"best {metric}: {value:.4g}")
+            details.append(f"best {metric}: {value:.4g}")
     meta = checkpoint.get("meta")
     if isinstance(meta, Mapping) and isinstance(epoch := meta.get("epoch"), int):
-        facts.append(f"epoch {epoch}")
-    return f"{path} ({', '.join(facts)})" if facts else str(path)
+        details.append(f"epoch {epoch}")
+    return f"{path} ({', '.join(details)})" if details else str(path)

@@ -178,7 +178,7 @@ class StepGuard:
             self._step(optim, params, finite)
         finally:
             optim.finite = None
-        self.settle(finite)
+        self.finish_step(finite)
 
     def _step(self, optim: OptimWrapper, params: list[nn.Parameter], finite: Tensor) -> None:
         if optim.loss_scaler is not None:
@@ -193,7 +193,7 @@ class StepGuard:
                     self._undoable.update(params)
 
     @torch.no_grad()
-    def settle(self, finite: Tensor) -> None:
+    def finish_step(self, finite: Tensor) -> None:
         """Restore the model's buffers unless `finite`, and count the step."""
         # Find buffers by name, because forward may assign a new tensor.
         current = {name: buffer for name, buffer in self._model.named_buffers() if name in self._before}

@@ -257,7 +257,7 @@ class GraphStep:
         captured.count_batch(ends_window)
         if call is not None:
             captured.last_compiled = call.compiled
-            tensors = call.given(inputs, grad_buffers)
+            tensors = call.tensors_read(inputs, grad_buffers)
             graphs = captured.cuda_graphs if call.one_device else None
             return _Called(call.run(tensors) if graphs is None else graphs(call.run, tensors), grad_buffers)
         if grad_buffers is not None and not captured.adds_gradients:
@@ -299,7 +299,7 @@ class GraphStep:
                 optim.zero_grad()
             optim.grad_norm = logs.get("grad_norm")
             if optim.guard is not None and finite is not None:
-                optim.guard.settle(finite)
+                optim.guard.finish_step(finite)
         for part in captured.parts:
             if outside or part.on_host:
                 part.after_batch()

@@ -273,8 +273,8 @@ class Trainer:
             )
         if has_references(cfg):
             raise CheckpointError(
-                f"the configuration of {path} refers to environment variables ({{{{ $NAME }}}}), which are not read for "
-                "a checkpoint; train the original configuration with resume=True"
+                f"the configuration of {path} refers to environment variables ({{{{ $NAME }}}}), which are not read "
+                "for a checkpoint; train the original configuration with resume=True"
             )
         import_custom(cfg, str(path), trust)
         return trainer._train_config({**cfg, "resume": str(path), "launcher": infer_launcher()})
