@@ -10,6 +10,7 @@ from torch import nn
 
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.files import check_name
+from slipstream.hooks import Hook
 from slipstream.speed import PARAMS_OPTIONS
 from slipstream.training.callbacks import EarlyStop, callback_hooks
 from slipstream.training.config_paths import LAST_OWN_HOOK
@@ -91,12 +92,7 @@ def runner_config(
         **_evaluation("val", _limit_batches(val_dataloader, params.max_valid_batches), params, losses),
         **_evaluation("test", test_dataloader, params),
         "default_hooks": {"checkpoint": _checkpoint(params, best)},
-        "custom_hooks": [
-            *_hooks(params, best, teacher),
-            *filter(None, (schedule, average)),
-            {"type": LAST_OWN_HOOK},
-            *callbacks,
-        ],
+        "custom_hooks": [*_own_hooks(params, best, teacher, (schedule, average)), *callbacks],
         "randomness": {"seed": params.seed},
         "resume": _resume(params, work_dir(experiment_name, ckpt_root_dir)),
         "launcher": launcher,
@@ -167,7 +163,13 @@ def _resume(params: TrainingParams, folder: str) -> bool | str:
 # ---- hooks ------------------------------------------------------------------------------------------------
 
 
-def _hooks(params: TrainingParams, best: Watched | None, teacher: Mapping[str, Any] | None) -> list[Any]:
+def _own_hooks(
+    params: TrainingParams,
+    best: Watched | None,
+    teacher: Mapping[str, Any] | None,
+    of_user_functions: Sequence[Hook | None],
+) -> list[Any]:
+    """Return the hooks that the translation inserts before those of `phase_callbacks`."""
     hooks: list[Any] = [{"type": "TeacherHook"}] if teacher else []
     if params.train_metrics_list:
         hooks.append({"type": "TrainMetricsHook"})
@@ -179,7 +181,7 @@ def _hooks(params: TrainingParams, best: Watched | None, teacher: Mapping[str, A
         hooks.append({"type": "PreciseBNHook", "num_samples": params.precise_bn_batch_size or _PRECISE})
     if params.average_best_models and params.save_model and best is not None:
         hooks.append({"type": "AverageBestHook", "metric": best.name, "rule": _rule(params, best)})
-    return hooks
+    return [*hooks, *filter(None, of_user_functions), {"type": LAST_OWN_HOOK}]
 
 
 def _checkpoint(params: TrainingParams, best: Watched | None) -> dict[str, Any] | None:
