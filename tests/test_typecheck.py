@@ -23,6 +23,8 @@ from slipstream.typecheck import (
     check_finite,
     check_optimizer_options,
     describe,
+    is_number,
+    is_real,
     matches,
 )
 
@@ -187,3 +189,10 @@ def test_optimizer_options_may_be_tensors_and_none():
     check_optimizer_options(
         {"params": [tensor], "lr": tensor, "eps": (None, 1e-3), "betas": (0.9, 0.99), "t_total": -1}
     )
+
+
+def test_numbers_are_ints_and_floats_but_not_bools():
+    values = [0, -1, 2.5, 2**2000, math.inf, -math.inf, math.nan, True, False, "1", None, torch.tensor(1.0)]
+    assert list(filter(is_real, values[:7])) == values[:7]
+    assert not any(map(is_real, values[7:]))
+    assert list(filter(is_number, values)) == values[:4]

@@ -1,4 +1,4 @@
-"""Atomic file writes, reasons for failed writes, and checks of file names."""
+"""Atomic file writes, reasons for failed writes, downloads, and checks of file names."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ __all__ = [
     "check_name",
     "check_space",
     "disk_problem",
+    "download",
     "remove_temporary_files",
     "replacing",
     "sync_folder",
@@ -24,6 +25,8 @@ __all__ = [
     "write_text",
 ]
 
+_DOWNLOAD_TIMEOUT = 60
+"""Seconds without data after which a download fails."""
 _PROBED_BLOCKS, _PROBED_BYTES = 16, 2**16
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
@@ -74,6 +77,37 @@ def write_text(path: Path, text: str, errors: str = "strict") -> None:
     """
     with replacing(path) as temporary:
         temporary.write_bytes(text.encode("utf-8", errors))
+
+
+def download(url: str, target: Path) -> None:
+    """Write the contents of a URL to a file. After an error, the file is incomplete; see `replacing`.
+
+    Args:
+        url: an http or https URL, or another URL that fsspec supports.
+        target: the file.
+
+    Raises:
+        OSError: the server cannot be reached, or the transfer has ended early. The file systems of fsspec can raise any
+            exception.
+    """
+    import http.client
+    import urllib.request
+
+    if url.startswith(("http://", "https://")):  # fsspec requires aiohttp for these
+        opened = urllib.request.urlopen(url, timeout=_DOWNLOAD_TIMEOUT)
+    else:
+        import fsspec
+
+        opened = fsspec.open(url, "rb")
+    try:
+        with opened as source, target.open("wb") as file:
+            shutil.copyfileobj(source, file, 1 << 20)
+            # After the last byte, Python does not compare the size with the Content-Length.
+            missing = source.length if isinstance(source, http.client.HTTPResponse) else None
+    except http.client.HTTPException as error:
+        raise OSError(f"the transfer has failed: {error}") from error
+    if missing:
+        raise OSError(f"the transfer has ended {missing:,} bytes before the end of the file")
 
 
 def check_space(path: Path) -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "check_optimizer_options",
     "describe",
     "is_number",
+    "is_real",
     "matches",
     "shown",
 ]
@@ -95,7 +96,12 @@ def check_optimizer_options(options: Mapping[Any, Any], path: str = "") -> None:
 
 def is_number(value: Any) -> bool:
     """Return whether `value` is a finite int or float, but not a bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
+    return is_real(value) and -math.inf < value < math.inf
+
+
+def is_real(value: Any) -> bool:
+    """Return whether `value` is an int or float, including NaN and infinity, but not a bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def matches(value: Any, annotation: Any) -> bool:
@@ -136,7 +142,7 @@ def matches(value: Any, annotation: Any) -> bool:
 
 
 def _obeys(value: Any, kind: Any, rules: Sequence[Rule]) -> bool:
-    number = kind is float and isinstance(value, int | float) and not isinstance(value, bool)
+    number = kind is float and is_real(value)
     return (number or matches(value, kind)) and all(rule.accepts(value) for rule in rules)
 
 

@@ -49,6 +49,8 @@ def server():
         def do_GET(self):
             data = files.get(self.path.partition("?")[0])
             self.send_response(200 if data is not None else 404)
+            if self.path.endswith("?short"):
+                self.send_header("Content-Length", str(len(data) + 7))
             self.end_headers()
             self.wfile.write(data or b"")
 
@@ -76,6 +78,14 @@ def test_weights_are_loaded_from_an_fsspec_file_system(weights, memory, tmp_path
         assert file.read_bytes() == data
     assert not file.exists()
     assert not (tmp_path / "cache").exists()  # without a checksum, the file may change
+
+
+def test_a_download_that_ends_early_is_an_error(server):
+    url, files = server
+    files["/w.pth"] = b"x" * 100
+    wanted = local_checkpoint(f"{url}/w.pth?short")
+    with pytest.raises(CheckpointError, match="ended 7 bytes before the end"), wanted:
+        pass
 
 
 def test_a_file_with_a_checksum_is_cached_and_read_without_a_network(weights, server):

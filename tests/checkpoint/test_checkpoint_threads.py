@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from slipstream.checkpoint.threads import share
+from slipstream.checkpoint.threads import run_in_threads
 
 
 @pytest.fixture
@@ -18,13 +18,13 @@ def pool():
 @pytest.mark.parametrize("count", [0, 1, 2, 50])
 def test_each_item_is_processed_once(pool, others, count):
     done = []
-    share(done.append, range(count), pool, others)
+    run_in_threads(done.append, range(count), pool, others)
     assert sorted(done) == list(range(count))
 
 
 def test_other_threads_take_items(pool):
     together = threading.Barrier(3, timeout=30)
-    share(lambda _: together.wait(), range(3), pool, 2)
+    run_in_threads(lambda _: together.wait(), range(3), pool, 2)
 
 
 def test_error_is_raised_after_all_threads_have_stopped(pool):
@@ -41,7 +41,7 @@ def test_error_is_raised_after_all_threads_have_stopped(pool):
         running.remove(item)
 
     with pytest.raises(KeyError):
-        share(act, range(2), pool, 1)
+        run_in_threads(act, range(2), pool, 1)
     assert running == []
 
 
@@ -54,4 +54,4 @@ def test_error_in_another_thread_is_raised(pool):
             raise KeyError
 
     with pytest.raises(KeyError):
-        share(act, range(2), pool, 1)
+        run_in_threads(act, range(2), pool, 1)

@@ -45,6 +45,19 @@ def test_values_of_several_metrics_are_merged():
     }
 
 
+def test_reset_discards_the_results_of_all_kinds_of_metrics():
+    metrics = [
+        {"type": "Accuracy"},
+        torchmetrics.classification.MulticlassAccuracy(4, average="micro"),
+        Seen(),
+    ]
+    evaluator = Evaluator(metrics)
+    evaluator.process((SCORES, (TARGETS + 1) % 4))  # all are wrong
+    evaluator.reset()
+    evaluator.process((SCORES, TARGETS))
+    assert evaluator.evaluate(8) == {"accuracy/top1": 75.0, "MulticlassAccuracy": 0.75, "calls": 1}
+
+
 @pytest.mark.parametrize(
     "metrics", [Accuracy(), {"type": "Accuracy"}, [{"type": "Accuracy"}], ({"type": Accuracy},)]
 )

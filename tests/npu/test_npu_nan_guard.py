@@ -81,7 +81,7 @@ def test_number_of_kernels_does_not_depend_on_the_number_of_buffers():
         finite = torch.ones((), dtype=torch.bool, device="npu")
         with torch_npu.watching(["kernel"]) as seen:
             guard.before_forward()
-            guard.settle(finite)
+            guard.finish_step(finite)
         return sum(count for (_, name, _), count in seen.items() if "detach" not in name)
 
     assert kernels(40) == kernels(2) > 0

@@ -196,6 +196,22 @@ def test_merge_removes_the_delete_key_inside_a_dict_that_replaces_another():
     assert values.to_dict() == {"a": {"b": {"new": 1}}, "d": 3}
 
 
+def test_update_replaces_a_dict_with_delete(tmp_path):
+    base = "model = dict(a=dict(x=1, y=dict(z=2)), b=1)\n"
+    start = "from mmengine.config import read_base\nwith read_base():\n    from .base import *\n"
+    for update, expected in (
+        ("a=dict(_delete_=True)", {"a": {}, "b": 1}),
+        ("a=dict(_delete_=True, w=3)", {"a": {"w": 3}, "b": 1}),
+        ("a=dict(_delete_=False, w=3)", {"a": {"x": 1, "y": {"z": 2}, "w": 3}, "b": 1}),
+        ("a=dict(y=dict(_delete_=True)), n=dict(_delete_=True)", {"a": {"x": 1, "y": {}}, "b": 1, "n": {}}),
+        ("_delete_=True, w=3", {"w": 3}),
+    ):
+        assert (
+            config(tmp_path, f"{start}model.update(dict({update}))\n", base=base).to_dict()["model"]
+            == expected
+        )
+
+
 def library(folder, monkeypatch, name="mmyolo", **configs):
     """Create a package with configurations in `.mim/configs`, and make it importable."""
     target = folder / "site" / name / ".mim/configs"
@@ -244,7 +260,7 @@ def test_a_data_file_does_not_execute_a_base_from_a_library(tmp_path, monkeypatc
     assert Config.fromfile(tmp_path / "config.yaml", trust=True).text.count("type='A'") == 1
 
 
-def test_the_configuration_in_a_checkpoint_is_read_without_executing_it():
+def test_the_configuration_in_a_checkpoint_is_read_without_executing_it(monkeypatch):
     python = "model = dict(type='A', sizes=[(1, -2.5)], no=None)\nlr = {'a': float('inf')}\n"
     assert saved_config({"meta": {"cfg": python}}) == {
         "model": {"type": "A", "sizes": [(1, -2.5)], "no": None},
@@ -258,6 +274,9 @@ def test_the_configuration_in_a_checkpoint_is_read_without_executing_it():
             saved_config({"meta": {"cfg": text}})
     with pytest.raises(CheckpointError, match="does not contain a configuration"):
         saved_config({"meta": {}})
+    monkeypatch.setenv("SECRET", "hidden")
+    text = "model: {type: '{{ $SECRET }}'}\ncustom_imports: {imports: [nothing]}\n_base_: nothing.yaml\n"
+    assert saved_config({"meta": {"cfg": text}})["model"] == {"type": "{{ $SECRET }}"}
 
 
 def test_the_command_trains_with_a_python_style_configuration(tmp_path):

@@ -37,6 +37,9 @@ class AtStage(Hook):
     def before_val(self, runner):
         self._at("before_val", runner)
 
+    def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        self._at("after_val_iter", runner)
+
 
 class RunStages(Hook):
     """A hook that records the start, the end and the release of runs."""
@@ -161,7 +164,7 @@ def test_training_again_after_an_error_inside_an_epoch_raises_an_error(tmp_path,
     assert runner.val().keys() == {"acc"}
 
 
-@pytest.mark.parametrize("stage", ["before_run", "before_train_epoch", "before_val"])
+@pytest.mark.parametrize("stage", ["before_run", "before_train_epoch", "before_val", "after_val_iter"])
 def test_training_continues_after_an_error_between_epochs(tmp_path, stage):
     plain, expected = evaluated(tmp_path / "plain")
     plain.train()
@@ -172,3 +175,6 @@ def test_training_continues_after_an_error_between_epochs(tmp_path, stage):
     runner.train()
     assert_same(losses, expected)
     assert_same(weights(runner), weights(plain))
+    metrics = [list(each.message_hub.get_scalar("val/acc").data[0]) for each in (plain, runner)]
+    assert metrics[1] == metrics[0]
+    assert len(metrics[0]) == 3

@@ -17,9 +17,9 @@ def test_visualizer_object_writes_only_on_rank_0(tmp_path, monkeypatch):
     for main, expected in ((True, ["x"]), (False, [])):
         monkeypatch.setattr(logs, "is_main_process", lambda main=main: main)
         recorder = Recorder()
-        opened = logs.open_logs(
-            logs.RunName("t", "t", tmp_path), "ERROR", True, None, Visualizer(vis_backends=[recorder])
-        )
+        visualizer = Visualizer(vis_backends=[recorder])
+        arguments = dict(log_level="ERROR", log_processor=None, visualizer=visualizer)
+        opened = logs.open_logs(logs.RunName("t", "t", tmp_path), arguments, True)
         opened.visualizer.add_scalar("x", 1.0)
         assert recorder.seen == expected
 

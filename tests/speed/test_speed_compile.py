@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import shutil
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -16,6 +17,19 @@ from slipstream.model import BaseModel
 from slipstream.optim import OptimWrapper
 from slipstream.speed.compile import CompileOptions, compile_model, read_compile
 from slipstream.speed.compile_report import CompileReport
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+
+
+class ModelOutput:
+    def __init__(self, logits):
+        self.logits = logits
+
+    def _batch_fields(self):
+        return {"logits": self.logits}
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +64,20 @@ def test_compile_keeps_parameters_and_their_names():
     model.train_step(batches(1)[0], OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
     assert {name: id(p) for name, p in model.named_parameters()} == before
     Net().load_state_dict(model.state_dict())
+
+
+def test_outputs_of_a_cuda_graph_inside_objects_are_copied(monkeypatch):
+    static = torch.zeros(2)
+
+    def replay(x):  # as a CUDA graph, writes its outputs to the same memory
+        static.copy_(x)
+        return [ModelOutput(logits=static), Output(static)]
+
+    monkeypatch.setattr(torch, "compile", lambda call, **options: replay)
+    model = nn.Linear(2, 2)
+    compile_model(model, CompileOptions("inductor", mode="reduce-overhead"), pytest.fail)
+    first, second = model(torch.ones(2)), model(torch.full((2,), 2.0))
+    assert [output.logits.tolist() for output in first + second] == [[1, 1]] * 2 + [[2, 2]] * 2
 
 
 def test_compiled_model_can_be_copied_and_pickled():

@@ -355,6 +355,31 @@ def test_locator_checks_keyword_inputs():
     assert "'neck.log' (Log); the module's inputs were not finite either" in locator.report()
 
 
+class Sample:
+    def __init__(self, **fields):
+        self.fields = fields
+
+    def _batch_fields(self):
+        return self.fields
+
+
+class Boxes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, samples):
+        return [Sample(scores=self.scale * sample.fields["boxes"].log()) for sample in samples]
+
+
+@pytest.mark.parametrize(("value", "inputs"), [(-1.0, "were finite"), (NAN, "were not finite either")])
+def test_locator_checks_the_tensors_inside_data_samples(value, inputs):
+    model = Boxes()
+    locator = Locator(model)
+    model([Sample(boxes=torch.ones(2)), Sample(boxes=torch.tensor([value]))])
+    assert f"the model (Boxes); the model's inputs {inputs}" in locator.report()
+
+
 def test_locator_names_the_model_for_its_own_operations():
     net = Net()
     locator = Locator(net)

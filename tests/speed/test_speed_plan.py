@@ -7,7 +7,7 @@ from torch import nn
 from accelerators import cuda_only
 from slipstream.errors import ConfigError
 from slipstream.speed import Capabilities, CompileOptions, SpeedPlan
-from slipstream.speed.auto import choose, convolution_share
+from slipstream.speed.auto import choose, convolution_fraction
 from slipstream.speed.plan import IDLE, REFUSED, idle
 
 CPU = Capabilities()
@@ -243,12 +243,12 @@ def test_tables_contain_only_existing_options():
 # ---- capabilities ---------------------------------------------------------------------------------------------------
 
 
-def test_convolution_share_counts_parameters():
+def test_convolution_fraction_counts_parameters():
     model = nn.Sequential(nn.Conv2d(2, 3, 3, bias=False), nn.Linear(3, 2))  # 54 of 62 parameters
-    assert convolution_share(model) == pytest.approx(54 / 62)
-    assert convolution_share(nn.ReLU()) == 0.0
+    assert convolution_fraction(model) == pytest.approx(54 / 62)
+    assert convolution_fraction(nn.ReLU()) == 0.0
     shared = nn.Conv2d(2, 3, 3, bias=False)
-    assert convolution_share(nn.Sequential(shared, shared)) == 1.0
+    assert convolution_fraction(nn.Sequential(shared, shared)) == 1.0
 
 
 def test_capabilities_are_found_without_initializing_a_device():

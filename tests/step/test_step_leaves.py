@@ -1,13 +1,15 @@
 """`leaves_of` returns the same leaves as torch, in the same order."""
 
 from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
-from slipstream.step.leaves import leaves_of, structure_of
+from slipstream.step.leaves import cloned, leaves_of, structure_of
 
 Pair = namedtuple("Pair", "first second")
 TENSOR = torch.zeros(2)
@@ -53,3 +55,32 @@ def test_objects_with_fields_contribute_their_tensors_but_not_their_names():
     assert structure_of(batch) == structure_of(other)
     swapped = {**batch, "samples": batch["samples"][::-1]}
     assert structure_of(batch) != structure_of(swapped)
+
+
+class Item:
+    def __init__(self, name, **fields):
+        self.name = name
+        vars(self).update(fields)
+
+    def _batch_fields(self):
+        return {key: value for key, value in vars(self).items() if key != "name"}
+
+
+@dataclass(frozen=True)
+class Scores:
+    values: Any
+    parent: Any = None
+
+
+def test_copies_share_no_memory_with_the_outputs_of_a_graph():
+    static = [torch.full((2,), float(i)) for i in range(5)]
+    item = Item("a.png", scores=static[0], inner=Item("box", box=[static[1]]), count=3)
+    scores = Scores({"x": static[2]}, item)
+    item.scores_of = scores  # a cycle
+    copied = cloned({"loss": static[3], "items": (item, scores), "pair": Pair(static[4], "text")})
+    for tensor in static:
+        tensor.fill_(-1)
+    assert copied["items"] == (item, scores)  # the objects, which may also be inputs, are changed
+    assert (item.name, item.count, copied["pair"].second) == ("a.png", 3, "text")
+    found = [item.scores, item.inner.box[0], scores.values["x"], copied["loss"], copied["pair"].first]
+    assert [tensor.tolist() for tensor in found] == [[float(i)] * 2 for i in range(5)]

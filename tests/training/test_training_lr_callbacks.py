@@ -137,3 +137,11 @@ def test_errors_name_invalid_keys_and_their_places(tmp_path):
     assert error.value.path == "training_params.phase_callbacks[0]"
     with pytest.raises(NotImplementedError, match="LRCallbackBase must define is_lr_scheduling_enabled"):
         LRCallbackBase(Phase.TRAIN_EPOCH_END, 0.1, False, 3, None, None)(None)
+
+
+def test_errors_of_callbacks_after_a_schedule_have_the_index_of_the_user(tmp_path):
+    wrong = dict(PreciseBNHook=dict(num_samples=0))
+    for callbacks in ([wrong], [Rates(), wrong]):
+        with pytest.raises(ConfigError) as error:
+            train(tmp_path, lr_mode=PerBatch, phase_callbacks=callbacks)
+        assert error.value.path == f"training_params.phase_callbacks[{len(callbacks) - 1}].num_samples"

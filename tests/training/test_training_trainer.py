@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from slipstream import Trainer
-from slipstream.checkpoint import load_checkpoint
+from slipstream.checkpoint import load_checkpoint, mark_last_checkpoint, save_checkpoint
 from slipstream.errors import CheckpointError, ConfigError, DataError, ModelError, UnknownNameError
 from slipstream.hooks import Hook
 
@@ -339,3 +339,25 @@ def test_missing_argument_error_names_the_argument(tmp_path):
         Trainer.resume_experiment("nothing", tmp_path)
     with pytest.raises(CheckpointError, match="contains Python objects"):
         Trainer.resume_experiment("exp", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "message"),
+    [
+        ("model: {type: SupervisedModel, network: '{{ $SECRET }}'}", "refers to environment variables"),
+        ("model: {type: SupervisedModel, network: '{{ $SECRET:other }}'}", "refers to environment variables"),
+        ("_base_: model.yaml", "contains Python objects"),
+    ],
+)
+def test_a_checkpoint_reads_neither_the_environment_nor_files(tmp_path, monkeypatch, cfg, message):
+    monkeypatch.setenv("SECRET", "hidden")
+    monkeypatch.chdir(tmp_path)
+    Path("model.yaml").write_text("model: {type: hidden}\n")
+    path = tmp_path / "exp" / "epoch_1.pth"
+    path.parent.mkdir()
+    meta = {"cfg": cfg, "epoch": 1, "iter": 2}
+    save_checkpoint({"meta": meta, "state_dict": {}}, path, pytest.fail)
+    mark_last_checkpoint(path.parent, path)
+    with pytest.raises(CheckpointError, match=message) as error:
+        Trainer.resume_experiment("exp", tmp_path)
+    assert "hidden" not in str(error.value)

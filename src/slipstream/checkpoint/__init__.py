@@ -12,7 +12,7 @@ from slipstream.checkpoint.files import (
 )
 from slipstream.checkpoint.matching import check_like, check_optimizer, check_tensors, restoring
 from slipstream.checkpoint.random_state import get_random_state, set_random_state
-from slipstream.checkpoint.remote import local_checkpoint, shown_source
+from slipstream.checkpoint.remote import download_checkpoint, local_checkpoint, shown_source
 from slipstream.checkpoint.schema import (
     ACCELERATED,
     ACCELERATED_FILE,
@@ -33,6 +33,7 @@ from slipstream.checkpoint.sharded import (
     verify_checkpoint,
     write_checkpoint,
 )
+from slipstream.checkpoint.stored_config import stored_config
 from slipstream.checkpoint.weights import compare_weights, load_weights, loaded_names, revise
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "checkpoint_of",
     "compare_weights",
     "consolidate",
+    "download_checkpoint",
     "find_latest_checkpoint",
     "get_random_state",
     "load_checkpoint",
@@ -69,6 +71,7 @@ __all__ = [
     "set_random_state",
     "sharded_name",
     "shown_source",
+    "stored_config",
     "verify_checkpoint",
     "weights_in",
     "write_checkpoint",

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.checkpoint.threads import share
+from slipstream.checkpoint.threads import run_in_threads
 
 __all__ = ["copy_in_threads"]
 
@@ -23,7 +23,7 @@ def copy_in_threads(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy the second tensor of each pair to the first one. Both are in host memory and have the same shape and dtype.
 
     `Tensor.copy_` divides each tensor into one part per thread and waits for the slowest part. If other processes, such
-    as loader workers, use the same cores, this takes several times as long as with `share`.
+    as loader workers, use the same cores, this takes several times as long as with `run_in_threads`.
     """
     chunks: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = []
     for target, source in pairs:
@@ -33,7 +33,7 @@ def copy_in_threads(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             chunks += zip(_chunks(target), _chunks(source), strict=True)
     others = max(min(torch.get_num_threads(), _MAX_THREADS) - 1, 0)
     with ThreadPoolExecutor(max(others, 1)) as pool:  # starts threads when they are needed
-        share(lambda pair: np.copyto(*pair), chunks, pool, others)
+        run_in_threads(lambda pair: np.copyto(*pair), chunks, pool, others)
 
 
 def _same_bytes(target: Tensor, source: Tensor) -> bool:

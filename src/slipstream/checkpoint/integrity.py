@@ -16,7 +16,7 @@ from typing import IO, cast
 from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 from slipstream.checkpoint.crc import combined
-from slipstream.checkpoint.threads import share
+from slipstream.checkpoint.threads import run_in_threads
 from slipstream.cores import cores
 from slipstream.errors import CheckpointError
 
@@ -181,7 +181,7 @@ class _Archive(io.RawIOBase):
             self._fill(part, position + end - len(part))
             checksums[number] = crc32(part)  # while the chunk is in the cache of this core
 
-        share(read, list(enumerate(ends)), self._pool, self._others)
+        run_in_threads(read, list(enumerate(ends)), self._pool, self._others)
         return combined(checksums, _CHUNK)
 
     def _matches(self, entry: ZipInfo) -> bool:

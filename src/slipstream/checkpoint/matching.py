@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from slipstream.checkpoint.schema import OPTIMIZER, check, is_readable, shown
 from slipstream.errors import CheckpointError
+from slipstream.typecheck import is_real
 
 __all__ = ["check_like", "check_optimizer", "check_tensors", "restoring"]
 
@@ -150,7 +151,7 @@ def check_like(own: Any, saved: Any, where: str, source: Any) -> None:
     elif isinstance(own, bool | str):
         if type(saved) is not type(own):
             raise _different(where, f"a {type(own).__name__}", saved, source)
-    elif (isinstance(own, int | float) or _is_number_tensor(own)) and not _is_number(saved):
+    elif (isinstance(own, int | float) or _is_number_tensor(own)) and not _is_numeric(saved):
         raise _different(where, "a number", saved, source)
 
 
@@ -164,10 +165,10 @@ def _is_number_tensor(value: Any) -> TypeGuard[Tensor]:
     return is_readable(value) and value.dim() == 0 and value.is_floating_point()
 
 
-def _is_number(value: Any) -> bool:
+def _is_numeric(value: Any) -> bool:
     if _is_number_tensor(value):
         return not bool(value.isnan())
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    return is_real(value) and not math.isnan(value)
 
 
 # ---- optimizers ----------------------------------------------------------------------------------------
@@ -251,7 +252,7 @@ def _check_state(param: Tensor, state: Mapping[str, Any], may_be_none: bool, whe
         if name in _SCALARS:
             number = value.reshape(()) if is_readable(value) and value.numel() == 1 else value
             exact = is_readable(number) and number.dim() == 0 and _kind(number) == "int"
-            if not (exact or _is_number(number)) or not 0 <= float(number) < math.inf:
+            if not (exact or _is_numeric(number)) or not 0 <= float(number) < math.inf:
                 raise _different(place, "a number of at least 0", value, source)
         elif name in _SHAPED and not (value is None and may_be_none):
             _check_tensor(param, value, place, source)
@@ -269,7 +270,7 @@ def _check_group(
             raise CheckpointError(f"{source}: '{where}.{key}' is missing; use load_from to start a new run")
     for key in _NOT_NEGATIVE:
         value = group.get(key, 0)
-        if _is_number(value) and not 0 <= float(value) < math.inf:
+        if _is_numeric(value) and not 0 <= float(value) < math.inf:
             raise _different(f"{where}.{key}", "a number of at least 0", value, source)
     betas = group.get("betas", ())
     if not all(0 <= float(beta) <= 1 for beta in betas):

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shutil
 import tempfile
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from slipstream.checkpoint.files import checkpoint_of
 from slipstream.errors import CheckpointError, ConfigError
-from slipstream.files import replacing, user_cache
+from slipstream.files import download, replacing, user_cache
 from slipstream.logging import print_log
 
-__all__ = ["local_checkpoint", "shown_source"]
+__all__ = ["download_checkpoint", "local_checkpoint", "shown_source"]
 
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+(::|://))+")
-_TIMEOUT = 60
 _SHOWN = 200
 
 
@@ -53,7 +49,7 @@ def local_checkpoint(path: str | Path, sha256: str | None = None) -> Iterator[Pa
     else:
         with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
             file = Path(folder) / "checkpoint.pth"
-            _download(path, file)
+            download_checkpoint(path, file)
             yield file
 
 
@@ -62,7 +58,7 @@ def _cached(url: str, sha256: str) -> Path:
     if not (file.is_file() and _digest(file) == sha256):
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as temporary:
-            _download(url, temporary)
+            download_checkpoint(url, temporary)
             _check(temporary, sha256, _shown(url))
     return file
 
@@ -85,11 +81,15 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _download(url: str, target: Path) -> None:
+def download_checkpoint(url: str, target: Path) -> None:
+    """Write the contents of a URL to a file.
+
+    Raises:
+        CheckpointError: the download fails. The file is then incomplete.
+    """
     print_log(f"downloading {_shown(url)}", "current")
     try:
-        with _opened(url) as source, target.open("wb") as file:
-            shutil.copyfileobj(source, file, 1 << 20)
+        download(url, target)
     except Exception as error:  # fsspec's file systems can raise any exception
         reason = " ".join(str(error).replace(url, _shown(url)).split())[:_SHOWN] or type(error).__name__
         package = (
@@ -99,14 +99,6 @@ def _download(url: str, target: Path) -> None:
             f"{_shown(url)} cannot be downloaded: {reason}{package}; check the URL and the network, or download the "
             "file on another machine and set checkpoint_path to it"
         ) from error
-
-
-def _opened(url: str) -> Any:
-    if url.startswith(("http://", "https://")):  # fsspec requires aiohttp for these
-        return urllib.request.urlopen(url, timeout=_TIMEOUT)
-    import fsspec
-
-    return fsspec.open(url, "rb")
 
 
 def shown_source(path: str | Path) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slipstream.checkpoint.random_state import random_state_problem
 from slipstream.errors import CheckpointError
+from slipstream.typecheck import is_real
 
 __all__ = [
     "ACCELERATED",
@@ -84,10 +85,6 @@ def _must_be(text: str, accepts: Callable[[Any], bool]) -> Rule:
 
 def _is_integer(value: Any, low: int = 0) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= _LARGEST
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_readable(value: Any) -> TypeGuard[Tensor]:
@@ -211,12 +208,12 @@ _tensor = _must_be("a tensor", lambda v: isinstance(v, Tensor))
 _text = _must_be("a string", lambda v: isinstance(v, str))
 _file = _must_be("a file name", lambda v: isinstance(v, str) and 0 < len(v) < 256 and "\0" not in v)
 _boolean = _must_be("True or False", lambda v: isinstance(v, bool))
-_number = _must_be("a number", _is_number)
+_number = _must_be("a number", is_real)
 _count = _must_be("an integer of at least 0", _is_integer)
 _step = _must_be("an integer of at least 0", _is_step)
 _positive = _must_be("an integer of at least 1", lambda v: _is_integer(v, 1))
 _seed = _must_be("an integer", lambda v: _is_integer(v, -_LARGEST))
-_not_nan = _must_be("a number other than NaN", lambda v: _is_number(v) and not math.isnan(v))
+_not_nan = _must_be("a number other than NaN", lambda v: is_real(v) and not math.isnan(v))
 _tensors = _by_name(_tensor)
 
 

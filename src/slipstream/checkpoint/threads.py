@@ -1,4 +1,4 @@
-"""Share a list of short tasks among threads."""
+"""Run a list of short tasks in several threads."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, wait
 from typing import TypeVar
 
-__all__ = ["share"]
+__all__ = ["run_in_threads"]
 
 T = TypeVar("T")
 
 
-def share(action: Callable[[T], object], items: Sequence[T], pool: Executor, others: int) -> None:
+def run_in_threads(action: Callable[[T], object], items: Sequence[T], pool: Executor, others: int) -> None:
     """Call `action` for each item, in this thread and in up to `others` threads of `pool`.
 
     Each thread takes the next item, so a thread whose core is busy with another process delays only one item. When this

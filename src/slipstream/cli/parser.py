@@ -71,10 +71,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         commands.choices[args.command].fail_unknown(unknown, takes_overrides="overrides" in args)
     if overrides:
         args.overrides += overrides
-    given = getattr(args, "resume", None)
-    if isinstance(given, str) and "=" in given and not Path(given).exists():
+    resume = getattr(args, "resume", None)
+    if isinstance(resume, str) and "=" in resume and not Path(resume).exists():
         args.resume = True  # an override, not a checkpoint
-        args.overrides.append(given)
+        args.overrides.append(resume)
     return args
 
 

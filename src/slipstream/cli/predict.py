@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from slipstream.cli.predict_inputs import Input, find_inputs, frame_rate, frames, video_writer
 from slipstream.cli.tables import print_table, printable
 from slipstream.cli.trained import Trained, find_checkpoint, load_trained
-from slipstream.dataset import sample_rng
-from slipstream.dataset.transforms.pipeline import compose
+from slipstream.dataset.prediction import prepare_image
 from slipstream.devices import default_device, is_out_of_memory
 from slipstream.errors import CheckpointError, ConfigError, DataError, ModelError, SlipstreamError
 from slipstream.extras import extra
@@ -204,20 +203,15 @@ def _predictor(model: Any, transforms: Sequence[Any]) -> Callable[[NDArray[np.ui
 
     @torch.no_grad()
     def predict(image: NDArray[np.uint8]) -> Mask:
-        # The mask is used as the target, so that the model crops its padding.
-        no_mask = np.zeros(image.shape[:2], np.uint8)
-        composed = compose(transforms, {"image": image, "mask": no_mask}, sample_rng(0))
-        batch = {key: value[None] for key, value in composed.packed().items()}
-        left, top, right, bottom = composed.region.image_box  # excludes padding added by transforms
-        preds = model.val_step(batch)["preds"]
+        prepared = prepare_image(image, transforms)
+        preds = model.val_step({key: value[None] for key, value in prepared.sample.items()})["preds"]
         if preds.ndim != 3:
             raise ModelError(
                 f"the model predicts {tuple(preds.shape)} instead of a class for each pixel (N, H, W); `slipstream "
                 "predict` requires a segmentation checkpoint"
             )
-        mask = preds[0, top:bottom, left:right].to(torch.uint8).cpu().numpy()
-        size = (image.shape[1], image.shape[0])
-        return np.asarray(Image.fromarray(mask).resize(size, Image.Resampling.NEAREST))
+        mask: Mask = prepared.at_image_size(preds[0]).to(torch.uint8).numpy()
+        return mask
 
     return predict
 

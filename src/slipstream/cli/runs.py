@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.tables import print_table, printable
+from slipstream.typecheck import is_real
 
 if TYPE_CHECKING:
     from slipstream.report.find import RunRow
@@ -66,7 +67,7 @@ def _hint(key: str, rows: Sequence[RunRow]) -> str:
 
 def _equals(value: Any, text: str) -> bool:
     """Return whether a value equals the text of an option; numbers are compared as numbers."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if is_real(value):
         try:
             other = float(text)
             return math.isclose(value, other, rel_tol=1e-9) or (math.isnan(value) and math.isnan(other))

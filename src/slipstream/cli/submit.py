@@ -105,7 +105,7 @@ exit "$status"\
 
 def _options(args: argparse.Namespace, work_dir: Path) -> list[str]:
     tasks = args.gpus_per_node.rpartition(":")[2] if args.gpus_per_node else args.tasks_per_node
-    given = {
+    values = {
         "job-name": args.job_name or Path(args.config).stem,
         "partition": args.partition,
         "account": args.account,
@@ -120,7 +120,7 @@ def _options(args: argparse.Namespace, work_dir: Path) -> list[str]:
         "output": f"{str(work_dir).replace('%', '%%')}/slurm-%j.log",
         "open-mode": "append",  # a requeued job appends to its log
     }
-    options = [f"--{name}={shlex.quote(str(value))}" for name, value in given.items() if value is not None]
+    options = [f"--{name}={shlex.quote(str(value))}" for name, value in values.items() if value is not None]
     if args.requeue:
         options += ["--requeue", "--signal=B:USR1@120"]
     return options + [option if option.startswith("-") else f"--{option}" for option in args.sbatch]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from slipstream.checkpoint import (
     DESCRIPTION,
@@ -16,12 +15,13 @@ from slipstream.checkpoint import (
     checkpoint_of,
     load_checkpoint,
     load_weights,
+    stored_config,
     weights_in,
 )
 from slipstream.cli.configure import load_config
 from slipstream.config import Config
 from slipstream.config.placeholders import has_references
-from slipstream.config.yaml_format import BoundedLoader
+from slipstream.dataset.prediction import validation_transforms
 from slipstream.errors import CheckpointError, ConfigError, ModelError, SlipstreamError
 from slipstream.registry import TRANSFORMS
 from slipstream.runner.builders import build_model
@@ -79,7 +79,7 @@ def load_trained(path: Path, config: str | None, trust: bool, device: torch.devi
     cfg = load_config(config, trust=trust).cfg if config else _own_config(meta, path)
     try:
         model = _model(cfg).to(device).eval()
-        configs = _transforms(cfg)
+        configs = validation_transforms(cfg) or []
         transforms = [TRANSFORMS.build(config) for config in configs]
     except SlipstreamError as error:
         if config is None and has_references(cfg):
@@ -109,14 +109,6 @@ def _model(cfg: Mapping[str, Any]) -> Any:
     return model
 
 
-def _transforms(cfg: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the configured transforms of the validation data; a wrapper dataset uses those of its inner datasets."""
-    dataset = (cfg.get("val_dataloader") or {}).get("dataset") or {}
-    while inner := dataset.get("dataset") or dataset.get("datasets"):
-        dataset = inner[0] if isinstance(inner, list) else inner
-    return list(dataset.get("transforms", ()))
-
-
 def _newest_run() -> Path:
     pointers = sorted(Path("work_dirs").glob("*/last_checkpoint"), key=lambda path: path.stat().st_mtime)
     if not pointers:
@@ -125,14 +117,10 @@ def _newest_run() -> Path:
 
 
 def _own_config(meta: Mapping[str, Any], path: Path) -> Config:
-    """Return the configuration in a checkpoint as plain data.
-
-    `_base_` is not followed, nothing is imported, and environment variables are not read: a checkpoint from an
-    untrusted source could otherwise reveal their values in a file name or a URL.
-    """
+    """Return the configuration in a checkpoint; see `stored_config`."""
     try:
-        cfg = Config(yaml.load(meta["cfg"], BoundedLoader) or {})
-    except (KeyError, AttributeError, ConfigError, TypeError, ValueError, RecursionError, yaml.YAMLError):
+        cfg = Config(stored_config(meta))
+    except ConfigError:  # a reserved key
         cfg = Config({})
     if "model" not in cfg:
         raise CheckpointError(f"{path} does not contain its configuration; set `--config`")

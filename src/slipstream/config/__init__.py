@@ -4,9 +4,9 @@ Only `.py` configuration files are executed. YAML, JSON, TOML and overrides are 
 """
 
 from slipstream.config.action import DictAction
-from slipstream.config.config import Config
+from slipstream.config.config import Config, config_text
 from slipstream.config.config_dict import ConfigDict
 from slipstream.config.options import optional, options
 from slipstream.config.override import parse_override
 
-__all__ = ["Config", "ConfigDict", "DictAction", "optional", "options", "parse_override"]
+__all__ = ["Config", "ConfigDict", "DictAction", "config_text", "optional", "options", "parse_override"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
 from pathlib import Path
@@ -15,7 +16,7 @@ from slipstream.config.write import to_text
 from slipstream.errors import ConfigError
 from slipstream.redaction import redact
 
-__all__ = ["Config"]
+__all__ = ["Config", "config_text"]
 
 # MMEngine reserves `env_variables` and cannot load a file with this key.
 _RESERVED = ("filename", "text", "pretty_text", "env_variables")
@@ -273,6 +274,16 @@ class Config(MutableMapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"Config (path: {self._filename}): {self.redacted()}"
+
+
+def config_text(cfg: Config, form: str = "yaml") -> str:
+    """Return the configuration as text without secrets, or a comment with the reason if it contains objects."""
+    import yaml
+
+    try:
+        return cfg.pretty_text if form == "py" else yaml.safe_dump(json.loads(json.dumps(cfg.redacted())))
+    except (ConfigError, TypeError, ValueError) as error:
+        return f"# This configuration contains objects that cannot be written as text: {error}\n"
 
 
 def _deletes_first(item: tuple[str, Any]) -> bool:

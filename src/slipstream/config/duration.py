@@ -6,6 +6,7 @@ import math
 import re
 
 from slipstream.errors import ConfigError
+from slipstream.typecheck import is_number
 
 __all__ = ["read_duration"]
 
@@ -24,7 +25,7 @@ def read_duration(value: float | str, path: str) -> float:
             else math.nan
         )
     else:
-        seconds = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+        seconds = float(value) if is_number(value) else math.nan
     if not 0 < seconds < math.inf:
         raise ConfigError(f"must be a duration such as 5m, 90s or 1h30m, not {value!r}", path)
     return seconds

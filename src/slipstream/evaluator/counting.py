@@ -54,6 +54,10 @@ class CountingMetric(BaseMetric):
             self._counts = self._zeros(preds.device)
         self.count(self._counts, preds, targets)
 
+    def reset(self) -> None:
+        """Discard the counts of an evaluation that an error has ended."""
+        self._counts = None
+
     def evaluate(self, size: int) -> dict[str, Any]:
         """Return the metric's values over all ranks (the same on every rank), and reset the counts.
 

@@ -43,6 +43,11 @@ class Evaluator:
         for metric in self.metrics:
             metric.dataset_meta = dataset_meta
 
+    def reset(self) -> None:
+        """Discard the results of an evaluation that an error has ended."""
+        for metric in self.metrics:
+            metric.reset()
+
     def process(self, data_samples: Any, data_batch: Any = None) -> None:
         """Pass one batch, and the model's output for it in predict mode, to every metric.
 

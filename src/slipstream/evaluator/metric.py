@@ -71,6 +71,10 @@ class BaseMetric(ABC):
     def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
         """Return the values by name; `results` contains the results of all ranks, in the order of the samples."""
 
+    def reset(self) -> None:
+        """Discard the results of an evaluation that an error has ended."""
+        self.results.clear()
+
     def evaluate(self, size: int) -> dict[str, Any]:
         """Return the metric's values over all ranks (the same on every rank), and clear the results.
 

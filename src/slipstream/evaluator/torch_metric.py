@@ -65,6 +65,10 @@ class TorchMetric(BaseMetric):
             self._move_to(get_comm_device() if tensor is None else tensor.device)
         self.metric.update(preds, targets)
 
+    def reset(self) -> None:
+        """Discard the state of an evaluation that an error has ended."""
+        self.metric.reset()
+
     def evaluate(self, size: int) -> dict[str, Any]:
         """Return the value over all ranks as built-in Python numbers, and reset the metric."""
         if not self._on_device:  # a rank without batches must still participate in the collective

@@ -17,6 +17,7 @@ from slipstream.checkpoint import (
     weights_in,
     write_checkpoint,
 )
+from slipstream.config import config_text
 from slipstream.dist import broadcast_object_list, is_main_process
 from slipstream.dist.sharding import shard_like
 from slipstream.errors import CheckpointError
@@ -180,7 +181,7 @@ def _meta(runner: Runner) -> dict[str, Any]:
     dataset = getattr(runner.train_dataloader, "dataset", None)
     return {
         "experiment_name": runner.experiment_name,
-        "cfg": runner.cfg_text,
+        "cfg": config_text(runner.cfg),
         "dataset_meta": getattr(dataset, "metainfo", None),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from slipstream.config import config_text
 from slipstream.hooks.hook import Hook
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.registry import HOOKS
@@ -28,7 +29,11 @@ class RuntimeInfoHook(Hook):
 
     def before_run(self, runner: Runner) -> None:
         """Record the configuration, the seed and the experiment name."""
-        infos = {"cfg": runner.cfg_text, "seed": runner.seed, "experiment_name": runner.experiment_name}
+        infos = {
+            "cfg": config_text(runner.cfg),
+            "seed": runner.seed,
+            "experiment_name": runner.experiment_name,
+        }
         runner.message_hub.update_info_dict(infos, resumed=False)
 
     def before_train(self, runner: Runner) -> None:

@@ -11,6 +11,7 @@ import torch
 from slipstream.dist import all_reduce_params, get_world_size
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.hooks.hook import Hook
+from slipstream.optim.scheduler import all_schedulers
 from slipstream.registry import HOOKS
 from slipstream.typecheck import NonNegative, NonNegativeInt, check
 
@@ -28,7 +29,7 @@ class ParamSchedulerHook(Hook):
 
     def before_train(self, runner: Runner) -> None:
         """Group the schedulers by type: iteration-based, epoch-based and metric-based."""
-        schedulers = runner.all_param_schedulers
+        schedulers = all_schedulers(runner.param_schedulers)
         self._on_metrics = [s for s in schedulers if getattr(s, "need_val_args", False)]
         self._by_epoch = [s for s in schedulers if s.by_epoch]  # includes metric-based schedulers
         self._by_iter = [s for s in schedulers if not s.by_epoch]

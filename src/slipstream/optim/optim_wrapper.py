@@ -97,7 +97,7 @@ class _Guard(Protocol):
     def step(self, optim: OptimWrapper) -> None:
         """Call `optim.step()`; the call has no effect if a gradient is not finite."""
 
-    def settle(self, finite: Tensor) -> None:
+    def finish_step(self, finite: Tensor) -> None:
         """Restore the saved state unless `finite`; called after an optimizer step that `step` did not run."""
 
 

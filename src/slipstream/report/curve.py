@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.errors import DataError
+from slipstream.typecheck import is_real
 
 __all__ = ["Curve"]
 
@@ -158,23 +159,19 @@ def _parsed(value: Any) -> Any:
     return float(value) if isinstance(value, str) and value in _NON_FINITE else value
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _is_finite_or_none(value: Any) -> bool:
     # Larger integers cannot be converted to float.
-    return value is None or (_is_number(value) and abs(value) <= sys.float_info.max)
+    return value is None or (is_real(value) and abs(value) <= sys.float_info.max)
 
 
 def _is_count(value: Any) -> bool:
-    return _is_number(value) and 0 <= value <= _MOST and value == int(value)
+    return is_real(value) and 0 <= value <= _MOST and value == int(value)
 
 
 _ACCEPTS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("x", "count", "bad"), _is_count),
     **dict.fromkeys(_VALUES, _is_finite_or_none),
-    "newest": _is_number,
+    "newest": is_real,
 }
 
 

@@ -14,6 +14,7 @@ from slipstream.errors import DataError
 from slipstream.report.curve import Curve
 from slipstream.report.parsing import parse_json
 from slipstream.report.record import LogMessage, RunRecord
+from slipstream.typecheck import is_real
 
 __all__ = ["MOST_MESSAGES", "LogFile", "check_file", "log_file", "read_log", "record_from_logs"]
 
@@ -176,8 +177,7 @@ def _add_line(record: RunRecord, line: dict[str, Any]) -> None:
         record.epoch = max(record.epoch, (epoch or 1) - 1)
     for key, value in line.items():
         name = key.removeprefix("train/").removeprefix("val/")
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if name in _COUNTERS or not (value is None or is_number):
+        if name in _COUNTERS or not (value is None or is_real(value)):
             continue
         if name == "memory":
             name = "memory/device_peak_mib"

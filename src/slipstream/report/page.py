@@ -65,13 +65,13 @@ def page(record: RunRecord, folder: Path | None = None) -> str:
 
 def _head(record: RunRecord) -> str:
     status = f'<span class="badge {record.status}">{escape(_STATUS[record.status])}</span>'
-    facts = [f"started {record.started}" if record.started else "", _progress(record)]
-    facts += [f"{name} {value}" for name, value in record.environment.items() if name != "world_size"]
+    details = [f"started {record.started}" if record.started else "", _progress(record)]
+    details += [f"{name} {value}" for name, value in record.environment.items() if name != "world_size"]
     if record.environment.get("world_size", "1") != "1":
-        facts.append(f"{record.environment['world_size']} processes")
+        details.append(f"{record.environment['world_size']} processes")
     lines = [
         f"<h1>{escape(record.name)}</h1>",
-        f"<p>{status} {escape(' · '.join(f for f in facts if f))}</p>",
+        f"<p>{status} {escape(' · '.join(f for f in details if f))}</p>",
     ]
     if record.resumed_from:
         text = f"Resumed from {record.resumed_from}, after iteration {record.start_iteration:,}."

@@ -20,6 +20,7 @@ from slipstream.checkpoint import (
     weights_in,
     write_checkpoint,
 )
+from slipstream.config import config_text
 from slipstream.dist import all_gather_object, get_rank, get_world_size, is_main_process
 from slipstream.dist.sharding import mesh_of
 from slipstream.errors import CheckpointError, NonFiniteLossError
@@ -260,7 +261,7 @@ class Checkpoints:
             "experiment_name": runner.experiment_name,
             "time": time.strftime("%Y%m%d_%H%M%S"),
             "slipstream_version": __version__,
-            "cfg": runner.cfg_text,
+            "cfg": config_text(runner.cfg),
             "dataset_meta": getattr(getattr(loader, "dataset", None), "metainfo", None),
         }
 

@@ -69,6 +69,12 @@ class LazyLoops:
         counts: bool = getattr(kind, "counts_epochs", True)
         return counts
 
+    def count(self, name: str, default: int) -> int:
+        """Return a counter of the training loop, such as `iter`; `default` if the loop has not been built."""
+        loop = self.built("train")
+        count: int = default if loop is None else getattr(loop, name)
+        return count
+
     def end_workers(self) -> None:
         """Stop the worker processes of all loaders."""
         for loop in self._loops.values():

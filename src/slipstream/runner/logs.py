@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.config import Config
+from slipstream.config import Config, config_text
 from slipstream.dist import broadcast_object_list, get_rank, is_main_process
 from slipstream.errors import ConfigError
 from slipstream.extras import is_installed
@@ -23,7 +22,7 @@ from slipstream.runner.user_config import add_config_path
 from slipstream.typecheck import shown
 from slipstream.visualization import Visualizer, default_backends
 
-__all__ = ["Logs", "RunName", "config_text", "log_start", "name_run", "open_logs", "write_config"]
+__all__ = ["Logs", "RunName", "log_start", "name_run", "open_logs", "write_config"]
 
 
 @dataclass(frozen=True)
@@ -74,14 +73,17 @@ def _create_folder(work_dir: Path, stamp: str) -> str:
 
 
 def open_logs(
-    name: RunName,
-    level: str,
-    by_epoch: bool,
-    processor: Any,
-    visualizer: Any,
-    redactor: Redactor | None = None,
+    name: RunName, arguments: Mapping[str, Any], by_epoch: bool, redactor: Redactor | None = None
 ) -> Logs:
-    """Create the logger, message hub, meter, log processor and visualizer; only rank 0 writes files."""
+    """Create the logger, message hub, meter, log processor and visualizer; only rank 0 writes files.
+
+    Args:
+        name: the name of the run.
+        arguments: the Runner's arguments, of which `log_level`, `log_processor` and `visualizer` are read.
+        by_epoch: whether training is epoch-based.
+        redactor: removes secrets from the log.
+    """
+    processor, visualizer = arguments["log_processor"], arguments["visualizer"]
     main = is_main_process()
     log_file = name.log_dir / f"{name.timestamp}.log" if main else None
     hub = MessageHub(name.experiment)
@@ -106,7 +108,7 @@ def open_logs(
             raise ConfigError(
                 f"must be an object with the method '{method}', or a dict, not {shown(built)}", key
             )
-    logger = build_logger(name.experiment, log_file, level, get_rank(), redactor)
+    logger = build_logger(name.experiment, log_file, arguments["log_level"], get_rank(), redactor)
     if without_tensorboard:
         logger.info("TensorBoard is not installed. To log to it, run: pip install 'slipstream[tensorboard]'")
     return Logs(logger, hub, Meter(hub), processor, visualizer)
@@ -132,13 +134,3 @@ def write_config(
         visualizer.add_config(cfg)
     except ConfigError as error:  # the configuration may contain objects
         logger.debug(f"The visualizer cannot show the configuration: {error}")
-
-
-def config_text(cfg: Config, form: str = "yaml") -> str:
-    """Return the configuration as text without secrets, or a comment with the reason if it contains objects."""
-    import yaml
-
-    try:
-        return cfg.pretty_text if form == "py" else yaml.safe_dump(json.loads(json.dumps(cfg.redacted())))
-    except (ConfigError, TypeError, ValueError) as error:
-        return f"# This configuration contains objects that cannot be written as text: {error}\n"

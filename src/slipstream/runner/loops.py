@@ -137,9 +137,7 @@ class _TrainLoop(BaseLoop):
         self.stop_training = False
         self.passes = Passes(self.dataloader, runner.meter.max_pending + 1)
         """The recent passes over the loader, from which the samples in a step can be computed."""
-        self._epoch = 0
-        self._iter = 0
-        self._start = 0
+        self._epoch = self._iter = self._start = 0
         self._used = 0  # number of this rank's samples in the next batch that were used before a resume
         self._validated = True
         self._sizes = BatchSizes(self.dataloader)
@@ -160,7 +158,7 @@ class _TrainLoop(BaseLoop):
 
     @property
     def validated(self) -> bool:
-        """Whether the validation that was due after the resumed checkpoint has run; True if none was due."""
+        """Whether the last validation that was due has run, also in a resumed run; True if none was due."""
         return self._validated
 
     @property
@@ -292,7 +290,7 @@ class _TrainLoop(BaseLoop):
         phases.end_step()
 
     def _run_missed_validation(self) -> None:
-        """Validate if the resumed run stopped after it wrote the checkpoint, but before the validation was complete."""
+        """Validate if the run stopped, or wrote the resumed checkpoint, before the end of a validation that was due."""
         if not self._validated:
             self._runner.checkpoints.restore_random_state()
             self._validate()
@@ -304,10 +302,12 @@ class _TrainLoop(BaseLoop):
         progress = self._progress
         due = progress >= self.val_begin and (progress % self.val_interval == 0 or progress == self._goal)
         if self._runner.val_loop is not None and due:
+            self._validated = False
             if self._runner.rollback.faults:
                 self._runner.read_logs()  # raises an error before hooks use metrics of a faulty model
             self._runner.val_loop.run()
             self._runner.model.train()
+        self._validated = True
 
     def _numbered_batches(self) -> Iterator[tuple[int, Any]]:
         """Return pairs (index, batch) for the rest of the current epoch (or pass over the data)."""
@@ -325,9 +325,8 @@ class _TrainLoop(BaseLoop):
             next(islice(batches, start - 1, None), None)
         self._runner.checkpoints.restore_random_state()
         if self._runner.speed.prefetch and can_draw_ahead(self.dataloader):
-            batches = DeviceFeed(self.dataloader, self._runner.device, self._runner.speed.prefetch).ahead(
-                batches
-            )
+            feed = DeviceFeed(self.dataloader, self._runner.device, self._runner.speed.prefetch)
+            batches = feed.ahead(batches)
         return enumerate(until_one_ends(batches, self.dataloader, self._runner.logger.warning), start)
 
     def _end_pass(self) -> None:
@@ -564,6 +563,7 @@ class _EvalLoop(BaseLoop):
     def _run_batches(self, predict: Callable[[Any], Any]) -> None:
         runner, mode = self._runner, self.mode
         before, after = runner.hooks_at(f"before_{mode}_iter"), runner.hooks_at(f"after_{mode}_iter")
+        self.evaluator.reset()
         self.batches = 0
         for idx, (data_batch, counts) in enumerate(self._batches()):
             for hook in before if counts else ():

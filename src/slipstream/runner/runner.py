@@ -9,35 +9,36 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from slipstream.config import Config, options
 from slipstream.devices import default_device
-from slipstream.dist import is_main_process
-from slipstream.hooks import Hook, HookList, NotebookHook, ProgressBarHook, in_notebook
+from slipstream.dist import get_rank, get_world_size, is_distributed
+from slipstream.hooks import Hook, HookList
 from slipstream.logging import PhaseTimes
 from slipstream.model import unwrap_model
 from slipstream.optim import OptimWrapper
-from slipstream.redaction import Redactor
+from slipstream.optim.scheduler import INF
+from slipstream.redaction import Redactor, redact
 from slipstream.registry import RUNNERS
 from slipstream.runner import builders, planning, resume
 from slipstream.runner.checkpoints import Checkpoints
 from slipstream.runner.environment import EnvOptions, Randomness, set_random_seed, setup_env
 from slipstream.runner.folder_lock import FolderLock
-from slipstream.runner.interface import LossArgument
+from slipstream.runner.interface import LossArgument, ModelInterface
 from slipstream.runner.lazy_loops import LazyLoops
 from slipstream.runner.limits import read_limits
 from slipstream.runner.logs import log_start, name_run, open_logs, write_config
-from slipstream.runner.properties import RunnerProperties
 from slipstream.runner.resume import STRIP_WRAPPER
 from slipstream.runner.rollback import Rollback
 from slipstream.runner.run_context import RunContext
 from slipstream.runner.user_config import (
     AutoScaleLr,
+    LoaderArgument,
+    OptimArgument,
     add_config_path,
     check_arguments,
     constructor_arguments,
+    display_hooks,
     unread_keys,
     with_defaults,
 )
@@ -50,15 +51,12 @@ if TYPE_CHECKING:
     from slipstream.config_types import (
         AnyMapping,
         AutoScaleLrCfg,
-        DataLoaderCfg,
         DefaultHooksCfg,
         EnvCfg,
         EpochTrainCfg,
         EvalCfg,
         IterTrainCfg,
-        LimitedLoaderCfg,
         LoopTrainCfg,
-        OptimWrapperCfg,
         RandomnessCfg,
         SpeedCfg,
         TrainableModel,
@@ -69,7 +67,7 @@ __all__ = ["Runner"]
 
 
 @RUNNERS.register_module()
-class Runner(RunnerProperties):
+class Runner:
     """Train, validate and test a model.
 
     The arguments up to `cfg` are those of MMEngine's Runner. The arguments after `cfg` are additional.
@@ -110,31 +108,14 @@ class Runner(RunnerProperties):
         self,
         model: TrainableModel | nn.Module | Mapping[str, Any],
         work_dir: str | Path,
-        train_dataloader: DataLoader[Any]
-        | DataLoaderCfg
-        | LimitedLoaderCfg
-        | AnyMapping
-        | Sequence[Any]
-        | None = None,
-        val_dataloader: DataLoader[Any]
-        | DataLoaderCfg
-        | LimitedLoaderCfg
-        | AnyMapping
-        | Sequence[Any]
-        | None = None,
-        test_dataloader: DataLoader[Any]
-        | DataLoaderCfg
-        | LimitedLoaderCfg
-        | AnyMapping
-        | Sequence[Any]
-        | None = None,
+        train_dataloader: LoaderArgument = None,
+        val_dataloader: LoaderArgument = None,
+        test_dataloader: LoaderArgument = None,
         train_cfg: EpochTrainCfg | IterTrainCfg | LoopTrainCfg | AnyMapping | None = None,
         val_cfg: EvalCfg | AnyMapping | None = None,
         test_cfg: EvalCfg | AnyMapping | None = None,
         auto_scale_lr: AutoScaleLrCfg | AnyMapping | None = None,
-        optim_wrapper: (
-            OptimWrapper | Optimizer | OptimWrapperCfg | Mapping[str, OptimWrapper] | AnyMapping | None
-        ) = None,
+        optim_wrapper: OptimArgument = None,
         param_scheduler: Any = None,
         val_evaluator: Any = None,
         test_evaluator: Any = None,
@@ -203,12 +184,8 @@ class Runner(RunnerProperties):
         self._training["optim_wrapper"] = plan_optim(arguments["optim_wrapper"], self.speed, self.device)
         self._hooks = HookList()
         defaults = with_defaults(arguments["default_hooks"], self.by_epoch)
-        for hook in [*defaults, *planning.plan_hooks(self.speed)]:
+        for hook in [*defaults, *planning.plan_hooks(self.speed), *display_hooks(self.logger)]:
             self._hooks.register(hook)
-        if is_main_process() and in_notebook():
-            self._hooks.register(NotebookHook())
-        elif is_main_process() and self.logger.console.is_terminal:
-            self._hooks.register(ProgressBarHook())
         self.register_custom_hooks(arguments["custom_hooks"] or ())
         write_config(self.cfg, self.visualizer, self.logger, self.work_dir, self.timestamp)
 
@@ -227,6 +204,113 @@ class Runner(RunnerProperties):
         for line in unread_keys(cfg, [*names, *CFG_OPTIONS]):
             runner.logger.warning(line)
         return runner
+
+    # ---- loops, progress and configuration -----------------------------------------------------------
+
+    @property
+    def interface(self) -> ModelInterface:
+        """Calls `model`, which a hook may have replaced."""
+        self._interface.model = self.model
+        return self._interface
+
+    @property
+    def train_loop(self) -> Any:
+        """The training loop."""
+        return self.loops.get("train")
+
+    @property
+    def val_loop(self) -> Any:
+        """The validation loop, or None."""
+        return self.loops.get("val")
+
+    @property
+    def test_loop(self) -> Any:
+        """The test loop, or None."""
+        return self.loops.get("test")
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The training loader."""
+        return self.train_loop.dataloader
+
+    @property
+    def val_dataloader(self) -> Any:
+        """The validation loader."""
+        return self.val_loop.dataloader
+
+    @property
+    def test_dataloader(self) -> Any:
+        """The test loader."""
+        return self.test_loop.dataloader
+
+    @property
+    def by_epoch(self) -> bool:
+        """Whether training is epoch-based; True if there is no training loop."""
+        return self.loops.by_epoch
+
+    @property
+    def epoch(self) -> int:
+        """Number of finished epochs."""
+        return self.loops.count("epoch", 0)
+
+    @property
+    def iter(self) -> int:
+        """Number of finished training steps."""
+        return self.loops.count("iter", 0)
+
+    @property
+    def inner_iter(self) -> int:
+        """Number of finished steps of the current epoch."""
+        return self.loops.count("inner_iter", 0)
+
+    @property
+    def max_epochs(self) -> int:
+        """Total number of epochs; 1 if training is iteration-based."""
+        return self.loops.count("max_epochs", 1)
+
+    @property
+    def max_iters(self) -> int:
+        """Total number of training steps, which is very large if it is not known (see `knows_length`)."""
+        return self.loops.count("max_iters", 1)
+
+    @property
+    def knows_length(self) -> bool:
+        """Whether the total number of training steps is known; False for epochs over a loader without a length."""
+        return self.max_iters < INF
+
+    @property
+    def samples_per_step(self) -> int:
+        """Number of samples per training step, summed over all processes."""
+        samples: int = self.train_loop.samples_per_step
+        return samples
+
+    @property
+    def user_config(self) -> dict[str, Any]:
+        """The arguments and the configuration of this Runner, without secrets; values may be objects."""
+        config: dict[str, Any] = redact(dict(self._user_cfg))
+        return config
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model's class."""
+        kinds = type(unwrap_model(self.model)).__mro__
+        # For a sharded model, torch creates a class that derives from FSDPModule and the user's class.
+        return next(kind.__name__ for kind in kinds if not hasattr(kind, "unshard"))
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there is a process group."""
+        return is_distributed()
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return get_world_size()
 
     # ---- training, validation, test ---------------------------------------------------------------------------
 
@@ -494,17 +578,9 @@ class Runner(RunnerProperties):
 
     def _open_logs(self, arguments: dict[str, Any]) -> None:
         file = self.cfg.filename
-        name = name_run(
-            Path(self.work_dir), arguments["experiment_name"] or (Path(file).stem if file else None)
-        )
-        logs = open_logs(
-            name,
-            arguments["log_level"],
-            self.by_epoch,
-            arguments["log_processor"],
-            arguments["visualizer"],
-            self._redactor,
-        )
+        title = arguments["experiment_name"] or (Path(file).stem if file else None)
+        name = name_run(Path(self.work_dir), title)
+        logs = open_logs(name, arguments, self.by_epoch, self._redactor)
         self.timestamp, self.experiment_name = name.timestamp, name.experiment
         self.log_dir = str(name.log_dir)
         self.json_log = f"{name.timestamp}.json"

@@ -10,9 +10,16 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
 from slipstream.config import options
+from slipstream.config_types import AnyMapping, DataLoaderCfg, LimitedLoaderCfg, OptimWrapperCfg
+from slipstream.dist import is_main_process
 from slipstream.errors import ConfigError, did_you_mean
-from slipstream.hooks import Hook
+from slipstream.hooks import Hook, NotebookHook, ProgressBarHook, in_notebook
+from slipstream.logging import MMLogger
+from slipstream.optim import OptimWrapper
 from slipstream.registry import LOOPS
 from slipstream.registry.registry import locate
 from slipstream.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TestLoop, ValLoop
@@ -22,14 +29,22 @@ __all__ = [
     "DEFAULT_HOOKS",
     "TRIPLES",
     "AutoScaleLr",
+    "LoaderArgument",
+    "OptimArgument",
     "add_config_path",
     "add_loop_path",
     "check_arguments",
     "constructor_arguments",
+    "display_hooks",
     "loop_options",
     "unread_keys",
     "with_defaults",
 ]
+
+LoaderArgument = DataLoader[Any] | DataLoaderCfg | LimitedLoaderCfg | AnyMapping | Sequence[Any] | None
+"""The Runner's arguments `train_dataloader`, `val_dataloader` and `test_dataloader`."""
+OptimArgument = OptimWrapper | Optimizer | OptimWrapperCfg | Mapping[str, OptimWrapper] | AnyMapping | None
+"""The Runner's argument `optim_wrapper`."""
 
 DEFAULT_HOOKS: Mapping[str, Mapping[str, Any]] = {
     "runtime_info": {"type": "RuntimeInfoHook"},
@@ -120,6 +135,15 @@ def with_defaults(hooks: Mapping[str, Any] | None, by_epoch: bool) -> list[Any]:
     interval = 1 if by_epoch else 1000
     defaults = {**DEFAULT_HOOKS, "checkpoint": {**DEFAULT_HOOKS["checkpoint"], "interval": interval}}
     return [hook for hook in {**defaults, **(hooks or {})}.values() if hook is not None]
+
+
+def display_hooks(logger: MMLogger) -> list[Hook]:
+    """Return the hook that shows a run on rank 0 in a notebook or on a terminal; an empty list elsewhere."""
+    if not is_main_process():
+        return []
+    if in_notebook():
+        return [NotebookHook()]
+    return [ProgressBarHook()] if logger.console.is_terminal else []
 
 
 def unread_keys(cfg: Iterable[str], known: list[str]) -> Iterator[str]:

@@ -94,21 +94,45 @@ def accelerate(
         ConfigError: an option is invalid or not supported by this function.
         ModelError: a parameter of the optimizer is on a different device than the model.
     """
+    _check_optimizer(optimizer, model)
+    losses = read_losses(loss_fn, compute_loss)
+    check(total_steps, PositiveInt | None, "total_steps")
+    check(batches_per_epoch, PositiveInt | None, "batches_per_epoch")
+    device = default_device()
+    plan = _complete_plan(speed, model, device)
+    prepared = prepare_model(model, plan, device)
+    if isinstance(loss_fn, nn.Module):
+        to_device(loss_fn, device)
+    _check_devices(optimizer, model, device)
+    _move_state(optimizer)
+    return TrainStep(prepared, optimizer, losses, plan, device, total_steps, batches_per_epoch)
+
+
+def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Check that `optimizer` is an optimizer of the model's parameters.
+
+    Raises:
+        ConfigError: it is not.
+    """
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"must be a torch.optim.Optimizer, not {type(optimizer).__name__}; for several optimizers, create one step "
             "for each of them",
             "optimizer",
         )
-    losses = read_losses(loss_fn, compute_loss)
-    check(total_steps, PositiveInt | None, "total_steps")
-    check(batches_per_epoch, PositiveInt | None, "batches_per_epoch")
     params = set(model.parameters())
     if not any(param in params for group in optimizer.param_groups for param in group["params"]):
         raise ConfigError(
             "contains none of the model's parameters; build it from model.parameters()", "optimizer"
         )
-    device = default_device()
+
+
+def _complete_plan(speed: Any, model: nn.Module, device: torch.device) -> SpeedPlan:
+    """Return the plan for `speed` on this machine.
+
+    Raises:
+        ConfigError: an option is invalid or not supported by `accelerate`.
+    """
     plan = SpeedPlan.read(speed, device=device.type)
     plan = plan.complete(Capabilities.here(device.type, model, world_size=get_world_size()))
     for option, remedy in _UNSUPPORTED.items():
@@ -119,12 +143,7 @@ def accelerate(
             "requires an optimizer that is built after the model is sharded; use a Runner",
             plan.config_path("parallel"),
         )
-    prepared = prepare_model(model, plan, device)
-    if isinstance(loss_fn, nn.Module):
-        to_device(loss_fn, device)
-    _check_devices(optimizer, model, device)
-    _move_state(optimizer)
-    return TrainStep(prepared, optimizer, losses, plan, device, total_steps, batches_per_epoch)
+    return plan
 
 
 def _check_devices(optimizer: Optimizer, model: nn.Module, device: torch.device) -> None:

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from slipstream.speed.precision import PrecisionOptions
 
-__all__ = ["Capabilities", "Choice", "choose", "convolution_share"]
+__all__ = ["Capabilities", "Choice", "choose", "convolution_fraction"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Capabilities:
             capability=torch.cuda.get_device_capability() if nvidia else (0, 0),
             bf16=_supports_bf16(device),
             torchao=find_spec("torchao") is not None,
-            convolutions=convolution_share(model),
+            convolutions=convolution_fraction(model),
             **run,  # type: ignore[arg-type]
         )
 
@@ -70,7 +70,7 @@ def _supports_bf16(device: str) -> bool:
     return supports is not None and bool(supports())
 
 
-def convolution_share(model: nn.Module) -> float:
+def convolution_fraction(model: nn.Module) -> float:
     """Return the fraction of a model's parameters that are weights of 2-d convolutions, from 0 to 1."""
     total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
     convolutions = {

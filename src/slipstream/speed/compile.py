@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from slipstream.config import optional
 from slipstream.config.duration import read_duration
@@ -21,6 +20,7 @@ from slipstream.model.wrappers.fully_sharded import repeated_blocks
 from slipstream.speed.blocks import named_blocks
 from slipstream.speed.compile_budget import Budgeted, Switch
 from slipstream.speed.compile_report import explain_failure, failed_line, limit_hit
+from slipstream.step.leaves import cloned
 
 __all__ = [
     "CompileOptions",
@@ -285,7 +285,7 @@ def _cloning(compiled: Any) -> Callable[..., Any]:
     """Wrap a function so that its outputs are cloned, because the next replay of a CUDA graph overwrites them."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return tree_map_only(torch.Tensor, torch.clone, compiled(*args, **kwargs))
+        return cloned(compiled(*args, **kwargs))
 
     return call
 

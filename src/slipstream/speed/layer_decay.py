@@ -20,6 +20,7 @@ from slipstream.errors import ConfigError
 from slipstream.model.wrappers.fully_sharded import repeated_blocks
 from slipstream.speed.blocks import named_blocks
 from slipstream.step.parts import StepPart
+from slipstream.typecheck import is_real
 
 if TYPE_CHECKING:
     from slipstream.optim import OptimWrapper
@@ -72,7 +73,7 @@ def read_layer_decay(value: Any) -> LayerDecayOptions | None:
     Raises:
         ConfigError: the value has an unsupported type, an option is unknown, or the decay is not in (0, 1].
     """
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if is_real(value):
         value = {"decay": value}
     return optional(LayerDecayOptions, value, _KEY)
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _get_capturable_supported_devices
-from torch.utils._pytree import tree_leaves
 
 from slipstream.config import optional
 from slipstream.dist.sharding import is_sharded, local
 from slipstream.errors import ConfigError, NonFiniteLossError, did_you_mean
+from slipstream.step.leaves import leaves_of
 from slipstream.step.numerics import all_finite, keep_unless
 from slipstream.typecheck import NonNegativeInt, PositiveInt, check
 
@@ -178,7 +178,7 @@ class StepGuard:
             self._step(optim, params, finite)
         finally:
             optim.finite = None
-        self.settle(finite)
+        self.finish_step(finite)
 
     def _step(self, optim: OptimWrapper, params: list[nn.Parameter], finite: Tensor) -> None:
         if optim.loss_scaler is not None:
@@ -193,7 +193,7 @@ class StepGuard:
                     self._undoable.update(params)
 
     @torch.no_grad()
-    def settle(self, finite: Tensor) -> None:
+    def finish_step(self, finite: Tensor) -> None:
         """Restore the model's buffers unless `finite`, and count the step."""
         # Find buffers by name, because forward may assign a new tensor.
         current = {name: buffer for name, buffer in self._model.named_buffers() if name in self._before}
@@ -362,7 +362,7 @@ class Locator:
     def _not_finite(self, values: Any) -> Tensor:
         tensors = [
             local(value)
-            for value in tree_leaves(values)
+            for value in leaves_of(values)
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel()
         ]
         found = torch.zeros_like(self._clock, dtype=torch.bool)

@@ -33,14 +33,14 @@ def _describe(value: Any) -> str:
         return "where supported"
     if not is_dataclass(value):
         return str(value)
-    said = []
+    texts = []
     for f in fields(value):
-        given, default = getattr(value, f.name), _default(f)
-        if isinstance(given, Mapping):
-            said += [f"{key}={item}" for key, item in given.items() if key != "type"]
-        elif given != default:
-            said.append(str(given) if default is MISSING else f"{f.name}={given}")
-    return ", ".join(said) or "on"
+        current, default = getattr(value, f.name), _default(f)
+        if isinstance(current, Mapping):
+            texts += [f"{key}={item}" for key, item in current.items() if key != "type"]
+        elif current != default:
+            texts.append(str(current) if default is MISSING else f"{f.name}={current}")
+    return ", ".join(texts) or "on"
 
 
 def _default(field: Any) -> Any:

@@ -138,12 +138,14 @@ class _Graph:
         self._changed = [i for i, (tensor, version) in enumerate(places) if tensor._version != version]
 
     def __call__(self, arguments: Any) -> Any:
-        given = _tensors(arguments)
-        if given:
-            torch._foreach_copy_(self._places, given)
+        tensors = _tensors(arguments)
+        if tensors:
+            torch._foreach_copy_(self._places, tensors)
         self._replay()
         if self._changed:
-            torch._foreach_copy_([given[i] for i in self._changed], [self._places[i] for i in self._changed])
+            torch._foreach_copy_(
+                [tensors[i] for i in self._changed], [self._places[i] for i in self._changed]
+            )
         return tree_map_only(Tensor, torch.clone, self._outputs)
 
 

@@ -66,7 +66,11 @@ class DirectCalls:
             structure = structure_of(inputs)
             for call in self._known:
                 # The guards do not check the order of keys, or values that the step does not read.
-                if call.structure == structure and call.check(values) and call.shares(inputs, grad_buffers):
+                if (
+                    call.structure == structure
+                    and call.check(values)
+                    and call.shares_tensors(inputs, grad_buffers)
+                ):
                     return call
             return None
         finally:
@@ -168,22 +172,22 @@ class _Call:
             len({value.device for value in inputs if isinstance(value, Tensor)}) == 1,
         )
 
-    def shares(self, inputs: Any, grad_buffers: Sequence[Tensor] | None) -> bool:
+    def shares_tensors(self, inputs: Any, grad_buffers: Sequence[Tensor] | None) -> bool:
         """Return whether arguments that were the same tensor in the call through Dynamo are the same tensor here."""
         if not self.shared:
             return True
         leaves = _leaves(inputs, grad_buffers)
         return all(leaves[i] is leaves[j] for i, j in self.shared)
 
-    def given(self, inputs: Any, grad_buffers: Sequence[Tensor] | None) -> list[Tensor]:
+    def tensors_read(self, inputs: Any, grad_buffers: Sequence[Tensor] | None) -> list[Tensor]:
         """Return the tensors in the arguments that the code reads."""
         leaves = _leaves(inputs, grad_buffers)
         return [leaves[leaf] for _, leaf in self._positions]
 
-    def run(self, given: Sequence[Tensor]) -> Outputs:
-        """Run the code with the tensors that `given` returns."""
+    def run(self, tensors: Sequence[Tensor]) -> Outputs:
+        """Run the code with the tensors that `tensors_read` returns."""
         inputs = self._fixed.copy()
-        for (position, _), tensor in zip(self._positions, given, strict=True):
+        for (position, _), tensor in zip(self._positions, tensors, strict=True):
             inputs[position] = tensor
         results = self.compiled.call(inputs)
         logs = {name: results[i] for name, i in self._logs.items()}

@@ -8,7 +8,7 @@ in place. Checkpoints, validation and the eager step therefore use the same tens
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,8 +42,6 @@ from slipstream.step.verification import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from slipstream.optim.optim_wrapper import OptimWrapper
     from slipstream.step.cuda_graph import CapturedCalls
 
@@ -205,8 +203,7 @@ class GraphStep:
                 grads[0] = torch.where(finite, grads[0], torch.nan)
             return grads, logs
 
-        def synced(inputs: Any) -> list[Tensor]:
-            grads, _ = gradients(inputs)
+        def average(grads: list[Tensor]) -> list[Tensor]:
             return grads if sync is None else sync(grads)
 
         def step(inputs: Any, grad_buffers: list[Tensor] | None, ends_window: bool) -> Outputs:
@@ -215,14 +212,13 @@ class GraphStep:
                 refuse_uncompiled()
             grads, logs = gradients(inputs)
             if repeats is not None:
-                first = grads if sync is None else sync(grads)
-                grads = repeats.gradients(params, lambda: synced(inputs), first)
+                grads = repeats.gradients(params, lambda: average(gradients(inputs)[0]), average(grads))
             finite = None
             with torch.no_grad():
                 if adds and grad_buffers is not None:
                     grads = list(torch._foreach_add(grad_buffers, grads))
-                if ends_window and sync is not None and repeats is None:
-                    grads = sync(grads)
+                if ends_window and repeats is None:
+                    grads = average(grads)
                 if ends_window and update is not None:
                     if scale is not None:
                         grads = scale.unscale(grads)
@@ -262,11 +258,9 @@ class GraphStep:
         captured.count_batch(ends_window)
         if call is not None:
             captured.last_compiled = call.compiled
-            given, graphs = (
-                call.given(inputs, grad_buffers),
-                captured.cuda_graphs if call.one_device else None,
-            )
-            return _Called(call.run(given) if graphs is None else graphs(call.run, given), grad_buffers)
+            tensors = call.tensors_read(inputs, grad_buffers)
+            graphs = captured.cuda_graphs if call.one_device else None
+            return _Called(call.run(tensors) if graphs is None else graphs(call.run, tensors), grad_buffers)
         if grad_buffers is not None and not captured.adds_gradients:
             torch._foreach_zero_(grad_buffers)  # the verification reads the initial values
         check_batch(inputs)
@@ -306,7 +300,7 @@ class GraphStep:
                 optim.zero_grad()
             optim.grad_norm = logs.get("grad_norm")
             if optim.guard is not None and finite is not None:
-                optim.guard.settle(finite)
+                optim.guard.finish_step(finite)
         for part in captured.parts:
             if outside or part.on_host:
                 part.after_batch()
@@ -355,19 +349,16 @@ class GraphStep:
         except BudgetExceededError as error:  # raised on all ranks
             return self._fall_back(error, inputs)
         except Exception as error:
-            if captured is not None and captured.last_compiled is not None and captured.last_compiled.running:
+            if captured is None:
+                return self._fall_back(error, inputs)
+            if captured.last_compiled is not None and captured.last_compiled.running:
                 raise  # the code failed while running and may have changed tensors
-            if (
-                self.sync is None
-                and captured is not None
-                and captured.has_graphs
-                and NotCapturedError.inside(error) is None
-            ):
+            if self.sync is None:
+                if not captured.has_graphs or NotCapturedError.inside(error) is not None:
+                    return self._fall_back(error, inputs)
                 self._reset()  # the model may have run a different branch, with different parameters
                 self._failed, self._started = (error, captured.params), True
                 return self._train_and_record(inputs)
-            if self.sync is None or captured is None:
-                return self._fall_back(error, inputs)
             if self.verify and ends_window not in captured.agreed:
                 return self._verified(captured, error, inputs, ends_window)
             # The other ranks run their graph and wait for this rank, so run the uncompiled step, which performs the
@@ -390,9 +381,10 @@ class GraphStep:
         if kind in captured.kinds or kind in captured.slow_kinds:
             return kind in captured.slow_kinds
         if self._compiling is not None:
-            if any(self._agree(not self.background.done())):
+            running, exceeded = self._agree(not self.background.done(), self.background.exceeded)
+            if running:
                 return True
-            if any(self._agree(self.background.exceeded)):
+            if exceeded:
                 return self._exceeded(captured, self._compiling, self.background.limit)
             captured.kinds.add(self._compiling)
             self._compiled_in = self.background.seconds
@@ -461,8 +453,7 @@ class GraphStep:
             assert captured is not None
             return step._compile(captured, graph, inputs)
 
-        run = torch.compile(captured.function, fullgraph=True, backend=backend, dynamic=self.dynamic)
-        captured.run = run
+        captured.run = torch.compile(captured.function, fullgraph=True, backend=backend, dynamic=self.dynamic)
         captured.direct = DirectCalls(captured.function, self.model, captured.own_tensors())
         captured.cuda_graphs = None if self.capture_calls is None else self.capture_calls()
         self._step = captured
@@ -500,14 +491,12 @@ class GraphStep:
         if not any(self._agree(failure is not None)) and isinstance(found, VerificationNeeded):
             try:
                 captured.check_hooks()
-                device = captured.params[0].device
-                verification = Verification(found, device, captured.names())
+                verification = Verification(found, captured.params[0].device, captured.names())
             except Exception as error:
                 failure = error
-        if any(self._agree(failure is not None or verification is None)):
-            return self._fall_back(
-                failure or NotCapturedError("another rank cannot capture the step"), inputs
-            )
+        if any(self._agree(verification is None)):
+            failure = failure or NotCapturedError("another rank cannot capture the step")
+            return self._fall_back(failure, inputs)
         assert isinstance(found, VerificationNeeded)
         assert verification is not None
         outside, unseen = ends_window and captured.update is None, captured.unread(found.inputs)

@@ -1,4 +1,4 @@
-"""Faster versions of `tree_leaves` and `tree_structure` of `torch.utils._pytree`, for batches.
+"""Faster versions of `tree_leaves` and `tree_structure` of `torch.utils._pytree`, for batches, and copies of outputs.
 
 Batches may also contain objects with tensors, such as OpenMMLab's data samples. The class of such an object must define
 the method `_batch_fields`, which returns the values that belong to the batch as a dict. The order of the keys must be
@@ -7,12 +7,14 @@ the same for all objects with the same fields.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_structure
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
-__all__ = ["leaves_of", "structure_of"]
+__all__ = ["cloned", "leaves_of", "structure_of"]
 
 _FIELDS = "_batch_fields"
 
@@ -51,3 +53,32 @@ def structure_of(tree: Any) -> Any:
     if hasattr(kind, _FIELDS):
         return kind, structure_of(tree._batch_fields())
     return tree_structure(tree)
+
+
+def cloned(tree: Any) -> Any:
+    """Return nested containers with a copy of each tensor.
+
+    Objects with `_batch_fields` and dataclasses are changed in place, because they can also belong to the inputs.
+    """
+    changed: set[int] = set()
+
+    def clone(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.clone()
+        if id(leaf) not in changed:
+            changed.add(id(leaf))
+            for name, value in _attributes(leaf).items():
+                if (new := tree_map(clone, value)) is not value:
+                    object.__setattr__(leaf, name, new)  # also of a frozen dataclass
+        return leaf
+
+    return tree_map(clone, tree)
+
+
+def _attributes(leaf: Any) -> Mapping[str, Any]:
+    if hasattr(type(leaf), _FIELDS):
+        found: Mapping[str, Any] = leaf._batch_fields()
+        return found
+    if is_dataclass(leaf) and not isinstance(leaf, type):
+        return {field.name: getattr(leaf, field.name) for field in fields(leaf) if hasattr(leaf, field.name)}
+    return {}

@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import takewhile
 from typing import Any
 
 from slipstream.errors import BuildError, ConfigError
 
-__all__ = ["at_user_paths"]
+__all__ = ["LAST_OWN_HOOK", "at_user_paths"]
 
-_OWN_HOOKS = ("TeacherHook", "LrPlotHook", "TrainMetricsHook", "NewOptimizerHook", "PrePredictionHook", "PreciseBNHook",
-              "AverageBestHook")  # fmt: skip
-"""Hooks that the translation inserts before those from `phase_callbacks`."""
+LAST_OWN_HOOK = "LrPlotHook"
+"""The last of the hooks that the translation inserts before `phase_callbacks`."""
 
 _PATHS = (
     (r"training_params\.ema\.type", "training_params.ema_params.decay_type"),
@@ -66,16 +64,17 @@ def _user_path(error: ConfigError, cfg: Mapping[str, Any]) -> str:
             return arguments if isinstance(error, BuildError) else name
         if path.startswith(f"{part}."):
             return arguments + path.removeprefix(part)
-    if found := re.match(r"custom_hooks\[(\d+)\]", path):
-        own = len(list(takewhile(_is_own, cfg.get("custom_hooks") or ())))
-        if (index := int(found[1]) - own) >= 0:
-            return f"training_params.phase_callbacks[{index}]{path[found.end() :]}"
+    found = re.match(r"custom_hooks\[(\d+)\]", path)
+    if found and (index := int(found[1]) - _own_hooks(cfg)) >= 0:
+        return f"training_params.phase_callbacks[{index}]{path[found.end() :]}"
     for pattern, user_path in _PATHS:
         if found := re.match(pattern, path):
             return user_path + path[found.end() :]
     return path
 
 
-def _is_own(hook: Any) -> bool:
-    kind = hook.get("type") if isinstance(hook, Mapping) else type(hook).__name__
-    return kind in _OWN_HOOKS
+def _own_hooks(cfg: Mapping[str, Any]) -> int:
+    """Return the number of hooks before those of `phase_callbacks`."""
+    hooks = cfg.get("custom_hooks") or ()
+    kinds = [hook.get("type") if isinstance(hook, Mapping) else type(hook).__name__ for hook in hooks]
+    return kinds.index(LAST_OWN_HOOK) + 1 if LAST_OWN_HOOK in kinds else 0

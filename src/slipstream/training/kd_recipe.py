@@ -71,19 +71,19 @@ def input_adapter(options: Mapping[str, Any] | None, config_path: str) -> dict[s
         UnknownNameError: if there are other arguments.
         ConfigError: if there is an adapter for the student.
     """
-    given = {
+    adapters = {
         key: value for key, value in (options or {}).items() if value is not None and key != "num_classes"
     }
-    for key in given:
+    for key in adapters:
         if key not in _ADAPTERS:
             raise UnknownNameError(f"unknown key{did_you_mean(str(key), _ADAPTERS)}", f"{config_path}.{key}")
-    if "student_input_adapter" in given:
+    if "student_input_adapter" in adapters:
         raise ConfigError(
             "is not supported; normalize the images for the student in the dataset's transforms, and set "
             "teacher_input_adapter",
             f"{config_path}.student_input_adapter",
         )
-    return {key: configuration(value, f"{config_path}.{key}") for key, value in given.items()}
+    return {key: configuration(value, f"{config_path}.{key}") for key, value in adapters.items()}
 
 
 def check_mode(run_teacher_on_eval: Any) -> None:

@@ -73,9 +73,9 @@ class CrossEntropyLoss(CrossEntropy):
         smooth_dist: None = None,
         from_logits: bool = True,
     ) -> None:
-        given = {"reduction": reduction, "smooth_dist": smooth_dist, "from_logits": from_logits}
+        options = {"reduction": reduction, "smooth_dist": smooth_dist, "from_logits": from_logits}
         for key, only in _ONLY.items():
-            _accept(given, key, only)
+            _accept(options, key, only)
         super().__init__(ignore_index, smooth_eps or 0.0, weight)
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from slipstream.extras import is_installed
 from slipstream.files import replacing
 from slipstream.hooks import Hook
 from slipstream.optim import OptimWrapperDict
-from slipstream.optim.scheduler import build_param_scheduler
+from slipstream.optim.scheduler import all_schedulers, build_param_scheduler
 from slipstream.registry import HOOKS
 from slipstream.training.schedules import RecipeLR
 
@@ -69,7 +69,7 @@ class LrPlotHook(Hook):
 
 
 def _warn_if_warmup_only(runner: Runner) -> None:
-    schedules = [s.schedule for s in runner.all_param_schedulers if isinstance(s, RecipeLR)]
+    schedules = [s.schedule for s in all_schedulers(runner.param_schedulers) if isinstance(s, RecipeLR)]
     for schedule in schedules:
         if schedule.is_warmup_only:
             epochs, steps = schedule.warmup_epochs, schedule.warmup_batches
@@ -126,7 +126,9 @@ def _simulated_rates(runner: Runner, points: Sequence[int]) -> dict[str, list[fl
     configured = schedules if isinstance(schedules, Sequence) else [] if schedules is None else [schedules]
     if not all(isinstance(cfg, Mapping) for cfg in configured):
         return "schedule objects cannot be rebuilt"
-    if any(getattr(scheduler, "need_val_args", False) for scheduler in runner.all_param_schedulers):
+    if any(
+        getattr(scheduler, "need_val_args", False) for scheduler in all_schedulers(runner.param_schedulers)
+    ):
         return "a schedule follows a metric"
     assert runner.optim_wrapper is not None
     optimizer, loop = _OptimizerStub(runner.optim_wrapper.optimizer), runner.train_loop

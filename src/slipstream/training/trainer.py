@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from slipstream.checkpoint import find_latest_checkpoint, read_meta
-from slipstream.config import Config
+from slipstream.checkpoint import find_latest_checkpoint, read_meta, stored_config
+from slipstream.config.load import import_custom
+from slipstream.config.placeholders import has_references
 from slipstream.dataset.loading.loader import build_dataloader
 from slipstream.dist import infer_launcher
 from slipstream.errors import CheckpointError, ConfigError
@@ -255,20 +256,28 @@ class Trainer:
     ) -> tuple[nn.Module, list[dict[str, float]]]:
         """Resume an experiment from its latest checkpoint, with the configuration stored in it.
 
-        With `trust`, the stored configuration may import modules; see `Config.fromfile`.
+        With `trust`, the stored configuration may import modules; see `Config.fromfile`. Environment variables and
+        files that it refers to are never read.
 
         Raises:
-            CheckpointError: if there is no checkpoint, or the configuration contained objects that cannot be stored.
+            CheckpointError: if there is no checkpoint, or the configuration contained objects that cannot be stored, or
+                references to environment variables.
         """
         trainer = cls(experiment_name, ckpt_root_dir=ckpt_root_dir)
         path = find_latest_checkpoint(trainer.checkpoints_dir_path)
         if path is None:
             raise CheckpointError(f"no checkpoint found in {trainer.checkpoints_dir_path}")
-        cfg = Config.fromstring(read_meta(path).get("cfg", ""), "yaml", trust=trust)
+        cfg = stored_config(read_meta(path))
         if "model" not in cfg:
             raise CheckpointError(
                 f"the configuration of {path} contains Python objects; rebuild them and train with resume=True"
             )
+        if has_references(cfg):
+            raise CheckpointError(
+                f"the configuration of {path} refers to environment variables ({{{{ $NAME }}}}), which are not read "
+                "for a checkpoint; train the original configuration with resume=True"
+            )
+        import_custom(cfg, str(path), trust)
         return trainer._train_config({**cfg, "resume": str(path), "launcher": infer_launcher()})
 
 

@@ -10,8 +10,10 @@ from torch import nn
 
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.files import check_name
+from slipstream.hooks import Hook
 from slipstream.speed import PARAMS_OPTIONS
 from slipstream.training.callbacks import EarlyStop, callback_hooks
+from slipstream.training.config_paths import LAST_OWN_HOOK
 from slipstream.training.ema_decay import split_decay
 from slipstream.training.hooks import PrePredictionHook
 from slipstream.training.losses import loss_config
@@ -84,23 +86,13 @@ def runner_config(
             **({"type": "DistillationModel", **teacher} if teacher else {}),
             **({"watched_losses": losses} if losses else {}),
         },
-        "train_dataloader": _limit_batches(train_dataloader, params.max_train_batches),
-        "train_cfg": {
-            "by_epoch": True,
-            "max_epochs": params.max_epochs,
-            "val_interval": params.run_validation_freq,
-        },
+        **_training(train_dataloader, params),
         "optim_wrapper": optim,
         "param_scheduler": lr_schedules(params),
         **_evaluation("val", _limit_batches(val_dataloader, params.max_valid_batches), params, losses),
         **_evaluation("test", test_dataloader, params),
         "default_hooks": {"checkpoint": _checkpoint(params, best)},
-        "custom_hooks": [
-            *([{"type": "TeacherHook"}] if teacher else []),
-            *_hooks(params, best),
-            *filter(None, (schedule, average)),
-            *callbacks,
-        ],
+        "custom_hooks": [*_own_hooks(params, best, teacher, (schedule, average)), *callbacks],
         "randomness": {"seed": params.seed},
         "resume": _resume(params, work_dir(experiment_name, ckpt_root_dir)),
         "launcher": launcher,
@@ -141,6 +133,11 @@ def _limit_batches(loader: Any, batches: int | None) -> Any:
     return {"dataloader": loader, "num_batch_per_epoch": batches}
 
 
+def _training(loader: Any, params: TrainingParams) -> dict[str, Any]:
+    cfg = {"by_epoch": True, "max_epochs": params.max_epochs, "val_interval": params.run_validation_freq}
+    return {"train_dataloader": _limit_batches(loader, params.max_train_batches), "train_cfg": cfg}
+
+
 def _evaluation(mode: str, loader: Any, params: TrainingParams, losses: Sequence[str] = ()) -> dict[str, Any]:
     if loader is None:
         return {}
@@ -166,8 +163,14 @@ def _resume(params: TrainingParams, folder: str) -> bool | str:
 # ---- hooks ------------------------------------------------------------------------------------------------
 
 
-def _hooks(params: TrainingParams, best: Watched | None) -> list[Any]:
-    hooks: list[Any] = [{"type": "LrPlotHook"}]
+def _own_hooks(
+    params: TrainingParams,
+    best: Watched | None,
+    teacher: Mapping[str, Any] | None,
+    of_user_functions: Sequence[Hook | None],
+) -> list[Any]:
+    """Return the hooks that the translation inserts before those of `phase_callbacks`."""
+    hooks: list[Any] = [{"type": "TeacherHook"}] if teacher else []
     if params.train_metrics_list:
         hooks.append({"type": "TrainMetricsHook"})
     if not params.load_opt_params:
@@ -178,7 +181,7 @@ def _hooks(params: TrainingParams, best: Watched | None) -> list[Any]:
         hooks.append({"type": "PreciseBNHook", "num_samples": params.precise_bn_batch_size or _PRECISE})
     if params.average_best_models and params.save_model and best is not None:
         hooks.append({"type": "AverageBestHook", "metric": best.name, "rule": _rule(params, best)})
-    return hooks
+    return [*hooks, *filter(None, of_user_functions), {"type": LAST_OWN_HOOK}]
 
 
 def _checkpoint(params: TrainingParams, best: Watched | None) -> dict[str, Any] | None:

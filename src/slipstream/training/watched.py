@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ModelError, SlipstreamError, UnknownNameError, did_you_mean
-from slipstream.evaluator import BaseMetric
+from slipstream.evaluator.loss import LossMetric
 from slipstream.registry import METRICS, MODELS
 from slipstream.training.losses import loss_config
 from slipstream.training.metrics import known_names
@@ -104,7 +104,7 @@ def loss_value(loss: Any, result: Any, title: str) -> Tensor:
 
 
 @METRICS.register_module()
-class ValidationLoss(BaseMetric):
+class ValidationLoss(LossMetric):
     """The means over all samples of the losses that a `SupervisedModel` returns with its predictions.
 
     Args:
@@ -117,17 +117,8 @@ class ValidationLoss(BaseMetric):
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
         """Keep the losses of a batch, still on the device, and its number of samples."""
-        losses = data_samples[KEY]
-        self.results.append(([losses[name] for name in self.names], len(data_samples["targets"])))
-
-    def compute_metrics(self, results: list[Any]) -> dict[str, float]:
-        """Return the means by name."""
-        count = sum(samples for _, samples in results)
-        sums = [
-            sum(float(losses[index]) * samples for losses, samples in results)
-            for index in range(len(self.names))
-        ]
-        return {name: total / count for name, total in zip(self.names, sums, strict=True)}
+        losses = {name: data_samples[KEY][name] for name in self.names}
+        super().process(data_batch, (losses, len(data_samples["targets"])))
 
 
 def _titles(loss: Mapping[str, Any] | Callable[..., Any]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 
 import numpy as np
 import pytest
@@ -228,6 +229,20 @@ def test_segmentation_returns_the_class_of_each_pixel(channels, tmp_path):
     with pytest.raises(ConfigError, match="must end with the suffix of an image format"):
         found.save(tmp_path / "one.txt")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all", "one.png"]
+
+
+def test_the_scores_of_earlier_batches_are_released():
+    network, outputs, alive = models.get("pp_lite_t_seg", num_classes=3), [], []
+
+    def observe(module, inputs, output):
+        alive.append(sum(other() is not None for other in outputs))
+        outputs.append(weakref.ref(predicting.main_output(output)))
+
+    network.set_dataset_processing_params(class_names=["a", "b", "c"], image_processor=SEGMENT)
+    network.register_forward_hook(observe)
+    found = network.predict([picture(64, 64, seed) for seed in range(5)], batch_size=1)
+    assert len(found) == len(alive) == 5
+    assert max(alive) <= 1  # only the newest batch
 
 
 def test_pictures_are_shown_in_the_viewer(monkeypatch):

@@ -39,10 +39,10 @@ class _Observer:
     alive: list[Tensor] = field(default_factory=list)
 
     def enter(self, name: str, parameters: int, norm_channels: int) -> None:
-        self.settle()
+        self.count_current()
         self.current = self.parts.setdefault(name, _Part(name, parameters, norm_channels))
 
-    def settle(self) -> None:
+    def count_current(self) -> None:
         total = self.count_flops()
         if self.current is not None:
             self.current.flops += total - self.counted
@@ -91,7 +91,7 @@ def describe(network: nn.Module, input_shape: tuple[int, ...], name: str | None 
             raise ModelError(
                 f"{type(network).__name__} does not accept an input of shape {shape}: {error}"
             ) from error
-        observer.settle()
+        observer.count_current()
     del kept
     if not observer.parts:
         raise ModelError(f"{type(network).__name__} has no trainable parameters")

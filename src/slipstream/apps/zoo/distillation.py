@@ -51,8 +51,8 @@ class NormalizationAdapter(nn.Module):
         std_required: Sequence[float],
     ) -> None:
         super().__init__()
-        given = (mean_original, std_original, mean_required, std_required)
-        mean, std, new_mean, new_std = (torch.tensor(values, dtype=torch.float64) for values in given)
+        statistics = (mean_original, std_original, mean_required, std_required)
+        mean, std, new_mean, new_std = (torch.tensor(values, dtype=torch.float64) for values in statistics)
         self.additive: Tensor
         self.multiplier: Tensor
         for name, values in (("additive", (mean - new_mean) / std), ("multiplier", std / new_std)):
@@ -114,10 +114,10 @@ class KDLogitsLoss(nn.Module):
         _check(outputs, type(self).__name__)
         task = _scalar(self.task_loss_fn(outputs.student_output, targets))
         student, teacher = _first(outputs.student_output), _first(outputs.teacher_output)
-        share = self.distillation_loss_coeff
+        weight = self.distillation_loss_coeff
         return {
-            "loss_task": (1 - share) * task,
-            "loss_distillation": share * self.distillation_loss_fn(student, teacher),
+            "loss_task": (1 - weight) * task,
+            "loss_distillation": weight * self.distillation_loss_fn(student, teacher),
         }
 
 

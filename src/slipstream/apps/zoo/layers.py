@@ -15,6 +15,7 @@ from slipstream.errors import ModelError
 __all__ = [
     "AdaptiveAvgPool2d",
     "ConvBNReLU",
+    "ConvBlock",
     "SegmentationHead",
     "check_num_classes",
     "init_weights",
@@ -53,7 +54,7 @@ def _members(length: int, bins: int, device: torch.device, dtype: torch.dtype) -
     return inside.to(dtype)
 
 
-class ConvBNReLU(nn.Module):
+class ConvBlock(nn.Sequential):
     """A convolution (no bias, padding `kernel_size // 2`), followed by BatchNorm and, if `relu` is True, ReLU.
 
     The output has shape (N, out_channels, ceil(H / stride), ceil(W / stride)).
@@ -68,14 +69,29 @@ class ConvBNReLU(nn.Module):
         groups: int = 1,
         relu: bool = True,
     ) -> None:
-        super().__init__()
         conv = nn.Conv2d(
             in_channels, out_channels, kernel_size, stride, kernel_size // 2, groups=groups, bias=False
         )
         layers: OrderedDict[str, nn.Module] = OrderedDict(conv=conv, bn=nn.BatchNorm2d(out_channels))
         if relu:
             layers["act"] = nn.ReLU(inplace=True)
-        self.seq = nn.Sequential(layers)
+        super().__init__(layers)
+
+
+class ConvBNReLU(nn.Module):
+    """A `ConvBlock` with the name `seq`."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int = 3,
+        stride: int = 1,
+        groups: int = 1,
+        relu: bool = True,
+    ) -> None:
+        super().__init__()
+        self.seq = ConvBlock(in_channels, out_channels, kernel_size, stride, groups, relu)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the activations, in the dtype of `x`."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -23,12 +22,13 @@ from slipstream.apps.zoo.predictions import (
     ImagesPredictions,
     SegmentationPrediction,
 )
-from slipstream.config.yaml_format import BoundedLoader
+from slipstream.checkpoint import stored_config
 from slipstream.dataset import default_palette, sample_rng
+from slipstream.dataset.prediction import PreparedImage, prepare_image, validation_transforms
 from slipstream.dataset.sources.decode import read_image
 from slipstream.dataset.transforms.device_transforms import apply_device_transforms
 from slipstream.dataset.transforms.image_transforms import read_transforms
-from slipstream.dataset.transforms.pipeline import check_transforms, compose
+from slipstream.dataset.transforms.pipeline import check_transforms
 from slipstream.errors import ConfigError, DataError
 from slipstream.logging import print_log
 from slipstream.model.tasks import main_output
@@ -37,7 +37,6 @@ from slipstream.registry import TRANSFORMS
 __all__ = ["Processing", "predict", "processing_in"]
 
 RGB = NDArray[np.uint8]
-Box = tuple[int, int, int, int]
 _SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _DEFAULT: Mapping[str, Sequence[Mapping[str, Any]]] = {
@@ -109,15 +108,13 @@ def processing_in(meta: Any, task: str) -> Processing | None:
     if not isinstance(data, Mapping) or not data.get("classes"):
         return None
     try:
-        cfg = yaml.load(meta["cfg"], BoundedLoader)
-        dataset = cfg["val_dataloader"]["dataset"]
-        # A wrapper dataset uses the transforms of its inner datasets.
-        while inner := dataset.get("dataset") or dataset.get("datasets"):
-            dataset = inner[0] if isinstance(inner, list) else inner
-        normalization = _preprocessing(cfg, task)
-        transforms = None if normalization is None else [*dataset["transforms"], *normalization]
+        cfg = stored_config(meta)
+        own, normalization = validation_transforms(cfg), _preprocessing(cfg, task)
+        if own is None:
+            return None
+        transforms = None if normalization is None else [*own, *normalization]
         return Processing.read(task, data["classes"], transforms, data.get("palette"))
-    except (AttributeError, LookupError, RecursionError, TypeError, ValueError, yaml.YAMLError):
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
         return None  # the configuration contains Python objects, or it is not a recipe
 
 
@@ -157,14 +154,10 @@ def predict(
             "current",
             logging.WARNING,
         )
-    processing = processing or Processing()
+    if batch_size < 1:
+        raise ConfigError(f"must be at least 1, not {batch_size}", "batch_size")
     several, pixels = _read(images)
-    prepared = [_prepared(image, task, processing) for image in pixels]
-    scores = _scores(network, [inputs for inputs, _ in prepared], batch_size, fp16)
-    found = [
-        _result(image, score, box, processing)
-        for image, score, (_, box) in zip(pixels, scores, prepared, strict=True)
-    ]
+    found = _predictions(network, pixels, task, processing or Processing(), batch_size, fp16)
     return ImagesPredictions(tuple(found)) if several else found[0]
 
 
@@ -236,50 +229,58 @@ def _renamed(entry: Mapping[str, Any], task: str) -> dict[str, Any]:
     return renamed
 
 
-def _prepared(image: RGB, task: str, processing: Processing) -> tuple[Tensor, Box]:
-    """Return the transformed image, float32 (3, H, W), and the box of the image without padding."""
-    transforms = _built(_DEFAULT[task], task) if processing.transforms is None else processing.transforms
-    if task == "classification":
-        pixel_transforms, params = read_transforms(transforms)
-        planes = image.transpose(2, 0, 1)
-        for transform in pixel_transforms:
-            planes = transform(planes, sample_rng(0))
-        inputs = torch.from_numpy(np.array(planes, order="C"))
-        packed = {"inputs": inputs} if params is None else {"inputs": inputs, "finish": params}
-        box = (0, 0, inputs.shape[-1], inputs.shape[-2])
-    else:
-        mask = np.zeros(image.shape[:2], np.uint8)
-        composed = compose(transforms, {"image": image, "mask": mask}, sample_rng(0))
-        packed = composed.packed()
-        left, top, right, bottom = composed.region.image_box
-        box = (left, top, right, bottom)
-    ready: Tensor = apply_device_transforms({key: value[None] for key, value in packed.items()})["inputs"][0]
-    return ready.float(), box
+def _prepared(image: RGB, task: str, transforms: Sequence[Any]) -> PreparedImage:
+    if task == "segmentation":
+        return prepare_image(image, transforms)
+    pixel_transforms, params = read_transforms(transforms)
+    planes = image.transpose(2, 0, 1)
+    for transform in pixel_transforms:
+        planes = transform(planes, sample_rng(0))
+    inputs = torch.from_numpy(np.array(planes, order="C"))
+    sample = {"inputs": inputs} if params is None else {"inputs": inputs, "finish": params}
+    return PreparedImage(sample, (0, 0, inputs.shape[-1], inputs.shape[-2]), image.shape[:2])
+
+
+def _inputs(prepared: PreparedImage) -> Tensor:
+    """Return the input of the network for an image, float32 (3, H, W)."""
+    batch = {key: value[None] for key, value in prepared.sample.items()}
+    inputs: Tensor = apply_device_transforms(batch)["inputs"][0]
+    return inputs.float()
 
 
 @torch.no_grad()
-def _scores(network: nn.Module, inputs: Sequence[Tensor], batch_size: int, fp16: bool) -> list[Tensor]:
-    """Return the float32 logits of each image, on the CPU. Images of the same size are in one batch."""
-    if batch_size < 1:
-        raise ConfigError(f"must be at least 1, not {batch_size}", "batch_size")
+def _predictions(
+    network: nn.Module,
+    images: Iterable[RGB],
+    task: str,
+    processing: Processing,
+    batch_size: int,
+    fp16: bool,
+) -> list[ImagePrediction]:
+    """Return the prediction for each image. Successive images of the same size are in one batch.
+
+    The transformed images and the scores are released after each batch.
+    """
+    transforms = _built(_DEFAULT[task], task) if processing.transforms is None else processing.transforms
+    prepared = ((image, _prepared(image, task, transforms)) for image in images)
     first, training = next(network.parameters()), network.training
     device = first.device
+    found: list[ImagePrediction] = []
     network.eval()
-    scores: list[Tensor] = []
     try:
-        for _, group in groupby(inputs, key=lambda image: image.shape):
-            same = list(group)
-            for start in range(0, len(same), batch_size):
-                batch = torch.stack(same[start : start + batch_size]).to(device, first.dtype)
+        for _, same_size in groupby(prepared, key=lambda pair: pair[1].sample["inputs"].shape):
+            while group := list(islice(same_size, batch_size)):
+                batch = torch.stack([_inputs(item) for _, item in group]).to(device, first.dtype)
                 with torch.autocast(device.type, torch.float16, enabled=fp16 and device.type != "cpu"):
                     outputs = main_output(network(batch))
-                scores.extend(outputs.float().cpu())
+                scores = outputs.float().cpu()
+                found += [_result(*pair, each, processing) for pair, each in zip(group, scores, strict=True)]
     finally:
         network.train(training)
-    return scores
+    return found
 
 
-def _result(image: RGB, scores: Tensor, box: Box, processing: Processing) -> ImagePrediction:
+def _result(image: RGB, prepared: PreparedImage, scores: Tensor, processing: Processing) -> ImagePrediction:
     height, width = image.shape[:2]
     # With a single channel, there are two classes, and the channel contains the logits of the second one.
     binary = scores.ndim == 3 and len(scores) == 1
@@ -290,9 +291,8 @@ def _result(image: RGB, scores: Tensor, box: Box, processing: Processing) -> Ima
         label = int(probabilities.argmax())
         found = ClassificationPrediction(float(probabilities[label]), label, (height, width))
         return ImageClassificationPrediction(image, found, names)
-    left, top, right, bottom = box
     ids = (scores[0] > 0).long() if binary else scores.argmax(0)
-    mask = _resized(ids[top:bottom, left:right], height, width)
+    mask = prepared.at_image_size(ids).numpy()
     palette = processing.palette or ()
     if len(palette) < count:
         palette = default_palette(min(count, 256))
@@ -310,10 +310,3 @@ def _names(known: Sequence[str] | None, count: int, binary: bool) -> tuple[str, 
             "class_names",
         )
     return names
-
-
-def _resized(ids: Tensor, height: int, width: int) -> NDArray[np.int64]:
-    """Return the class ids of the nearest pixels, int64 (height, width)."""
-    rows = ((torch.arange(height) + 0.5) * (ids.shape[0] / height)).long().clamp(max=ids.shape[0] - 1)
-    columns = ((torch.arange(width) + 0.5) * (ids.shape[1] / width)).long().clamp(max=ids.shape[1] - 1)
-    return ids[rows][:, columns].numpy()

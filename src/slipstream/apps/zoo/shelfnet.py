@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slipstream.apps.zoo.ddrnet import BasicBlock
-from slipstream.apps.zoo.layers import check_num_classes, resize
+from slipstream.apps.zoo.layers import ConvBlock, check_num_classes, resize
 from slipstream.apps.zoo.network import Network
 from slipstream.registry import MODELS
 
@@ -18,19 +18,6 @@ __all__ = ["ShelfNet", "shelfnet18_lw", "shelfnet34_lw"]
 _LEVELS = 3
 _HIDDEN_CHANNELS = 64
 _DROPOUT = 0.25
-
-
-class ConvBNReLU(nn.Module):
-    """A convolution (no bias), followed by BatchNorm and ReLU, which keeps the resolution of its input."""
-
-    def __init__(self, in_channels: int, out_channels: int, kernel_size: int = 3) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(in_channels, out_channels, kernel_size, padding=kernel_size // 2, bias=False)
-        self.bn = nn.BatchNorm2d(out_channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (N, out_channels, H, W)."""
-        return F.relu(self.bn(self.conv(x)), inplace=True)
 
 
 class ShelfBlock(nn.Module):
@@ -54,7 +41,7 @@ class AttentionRefinement(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
-        self.conv = ConvBNReLU(in_channels, out_channels)
+        self.conv = ConvBlock(in_channels, out_channels)
         self.conv_atten = nn.Conv2d(out_channels, out_channels, 1, bias=False)
         self.bn_atten = nn.BatchNorm2d(out_channels)
 
@@ -111,7 +98,7 @@ class Rising(nn.Module):
         self.up_conv_list = nn.ModuleList(
             AttentionRefinement(deep, shallow) for deep, shallow in itertools.pairwise(widths)
         )
-        self.up_dense_list = nn.ModuleList(ConvBNReLU(shallow, shallow) for shallow in widths[1:])
+        self.up_dense_list = nn.ModuleList(ConvBlock(shallow, shallow) for shallow in widths[1:])
 
     def _add_descent(self, width: int) -> None:
         """Add the descending branch, which only the ladder has."""
@@ -163,7 +150,7 @@ class NetOutput(nn.Module):
 
     def __init__(self, in_channels: int, hidden: int, num_classes: int) -> None:
         super().__init__()
-        self.conv = ConvBNReLU(in_channels, hidden)
+        self.conv = ConvBlock(in_channels, hidden)
         self.conv_out = nn.Conv2d(hidden, num_classes, 3, padding=1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -199,7 +186,7 @@ class ShelfNet(Network):
         self.backbone = Backbone(in_channels, depths)
         # The backbone's features have 128, 256 and 512 channels.
         halved = widths if width < 128 else []
-        self.conv_out_list = nn.ModuleList(ConvBNReLU(2 * inner, inner, kernel_size=1) for inner in halved)
+        self.conv_out_list = nn.ModuleList(ConvBlock(2 * inner, inner, kernel_size=1) for inner in halved)
         self.net_output_list = nn.ModuleList(
             NetOutput(inner, _HIDDEN_CHANNELS if level else width, num_classes)
             for level, inner in enumerate(widths)
@@ -232,9 +219,9 @@ class ShelfNet(Network):
 
 @torch.no_grad()
 def _init_weights(network: ShelfNet) -> None:
-    """Initialize the convolutions of `ConvBNReLU`, `AttentionRefinement` and `NetOutput` as the original does."""
+    """Initialize the convolutions of `ConvBlock`, `AttentionRefinement` and `NetOutput` as the original does."""
     for module in network.modules():
-        if isinstance(module, ConvBNReLU | AttentionRefinement | NetOutput):
+        if isinstance(module, ConvBlock | AttentionRefinement | NetOutput):
             for layer in module.children():
                 if isinstance(layer, nn.Conv2d):
                     nn.init.kaiming_normal_(layer.weight, a=1)

@@ -63,11 +63,7 @@ def collate_mixup(
             "drop_last=True"
         )
     images, ids, finish = _stacked(data_batch)
-    if not 0 <= int(ids.min()) <= int(ids.max()) < num_classes:
-        raise DataError(
-            f"class ids {int(ids.min())} to {int(ids.max())} are not all between 0 and {num_classes - 1} "
-            "(num_classes - 1)"
-        )
+    probabilities = _smoothed(ids, num_classes, label_smoothing)
     uses_cutmix = cutmix_alpha > 0 and (mixup_alpha <= 0 or bool(torch.rand(()) < switch_prob))
     alpha = cutmix_alpha if uses_cutmix else mixup_alpha
     factor = float(torch.distributions.Beta(alpha, alpha).sample()) if torch.rand(()) < prob else 1.0
@@ -75,8 +71,7 @@ def collate_mixup(
         images, factor = (
             _cut(images, factor, correct_lam) if uses_cutmix else (_mixed(images, factor), factor)
         )
-    smooth = F.one_hot(ids, num_classes) * (1 - label_smoothing) + label_smoothing / num_classes
-    targets = _mixed(smooth, factor)
+    targets = _mixed(probabilities, factor)
     return (images, targets) if finish is None else {"inputs": images, "targets": targets, **finish}
 
 
@@ -94,6 +89,16 @@ def _stacked(samples: Sequence[Any]) -> tuple[Tensor, Tensor, dict[str, Tensor] 
             )
     images = torch.stack([sample["inputs"] for sample in samples]).float()
     return images, torch.as_tensor([int(sample["targets"]) for sample in samples]), finish
+
+
+def _smoothed(ids: Tensor, num_classes: int, label_smoothing: float) -> Tensor:
+    """Return the class probabilities of each id after label smoothing."""
+    if not 0 <= int(ids.min()) <= int(ids.max()) < num_classes:
+        raise DataError(
+            f"class ids {int(ids.min())} to {int(ids.max())} are not all between 0 and {num_classes - 1} "
+            "(num_classes - 1)"
+        )
+    return F.one_hot(ids, num_classes) * (1 - label_smoothing) + label_smoothing / num_classes
 
 
 def _mixed(values: Tensor, factor: float) -> Tensor:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import shutil
 import tarfile
 import tempfile
-import urllib.request
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +17,7 @@ from torch.utils.data import Dataset
 
 from slipstream.dataset.loading.sample_index import sample_rng
 from slipstream.dataset.sources.base import default_palette
+from slipstream.dataset.sources.download import download_data
 from slipstream.dataset.transforms.image_resize import Resize
 from slipstream.dataset.transforms.image_transforms import (
     ImageTransform,
@@ -237,19 +235,8 @@ def _download(source: _Archive, root: Path) -> None:
     print_log(f"Downloading {source.name} (170 MB) from {source.url} to '{root}'", "current")
     with tempfile.TemporaryDirectory(prefix=f".{source.folder}-", dir=root) as temporary:
         archive = Path(temporary) / "archive.tar.gz"
-        try:
-            with urllib.request.urlopen(source.url, timeout=60) as response, archive.open("wb") as file:
-                shutil.copyfileobj(response, file, 1 << 20)
-        except OSError as error:
-            raise DataError(
-                f"cannot download {source.url}: {error}. Download the archive manually and unpack it into '{root}'"
-            ) from error
-        with archive.open("rb") as file:
-            found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-        if found != source.md5:
-            raise DataError(
-                f"the download of {source.url} is damaged: its MD5 is {found}, expected {source.md5}; try again"
-            )
+        remedy = f"Download the archive manually and unpack it into '{root}'"
+        download_data(source.url, archive, source.md5, remedy)
         with tarfile.open(archive) as tar:
             tar.extractall(temporary, filter="data")
         if not (root / source.folder).is_dir():  # another process may have created it

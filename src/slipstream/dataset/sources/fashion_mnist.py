@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import math
-import urllib.request
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +15,7 @@ from torch.utils.data import Dataset
 
 from slipstream.dataset.loading.sample_index import sample_rng
 from slipstream.dataset.sources.base import default_palette
+from slipstream.dataset.sources.download import download_data
 from slipstream.errors import ConfigError, DataError
 from slipstream.files import replacing
 from slipstream.registry import DATASETS
@@ -141,23 +140,11 @@ def _find(data_root: str | Path | None, names: Sequence[str], download: bool) ->
 
 def _download(name: str, folder: Path) -> Path:
     url = f"{_URL}{name}.gz"
-    try:
-        with urllib.request.urlopen(url, timeout=60) as response:
-            data = response.read()
-    except OSError as error:
-        raise DataError(
-            f"cannot download {url}: {error}. Download the file manually to '{folder}', or run "
-            "'apt-get install dataset-fashion-mnist'"
-        ) from error
-    found = hashlib.md5(data, usedforsecurity=False).hexdigest()
-    if found != _MD5[name]:
-        raise DataError(
-            f"the download of {url} is damaged: its MD5 is {found}, expected {_MD5[name]}; try again"
-        )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.gz"
+    remedy = f"Download the file manually to '{folder}', or run 'apt-get install dataset-fashion-mnist'"
     with replacing(path) as temporary:
-        temporary.write_bytes(data)
+        download_data(url, temporary, _MD5[name], remedy)
     return path
 
 

@@ -2,6 +2,7 @@
 
 from slipstream.optim.scheduler.build import (
     TorchSchedulerAdapter,
+    all_schedulers,
     build_param_scheduler,
 )
 from slipstream.optim.scheduler.lr_scheduler import (
@@ -80,6 +81,7 @@ __all__ = [
     "StepParamScheduler",
     "TorchSchedulerAdapter",
     "_ParamScheduler",
+    "all_schedulers",
     "build_param_scheduler",
     "last_change",
 ]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
+from slipstream.typecheck import is_real
 
 __all__ = ["own_attributes", "restored_attributes", "same"]
 
@@ -90,8 +91,8 @@ def _like(current: Any, value: Any) -> tuple[bool, Any]:
     if current is None or value is None or type(value) is type(current):
         device = current.device if isinstance(current, Tensor) else None
         return True, value.to(device) if device is not None and isinstance(value, Tensor) else value
-    if isinstance(current, int | float) and not isinstance(current, bool):
-        return isinstance(value, int | float) and not isinstance(value, bool), value
+    if is_real(current):
+        return is_real(value), value
     if isinstance(current, Tensor):
         return isinstance(value, Tensor), value.to(current.device) if isinstance(value, Tensor) else value
     if isinstance(current, _SEQUENCES) and isinstance(value, _SEQUENCES):

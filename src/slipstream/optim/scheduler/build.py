@@ -15,7 +15,7 @@ from slipstream.optim.scheduler.torch_steps import counts_epochs
 from slipstream.registry import PARAM_SCHEDULERS
 from slipstream.typecheck import PositiveInt, check, check_finite, shown
 
-__all__ = ["TorchSchedulerAdapter", "build_param_scheduler"]
+__all__ = ["TorchSchedulerAdapter", "all_schedulers", "build_param_scheduler"]
 
 
 class TorchSchedulerAdapter:
@@ -62,6 +62,13 @@ class TorchSchedulerAdapter:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.scheduler).__name__}, step {self._global_step})"
+
+
+def all_schedulers(schedulers: list[Any] | dict[str, list[Any]] | None) -> list[Any]:
+    """Return the schedulers of all optimizers as one list; `schedulers` is `Runner.param_schedulers`."""
+    if isinstance(schedulers, dict):
+        return [scheduler for part in schedulers.values() for scheduler in part]
+    return schedulers or []
 
 
 def build_param_scheduler(

@@ -55,12 +55,20 @@ class LazyConfigDict(ConfigDict):
         return self[key]
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Set keys; a dict is merged into an existing dict."""
-        new = dict(_stored(args[0]) if args and isinstance(args[0], dict) else dict(*args))
-        for key, value in {**new, **kwargs}.items():
+        """Set keys; a dict is merged into an existing dict, and replaces it if it has `_delete_=True`.
+
+        MMEngine stores `_delete_` as a key, for which the class that is built from the dict raises an error.
+        """
+        new = dict(_stored(args[0]) if args and isinstance(args[0], dict) else dict(*args)) | kwargs
+        if self and new.pop(DELETE, False):
+            self.clear()
+        for key, value in new.items():
             old = dict.get(self, key)
             if isinstance(old, LazyConfigDict) and isinstance(value, dict):
-                old.update(value)
+                stored = dict(_stored(value))
+                if stored.pop(DELETE, False):
+                    old.clear()
+                old.update(stored)
             else:
                 self[key] = value
 

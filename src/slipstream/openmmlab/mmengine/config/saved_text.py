@@ -6,7 +6,7 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
-from slipstream.config import Config
+from slipstream.checkpoint import stored_config
 from slipstream.errors import CheckpointError, ConfigError
 
 __all__ = ["saved_config"]
@@ -34,9 +34,13 @@ def saved_config(checkpoint: Mapping[str, Any] | None) -> dict[str, Any]:
     try:
         if body and all(isinstance(node, ast.Assign) for node in body):
             return {_name(node): _value(node.value) for node in body if isinstance(node, ast.Assign)}
-        return Config.fromstring(text, ".yaml").to_dict()
     except (ConfigError, RecursionError) as error:
         raise CheckpointError(f"the configuration in the checkpoint cannot be read: {error}") from None
+    if not (values := stored_config({"cfg": text})):
+        raise CheckpointError(
+            "the configuration in the checkpoint cannot be read: it is neither YAML nor Python with built-in values"
+        )
+    return values
 
 
 def _name(node: ast.Assign) -> str:

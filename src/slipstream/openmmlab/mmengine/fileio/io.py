@@ -215,8 +215,8 @@ def dump(
     return None
 
 
-def _format(file: Any, given: str | None) -> str:
-    name = given or (Path(str(file)).suffix[1:] if isinstance(file, str | Path) else "")
+def _format(file: Any, file_format: str | None) -> str:
+    name = file_format or (Path(str(file)).suffix[1:] if isinstance(file, str | Path) else "")
     if name not in _FORMATS:
         raise DataError(f"the file format '{name}' is not supported; use one of {', '.join(_FORMATS)}")
     return _FORMATS[name]

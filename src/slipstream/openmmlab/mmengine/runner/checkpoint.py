@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from slipstream.checkpoint import download_checkpoint, newest_checkpoints, revise
 from slipstream.checkpoint import load_checkpoint as read_checkpoint
-from slipstream.checkpoint import newest_checkpoints, revise
 from slipstream.checkpoint import save_checkpoint as write_checkpoint
 from slipstream.errors import CheckpointError
+from slipstream.files import replacing
 from slipstream.logging import print_log
 from slipstream.model import unwrap_model
 
@@ -90,7 +91,8 @@ def load_from_http(filename: str, map_location: Any = None) -> Any:
     target = folder / filename.rsplit("/", 1)[-1]
     if not target.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        torch.hub.download_url_to_file(filename, str(target))
+        with replacing(target) as temporary:
+            download_checkpoint(filename, temporary)
     return load_from_local(str(target), map_location)
 
 

@@ -1,0 +1,24 @@
+"""Read the configuration that is stored in a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from slipstream.config.yaml_format import BoundedLoader
+
+__all__ = ["stored_config"]
+
+
+def stored_config(meta: Any) -> dict[str, Any]:
+    """Return the configuration in the `meta` of a checkpoint as plain data; an empty dict if it cannot be read.
+
+    `_base_` is not followed, nothing is imported, and environment variables are not read: a checkpoint of another
+    source could otherwise store their values in a file name or a URL.
+    """
+    try:
+        cfg = yaml.load(meta["cfg"], BoundedLoader)
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError, yaml.YAMLError):
+        return {}  # the configuration contains Python objects, or there is none
+    return cfg if isinstance(cfg, dict) else {}

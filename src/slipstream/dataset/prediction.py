@@ -1,0 +1,62 @@
+"""Prepare images for prediction with the transforms of the validation data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipstream.dataset.loading.sample_index import sample_rng
+from slipstream.dataset.transforms.pipeline import Transform, compose
+
+__all__ = ["PreparedImage", "prepare_image", "validation_transforms"]
+
+
+@dataclass(frozen=True)
+class PreparedImage:
+    """An image after the transforms."""
+
+    sample: Mapping[str, Tensor]
+    """The sample of a batch, with `inputs`, (3, H, W)."""
+    box: tuple[int, int, int, int]
+    """The left, top, right and bottom edge of the image in `inputs`, without padding."""
+    size: tuple[int, int]
+    """The height and width of the image before the transforms."""
+
+    def at_image_size(self, ids: Tensor) -> Tensor:
+        """Return the class ids (H, W) of `inputs` without padding, from the nearest pixels, at `size`, on the CPU."""
+        left, top, right, bottom = self.box
+        inside = ids[top:bottom, left:right].cpu()
+        rows, columns = (
+            (2 * torch.arange(length) + 1) * source // (2 * length)  # that contain the center of each pixel
+            for source, length in zip(inside.shape, self.size, strict=True)
+        )
+        return inside[rows][:, columns]
+
+
+def prepare_image(image: NDArray[np.uint8], transforms: Sequence[Transform]) -> PreparedImage:
+    """Apply the transforms for segmentation to an image, uint8 (H, W, 3).
+
+    The sample contains an empty mask as `targets`, so that a model crops its padding.
+    """
+    height, width = image.shape[:2]
+    composed = compose(
+        transforms, {"image": image, "mask": np.zeros((height, width), np.uint8)}, sample_rng(0)
+    )
+    return PreparedImage(composed.packed(), composed.region.image_box, (height, width))
+
+
+def validation_transforms(cfg: Mapping[str, Any]) -> list[Any] | None:
+    """Return the transforms of the validation data in the configuration of a Runner, or None if it has none.
+
+    A wrapper dataset uses the transforms of its inner datasets.
+    """
+    dataset = (cfg.get("val_dataloader") or {}).get("dataset") or {}
+    while inner := dataset.get("dataset") or dataset.get("datasets"):
+        dataset = inner[0] if isinstance(inner, list) else inner
+    return list(dataset["transforms"]) if "transforms" in dataset else None
