@@ -45,4 +45,4 @@ def test_script_after_the_migration_trains(page, run):
 def test_both_scripts_print_the_same_losses(page, run):
     pytest.importorskip(PAGES[page])
     before, after = (losses(run("-c", script).stdout) for script in scripts(page))
-    assert before == pytest.approx(after, rel=1e-4)
+    assert before == pytest.approx(after, rel=1e-3)  # Lightning validates in bfloat16
