@@ -3,13 +3,13 @@
 # such as each pair of options separately, which takes longer than both together and is not part of .ci/run; make npu:
 # test on a simulated accelerator; make gpu: test and measure on the accelerator of this machine; make openmmlab:
 # install OpenMMLab's libraries in .venv-openmmlab, which compiles mmcv and takes up to an hour, and train with them;
-# make versions: run the short tests with several versions of Python and torch, which takes hours. No target requires
-# root.
+# make versions: run the short tests with several versions of Python and torch, which takes hours; make docs: build
+# the site in site/. No target requires root.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test matrix exhaustive npu openmmlab faults gpu wheels versions lint types format clean
+.PHONY: train test matrix exhaustive npu openmmlab faults gpu wheels versions docs lint types format clean
 
 train: $(VENV)/.installed
 	$(BIN)/slipstream train street_scenes_pp_lite_t $(ARGS)
@@ -68,6 +68,10 @@ wheels:
 
 versions: $(BIN)/python
 	$(BIN)/python .ci/versions.py $(PAIRS)
+
+# A warning, such as a missing link or anchor, is an error.
+docs: $(VENV)/.installed-dev
+	$(BIN)/mkdocs build --strict
 
 # Without the cache, because ruff does not check a file again when a new folder changes one of its imports to first-party.
 lint: $(VENV)/.installed-dev
