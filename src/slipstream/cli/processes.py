@@ -91,8 +91,8 @@ def _launch_config(count: int, max_restarts: int) -> LaunchConfig:
 
     if (nodes := _machines(os.environ)) is not None:
         return LaunchConfig(
-            min_nodes=nodes.count,
-            max_nodes=nodes.count,
+            min_nodes=nodes.total,
+            max_nodes=nodes.total,
             nproc_per_node=count,
             max_restarts=max_restarts,
             run_id="slipstream",
@@ -113,7 +113,7 @@ def _launch_config(count: int, max_restarts: int) -> LaunchConfig:
 
 
 class _Machines(NamedTuple):
-    count: int
+    total: int
     rank: int
     """Rank of this machine."""
     endpoint: str

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import yaml
+from yaml.representer import BaseRepresenter
 
 from slipstream.cli.configure import command_args, configure
 from slipstream.cli.submit_checks import check_secrets
@@ -232,7 +233,7 @@ def _checked(pattern: re.Pattern[str], value: str, flag: str) -> str:
     return value
 
 
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+def _represent_text(dumper: BaseRepresenter, text: str) -> yaml.Node:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 

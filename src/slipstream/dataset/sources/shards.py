@@ -127,7 +127,7 @@ class TarShards:
 
     def extension(self, index: int, field: str) -> str:
         """Return the extension of a file in lower case."""
-        return self._extensions[self._parts[index, self._position(field), 0]]
+        return self._extensions[int(self._parts[index, self._position(field), 0])]
 
     def read(self, index: int, field: str) -> bytes:
         """Return the contents of a file.
