@@ -223,12 +223,95 @@ def test_fast_run_has_few_steps_one_validation_and_no_checkpoints(tmp_path, cfg,
     assert not list(tmp_path.rglob("*.pth"))
 
 
+class OwnLoader(DataLoader):
+    pass
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(zip(*data().tensors, strict=True))
 
     def __len__(self):
         return 40
+
+
+class Endless(IterableDataset):
+    """Repeats the samples without an end."""
+
+    def __iter__(self):
+        while True:
+            yield from zip(*data().tensors, strict=True)
+
+
+@pytest.mark.parametrize(
+    "make", [Stream, Endless, lambda: DataLoader(Stream(), 8), lambda: DataLoader(Endless(), 8)]
+)
+@pytest.mark.parametrize("workers", [0, dict(num_workers=1), dict(num_workers=1, persistent_workers=True)])
+def test_limit_of_an_iterable_dataset_ends_each_epoch(tmp_path, make, workers):
+    source = make()
+    if isinstance(source, DataLoader):
+        train = DataLoader(source.dataset, 8, **(workers or {}))
+    else:
+        train = dict(dataset=source, batch_size=8, **(workers or {}))
+    runner = Runner(
+        **arguments(
+            tmp_path,
+            train_dataloader=train,
+            train_cfg=dict(by_epoch=True, max_epochs=2),
+            limit_train_batches=3,
+        )
+    )
+    runner.train()
+    assert (runner.epoch, runner.iter) == (2, 6)
+    assert_close(runner.model, by_hand([*slices(3), *slices(3)]))
+
+
+def test_limited_epoch_ends_with_a_shorter_stream(tmp_path):
+    runner = Runner(
+        **arguments(
+            tmp_path,
+            train_dataloader=DataLoader(Stream(), 8),
+            train_cfg=dict(by_epoch=True, max_epochs=2),
+            limit_train_batches=9,
+        )
+    )
+    runner.train()
+    assert runner.iter == 10
+
+
+def test_fast_dev_run_takes_one_batch_from_endless_datasets(tmp_path):
+    runner = Runner(
+        **arguments(
+            tmp_path,
+            train_dataloader=DataLoader(Endless(), 8),
+            train_cfg=dict(by_epoch=True, max_epochs=50),
+            val_dataloader=DataLoader(Endless(), 8),
+            val_cfg={},
+            val_evaluator="loss",
+            fast_dev_run=True,
+        )
+    )
+    runner.train()
+    assert runner.iter == 1
+    model = by_hand(slices(1))
+    (inputs, targets) = slices(1)[0]
+    expected = F.cross_entropy(model(inputs), targets).item()
+    assert runner.message_hub.get_scalar("val/loss").current() == pytest.approx(expected, rel=1e-9)
+
+
+def test_limited_run_resumes_within_the_epoch_of_a_stream(tmp_path):
+    def runner(epochs, **changes):
+        cfg = dict(
+            train_dataloader=DataLoader(Endless(), 8), train_cfg=dict(by_epoch=True, max_epochs=epochs)
+        )
+        hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False))
+        return Runner(**arguments(tmp_path, **cfg, default_hooks=hooks, limit_train_batches=3, **changes))
+
+    runner(1).train()
+    resumed = runner(2, resume=str(tmp_path / "iter_2.pth"))
+    resumed.train()
+    assert resumed.iter == 6
+    assert_close(resumed.model, by_hand([*slices(3), *slices(3)]))
 
 
 @pytest.mark.parametrize(
@@ -243,8 +326,12 @@ class Stream(IterableDataset):
         (dict(fast_dev_run=True, resume=True), "fast_dev_run: cannot be combined with resume"),
         (dict(fast_dev_run=-1), "fast_dev_run"),
         (
-            dict(limit_train_batches=2, train_dataloader=DataLoader(Stream(), 8)),
-            "^limit_train_batches: does not support the loader in train_dataloader",
+            dict(overfit_batches=2, train_dataloader=DataLoader(Stream(), 8)),
+            "^overfit_batches: does not support the loader in train_dataloader, whose dataset is iterable",
+        ),
+        (
+            dict(limit_train_batches=2, train_dataloader=OwnLoader(Stream(), 8)),
+            "^limit_train_batches: does not support the loader in train_dataloader, a OwnLoader without",
         ),
     ],
 )

@@ -220,22 +220,49 @@ def _add_checkpoint(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def _add_submit(commands: _Commands) -> None:
-    parser = commands.add_parser("submit", help="train on a Slurm cluster")
+    parser = commands.add_parser("submit", help="train on a cluster (docs/distributed.md)")
     _add_run(parser)
+    parser.add_argument("--to", default="slurm", choices=("slurm", "kubernetes"), metavar="CLUSTER",
+                        help="slurm (default) or kubernetes")  # fmt: skip
     parser.add_argument("--nodes", type=_count, default=1, metavar="N", help="number of nodes (default: 1)")
     tasks = parser.add_mutually_exclusive_group()
-    tasks.add_argument("--gpus-per-node", type=_gpus, metavar="[TYPE:]N", help="start one process per GPU")
+    tasks.add_argument("--gpus-per-node", type=_gpus, metavar="[TYPE:]N",
+                       help="one process per GPU; in Kubernetes, TYPE is a resource (amd.com/gpu)")  # fmt: skip
     tasks.add_argument("--tasks-per-node", type=_count, default=1, metavar="N",
                        help="processes per node, without GPUs (default: 1)")  # fmt: skip
     parser.add_argument("--cpus-per-task", type=_count, metavar="N", help="cores per process")
-    for option in ("partition", "account", "qos", "job-name", "mem"):
-        parser.add_argument(f"--{option}", type=_one_line, help=f"sbatch's --{option}")
-    parser.add_argument("--time", type=_slurm_time, help="time limit: minutes, H:MM:SS or D-HH:MM:SS")
-    parser.add_argument("--requeue", action="store_true",
-                        help="requeue and resume the job on preemption or at its time limit")  # fmt: skip
-    parser.add_argument("--sbatch", type=_one_line, action="append", default=[], metavar="OPTION",
-                        help="any other sbatch option, such as --sbatch=--constraint=a100; repeatable")  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="print the batch script without submitting it")
+    parser.add_argument(
+        "--mem", type=_one_line, help="memory per node: sbatch's --mem, or a quantity such as 64Gi"
+    )
+    parser.add_argument("--job-name", type=_one_line, metavar="NAME", help="default: the recipe's name")
+    slurm = parser.add_argument_group("Slurm")
+    for option in ("partition", "account", "qos"):
+        slurm.add_argument(f"--{option}", type=_one_line, help=f"sbatch's --{option}")
+    slurm.add_argument("--time", type=_slurm_time, help="time limit: minutes, H:MM:SS or D-HH:MM:SS")
+    slurm.add_argument("--requeue", action="store_true",
+                       help="requeue and resume the job on preemption or at its time limit")  # fmt: skip
+    slurm.add_argument("--sbatch", type=_one_line, action="append", default=[], metavar="OPTION",
+                       help="any other sbatch option, such as --sbatch=--constraint=a100; repeatable")  # fmt: skip
+    slurm.add_argument("--dry-run", action="store_true", help="print the batch script without submitting it")
+    _add_kubernetes(parser.add_argument_group("Kubernetes"))
+
+
+def _add_kubernetes(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--image", type=_one_line, help="container image with Python and Slipstream")
+    group.add_argument("--volume", type=_one_line, action="append", default=[], metavar="CLAIM:PATH",
+                       help="PersistentVolumeClaim to mount; repeatable. The first has the work_dir")  # fmt: skip
+    group.add_argument("--env", type=_equation, action="append", default=[], metavar="NAME=VALUE",
+                       help="environment variable; repeatable")  # fmt: skip
+    group.add_argument("--secret", type=_one_line, action="append", default=[], metavar="NAME",
+                       help="Secret whose keys become environment variables; repeatable")  # fmt: skip
+    group.add_argument(
+        "--namespace", type=_one_line, help="default: the namespace in which you create the job"
+    )
+    group.add_argument("--shm-size", type=_one_line, metavar="SIZE",
+                       help="limit of /dev/shm, such as 16Gi (default: the pod's memory)")  # fmt: skip
+    group.add_argument("--grace-period", type=_count, metavar="SECONDS",
+                       help="time to save the state before an evicted pod is killed (default: 120)")  # fmt: skip
+    group.add_argument("--out", metavar="FILE", help="write the manifest to this file instead of printing it")
 
 
 def _add_plan_scale(commands: _Commands) -> None:
@@ -491,7 +518,7 @@ def _seconds(text: str) -> float:
 
 
 def _gpus(text: str) -> str:
-    if not re.fullmatch(r"([\w.-]+:)?0*[1-9]\d*", text, re.ASCII):
+    if not re.fullmatch(r"([\w./-]+:)?0*[1-9]\d*", text, re.ASCII):
         raise argparse.ArgumentTypeError(
             f"'{text}' is not a number of GPUs; use 8 or a100:8, or --tasks-per-node without GPUs"
         )

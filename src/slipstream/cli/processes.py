@@ -11,11 +11,11 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slipstream.cli.configure import command_args
 from slipstream.cores import cores
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, DistributedError
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -52,6 +52,9 @@ def needs_launch(args: argparse.Namespace) -> bool:
 def launch(args: argparse.Namespace, work_dir: str) -> int:
     """Run the command in `args.nproc` processes. Return the exit status of the first one that failed, or 0.
 
+    If torchrun's variable PET_NNODES is above 1, the same command must run on PET_NNODES machines with different
+    PET_NODE_RANK; rank 0 runs on the machine PET_MASTER_ADDR, which has PET_NODE_RANK=0.
+
     The processes inherit stdout and stderr. All of them receive Ctrl-C and SIGTERM, and a failure of one process
     terminates the others.
     """
@@ -86,6 +89,17 @@ def launch(args: argparse.Namespace, work_dir: str) -> int:
 def _launch_config(count: int, max_restarts: int) -> LaunchConfig:
     from torch.distributed.launcher.api import LaunchConfig
 
+    if (nodes := _machines(os.environ)) is not None:
+        return LaunchConfig(
+            min_nodes=nodes.total,
+            max_nodes=nodes.total,
+            nproc_per_node=count,
+            max_restarts=max_restarts,
+            run_id="slipstream",
+            rdzv_backend="static",
+            rdzv_endpoint=nodes.endpoint,
+            rdzv_configs={"rank": nodes.rank},
+        )
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -96,6 +110,29 @@ def _launch_config(count: int, max_restarts: int) -> LaunchConfig:
         rdzv_endpoint="127.0.0.1:0",  # a free port
         local_addr="127.0.0.1",  # does not depend on host name resolution
     )
+
+
+class _Machines(NamedTuple):
+    total: int
+    rank: int
+    """Rank of this machine."""
+    endpoint: str
+    """HOST:PORT at which the launcher of the first machine listens."""
+
+
+def _machines(environ: Mapping[str, str]) -> _Machines | None:
+    """Return the machines of the job from torchrun's variables, or None if this is the only machine."""
+    if environ.get("PET_NNODES", "1") == "1":
+        return None
+    from slipstream.dist.placement import DEFAULT_PORT, number, text
+
+    count, rank = (number(environ, name, "pytorch") for name in ("PET_NNODES", "PET_NODE_RANK"))
+    if rank >= count:
+        raise DistributedError(
+            f"PET_NODE_RANK={rank} must be less than PET_NNODES={count}; the ranks of machines start at 0"
+        )
+    port = number(environ, "PET_MASTER_PORT", "pytorch") if environ.get("PET_MASTER_PORT") else DEFAULT_PORT
+    return _Machines(count, rank, f"{text(environ, 'PET_MASTER_ADDR', 'pytorch')}:{port}")
 
 
 @contextmanager

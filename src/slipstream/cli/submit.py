@@ -1,4 +1,4 @@
-"""`slipstream submit`: train on a Slurm cluster with a readable, reusable batch script."""
+"""`slipstream submit`: train on a cluster. This file writes and submits Slurm's batch script."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from slipstream.cli.configure import command_args, configure
+from slipstream.cli.submit_checks import check_options, check_secrets
 from slipstream.errors import ConfigError, DistributedError
-from slipstream.redaction import is_secret_name
 
 __all__ = ["batch_file", "run"]
 
@@ -18,6 +18,16 @@ _FILE = "submit.sbatch"
 
 
 def run(args: argparse.Namespace) -> int:
+    """Submit a job to Slurm, or write the manifest of a job for Kubernetes."""
+    check_options(args)
+    if args.to == "kubernetes":
+        from slipstream.cli.submit_kubernetes import run as write_manifest
+
+        return write_manifest(args)
+    return _submit_to_slurm(args)
+
+
+def _submit_to_slurm(args: argparse.Namespace) -> int:
     """Write the batch script to the work_dir, submit it with sbatch, and print the job id."""
     cfg = configure(args)
     work_dir = Path(cfg.work_dir).absolute()
@@ -41,14 +51,7 @@ def batch_file(args: argparse.Namespace, work_dir: Path) -> str:
             raise ConfigError(
                 f"folder names in a batch script must not contain line breaks or control characters: {str(path)!r}"
             )
-    for word in args.overrides:
-        key, _, value = word.partition("=")
-        if is_secret_name(key.rpartition(".")[2]) and value and "{{" not in value and "${" not in value:
-            raise ConfigError(
-                "the batch script would contain this secret; write {{ $NAME }} in the configuration, and set the "
-                "environment variable NAME before you submit",
-                key,
-            )
+    check_secrets(args.overrides, "batch script")
     argv = command_args(args, command="train", work_dir=str(work_dir), launcher="slurm", resume=True)
     srun = ["srun", "--kill-on-bad-exit=1"]
     if args.cpus_per_task:

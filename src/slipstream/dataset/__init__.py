@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from slipstream.dataset.sources.fashion_mnist import FashionMNIST
     from slipstream.dataset.sources.image_folder import ImageMaskFolder
     from slipstream.dataset.sources.supervisely import SuperviselyPersonsDataset
+    from slipstream.dataset.sources.webdataset import WebDataset, WebSegmentationDataset
     from slipstream.dataset.sources.wrappers import (
         AtLeast,
         ClassBalancedDataset,
@@ -72,6 +73,7 @@ _MODULES = {
     "sources.fashion_mnist": ["FashionMNIST"],
     "sources.image_folder": ["ImageMaskFolder"],
     "sources.supervisely": ["SuperviselyPersonsDataset"],
+    "sources.webdataset": ["WebDataset", "WebSegmentationDataset"],
     "sources.wrappers": ["AtLeast", "ClassBalancedDataset", "ConcatDataset", "RepeatDataset"],
     "transforms.device_transforms": ["apply_device_transforms"],
     "transforms.geometry": [
@@ -138,6 +140,8 @@ __all__ = [
     "SuperviselyPersonsDataset",
     "ToTensor",
     "Transform",
+    "WebDataset",
+    "WebSegmentationDataset",
     "apply_device_transforms",
     "apply_transforms",
     "build_dataloader",

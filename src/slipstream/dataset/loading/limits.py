@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from slipstream.dataset.loading.loader import build_dataloader
+from slipstream.dataset.loading.loader import build_dataloader, limited_stream
 from slipstream.dataset.loading.samplers import EpochBatchSampler
 from slipstream.errors import ConfigError
 
@@ -26,7 +26,7 @@ def limit_batches(
         repeat: whether every epoch uses the batches of the first epoch, with the same augmentation.
 
     Raises:
-        ConfigError: the loader has neither a batch sampler nor a list of batches.
+        ConfigError: `repeat` is set for an iterable dataset, or the loader cannot be limited.
     """
     batches, dataset = loader.batch_sampler, _dataset(loader)
     if isinstance(batches, EpochBatchSampler):
@@ -35,9 +35,18 @@ def limit_batches(
         return loader
     if batches is None and isinstance(dataset, list):
         return build_dataloader(dataset[:count], 0, name, training=False)
+    if isinstance(dataset, IterableDataset):
+        if repeat:
+            raise ConfigError(
+                f"does not support the loader in {name}, whose dataset is iterable and may yield other samples in each "
+                f"epoch; pass a list of batches as {name}",
+                option,
+            )
+        if (limited := limited_stream(loader, count)) is not None:
+            return limited
     raise ConfigError(
-        f"does not support the loader in {name}, which has no batch sampler (its dataset is iterable); limit the "
-        "dataset itself",
+        f"does not support the loader in {name}, a {type(loader).__name__} without a batch sampler; limit the dataset "
+        "itself",
         option,
     )
 

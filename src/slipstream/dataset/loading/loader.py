@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
+from itertools import islice
 from multiprocessing.context import BaseContext
 from typing import Annotated, Any, Literal
 
@@ -29,7 +30,7 @@ from slipstream.dataset.loading.samplers import (
     check_not_empty,
 )
 from slipstream.dataset.loading.samples import SeededDataset
-from slipstream.dataset.loading.waiting import STALL_WARNING
+from slipstream.dataset.loading.waiting import STALL_WARNING, stop_workers
 from slipstream.dataset.loading.worker_init import worker_init
 from slipstream.dataset.loading.workers import check_workers, with_workers
 from slipstream.dist import get_world_size
@@ -43,6 +44,7 @@ __all__ = [
     "can_start_inside_batch",
     "is_infinite",
     "length",
+    "limited_stream",
     "samples_per_epoch",
     "set_epoch",
 ]
@@ -182,6 +184,43 @@ class RunLoader(DataLoader[Any]):
 
     stall_warning: float = STALL_WARNING
     """Seconds without a batch after which a run logs a warning; 0 for no warning."""
+    limit: int | None = None
+    """Maximum number of batches per pass over an iterable dataset. An `EpochBatchSampler` has its own limit."""
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        return batches if self.limit is None else _first(batches, self.limit)
+
+    def __len__(self) -> int:
+        count = super().__len__()
+        return count if self.limit is None else min(count, self.limit)
+
+
+def _first(batches: Iterator[Any], count: int) -> Iterator[Any]:
+    """Yield at most `count` batches, and stop the workers that would draw more, unless they are persistent."""
+    try:
+        yield from islice(batches, count)
+    finally:
+        if not getattr(batches, "_persistent_workers", False):
+            stop_workers(batches)
+
+
+def limited_stream(loader: DataLoader[Any], count: int) -> DataLoader[Any] | None:
+    """Return a loader of at most `count` batches per pass, or None for a subclass of `DataLoader`, which may differ.
+
+    Args:
+        loader: a loader of an iterable dataset.
+        count: the number of batches.
+    """
+    if isinstance(loader, RunLoader):
+        limited = loader  # built by `build_dataloader` for this run
+    elif type(loader) is DataLoader:
+        options = {**_copied_options(loader), "batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        limited = RunLoader(loader.dataset, generator=loader.generator, **options)
+    else:
+        return None
+    limited.limit = count if limited.limit is None else min(count, limited.limit)
+    return limited
 
 
 class TensorBatches(Dataset[Any]):
@@ -436,17 +475,7 @@ def _wrap_loader(loader: DataLoader[Any], seed: int, training: bool, limit: int 
     batches = loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset) or batches is None:
         return loader
-    options = {
-        "num_workers": loader.num_workers,
-        "collate_fn": loader.collate_fn,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "persistent_workers": loader.persistent_workers,
-        "prefetch_factor": loader.prefetch_factor,
-        "in_order": loader.in_order,
-    }
+    options = _copied_options(loader)
     if isinstance(batches, EpochBatchSampler):  # built by `build_dataloader`
         if limit is None:
             return loader
@@ -457,3 +486,18 @@ def _wrap_loader(loader: DataLoader[Any], seed: int, training: bool, limit: int 
     if get_world_size() > 1:
         batches = _sharded(batches, loader.dataset, seed, training)
     return _loader(loader.dataset, batches, seed, {**options, "num_batch_per_epoch": limit})
+
+
+def _copied_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments of `DataLoader`, except the dataset and those that select the samples."""
+    return {
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "persistent_workers": loader.persistent_workers,
+        "prefetch_factor": loader.prefetch_factor,
+        "in_order": loader.in_order,
+    }

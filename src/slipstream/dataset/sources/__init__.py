@@ -7,9 +7,11 @@ from slipstream.dataset.sources import (
     fashion_mnist,
     image_folder,
     supervisely,
+    webdataset,
     wrappers,
 )
 
 __all__ = [
-    "cifar", "cityscapes", "class_folder", "fashion_mnist", "image_folder", "supervisely", "wrappers",
+    "cifar", "cityscapes", "class_folder", "fashion_mnist", "image_folder", "supervisely", "webdataset",
+    "wrappers",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from slipstream.dataset.transforms.pipeline import Transform, apply_transforms, 
 from slipstream.errors import ConfigError
 from slipstream.registry import TRANSFORMS
 
-__all__ = ["Sample", "SegmentationDataset", "Transform", "default_palette"]
+__all__ = ["Sample", "SegmentationDataset", "Transform", "default_palette", "segmentation_metainfo"]
 
 
 class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
@@ -111,3 +111,26 @@ def default_palette(count: int) -> list[list[int]]:
         [sum((i >> bit & 1) << shift for bit, shift in shifts if bit % 3 == channel) for channel in range(3)]
         for i in range(count)
     ]
+
+
+def segmentation_metainfo(
+    classes: Sequence[str], palette: Sequence[Sequence[int]] | None, ignore_index: int | None
+) -> dict[str, Any]:
+    """Return the `metainfo` of a segmentation dataset.
+
+    Raises:
+        ConfigError: `palette` or `ignore_index` does not match the classes.
+    """
+    if isinstance(classes, str) or not 0 < len(classes) <= 256:
+        raise ConfigError(f"classes must be a list of 1 to 256 names, got {classes!r}")
+    if ignore_index is not None and not 0 <= ignore_index <= 255:
+        raise ConfigError(f"ignore_index must be 0 to 255 (masks are uint8) or None, got {ignore_index}")
+    if palette is None:
+        palette = default_palette(len(classes))
+    if len(palette) != len(classes):
+        raise ConfigError(f"palette has {len(palette)} colors for {len(classes)} classes; pass one per class")
+    return {
+        "classes": tuple(classes),
+        "palette": [list(color) for color in palette],
+        "ignore_index": ignore_index,
+    }

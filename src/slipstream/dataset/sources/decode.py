@@ -1,14 +1,16 @@
-"""Decoding of image and mask files."""
+"""Decoding of image and mask files, and of images in memory."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import io
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from PIL import Image
     from PIL.ImageFile import ImageFile
 
-__all__ = ["MAX_PIXELS", "check_readable", "open_image", "read_image", "read_mask"]
+__all__ = ["MAX_PIXELS", "ImageBytes", "check_readable", "open_image", "read_image", "read_mask"]
 
 MAX_PIXELS = 178_956_970
 """Default maximum number of pixels in a file, the same as Pillow's. Even a small file can describe a huge image."""
@@ -42,7 +44,22 @@ _METADATA = (
 )  # PNG text chunks that may contain an orientation
 
 
-def read_image(path: Path, max_pixels: int | None = MAX_PIXELS) -> NDArray[np.uint8]:
+@dataclass(frozen=True)
+class ImageBytes:
+    """An encoded image in memory, with its name for error messages."""
+
+    name: str
+    data: bytes
+
+    def open(self, mode: str = "rb") -> BinaryIO:
+        """Return the contents as a file."""
+        return io.BytesIO(self.data)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def read_image(path: Path | ImageBytes, max_pixels: int | None = MAX_PIXELS) -> NDArray[np.uint8]:
     """Return an image as uint8 (H, W, 3) RGB, in the orientation in which it is displayed (EXIF).
 
     Plain PNGs (8 bits per channel, no transparency, no animation, no orientation) are decoded with pywuffs if it is
@@ -63,7 +80,7 @@ def read_image(path: Path, max_pixels: int | None = MAX_PIXELS) -> NDArray[np.ui
     return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
 
 
-def read_mask(path: Path, max_pixels: int | None = MAX_PIXELS) -> NDArray[np.uint8]:
+def read_mask(path: Path | ImageBytes, max_pixels: int | None = MAX_PIXELS) -> NDArray[np.uint8]:
     """Return the values of an 8-bit file with one channel (grayscale or palette) as uint8 (H, W).
 
     The file is decoded and oriented as in `read_image`.
@@ -96,7 +113,7 @@ def check_readable(path: Path, max_pixels: int | None = MAX_PIXELS) -> None:
 
 
 @contextmanager
-def open_image(path: Path, max_pixels: int | None = MAX_PIXELS) -> Iterator[ImageFile]:
+def open_image(path: Path | ImageBytes, max_pixels: int | None = MAX_PIXELS) -> Iterator[ImageFile]:
     """Open an image with Pillow, which reads its pixels later.
 
     If `max_pixels` exceeds Pillow's own limit, Pillow's limit is raised for the process.
@@ -111,7 +128,7 @@ def open_image(path: Path, max_pixels: int | None = MAX_PIXELS) -> Iterator[Imag
         Image.MAX_IMAGE_PIXELS = max_pixels
     remedy = "resize it, or raise max_pixels if you trust the file"
     try:
-        with Image.open(path) as image:
+        with Image.open(path if isinstance(path, Path) else path.open()) as image:
             if max_pixels is not None and image.width * image.height > max_pixels:
                 raise DataError(
                     f"'{path}' has {image.width} x {image.height} pixels, more than max_pixels={max_pixels:,}; {remedy}"
@@ -121,7 +138,7 @@ def open_image(path: Path, max_pixels: int | None = MAX_PIXELS) -> Iterator[Imag
         raise DataError(f"cannot read '{path}': {error}; {remedy}") from error
 
 
-def _plain_png(path: Path, max_pixels: int | None, *kinds: int) -> NDArray[np.uint8] | None:
+def _plain_png(path: Path | ImageBytes, max_pixels: int | None, *kinds: int) -> NDArray[np.uint8] | None:
     """Return the pixels of a plain PNG with one of these color types, uint8 (H, W, 1 or 3), or None for other files.
 
     The result is also None if pywuffs is not installed or finds an error; Pillow then decodes the file or
@@ -197,7 +214,7 @@ def _is_scaled(codecs: Sequence[tuple[Any, ...]]) -> bool:
     )
 
 
-def _by_pillow(path: Path, max_pixels: int | None) -> tuple[Image.Image, list[tuple[Any, ...]]]:
+def _by_pillow(path: Path | ImageBytes, max_pixels: int | None) -> tuple[Image.Image, list[tuple[Any, ...]]]:
     """Return the loaded, oriented image, and the Pillow codecs that decoded it, with their arguments."""
     try:
         with open_image(path, max_pixels) as image:

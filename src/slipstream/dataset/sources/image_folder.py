@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.dataset.sources.base import Transform, default_palette
+from slipstream.dataset.sources.base import Transform, segmentation_metainfo
 from slipstream.dataset.sources.decode import MAX_PIXELS
 from slipstream.dataset.sources.image_pairs import (
     ImageMaskPairs,
@@ -72,7 +72,7 @@ class ImageMaskFolder(ImageMaskPairs):
         skip_corrupt: bool = False,
         max_pixels: int | None = MAX_PIXELS,
     ) -> None:
-        metainfo = _metainfo(classes, palette, ignore_index)
+        metainfo = segmentation_metainfo(classes, palette, ignore_index)
         table = _label_table(label_map or {}, len(classes), ignore_index)
         image_root, mask_root = Path(data_root) / images, Path(data_root) / masks
         try:
@@ -95,24 +95,6 @@ class ImageMaskFolder(ImageMaskPairs):
     def mask_ids(self, path: Path) -> MaskIds:
         """Return the mapping from pixel values to class ids, which is the same for all mask files."""
         return self._mask_ids
-
-
-def _metainfo(
-    classes: Sequence[str], palette: Sequence[Sequence[int]] | None, ignore_index: int | None
-) -> dict[str, Any]:
-    if isinstance(classes, str) or not 0 < len(classes) <= 256:
-        raise ConfigError(f"classes must be a list of 1 to 256 names, got {classes!r}")
-    if ignore_index is not None and not 0 <= ignore_index <= 255:
-        raise ConfigError(f"ignore_index must be 0 to 255 (masks are uint8) or None, got {ignore_index}")
-    if palette is None:
-        palette = default_palette(len(classes))
-    if len(palette) != len(classes):
-        raise ConfigError(f"palette has {len(palette)} colors for {len(classes)} classes; pass one per class")
-    return {
-        "classes": tuple(classes),
-        "palette": [list(color) for color in palette],
-        "ignore_index": ignore_index,
-    }
 
 
 def _label_table(

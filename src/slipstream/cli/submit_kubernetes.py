@@ -1,0 +1,246 @@
+"""`slipstream submit --to kubernetes`: write a PyTorchJob for the Kubeflow Training Operator."""
+
+from __future__ import annotations
+
+import argparse
+import posixpath
+import re
+import shlex
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import yaml
+from yaml.representer import BaseRepresenter
+
+from slipstream.cli.configure import command_args, configure
+from slipstream.cli.submit_checks import check_secrets
+from slipstream.errors import ConfigError
+from slipstream.files import write_text
+from slipstream.preemption import EXIT_STATUS
+from slipstream.redaction import is_secret_name
+
+__all__ = ["manifest", "run"]
+
+_GRACE_PERIOD = 120
+_ENDING = 10
+"""Seconds of the grace period for the launcher to end after the training processes have ended."""
+
+_LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTPE]i|[kMGTPE])?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_MAX_NAME, _MAX_POD = 253, 63
+
+
+class _Volume(NamedTuple):
+    claim: str
+    path: str
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the manifest to `--out`, or print it. Nothing is created in the cluster."""
+    cfg = configure(args)
+    text = manifest(args, cfg.work_dir)
+    if args.out is None:
+        print(text, end="")
+        return 0
+    out = Path(args.out)
+    write_text(out, text)
+    print(f"Wrote {out}. Create the job: kubectl create -f {shlex.quote(str(out))}")
+    return 0
+
+
+def manifest(args: argparse.Namespace, work_dir: str) -> str:
+    """Return the manifest as YAML. A relative `work_dir` is below the path of the first volume.
+
+    Raises:
+        ConfigError: an option is missing, or its value is not valid in Kubernetes.
+    """
+    check_secrets(args.overrides, "manifest")
+    volumes = [_volume(word) for word in args.volume]
+    argv = command_args(args, command="train", work_dir=_in_volume(work_dir, volumes), resume=True)
+    pod = {"spec": _pod(args, volumes, [*argv, f"--nproc={_tasks(args)}"])}
+    replicas = {"Master": 1, "Worker": args.nodes - 1}
+    metadata = {"name": _job_name(args)}
+    if args.namespace:
+        metadata["namespace"] = _checked(_NAME, args.namespace, "--namespace")
+    job = {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": metadata,
+        "spec": {
+            "nprocPerNode": str(_tasks(args)),
+            "pytorchReplicaSpecs": {
+                # With ExitCode, the operator replaces a pod whose exit status is at least 128.
+                kind: {"replicas": count, "restartPolicy": "ExitCode", "template": pod}
+                for kind, count in replicas.items()
+                if count
+            },
+        },
+    }
+    return _HEADER + yaml.dump(job, Dumper=_Dumper, sort_keys=False, width=10_000)
+
+
+_HEADER = """\
+# Written by `slipstream submit --to kubernetes` for the Kubeflow Training Operator.
+# A restarted pod resumes from the last checkpoint in its --work-dir, or starts from scratch if there is none.
+"""
+
+_SCRIPT = """\
+# On SIGTERM, the training processes save their state, and each pod of the job exits with status {saved}. The operator
+# restarts a pod whose status is 128 or above, so this script changes {saved} to 143. Other errors end the job.
+run= stopped=
+trap 'stopped=1; if [ "$run" ]; then kill -TERM "$run"; fi' TERM
+{command} &
+run=$!
+if [ "$stopped" ]; then kill -TERM "$run"; fi
+status=0
+wait "$run" || status=$?
+if [ "$stopped" ]; then # the signal interrupted `wait`, but not the training processes
+  status=0
+  wait "$run" || status=$?
+  if [ "$status" -gt 128 ]; then exit 143; fi # the processes ended before they could save their state
+fi
+if [ "$status" -eq {saved} ]; then exit 143; fi
+if [ "$status" -ge 128 ]; then exit 1; fi
+exit "$status"
+"""
+
+
+def _pod(args: argparse.Namespace, volumes: list[_Volume], argv: list[str]) -> dict[str, Any]:
+    grace: int = args.grace_period or _GRACE_PERIOD
+    script = _SCRIPT.format(saved=EXIT_STATUS, command=shlex.join(["python", "-m", "slipstream", *argv]))
+    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, grace - _ENDING)), **_environ(args)}
+    container: dict[str, Any] = {
+        "name": "pytorch",  # the operator requires this name
+        "image": _required(args.image, "--image"),
+        "command": ["/bin/sh", "-c", _escaped(script)],
+        "env": [{"name": name, "value": value} for name, value in variables.items()],
+    }
+    if args.secret:
+        names = [_checked(_NAME, name, "--secret") for name in args.secret]
+        container["envFrom"] = [{"secretRef": {"name": name}} for name in names]
+    if limits := _limits(args):
+        container["resources"] = {"limits": limits}
+    container["volumeMounts"] = [
+        *({"name": f"volume-{i}", "mountPath": volume.path} for i, volume in enumerate(volumes)),
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    # Data loader workers pass batches through shared memory, of which a container has only 64 MiB by default.
+    shm = {"medium": "Memory"}
+    if args.shm_size:
+        shm["sizeLimit"] = _checked(_QUANTITY, args.shm_size, "--shm-size")
+    return {
+        "terminationGracePeriodSeconds": grace,
+        "containers": [container],
+        "volumes": [
+            *(
+                {"name": f"volume-{i}", "persistentVolumeClaim": {"claimName": volume.claim}}
+                for i, volume in enumerate(volumes)
+            ),
+            {"name": "shm", "emptyDir": shm},
+        ],
+    }
+
+
+def _escaped(script: str) -> str:
+    """Return the script such that Kubernetes, which replaces `$(NAME)` and `$$` in commands, leaves it unchanged."""
+    return re.sub(r"\$(?=[$(])", "$$", script)
+
+
+def _tasks(args: argparse.Namespace) -> int:
+    return int(args.gpus_per_node.rpartition(":")[2] if args.gpus_per_node else args.tasks_per_node)
+
+
+def _limits(args: argparse.Namespace) -> dict[str, str]:
+    limits = {}
+    if args.gpus_per_node:
+        kind, _, _ = args.gpus_per_node.rpartition(":")
+        if kind and "/" not in kind:
+            raise ConfigError(
+                f"`--gpus-per-node`: '{kind}' is not the name of a Kubernetes resource, such as nvidia.com/gpu; select "
+                "a type of GPU with a nodeSelector in the manifest"
+            )
+        limits[kind or "nvidia.com/gpu"] = str(_tasks(args))
+    if args.cpus_per_task:
+        limits["cpu"] = str(args.cpus_per_task * _tasks(args))
+    if args.mem:
+        limits["memory"] = _checked(_QUANTITY, args.mem, "--mem")
+    return limits
+
+
+def _environ(args: argparse.Namespace) -> dict[str, str]:
+    variables = dict(args.env)
+    for name, value in variables.items():
+        _checked(_VARIABLE, name, "--env")
+        if value and is_secret_name(name):
+            raise ConfigError(
+                f"`--env`: the manifest would contain the secret {name}; create a Secret in the cluster that contains "
+                "it, and pass the name of the Secret with --secret"
+            )
+    return variables
+
+
+def _volume(word: str) -> _Volume:
+    claim, _, path = word.partition(":")
+    _checked(_NAME, claim, "--volume")
+    if not path.startswith("/") or posixpath.normpath(path) != path or path == "/":
+        raise ConfigError(f"`--volume`: '{word}' is not CLAIM:PATH with an absolute path, such as runs:/runs")
+    return _Volume(claim, path)
+
+
+def _in_volume(work_dir: str, volumes: list[_Volume]) -> str:
+    """Return the absolute work_dir in the pods. It is in a volume, because the files of a pod are deleted with it."""
+    if not volumes:
+        raise ConfigError(
+            "the work_dir must be in a volume, so that a restarted pod can resume; add --volume CLAIM:PATH, the name "
+            "of a PersistentVolumeClaim and the path at which to mount it"
+        )
+    path = posixpath.normpath(PurePosixPath(volumes[0].path) / work_dir)
+    if not any(PurePosixPath(path).is_relative_to(volume.path) for volume in volumes):
+        raise ConfigError(
+            f"'{path}' is in none of the volumes ({', '.join(volume.path for volume in volumes)}); choose a folder in "
+            "one of them, or mount another volume with --volume CLAIM:PATH",
+            "work_dir",
+        )
+    return path
+
+
+def _job_name(args: argparse.Namespace) -> str:
+    """Return the name of the job. The names of its pods, which end with the index, are at most 63 characters long."""
+    longest = _MAX_POD - len(f"-worker-{args.nodes}")
+    name = args.job_name
+    if not name:
+        name = re.sub(r"[^a-z0-9]+", "-", Path(args.config).stem.lower()).strip("-")
+        name = (name if name[:1].isalpha() else f"train-{name}")[:longest].rstrip("-")
+    if not _LABEL.fullmatch(name) or len(name) > longest:
+        raise ConfigError(
+            f"`--job-name`: '{name}' must have at most {longest} lower case letters, digits and '-', and start with a "
+            "letter"
+        )
+    return str(name)
+
+
+def _required(value: str | None, flag: str) -> str:
+    if not value:
+        raise ConfigError(f"`{flag}` is required by `--to kubernetes`")
+    return value
+
+
+def _checked(pattern: re.Pattern[str], value: str, flag: str) -> str:
+    if len(value) > _MAX_NAME or not pattern.fullmatch(value):
+        raise ConfigError(f"`{flag}`: '{value}' is not valid in Kubernetes; it must match {pattern.pattern}")
+    return value
+
+
+def _represent_text(dumper: BaseRepresenter, text: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text of several lines as a block, and repeated values without anchors."""
+
+    yaml_representers = {**yaml.SafeDumper.yaml_representers, str: _represent_text}  # noqa: RUF012
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True

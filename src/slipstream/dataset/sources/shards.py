@@ -1,0 +1,232 @@
+"""Random access to the samples of WebDataset's tar shards."""
+
+from __future__ import annotations
+
+import glob
+import io
+import itertools
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from slipstream.dataset.sources.decode import ImageBytes, read_image
+from slipstream.dataset.sources.tar_index import ShardIndex, shard_index
+from slipstream.errors import ConfigError, DataError
+
+__all__ = ["MAX_BYTES", "TarShards", "decode_field", "shard_paths"]
+
+MAX_BYTES = 2**28
+"""Default maximum size in bytes of a file in a shard. It is read into memory before it is decoded."""
+_IMAGES = ("bmp", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp")
+_PICKLES = ("pickle", "pkl", "pt", "pth", "pyd")
+_URL = re.compile(r"[a-z0-9]+:", re.IGNORECASE)
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_LISTED = 5
+
+
+def shard_paths(shards: str | Path | Sequence[str | Path]) -> list[Path]:
+    """Return the files of one or several patterns: paths with `*`, or with ranges such as `train-{0000..0146}.tar`.
+
+    Raises:
+        DataError: no file matches a pattern, or a file of a range does not exist.
+        ConfigError: a pattern is a URL.
+    """
+    found: list[Path] = []
+    for pattern in [shards] if isinstance(shards, str | Path) else shards:
+        if _URL.match(str(pattern)) and not Path(pattern).drive:
+            raise ConfigError(
+                f"'{pattern}' is not a local file; download the shards, or mount the storage", "shards"
+            )
+        for path in _expanded(str(pattern)):
+            files = sorted(glob.glob(path)) if glob.has_magic(path) else [path]  # noqa: PTH207  (absolute patterns)
+            if missing := [file for file in files if not Path(file).is_file()]:
+                raise DataError(f"the shard '{missing[0]}' does not exist")
+            if not files:
+                raise DataError(f"no file matches '{path}'")
+            found += map(Path, files)
+    if not found:
+        raise ConfigError("at least one shard is required", "shards")
+    if len(set(found)) < len(found):
+        double = next(path for path in found if found.count(path) > 1)
+        raise ConfigError(f"the shard '{double}' occurs twice; each sample must occur once", "shards")
+    return found
+
+
+def _expanded(pattern: str) -> list[str]:
+    """Return the paths of a pattern with ranges. Numbers are as long as the first one."""
+    pieces = _RANGE.split(pattern)
+    ranges = [
+        [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
+        for first, last in zip(pieces[1::3], pieces[2::3], strict=True)
+    ]
+    return [
+        "".join(itertools.chain.from_iterable(zip(pieces[::3], [*numbers, ""], strict=True)))
+        for numbers in itertools.product(*ranges)
+    ]
+
+
+class TarShards:
+    """The samples of several shards in order, with selected files of each sample.
+
+    Args:
+        paths: the shards.
+        fields: for each name, the extensions of which the first that a sample has is used, such as `"jpg;png"`.
+        index: folder for the positions of the samples; by default, a folder in the user's cache.
+        max_bytes: maximum size of a file.
+
+    Raises:
+        DataError: a shard cannot be read, or a sample lacks a field.
+        ConfigError: a field names an extension of pickled files.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        fields: Mapping[str, str],
+        index: str | Path | None = None,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self.paths, self.max_bytes = list(paths), max_bytes
+        self.fields = {name: _alternatives(name, text) for name, text in fields.items()}
+        if not self.fields:
+            raise ConfigError("at least one field is required", "fields")
+        shards = [shard_index(path, index) for path in self.paths]
+        # Bytes instead of a list of strings, of which each worker process would get its own copy.
+        keys = [os.fsencode(key) for shard in shards for key in shard.keys]
+        self._keys, self._ends = b"".join(keys), np.cumsum([0, *map(len, keys)])
+        self._first = np.cumsum([0, *(len(shard.keys) for shard in shards)])
+        self._extensions = sorted({word for shard in shards for word in shard.extensions})
+        # int64 (samples, fields, 3): the position of the extension, the offset and the size.
+        self._parts = np.concatenate(
+            [self._located(shard, path) for shard, path in zip(shards, self.paths, strict=True)]
+        )
+        if not len(self):
+            raise DataError(f"the shards contain no samples: {', '.join(map(str, self.paths[:_LISTED]))}")
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def key(self, index: int) -> str:
+        """Return the key of a sample."""
+        return os.fsdecode(self._keys[self._ends[index] : self._ends[index + 1]])
+
+    def path(self, index: int) -> Path:
+        """Return the shard of a sample."""
+        return self.paths[int(np.searchsorted(self._first, index, side="right")) - 1]
+
+    def name(self, index: int, field: str) -> str:
+        """Return the shard and the name of a file for messages."""
+        return f"{self.path(index)}:{self.key(index)}.{self.extension(index, field)}"
+
+    def extension(self, index: int, field: str) -> str:
+        """Return the extension of a file in lower case."""
+        return self._extensions[int(self._parts[index, self._position(field), 0])]
+
+    def read(self, index: int, field: str) -> bytes:
+        """Return the contents of a file.
+
+        Raises:
+            DataError: the shard cannot be read, has changed, or the file has more than `max_bytes` bytes.
+        """
+        _, offset, size = map(int, self._parts[index, self._position(field)])
+        if size > self.max_bytes:
+            raise DataError(
+                f"'{self.name(index, field)}' has {size:,} bytes, more than max_bytes={self.max_bytes:,}; raise "
+                "max_bytes if you trust the file"
+            )
+        try:
+            with self.path(index).open("rb", buffering=0) as file:
+                file.seek(offset)
+                data = file.read(size)
+                while len(data) < size and (more := file.read(size - len(data))):
+                    data += more
+        except OSError as error:
+            raise DataError(f"cannot read '{self.path(index)}': {error.strerror or error}") from error
+        if len(data) < size:
+            raise DataError(
+                f"'{self.path(index)}' became shorter after the run started; do not change shards"
+            )
+        return data
+
+    def _position(self, field: str) -> int:
+        return list(self.fields).index(field)
+
+    def _located(self, shard: ShardIndex, path: Path) -> NDArray[np.int64]:
+        """Return the files of each sample of a shard, int64 (samples, fields, 3)."""
+        found = np.full((len(shard.keys), len(self.fields), 3), -1, np.int64)
+        for position, (name, alternatives) in enumerate(self.fields.items()):
+            for extension in reversed([word for word in alternatives if word in shard.extensions]):
+                rows = shard.parts[shard.parts[:, 1] == shard.extensions.index(extension)]
+                found[rows[:, 0], position, 0] = self._extensions.index(extension)
+                found[rows[:, 0], position, 1:] = rows[:, 2:]
+            missing = np.flatnonzero(found[:, position, 0] < 0)
+            if len(missing):
+                raise DataError(
+                    f"{len(missing)} of {len(shard.keys)} samples in '{path}' have no file for '{name}' "
+                    f"({';'.join(alternatives)}); the first is {shard.keys[missing[0]]!r} with the extensions "
+                    f"{', '.join(shard.of(int(missing[0])))}"
+                )
+        return found
+
+
+def _alternatives(name: str, text: str) -> tuple[str, ...]:
+    words = tuple(word.strip().lower().removeprefix(".") for word in text.split(";"))
+    for word in words:
+        if not word:
+            raise ConfigError(f"'{text}' is not a list of extensions, such as 'jpg;png'", f"fields.{name}")
+        if word.rpartition(".")[2] in _PICKLES:
+            raise ConfigError(
+                f"files with the extension '{word}' are pickled, and reading them can execute any code; convert them, "
+                "for example to .npy or .json",
+                f"fields.{name}",
+            )
+    return words
+
+
+def decode_field(name: str, extension: str, data: bytes, max_pixels: int | None) -> Any:
+    """Return the value of a file, which depends on the last part of its extension.
+
+    Images are uint8 (3, H, W) RGB tensors; `cls`, `cls2`, `index` and `inx` are int64 () tensors; `npy` is a tensor;
+    `json`, and `txt`, `text` and `transcript` are the values and the text; other files are bytes. Nothing is unpickled.
+
+    Raises:
+        DataError: the file is not valid.
+    """
+    kind = extension.rpartition(".")[2]
+    if kind in _IMAGES:
+        pixels = read_image(ImageBytes(name, data), max_pixels)
+        return torch.from_numpy(np.array(pixels.transpose(2, 0, 1), order="C"))
+    decode = _DECODERS.get(kind)
+    if decode is None:
+        return data
+    try:
+        return decode(data)
+    except (ValueError, RecursionError, OverflowError, TypeError, EOFError, MemoryError) as error:
+        raise DataError(f"cannot read '{name}': {error}") from error
+
+
+def _number(data: bytes) -> torch.Tensor:
+    return torch.tensor(np.int64(int(data.decode("ascii"))))
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8")
+
+
+def _array(data: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.load(io.BytesIO(data), allow_pickle=False))
+
+
+_DECODERS: Mapping[str, Callable[[bytes], Any]] = {
+    **dict.fromkeys(("cls", "cls2", "index", "inx"), _number),
+    **dict.fromkeys(("txt", "text", "transcript"), _text),
+    "json": json.loads,
+    "npy": _array,
+}

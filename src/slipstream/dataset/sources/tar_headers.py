@@ -1,0 +1,165 @@
+"""The files in a tar archive: names, positions and sizes. The archive may be damaged or malicious.
+
+`tarfile` is not used because it ends at a damaged header without an error, and stops for every header to create an
+object, which takes a minute for a million files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from slipstream.errors import DataError
+
+__all__ = ["TarMember", "tar_members"]
+
+_BLOCK = 512
+_MAX_EXTENDED = 2**20
+"""Maximum size in bytes of an extended header, which only contains the name and attributes of the next file."""
+_FILES = (b"0", b"\0", b"7")
+_LINKS = {b"1": "a hard link", b"2": "a symbolic link"}
+_FOLDER, _LONG_NAME, _ATTRIBUTES = b"5", b"L", b"x"
+_IGNORED = (b"g", b"K")  # attributes of all files, and the target of a link
+_EXTENDED = (_LONG_NAME, _ATTRIBUTES, *_IGNORED)
+
+
+class TarMember(NamedTuple):
+    """A file in an archive."""
+
+    name: str
+    offset: int
+    """Position of the first byte."""
+    size: int
+
+
+class _Header(NamedTuple):
+    name: bytes
+    size: int
+    kind: bytes
+
+
+def tar_members(path: Path) -> Iterator[TarMember]:
+    """Yield the regular files of an uncompressed tar archive (ustar, GNU or pax format) in order.
+
+    Raises:
+        DataError: the archive cannot be read, is compressed, damaged or incomplete, or contains a link, a device or a
+            sparse file.
+    """
+    try:
+        with path.open("rb") as file:
+            yield from _members(file, path, os.fstat(file.fileno()).st_size)
+    except OSError as error:
+        raise DataError(f"cannot read '{path}': {error.strerror or error}") from error
+
+
+def _members(file: BinaryIO, path: Path, end: int) -> Iterator[TarMember]:
+    at, name, size = 0, None, None
+    while True:
+        file.seek(at)
+        header = _parse(file.read(_BLOCK), path, at)
+        if header is None:
+            return
+        length = header.size if size is None or header.kind in _EXTENDED else size
+        start = at + _BLOCK
+        if length > end - start:
+            raise DataError(
+                f"'{path}' is incomplete: {_shown(name or header.name)} has {length:,} bytes, but the file ends after "
+                f"{max(0, end - start):,} of them; copy the file again"
+            )
+        at = start + length + -length % _BLOCK
+        if header.kind in (_LONG_NAME, _ATTRIBUTES):
+            content = _extended(file, path, length)
+            if header.kind == _LONG_NAME:
+                name = content.rstrip(b"\0")
+            else:
+                attributes = _attributes(content, path, start)
+                name = attributes.get(b"path", name)
+                size = _decimal(attributes[b"size"], path, start) if b"size" in attributes else size
+        elif header.kind not in _IGNORED:
+            if header.kind != _FOLDER:
+                own = name or header.name
+                _check_kind(header.kind, own, path)
+                yield TarMember(os.fsdecode(own), start, length)
+            name = size = None
+
+
+def _parse(block: bytes, path: Path, at: int) -> _Header | None:
+    """Return a header, or None for the block of zeros that ends an archive."""
+    if len(block) < _BLOCK:
+        if at == 0:
+            raise DataError(f"'{path}' is not a tar archive: it has fewer than {_BLOCK} bytes")
+        raise DataError(f"'{path}' is incomplete: it has no end-of-archive block; copy the file again")
+    if not any(block):
+        return None
+    expected = _number(block[148:156])
+    if expected != sum(block[:148]) + sum(block[156:]) + 8 * ord(" "):
+        if at == 0:
+            raise DataError(
+                f"'{path}' is not an uncompressed tar archive. Compressed archives cannot be read in random order; "
+                "decompress the file first"
+            )
+        raise DataError(
+            f"'{path}' is damaged: the header at byte {at:,} has a wrong checksum; copy the file again"
+        )
+    size = _number(block[124:136])
+    if size is None or size < 0:
+        raise DataError(f"'{path}' is damaged: the header at byte {at:,} has an invalid size")
+    name = block[:100].partition(b"\0")[0]
+    if block[257:263] == b"ustar\0" and (prefix := block[345:500].partition(b"\0")[0]):
+        name = prefix + b"/" + name
+    return _Header(name, size, block[156:157])
+
+
+def _number(field: bytes) -> int | None:
+    """Return a number of a header: octal digits or, in GNU's format, a binary number. None if it is invalid."""
+    if field[0] in (0x80, 0xFF):
+        return int.from_bytes(field[1:], "big", signed=False) if field[0] == 0x80 else -1
+    digits = field.strip(b" \0")
+    return int(digits or b"0", 8) if all(digit in b"01234567" for digit in digits) else None
+
+
+def _extended(file: BinaryIO, path: Path, size: int) -> bytes:
+    if size > _MAX_EXTENDED:
+        raise DataError(
+            f"'{path}' is damaged: it contains an extended header of {size:,} bytes, more than {_MAX_EXTENDED:,}"
+        )
+    return file.read(size)
+
+
+def _attributes(content: bytes, path: Path, start: int) -> dict[bytes, bytes]:
+    """Return the records of a pax header, each `LENGTH KEY=VALUE` and a line break."""
+    found, at = {}, 0
+    while at < len(content) and content[at]:
+        length = _decimal(content[at : at + 8].partition(b" ")[0], path, start)
+        key, equals, value = content[at : at + length].partition(b" ")[2].partition(b"=")
+        if length > len(content) - at or not equals or not value.endswith(b"\n"):
+            raise DataError(f"'{path}' is damaged: the extended header at byte {start:,} is invalid")
+        if key.startswith(b"GNU.sparse."):
+            raise DataError(
+                f"'{path}' contains a sparse file, which is not supported; write it without holes"
+            )
+        found[key] = value[:-1]
+        at += length
+    return found
+
+
+def _decimal(digits: bytes, path: Path, start: int) -> int:
+    if not digits.isdigit() or len(digits) > 18:
+        raise DataError(f"'{path}' is damaged: the extended header at byte {start:,} is invalid")
+    return int(digits)
+
+
+def _check_kind(kind: bytes, name: bytes, path: Path) -> None:
+    if kind in _LINKS:
+        raise DataError(
+            f"{_shown(name)} in '{path}' is {_LINKS[kind]}, which is not followed; write the archive with the contents "
+            "of the file (tar --dereference --hard-dereference)"
+        )
+    if kind not in _FILES:
+        raise DataError(f"{_shown(name)} in '{path}' is not a regular file (type {kind!r})")
+
+
+def _shown(name: bytes) -> str:
+    return repr(os.fsdecode(name)[:200])

@@ -1,0 +1,193 @@
+"""Datasets in WebDataset's format: tar files in which consecutive files with the same key are a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from slipstream.dataset.loading.sample_index import sample_rng
+from slipstream.dataset.sources.base import (
+    SegmentationDataset,
+    Transform,
+    default_palette,
+    segmentation_metainfo,
+)
+from slipstream.dataset.sources.decode import MAX_PIXELS, ImageBytes, read_image, read_mask
+from slipstream.dataset.sources.shards import MAX_BYTES, TarShards, decode_field, shard_paths
+from slipstream.dataset.transforms.image_transforms import (
+    ImageTransform,
+    Normalize,
+    ToTensor,
+    read_transforms,
+)
+from slipstream.errors import DataError
+from slipstream.registry import DATASETS
+
+__all__ = ["WebDataset", "WebSegmentationDataset"]
+
+_IMAGE = "jpg;jpeg;png;webp"
+
+
+@DATASETS.register_module()
+class WebDataset(Dataset[dict[str, Any]]):
+    """Samples of tar shards that the `webdataset` library has written, with random access.
+
+    A sample is a dict with the decoded file of each field (see `decode_field`). With the default fields, it is
+    `{"inputs": uint8 (3, H, W) RGB, "targets": int64 ()}`. If the transforms contain `ToTensor`, the sample also
+    contains `"finish"`, the parameters of the device transforms. Samples are ordered as in the shards; augmentation
+    depends only on the (seed, epoch, index) of a `SampleIndex`.
+
+    Args:
+        shards: paths of the tar files, which must not be compressed. A path may contain `*`, or ranges such as
+            `train-{000000..000146}.tar`.
+        fields: for each key of a sample, the extensions of which the first that a sample has is used. Other files of a
+            sample are not read. Files with pickled contents (`pyd`, `pkl`, `pickle`, `pth`, `pt`) are refused.
+        transforms: transforms of the image in `inputs`; see `ImageNetDataset`.
+        classes: names of the class ids in `targets`, for the metrics; a target that is not one of them is an error.
+        index: folder for the positions of the samples, which are read at the first start; by default, a folder in the
+            user's cache.
+        max_pixels: maximum number of pixels in an image; None for no limit.
+        max_bytes: maximum size of a file in a shard.
+
+    Raises:
+        DataError: a shard is missing, damaged, incomplete or compressed, or contains a link, or a sample lacks a field;
+            or, when a sample is read, a file is corrupt or too large.
+        ConfigError: `shards`, `fields` or the order of the transforms is not valid.
+    """
+
+    def __init__(
+        self,
+        shards: str | Path | Sequence[str | Path],
+        fields: Mapping[str, str] | None = None,
+        transforms: Sequence[ImageTransform | ToTensor | Normalize | Mapping[str, Any]] = (),
+        classes: Sequence[str] | None = None,
+        index: str | Path | None = None,
+        max_pixels: int | None = MAX_PIXELS,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self.all_transforms = list(transforms)
+        self.transforms, self._device_params = read_transforms(transforms)
+        chosen = {"inputs": _IMAGE, "targets": "cls"} if fields is None else fields
+        self.shards = TarShards(shard_paths(shards), chosen, index, max_bytes)
+        self.max_pixels = max_pixels
+        self.metainfo: dict[str, Any] = {}
+        if classes is not None:
+            palette = default_palette(min(len(classes), 256))
+            self.metainfo = {"classes": tuple(classes), "palette": palette, "ignore_index": None}
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"WebDataset has samples 0 to {len(self) - 1}, not {int(index)}")
+        sample = {field: self._field(int(index), field) for field in self.shards.fields}
+        if self.transforms or self._device_params is not None:
+            sample["inputs"] = self._transformed(sample.get("inputs"), index)
+        return sample if self._device_params is None else {**sample, "finish": self._device_params}
+
+    def get_cat_ids(self, index: int) -> list[int]:
+        """Return a list that contains the class id of sample `index`."""
+        return [int(self._field(index, "targets"))]
+
+    def _field(self, index: int, field: str) -> Any:
+        name, extension = self.shards.name(index, field), self.shards.extension(index, field)
+        value = decode_field(name, extension, self.shards.read(index, field), self.max_pixels)
+        if field == "targets" and isinstance(value, torch.Tensor) and value.ndim == 0:
+            self._check_class(int(value), name)
+        return value
+
+    def _check_class(self, number: int, name: str) -> None:
+        classes = self.metainfo.get("classes")
+        if classes and not 0 <= number < len(classes):
+            raise DataError(f"'{name}' contains {number}, which is not one of the {len(classes)} classes")
+
+    def _transformed(self, image: Any, index: int) -> torch.Tensor:
+        if not isinstance(image, torch.Tensor) or image.ndim != 3 or image.dtype != torch.uint8:
+            raise DataError(f"transforms require an image in the field 'inputs', not {type(image).__name__}")
+        pixels, rng = image.numpy(), sample_rng(index)
+        for transform in self.transforms:
+            pixels = transform(pixels, rng)
+        return torch.from_numpy(np.array(pixels, order="C"))
+
+
+@DATASETS.register_module()
+class WebSegmentationDataset(SegmentationDataset):
+    """Images and masks of tar shards that the `webdataset` library has written, with random access.
+
+    Masks are 8-bit grayscale or palette files whose pixel values are class ids.
+
+    Args:
+        shards, index, max_pixels, max_bytes: see `WebDataset`.
+        classes: names of the class ids 0, 1, ...
+        image: extensions of the images; the first that a sample has is used.
+        mask: extensions of the masks.
+        ignore_index: id of pixels without a class, or None if every pixel has a class.
+        palette: one [r, g, b] per class; by default, PASCAL VOC's colors.
+        transforms, cache_in_memory, cache: see `SegmentationDataset`.
+
+    Raises:
+        DataError: see `WebDataset`; or, when a sample is read, the sizes of image and mask differ, or a label id is
+            neither a class nor `ignore_index`.
+    """
+
+    def __init__(
+        self,
+        shards: str | Path | Sequence[str | Path],
+        classes: Sequence[str],
+        image: str = _IMAGE,
+        mask: str = "seg.png;mask.png",
+        ignore_index: int | None = 255,
+        palette: Sequence[Sequence[int]] | None = None,
+        transforms: Sequence[Transform | Mapping[str, Any]] = (),
+        cache_in_memory: bool = False,
+        cache: str | Path | None = None,
+        index: str | Path | None = None,
+        max_pixels: int | None = MAX_PIXELS,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        super().__init__(transforms, cache_in_memory, cache)
+        self.metainfo = segmentation_metainfo(classes, palette, ignore_index)
+        self.shards = TarShards(shard_paths(shards), {"image": image, "mask": mask}, index, max_bytes)
+        self.max_pixels = max_pixels
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def load(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """Return image `index` as uint8 (H, W, 3) RGB and its mask as uint8 (H, W)."""
+        image = read_image(self._encoded(index, "image"), self.max_pixels)
+        encoded = self._encoded(index, "mask")
+        mask = read_mask(encoded, self.max_pixels)
+        if image.shape[:2] != mask.shape:
+            raise DataError(
+                f"'{self.shards.name(index, 'image')}' is {image.shape[1]} x {image.shape[0]} pixels, but its mask "
+                f"'{encoded}' is {mask.shape[1]} x {mask.shape[0]}"
+            )
+        valid = [*range(len(self.metainfo["classes"])), self.metainfo["ignore_index"]]
+        if wrong := [i for i in np.unique(mask).tolist() if i not in valid]:
+            raise DataError(
+                f"the mask '{encoded}' has invalid label ids: {', '.join(map(str, wrong))}; expected are 0 to "
+                f"{len(self.metainfo['classes']) - 1} and ignore_index={self.metainfo['ignore_index']}"
+            )
+        return image, mask
+
+    def cache_key(self, index: int) -> tuple[str, str]:
+        """Return a name (class, shard and key) and a version (size and time of the shard, and the fields)."""
+        path = self.shards.path(index)
+        status = path.stat()
+        reader = f"{type(self).__module__}.{type(self).__qualname__}"
+        names = [self.shards.name(index, field) for field in self.shards.fields]
+        classes = f"{len(self.metainfo['classes'])} {self.metainfo['ignore_index']}"
+        return "\n".join(
+            [reader, str(path.absolute()), *names]
+        ), f"{status.st_size}-{status.st_mtime_ns}-{classes}"
+
+    def _encoded(self, index: int, field: str) -> ImageBytes:
+        return ImageBytes(self.shards.name(index, field), self.shards.read(index, field))

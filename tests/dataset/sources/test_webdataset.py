@@ -1,0 +1,325 @@
+"""Tar shards in WebDataset's naming convention: samples, order, shards of ranks and workers, and resume."""
+
+import io
+import json
+import os
+import pickle
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from slipstream import Runner
+from slipstream.dataset import SampleIndex, WebDataset, WebSegmentationDataset, build_dataloader, set_epoch
+from slipstream.dataset.loading import samplers
+from slipstream.errors import ConfigError, DataError
+from slipstream.hooks import Hook
+from slipstream.registry import DATASETS
+from tiny_runs import training
+
+CLASSES = ["sky", "road", "car"]
+
+
+def encoded(array, kind="PNG"):
+    buffer = io.BytesIO()
+    Image.fromarray(np.asarray(array, np.uint8)).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def pictures(index):
+    rng = np.random.default_rng(index)
+    return rng.integers(0, 256, (8, 6, 3), np.uint8), rng.integers(0, 3, (8, 6), np.uint8)
+
+
+def sample_files(index):
+    image, mask = pictures(index)
+    return {
+        "png": encoded(image),
+        "seg.png": encoded(mask),
+        "cls": str(index % 3).encode(),
+        "json": json.dumps({"id": index}).encode(),
+        "txt": f"caption ü{index}".encode(),
+        "pkl": pickle.dumps(index),
+    }
+
+
+def write(path, samples):
+    """Write a shard. `samples` is a dict of the files of each sample by key."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for key, files in samples.items():
+            for extension, data in files.items():
+                info = tarfile.TarInfo(f"{key}.{extension}")
+                info.size = len(data)
+                archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+def array_header(shape):
+    """Return an `.npy` file without its values."""
+    buffer = io.BytesIO()
+    np.lib.format.write_array_header_1_0(buffer, dict(descr="<f8", fortran_order=False, shape=shape))
+    return buffer.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "user_cache"))
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Return the pattern of three shards with 4, 1 and 6 samples."""
+    counts, first = (4, 1, 6), 0
+    for number, count in enumerate(counts):
+        keys = {f"{i:06}": sample_files(i) for i in range(first, first + count)}
+        write(tmp_path / f"data/train-{number:03}.tar", keys)
+        first += count
+    return str(tmp_path / "data/train-{000..002}.tar")
+
+
+def test_samples_are_those_of_the_shards_in_order(shards, tmp_path):
+    dataset = WebDataset(shards, classes=CLASSES)
+    assert len(dataset) == 11
+    for index in range(11):
+        sample = dataset[index]
+        np.testing.assert_array_equal(sample["inputs"].numpy(), pictures(index)[0].transpose(2, 0, 1))
+        assert sample["targets"].dtype == torch.int64
+        assert int(sample["targets"]) == index % 3
+    assert dataset.metainfo["classes"] == tuple(CLASSES)
+    assert dataset.get_cat_ids(4) == [1]
+    with pytest.raises(IndexError, match="samples 0 to 10, not 11"):
+        dataset[11]
+    assert not list(tmp_path.glob("data/*.png")), "nothing is extracted"
+
+
+def test_fields_select_files_and_their_values(shards):
+    fields = {"image": "jpg;png", "mask": "seg.png", "label": "cls", "info": "json", "caption": ".TXT"}
+    sample = WebDataset(shards, fields)[5]
+    assert list(sample) == list(fields)
+    assert sample["info"] == {"id": 5}
+    assert sample["caption"] == "caption ü5"
+    assert sample["mask"].shape == (3, 8, 6)
+
+
+def test_first_existing_extension_is_used(tmp_path):
+    image, other = encoded(np.zeros((2, 2, 3))), encoded(np.full((2, 2, 3), 255))
+    files = {"a": {"png": other, "jpg": image, "cls": b"0"}, "b": {"png": other, "cls": b"0"}}
+    dataset = WebDataset(write(tmp_path / "a.tar", files), {"inputs": "jpg;png"})
+    assert [int(sample["inputs"].max()) for sample in (dataset[0], dataset[1])] == [0, 255]
+
+
+def test_arrays_are_read_without_pickle(tmp_path):
+    buffers = [io.BytesIO(), io.BytesIO()]
+    np.save(buffers[0], np.arange(3.0))
+    np.save(buffers[1], np.array([{}]), allow_pickle=True)
+    files = {str(i): {"npy": buffer.getvalue(), "bin": b"\0\1"} for i, buffer in enumerate(buffers)}
+    dataset = WebDataset(write(tmp_path / "a.tar", files), {"x": "npy", "raw": "bin"})
+    assert dataset[0]["x"].tolist() == [0, 1, 2]
+    assert dataset[0]["raw"] == b"\0\1"
+    with pytest.raises(DataError, match=r"cannot read '.*a\.tar:1\.npy': Object arrays cannot be loaded"):
+        dataset[1]
+
+
+@pytest.mark.parametrize("extension", ["pkl", "pyd", "pth", "pt", "pickle", "x.PKL", "cls;pkl"])
+def test_pickled_files_are_refused(shards, extension):
+    with pytest.raises(ConfigError, match=r"fields\.y: files with the extension .* are pickled"):
+        WebDataset(shards, {"x": "png", "y": extension})
+
+
+def test_augmentation_depends_only_on_seed_epoch_and_index(shards):
+    transforms = [dict(type="RandomCrop", size=4), dict(type="ToTensor")]
+    dataset = DATASETS.build(dict(type="WebDataset", shards=shards, transforms=transforms))
+    again = [dataset[SampleIndex(3, 0, 1)]["inputs"] for _ in range(2)]
+    assert torch.equal(*again)
+    assert again[0].shape == (3, 4, 4)
+    crops = {dataset[SampleIndex(3, 0, epoch)]["inputs"].numpy().tobytes() for epoch in range(8)}
+    assert len(crops) > 1
+    assert "finish" in dataset[0]
+
+
+def ids(dataset, rank, world_size, workers, epoch, monkeypatch):
+    monkeypatch.setattr(samplers, "get_dist_info", lambda: (rank, world_size))
+    cfg = dict(dataset=dataset, batch_size=2, num_workers=workers, shuffle=True)
+    loader = build_dataloader(cfg, 3, "train_dataloader", True)
+    set_epoch(loader, epoch)
+    return [int(number) for batch in loader for number in batch["info"]["id"]]
+
+
+def test_each_sample_is_read_once_for_any_number_of_ranks_and_workers(shards, monkeypatch):
+    dataset = WebDataset(shards, {"info": "json"})
+    orders = []
+    for epoch in range(2):
+        whole = ids(dataset, 0, 1, 0, epoch, monkeypatch)
+        assert sorted(whole) == list(range(11))
+        assert ids(dataset, 0, 1, 2, epoch, monkeypatch) == whole
+        parts = [
+            ids(dataset, rank, 2, workers=2 * rank, epoch=epoch, monkeypatch=monkeypatch) for rank in range(2)
+        ]
+        # Two ranks need an even number of samples, so the first sample of the epoch is repeated.
+        assert [x for pair in zip(*parts, strict=True) for x in pair] == [*whole, whole[0]]
+        orders.append(whole)
+    assert orders[0] != orders[1]
+
+
+class Classifier(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(48, 3)
+
+    def forward(self, inputs, targets):
+        return super().forward(inputs.flatten(1))
+
+
+def loss(scores, batch):
+    return torch.nn.functional.cross_entropy(scores, batch["targets"])
+
+
+class StopAfter(Hook):
+    def __init__(self, steps):
+        self.steps = steps
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if runner.iter + 1 == self.steps:
+            raise InterruptedError
+
+
+def test_run_resumes_in_the_middle_of_an_epoch_with_the_same_samples(shards, tmp_path):
+    def runner(work_dir, **changes):
+        torch.manual_seed(7)
+        transforms = [dict(type="RandomCrop", size=4), dict(type="ToTensor")]
+        loader = dict(
+            dataset=dict(type="WebDataset", shards=shards, transforms=transforms),
+            batch_size=2,
+            num_workers=0,
+            sampler=dict(type="DefaultSampler", shuffle=True),
+        )
+        return Runner(
+            **{
+                **training(work_dir, model=Classifier(), loss_fn=loss),
+                "train_dataloader": loader,
+                "train_cfg": dict(by_epoch=True, max_epochs=2),
+                "optim_wrapper": dict(optimizer=dict(type="SGD", lr=0.01, momentum=0.9)),
+                "default_hooks": dict(checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False)),
+                **changes,
+            }
+        )
+
+    whole = runner(tmp_path / "whole")
+    whole.train()
+    with pytest.raises(InterruptedError):
+        runner(tmp_path / "cut", custom_hooks=[StopAfter(8)]).train()
+    resumed = runner(tmp_path / "cut", resume=True)
+    resumed.train()
+    assert resumed.iter == whole.iter == 12
+    for found, expected in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_segmentation_samples_have_masks_and_can_be_cached(shards, tmp_path):
+    dataset = WebSegmentationDataset(shards, CLASSES, cache=tmp_path / "decoded")
+    for index in (0, 4, 10):
+        image, mask = pictures(index)
+        np.testing.assert_array_equal(dataset[index]["inputs"].numpy(), image.transpose(2, 0, 1))
+        np.testing.assert_array_equal(dataset[index]["targets"].numpy(), mask)
+    assert len(list((tmp_path / "decoded").glob("*/*.decoded"))) == 3
+    assert dataset.get_cat_ids(0) == np.unique(pictures(0)[1]).tolist()
+
+
+def test_invalid_mask_raises_error(tmp_path):
+    image, mask = pictures(0)
+    files = {
+        "a": {"jpg": encoded(image, "JPEG"), "seg.png": encoded(mask + 7)},
+        "b": {"jpg": encoded(image), "seg.png": encoded(mask[:4])},
+        "c": {"jpg": encoded(image), "seg.png": encoded(image)},
+    }
+    dataset = WebSegmentationDataset(write(tmp_path / "a.tar", files), CLASSES)
+    for index, expected in enumerate(
+        (
+            r"the mask '.*a\.tar:a\.seg\.png' has invalid label ids: 7, 8, 9",
+            "is 6 x 8 pixels, but its mask",
+            "mode RGB",
+        )
+    ):
+        with pytest.raises(DataError, match=expected):
+            dataset[index]
+
+
+@pytest.mark.parametrize(
+    ("extension", "data", "expected"),
+    [
+        ("png", b"not a picture", r"cannot read '.*a\.tar:x\.png'"),
+        ("cls", b"cat", r"a\.tar:x\.cls': invalid literal"),
+        ("cls", b"9" * 30, r"cannot read"),
+        ("cls", b"7", r"contains 7, which is not one of the 3 classes"),
+        ("cls", b"-1", r"contains -1, which is not one of the 3 classes"),
+        ("json", b"{", "cannot read"),
+        ("json", b"[" * 100_000, "cannot read"),
+        ("txt", b"\xff", "cannot read"),
+        ("npy", b"\x93NUMPY\1\0", "cannot read"),
+        ("npy", b"", "cannot read"),
+        ("npy", array_header(shape=(10**15,)), "cannot read"),
+    ],
+)
+def test_damaged_file_raises_error_that_names_it(tmp_path, extension, data, expected):
+    path = write(tmp_path / "a.tar", {"x": {extension: data}})
+    dataset = WebDataset(path, {"targets": extension}, classes=CLASSES)
+    with pytest.raises(DataError, match=expected):
+        dataset[0]
+
+
+def test_huge_files_and_pictures_are_refused(tmp_path):
+    path = write(tmp_path / "a.tar", {"x": {"png": encoded(np.zeros((50, 50, 3))), "bin": bytes(3000)}})
+    with pytest.raises(DataError, match=r"a\.tar:x\.bin' has 3,000 bytes, more than max_bytes=2,999"):
+        WebDataset(path, {"raw": "bin"}, max_bytes=2999)[0]
+    with pytest.raises(DataError, match=r"has 50 x 50 pixels, more than max_pixels=2,499"):
+        WebDataset(path, {"inputs": "png"}, max_pixels=2499)[0]
+
+
+def test_sample_without_a_field_raises_error(tmp_path):
+    path = write(tmp_path / "a.tar", {"x": {"jpg": b"", "cls": b"0"}, "y": {"jpg": b"", "txt": b""}})
+    with pytest.raises(
+        DataError, match=r"1 of 2 samples in '.*' have no file for 'targets' \(cls\); the first is 'y' "
+    ):
+        WebDataset(path)
+
+
+def test_shard_that_changes_during_training_raises_error(shards, tmp_path):
+    dataset = WebDataset(shards)
+    os.truncate(tmp_path / "data/train-001.tar", 600)
+    dataset[0]
+    with pytest.raises(DataError, match=r"train-001\.tar' became shorter"):
+        dataset[4]
+
+
+def test_patterns_name_the_shards(shards, tmp_path):
+    paths = sorted((tmp_path / "data").iterdir())
+    for pattern in (
+        str(tmp_path / "data/*.tar"),
+        paths,
+        [paths[0], str(tmp_path / "data/train-00{1..2}.tar")],
+    ):
+        assert WebDataset(pattern).shards.paths == paths
+
+
+@pytest.mark.parametrize(
+    ("pattern", "error", "expected"),
+    [
+        ("https://example.org/a.tar", ConfigError, "is not a local file"),
+        ("pipe:cat a.tar", ConfigError, "is not a local file"),
+        ("data/none-*.tar", DataError, "no file matches"),
+        ("data/train-{000..003}.tar", DataError, r"train-003\.tar' does not exist"),
+        (["data/train-000.tar", "data/train-000.tar"], ConfigError, "occurs twice"),
+        ([], ConfigError, "at least one shard"),
+    ],
+)
+def test_invalid_pattern_raises_error(shards, tmp_path, monkeypatch, pattern, error, expected):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=expected):
+        WebDataset(pattern)
+
+
+def test_shards_without_samples_raise_error(tmp_path):
+    with pytest.raises(DataError, match="contain no samples"):
+        WebDataset(write(tmp_path / "a.tar", {}))
