@@ -81,8 +81,10 @@ _CLASSIFICATION = {
 }
 _SEGMENTATION = {
     name: f"slipstream.dataset:{name}"
-    for name in ("CityscapesConcatDataset", "CityscapesDataset", "SuperviselyPersonsDataset")
-}
+    for name in (
+        "CityscapesConcatDataset", "CityscapesDataset", "CoCoSegmentationDataSet", "SuperviselyPersonsDataset",
+    )
+}  # fmt: skip
 _LOADERS = {
     "get": "slipstream.training.dataloaders:get",
     "get_data_loader": "slipstream.training.dataloaders:get",
@@ -90,7 +92,7 @@ _LOADERS = {
         f"{name}_{split}": f"slipstream.training.dataloaders:{name}_{split}"
         for name in (
             "cifar10", "cifar100", "cityscapes", "cityscapes_ddrnet", "cityscapes_regseg48", "cityscapes_stdc_seg50",
-            "cityscapes_stdc_seg75", "imagenet", "imagenet_resnet50", "supervisely_persons",
+            "cityscapes_stdc_seg75", "coco_segmentation", "imagenet", "imagenet_resnet50", "supervisely_persons",
         )
         for split in ("train", "val")
     },

@@ -4,6 +4,7 @@ from slipstream.dataset.sources import (
     cifar,
     cityscapes,
     class_folder,
+    coco,
     fashion_mnist,
     image_folder,
     supervisely,
@@ -11,5 +12,5 @@ from slipstream.dataset.sources import (
 )
 
 __all__ = [
-    "cifar", "cityscapes", "class_folder", "fashion_mnist", "image_folder", "supervisely", "wrappers",
+    "cifar", "cityscapes", "class_folder", "coco", "fashion_mnist", "image_folder", "supervisely", "wrappers",
 ]  # fmt: skip
