@@ -103,7 +103,9 @@ def test_rescale_returns_the_exact_side_length(height, width, size):
     long = SegRescale(long_size=size)(sample, rng())
     assert max(long["mask"].shape) == size
     assert long["image"].shape == (*long["mask"].shape, 3)
-    assert min(long["mask"].shape) == max(1, math.floor(Fraction(min(height, width) * size, max(height, width))))
+    assert min(long["mask"].shape) == max(
+        1, math.floor(Fraction(min(height, width) * size, max(height, width)))
+    )
 
 
 def test_rescale_by_a_factor_scales_both_sides():
