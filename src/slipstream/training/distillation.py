@@ -166,7 +166,8 @@ class DistillationModel(SupervisedModel):
     def loss_inputs(self, outputs: Any, inputs: Tensor, targets: Tensor | None) -> KDOutput:
         """Return the outputs of both networks."""
         if self._kd_module is not None:
-            return self._kd_module(inputs)
+            found: KDOutput = self._kd_module(inputs)
+            return found
         if self._teacher.pending:
             raise ModelError(
                 "the teacher's weights have not been loaded; call init_weights() or load_teacher()"

@@ -153,7 +153,9 @@ def test_runs_go_down_the_columns():
 
 @pytest.mark.parametrize(
     "value",
-    ["text", 3, [[1.0, 2.0, 3.0]], [["a", "b"]], {"counts": "compressed", "size": [5, 7]}, {"counts": [35]},
+    ["text", 3, [[1.0, 2.0, 3.0]], [["a", "b"]],
+        [[1.0, float("nan")]],
+        [[1.0, 1e12]], {"counts": "compressed", "size": [5, 7]}, {"counts": [35]},
      {"counts": [-1, 36], "size": [5, 7]}, {"counts": [30], "size": [5, 7]}, {"counts": [35], "size": [7, 5]}],
 )  # fmt: skip
 def test_an_invalid_segmentation_is_an_error(value):

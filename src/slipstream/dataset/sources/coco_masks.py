@@ -19,6 +19,8 @@ Ints: TypeAlias = NDArray[np.int64]
 _FINE = 5
 """The COCO API rounds points to a grid with this many cells per pixel."""
 _CENTER = _FINE // 2
+_MAX_COORDINATE = 100_000
+"""Limits the memory of an outline, which grows with its length."""
 
 
 def read_outline(value: Any, shape: tuple[int, int]) -> Outline:
@@ -33,7 +35,10 @@ def read_outline(value: Any, shape: tuple[int, int]) -> Outline:
     """
     try:
         if isinstance(value, list):
-            return [np.array(polygon, np.float64).reshape(-1, 2) for polygon in value]
+            polygons = [np.array(polygon, np.float64).reshape(-1, 2) for polygon in value]
+            if not all((np.abs(points) < _MAX_COORDINATE).all() for points in polygons):
+                raise ValueError(f"its coordinates must be numbers below {_MAX_COORDINATE}")
+            return polygons
         counts = np.array(value["counts"], np.int64)
         valid = counts.ndim == 1 and bool((counts >= 0).all()) and counts.sum() == shape[0] * shape[1]
         if not (valid and tuple(value["size"]) == shape):
