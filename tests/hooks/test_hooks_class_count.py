@@ -63,5 +63,5 @@ def test_a_model_with_one_class_is_valid_for_a_dataset_with_two(tmp_path):
             ClassCountHook().before_train(run)
             assert run.model.num_classes == 1
         else:
-            with pytest.raises(ModelError, match="the dataset has 3 classes .* but the model has 1"):
+            with pytest.raises(ModelError, match=r"the dataset has 3 classes .* but the model has 1"):
                 ClassCountHook().before_train(run)
