@@ -157,8 +157,9 @@ def _read_classes(
         raise ConfigError(
             "is required, because a category id is greater than 255", "dataset_classes_inclusion_tuples_list"
         )
+    pairs: Any = _VOC_CLASSES if given == "voc" else given
     try:
-        classes = [(int(number), str(name)) for number, name in (_VOC_CLASSES if given == "voc" else given)]
+        classes = [(int(number), str(name)) for number, name in pairs]
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"must be 'voc' or a list of [category id, name]: {error}",
