@@ -79,7 +79,7 @@ def pil(root: Path) -> Pipeline:
         if rng.random() < 0.5:
             image, mask = ImageOps.mirror(image), ImageOps.mirror(mask)
         scale = rng.uniform(*SCALES)
-        size = (round(image.width * scale), round(image.height * scale))
+        size = (int(image.width * scale), int(image.height * scale))
         image = image.resize(size, Image.Resampling.BILINEAR)
         mask = mask.resize(size, Image.Resampling.NEAREST)
         right, down = max(0, CROP - size[0]), max(0, CROP - size[1])

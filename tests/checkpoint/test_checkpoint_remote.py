@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import io
 import pickle
 import threading
@@ -242,3 +243,43 @@ def test_local_paths_are_returned_unchanged(tmp_path):
         assert file == tmp_path / "missing.pth"
     with pytest.raises(CheckpointError, match="does not exist"):
         load_checkpoint(file)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Return the local folder in which a file system for `hf://` looks for `ORG/REPO/FILE`."""
+
+    class Hub(fsspec.AbstractFileSystem):
+        protocol = "hf"
+        cachable = False
+
+        def _open(self, path, mode="rb", **options):
+            return (tmp_path / "hub" / self._strip_protocol(path)).open(mode)
+
+    registered = importlib.import_module("fsspec.registry")._registry
+    monkeypatch.setitem(registered, "hf", Hub)
+    return tmp_path / "hub"
+
+
+@pytest.mark.parametrize("path", ["org/repo/w.pth", "org/repo@v1.0/folder/w.pth", "datasets/org/repo/w.pth"])
+def test_hugging_face_paths_of_recipes_are_read_with_a_checksum_and_then_offline(weights, hub, path):
+    network, data, checksum = weights
+    (hub / path).parent.mkdir(parents=True)
+    (hub / path).write_bytes(data)
+    overrides = [
+        f"checkpoint_params.checkpoint_path=hf://{path}",
+        f"checkpoint_params.checkpoint_sha256={checksum}",
+        "architecture=resnet18_cifar",
+        "arch_params.num_classes=3",
+    ]
+    config = recipe_config(compose("cifar10_resnet", overrides))["model"]
+    for _ in range(2):
+        model = MODELS.build(config)
+        model.init_weights()
+        same(model.network, network)
+        (hub / path).unlink(missing_ok=True)  # the second download would fail
+
+
+def test_a_missing_hugging_face_file_is_an_error_that_names_it(hub):
+    with pytest.raises(CheckpointError, match=r"hf://org/repo/w\.pth cannot be downloaded"):
+        models.get("resnet18_cifar", 3, checkpoint_path="hf://org/repo/w.pth")

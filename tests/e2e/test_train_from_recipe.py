@@ -125,3 +125,10 @@ def test_invalid_argument_prints_no_traceback(from_recipe, arguments, expected):
     assert done.returncode in (1, 2)
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_command_for_distillation_has_the_same_options_and_errors(capsys):
+    from slipstream.train_from_kd_recipe import main
+
+    assert main(["--config-name=nothing"]) == 2
+    assert "nothing" in capsys.readouterr().err

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from slipstream.errors import ModelError
+from slipstream.hooks.class_count import ClassCountHook
 from slipstream.model import Segmentor
 from slipstream.runner import Runner
 
@@ -52,3 +53,15 @@ def test_wrong_class_count_is_reported_in_validation(tmp_path):
 def test_training_and_validation_data_must_have_the_same_class_count(tmp_path):
     with pytest.raises(ModelError, match=r"4 classes \(a, b, \.\.\.\), but the model has 3"):
         runner(tmp_path, train="abc", val="abcd").train()
+
+
+def test_a_model_with_one_class_is_valid_for_a_dataset_with_two(tmp_path):
+    for classes in ("ab", "abc"):
+        run = runner(tmp_path, train=classes)
+        run.model.num_classes = 1
+        if classes == "ab":
+            ClassCountHook().before_train(run)
+            assert run.model.num_classes == 1
+        else:
+            with pytest.raises(ModelError, match=r"the dataset has 3 classes .* but the model has 1"):
+                ClassCountHook().before_train(run)

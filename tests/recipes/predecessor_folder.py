@@ -5,14 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
-from PIL import Image
+from predecessor_data import SIDE
 
-SIDE = 64
 IGNORED = 19
-CLASSES = 6
-"""Number of classes in the ImageNet folder."""
 _MEAN, _STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 _EMPTY = {"_target_": "super_gradients.training.utils.utils.empty_list"}
 _STRICT = {"_target_": "super_gradients.training.sg_trainer.StrictLoad", "value": "no_key_matching"}
@@ -54,6 +50,20 @@ _RESNET_KD_TRAIN = dict(
     defaults=["default_train_params"], max_epochs=610, initial_lr=5e-3, lr_mode="CosineLRScheduler", lr_warmup_epochs=5,
     lr_cooldown_epochs=10, ema=True, mixed_precision=True, zero_weight_decay_on_bias_and_bn=True, optimizer="Lamb",
     optimizer_params=dict(weight_decay=0.02), loss="CrossEntropyLoss", **_CLASSIFIER,
+)  # fmt: skip
+_UNET_TRAIN = dict(
+    defaults=["default_train_params"], max_epochs=100, lr_mode="CosineLRScheduler", cosine_final_lr_ratio=0.01,
+    initial_lr=0.1, lr_warmup_epochs=0, multiply_head_lr=1.0, optimizer="SGD",
+    optimizer_params=dict(momentum=0.9, weight_decay=5e-4), ema=True,
+    ema_params=dict(decay=0.999, decay_type="exp", beta=15), train_metrics_list=["BinaryIOU"],
+    valid_metrics_list=["BinaryIOU"], zero_weight_decay_on_bias_and_bn=True, metric_to_watch="target_IOU",
+)  # fmt: skip
+_COCO_METRICS: list[Any] = ["PixelAccuracy", {"IoU": {"num_classes": 21}}]
+_SHELFNET_TRAIN = dict(
+    defaults=["default_train_params"], max_epochs=150, initial_lr=5e-3, loss="ShelfNetOHEMLoss", optimizer="SGD",
+    mixed_precision=True, batch_accumulate=3, lr_mode="PolyLRScheduler", load_opt_params=False,
+    optimizer_params=dict(momentum=0.9, weight_decay=1e-4, nesterov=False), train_metrics_list=_COCO_METRICS,
+    valid_metrics_list=_COCO_METRICS, metric_to_watch="IoU",
 )  # fmt: skip
 _CHECKPOINT = dict(
     load_checkpoint=False, load_backbone=False, checkpoint_path=None, external_checkpoint_path=None,
@@ -157,6 +167,53 @@ def _cifar() -> dict[str, Any]:
     )
 
 
+def _supervisely() -> dict[str, Any]:
+    common = dict(root_dir="${..dataset_dir}", cache_labels=False, cache_images=False)
+    scale, color, flip, pad, crop, *end = _augmented([SIDE, SIDE + 32], [0.25, 1.0])
+    pad["SegPadShortToCropSize"]["fill_mask"] = 0
+    loader = dict(dataset="SuperviselyPersonsDataset", batch_size="${..batch_size}")
+    return dict(
+        dataset_dir="/data/supervisely-persons",
+        batch_size=2,
+        train_dataset_params=common
+        | dict(list_file="train.csv", transforms=[color, scale, flip, pad, crop, *end]),
+        val_dataset_params=common
+        | dict(list_file="val.csv", transforms=[{"SegResize": dict(h=SIDE + 32, w=SIDE)}, *_finals()]),
+        train_dataloader_params=loader | dict(shuffle=True, drop_last=True),
+        val_dataloader_params=loader | dict(drop_last=False),
+        _convert_="all",
+    )
+
+
+def _coco() -> dict[str, Any]:
+    classes = "super_gradients.training.utils.segmentation_utils.coco_sub_classes_inclusion_tuples_list"
+    common = dict(
+        root_dir="/data/coco/", targets_sub_directory="annotations", cache_labels=False, cache_images=False,
+        dataset_classes_inclusion_tuples_list={"_target_": classes},
+    )  # fmt: skip
+    augment = [
+        {"SegRandomFlip": {"prob": 0.5}},
+        {"SegRescale": {"long_size": SIDE + 12}},
+        {"SegRandomRescale": {"scales": [0.5, 2.0]}},
+        {"SegPadShortToCropSize": {"crop_size": SIDE}},
+        {"SegCropImageAndMask": {"crop_size": SIDE, "mode": "random"}},
+    ]
+    center = [
+        {"SegRescale": {"short_size": SIDE}},
+        {"SegCropImageAndMask": {"crop_size": SIDE, "mode": "center"}},
+    ]
+    splits = {
+        f"{split}_dataset_params": common
+        | dict(list_file=f"instances_{split}2017.json", samples_sub_directory=f"images/{split}2017")
+        | dict(transforms=transforms + _finals())
+        for split, transforms in (("train", augment), ("val", center))
+    }
+    return splits | dict(
+        train_dataloader_params=dict(shuffle=True, batch_size=2, num_workers=8, drop_last=True),
+        val_dataloader_params=dict(batch_size=2, num_workers=8, drop_last=False),
+    )
+
+
 def _groups() -> dict[str, dict[str, Any]]:
     square, half = [SIDE, SIDE], {"SegRescale": {"scale_factor": 0.5}}
     three_quarters = [{"SegRescale": {"scale_factor": 0.75}}]
@@ -179,6 +236,8 @@ def _groups() -> dict[str, dict[str, Any]]:
         "imagenet_resnet50": _imagenet(),
         "imagenet_resnet50_kd": _imagenet({"RepeatAugSampler": {"num_repeats": 3}}),
         "cifar10": _cifar(),
+        "supervisely_persons": _supervisely(),
+        "coco_segmentation": _coco(),
     }
     train = {
         "default": _DEFAULT_TRAIN,
@@ -186,6 +245,8 @@ def _groups() -> dict[str, dict[str, Any]]:
         "cifar10_resnet": _CIFAR_TRAIN,
         "imagenet_resnet50": _RESNET_TRAIN,
         "imagenet_resnet50_kd": _RESNET_KD_TRAIN,
+        "supervisely_default": _UNET_TRAIN,
+        "coco_segmentation_shelfnet_lw": _SHELFNET_TRAIN,
     }
     return {
         **{f"dataset_params/{name}_dataset_params": values for name, values in data.items()},
@@ -193,6 +254,7 @@ def _groups() -> dict[str, dict[str, Any]]:
         "checkpoint_params/default_checkpoint_params": _CHECKPOINT,
         "arch_params/resnet18_cifar_arch_params": dict(num_classes=10),
         "arch_params/resnet50_arch_params": dict(num_classes=1000),
+        "arch_params/shelfnet34_lw_arch_params": dict(num_classes=21, image_size=512),
         "variable_setup": _SETUP,
     }
 
@@ -356,6 +418,14 @@ def _others() -> dict[str, dict[str, Any]]:
         )
         for size in range(6)
     }  # fmt: skip
+    unet = _recipe(
+        "supervisely_default", "supervisely_persons", architecture="unet", multi_gpu="OFF",
+        arch_params=dict(num_classes=1, use_aux_heads=False), dataset_params=dict(batch_size=2),
+        training_hyperparams=dict(
+            initial_lr=0.025, loss={"BCEDiceLoss": dict(loss_weights=[1.0, 1.0], logits=True)}
+        ),
+    )  # fmt: skip
+    del unet["train_dataloader"], unet["val_dataloader"]
     return {
         "cityscapes_segformer": segformer,
         **sizes,
@@ -369,6 +439,13 @@ def _others() -> dict[str, dict[str, Any]]:
             train_dataloader="cifar10_train", val_dataloader="cifar10_val", architecture="resnet18_cifar",
             multi_gpu="Off", num_gpus=1,
         ),
+        "coco_segmentation_shelfnet_lw": _recipe(
+            "coco_segmentation_shelfnet_lw", "coco_segmentation", [{"arch_params": "shelfnet34_lw_arch_params"}],
+            train_dataloader="coco_segmentation_train", val_dataloader="coco_segmentation_val", resume=False,
+            checkpoint_params=dict(strict_load=True, load_backbone=False, checkpoint_path=None),
+            training_hyperparams=dict(resume="${resume}"), architecture="shelfnet34_lw",
+        ),
+        "supervisely_unet": unet,
     }  # fmt: skip
 
 
@@ -385,37 +462,3 @@ def write_recipes(folder: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return folder
-
-
-def write_data(folder: Path) -> Path:
-    """Write tiny versions of Cityscapes with lists, ImageNet and CIFAR-10 to `folder`, and return it."""
-    rng = np.random.default_rng(0)
-    _write_cityscapes(folder / "cityscapes", rng)
-    for split, count in (("train", 2), ("val", 1)):
-        for name in (f"n0{index}" for index in range(CLASSES)):
-            (folder / "imagenet" / split / name).mkdir(parents=True)
-            for index in range(count):
-                image = Image.fromarray(rng.integers(256, size=(80, 90, 3), dtype=np.uint8))
-                image.save(folder / "imagenet" / split / name / f"{name}_{index}.JPEG")
-    cifar = folder / "cifar10" / "cifar-10-batches-bin"
-    cifar.mkdir(parents=True)
-    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
-        records = rng.integers(256, size=(4, 3073), dtype=np.uint8)
-        records[:, 0] %= 10
-        (cifar / f"{name}.bin").write_bytes(records.tobytes())
-    return folder
-
-
-def _write_cityscapes(root: Path, rng: np.random.Generator) -> None:
-    lists: dict[str, list[str]] = {"train": [], "auto_labelling": [], "val": []}
-    (root / "lists").mkdir(parents=True)
-    for split, lines in lists.items():
-        for index in range(4):
-            image, mask = f"images/{split}_{index}.png", f"masks/{split}_{index}_gtFine_labelIds.png"
-            for file, shape in ((image, (SIDE, 2 * SIDE, 3)), (mask, (SIDE, 2 * SIDE))):
-                (root / file).parent.mkdir(exist_ok=True)
-                Image.fromarray(rng.integers(34, size=shape, dtype=np.uint8)).save(root / file)
-            lines.append(f"{image} {mask}")
-        (root / "lists" / f"{split}.lst").write_text("\n".join(lines))
-    rows = [f"class{i},{i},{i % 20 if i % 20 < 19 else 255}" for i in range(34)]
-    (root / "lists" / "labels.csv").write_text("\n".join(["name,id,trainId", *rows]))

@@ -5,10 +5,11 @@ import re
 
 import pytest
 import torch
-from predecessor_folder import CLASSES, write_data, write_recipes
+from predecessor_data import CLASSES, write_data
+from predecessor_folder import write_recipes
 
 from slipstream.apps.zoo import models
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.recipes import compose
 from slipstream.runner import Runner
 from slipstream.speed import SpeedPlan
@@ -26,17 +27,21 @@ TRAINED = {
     "cityscapes_regseg48": "cityscapes",
     "cityscapes_stdc_seg50": "cityscapes",
     "cityscapes_stdc_seg75": "cityscapes",
+    "coco_segmentation_shelfnet_lw": "coco",
     "imagenet_resnet50": "imagenet",
     "imagenet_resnet50_kd": "imagenet",
+    "supervisely_unet": "supervisely",
     **{f"cityscapes_segformer_b{size}": "cityscapes" for size in range(6)},
 }
 FAST = ("cifar10_resnet", "cityscapes_pplite_seg75", "cityscapes_regseg48")
+METRICS = {"cifar10": "Accuracy", "imagenet": "Accuracy", "supervisely": "target_IOU"}
 OWN = {
     "cityscapes_al_ddrnet": ["checkpoint_params.checkpoint_path=null"],  # `???` in the recipe
     "cityscapes_kd_base": [
         "student_architecture=ddrnet_23_slim",
         "student_checkpoint_params.checkpoint_path=null",
     ],
+    "coco_segmentation_shelfnet_lw": ["training_hyperparams.batch_accumulate=1"],  # of 2 batches
     "imagenet_resnet50": [
         f"arch_params.num_classes={CLASSES}",
         f"dataset_params.train_dataloader_params.collate_fn.num_classes={CLASSES}",
@@ -68,6 +73,7 @@ def folders(tmp_path_factory):
     "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in TRAINED]
 )
 def test_a_recipe_has_a_valid_plan_and_trains_two_steps(folders, tmp_path, name):
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
     recipes, data = folders
     teacher = []
     if name in TEACHERS:
@@ -96,7 +102,7 @@ def test_a_recipe_has_a_valid_plan_and_trains_two_steps(folders, tmp_path, name)
     assert (options.ema is not None) is bool(cfg["training_params"].get("ema"))
     changed = [not p.equal(q) for p, q in zip(runner.model.parameters(), before, strict=True)]
     assert sum(changed) > 0.9 * len(changed)
-    metric = "Accuracy" if TRAINED[name] in ("cifar10", "imagenet") else "IoU"
+    metric = METRICS.get(TRAINED[name], "IoU")
     assert 0 <= runner.message_hub.log_scalars[f"val/{metric}"].current() <= 1
 
 
@@ -141,6 +147,21 @@ def test_a_recipe_for_another_task_raises_an_error_before_its_values_are_read(tm
         compose("other", (), tmp_path)
     assert error.value.path == path
     assert "semantic segmentation and image classification" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("efficientnet_b0", "set it to timm:NAME"),
+        ("ddrnet_32", "did you mean 'ddrnet_39'|did you mean 'ddrnet_23'"),
+    ],
+)
+def test_a_network_that_does_not_exist_is_an_error_with_a_remedy(folders, name, message):
+    recipe = compose("cityscapes_ddrnet", [f"architecture={name}"], folders[0])
+    with pytest.raises(UnknownNameError, match=message) as error:
+        recipe_config(recipe)
+    assert error.value.path == "architecture"
+    recipe_config(recipe | {"custom_imports": {"imports": ["mine"]}})  # imported before the network is built
 
 
 def test_data_root_dir_replaces_the_common_folder_of_hard_coded_roots(folders):

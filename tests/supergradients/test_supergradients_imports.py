@@ -64,7 +64,7 @@ def test_names_are_imported_in_all_forms(tmp_path):
     ("statement", "message"),
     [
         (
-            "from super_gradients.training.models.kd_modules.kd_module import KDModule",
+            "from super_gradients.training.models.kd_modules.kd_module import Other",
             "use KDTrainer, and pass",
         ),
         (
@@ -334,3 +334,27 @@ def test_an_incomplete_recipe_raises_an_error_that_names_the_key():
 
 def test_error_for_a_misplaced_name_contains_its_module():
     assert "is in super_gradients.training.metrics" in missing("super_gradients.metrics.IoU")
+    assert "is in super_gradients.common.registry" in missing(
+        "super_gradients.common.factories.register_loss"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("train_from_kd_recipe", "slipstream train RECIPE"),
+        ("resume_experiment", "Trainer.resume_experiment"),
+        ("common.factories.list_factory.ListFactory", "{Name: {arguments}}"),
+        (
+            "training.dataloaders.adapters.SegmentationDataloaderAdapterFactory",
+            "dataloaders.get(dataset=...)",
+        ),
+        ("training.processing.ComposeProcessing", "set_dataset_processing_params"),
+        ("training.utils.media.image.load_image", "predict"),
+        ("common.environment.checkpoints_dir_utils.get_checkpoints_dir_path", "checkpoints_dir_path"),
+        ("modules.skip_connections.Residual", "torch.nn"),
+        ("training.models.gett", "did you mean 'get'?"),
+    ],
+)
+def test_paths_that_are_not_provided_say_what_to_use(name, remedy):
+    assert remedy in missing(f"super_gradients.{name}")

@@ -297,3 +297,12 @@ def test_old_transform_names_map_to_current_ones():
         "SegPadShortToCropSize", "SegCropImageAndMask", "SegNormalize",
     ]  # fmt: skip
     assert found[6] == dict(type="SegPadShortToCropSize", crop_size=8, fill_mask=1)
+
+
+def test_padding_without_fill_mask_has_class_0_and_logs_a_warning(capsys):
+    for arguments, fill in (({}, 0), ({"fill_mask": 19}, 19)):
+        transforms = [{"SegPadShortToCropSize": {"crop_size": 8, **arguments}}]
+        found = dataloaders.config("coco_segmentation_train", {"transforms": transforms})["dataset"]
+        assert found["transforms"] == [{"type": "SegPadShortToCropSize", "crop_size": 8, "fill_mask": fill}]
+        captured = capsys.readouterr()
+        assert ("the padding gets class 0" in captured.out + captured.err) is (fill == 0)

@@ -15,6 +15,7 @@ from slipstream.runner import Runner
 from slipstream.step.graph import GraphStep
 from slipstream.training import KDTrainer, Trainer
 from slipstream.training.distillation import DistillationModel
+from slipstream.training.kd_module import KDModule
 from slipstream.training.recipe import recipe_config
 
 
@@ -78,6 +79,90 @@ def plain_loop(student, teacher, adapter=None):
             loss.backward()
             optimizer.step()
     return student
+
+
+class Features(KDModule):
+    """The loss also receives the features of both networks."""
+
+    def forward(self, x):
+        return KDOutput(self.features(self.student, x), self.features(self.teacher, x))
+
+    def features(self, network, x):
+        found = network.norm(network.conv(x)).relu().mean((2, 3))
+        return network.head(network.dropout(found)), found
+
+
+class FeatureLoss(nn.Module):
+    def forward(self, preds, target):
+        (scores, found), (_, wanted) = preds
+        return F.cross_entropy(scores, target) + (found.mean(1) - wanted.mean(1)).square().mean()
+
+
+def train_module(folder, module, **params):
+    images, labels = data()
+    loader = DataLoader(TensorDataset(images.to(module.student.head.weight.dtype), labels), batch_size=8)
+    trainer = KDTrainer("run", str(folder))
+    trainer.train(
+        model=module,
+        training_params=dict(
+            max_epochs=2, initial_lr=0.2, optimizer_params={"momentum": 0.9, "weight_decay": 0}, loss=FeatureLoss(),
+            silent_mode=True, valid_metrics_list=["Accuracy"], train_metrics_list=["Accuracy"],
+        ) | params,
+        train_loader=loader,
+        valid_loader=loader,
+    )  # fmt: skip
+    return trainer
+
+
+def test_a_customized_module_gives_its_outputs_to_the_loss(tmp_path):
+    student, teacher = (network.double() for network in networks())
+    module, loss = Features(student=copy.deepcopy(student), teacher=teacher), FeatureLoss()
+    optimizer = torch.optim.SGD(student.parameters(), 0.2, momentum=0.9)
+    teacher.eval()
+    images, labels = data()
+    for _ in range(2):
+        for x, y in zip(images.double().split(8), labels.split(8), strict=True):
+            optimizer.zero_grad()
+            loss(KDOutput(module.features(student, x), module.features(teacher, x)), y).backward()
+            optimizer.step()
+    before = copy.deepcopy(teacher.state_dict())
+    trainer = train_module(tmp_path, module, ema=True)
+    torch.testing.assert_close(module.student.state_dict(), student.state_dict(), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(teacher.state_dict(), before, rtol=0, atol=0)
+    assert trainer.net is module.student
+    state = torch.load(tmp_path / "run/ckpt_best.pth", weights_only=True)["state_dict"]
+    assert set(state) == {f"network.{name}" for name in student.state_dict()}
+
+
+def test_a_copy_of_a_customized_module_uses_its_own_student_and_its_teacher():
+    module = Features(student=networks()[0], teacher=networks()[1])
+    model = DistillationModel(module.student, module.teacher, FeatureLoss(), kd_module=module)
+    copied = copy.deepcopy(model).double()
+    images, labels = data(4)
+    with torch.no_grad():
+        copied.network.head.bias += 1
+    found = copied.loss_inputs(None, images.double(), labels)
+    wanted = module(images)
+    torch.testing.assert_close(found.student_output[0].float(), wanted.student_output[0] + 1)
+    torch.testing.assert_close(found.teacher_output[0].float(), wanted.teacher_output[0])
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+
+
+def test_a_module_that_is_not_customized_trains_as_its_networks(tmp_path):
+    student, teacher = networks()
+    adapter = NormalizationAdapter([0.1] * 3, [0.5] * 3, [0.3] * 3, [0.2] * 3)
+    again = copy.deepcopy(student)
+    train(tmp_path / "networks", student, teacher, adapter)
+    module = KDModule({"teacher_input_adapter": adapter}, again, teacher, run_teacher_on_eval=True)
+    assert not module.train().teacher.training
+    train_module(tmp_path / "module", module, loss=LOSS, average_best_models=False)
+    torch.testing.assert_close(again.state_dict(), student.state_dict(), rtol=0, atol=0)
+
+
+def test_a_customized_module_cannot_have_an_adapter(tmp_path):
+    student, teacher = networks()
+    with pytest.raises(ConfigError, match=r"Features overrides forward; set teacher to nn\.Sequential"):
+        train_module(tmp_path, Features({"teacher_input_adapter": nn.Identity()}, student, teacher))
 
 
 @pytest.mark.parametrize("adapted", [False, True])

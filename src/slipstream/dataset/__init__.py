@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         CITYSCAPES_PALETTE,
     )
     from slipstream.dataset.sources.class_folder import ImageNetDataset
+    from slipstream.dataset.sources.coco import CoCoSegmentationDataSet
     from slipstream.dataset.sources.fashion_mnist import FashionMNIST
     from slipstream.dataset.sources.image_folder import ImageMaskFolder
     from slipstream.dataset.sources.supervisely import SuperviselyPersonsDataset
@@ -70,6 +71,7 @@ _MODULES = {
     "sources.cityscapes": ["CityscapesConcatDataset", "CityscapesDataset"],
     "sources.class_folder": ["ImageNetDataset"],
     "sources.cityscapes_classes": ["CITYSCAPES_CLASSES", "CITYSCAPES_IGNORE_INDEX", "CITYSCAPES_PALETTE"],
+    "sources.coco": ["CoCoSegmentationDataSet"],
     "sources.fashion_mnist": ["FashionMNIST"],
     "sources.image_folder": ["ImageMaskFolder"],
     "sources.supervisely": ["SuperviselyPersonsDataset"],
@@ -107,6 +109,7 @@ __all__ = [
     "CityscapesConcatDataset",
     "CityscapesDataset",
     "ClassBalancedDataset",
+    "CoCoSegmentationDataSet",
     "ConcatDataset",
     "DecodeCache",
     "DefaultSampler",

@@ -23,7 +23,8 @@ class ClassCountHook(Hook):
     """Set the number of classes of a `Segmentor`, `Classifier` or `SupervisedModel` from the dataset.
 
     This is one of the default hooks (`class_count`). It runs before the first batch and skips datasets without
-    `classes` in their `metainfo`.
+    `classes` in their `metainfo`. A model with one class is also valid for a dataset with two: its only output is the
+    score of the second class.
 
     Raises:
         ModelError: the model was built with a different number of classes.
@@ -45,6 +46,8 @@ class ClassCountHook(Hook):
         classes = (getattr(loader.dataset, "metainfo", None) or {}).get("classes")
         model: Any = unwrap_model(runner.model)
         if classes is None or not isinstance(model, Task):
+            return
+        if model.num_classes == 1 and len(classes) == 2:
             return
         if model.num_classes not in (None, len(classes)):
             raise ModelError(

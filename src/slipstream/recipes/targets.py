@@ -14,7 +14,7 @@ _MAX_ITEMS = 100_000
 
 
 def without_targets(value: Any, path: str = "") -> Any:
-    """Return `value` with `_target_` dicts that create lists, ranges and enum members replaced by built-in values.
+    """Return `value` with the `_target_` dicts of lists, ranges, enums and COCO's classes replaced by built-in values.
 
     Other `_target_` dicts configure components, and are not changed.
 
@@ -31,6 +31,8 @@ def without_targets(value: Any, path: str = "") -> Any:
     name = target.rpartition(".")[2]
     if name == "empty_list":
         return []
+    if name == "coco_sub_classes_inclusion_tuples_list":
+        return "voc"
     if name == "StrictLoad":
         return value.get("value", True)
     if name == "MultiGPUMode":

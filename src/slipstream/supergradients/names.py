@@ -81,8 +81,10 @@ _CLASSIFICATION = {
 }
 _SEGMENTATION = {
     name: f"slipstream.dataset:{name}"
-    for name in ("CityscapesConcatDataset", "CityscapesDataset", "SuperviselyPersonsDataset")
-}
+    for name in (
+        "CityscapesConcatDataset", "CityscapesDataset", "CoCoSegmentationDataSet", "SuperviselyPersonsDataset",
+    )
+}  # fmt: skip
 _LOADERS = {
     "get": "slipstream.training.dataloaders:get",
     "get_data_loader": "slipstream.training.dataloaders:get",
@@ -90,7 +92,7 @@ _LOADERS = {
         f"{name}_{split}": f"slipstream.training.dataloaders:{name}_{split}"
         for name in (
             "cifar10", "cifar100", "cityscapes", "cityscapes_ddrnet", "cityscapes_regseg48", "cityscapes_stdc_seg50",
-            "cityscapes_stdc_seg75", "imagenet", "imagenet_resnet50", "supervisely_persons",
+            "cityscapes_stdc_seg75", "coco_segmentation", "imagenet", "imagenet_resnet50", "supervisely_persons",
         )
         for split in ("train", "val")
     },
@@ -143,7 +145,10 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "super_gradients.training.metrics.segmentation_metrics": _SEG_METRICS,
     "super_gradients.training.models": _MODELS,
     "super_gradients.training.models.kd_modules": {},
-    "super_gradients.training.models.kd_modules.kd_module": {"KDOutput": f"{_ZOO}:KDOutput"},
+    "super_gradients.training.models.kd_modules.kd_module": {
+        "KDModule": "slipstream.training.kd_module:KDModule",
+        "KDOutput": f"{_ZOO}:KDOutput",
+    },
     "super_gradients.training.models.model_factory": {"get": f"{_OWN}.models:get"},
     "super_gradients.training.sg_trainer": {**_TRAINER, "StrictLoad": _ENUMS["StrictLoad"]},
     "super_gradients.training.training_hyperparams": {"get": f"{_OWN}.hyperparams:get"},
@@ -168,6 +173,10 @@ MODULES: Mapping[str, Mapping[str, str]] = {
 """Maps each module of SuperGradients to its names, and each name to the Slipstream object that replaces it."""
 
 _TOPICS = (
+    (
+        r"train_from_(kd_)?recipe|recipes",
+        "use `slipstream train RECIPE`, or python -m slipstream.train_from_recipe",
+    ),
     (r"kd|distill", "use KDTrainer, and pass student=... and teacher=... to its method train"),
     (
         r"detection|yolo|ssd|pose|keypoint|dekr|bbox|nms",
@@ -187,10 +196,25 @@ _TOPICS = (
         "set ema_params.decay_type to 'constant', 'threshold' or 'exp', or derive a schedule from IDecayFunction",
     ),
     (r"sg_?logger", "set sg_logger by name ('wandb_sg_logger'), or use a hook from slipstream.hooks"),
+    (
+        r"factor(y|ies)|resolve_param",
+        "pass transforms and other components as names or {Name: {arguments}}, as in recipes",
+    ),
+    (
+        r"adapters|data_?gradients",
+        "pass a torch Dataset that returns (image, class ids) to dataloaders.get(dataset=...)",
+    ),
+    (
+        r"processing",
+        "pass a list of transforms to the method set_dataset_processing_params(image_processor=[...]) of the network",
+    ),
+    (r"media", "the method predict of a network reads paths, Pillow images, arrays and tensors"),
+    (r"checkpoints_dir", "use Trainer(...).checkpoints_dir_path; an experiment has a single folder"),
+    (r"\bmodules\b", "use modules from torch.nn or timm, or networks from models.get"),
     (r"visual", "use `slipstream predict`, or slipstream.visualization"),
     (
-        r"train_from_recipe|recipes",
-        "use `slipstream train RECIPE`, or python -m slipstream.train_from_recipe",
+        r"evaluate_|resume_experiment",
+        "use `slipstream val`, or Trainer.evaluate_from_recipe and Trainer.resume_experiment",
     ),
 )
 

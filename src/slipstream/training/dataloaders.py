@@ -6,6 +6,7 @@ Each name selects a dataset and its defaults in `recipes/dataset_params`. Argume
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.extras import extra
+from slipstream.logging import print_log
 from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
 from slipstream.training.factories import configuration, read_factory
 from slipstream.training.params import plain
@@ -30,6 +32,7 @@ _DATASETS = {
     "cityscapes_regseg48": "CityscapesDataset",
     "cityscapes_stdc_seg50": "CityscapesDataset",
     "cityscapes_stdc_seg75": "CityscapesDataset",
+    "coco_segmentation": "CoCoSegmentationDataSet",
     "imagenet": "ImageNetDataset",
     "imagenet_resnet50": "ImageNetDataset",
     "street_scenes": "StreetScenes",
@@ -205,7 +208,16 @@ def _with_current_names(transform: Any) -> Any:
     if not isinstance(transform, Mapping):
         return transform
     kind = transform.get("type")
-    return {**transform, "type": _OLD_TRANSFORMS.get(kind, kind) if isinstance(kind, str) else kind}
+    kind = _OLD_TRANSFORMS.get(kind, kind) if isinstance(kind, str) else kind
+    if kind == "SegPadShortToCropSize" and transform.get("fill_mask") is None:
+        print_log(
+            "SegPadShortToCropSize has no fill_mask: the padding gets class 0, as in SuperGradients. If class 0 is not "
+            "the background, set fill_mask to the ignore_index of the loss",
+            "current",
+            logging.WARNING,
+        )
+        return {**transform, "type": kind, "fill_mask": 0}
+    return {**transform, "type": kind}
 
 
 def _loader_options(loader: dict[str, Any], training: bool) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from slipstream.hooks import Hook
 from slipstream.model import unwrap_model
 from slipstream.model.pretrained import load_pretrained, needs_pretrained
 from slipstream.registry import HOOKS, MODELS
+from slipstream.training.kd_module import KDModule
 from slipstream.training.network import CLASS_LOSSES, Configured, SupervisedModel
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ class DistillationModel(SupervisedModel):
         teacher: the teacher, a module or its configuration.
         teacher_pretrained: arguments of `zoo.models.load`, with which `load_teacher` loads the teacher's weights.
         teacher_input_adapter: module for the teacher's images, or its configuration, such as `NormalizationAdapter`.
+        kd_module: contains `network` and `teacher`; its forward method returns the outputs for the loss. Default: the
+            outputs of both networks.
         loss: `loss(KDOutput(student_output, teacher_output), targets)`.
         arguments: see `SupervisedModel`.
 
@@ -107,6 +110,8 @@ class DistillationModel(SupervisedModel):
         ModelError: in the loss, if the teacher's weights have not been loaded.
     """
 
+    _kd_module: KDModule | None
+
     def __init__(
         self,
         network: Configured,
@@ -114,6 +119,7 @@ class DistillationModel(SupervisedModel):
         loss: Any,
         teacher_pretrained: Mapping[str, Any] | None = None,
         teacher_input_adapter: Configured | None = None,
+        kd_module: KDModule | None = None,
         **arguments: Any,
     ) -> None:
         super().__init__(network, loss, **arguments)
@@ -126,6 +132,8 @@ class DistillationModel(SupervisedModel):
         adapter = teacher_input_adapter
         adapter = MODELS.build(adapter) if isinstance(adapter, Mapping) else adapter
         self._teacher = _Teacher(built, teacher_pretrained, adapter)
+        # Not a submodule, because checkpoints contain only the student.
+        self.__dict__["_kd_module"] = kd_module
 
     @property
     def teacher(self) -> nn.Module:
@@ -145,8 +153,23 @@ class DistillationModel(SupervisedModel):
         """
         self._teacher.load()
 
+    def forward(
+        self, inputs: Tensor, targets: Tensor | None = None, *others: Any, mode: str = "tensor"
+    ) -> Any:
+        """Return the losses, the student's predictions or its output; see `SupervisedModel.forward`."""
+        if self._kd_module is None or mode != "loss":
+            return super().forward(inputs, targets, *others, mode=mode)
+        inputs = inputs.float() if inputs.dtype == torch.uint8 else inputs
+        found: KDOutput = self._kd_module(inputs)
+        if self.training and targets is not None:
+            self._count(found.student_output, inputs, targets)
+        return self.losses(found, targets)
+
     def loss_inputs(self, outputs: Any, inputs: Tensor, targets: Tensor | None) -> KDOutput:
         """Return the outputs of both networks."""
+        if self._kd_module is not None:
+            found: KDOutput = self._kd_module(inputs)
+            return found
         if self._teacher.pending:
             raise ModelError(
                 "the teacher's weights have not been loaded; call init_weights() or load_teacher()"
@@ -161,6 +184,8 @@ class DistillationModel(SupervisedModel):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply a conversion, such as a change of the device, to the teacher as well."""
         self._teacher.convert(fn, recurse)
+        if self._kd_module is not None:
+            self._kd_module.teacher = self.teacher  # a conversion of a copy replaces the teacher
         super()._apply(fn, recurse)
         return self
 

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from slipstream.errors import ConfigError
-from slipstream.training.kd_recipe import check_mode, input_adapter
+from slipstream.training.kd_module import KDModule
+from slipstream.training.kd_recipe import input_adapter
 from slipstream.training.trainer import Trainer
 
 __all__ = ["KDTrainer"]
@@ -26,7 +27,7 @@ class KDTrainer(Trainer):
         training_params: Mapping[str, Any] | None = None,
         student: nn.Module | None = None,
         teacher: nn.Module | None = None,
-        kd_architecture: str = "kd_module",
+        kd_architecture: str | type[KDModule] = "kd_module",
         kd_arch_params: Mapping[str, Any] | None = None,
         run_teacher_on_eval: bool = True,
         train_loader: Any = None,
@@ -37,10 +38,10 @@ class KDTrainer(Trainer):
         """Train `student` in place, and return the metrics of each validation run; see `Trainer.train`.
 
         Args:
-            model: must be None.
+            model: a `KDModule`, instead of `student`, `teacher` and `kd_arch_params`.
             training_params: keys of `TrainingParams`. The loss receives a `KDOutput`.
             student, teacher: modules. The teacher is frozen in place.
-            kd_architecture: must be 'kd_module'.
+            kd_architecture: 'kd_module', or a subclass of `KDModule`.
             kd_arch_params: `teacher_input_adapter`, a module for the teacher's images.
             run_teacher_on_eval: must be True.
             train_loader, valid_loader, test_loaders, additional_configs_to_log: see `Trainer.train`.
@@ -48,23 +49,46 @@ class KDTrainer(Trainer):
         Raises:
             UnknownNameError, ConfigError: if a key or value is invalid or not supported.
         """
-        if model is not None or kd_architecture != "kd_module":
+        if model is None:
+            options = input_adapter(kd_arch_params, "kd_arch_params")
+            module = _kd_class(kd_architecture)(options, student, teacher, run_teacher_on_eval)
+        elif isinstance(model, KDModule):
+            module = model
+        else:
             raise ConfigError(
-                "modules that contain both networks are not supported; pass student=... and teacher=.... To use other "
-                "outputs of the networks, override loss_inputs of slipstream.training.distillation.DistillationModel",
-                "model" if model is not None else "kd_architecture",
+                f"must be a KDModule, not {type(model).__name__}; or pass student=... and teacher=...",
+                "model",
             )
-        if student is None or teacher is None:
-            raise ConfigError(
-                "is required; pass a torch.nn.Module", "student" if student is None else "teacher"
-            )
-        check_mode(run_teacher_on_eval)
         return self._train_network(
-            student,
+            module.student,
             training_params,
             train_loader,
             valid_loader,
             test_loaders,
             additional_configs_to_log,
-            teacher={"teacher": teacher, **input_adapter(kd_arch_params, "kd_arch_params")},
+            teacher=_teacher_of(module),
         )
+
+
+def _kd_class(architecture: Any) -> type[KDModule]:
+    if architecture == "kd_module":
+        return KDModule
+    if isinstance(architecture, type) and issubclass(architecture, KDModule):
+        return architecture
+    raise ConfigError(
+        f"must be 'kd_module' or a subclass of KDModule, not {architecture!r}", "kd_architecture"
+    )
+
+
+def _teacher_of(module: KDModule) -> dict[str, Any]:
+    """Return the arguments of `DistillationModel` for the teacher."""
+    adapter = module.teacher_input_adapter
+    if not module.is_customized:
+        return {"teacher": module.teacher, "teacher_input_adapter": adapter}
+    if adapter is not None:
+        raise ConfigError(
+            f"is not supported, because {type(module).__name__} overrides forward; set teacher to "
+            "nn.Sequential(adapter, teacher)",
+            "arch_params.teacher_input_adapter",
+        )
+    return {"teacher": module.teacher, "kd_module": module}

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from slipstream.apps.zoo.models import network_config
+from slipstream.apps.zoo.models import names, network_config
 from slipstream.apps.zoo.timm_networks import PREFIX
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
+from slipstream.registry import MODELS
 from slipstream.training.kd_recipe import KEYS as KD_KEYS
 from slipstream.training.kd_recipe import is_distillation, renamed_paths, student_recipe, teacher_of
 from slipstream.training.tasks import check_task
@@ -139,7 +140,14 @@ def _network(recipe: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in options.items() if key not in _NO_OPTIONS}
     if _asks_for_timm_weights(recipe):
         kept["pretrained"] = True
-    return network_config(_required(recipe, "architecture", str), kept)
+    name = _required(recipe, "architecture", str)
+    if not (name.startswith(PREFIX) or "custom_imports" in recipe or name in MODELS):
+        raise UnknownNameError(
+            f"no network is named '{name}'{did_you_mean(name, names())}; for a classification network of timm, set it "
+            f"to {PREFIX}NAME, and for your own network, register its class (available: {', '.join(names())})",
+            "architecture",
+        )
+    return network_config(name, kept)
 
 
 def _asks_for_timm_weights(recipe: Mapping[str, Any]) -> bool:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -32,7 +35,7 @@ def flip(transform, image, mask, rng):
 
 
 def resize(image, mask, scale):
-    size = tuple(max(1, round(side * scale)) for side in image.size)
+    size = tuple(max(1, math.floor(side * scale)) for side in image.size)
     return image.resize(size, Image.Resampling.BILINEAR), mask.resize(size, Image.Resampling.NEAREST)
 
 
@@ -40,8 +43,8 @@ def rescale(transform, image, mask, rng):
     if transform.scale_factor:
         return resize(image, mask, transform.scale_factor)
     if transform.short_size:
-        return resize(image, mask, transform.short_size / min(image.size))
-    return resize(image, mask, transform.long_size / max(image.size))
+        return resize(image, mask, Fraction(transform.short_size, min(image.size)))
+    return resize(image, mask, Fraction(transform.long_size, max(image.size)))
 
 
 def random_rescale(transform, image, mask, rng):

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -100,10 +103,14 @@ def test_rescale_returns_the_exact_side_length(height, width, size):
     long = SegRescale(long_size=size)(sample, rng())
     assert max(long["mask"].shape) == size
     assert long["image"].shape == (*long["mask"].shape, 3)
+    assert min(long["mask"].shape) == max(
+        1, math.floor(Fraction(min(height, width) * size, max(height, width)))
+    )
 
 
 def test_rescale_by_a_factor_scales_both_sides():
     assert SegRescale(scale_factor=0.75)(make(8, 16), rng())["mask"].shape == (6, 12)
+    assert SegRescale(scale_factor=0.75)(make(9, 15), rng())["mask"].shape == (6, 11)  # 6.75 and 11.25
     assert SegRescale(scale_factor=0.01)(make(8, 16), rng())["mask"].shape == (1, 1)
 
 

@@ -4,6 +4,7 @@ from slipstream.dataset.sources import (
     cifar,
     cityscapes,
     class_folder,
+    coco,
     fashion_mnist,
     image_folder,
     supervisely,
@@ -12,6 +13,6 @@ from slipstream.dataset.sources import (
 )
 
 __all__ = [
-    "cifar", "cityscapes", "class_folder", "fashion_mnist", "image_folder", "supervisely", "webdataset",
+    "cifar", "cityscapes", "class_folder", "coco", "fashion_mnist", "image_folder", "supervisely", "webdataset",
     "wrappers",
 ]  # fmt: skip

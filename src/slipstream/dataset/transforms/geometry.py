@@ -76,7 +76,8 @@ class SegResize(Geometric):
 class SegRescale(Geometric):
     """Scale the image and the mask by a factor, or to a given length of the short or long side.
 
-    Exactly one of the three arguments is required. Sides are rounded to the nearest pixel.
+    Exactly one of the three arguments is required. Sides are rounded down to whole pixels, as in SuperGradients. The
+    side that `short_size` or `long_size` sets has exactly this length.
     """
 
     def __init__(
@@ -98,13 +99,15 @@ class SegRescale(Geometric):
         if self.scale_factor is not None:
             return _rescaled(region, self.scale_factor)
         if self.short_size is not None:
-            return _rescaled(region, self.short_size / min(region.canvas))
-        return _rescaled(region, (self.long_size or 0) / max(region.canvas))
+            return _fitted(region, self.short_size, min(region.canvas))
+        return _fitted(region, self.long_size or 0, max(region.canvas))
 
 
 @TRANSFORMS.register_module()
 class SegRandomRescale(Geometric):
     """Scale the image and the mask by a factor drawn uniformly from `scales`.
+
+    Sides are rounded down to whole pixels, as in SuperGradients.
 
     Args:
         scales: the smallest and the largest factor; a single number s means the range between s and 1.
@@ -353,7 +356,16 @@ def read_fill(fill_mask: int, fill_image: int | Sequence[int]) -> tuple[int, int
 
 def _rescaled(region: CropRegion, scale: float) -> CropRegion | None:
     width, height = region.canvas
-    return region.resized((max(1, round(width * scale)), max(1, round(height * scale))))
+    return region.resized((max(1, int(width * scale)), max(1, int(height * scale))))
+
+
+def _fitted(region: CropRegion, length: int, side: int) -> CropRegion | None:
+    """Return the region, scaled so that `side` becomes `length`.
+
+    The quotient `length / side` is not computed, because `int(length / side * side)` can be `length - 1`.
+    """
+    width, height = (max(1, int(value * length // side)) for value in region.canvas)
+    return region.resized((width, height))
 
 
 def _size(crop_size: int | Sequence[int]) -> tuple[int, int]:

@@ -1,0 +1,239 @@
+"""The masks of COCO's instance annotations, with the arguments of SuperGradients."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.dataset.sources.base import SegmentationDataset, Transform, default_palette
+from slipstream.dataset.sources.coco_masks import Outline, fill_polygon, fill_runs, read_outline
+from slipstream.dataset.sources.decode import MAX_PIXELS, read_image
+from slipstream.dataset.sources.image_pairs import check_folder
+from slipstream.errors import ConfigError, DataError
+from slipstream.files import replacing, user_cache
+from slipstream.logging import print_log
+from slipstream.registry import DATASETS
+
+__all__ = ["CoCoSegmentationDataSet"]
+
+_VOC_CLASSES = (
+    (0, "background"), (5, "airplane"), (2, "bicycle"), (16, "bird"), (9, "boat"), (44, "bottle"), (6, "bus"),
+    (3, "car"), (17, "cat"), (62, "chair"), (21, "cow"), (67, "dining table"), (18, "dog"), (19, "horse"),
+    (4, "motorcycle"), (1, "person"), (64, "potted plant"), (20, "sheep"), (63, "couch"), (7, "train"), (72, "tv"),
+)  # fmt: skip
+"""COCO's category ids and names for the classes of PASCAL VOC, in the order of SuperGradients' recipe."""
+_MIN_PIXELS = 1000
+"""Images with at most this many pixels of the classes are left out, as in SuperGradients."""
+
+
+@dataclass(frozen=True)
+class _Image:
+    number: int
+    """The id in the annotation file."""
+    name: str
+    shape: tuple[int, int]
+    """Height and width."""
+    outlines: Sequence[tuple[int, Outline]]
+    """Class id and outline of each instance, in the order of the file."""
+
+    def mask(self) -> NDArray[np.uint8]:
+        """Return the class ids, uint8 (H, W). Where instances overlap, the first one in the file is visible."""
+        mask = np.zeros(self.shape, np.uint8)
+        for class_id, outline in self.outlines:
+            parts = (
+                [fill_polygon(points, self.shape) for points in outline]
+                if isinstance(outline, list)
+                else [fill_runs(outline, self.shape)]
+            )
+            for part in parts:
+                mask[part & (mask == 0)] = class_id
+        return mask
+
+
+@DATASETS.register_module()
+class CoCoSegmentationDataSet(SegmentationDataset):
+    """Images of COCO, and semantic masks from its instance annotations. Pixels outside the instances have class 0.
+
+    Images with at most 1,000 pixels of the classes are left out. Their selection reads the masks of all images once,
+    which takes minutes for COCO's training data, and is kept in the user's cache.
+
+    Args:
+        root_dir: folder of the dataset.
+        list_file: annotation file (JSON) in `targets_sub_directory`, such as `instances_train2017.json`.
+        samples_sub_directory: folder of the images, relative to `root_dir`.
+        targets_sub_directory: folder of the annotation file, relative to `root_dir`.
+        dataset_classes_inclusion_tuples_list: category id and name of each class, or 'voc' for the 21 classes of
+            PASCAL VOC. Instances of other categories are left out. Default: all categories; class ids are then
+            category ids.
+        transforms, cache: see `SegmentationDataset`.
+        cache_labels, cache_images: keep each image and its mask in memory after the first read, if one is True.
+        max_pixels: see `ImageMaskFolder`.
+
+    Raises:
+        ConfigError: the list of classes is invalid.
+        DataError: the annotation file is missing or invalid, or no image is left; or, when a sample is read, the image
+            is corrupt, or its size differs from that in the annotation file.
+    """
+
+    def __init__(
+        self,
+        root_dir: str | Path,
+        list_file: str,
+        samples_sub_directory: str,
+        targets_sub_directory: str,
+        dataset_classes_inclusion_tuples_list: Iterable[Sequence[Any]] | Literal["voc"] | None = None,
+        transforms: Sequence[Transform | Mapping[str, Any]] = (),
+        cache_labels: bool = False,
+        cache_images: bool = False,
+        cache: str | Path | None = None,
+        max_pixels: int | None = MAX_PIXELS,
+    ) -> None:
+        super().__init__(transforms, cache_labels or cache_images, cache)
+        self.image_folder = Path(root_dir) / samples_sub_directory
+        check_folder(self.image_folder, "image")
+        self.max_pixels = max_pixels
+        path = Path(root_dir) / targets_sub_directory / list_file
+        content = _read_json(path)
+        self._classes = _read_classes(dataset_classes_inclusion_tuples_list, content, path)
+        names = tuple(name for _, name in self._classes)
+        self.metainfo = {"classes": names, "palette": default_palette(len(names)), "ignore_index": None}
+        self._version = _version(path, self._classes)
+        images = _read_images(content, [number for number, _ in self._classes], path)
+        self._images = _selected(images, user_cache("coco") / f"{self._version}.json", path)
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def load(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """Return image `index` as uint8 (H, W, 3) RGB and its mask as uint8 (H, W)."""
+        found = self._images[index]
+        image = read_image(self.image_folder / found.name, self.max_pixels)
+        if image.shape[:2] != found.shape:
+            raise DataError(
+                f"'{self.image_folder / found.name}' is {image.shape[1]} x {image.shape[0]} pixels, but "
+                f"{found.shape[1]} x {found.shape[0]} in the annotation file"
+            )
+        return image, found.mask()
+
+    def cache_key(self, index: int) -> tuple[str, str]:
+        """Return a name (reader class and paths) and a version (of the image and of the annotation file)."""
+        path = self.image_folder / self._images[index].name
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise DataError(f"cannot read '{path}': {error.strerror}") from error
+        reader = f"{type(self).__module__}.{type(self).__qualname__}"
+        return f"{reader}\n{path.absolute()}", f"{stat.st_size}-{stat.st_mtime_ns}-{self._version}"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"cannot read the annotation file '{path}': {error}; set root_dir, targets_sub_directory and list_file"
+        ) from error
+    if not isinstance(content, dict):
+        raise DataError(f"the annotation file '{path}' must contain images, annotations and categories")
+    return content
+
+
+def _read_classes(
+    given: Iterable[Sequence[Any]] | Literal["voc"] | None, content: Mapping[str, Any], path: Path
+) -> list[tuple[int, str]]:
+    """Return the category id and the name of each class."""
+    if given is None:
+        names = {0: "background", **_category_names(content, path)}
+        if max(names) < 256:
+            return [(number, names.get(number, f"unused {number}")) for number in range(max(names) + 1)]
+        raise ConfigError(
+            "is required, because a category id is greater than 255", "dataset_classes_inclusion_tuples_list"
+        )
+    pairs: Any = _VOC_CLASSES if given == "voc" else given
+    try:
+        classes = [(int(number), str(name)) for number, name in pairs]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"must be 'voc' or a list of [category id, name]: {error}",
+            "dataset_classes_inclusion_tuples_list",
+        ) from error
+    if not 1 <= len(classes) <= 256 or len(dict(classes)) != len(classes):
+        raise ConfigError(
+            "must have 1 to 256 classes with different category ids", "dataset_classes_inclusion_tuples_list"
+        )
+    return classes
+
+
+def _category_names(content: Mapping[str, Any], path: Path) -> dict[int, str]:
+    try:
+        return {int(category["id"]): str(category["name"]) for category in content["categories"]}
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"the categories of the annotation file '{path}' are invalid: {error!r}") from error
+
+
+def _read_images(content: Mapping[str, Any], categories: list[int], path: Path) -> list[_Image]:
+    """Return the images of the annotation file, with the instances of these categories."""
+    class_ids = {number: class_id for class_id, number in enumerate(categories)}
+    try:
+        images = {
+            entry["id"]: _Image(
+                int(entry["id"]), str(entry["file_name"]), (int(entry["height"]), int(entry["width"])), []
+            )
+            for entry in content["images"]
+        }
+        found: dict[Any, list[tuple[int, Outline]]] = {number: [] for number in images}
+        for entry in content["annotations"]:
+            if (class_id := class_ids.get(entry["category_id"])) is not None and entry["image_id"] in images:
+                outline = read_outline(entry["segmentation"], images[entry["image_id"]].shape)
+                found[entry["image_id"]].append((class_id, outline))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"the annotation file '{path}' is invalid: {error!r}") from error
+    return [
+        _Image(image.number, image.name, image.shape, tuple(found[number]))
+        for number, image in images.items()
+    ]
+
+
+def _selected(images: list[_Image], kept: Path, path: Path) -> list[_Image]:
+    """Return the images with enough pixels of the classes; their ids are stored in the file `kept`."""
+    try:
+        numbers = set(json.loads(kept.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        print_log(f"selecting images of '{path}': reading the masks of {len(images)} images", "current")
+        numbers = {image.number for image in images if np.count_nonzero(image.mask()) > _MIN_PIXELS}
+        _store(kept, sorted(numbers))
+    selected = [image for image in images if image.number in numbers]
+    if not selected:
+        raise DataError(
+            f"no image of the annotation file '{path}' has more than {_MIN_PIXELS} pixels of the classes; check "
+            "dataset_classes_inclusion_tuples_list"
+        )
+    return selected
+
+
+def _store(kept: Path, numbers: list[int]) -> None:
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(kept) as temporary:
+            temporary.write_text(json.dumps(numbers))
+    except OSError as error:
+        print_log(
+            f"cannot write '{kept}' ({error.strerror or error}); the next run selects the images again",
+            "current",
+            logging.WARNING,
+        )
+
+
+def _version(path: Path, classes: list[tuple[int, str]]) -> str:
+    """Return a digest that changes with the annotation file or with the classes."""
+    stat = path.stat()
+    text = f"{path.absolute()} {stat.st_size} {stat.st_mtime_ns} {classes} {_MIN_PIXELS}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,116 @@
+"""Masks of polygons and run lengths, with the same pixels as the COCO API (`pycocotools`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.errors import DataError
+
+__all__ = ["fill_polygon", "fill_runs", "read_outline"]
+
+Outline: TypeAlias = list[NDArray[np.float64]] | NDArray[np.int64]
+"""Polygons, each (points, 2) with x and y in pixels, or run lengths."""
+Ints: TypeAlias = NDArray[np.int64]
+
+_FINE = 5
+"""The COCO API rounds points to a grid with this many cells per pixel."""
+_CENTER = _FINE // 2
+_MAX_COORDINATE = 100_000
+"""Limits the memory of an outline, which grows with its length."""
+
+
+def read_outline(value: Any, shape: tuple[int, int]) -> Outline:
+    """Return the `segmentation` of an annotation: polygons, or the `counts` of uncompressed run lengths.
+
+    Args:
+        value: a list of polygons `[x, y, x, y, ...]`, or `{"counts": [...], "size": [height, width]}`.
+        shape: (height, width) of the image.
+
+    Raises:
+        DataError: the value has another structure, or its size differs from `shape`.
+    """
+    try:
+        if isinstance(value, list):
+            polygons = [np.array(polygon, np.float64).reshape(-1, 2) for polygon in value]
+            if not all((np.abs(points) < _MAX_COORDINATE).all() for points in polygons):
+                raise ValueError(f"its coordinates must be numbers below {_MAX_COORDINATE}")
+            return polygons
+        counts = np.array(value["counts"], np.int64)
+        valid = counts.ndim == 1 and bool((counts >= 0).all()) and counts.sum() == shape[0] * shape[1]
+        if not (valid and tuple(value["size"]) == shape):
+            raise ValueError(f"its run lengths are not those of an image of {shape[1]} x {shape[0]} pixels")
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise DataError(
+            "a segmentation must be a list of polygons [x, y, x, y, ...] or uncompressed run lengths "
+            f"{{'counts': [...], 'size': [height, width]}}: {error}"
+        ) from error
+    return counts
+
+
+def fill_polygon(points: NDArray[np.float64], shape: tuple[int, int]) -> NDArray[np.bool_]:
+    """Return the pixels inside a polygon, (height, width), by the even-odd rule.
+
+    The outline is drawn on a grid with 5 x 5 cells per pixel. In each column of pixels, the step of the outline to the
+    right of the center cell starts or ends a run of pixels.
+    """
+    height, width = shape
+    fine = np.trunc(points * _FINE + 0.5).astype(np.int64)
+    ends = np.roll(fine, -1, axis=0)
+    flat = np.abs(ends - fine) @ np.array([1, -1]) >= 0  # at least as wide as high
+    columns, rows = np.concatenate(
+        [_flat(*_ordered(fine[flat], ends[flat], 0)), _steep(*_ordered(fine[~flat], ends[~flat], 1))], axis=1
+    )
+    inside = (columns >= 0) & (columns < width)
+    mask = np.zeros((width, height), bool)
+    if inside.any():
+        columns, rows = columns[inside], np.clip((rows[inside] + _CENTER) // _FINE, 0, height)
+        first, last = int(columns.min()), int(columns.max()) + 1
+        steps = np.bincount((columns - first) * height + rows, minlength=(last - first) * height + 1)
+        mask[first:last] = (steps.cumsum()[:-1] % 2).reshape(-1, height)
+    return mask.T
+
+
+def fill_runs(counts: Sequence[int] | Ints, shape: tuple[int, int]) -> NDArray[np.bool_]:
+    """Return the pixels of alternating runs of 0 and 1, (height, width); runs go down the columns."""
+    values = np.arange(len(counts)) % 2 == 1
+    return np.repeat(values, counts).reshape(shape[1], shape[0]).T
+
+
+def _ordered(first: Ints, last: Ints, axis: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return x and y of both ends of the edges, with a start whose coordinate on `axis` is the smaller one."""
+    swapped = (first[:, axis] > last[:, axis])[:, None]
+    start, end = np.where(swapped, last, first), np.where(swapped, first, last)
+    return start[:, 0], start[:, 1], end[:, 0], end[:, 1]
+
+
+def _flat(x0: Ints, y0: Ints, x1: Ints, y1: Ints) -> Ints:
+    """Return columns of pixels and fine rows, (2, steps), where edges that are wider than high pass a center cell."""
+    low = -((_CENTER - x0) // _FINE)  # the first column whose center cell is not to the left of the edge
+    edge, offset = _ragged(np.maximum((x1 - _CENTER - 1) // _FINE - low + 1, 0))
+    columns = low[edge] + offset
+    slope, steps = (y1 - y0)[edge] / (x1 - x0)[edge], columns * _FINE + _CENTER - x0[edge]
+    rows = np.minimum(
+        np.trunc(y0[edge] + slope * steps + 0.5), np.trunc(y0[edge] + slope * (steps + 1) + 0.5)
+    )
+    return np.stack([columns, rows.astype(np.int64)])
+
+
+def _steep(x0: Ints, y0: Ints, x1: Ints, y1: Ints) -> Ints:
+    """Return columns of pixels and fine rows, (2, steps), where edges that are higher than wide pass a center cell."""
+    edge, offset = _ragged(y1 - y0)
+    slope = (x1 - x0)[edge] / (y1 - y0)[edge]
+    before = np.trunc(x0[edge] + slope * offset + 0.5).astype(np.int64)
+    after = np.trunc(x0[edge] + slope * (offset + 1) + 0.5).astype(np.int64)
+    cells = np.minimum(before, after)
+    passed = (before != after) & (cells % _FINE == _CENTER)
+    return np.stack([cells // _FINE, y0[edge] + offset])[:, passed]
+
+
+def _ragged(counts: Ints) -> tuple[Ints, Ints]:
+    """Return, for rows of the given lengths, the row and the position in the row of each element."""
+    rows = np.repeat(np.arange(len(counts)), counts)
+    return rows, np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]

@@ -1,0 +1,74 @@
+"""SuperGradients' `KDModule`: a student and a teacher, and the outputs that a distillation loss receives."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from slipstream.apps.zoo.distillation import KDOutput
+from slipstream.errors import ConfigError
+from slipstream.registry import MODELS
+from slipstream.training.kd_recipe import check_mode, input_adapter
+
+__all__ = ["KDModule"]
+
+
+class KDModule(nn.Module):
+    """A student and a teacher for `KDTrainer.train(model=...)`.
+
+    A subclass may override `forward` to pass other outputs of the networks to the loss. Only the student is trained,
+    validated and saved; the teacher always runs in evaluation mode. A deep copy shares the teacher.
+
+    Args:
+        arch_params: `teacher_input_adapter`, a module for the teacher's images or its configuration.
+        student, teacher: modules. The parameters of the teacher are frozen in place.
+        run_teacher_on_eval: must be True.
+
+    Raises:
+        UnknownNameError, ConfigError: if an argument is missing, invalid or not supported.
+    """
+
+    def __init__(
+        self,
+        arch_params: Mapping[str, Any] | None = None,
+        student: nn.Module | None = None,
+        teacher: nn.Module | None = None,
+        run_teacher_on_eval: bool = True,
+    ) -> None:
+        super().__init__()
+        if student is None or teacher is None:
+            raise ConfigError(
+                "is required; pass a torch.nn.Module", "student" if student is None else "teacher"
+            )
+        check_mode(run_teacher_on_eval)
+        self.student = student
+        self.teacher = teacher.eval().requires_grad_(False)
+        adapter: Any = input_adapter(arch_params, "arch_params").get("teacher_input_adapter")
+        self.teacher_input_adapter: nn.Module | None = (
+            MODELS.build(adapter) if isinstance(adapter, Mapping) else adapter
+        )
+
+    @property
+    def is_customized(self) -> bool:
+        """Whether a subclass overrides `forward`."""
+        return type(self).forward is not KDModule.forward
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the student; the teacher stays in evaluation mode."""
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+    def forward(self, x: Tensor) -> KDOutput:
+        """Return the outputs of both networks for images (N, C, H, W)."""
+        adapter = self.teacher_input_adapter
+        return KDOutput(self.student(x), self.teacher(x if adapter is None else adapter(x)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = type(self).__new__(type(self))
+        memo[id(self)], memo[id(self.teacher)] = copied, self.teacher
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied

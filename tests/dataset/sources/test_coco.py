@@ -1,0 +1,184 @@
+"""Masks of COCO's annotations have the same pixels as those of its API, and SuperGradients' selection of images."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from slipstream.dataset import CoCoSegmentationDataSet
+from slipstream.dataset.sources.coco_masks import fill_polygon, fill_runs, read_outline
+from slipstream.errors import ConfigError, DataError
+from slipstream.training import dataloaders
+
+Image = pytest.importorskip("PIL.Image")
+
+HEIGHT, WIDTH = 60, 50
+
+
+def rectangle(left, top, right, bottom):
+    return [left, top, right, top, right, bottom, left, bottom]
+
+
+def annotation(image, category, segmentation):
+    return {"image_id": image, "category_id": category, "segmentation": segmentation, "iscrowd": 0}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Return a dataset: image 7 has a person, a car below it and a chair; 9 is too empty; 8 is a crowd of persons."""
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
+    crowd = {"counts": [HEIGHT * 10, HEIGHT * 25, HEIGHT * 15], "size": [HEIGHT, WIDTH]}
+    content = {
+        "images": [
+            {"id": number, "file_name": f"{number}.jpg", "height": HEIGHT, "width": WIDTH}
+            for number in (7, 9, 8)
+        ],
+        "annotations": [
+            annotation(7, 1, [rectangle(0, 0, 30, 40), rectangle(30, 0, 40, 10)]),
+            annotation(7, 3, [rectangle(20, 30, 50, 60)]),
+            annotation(8, 1, crowd),
+            annotation(9, 3, [rectangle(0, 0, 10, 10)]),
+            annotation(7, 62, [rectangle(40, 0, 50, 10)]),
+        ],
+        "categories": [{"id": 1, "name": "person"}, {"id": 3, "name": "car"}, {"id": 62, "name": "chair"}],
+    }
+    (tmp_path / "annotations").mkdir()
+    (tmp_path / "annotations/instances.json").write_text(json.dumps(content))
+    (tmp_path / "images").mkdir()
+    for number in (7, 8, 9):
+        Image.new("RGB", (WIDTH, HEIGHT), (number, 0, 0)).save(tmp_path / f"images/{number}.jpg", quality=100)
+    return tmp_path
+
+
+def make(folder, classes=((0, "background"), (3, "car"), (1, "person")), **arguments):
+    return CoCoSegmentationDataSet(folder, "instances.json", "images", "annotations", classes, **arguments)
+
+
+def test_masks_show_the_first_instance_of_the_listed_classes(folder):
+    dataset = make(folder)
+    assert dataset.metainfo["classes"] == ("background", "car", "person")
+    assert len(dataset) == 2  # 100 pixels of image 9 are too few
+    wanted = np.zeros((HEIGHT, WIDTH), np.uint8)
+    wanted[30:60, 20:50] = 1
+    wanted[0:40, 0:30] = wanted[0:10, 30:40] = 2
+    assert np.array_equal(dataset[0]["targets"].numpy(), wanted)
+    crowd = np.zeros((HEIGHT, WIDTH), np.uint8)
+    crowd[:, 10:35] = 2
+    assert np.array_equal(dataset[1]["targets"].numpy(), crowd)
+    assert dataset[1]["inputs"].float().mean((1, 2)).round().tolist() == [8, 0, 0]
+    assert dataset.get_cat_ids(0) == [0, 1, 2]
+
+
+def test_all_categories_have_their_ids_by_default(folder):
+    dataset = make(folder, None)
+    assert dataset.metainfo["classes"][:4] == ("background", "person", "unused 2", "car")
+    assert len(dataset.metainfo["classes"]) == 63
+    assert dataset.get_cat_ids(0) == [0, 1, 3, 62]
+
+
+def test_the_selection_of_images_is_kept_for_these_classes(folder, capsys):
+    for classes, count in ((None, 1), (None, 0), ("voc", 1)):
+        assert len(make(folder, classes)) == 2
+        assert capsys.readouterr().err.count("reading the masks of 3 images") == count
+    make(folder)
+    for file in (folder / "cache/coco").iterdir():
+        file.write_text("damaged")
+    assert len(make(folder)) == 2
+
+
+def test_decoded_samples_are_cached_on_disk(folder):
+    first = make(folder, cache=folder / "decoded")
+    samples = [first[index]["targets"].clone() for index in range(2)]
+    assert len(list((folder / "decoded").rglob("*.decoded"))) == 2
+    again = make(folder, cache=folder / "decoded")
+    assert all(again[index]["targets"].equal(sample) for index, sample in enumerate(samples))
+    assert make(folder, None).cache_key(0)[1] != again.cache_key(0)[1]
+
+
+def test_the_loader_of_supergradients_reads_the_classes_of_pascal_voc(folder):
+    own = dict(
+        root_dir=str(folder), list_file="instances.json", samples_sub_directory="images", transforms=[]
+    )
+    for split in ("train", "val"):
+        loader = dataloaders.get(f"coco_segmentation_{split}", own, {"batch_size": 2, "num_workers": 0})
+        assert len(loader.dataset.metainfo["classes"]) == 21
+        assert set(next(iter(loader))["targets"].unique().tolist()) == {0, 7, 9, 15}  # car, chair, person
+
+
+# x and y of the points, and the mask that the COCO API (pycocotools 2.0.11) returns, with a line for each row.
+POLYGONS = [
+    ([1, 1, 6, 1, 6, 4, 1, 4], "........ .#####.. .#####.. .#####.. ........"),
+    ([0.5, 0.5, 7.25, 2, 3.3, 6.6], "......... .####.... ..#####.. ..####... ..###.... ...#..... ........."),
+    ([-3, 2, 4, -2, 12, 3.5, 4, 9], "########. ######### ######### ######### ######### .########"),
+    ([1, 0, 8, 6, 8, 0, 1, 6], ".#.....#. .##...##. .###.###. .###.###. .##...##. ........."),
+    (
+        [4.4, 0.2, 5.6, 3.1, 8.9, 3.4, 6.3, 5.2, 7.1, 8.7, 4.4, 6.6, 1.7, 8.7, 2.5, 5.2, 0.1, 3.4, 3.2, 3.1],
+        "....#..... ....#..... ...##..... #########. ..#####... ...###.... ..#####... ..#...#... ..........",
+    ),
+    ([2, 3, 2, 3, 2, 3], "..... ..... ..... ..... ....."),
+]
+
+
+@pytest.mark.parametrize(("points", "pixels"), POLYGONS)
+def test_polygons_have_the_pixels_of_the_coco_api(points, pixels):
+    rows = pixels.split()
+    mask = fill_polygon(np.array(points, float).reshape(-1, 2), (len(rows), len(rows[0])))
+    assert ["".join(".#"[value] for value in row) for row in mask.astype(int)] == rows
+
+
+def test_a_large_polygon_covers_its_area():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        angles = np.sort(rng.uniform(0, 2 * np.pi, 12))
+        points = 100 + rng.uniform(50, 90, (12, 1)) * np.stack([np.cos(angles), np.sin(angles)], 1)
+        x, y = points.T
+        area = abs((x * np.roll(y, -1) - y * np.roll(x, -1)).sum()) / 2
+        perimeter = np.linalg.norm(points - np.roll(points, -1, 0), axis=1).sum()
+        assert abs(fill_polygon(points, (200, 200)).sum() - area) < 0.2 * perimeter
+
+
+def test_runs_go_down_the_columns():
+    mask = np.random.default_rng(0).random((5, 7)) < 0.5
+    values = mask.T.ravel().tolist()
+    counts, current = [0], False
+    for value in values:
+        if value != current:
+            counts.append(0)
+            current = value
+        counts[-1] += 1
+    assert np.array_equal(fill_runs(counts, (5, 7)), mask)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["text", 3, [[1.0, 2.0, 3.0]], [["a", "b"]],
+        [[1.0, float("nan")]],
+        [[1.0, 1e12]], {"counts": "compressed", "size": [5, 7]}, {"counts": [35]},
+     {"counts": [-1, 36], "size": [5, 7]}, {"counts": [30], "size": [5, 7]}, {"counts": [35], "size": [7, 5]}],
+)  # fmt: skip
+def test_an_invalid_segmentation_is_an_error(value):
+    with pytest.raises(DataError, match="a segmentation must be a list of polygons"):
+        read_outline(value, (5, 7))
+
+
+def test_errors_name_the_file_or_the_argument(folder):
+    with pytest.raises(DataError, match=r"cannot read the annotation file '.*none\.json'.*list_file"):
+        CoCoSegmentationDataSet(folder, "none.json", "images", "annotations")
+    with pytest.raises(DataError, match="'nothing'"):
+        CoCoSegmentationDataSet(folder, "instances.json", "nothing", "annotations")
+    with pytest.raises(DataError, match="no image of the annotation file"):
+        make(folder, [(0, "background"), (5, "airplane")])
+    for classes in ([(0, "a"), (0, "b")], [3], "coco", []):
+        with pytest.raises(ConfigError, match="must") as error:
+            make(folder, classes)
+        assert error.value.path == "dataset_classes_inclusion_tuples_list"
+    Image.new("RGB", (WIDTH + 1, HEIGHT)).save(folder / "images/7.jpg")
+    with pytest.raises(DataError, match=r"7\.jpg' is 51 x 60 pixels, but 50 x 60 in the annotation file"):
+        make(folder)[0]
+    content = json.loads((folder / "annotations/instances.json").read_text())
+    for broken in ([], {"images": []}, {**content, "annotations": [{"image_id": 7}]}):
+        (folder / "annotations/instances.json").write_text(json.dumps(broken))
+        with pytest.raises(DataError, match=r"instances\.json' (is invalid|must contain)"):
+            make(folder)
