@@ -72,7 +72,7 @@ def folders(tmp_path_factory):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in TRAINED]
 )
-def test_a_recipe_has_a_valid_plan_and_trains_two_steps(folders, tmp_path, name):
+def test_a_recipe_has_a_valid_plan_and_trains_two_steps(folders, tmp_path, monkeypatch, name):
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
     recipes, data = folders
     teacher = []
