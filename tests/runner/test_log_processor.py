@@ -140,6 +140,15 @@ def test_hierarchy_keeps_the_mode_only_in_the_tag(runner):
     assert LogProcessor(log_with_hierarchy=True).get_log_after_epoch(runner, 50, "val")[0] == {"val/acc": 0.5}
 
 
+def test_loss_of_a_validation_is_not_averaged_with_earlier_validations(runner):
+    for loss in (0.9, 0.5, 0.1):
+        runner.message_hub.update_metric("val/loss", loss)
+    tag, line = LogProcessor().get_log_after_epoch(runner, 50, "val")
+    assert tag["loss"] == 0.1
+    assert "loss: 0.1000" in line
+    assert "loss" not in LogProcessor().get_log_after_iter(runner, 9, "val")[1]
+
+
 def test_custom_statistics_accept_every_kind_of_window_size(runner):
     fill(runner.message_hub, steps=200)
     entries = [

@@ -85,7 +85,7 @@ class RuntimeInfoHook(Hook):
     def _record(runner: Runner, mode: str, metrics: dict[str, Any] | None) -> None:
         for name, value in (metrics or {}).items():
             if isinstance(value, int | float):
-                runner.message_hub.update_scalar(f"{mode}/{name}", value)
+                runner.message_hub.update_metric(f"{mode}/{name}", value)
             else:
                 runner.message_hub.update_info(f"{mode}/{name}", value)
 

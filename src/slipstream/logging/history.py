@@ -57,6 +57,9 @@ class HistoryBuffer:
         if max_length < 1:
             raise ConfigError(f"max_length must be at least 1, not {max_length}")
         self.max_length = max_length
+        self.averaged = True
+        """Whether log lines contain the mean over a window if the scalar's name matches `mean_pattern`. It is False for
+        evaluation metrics, because each of their values is the result of a complete evaluation."""
         self._values: deque[Number] = deque(maxlen=max_length)
         self._counts: deque[int] = deque(maxlen=max_length)
         self.total = 0

@@ -73,6 +73,11 @@ class MessageHub:
             else:
                 raise DataError(f"the dict of scalar '{key}' has no key 'value': {value!r}")
 
+    def update_metric(self, key: str, value: Any) -> None:
+        """Append the result of an evaluation; log lines contain the newest result instead of a mean over a window."""
+        self.update_scalar(key, value)
+        self._scalars[key].averaged = False
+
     def update_info(self, key: str, value: Any, resumed: bool = True) -> None:
         """Set an info of any type. Checkpoints contain it if `resumed` is True and all its types are built-in."""
         self._infos[key] = value

@@ -100,7 +100,10 @@ class LogProcessor:
             tag["memory"] = memory
             parts.append(f"memory: {memory}")
         if mode == "val":
-            shown = {name: value for name, value in shown.items() if name.startswith("loss")}
+            histories = dict(_of_mode(runner.message_hub.log_scalars.items(), mode))
+            # The values of metrics, and those from a checkpoint, belong to an earlier validation.
+            old = [name for name, history in histories.items() if not (history.averaged and history.total)]
+            shown = {k: v for k, v in shown.items() if k.startswith("loss") and k not in old}
         if mode != "test":
             parts += self._items(shown)
         return tag, "  ".join(part for part in parts if part)
@@ -131,7 +134,9 @@ class LogProcessor:
     def _scalars(self, runner: Any, mode: str, batches_done: int) -> Tag:
         histories = dict(_of_mode(runner.message_hub.log_scalars.items(), mode))
         tag: Tag = {
-            name: history.mean(self.window_size) if self.mean_pattern.search(name) else history.current()
+            name: history.mean(self.window_size)
+            if history.averaged and self.mean_pattern.search(name)
+            else history.current()
             for name, history in histories.items()
         }
         window_sizes = {"epoch": max(batches_done, 1), "global": max(_iterations(runner, mode), 1)}
