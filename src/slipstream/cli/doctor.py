@@ -33,6 +33,7 @@ _EXTRAS = {
     "mlflow": "mlflow",
     "toml": "tomli_w",
     "png": "pywuffs",
+    "jpeg": "simplejpeg",
     "video": "av",
     "export": "onnxruntime",
     "openvino": "openvino",

@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ __all__ = ["MAX_PIXELS", "ImageBytes", "check_readable", "open_image", "read_ima
 MAX_PIXELS = 178_956_970
 """Default maximum number of pixels in a file, the same as Pillow's. Even a small file can describe a huge image."""
 _GRAY, _RGB = 0, 2  # PNG color types
+_JPEG = b"\xff\xd8\xff"  # the first bytes of a file
 _ORIENTATION = 0x0112  # EXIF tag
 _TURNS = (
     "FLIP_LEFT_RIGHT",
@@ -67,11 +68,16 @@ def read_image(path: Path | ImageBytes, max_pixels: int | None = MAX_PIXELS) -> 
     error, are decoded with Pillow. Pixels and errors are the same, except that pywuffs ignores broken metadata, such as
     a color profile. For color images with more than 8 bits per channel, only the high bytes are used.
 
+    RGB and grayscale JPEGs that are not rotated are decoded with simplejpeg if it is installed (the `jpeg` extra).
+    Pixels and errors are the same as with Pillow.
+
     Raises:
         DataError: the file cannot be read, has more than `max_pixels` pixels (None: no limit), or is a grayscale image
             with more than 8 bits per pixel.
     """
     pixels = _plain_png(path, max_pixels, _RGB)
+    if pixels is None:
+        pixels = _plain_jpeg(path, max_pixels)
     if pixels is not None:
         return pixels
     image, _ = _by_pillow(path, max_pixels)
@@ -108,7 +114,7 @@ def read_mask(path: Path | ImageBytes, max_pixels: int | None = MAX_PIXELS) -> N
 
 def check_readable(path: Path, max_pixels: int | None = MAX_PIXELS) -> None:
     """Raise a DataError if the file cannot be decoded as an image of any mode, or has too many pixels."""
-    if _plain_png(path, max_pixels, _GRAY, _RGB) is None:
+    if _plain_png(path, max_pixels, _GRAY, _RGB) is None and _plain_jpeg(path, max_pixels) is None:
         _by_pillow(path, max_pixels)
 
 
@@ -203,6 +209,51 @@ def _chunks(data: bytes) -> Iterator[bytes]:
         at += 12 + int.from_bytes(data[at : at + 4], "big")
 
 
+def _plain_jpeg(path: Path, max_pixels: int | None) -> NDArray[np.uint8] | None:
+    """Return the pixels of an RGB or grayscale JPEG that is not rotated, uint8 (H, W, 3), or None for other files.
+
+    Pillow reads the header and checks the size. The result is also None if simplejpeg cannot replace Pillow's decoder,
+    or if it finds an error; Pillow then decodes the file or reports the error.
+    """
+    decode = _jpeg_decoder()
+    if decode is None:
+        return None
+    try:
+        with path.open("rb") as file:
+            if file.read(len(_JPEG)) != _JPEG:
+                return None
+        with open_image(path, max_pixels) as image:
+            if image.format != "JPEG" or image.mode not in ("L", "RGB") or _orientation(image) is not None:
+                return None
+            # With a buffer, simplejpeg raises an error if it finds a larger size in the header than Pillow does.
+            pixels = np.empty((image.height, image.width, 3), np.uint8)
+        decoded: NDArray[np.uint8] = decode(path.read_bytes(), "RGB", buffer=pixels, strict=True)
+    except Exception:  # Pillow and simplejpeg raise many types of errors on broken files
+        return None
+    return decoded if decoded.shape == pixels.shape else None
+
+
+@functools.cache
+def _jpeg_decoder() -> Callable[..., Any] | None:
+    """Return simplejpeg's decoder, or None if it is not installed or its pixels may differ from Pillow's.
+
+    Both decode with libjpeg-turbo. Builds of Pillow that contain another library, or an older version than simplejpeg
+    does (3), may return other pixels.
+    """
+    if importlib.util.find_spec("simplejpeg") is None:
+        return None
+    with extra("images"):
+        from PIL import features
+
+    version = features.version_feature("libjpeg_turbo")
+    if version is None or int(version.split(".")[0]) < 3:
+        return None
+    from simplejpeg import decode_jpeg
+
+    decoder: Callable[..., Any] = decode_jpeg
+    return decoder
+
+
 def _is_scaled(codecs: Sequence[tuple[Any, ...]]) -> bool:
     """Return whether Pillow scaled the gray values.
 
@@ -237,10 +288,14 @@ def _oriented(image: Image.Image) -> Image.Image:
     """Return the image as viewers display it. Cameras store the pixels in the order of the sensor."""
     from PIL import Image
 
+    orientation = _orientation(image)
+    return image if orientation is None else image.transpose(Image.Transpose[_TURNS[orientation - 2]])
+
+
+def _orientation(image: Image.Image) -> int | None:
+    """Return the EXIF orientation, 2 to 8, or None if the pixels are stored as they are displayed."""
     try:
         orientation = image.getexif().get(_ORIENTATION, 1)
     except Exception:  # viewers ignore damaged metadata, too; Pillow raises many types of errors
-        return image
-    if orientation not in range(2, 9):
-        return image
-    return image.transpose(Image.Transpose[_TURNS[orientation - 2]])
+        return None
+    return orientation if orientation in range(2, 9) else None

@@ -1,0 +1,195 @@
+"""JPEG decoding: simplejpeg, if installed, returns the same pixels and errors as Pillow."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, features
+
+from slipstream.dataset.sources import decode
+from slipstream.dataset.sources.decode import MAX_PIXELS, check_readable, read_image, read_mask
+from slipstream.errors import DataError
+
+SIDES, QUALITIES = st.integers(1, 70), st.integers(1, 100)
+SUBSAMPLINGS = ["4:4:4", "4:2:2", "4:2:0"]
+START_OF_FRAME = (b"\xff\xc0", b"\xff\xc2")  # baseline and progressive
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    return tmp_path_factory.mktemp("decode") / "picture.jpg"
+
+
+@pytest.fixture(autouse=True)
+def requires_simplejpeg(request):
+    if "without" not in request.node.name:
+        pytest.importorskip("simplejpeg")
+
+
+def picture(width, height, mode="RGB", seed=0):
+    """Return an image with smooth areas, edges and noise, so that all frequencies occur."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[:height, :width]
+    channels = [np.sin(x / rng.uniform(2, 30) + y / rng.uniform(2, 30)) * 90 + 128 for _ in range(4)]
+    pixels = np.stack(channels, -1) + rng.integers(-30, 31, (height, width, 4)) * (x > width // 2)[..., None]
+    pixels[height // 2 :, : width // 3] = rng.integers(0, 256, 4)
+    pixels = pixels.clip(0, 255).astype(np.uint8)
+    return (
+        Image.fromarray(pixels, "CMYK") if mode == "CMYK" else Image.fromarray(pixels[..., :3]).convert(mode)
+    )
+
+
+def jpeg(image, **options):
+    stream = io.BytesIO()
+    image.save(stream, "JPEG", **options)
+    return stream.getvalue()
+
+
+def outcome(read, path):
+    try:
+        return read(path)
+    except DataError as error:
+        return str(error)
+
+
+def by_pillow(read, path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "_jpeg_decoder", lambda: None)
+        return outcome(read, path)
+
+
+@given(
+    width=SIDES,
+    height=SIDES,
+    seed=st.integers(0, 99),
+    mode=st.sampled_from(["RGB", "L"]),
+    quality=QUALITIES,
+    subsampling=st.sampled_from(SUBSAMPLINGS),
+    progressive=st.booleans(),
+    optimize=st.booleans(),
+    restart=st.sampled_from([0, 1, 3]),
+    as_rgb=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_pixels_equal_pillows(
+    file, width, height, seed, mode, quality, subsampling, as_rgb, restart, **options
+):
+    """`keep_rgb` stores the colors as RGB, which Pillow encodes without subsampling."""
+    colors = dict(keep_rgb=True) if as_rgb and mode == "RGB" else dict(subsampling=subsampling)
+    image = picture(width, height, mode, seed)
+    file.write_bytes(jpeg(image, quality=quality, restart_marker_blocks=restart, **colors, **options))
+    pixels = read_image(file)
+    assert pixels.shape == (height, width, 3)
+    np.testing.assert_array_equal(pixels, by_pillow(read_image, file))
+    np.testing.assert_array_equal(decode._plain_jpeg(file, MAX_PIXELS), pixels)  # simplejpeg decodes the file
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+def test_pixels_with_vertical_subsampling_equal_pillows(file, progressive):
+    """In a square image of 32 x 32 pixels, the data of 4:2:2 and 4:4:0 have the same number of blocks."""
+    data = jpeg(picture(32, 32), subsampling="4:2:2", progressive=progressive)
+    at = data.index(START_OF_FRAME[progressive]) + 11
+    assert data[at] == 0x21
+    file.write_bytes(data[:at] + b"\x12" + data[at + 1 :])
+    np.testing.assert_array_equal(decode._plain_jpeg(file, MAX_PIXELS), by_pillow(read_image, file))
+
+
+def test_simplejpeg_decodes_rgb_and_grayscale_files(file, monkeypatch):
+    monkeypatch.setattr(decode, "_by_pillow", None)
+    for mode in ("RGB", "L"):
+        file.write_bytes(jpeg(picture(40, 30, mode)))
+        assert read_image(file).shape == (30, 40, 3)
+        check_readable(file)
+
+
+def test_pillow_decodes_cmyk_files(file):
+    file.write_bytes(jpeg(picture(40, 30, "CMYK")))
+    assert decode._plain_jpeg(file, MAX_PIXELS) is None
+    np.testing.assert_array_equal(read_image(file), np.asarray(Image.open(file).convert("RGB")))
+
+
+@pytest.mark.parametrize("orientation", range(10))
+def test_orientation_is_applied(file, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file.write_bytes(jpeg(picture(40, 30), exif=exif))
+    assert (decode._plain_jpeg(file, MAX_PIXELS) is None) == (2 <= orientation <= 8)
+    assert read_image(file).shape == ((40, 30, 3) if 5 <= orientation <= 8 else (30, 40, 3))
+    np.testing.assert_array_equal(read_image(file), by_pillow(read_image, file))
+
+
+def damaged(data, draw):
+    """Return the bytes with a changed byte, or with bytes removed, duplicated, truncated or appended."""
+    at, length = draw(st.integers(0, len(data) - 1)), draw(st.integers(1, 20))
+    match draw(st.sampled_from(["byte", "bit", "cut", "double", "truncated", "appended"])):
+        case "byte":
+            return data[:at] + bytes([draw(st.integers(0, 255))]) + data[at + 1 :]
+        case "bit":
+            return data[:at] + bytes([data[at] ^ 1 << draw(st.integers(0, 7))]) + data[at + 1 :]
+        case "cut":
+            return data[:at] + data[at + length :]
+        case "double":
+            return data[: at + length] + data[at:]
+        case "appended":
+            return data + draw(st.binary(max_size=20))
+        case _:
+            return data[: draw(st.integers(0, len(data)))]
+
+
+@pytest.mark.filterwarnings("ignore")  # Pillow warns about damaged metadata
+@given(st.data())
+@settings(max_examples=400, deadline=None)
+def test_damaged_files_have_the_same_result_as_with_pillow(file, data):
+    mode = data.draw(st.sampled_from(["RGB", "L", "CMYK"]))
+    image = picture(data.draw(SIDES), data.draw(SIDES), mode, data.draw(st.integers(0, 99)))
+    options = dict(progressive=data.draw(st.booleans()), subsampling=data.draw(st.sampled_from(SUBSAMPLINGS)))
+    file.write_bytes(damaged(jpeg(image, quality=data.draw(QUALITIES), **options), data.draw))
+    limit = 70 * 70
+    for read in (read_image, read_mask, check_readable):
+        np.testing.assert_array_equal(
+            outcome(lambda path, read=read: read(path, limit), file),
+            by_pillow(lambda path, read=read: read(path, limit), file),
+        )
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+def test_truncated_files_raise_pillows_error(file, progressive):
+    data = jpeg(picture(60, 50), progressive=progressive)
+    file.write_bytes(data[: len(data) // 2])
+    for read in (read_image, check_readable):
+        with pytest.raises(DataError, match=r"cannot read '.*picture\.jpg': image file is truncated"):
+            read(file)
+
+
+def test_the_pixel_limit_is_checked_before_decoding(file, monkeypatch):
+    file.write_bytes(jpeg(picture(30, 20)))
+    assert read_image(file, 600).shape == (20, 30, 3)
+    decoded = []
+    monkeypatch.setattr(decode, "_jpeg_decoder", lambda: lambda *_, **options: decoded.append(options))
+    with pytest.raises(DataError, match=r"picture\.jpg' has 30 x 20 pixels, more than max_pixels=599"):
+        read_image(file, 599)
+    assert not decoded
+
+
+@pytest.mark.parametrize("version", [None, "2.1.5"])
+def test_another_jpeg_library_in_pillow_disables_simplejpeg(file, version, monkeypatch):
+    monkeypatch.setattr(features, "version_feature", lambda name: version)
+    decode._jpeg_decoder.cache_clear()
+    try:
+        file.write_bytes(jpeg(picture(30, 20)))
+        assert decode._plain_jpeg(file, MAX_PIXELS) is None
+        assert read_image(file).shape == (20, 30, 3)
+    finally:
+        decode._jpeg_decoder.cache_clear()
+
+
+def test_pillow_reads_jpegs_without_simplejpeg(file, monkeypatch):
+    monkeypatch.setattr(decode, "_jpeg_decoder", lambda: None)
+    image = picture(30, 20)
+    file.write_bytes(jpeg(image, quality=100, subsampling="4:4:4"))
+    np.testing.assert_allclose(read_image(file), np.asarray(image), atol=4)
+    check_readable(file)
