@@ -47,6 +47,10 @@ DECODERS = {
     "slipstream, pywuffs": "Slipstream, `slipstream[png]`",
     "slipstream, cached": "Slipstream, cached",
 }
+JPEG_DECODERS = {
+    "slipstream": "Slipstream, Pillow's decoder",
+    "slipstream, jpeg extra": "Slipstream, `slipstream[jpeg]`",
+}
 
 
 @cache
@@ -258,6 +262,22 @@ def data() -> str:
     return f"{table(header, rows)}\n\n{machine('data', threads=1)}; {n_of(rounds)}; {versions}."
 
 
+def jpeg() -> str:
+    facts, rows = result("jpeg"), []
+    for case, found in facts["cases"].items():
+        times = found["milliseconds"]
+        for name, measured in times.items():
+            speed = median(within_rounds(times["Pillow"], measured))
+            same = f"{found['equal'][name]} of {found['files']}"
+            label = f"{case}: {JPEG_DECODERS.get(name, name)}"
+            rows.append([label, f"{median(measured):.2f}", f"{speed:.2f}x", same])
+    header = ["", "ms per file", "speed relative to Pillow", "files with equal pixels"]
+    packages = ("pillow", "simplejpeg", "imagecodecs", "opencv-python-headless", "pyvips")
+    versions = ", ".join(f"{name} {facts[name]}" for name in packages)
+    rounds = next(iter(facts["cases"].values()))["milliseconds"]["Pillow"]
+    return f"{table(header, rows)}\n\n{machine('jpeg')}; {n_of(rounds)}; {versions}."
+
+
 def fused() -> str:
     rows = [
         [name, *(f"{median(times[kind]):.1f}" for kind in ("loop", "foreach", "fused")),
@@ -433,8 +453,8 @@ def _speed(ratio: dict[str, float] | None) -> str:
     return "" if ratio is None else f"{ratio['ratio']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
 
 
-FUNCTIONS = (readme, overhead, memory, one_graph_tiny, one_graph, channels_last, host_time, data, fused, nan_guard,
-             sync_bn, background, compile_cache, checkpoint, scaling, compare,
+FUNCTIONS = (readme, overhead, memory, one_graph_tiny, one_graph, channels_last, host_time, data, jpeg, fused,
+             nan_guard, sync_bn, background, compile_cache, checkpoint, scaling, compare,
              openmmlab, report_overhead, tuned_plans)  # fmt: skip
 REGIONS: dict[str, Callable[[], str]] = {f.__name__.replace("_", " "): f for f in FUNCTIONS}
 
