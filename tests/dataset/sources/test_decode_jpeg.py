@@ -106,6 +106,13 @@ def test_simplejpeg_decodes_rgb_and_grayscale_files(file, monkeypatch):
         check_readable(file)
 
 
+def test_an_image_in_memory_is_decoded_as_a_file(file, monkeypatch):
+    file.write_bytes(jpeg(picture(40, 30)))
+    expected = read_image(file)
+    monkeypatch.setattr(decode, "_by_pillow", None)
+    assert np.array_equal(read_image(decode.ImageBytes("a.jpg", file.read_bytes())), expected)
+
+
 def test_pillow_decodes_cmyk_files(file):
     file.write_bytes(jpeg(picture(40, 30, "CMYK")))
     assert decode._plain_jpeg(file, MAX_PIXELS) is None

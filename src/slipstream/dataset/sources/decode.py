@@ -209,7 +209,7 @@ def _chunks(data: bytes) -> Iterator[bytes]:
         at += 12 + int.from_bytes(data[at : at + 4], "big")
 
 
-def _plain_jpeg(path: Path, max_pixels: int | None) -> NDArray[np.uint8] | None:
+def _plain_jpeg(path: Path | ImageBytes, max_pixels: int | None) -> NDArray[np.uint8] | None:
     """Return the pixels of an RGB or grayscale JPEG that is not rotated, uint8 (H, W, 3), or None for other files.
 
     Pillow reads the header and checks the size. The result is also None if simplejpeg cannot replace Pillow's decoder,
@@ -222,12 +222,13 @@ def _plain_jpeg(path: Path, max_pixels: int | None) -> NDArray[np.uint8] | None:
         with path.open("rb") as file:
             if file.read(len(_JPEG)) != _JPEG:
                 return None
+            data = _JPEG + file.read()
         with open_image(path, max_pixels) as image:
             if image.format != "JPEG" or image.mode not in ("L", "RGB") or _orientation(image) is not None:
                 return None
             # With a buffer, simplejpeg raises an error if it finds a larger size in the header than Pillow does.
             pixels = np.empty((image.height, image.width, 3), np.uint8)
-        decoded: NDArray[np.uint8] = decode(path.read_bytes(), "RGB", buffer=pixels, strict=True)
+        decoded: NDArray[np.uint8] = decode(data, "RGB", buffer=pixels, strict=True)
     except Exception:  # Pillow and simplejpeg raise many types of errors on broken files
         return None
     return decoded if decoded.shape == pixels.shape else None
