@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -120,6 +121,20 @@ def problems(value, schema, place=""):
                 yield from problems(item, known[key], f"{place}.{key}")
             elif schema.get("additionalProperties") is False:
                 yield f"{place}.{key}: unknown"
+
+
+@pytest.mark.parametrize("arguments", [["recipes"], ["recipes", "--json"]], ids=str)
+def test_a_reader_that_closes_the_pipe_ends_the_command_without_a_message(arguments):
+    code = f"import sys; from slipstream.cli.main import main; sys.exit(main({arguments}))"
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    try:
+        assert process.stderr.read() == ""
+        assert process.wait(60) == 141
+    finally:
+        process.kill()
+        process.stderr.close()
 
 
 def test_the_schema_accepts_every_recipe_and_rejects_wrong_keys(capsys):

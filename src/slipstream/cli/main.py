@@ -15,6 +15,9 @@ from slipstream.redaction import redact_text
 
 __all__ = ["main"]
 
+_SIGPIPE = 141
+"""Exit status of a program that SIGPIPE ends, as a shell reports it."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` and return the exit status: 2 for an invalid argument, 1 for a failed run."""
@@ -30,7 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = importlib.import_module(f"slipstream.cli.{args.command.replace('-', '_')}")
     try:
         status: int = command.run(args)
+        sys.stdout.flush()
         return status
+    except BrokenPipeError:
+        if not _is_stdout_closed():
+            raise
+        return _SIGPIPE
     except ConfigError as error:
         return _fail(error, 2)
     except SlipstreamError as error:
@@ -49,6 +57,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             if first:
                 sys.excepthook(type(error), error, error.__traceback__)
         return 1
+
+
+def _is_stdout_closed() -> bool:
+    """Return whether no process reads the output any more, as in `slipstream recipes | head -1`."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # Python flushes the output again at exit
+        return True
+    return False
 
 
 def _fail(error: SlipstreamError, status: int) -> int:

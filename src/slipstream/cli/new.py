@@ -24,13 +24,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise ConfigError(f"the folder '{folder}' is not empty; choose a different folder", "FOLDER")
+            raise ConfigError(f"the folder '{folder}' is not empty; choose a different folder")
         for name in _FILES:
             write_text(
                 folder / name, (files("slipstream.cli") / "starter" / name).read_text(encoding="utf-8")
             )
     except OSError as error:
-        raise ConfigError(f"cannot write to '{folder}': {error.strerror or error}", "FOLDER") from error
+        raise ConfigError(f"cannot write to '{folder}': {error.strerror or error}") from error
     print(f"Written: {', '.join(str(folder / name) for name in _FILES)}")
     print(f"To train: cd {folder} && slipstream train recipe.py")
     return 0
