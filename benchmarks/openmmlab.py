@@ -3,9 +3,9 @@
     python benchmarks/openmmlab.py --limit 20m --out benchmarks/results/openmmlab.md
 
 Run it in the environment of `make openmmlab`. Each configuration is trained, validated, saved and resumed with
-Slipstream on small generated data. Then it is trained in one process each by MMEngine, Slipstream, Slipstream with the
-options `fused` and `channels_last`, and Slipstream with these options and `compile`. The processes take turns, a few
-steps at a time. The time of a step includes its data loading and hooks.
+Slipstream on small generated data. It is then trained by four engines, each in its own process: MMEngine, Slipstream,
+Slipstream with the options `fused` and `channels_last`, and Slipstream with these options and `compile`. The processes
+take turns, a few steps at a time. The time of a step includes its data loading and hooks.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from tiny_runs import Net, assert_same, loader, run, samples, weights
 
 
 class OtherStep:
-    """A step without step parts, as with a model that overrides `train_step`. The hook updates the average."""
+    """A step that cannot update the average, as with a model that overrides `train_step`; the hook updates it."""
 
     def __init__(self, step):
         self.step = step

@@ -209,8 +209,9 @@ class Config(MutableMapping[str, Any]):
             hints: maps words that users may write instead of a key to the word that the error suggests.
 
         Raises:
-            UnknownNameError: a key is neither in the configuration nor in a dict whose keys a builder checks; the
-                message contains the config path and the nearest valid key.
+            UnknownNameError: a key is not in the configuration. Dicts that are empty or have a `type` accept new keys,
+                which are checked when the object is built. The message contains the config path and the nearest
+                valid key.
             ConfigError: an override cannot be parsed or merged. The configuration is then unchanged.
         """
         known = set(known)

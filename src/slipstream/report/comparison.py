@@ -37,7 +37,7 @@ class ComparedRun:
 
 
 def compare(runs: Sequence[tuple[Path, RunRecord]]) -> list[ComparedRun]:
-    """Return the runs with labels: their names, or their folders if two names are equal."""
+    """Return the runs with labels: their names, or their folders if two runs have the same name."""
     names = [record.name for _, record in runs]
     unique = len(set(names)) == len(names)
     return [

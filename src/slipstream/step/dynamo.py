@@ -36,7 +36,7 @@ def tracing() -> AbstractContextManager[Any]:
 
 
 def needs_autograd_engine() -> bool:
-    """Return whether anomaly detection or hooks for saved tensors are active, which a graph does not support."""
+    """Return whether anomaly detection or saved-tensor hooks are active; a graph supports neither."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return torch.is_anomaly_enabled() or hooks is not None
 

@@ -1,7 +1,7 @@
 """Faster versions of `tree_leaves` and `tree_structure` of `torch.utils._pytree`, for batches, and copies of outputs.
 
 Batches may also contain objects with tensors, such as OpenMMLab's data samples. The class of such an object must define
-the method `_batch_fields`, which returns the values that belong to the batch as a dict. The order of the keys must be
+the method `_batch_fields`, which returns a dict of the values that belong to the batch. The order of the keys must be
 the same for all objects with the same fields.
 """
 

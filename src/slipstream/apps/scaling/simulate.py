@@ -28,7 +28,7 @@ _STATISTICS_BYTES = 4
 
 @dataclass(frozen=True)
 class Work:
-    """Computing time in seconds of the forward and backward passes of each block, in order, and of the optimizer."""
+    """Compute time, in seconds, of the forward and backward passes of each block, in order, and of the optimizer."""
 
     forward: Sequence[float]
     backward: Sequence[float]
@@ -36,7 +36,7 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        """Total computing time."""
+        """Total compute time."""
         return sum(self.forward) + sum(self.backward) + self.optimizer
 
 
@@ -146,7 +146,7 @@ def _sharded(model: Model, cluster: Cluster, strategy: Strategy, work: Work, sch
         n = sizes[number] * strategy.gradient_bytes
         schedule.send("reduce-scatter", reduce_scatter(n, *group), volume(n, ranks))
         if ranks < cluster.gpus:
-            # The GPUs of a node reduce their partitions over shared cards simultaneously, which sends n bytes in total.
+            # All GPUs of a node reduce their partitions over shared network cards at once, n bytes in total.
             seconds = all_reduce(n, cluster, cluster.machines, 1)
             schedule.send("all-reduce", seconds, 2 * volume(n / ranks, cluster.machines))
 

@@ -127,7 +127,7 @@ class ImageSegmentationPrediction(ImagePrediction):
 
 @dataclass(frozen=True)
 class ImagesPredictions:
-    """The predictions for several images, in their order."""
+    """The predictions for several images, in the order of the images."""
 
     predictions: tuple[ImagePrediction, ...]
 

@@ -54,8 +54,8 @@ def check_complete(loader: DataLoader[Any], name: str, batches: int, expected: i
     remedy = (
         "correct the dataset's __len__, or remove it and train by iterations (train_cfg.by_epoch=False)"
         if streamed
-        else "correct the length of the sampler or batch sampler, or the dataset, transform or collate_fn that raises "
-        "StopIteration"
+        else "correct the length of the sampler or batch sampler, or fix the dataset, transform or collate_fn that "
+        "raises StopIteration"
     )
     raise DataError(f"{name} ended after {batches} of {expected} batches; {remedy}")
 

@@ -42,7 +42,9 @@ def repo_or_mim_folder(library: str) -> Path:
     for folder in (package.parent, package / ".mim"):
         if (folder / "configs").is_dir():
             return folder
-    raise ConfigError(f"{package} contains no configurations; install {library} from a complete package")
+    raise ConfigError(
+        f"{package} contains no configurations; reinstall {library} from a package that includes `.mim/configs`"
+    )
 
 
 def models_in(folder: Path) -> Iterator[dict[str, Any]]:
