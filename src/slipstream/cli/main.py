@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
 import sys
 import time
 from collections.abc import Sequence
@@ -61,14 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _is_stdout_closed() -> bool:
     """Return whether no process reads the output any more, as in `slipstream recipes | head -1`."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # Python flushes the output again at exit
-        return True
-    return False
+    if not hasattr(select, "poll"):
+        return False
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    # Python flushes the output again at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _fail(error: SlipstreamError, status: int) -> int:
