@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from slipstream.errors import ConfigError
-from slipstream.hooks import Hook
+from slipstream.evaluator import BaseMetric
+from slipstream.hooks import CheckpointHook, Hook
 from slipstream.runner import Runner
 from tiny_runs import Scripted, assert_same, loader, run, training, validation, weights
 
@@ -268,7 +269,7 @@ def test_auto_with_an_ambiguous_metric_name_warns_once_and_saves_regular_checkpo
     trained(tmp_path, [0.1, 0.2], "score", epochs=2, save_best="auto")
     assert files(tmp_path) == {"epoch_2.pth"}
     log = next(tmp_path.rglob("*.log")).read_text()
-    assert log.count("'score', does not tell whether higher values are better") == 1
+    assert log.count("'score' has a name that does not tell whether higher values are better") == 1
 
 
 def test_auto_uses_the_first_metric_that_is_a_number(tmp_path):
@@ -279,6 +280,54 @@ def test_auto_uses_the_first_metric_that_is_a_number(tmp_path):
     hooks = dict(checkpoint=dict(type="CheckpointHook", save_best="auto"))
     run(tmp_path, default_hooks=hooks, **validation(Named([0.2, 0.1])))
     assert files(tmp_path) == {"best_acc_epoch_1.pth", "epoch_2.pth"}
+
+
+class Values(BaseMetric):
+    """A metric that reports one dict per validation."""
+
+    def __init__(self, *values):
+        super().__init__()
+        self.values = list(values)
+
+    def process(self, data_batch, data_samples):
+        self.results.append(0)
+
+    def compute_metrics(self, results):
+        return self.values.pop(0)
+
+
+def test_auto_keeps_the_metric_of_the_first_validation(tmp_path):
+    values = {"acc": 0.5, "loss": 1.0}, {"loss": 0.5, "acc": 0.9}, {"acc": 0.6, "loss": 0.1}
+    epochs = dict(train_cfg=dict(by_epoch=True, max_epochs=3))
+    run(tmp_path / "whole", **epochs, **validation(Values(*values)))
+    assert {"best_acc_epoch_2.pth"} == {name for name in files(tmp_path / "whole") if "best" in name}
+    run(tmp_path / "parts", train_cfg=dict(by_epoch=True, max_epochs=1), **validation(Values(values[0])))
+    # The checkpoint was saved before the first validation, so the resumed run repeats this validation.
+    run(tmp_path / "parts", **epochs, resume=True, **validation(Values(*values)))
+    assert files(tmp_path / "parts") == files(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"per_class": torch.tensor([0.1, 0.2])}, {"empty": torch.zeros(0)}, {"meta": torch.zeros((), device="meta")},
+        {"large": 10**400}, {"text": "0.5"}, {"a" * 300: 0.3}, {"a\0b": 0.3},
+    ],
+    ids=lambda others: f"{str(next(iter(others)))[:9]!r}",
+)  # fmt: skip
+def test_auto_skips_values_and_names_that_it_cannot_use(tmp_path, others):
+    hook = CheckpointHook(save_best="auto")
+    runner = Runner(**training(tmp_path, default_hooks=dict(checkpoint=hook)))
+    assert hook._automatic(runner, others) is None
+    assert hook._automatic(runner, {**others, "miou": 0.5}) == "miou"
+
+
+def test_default_hook_leaves_the_best_checkpoint_to_a_custom_hook(tmp_path):
+    own = dict(
+        type="CheckpointHook", filename_tmpl="own_{}.pth", save_best="acc", best_filename="own_best.pth"
+    )
+    run(tmp_path, custom_hooks=[own], **validation(Scripted([0.1, 0.2])))
+    assert {name for name in files(tmp_path) if "best" in name} == {"own_best.pth"}
 
 
 def test_runner_keeps_the_last_two_checkpoints_and_the_best_by_default(tmp_path):

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointHook", "warn_without_checkpoints"]
 
 
+_LONGEST_NAME = 100
+"""The maximum number of characters in the name of a metric that `auto` chooses."""
+
+
 @HOOKS.register_module()
 class CheckpointHook(Hook):
     """Save checkpoints every `interval` epochs or steps, and whenever a metric improves.
@@ -241,6 +245,10 @@ class CheckpointHook(Hook):
     def _surplus_key(self) -> str:
         return f"surplus_ckpts/{Path(self.out_dir or '') / self._template}"
 
+    @property
+    def _automatic_key(self) -> str:
+        return f"best_metric/{Path(self.out_dir or '') / self._template}"
+
     def _is_regular(self, runner: Runner, name: str) -> bool:
         """Return whether a regular checkpoint of this hook can have this name."""
         numbers = map(int, re.findall(r"\d+", name))
@@ -312,31 +320,36 @@ class CheckpointHook(Hook):
         if not self.monitors or not metrics or not runner.is_training:
             return
         for monitor in self.monitors:
-            key = self._first(runner, metrics) if monitor == "auto" else monitor
+            key = self._automatic(runner, metrics) if monitor == "auto" else monitor
             if key is not None and self._save_if_best(runner, key, pick(self, metrics, key, "save_best")):
                 if runner.hooks_at("after_new_best"):
                     runner.wait_for_checkpoint()
                 runner.call_hook("after_new_best", metrics=metrics)
 
-    def _first(self, runner: Runner, metrics: Mapping[str, Any]) -> str | None:
-        """Return the name of the first number in `metrics`; None if its name does not tell which value is better.
+    def _automatic(self, runner: Runner, metrics: Mapping[str, Any]) -> str | None:
+        """Return the metric for `auto`, or None, with a warning if the user can correct the reason.
 
-        This is a warning and not an error, because the names are only known after the first validation.
+        The first validation chooses the metric. There are no errors, because its metrics are not known before.
         """
-        key = next((key for key, value in metrics.items() if isinstance(value, Real | torch.Tensor)), None)
-        if key is None:
-            return None
+        key = runner.message_hub.get_info(self._automatic_key)  # also in a resumed run
+        if not isinstance(key, str):
+            key = next((name for name, value in metrics.items() if _is_number(name, value)), None)
+            hooks = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook) and hook is not self]
+            if key is None or any(key in hook.monitors for hook in hooks):
+                return None
+            runner.message_hub.update_info(self._automatic_key, key)
         try:
             better(key, self.rule)
+            problem = None if _is_number(key, metrics.get(key)) else "has no value that is a number"
         except ConfigError:
-            if not self._warned:
-                self._warned = True
-                runner.logger.warning(
-                    f"CheckpointHook: no best checkpoint is saved, because the name of the first metric, '{key}', does "
-                    "not tell whether higher values are better; set default_hooks.checkpoint.save_best and rule"
-                )
-            return None
-        return key
+            problem = "has a name that does not tell whether higher values are better"
+        if problem is not None and not self._warned:
+            self._warned = True
+            runner.logger.warning(
+                f"CheckpointHook: no best checkpoint is saved, because the metric '{key}' {problem}; set "
+                "default_hooks.checkpoint.save_best and rule"
+            )
+        return key if problem is None else None
 
     def _save_if_best(self, runner: Runner, key: str, value: float) -> bool:
         hub = runner.message_hub
@@ -382,6 +395,21 @@ class CheckpointHook(Hook):
             stems.append(re.escape(Path(self.best_filename).with_suffix("").as_posix()))
         stem = Path(name).with_suffix("").as_posix()
         return re.fullmatch(rf"({'|'.join(stems)})({ASIDE}\d+)?", stem) is not None
+
+
+def _is_number(name: Any, value: Any) -> bool:
+    """Return whether a metric can be monitored: its value is one number, and its name can be part of a file name."""
+    if not isinstance(name, str) or "\0" in name or len(name) > _LONGEST_NAME:
+        return False
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_meta and not value.is_complex()
+    if not isinstance(value, Real):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 def warn_without_checkpoints(runner: Runner, option: str) -> None:

@@ -183,7 +183,7 @@ class Runner:
         self._interface = prepared.interface
         self._training["optim_wrapper"] = plan_optim(arguments["optim_wrapper"], self.speed, self.device)
         self._hooks = HookList()
-        defaults = with_defaults(arguments["default_hooks"], self.by_epoch)
+        defaults = with_defaults(arguments["default_hooks"], self.by_epoch, arguments["custom_hooks"])
         for hook in [*defaults, *planning.plan_hooks(self.speed), *display_hooks(self.logger)]:
             self._hooks.register(hook)
         self.register_custom_hooks(arguments["custom_hooks"] or ())

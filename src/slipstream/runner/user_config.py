@@ -130,11 +130,24 @@ def constructor_arguments(cfg: Mapping[str, Any], names: Iterable[str]) -> dict[
     return {name: cfg[name] for name in names if name in cfg}
 
 
-def with_defaults(hooks: Mapping[str, Any] | None, by_epoch: bool) -> list[Any]:
-    """Return the default hooks, updated with `hooks` by name; None removes a hook."""
-    interval = 1 if by_epoch else 1000
-    defaults = {**DEFAULT_HOOKS, "checkpoint": {**DEFAULT_HOOKS["checkpoint"], "interval": interval}}
+def with_defaults(
+    hooks: Mapping[str, Any] | None, by_epoch: bool, custom_hooks: Sequence[Any] | None = None
+) -> list[Any]:
+    """Return the default hooks, updated with `hooks` by name; None removes a hook.
+
+    If `custom_hooks` contains a CheckpointHook, the default one does not save the best checkpoint.
+    """
+    defaults = {name: dict(options) for name, options in DEFAULT_HOOKS.items()}
+    defaults["checkpoint"]["interval"] = 1 if by_epoch else 1000
+    if any(_is_checkpoint_hook(hook) for hook in custom_hooks or ()):
+        del defaults["checkpoint"]["save_best"]
     return [hook for hook in {**defaults, **(hooks or {})}.values() if hook is not None]
+
+
+def _is_checkpoint_hook(hook: Any) -> bool:
+    kind = hook.get("type") if isinstance(hook, Mapping) else type(hook)
+    name = kind.__name__ if isinstance(kind, type) else str(kind)
+    return name.rpartition(".")[2] == "CheckpointHook"
 
 
 def display_hooks(logger: MMLogger) -> list[Hook]:
