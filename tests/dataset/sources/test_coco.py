@@ -156,7 +156,8 @@ def test_runs_go_down_the_columns():
     ["text", 3, [[1.0, 2.0, 3.0]], [["a", "b"]],
         [[1.0, float("nan")]],
         [[1.0, 1e12]], {"counts": "compressed", "size": [5, 7]}, {"counts": [35]},
-     {"counts": [-1, 36], "size": [5, 7]}, {"counts": [30], "size": [5, 7]}, {"counts": [35], "size": [7, 5]}],
+     {"counts": [-1, 36], "size": [5, 7]}, {"counts": [30], "size": [5, 7]},
+        {"counts": [2**63 - 1, 2**63 - 1, 37], "size": [5, 7]}, {"counts": [35], "size": [7, 5]}],
 )  # fmt: skip
 def test_an_invalid_segmentation_is_an_error(value):
     with pytest.raises(DataError, match="a segmentation must be a list of polygons"):

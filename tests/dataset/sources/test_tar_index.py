@@ -120,6 +120,24 @@ def test_damaged_header_raises_error_where_tarfile_ends_silently(tmp_path):
         list(tar_members(path))
 
 
+def test_data_after_the_end_of_an_archive_raises_error(tmp_path):
+    one = write(tmp_path / "a.tar", [("x.jpg", b"1")]).read_bytes()
+    path = tmp_path / "b.tar"
+    path.write_bytes(one + one)
+    with pytest.raises(DataError, match=r"contains data after the end of the archive at byte 1,024"):
+        list(tar_members(path))
+    path.write_bytes(bytes(512) + one[512:])  # the first header was not written
+    with pytest.raises(DataError, match=r"contains data after the end of the archive at byte 0"):
+        list(tar_members(path))
+
+
+def test_many_zeros_at_the_end_are_a_warning(tmp_path):
+    path = write(tmp_path / "a.tar", [("x.jpg", bytes(30_000)), ("y.jpg", b"2")])
+    path.write_bytes(path.read_bytes() + bytes(10_240))
+    with pytest.warns(UserWarning, match="if the file was not copied completely, samples are missing"):
+        assert len(list(tar_members(path))) == 2
+
+
 @pytest.mark.parametrize(
     ("size", "expected"),
     [

@@ -285,11 +285,27 @@ def test_sample_without_a_field_raises_error(tmp_path):
         WebDataset(path)
 
 
+def test_samples_with_the_same_key_have_their_own_cache_entries(tmp_path):
+    path = tmp_path / "double.tar"
+    with tarfile.open(path, "w") as archive:
+        for index, key in enumerate("aba"):
+            for extension, data in sample_files(index).items():
+                info = tarfile.TarInfo(f"{key}.{extension}")
+                info.size = len(data)
+                archive.addfile(info, io.BytesIO(data))
+    for _ in range(2):  # the second pass reads the cache
+        dataset = WebSegmentationDataset(str(path), CLASSES, cache=tmp_path / "decoded")
+        for index in range(3):
+            np.testing.assert_array_equal(dataset[index]["targets"].numpy(), pictures(index)[1])
+
+
 def test_shard_that_changes_during_training_raises_error(shards, tmp_path):
-    dataset = WebDataset(shards)
-    os.truncate(tmp_path / "data/train-001.tar", 600)
+    dataset = WebSegmentationDataset(shards, CLASSES, cache=tmp_path / "decoded")
+    path = tmp_path / "data/train-001.tar"
+    path.write_bytes(path.read_bytes())
+    os.utime(path, ns=(0, 0))
     dataset[0]
-    with pytest.raises(DataError, match=r"train-001\.tar' became shorter"):
+    with pytest.raises(DataError, match=r"train-001\.tar' has changed after its index was read"):
         dataset[4]
 
 

@@ -40,7 +40,11 @@ def read_outline(value: Any, shape: tuple[int, int]) -> Outline:
                 raise ValueError(f"its coordinates must be numbers below {_MAX_COORDINATE}")
             return polygons
         counts = np.array(value["counts"], np.int64)
-        valid = counts.ndim == 1 and bool((counts >= 0).all()) and counts.sum() == shape[0] * shape[1]
+        pixels = shape[0] * shape[1]
+        possible = counts.ndim == 1 and bool(
+            ((counts >= 0) & (counts <= pixels)).all()
+        )  # the sum cannot overflow
+        valid = possible and counts.sum() == pixels
         if not (valid and tuple(value["size"]) == shape):
             raise ValueError(f"its run lengths are not those of an image of {shape[1]} x {shape[0]} pixels")
     except (KeyError, TypeError, ValueError, OverflowError) as error:

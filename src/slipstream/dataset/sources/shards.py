@@ -53,8 +53,9 @@ def shard_paths(shards: str | Path | Sequence[str | Path]) -> list[Path]:
             found += map(Path, files)
     if not found:
         raise ConfigError("at least one shard is required", "shards")
-    if len(set(found)) < len(found):
-        double = next(path for path in found if found.count(path) > 1)
+    resolved = [path.resolve() for path in found]
+    if len(set(resolved)) < len(resolved):
+        double = next(path for path in resolved if resolved.count(path) > 1)
         raise ConfigError(f"the shard '{double}' occurs twice; each sample must occur once", "shards")
     return found
 
@@ -101,6 +102,7 @@ class TarShards:
         # Bytes instead of a list of strings, of which each worker process would get its own copy.
         keys = [os.fsencode(key) for shard in shards for key in shard.keys]
         self._keys, self._ends = b"".join(keys), np.cumsum([0, *map(len, keys)])
+        self._versions = [shard.version for shard in shards]
         self._first = np.cumsum([0, *(len(shard.keys) for shard in shards)])
         self._extensions = sorted({word for shard in shards for word in shard.extensions})
         # int64 (samples, fields, 3): the position of the extension, the offset and the size.
@@ -119,7 +121,15 @@ class TarShards:
 
     def path(self, index: int) -> Path:
         """Return the shard of a sample."""
-        return self.paths[int(np.searchsorted(self._first, index, side="right")) - 1]
+        return self.paths[self._shard(index)]
+
+    def position(self, index: int) -> int:
+        """Return the offset in bytes of a sample in its shard."""
+        return int(self._parts[index, 0, 1])
+
+    def version(self, index: int) -> tuple[int, int]:
+        """Return the size and the modification time that the sample's shard had when it was indexed."""
+        return self._versions[self._shard(index)]
 
     def name(self, index: int, field: str) -> str:
         """Return the shard and the name of a file for messages."""
@@ -127,7 +137,7 @@ class TarShards:
 
     def extension(self, index: int, field: str) -> str:
         """Return the extension of a file in lower case."""
-        return self._extensions[int(self._parts[index, self._position(field), 0])]
+        return self._extensions[int(self._parts[index, self._column(field), 0])]
 
     def read(self, index: int, field: str) -> bytes:
         """Return the contents of a file.
@@ -135,7 +145,7 @@ class TarShards:
         Raises:
             DataError: the shard cannot be read, has changed, or the file has more than `max_bytes` bytes.
         """
-        _, offset, size = map(int, self._parts[index, self._position(field)])
+        _, offset, size = map(int, self._parts[index, self._column(field)])
         if size > self.max_bytes:
             raise DataError(
                 f"'{self.name(index, field)}' has {size:,} bytes, more than max_bytes={self.max_bytes:,}; raise "
@@ -143,6 +153,12 @@ class TarShards:
             )
         try:
             with self.path(index).open("rb", buffering=0) as file:
+                status = os.fstat(file.fileno())
+                if (status.st_size, status.st_mtime_ns) != self._versions[self._shard(index)]:
+                    raise DataError(
+                        f"'{self.path(index)}' has changed after its index was read; start the run again, and do not "
+                        "change shards during a run"
+                    )
                 file.seek(offset)
                 data = file.read(size)
                 while len(data) < size and (more := file.read(size - len(data))):
@@ -150,12 +166,13 @@ class TarShards:
         except OSError as error:
             raise DataError(f"cannot read '{self.path(index)}': {error.strerror or error}") from error
         if len(data) < size:
-            raise DataError(
-                f"'{self.path(index)}' became shorter after the run started; do not change shards"
-            )
+            raise DataError(f"'{self.path(index)}' became shorter while it was read; start the run again")
         return data
 
-    def _position(self, field: str) -> int:
+    def _shard(self, index: int) -> int:
+        return int(np.searchsorted(self._first, index, side="right")) - 1
+
+    def _column(self, field: str) -> int:
         return list(self.fields).index(field)
 
     def _located(self, shard: ShardIndex, path: Path) -> NDArray[np.int64]:

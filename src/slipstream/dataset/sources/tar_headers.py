@@ -7,6 +7,7 @@ object, which takes a minute for a million files.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -18,6 +19,8 @@ __all__ = ["TarMember", "tar_members"]
 _BLOCK = 512
 _MAX_EXTENDED = 2**20
 """Maximum size in bytes of an extended header, which only contains the name and attributes of the next file."""
+_RECORD = 10_240
+"""Default size in bytes of a record, to a multiple of which writers pad an archive."""
 _FILES = (b"0", b"\0", b"7")
 _LINKS = {b"1": "a hard link", b"2": "a symbolic link"}
 _FOLDER, _LONG_NAME, _ATTRIBUTES = b"5", b"L", b"x"
@@ -60,6 +63,7 @@ def _members(file: BinaryIO, path: Path, end: int) -> Iterator[TarMember]:
         file.seek(at)
         header = _parse(file.read(_BLOCK), path, at)
         if header is None:
+            _check_end(file, path, at)
             return
         length = header.size if size is None or header.kind in _EXTENDED else size
         start = at + _BLOCK
@@ -83,6 +87,26 @@ def _members(file: BinaryIO, path: Path, end: int) -> Iterator[TarMember]:
                 _check_kind(header.kind, own, path)
                 yield TarMember(os.fsdecode(own), start, length)
             name = size = None
+
+
+def _check_end(file: BinaryIO, path: Path, at: int) -> None:
+    """Raise an error if the rest of a file after the block at `at`, which ends the archive, is not zero.
+
+    Writers pad an archive with zeros to a whole record.
+    """
+    zeros = _BLOCK
+    while content := file.read(2**20):
+        if any(content):
+            raise DataError(
+                f"'{path}' contains data after the end of the archive at byte {at:,}: it is damaged, or consists of "
+                "several archives; copy the file again, or extract the archives and create one archive"
+            )
+        zeros += len(content)
+    if zeros > _RECORD:
+        warnings.warn(
+            f"'{path}' ends with {zeros:,} zero bytes; if the file was not copied completely, samples are missing",
+            stacklevel=2,
+        )
 
 
 def _parse(block: bytes, path: Path, at: int) -> _Header | None:

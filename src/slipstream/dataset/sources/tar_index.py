@@ -19,7 +19,7 @@ from slipstream.files import replacing, user_cache
 
 __all__ = ["ShardIndex", "shard_index"]
 
-_FORMAT = 1
+_FORMAT = 2
 # WebDataset's rule: the key ends at the first dot of the file name, and the rest is the extension.
 _NAME = re.compile(r"((?:.*/|)[^./]+)\.([^/]+)", re.DOTALL)
 _DTYPES = {"parts": np.int64, "extensions": np.uint8, "keys": np.uint8}
@@ -33,11 +33,13 @@ class ShardIndex:
         keys: key of each sample: the name of its files up to the first dot, with the folder.
         extensions: the different extensions in this shard, in lower case.
         parts: int64 (files, 4): for each file the sample, the position in `extensions`, the offset and the size.
+        version: size in bytes and modification time in nanoseconds of the shard.
     """
 
     keys: list[str]
     extensions: list[str]
     parts: NDArray[np.int64]
+    version: tuple[int, int]
 
     def of(self, sample: int) -> list[str]:
         """Return the extensions of a sample."""
@@ -66,12 +68,12 @@ def shard_index(path: Path, folder: str | Path | None = None) -> ShardIndex:
     cached = (Path(folder) if folder else user_cache("tar_shards")) / f"{name}.npz"
     index = _read(cached, version)
     if index is None:
-        index = _built(path)
+        index = _built(path, (status.st_size, status.st_mtime_ns))
         _store(cached, index, version)
     return index
 
 
-def _built(path: Path) -> ShardIndex:
+def _built(path: Path, version: tuple[int, int]) -> ShardIndex:
     keys: list[str] = []
     extensions: dict[str, int] = {}
     parts: list[tuple[int, int, int, int]] = []
@@ -90,7 +92,7 @@ def _built(path: Path) -> ShardIndex:
             )
         seen.add(kind)
         parts.append((len(keys) - 1, kind, member.offset, member.size))
-    return ShardIndex(keys, list(extensions), np.array(parts, np.int64).reshape(-1, 4))
+    return ShardIndex(keys, list(extensions), np.array(parts, np.int64).reshape(-1, 4), version)
 
 
 def _store(path: Path, index: ShardIndex, version: NDArray[np.int64]) -> None:
@@ -127,8 +129,9 @@ def _read(path: Path, version: NDArray[np.int64]) -> ShardIndex | None:
         array.dtype != dtype for array, dtype in zip((parts, extensions, keys), _DTYPES.values(), strict=True)
     ):
         return None
-    index = ShardIndex(_unpacked(keys), _unpacked(extensions), parts)
-    return index if _is_consistent(index, int(version[1])) else None
+    size, time = int(version[1]), int(version[2])
+    index = ShardIndex(_unpacked(keys), _unpacked(extensions), parts, (size, time))
+    return index if _is_consistent(index, size) else None
 
 
 def _is_consistent(index: ShardIndex, size: int) -> bool:

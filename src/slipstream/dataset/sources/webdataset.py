@@ -179,15 +179,14 @@ class WebSegmentationDataset(SegmentationDataset):
         return image, mask
 
     def cache_key(self, index: int) -> tuple[str, str]:
-        """Return a name (class, shard and key) and a version (size and time of the shard, and the fields)."""
+        """Return a name (class, shard, position and key) and a version (that of the indexed shard, and the classes)."""
         path = self.shards.path(index)
-        status = path.stat()
+        version = "-".join(map(str, self.shards.version(index)))
         reader = f"{type(self).__module__}.{type(self).__qualname__}"
         names = [self.shards.name(index, field) for field in self.shards.fields]
         classes = f"{len(self.metainfo['classes'])} {self.metainfo['ignore_index']}"
-        return "\n".join(
-            [reader, str(path.absolute()), *names]
-        ), f"{status.st_size}-{status.st_mtime_ns}-{classes}"
+        place = f"{path.absolute()}:{self.shards.position(index)}"
+        return "\n".join([reader, place, *names]), f"{version}-{classes}"
 
     def _encoded(self, index: int, field: str) -> ImageBytes:
         return ImageBytes(self.shards.name(index, field), self.shards.read(index, field))
