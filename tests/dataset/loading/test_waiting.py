@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from slipstream.dataset.loading.collate import pseudo_collate
 from slipstream.dataset.loading.loader import build_dataloader
 from slipstream.dataset.loading.waiting import STALL_WARNING, Loading, explain_worker_errors
+from slipstream.dataset.loading.worker_init import signals_blocked
 from slipstream.errors import ConfigError, DataLoaderError, SlipstreamError
 from slipstream.preemption import SIGNALS
 
@@ -145,6 +147,16 @@ def test_signal_while_a_worker_starts_does_not_end_it(monkeypatch, number):
     monkeypatch.setattr(torch, "set_num_threads", interrupted)
     assert read(build(Slow(), num_workers=1, multiprocessing_context="fork"))[0] == [[i] for i in range(6)]
     assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_the_fork_server_starts_without_blocked_signals(monkeypatch):
+    masks, start = [], forkserver.ensure_running
+    mask = lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ())  # noqa: E731
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: (masks.append(mask()), start()))
+    loader = build(Slow(), num_workers=1, multiprocessing_context="forkserver")
+    with signals_blocked(loader):
+        assert signal.SIGTERM in mask()
+    assert masks == [set()]
 
 
 def test_only_lost_connections_to_workers_are_explained():

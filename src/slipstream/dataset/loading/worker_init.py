@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -11,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import parent_process
+from multiprocessing import forkserver, parent_process
 from multiprocessing.queues import Queue
 from typing import Any
 
@@ -33,6 +34,7 @@ class WorkerInit:
     - Signals are ignored, except SIGTERM from the training process. Terminals, Slurm and torchrun also send signals to
       the workers, but the training process still needs its workers until it has saved a checkpoint after the current
       step.
+    - Processes that a worker starts inherit this treatment of signals, so only SIGKILL ends them.
     - The worker ends when the training process has died. torch's workers check this only between batches, and therefore
       not while a sample hangs.
     - The worker ends when it cannot send a batch, because shared memory is full or because the batch cannot be pickled.
@@ -78,11 +80,18 @@ def signals_blocked(loader: DataLoader[Any]) -> Iterator[None]:
     if not isinstance(loader.worker_init_fn, WorkerInit) or not hasattr(signal, "sigtimedwait"):
         yield
         return
+    if loader.num_workers and _start_method(loader) == "forkserver":
+        forkserver.ensure_running()  # the server would otherwise keep the blocked signals, also for other processes
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, [*_IGNORED, signal.SIGTERM])
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def _start_method(loader: DataLoader[Any]) -> str:
+    context: Any = loader.multiprocessing_context
+    return str(multiprocessing.get_start_method() if context is None else context.get_start_method())
 
 
 def _end_with_parent() -> None:
