@@ -145,6 +145,8 @@ def test_loss_of_a_validation_is_not_averaged_with_earlier_validations(runner):
         runner.message_hub.update_metric("val/loss", loss)
     tag, line = LogProcessor().get_log_after_epoch(runner, 50, "val")
     assert tag["loss"] == 0.1
+    runner.message_hub.update_scalar("train/loss", 3.0)
+    assert LogProcessor().get_log_after_epoch(runner, 50, "val")[0] == {"val/loss": 0.1}
     assert "loss: 0.1000" in line
     assert "loss" not in LogProcessor().get_log_after_iter(runner, 9, "val")[1]
 

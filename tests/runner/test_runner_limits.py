@@ -75,9 +75,9 @@ def test_validation_loss_is_the_mean_over_the_samples(tmp_path, speed):
     inputs, targets = data().tensors
     expected = F.cross_entropy(model(inputs), targets).item()
     assert runner.message_hub.get_scalar("val/loss").current() == pytest.approx(expected, rel=1e-9)
-    lines = [line for line in scalars(runner) if "loss" in line and "lr" not in line]
+    lines = [line for line in scalars(runner) if "val/loss" in line]
     assert [line["step"] for line in lines] == [1, 2]
-    assert lines[-1]["loss"] == pytest.approx(expected, rel=1e-9)
+    assert lines[-1]["val/loss"] == pytest.approx(expected, rel=1e-9)
     log = next(tmp_path.rglob("*.log")).read_text()
     assert f"loss: {expected:.4f}" in log.rpartition("Epoch(val)")[2]
 

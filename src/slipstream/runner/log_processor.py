@@ -127,6 +127,7 @@ class LogProcessor:
                 shown[name] = history.mean(max(batch_idx, 1))
         infos: Tag = dict(_of_mode(runner.message_hub.runtime_info.items(), mode))
         tag = self._with_hierarchy((infos | shown) if with_non_scalar else shown, mode)
+        tag = {_unique(runner.message_hub.log_scalars, mode, name): value for name, value in tag.items()}
         times: Tag = {name: shown.pop(name) for name in ("data_time", "time") if name in shown}
         parts = [self._header(runner, None, mode), *self._items({**shown, **infos, **times})]
         return tag, "  ".join(parts)
@@ -179,6 +180,16 @@ class LogProcessor:
         if isinstance(value, torch.Tensor | np.ndarray) and value.ndim:
             return f"\n{value}\n"  # on separate lines, so that the rows are aligned
         return str(value)
+
+
+def _unique(histories: Mapping[str, HistoryBuffer], mode: str, name: str) -> str:
+    """Return the name of a metric with its mode if training records a scalar with the same name, such as `loss`.
+
+    Otherwise, a tracker shows both in one curve, although one counts epochs and the other one counts steps.
+    """
+    metric = histories.get(f"{mode}/{name}")
+    collides = metric is not None and not metric.averaged and f"train/{name}" in histories
+    return f"{mode}/{name}" if collides else name
 
 
 _OWN_KEYS = ("data_src", "method_name", "log_name")
