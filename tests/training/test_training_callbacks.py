@@ -60,6 +60,9 @@ def called(folder, *callbacks, epochs=1, **changes):
         **validation(),
         "val_dataloader": loader(batch_size=20, shuffle=False),
         "custom_hooks": callback_hooks(callbacks),
+        "default_hooks": dict(
+            checkpoint=dict(type="CheckpointHook", interval=1)
+        ),  # without the best checkpoint
         **changes,
     }
     return run(folder, **arguments)

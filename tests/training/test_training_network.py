@@ -360,5 +360,7 @@ def test_custom_loss_accepts_any_targets():
 
 def test_target_out_of_range_raises_an_error_with_the_number_of_classes():
     net = SupervisedModel(nn.Linear(7, 3))
-    with pytest.raises(DataError, match=r"network: 3 .*classes are 0 to 2.*num_classes.*ignore_index"):
+    with pytest.raises(
+        DataError, match=r"network's classes: 3 .*classes are 0 to 2.*num_classes.*ignore_index"
+    ):
         net.loss_step((torch.randn(2, 7), torch.tensor([0, 3])))

@@ -119,7 +119,11 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "test_loader": lambda runner: runner.test_dataloader,
     "sg_logger": SGLogger,
     "metric_to_watch": lambda runner: next(
-        name for hook in runner.hooks if isinstance(hook, CheckpointHook) for name in hook.monitors
+        name
+        for hook in runner.hooks
+        if isinstance(hook, CheckpointHook)
+        for name in hook.monitors
+        if name != "auto"
     ),
 }
 
