@@ -103,7 +103,7 @@ def test_predict_writes_color_masks_at_image_size(trained, slipstream, tmp_path)
 )
 def test_predict_applies_transforms_and_crops_their_padding(wrap):
     from slipstream.cli.predict import _predictor
-    from slipstream.cli.trained import _transforms
+    from slipstream.dataset.prediction import validation_transforms
     from slipstream.registry import MODELS, TRANSFORMS
 
     class Brightness(torch.nn.Module):
@@ -121,7 +121,8 @@ def test_predict_applies_transforms_and_crops_their_padding(wrap):
     cfg = Config(dict(model=model, val_dataloader=dict(dataset=dataset)))
     image = np.full((40, 128, 3), 200, np.uint8)
     image[:, 100:] = 10
-    mask = _predictor(MODELS.build(cfg.model).eval(), [TRANSFORMS.build(t) for t in _transforms(cfg)])(image)
+    transforms = [TRANSFORMS.build(t) for t in validation_transforms(cfg)]
+    mask = _predictor(MODELS.build(cfg.model).eval(), transforms)(image)
     np.testing.assert_array_equal(mask, (image[..., 0] > 100).astype(np.uint8))
 
 

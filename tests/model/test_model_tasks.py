@@ -153,14 +153,18 @@ def wrong(*values):
         (
             nn.CrossEntropyLoss(ignore_index=255),
             (4, 7, -1, 255),
-            r"network: -1, 4, 7 \(first in sample 2 of the batch\); the classes are 0 to 3, and the loss ignores 255",
+            r"classes: -1, 4, 7 \(first in sample 2 of the batch\); the classes are 0 to 3, and the loss ignores 255",
         ),
-        (nn.CrossEntropyLoss(), (255,), r"network: 255 .* ignores -100.*num_classes.*map.*ignore_index"),
-        (nn.NLLLoss(), (4,), "network: 4 "),
-        (dict(type="CrossEntropy"), (-1,), "network: -1 "),
-        (dict(type="MultiHeadCrossEntropy"), (200,), "network: 200 .* ignores 255"),
-        (dict(type="DiceCEEdgeLoss", num_classes=4), (4,), "network: 4 "),
-        (Own(), (4,), "network: Target 4 is out of bounds"),
+        (
+            nn.CrossEntropyLoss(),
+            (255,),
+            r"network's classes: 255 .* ignores -100.*num_classes.*map.*ignore_index",
+        ),
+        (nn.NLLLoss(), (4,), "network's classes: 4 "),
+        (dict(type="CrossEntropy"), (-1,), "network's classes: -1 "),
+        (dict(type="MultiHeadCrossEntropy"), (200,), "network's classes: 200 .* ignores 255"),
+        (dict(type="DiceCEEdgeLoss", num_classes=4), (4,), "network's classes: 4 "),
+        (Own(), (4,), "network's classes: Target 4 is out of bounds"),
     ],
 )
 def test_error_names_a_target_that_is_not_a_class(loss, values, message):
@@ -172,7 +176,9 @@ def test_error_names_a_target_that_is_not_a_class(loss, values, message):
 def test_targets_of_later_batches_are_checked_only_after_the_loss_fails():
     task = Segmentor(nn.Conv2d(3, 4, 1), nn.CrossEntropyLoss(ignore_index=255))
     task.loss_step(wrong(255))
-    with pytest.raises(DataError, match=r"network: Target 9 is out of bounds.*the classes are 0 to 3"):
+    with pytest.raises(
+        DataError, match=r"network's classes: Target 9 is out of bounds.*the classes are 0 to 3"
+    ):
         task.loss_step(wrong(9))
 
 

@@ -179,7 +179,7 @@ _TOPICS = (
     ),
     (r"kd|distill", "use KDTrainer, and pass student=... and teacher=... to its method train"),
     (
-        r"detection|yolo|ssd|pose|keypoint|dekr|bbox|nms",
+        r"detection|yolo|ssd|(?<!com)pose|keypoint|dekr|bbox|nms",
         "object detection and pose estimation are not supported, only semantic segmentation and image classification",
     ),
     (r"quantiz|qat|ptq|calibrat", "quantization is not supported"),
@@ -197,12 +197,12 @@ _TOPICS = (
     ),
     (r"sg_?logger", "set sg_logger by name ('wandb_sg_logger'), or use a hook from slipstream.hooks"),
     (
-        r"factor(y|ies)|resolve_param",
-        "pass transforms and other components as names or {Name: {arguments}}, as in recipes",
-    ),
-    (
         r"adapters|data_?gradients",
         "pass a torch Dataset that returns (image, class ids) to dataloaders.get(dataset=...)",
+    ),
+    (
+        r"factor(y|ies)|resolve_param",
+        "pass transforms and other components as names or {Name: {arguments}}, as in recipes",
     ),
     (
         r"processing",
