@@ -23,6 +23,7 @@ runner = Runner(
     Net(norm=True), folder, dict(dataset=TensorDataset(*samples()), batch_size=8, sampler=dict(type="DefaultSampler")),
     train_cfg=dict(by_epoch=True, max_epochs=4), optim_wrapper=dict(optimizer=dict(type="AdamW", lr=0.01, eps=1e-3)),
     speed=dict(ema=True), resume=resume, randomness=dict(seed=0), log_level="ERROR",
+    default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1)),
 )
 runner.train()
 print(json.dumps([str(runner.device), {n: t.tolist() for n, t in runner.model.state_dict().items()}]))
