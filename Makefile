@@ -8,6 +8,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Three workers suit two cores, because many tests wait for other processes.
+PYTEST = $(BIN)/python -m pytest -n 3 --dist loadscope -rs
 
 .PHONY: train test matrix exhaustive npu openmmlab faults gpu wheels versions docs lint types format clean
 
@@ -15,17 +17,17 @@ train: $(VENV)/.installed
 	$(BIN)/slipstream train street_scenes_pp_lite_t $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadscope -rs -m "not (matrix or slow or npu or exhaustive)"
+	$(PYTEST) -m "not (matrix or slow or npu or exhaustive)"
 
 matrix: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadscope -rs -m "(matrix or slow) and not (npu or exhaustive)"
+	$(PYTEST) -m "(matrix or slow) and not (npu or exhaustive)"
 
 exhaustive: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadscope -rs -m exhaustive
+	$(PYTEST) -m exhaustive
 
 npu: $(VENV)/.installed-dev
 	npu=$$($(BIN)/python tests/npu/simulated/build.py) && \
-	export PYTHONPATH=$$npu && $(BIN)/python -m pytest -n 2 --dist loadscope -rs tests/npu && \
+	export PYTHONPATH=$$npu && $(PYTEST) tests/npu && \
 	out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && PYTHON=$(BIN)/python TINY=1 OUT=$$out .ci/gpu
 
 # The libraries are installed without their dependencies, because those include CUDA builds and older versions of some

@@ -165,7 +165,9 @@ def row(name: str, threads: int, found: dict[str, Any], waited: dict[str, Any] |
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--limit", type=float, default=300, help="maximum seconds of training per network")
+    parser.add_argument(
+        "--limit", type=float, default=300, help="maximum training time per network, in seconds"
+    )
     parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)

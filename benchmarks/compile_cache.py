@@ -1,4 +1,4 @@
-"""Measure the time until a compiled model has finished its first step and validation, at the first and second start.
+"""Measure how long a compiled model takes to complete its first step and validation, with cold and warm caches.
 
 python benchmarks/compile_cache.py --rounds 3 --out benchmarks/results/compile_cache.md
 """
@@ -133,8 +133,8 @@ def main() -> None:
     ]
     text = table(header, [row for scope in SCOPES for row in rows(scope, measured[scope])])
     text += (
-        "\n\nThe times run from the creation of the model to the end of its first training step and validation. They"
-        " include tracing, compilation and the steps, but not the import of torch. The second start traces again and"
+        "\n\nThe time runs from the model's creation to the end of its first training step and validation. It"
+        " includes tracing, compilation and the steps, but not the import of torch. The second start traces again and"
         " loads compiled code from the cache."
     )
     print(text)

@@ -1,4 +1,4 @@
-"""The contenders from `slipstream.compare` that `overhead.py` measures, by their names in its results."""
+"""The contenders from `slipstream.compare` that `overhead.py` measures, keyed by their names in its results."""
 
 from __future__ import annotations
 

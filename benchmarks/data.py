@@ -1,4 +1,4 @@
-"""Images per second on one core, for pairs of 2048 x 1024 PNG files with the transforms of cityscapes_pplite_seg75.
+"""Measure the images per second on one core: pairs of 2048 x 1024 PNG files, transforms of cityscapes_pplite_seg75.
 
 python benchmarks/data.py --rounds 5 --out benchmarks/results/data.md
 

@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 MARK = re.compile(r"<!-- figures: ([\w ]*) -->\n(.*?)<!-- end -->", re.DOTALL)
 GRAPH = "Slipstream, one graph"
-TUNED = ("tune", "tune_networks")
-"""Results of benchmarks/tune.py, measured on the same machine."""
+TUNED = ("tune", "tune_networks", "tune_ddrnet")
+"""Results of benchmarks/tune.py, measured on the same machine. A later result for a recipe replaces an earlier one."""
 NAMES = {
     "MLP": "MLP",
     "conv net": "small conv net",
@@ -73,7 +73,7 @@ def n_of(values: Sequence[Any]) -> str:
 
 
 def within_rounds(ours: Iterable[float], other: Iterable[float]) -> list[float]:
-    """Return the ratio of the two times of each round."""
+    """Return the ratio of the two times in each round."""
     return [a / b for a, b in zip(ours, other, strict=True)]
 
 
@@ -427,7 +427,7 @@ def report_overhead() -> str:
 
 def tuned_plans() -> str:
     rows = []
-    for case in [case for name in TUNED for case in result(name)["cases"]]:
+    for case in {case["recipe"]: case for name in TUNED for case in result(name)["cases"]}.values():
         found = {row["name"]: row["ratio"] for row in case["compared"] if row["ratio"] is not None}
         alone = {name: found[name] for name in found if name not in ("baseline", 'speed="auto"')}
         fastest = min(alone, key=lambda name: alone[name]["ratio"], default=None)

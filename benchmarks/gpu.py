@@ -50,7 +50,7 @@ GUIDE = {
 }
 """Percentage by which torch.compile reduces the epoch time in SuperGradients' guide, without SyncBN and EMA."""
 IMAGES = 2975
-"""Number of images in an epoch of Cityscapes."""
+"""Number of images in a Cityscapes epoch."""
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "hipLaunch", "hipModuleLaunch", "hipGraphLaunch")
 SAME = ("device", "torch", "backend", "steps", "rounds", "crop", "batch size")
 """Fields that must be equal before new results are added to earlier ones."""
@@ -69,7 +69,7 @@ class Device:
         self.peak_flops = math.nan if known is None else known[0]
 
     def free_memory(self) -> int:
-        """Free unused memory and return the number of bytes that remain reserved."""
+        """Free unused memory, and return the number of bytes that remain reserved."""
         gc.collect()
         if self.is_cpu:
             return 0
@@ -113,7 +113,7 @@ class Device:
 
 
 def flops(setting: Setting) -> int:
-    """Return the number of floating-point operations of matrix products and convolutions in one step."""
+    """Return the number of floating-point operations in the matrix products and convolutions of one step."""
     net, _ = setting.network(fused=False)
     batch = without_data(setting.batches[0])
     return training_flops(net, batch, lambda net, batch: setting.case.loss(net(batch[0]), batch[1]))

@@ -73,7 +73,9 @@ def _forward(
             return x.mean((2, 3), keepdims=True), held
         case nn.Flatten():
             return x.reshape(x.shape[0], -1), held
-    raise NotImplementedError(f"jax_step does not support layers of type {type(layer).__name__}")
+    raise NotImplementedError(
+        f"jax_step does not support layers of type {type(layer).__name__}; add a case to _forward"
+    )
 
 
 def _batch_norm(layer: Any, own: dict[str, Any], held: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:

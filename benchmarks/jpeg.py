@@ -1,4 +1,4 @@
-"""CPU time of decoding JPEG files to RGB arrays in one thread, and whether the pixels equal Pillow's.
+"""Measure the CPU time to decode JPEG files to RGB arrays in one thread, and compare the pixels with Pillow's.
 
 python benchmarks/jpeg.py --rounds 7 --folder data/camvid/train --out benchmarks/results/jpeg.md
 

@@ -182,13 +182,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="number of measurements of each contender")
     parser.add_argument("--seconds", type=float, default=0.5, help="seconds per contender and round")
     parser.add_argument(
-        "--threads", type=int, default=2, help="number of torch threads in the part with a single process"
+        "--threads", type=int, default=2, help="number of torch threads for the single-process part"
     )
     parser.add_argument(
         "--clock",
         choices=CLOCKS,
         default="wall",
-        help="clock for the part with a single process; cpu measures the CPU time of the process",
+        help="clock for the single-process part; cpu measures the CPU time of the process",
     )
     parser.add_argument(
         "--networks",
@@ -197,9 +197,9 @@ def main() -> None:
         help="networks to train",
     )
     parser.add_argument(
-        "--crop", type=int, default=64, help="size of the square crops of the recipes' networks"
+        "--crop", type=int, default=64, help="size of the square crops on which the recipes' networks train"
     )
-    parser.add_argument("--no-processes", action="store_true", help="skip the part with two processes")
+    parser.add_argument("--no-processes", action="store_true", help="skip the two-process part")
     parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -219,7 +219,7 @@ def main() -> None:
         )
     text = "\n\n".join(f"## {title}\n\n{describe(cases)}" for title, cases in parts.items())
     text += (
-        "\n\nTimes are medians per step in milliseconds. Ratios are medians (minimum to maximum) of the ratios within "
+        "\n\nTimes are the median milliseconds per step. Ratios are medians (minimum to maximum) of the ratios within "
         "each round."
     )
     print(f"\n{text}")

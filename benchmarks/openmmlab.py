@@ -3,9 +3,9 @@
     python benchmarks/openmmlab.py --limit 20m --out benchmarks/results/openmmlab.md
 
 Run it in the environment of `make openmmlab`. Each configuration is trained, validated, saved and resumed with
-Slipstream on small generated data. It is then trained by four engines, each in its own process: MMEngine, Slipstream,
-Slipstream with the options `fused` and `channels_last`, and Slipstream with these options and `compile`. The processes
-take turns, a few steps at a time. The time of a step includes its data loading and hooks.
+Slipstream on small generated data. It is then trained by five engines, each in its own process: MMEngine, Slipstream,
+Slipstream with the option `fused`, with the options `fused` and `channels_last`, and with these options and `compile`.
+The processes take turns, a few steps at a time. The step time includes data loading and hooks.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _FUSED = ("speed.fused=True", "speed.channels_last=True")
 ENGINES: dict[str, tuple[str, Sequence[str]]] = {
     "MMEngine": ("mmengine", ()),
     "Slipstream": ("slipstream", ()),
+    "Slipstream, fused": ("slipstream", _FUSED[:1]),
     "Slipstream, fused and channels_last": ("slipstream", _FUSED),
     COMPILED: ("slipstream", (*_FUSED, "speed.compile.wait=True")),
 }
@@ -72,7 +73,7 @@ class Worker:
         )
 
     def start(self, steps: int) -> None:
-        """Tell the process to train `steps` steps, and return immediately."""
+        """Tell the process to train for `steps` steps, and return immediately."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # `answer` reports the error of a process that has ended
             print(steps, file=self._process.stdin, flush=True)
@@ -85,7 +86,7 @@ class Worker:
         """
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], max(seconds, 0))[0]:
-            raise WorkerError(f"no answer within {seconds:.0f} s")
+            raise WorkerError(f"no answer within {max(seconds, 0):.0f} s")
         line = self._process.stdout.readline()
         if not line:
             raise WorkerError(last_error(self.log))
@@ -197,14 +198,14 @@ def timed(workers: dict[str, Worker], end: float) -> dict[str, Any]:
 
 
 def why_not_one_graph(log: Path) -> str | None:
-    """Return the warning that explains why the step is not a single graph, without the paths of folders."""
+    """Return the warning that explains why the step is not a single graph, without folder paths."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     found = re.search(r"WARNING - (The step (?:cannot|is not).*)", text)
     return re.sub(r"/\S*/site-packages/", "", found[1]) if found else None
 
 
 def run(name: str, limit: float, budget: float | None) -> dict[str, Any]:
-    """Return the result of a case within `limit` seconds; if no budget is set, the times are not measured."""
+    """Return the result of a case within `limit` seconds. If no budget is set, do not measure times."""
     case = CASES[name]
     if (reason := missing(case)) is not None:
         return {"library": case.library, "name": name, "config": case.config, "missing": reason}
@@ -270,7 +271,7 @@ def summary(cases: Sequence[dict[str, Any]]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("cases", nargs="*", help=f"configurations: {', '.join(CASES)} (default: all)")
-    parser.add_argument("--limit", default="20m", help="time limit of the whole command (default: 20m)")
+    parser.add_argument("--limit", default="20m", help="time limit for the whole command (default: 20m)")
     parser.add_argument("--budget", default="40s", help="compile.budget of each scope (default: 40s)")
     parser.add_argument(
         "--only-check", action="store_true", help="train and resume, but do not measure times"
@@ -279,7 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     names = args.cases or list(CASES)
     if unknown := set(names) - set(CASES):
-        parser.error(f"no such configuration: {', '.join(sorted(unknown))}")
+        parser.error(f"no such configuration: {', '.join(sorted(unknown))}; choose from {', '.join(CASES)}")
     end = time.monotonic() + read_duration(args.limit, "limit")
     facts = circumstances(
         ["mmengine", "onedl-mmcv", "onedl-mmpretrain", "onedl-mmsegmentation", "onedl-mmdetection"]

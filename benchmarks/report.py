@@ -1,4 +1,4 @@
-"""Shared code of the benchmarks: machine information, tables and result files."""
+"""Code shared by the benchmarks: machine information, tables and result files."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ the report is measured directly: the recipe trains with one thread, and each rou
 report does in one step.
 
 - The timer: the calls of one step, in the order recorded in the run.
-- The hook: one reading of the losses, with new values for each scalar and the memory of the process. Its time is
+- The hook: one reading of the losses, with new values of each scalar and of the process's memory. Its time is
   divided by the log interval.
 
 All times are CPU times, because other programs may use the machine.
@@ -52,7 +52,7 @@ class Recorder(PhaseTimes):
 
 
 class Clock(Hook):
-    """Stores the CPU time at the end of each step, and the phases of a step without a log line."""
+    """A hook that stores the CPU time at the end of each step, and the phases of a step without a log line."""
 
     priority = "LOWEST"
 

@@ -1,4 +1,4 @@
-"""Compare the step times of 2 and 4 processes to predictions from single-process times and microbenchmarks.
+"""Compare the step times of 2 and 4 processes with predictions from single-process times and microbenchmarks.
 
     python benchmarks/scaling.py --rounds 3 --out benchmarks/results/scaling.md
 

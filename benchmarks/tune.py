@@ -79,7 +79,7 @@ class Contender:
         self.process = process
 
     def time(self, end: float) -> bool:
-        """Time one round. Return whether it was complete before `end`."""
+        """Time one round. Return whether it was completed before `end`."""
         assert self.process is not None
         try:
             timed = self.process.time(self.steps, self.untimed, max(end - time.monotonic(), 0.0))
@@ -194,7 +194,7 @@ def describe(case: dict[str, Any]) -> str:
             [other["name"], *cells, other["plan is"] + (f" ({other['problem']})" if other["problem"] else "")]
         )
     plan = " + ".join(case["adopted"]) or "no option"
-    stopped = f" {case['stopped']}." if case["stopped"] else ""
+    stopped = f" The search is not complete: {case['stopped']}." if case["stopped"] else ""
     within = "within" if case["search seconds"] <= case["budget"] else "LONGER than"
     return (
         f"## {case['recipe']}\n\nPlan: {plan}. The search took {case['search seconds']:.0f} s, {within} its budget of "
@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("recipes", nargs="*", default=list(RECIPES), help="recipes or configuration files")
     parser.add_argument("--budget", default="5m", help="maximum time for each search (default: 5m)")
-    parser.add_argument("--limit", default="25m", help="time limit of the whole command (default: 25m)")
+    parser.add_argument("--limit", default="25m", help="time limit for the whole command (default: 25m)")
     parser.add_argument("--options", help="options to measure, separated by commas (default: all)")
     parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     args = parser.parse_args(argv)

@@ -3,8 +3,8 @@
     python examples/accelerate.py [--compile]
     torchrun --nproc-per-node 2 examples/accelerate.py [--compile]
 
-The lines marked with # <- are specific to Slipstream; the others are an ordinary loop. In a few seconds on a CPU, the
-network learns to count the bright squares in small synthetic images.
+The lines marked with # <- are specific to Slipstream; the other lines form an ordinary training loop. In a few
+seconds on a CPU, the network learns to count the bright squares in small synthetic images.
 """
 
 import argparse

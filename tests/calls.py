@@ -4,7 +4,7 @@ import sys
 
 
 def calls_of(function):
-    """Return the number of Python and C function calls made by `function()`, including itself."""
+    """Return the number of Python and C function calls made by `function()`, including the call to `function`."""
     count = 0
 
     def profile(frame, event, argument):

@@ -45,8 +45,8 @@ class ForkedPython:
     ) -> "subprocess.CompletedProcess[str]":
         """Run a command: `-m MODULE ...`, `-c CODE ...` or `SCRIPT ...`.
 
-        With `forked=False`, a new interpreter runs the command. It also runs commands with other options, and all
-        commands after an environment variable that the import of torch may read has changed.
+        A new interpreter runs the command if `forked` is False, if the command has another form, or if an environment
+        variable that the import of torch may read differs from its value in the server.
         """
         options = arguments[0].startswith("-") and arguments[0] not in ("-m", "-c")
         if not forked or options or _read_by_import(environ) != self._variables:

@@ -1,7 +1,7 @@
-"""Ports for distributed tests that no other test or connection uses.
+"""Select ports for distributed tests that are not used by any other test or connection.
 
-The operating system may assign a free port to a connection before the test's job listens on it, but it assigns only
-ports from 32768 on. Slipstream uses 20000 to 29999 under Slurm and MPI.
+The operating system may assign a free port to a connection before the test's job listens on it, but it only assigns
+ports from 32768 upwards. Under Slurm and MPI, Slipstream uses ports from 20000 to 29999.
 """
 
 import itertools
@@ -19,9 +19,8 @@ def free_port():
 
 def _is_free(port):
     with socket.socket() as sock:
-        sock.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # torch also sets this option, to reuse ports in TIME_WAIT
+        # torch also sets this option, to reuse ports in the state TIME_WAIT
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind(("", port))
         except OSError:

@@ -12,7 +12,7 @@ import figures
 
 TIMES = re.compile(r"\d ?(ms|µs|us|images/s)\b|\d ?[x×]([\s,;.)]|$)|\d times (as|faster|slower|the)\b")
 UNCHECKED = {"data.md", "decisions.md", "scaling.md"}
-"""Pages whose sizes, rules and predictions look like measured times."""
+"""Pages that contain sizes, rules or predictions that look like measured times."""
 PROSE = [
     figures.ROOT / "README.md",
     *(p for p in (figures.ROOT / "docs").rglob("*.md") if p.name not in UNCHECKED),
@@ -22,10 +22,10 @@ PROSE = [
 @pytest.mark.parametrize("page", figures.pages(), ids=lambda page: page.name)
 def test_pages_match_the_results(page):
     text = page.read_text(encoding="utf-8")
-    assert figures.rendered(text, page.name) == text, "regenerate the pages: python benchmarks/figures.py"
+    assert figures.rendered(text, page.name) == text, "the page is outdated; run python benchmarks/figures.py"
 
 
-def test_every_region_is_on_a_page():
+def test_every_region_occurs_on_a_page():
     used = {match[1] for page in figures.pages() for match in figures.MARK.finditer(page.read_text("utf-8"))}
     assert used == set(figures.REGIONS)
 
@@ -56,7 +56,7 @@ def test_readme_compares_decoders_on_the_same_work(monkeypatch):
     monkeypatch.setattr(
         figures, "result", lambda name: {**result(name), **({"rounds": rounds} if name == "data" else {})}
     )
-    assert figures.readme() == before  # the time of the workers alone excludes part of Slipstream's work
+    assert figures.readme() == before  # the workers' time does not include all of Slipstream's work
 
 
 def test_report_takes_less_than_one_percent_of_a_step():
@@ -88,17 +88,17 @@ def test_wrong_region_raises_an_error(text, message):
 
 
 @pytest.mark.parametrize("page", PROSE, ids=lambda page: page.stem)
-def test_prose_has_no_times(page):
+def test_prose_contains_no_measured_times(page):
     text = figures.MARK.sub("", page.read_text(encoding="utf-8"))
     prose = re.sub(
         r"^( {4}|```).*?(\n|^```$)", "", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), flags=re.M
     )
     assert not [line for line in prose.splitlines() if TIMES.search(line)], (
-        "write a region of benchmarks/figures.py"
+        "these lines contain measured times; let benchmarks/figures.py generate them"
     )
 
 
-def test_explain_quotes_the_measured_ratios():
+def test_explanations_quote_the_measured_ratios():
     from slipstream.speed import auto
 
     source = Path(auto.__file__).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The GPU benchmark keeps its results if a contender fails, if time runs out, or if it is started again."""
+"""The GPU benchmark keeps its results if a contender fails, if time runs out, or if the benchmark is restarted."""
 
 import json
 import sys

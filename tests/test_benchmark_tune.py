@@ -1,4 +1,4 @@
-"""The benchmark that measures the plans found by `slipstream tune` again."""
+"""The benchmark that remeasures the plans found by `slipstream tune`."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ optim_wrapper = dict(optimizer=dict(type="SGD", lr=0.1))
 """
 
 
-def test_the_plan_is_measured_against_the_baseline_auto_and_each_option(tmp_path, monkeypatch):
+def test_the_plan_is_compared_with_the_baseline_auto_and_each_option(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(benchmark, "ROUND_SECONDS", 0.01)
     monkeypatch.setattr(benchmark, "MOST_ROUNDS", 5)
@@ -51,6 +51,6 @@ def test_the_plan_is_measured_against_the_baseline_auto_and_each_option(tmp_path
         (2.0, 2.0, 4, "too few rounds"),
     ],
 )
-def test_the_verdict_follows_the_interval(low, high, rounds, expected):
+def test_the_verdict_depends_on_the_interval(low, high, rounds, expected):
     assert benchmark.verdict({"ratio": 1.0, "low": low, "high": high, "rounds": rounds}) == expected
     assert benchmark.verdict(None) == "not measured"

@@ -1,4 +1,4 @@
-"""Limits of control groups, read from simulated files."""
+"""Control group limits, read from simulated files."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from slipstream.cgroups import available_memory, memory_limit, quotas
 
 
 def write(root, lines, files):
-    """Write the cgroups of a process, given as /proc/self/cgroup and the files below /sys/fs/cgroup."""
+    """Write the cgroups of a process, given as /proc/self/cgroup and the files under /sys/fs/cgroup."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(lines)
     for name, text in files.items():

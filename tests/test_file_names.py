@@ -1,4 +1,4 @@
-"""The engine writes only inside the work_dir. Names in configurations that lead out of the work_dir are refused."""
+"""The engine writes only inside the work_dir. Names in configurations that refer to paths outside it are rejected."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ OUTSIDE = ["../../x{}", "/tmp/x{}", "a/../../x{}", "..", "x\0{}"]
 
 
 @pytest.mark.parametrize("name", [name.replace("{}", "") for name in OUTSIDE] + [""])
-def test_names_that_lead_out_of_the_folder_are_rejected(name):
+def test_names_that_refer_to_paths_outside_the_folder_are_rejected(name):
     with pytest.raises(
         ConfigError, match=r"^key: must be the name of a file inside the work_dir, without '\.\.'"
     ):
@@ -22,12 +22,12 @@ def test_names_that_lead_out_of_the_folder_are_rejected(name):
 
 
 @pytest.mark.parametrize("name", ["x", "a/x", "a/../x", "..x", "...", "x..y/z", "~/x"])
-def test_names_inside_are_accepted(name):
+def test_names_inside_the_folder_are_accepted(name):
     assert check_name(name, "key") == name
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_checkpoint_names_stay_inside(name):
+def test_checkpoint_names_outside_the_folder_are_rejected(name):
     remedy = r"inside the checkpoint folder \(set out_dir to use a different folder\)"
     with pytest.raises(ConfigError, match=f"filename_tmpl: .*{remedy}"):
         CheckpointHook(interval=1, filename_tmpl=name + ".pth" if name != ".." else name)
@@ -38,7 +38,7 @@ def test_checkpoint_names_stay_inside(name):
 
 
 @pytest.mark.parametrize("template", ["{:>99999999999}", "{0.__class__.x}", "{0:{0}}", "{:1000d}", "{x}"])
-def test_templates_that_fill_the_memory_or_read_attributes_are_rejected(template):
+def test_templates_that_exhaust_memory_or_read_attributes_are_rejected(template):
     with pytest.raises(ConfigError, match="filename_tmpl: must contain at most one"):
         CheckpointHook(interval=1, filename_tmpl=template + ".pth")
 
@@ -48,7 +48,7 @@ def test_ordinary_templates_are_accepted():
         HOOKS.build(dict(type="CheckpointHook", interval=1, filename_tmpl=template))
 
 
-def test_image_and_scalar_names_stay_inside(tmp_path):
+def test_image_and_scalar_names_outside_the_folder_are_rejected(tmp_path):
     folder = tmp_path / "a" / "b"
     image = np.zeros((2, 2, 3), np.uint8)
     for options in (
@@ -69,7 +69,7 @@ def test_image_and_scalar_names_stay_inside(tmp_path):
     assert files == ["a/b/scalars.json", "a/b/vis_image/val/x_0.png"]
 
 
-def test_a_run_with_a_hostile_experiment_name_stays_inside(tmp_path):
+def test_a_run_with_a_hostile_experiment_name_writes_only_inside_its_folder(tmp_path):
     work_dir = tmp_path / "a" / "b" / "work"
     run(work_dir, experiment_name="../../../../escaped", train_cfg=dict(by_epoch=True, max_epochs=1))
     assert [path.name for path in tmp_path.iterdir()] == ["a"]

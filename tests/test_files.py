@@ -1,9 +1,11 @@
 import os
+import socketserver
+import threading
 from pathlib import Path
 
 import pytest
 
-from slipstream.files import remove_temporary_files, replacing, write_text
+from slipstream.files import download, remove_temporary_files, replacing, write_text
 
 
 def test_old_file_is_kept_until_the_new_one_is_complete(tmp_path):
@@ -17,7 +19,7 @@ def test_old_file_is_kept_until_the_new_one_is_complete(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_error_keeps_only_the_old_file(tmp_path):
+def test_only_the_old_file_remains_after_an_error(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("old")
 
@@ -56,7 +58,7 @@ def test_only_temporary_files_of_this_module_are_removed(tmp_path):
     assert sorted(tmp_path.iterdir()) == sorted([*others, tmp_path / ".folder.0123abcd.tmp"])
 
 
-def test_renamed_file_and_its_folder_are_synced_in_this_order(tmp_path, monkeypatch):
+def test_renamed_file_is_synced_before_its_folder(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(os, "fsync", lambda file: calls.append(str(Path(f"/proc/self/fd/{file}").readlink())))
     with replacing(tmp_path / "a.txt") as temporary:
@@ -64,7 +66,7 @@ def test_renamed_file_and_its_folder_are_synced_in_this_order(tmp_path, monkeypa
     assert calls == [str(temporary), str(tmp_path)]
 
 
-def test_text_replaces_the_file_as_utf_8_without_changes(tmp_path):
+def test_text_is_written_unchanged_as_utf_8(tmp_path):
     path = tmp_path / "a.txt"
     write_text(path, "a long text")
     write_text(path, "ü\r\n")
@@ -79,3 +81,17 @@ def test_text_that_utf_8_cannot_represent_is_written_only_if_it_may_be_replaced(
     assert not list(tmp_path.iterdir())
     write_text(path, "\udcff", errors="replace")
     assert path.read_bytes() == b"?"
+
+
+def test_a_download_from_a_server_without_http_raises_an_os_error(tmp_path):
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self):
+            self.rfile.readline()
+            self.wfile.write(b"220 ready\r\n")
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        with pytest.raises(OSError, match=r"^the transfer failed: 220 ready"):
+            download(f"http://127.0.0.1:{server.server_address[1]}/file", tmp_path / "file")
+        thread.join()

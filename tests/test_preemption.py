@@ -1,4 +1,4 @@
-"""A run saves its state after a signal and continues as if it had not been interrupted."""
+"""A run saves its state after a signal, and the resumed run continues as if it had not been interrupted."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_preempted_run_resumes_bit_for_bit(tmp_path, case):
+def test_preempted_run_is_bitwise_identical_after_resuming(tmp_path, case):
     step, changes = CASES[case]
     options = dict(model=dict(type=Net, dropout=0.5, norm=True), train_dataloader=loader(Noisy()), **changes)
     before = [signal.getsignal(number) for number in SIGNALS]
@@ -123,6 +123,14 @@ def test_second_signal_ends_the_process():
         process.wait()
 
 
+def test_signal_of_a_launcher_after_a_failure_is_not_announced_as_a_request(monkeypatch, capfd):
+    monkeypatch.setattr("slipstream.preemption.another_rank_failed", lambda: True)
+    with Preemption() as preemption:
+        signal.raise_signal(signal.SIGTERM)
+        assert preemption.requested()
+    assert capfd.readouterr().err == ""
+
+
 RUN = """
 import sys, time
 sys.path.insert(0, sys.argv[2])
@@ -152,7 +160,7 @@ def test_signal_to_all_processes_of_a_run_saves_its_state(tmp_path, number):
         assert "run the same command with resume=True" in process.stdout.read()
         assert (tmp_path / "preempted.pth").is_file()
         time.sleep(0.5)
-        with pytest.raises(ProcessLookupError):  # no worker is left
+        with pytest.raises(ProcessLookupError):  # no worker process remains
             os.killpg(process.pid, 0)
     finally:
         process.kill()
@@ -177,7 +185,7 @@ def test_runner_that_was_stopped_cannot_train_again(tmp_path):
         runner.train()
 
 
-def test_signal_after_a_failed_background_write_still_saves(tmp_path):
+def test_state_is_saved_if_a_signal_follows_a_failed_background_write(tmp_path):
     class Fail(Hook):
         def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
             if runner.iter + 1 == 2:
@@ -202,7 +210,7 @@ class TwoOptimizers(Net):
 
 
 @pytest.mark.parametrize("counts", [(3, 3), (3, 1), (1, 4)])
-def test_windows_of_several_optimizers_resume_bit_for_bit(tmp_path, counts):
+def test_windows_of_several_optimizers_are_bitwise_identical_after_resuming(tmp_path, counts):
     def optimizers(model):
         layers = {"first": model.first, "last": model.last}
         return OptimWrapperDict(

@@ -1,4 +1,4 @@
-"""Secrets: which names and texts are recognized, and where the values must not appear."""
+"""Secrets: which names and texts are recognized, and where secret values must not appear."""
 
 import copy
 import logging
@@ -42,7 +42,7 @@ def test_known_tokens_are_replaced_inside_text(text):
     assert redact(["https://bob:hunter2@host/x"]) == [f"https://{REDACTED}@host/x"]
 
 
-def test_only_text_and_long_numbers_below_secret_keys_are_replaced():
+def test_only_text_and_long_numbers_under_secret_keys_are_replaced():
     tree = {
         "password": "x",
         "credentials": {"user": "bob", "retry": True},
@@ -102,7 +102,7 @@ def test_python_files_may_use_secrets_in_any_expression(monkeypatch):
     assert Config.fromstring(cfg.pretty_text, "py").to_dict() == cfg.to_dict()
 
 
-def test_an_api_key_of_digits_remains_text(monkeypatch):
+def test_an_api_key_that_consists_of_digits_remains_text(monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "0123e4")
     assert Config.fromstring("a: {{ $MY_API_KEY }}\n", "yaml").a == "0123e4"
 

@@ -23,6 +23,7 @@ from slipstream.typecheck import (
     check_finite,
     check_optimizer_options,
     describe,
+    described,
     is_number,
     is_real,
     matches,
@@ -59,7 +60,7 @@ from slipstream.typecheck import (
         (10**400, float),
         (-1, AllOrPositiveInt),
         (1, Probability),
-        ({1}, set),  # not one of the types that are checked, so any value is accepted
+        ({1}, set),  # this type is not checked, so any value is accepted
         (len, Callable[..., Any]),
     ],
 )
@@ -144,7 +145,7 @@ def test_union_accepts_values_of_any_member(value, one, other):
         (Callable[..., Any], "a function"),
     ],
 )
-def test_describe_formats_annotations(annotation, words):
+def test_describe_converts_annotations_to_text(annotation, words):
     assert describe(annotation) == words
 
 
@@ -152,7 +153,7 @@ def test_check_error_contains_the_path_and_part_of_the_value():
     with pytest.raises(ConfigError) as caught:
         check("x" * 1000, PositiveInt, "train_cfg.max_epochs")
     text = str(caught.value)
-    assert text.startswith("train_cfg.max_epochs: must be int of at least 1, not 'xxx")
+    assert text.startswith("train_cfg.max_epochs: must be an int of at least 1, not 'xxx")
     assert len(text) < 300
 
 
@@ -178,7 +179,7 @@ def test_numbers_that_are_not_finite_are_found_at_any_depth():
         ({"alpha": math.nan}, "alpha"),
     ],
 )
-def test_invalid_optimizer_options_raise(options, path):
+def test_invalid_optimizer_options_raise_an_error(options, path):
     with pytest.raises(ConfigError) as caught:
         check_optimizer_options(options, "optimizer")
     assert caught.value.path == f"optimizer.{path}"
@@ -196,3 +197,18 @@ def test_numbers_are_ints_and_floats_but_not_bools():
     assert list(filter(is_real, values[:7])) == values[:7]
     assert not any(map(is_real, values[7:]))
     assert list(filter(is_number, values)) == values[:4]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "text"),
+    [
+        (PositiveInt, "an int of at least 1"),
+        (float, "a finite float"),
+        (str | None, "a str or None"),
+        (Literal["a"] | bool, "'a' or bool"),
+        (Callable[..., Any], "a function"),
+        (type(None), "None"),
+    ],
+)
+def test_described_adds_an_article_to_types_only(annotation, text):
+    assert described(annotation) == text

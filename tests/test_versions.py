@@ -1,4 +1,4 @@
-"""The script behind `make versions`: requirements for a pair of versions, counts in a report, and the table."""
+"""The script that `make versions` runs: requirements for two versions, counts from a test report, and the table."""
 
 import importlib.util
 import sys
@@ -52,7 +52,7 @@ def test_pip_selects_the_newest_versions():
     assert found[:3] == ["torch", "numpy>=1.26", "pillow>=10.3"]
 
 
-def test_report_is_counted():
+def test_outcomes_in_a_report_are_counted():
     assert versions.counts(REPORT) == (2, 2, 1, "`tests.a.two[x]`, `tests.b.three`")
 
 
@@ -70,7 +70,7 @@ def test_table_is_replaced_between_the_markers():
     assert versions.render(found, rows) == found
 
 
-def test_page_has_the_markers():
+def test_page_contains_the_markers():
     assert versions.render(versions.PAGE.read_text(), [])
 
 

@@ -26,7 +26,7 @@ def samples(count=40, seed=0):
 
 
 class Noisy(Dataset):
-    """A dataset that augments with the global generators of torch, NumPy and Python, as user datasets often do."""
+    """A dataset that augments with the global generators of torch, NumPy and Python, as users' datasets often do."""
 
     metainfo: ClassVar = dict(classes=("a", "b", "c"))
 

@@ -87,27 +87,27 @@ def download(url: str, target: Path) -> None:
         target: the file.
 
     Raises:
-        OSError: the server cannot be reached, or the transfer has ended early. The file systems of fsspec can raise any
+        OSError: the server cannot be reached, or the transfer ended early. fsspec's file systems can raise any
             exception.
     """
     import http.client
     import urllib.request
 
-    if url.startswith(("http://", "https://")):  # fsspec requires aiohttp for these
-        opened = urllib.request.urlopen(url, timeout=_DOWNLOAD_TIMEOUT)
-    else:
-        import fsspec
-
-        opened = fsspec.open(url, "rb")
     try:
+        if url.startswith(("http://", "https://")):  # avoids aiohttp, which fsspec requires for these URLs
+            opened = urllib.request.urlopen(url, timeout=_DOWNLOAD_TIMEOUT)
+        else:
+            import fsspec
+
+            opened = fsspec.open(url, "rb")
         with opened as source, target.open("wb") as file:
             shutil.copyfileobj(source, file, 1 << 20)
             # After the last byte, Python does not compare the size with the Content-Length.
             missing = source.length if isinstance(source, http.client.HTTPResponse) else None
     except http.client.HTTPException as error:
-        raise OSError(f"the transfer has failed: {error}") from error
+        raise OSError(f"the transfer failed: {error}") from error
     if missing:
-        raise OSError(f"the transfer has ended {missing:,} bytes before the end of the file")
+        raise OSError(f"the transfer ended {missing:,} bytes before the end of the file")
 
 
 def check_space(path: Path) -> None:
@@ -123,7 +123,7 @@ def check_space(path: Path) -> None:
 
 
 def disk_problem(error: BaseException, folder: Path) -> str | None:
-    """Return a description if `error` reports that the disk of `folder` is full, otherwise None."""
+    """Return a description if `error` reports that the disk with `folder` is full, otherwise None."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     free = ""
@@ -146,7 +146,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_temporary_files(folder: Path) -> None:
-    """Remove the temporary files in `folder` from processes that were killed while they were in `replacing`.
+    """Remove the temporary files in `folder` from processes that were killed inside `replacing`.
 
     The caller must ensure that no other process writes to this folder.
     """

@@ -27,7 +27,7 @@ class ReplacementFinder(MetaPathFinder, ABC):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module of the package, or None for other packages."""
+        """Return the spec of a module in the package, or None for other packages."""
         return self.spec_of(fullname) if fullname.split(".")[0] == self.name else None
 
     @abstractmethod

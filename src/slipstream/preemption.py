@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from slipstream.dist import broadcast_object_list, get_rank, get_world_size
+from slipstream.dist import another_rank_failed, broadcast_object_list, get_rank, get_world_size
 from slipstream.errors import DistributedError
 
 __all__ = ["CHECKPOINT_NAME", "EXIT_STATUS", "SIGNALS", "Interrupted", "Preempted", "Preemption"]
@@ -37,7 +37,7 @@ twice."""
 _POLL_INTERVAL = 0.25
 """Seconds between two checks for a signal on another rank."""
 _TIMEOUT = timedelta(seconds=30)
-"""Time limit for every rank to report its step after a signal."""
+"""Time limit within which every rank must report its step after a signal."""
 
 
 class Preempted(SystemExit):
@@ -63,9 +63,10 @@ class Preemption:
                     torch.save(...)
                     sys.exit(slipstream.preemption.EXIT_STATUS)
 
-    A second signal, at least one second after the first, has its default effect and ends the process. Signals that the
-    process ignores (`nohup`) or already handles itself are not changed. Outside the main thread, where Python cannot
-    handle signals, this process only reacts to signals that other ranks receive. All ranks must enter the block.
+    A second signal, at least one second after the first, has its default effect and terminates the process. The
+    handling of signals that the process ignores (`nohup`) or already handles itself is not changed. Outside the main
+    thread, where Python cannot handle signals, this process only reacts to signals that other ranks receive. All ranks
+    must enter the block.
     """
 
     def __init__(self) -> None:
@@ -113,11 +114,12 @@ class Preemption:
         now = time.monotonic()
         if self._received is None:
             self._received, self.signal = now, signal.Signals(number).name
-            text = (
+            if another_rank_failed():
+                return  # the launcher stops the other ranks with SIGTERM
+            _print(
                 f"\n{self.signal} received: training will stop after one of the next steps; "
                 "send it again to exit immediately\n"
             )
-            _print(text)
         elif now - self._received > _SAME_REQUEST:
             self._restore()
             os.kill(os.getpid(), number)
@@ -145,7 +147,7 @@ class _Ranks:
     def __init__(self, preemption: Preemption) -> None:
         token: list[Any] = [secrets.token_hex(4)]
         broadcast_object_list(token)
-        # The clone has its own connection, because an operation that waits would block the others.
+        # The clone has its own connection, because on a shared one, an operation that waits would block all others.
         default: Any = dist.distributed_c10d._get_default_store()
         self._store = dist.distributed_c10d.PrefixStore(f"slipstream/preemption/{token[0]}", default.clone())
         self._preemption = preemption
@@ -162,7 +164,7 @@ class _Ranks:
         if self._last is None:
             raise DistributedError(
                 f"not all ranks responded to {self._preemption.signal} ({self._failure}); "
-                "all progress since the last checkpoint is lost"
+                "all progress since the last checkpoint is lost. Resume from that checkpoint"
             )
         return self._last
 
@@ -179,7 +181,7 @@ class _Ranks:
                 if self._store.check(["signal"]):
                     self._agree()
                     return
-            self._publish()  # a rank that waits for this rank must not wait forever
+            self._publish()  # otherwise, ranks that wait for this rank would wait forever
         except Exception as error:  # the store belongs to another process, which may have ended
             self._failure = error
         finally:

@@ -1,4 +1,4 @@
-"""End a process together with the processes that it started."""
+"""Terminate a process together with the processes that it started."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["descendants", "end_group", "kill"]
 
 
 def descendants(pid: int) -> dict[int, str]:
-    """Return the start times of a process's descendants by process id (Linux only; elsewhere, an empty dict).
+    """Return the start times of a process's descendants by process id (only on Linux; elsewhere, an empty dict).
 
     The start time distinguishes a process from a later one with the same id.
     """
@@ -38,7 +38,7 @@ def end_group(group: int, started: Mapping[int, str]) -> None:
     """Kill a process group, and descendants of its leader that are in other groups, such as inductor's workers.
 
     Args:
-        group: id of the group; it may not exist.
+        group: id of the group, which may no longer exist.
         started: the descendants, found while the leader was running.
     """
     with suppress(OSError):

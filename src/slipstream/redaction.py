@@ -1,7 +1,7 @@
 """Remove secrets from text that is written to files and logs.
 
 Secrets are the values of environment variables and configuration keys whose names indicate a secret (`WANDB_API_KEY`,
-`password`), and text that has the form of a known token (`ghp_...`).
+`password`), and text in the format of a known token (`ghp_...`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def is_secret_name(name: Any) -> bool:
 class Redactor(logging.Filter):
     """Replaces secrets in text: secrets from a configuration and from the environment, and known tokens.
 
-    As a logger's filter, it replaces secrets in log records and their tracebacks.
+    When used as a logging filter, it replaces secrets in log records and their tracebacks.
 
     Args:
         tree: a configuration, as nested dicts and lists.
@@ -111,7 +111,7 @@ class Redactor(logging.Filter):
 
 
 def redact_text(text: str) -> str:
-    """Return `text` without values of secret environment variables and without known tokens."""
+    """Return `text` without the values of secret environment variables and without known tokens."""
     return Redactor()(text)
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "check_finite",
     "check_optimizer_options",
     "describe",
+    "described",
     "is_number",
     "is_real",
     "matches",
@@ -66,7 +67,7 @@ _OPTIMIZER_LIMITS: Mapping[str, Any] = {
 def check(value: Any, annotation: Any, path: str) -> None:
     """Raise a `ConfigError` at `path` unless `value` matches `annotation`."""
     if not matches(value, annotation):
-        raise ConfigError(f"must be {describe(annotation)}, not {shown(value)}", path)
+        raise ConfigError(f"must be {described(annotation)}, not {shown(value)}", path)
 
 
 def check_finite(value: Any, path: str = "") -> None:
@@ -91,7 +92,7 @@ def check_optimizer_options(options: Mapping[Any, Any], path: str = "") -> None:
         for number in value if several else [value]:
             number_like = number is None or is_number(number) or hasattr(number, "item")  # a tensor
             if not number_like or (is_number(number) and not matches(number, limit)):
-                raise ConfigError(f"must be {describe(limit)}, not {shown(value)}", f"{prefix}{key}")
+                raise ConfigError(f"must be {described(limit)}, not {shown(value)}", f"{prefix}{key}")
 
 
 def is_number(value: Any) -> bool:
@@ -156,6 +157,14 @@ def _elements_match(values: Any, kind: type, args: tuple[Any, ...]) -> bool:
     if kind is list or args[1:] == (...,):  # all elements have the same type
         return all(matches(value, arg) for value in values for arg in args[:1])
     return not args or (len(values) == len(args) and all(map(matches, values, args)))
+
+
+def described(annotation: Any) -> str:
+    """Return the annotation as text with an article, such as `an int or None`, to follow `must be`."""
+    text = describe(annotation)
+    if text.startswith(("'", "None", "a ")) or not text[0].isalpha():
+        return text
+    return f"{'an' if text[0].lower() in 'aeiou' else 'a'} {text}"
 
 
 def describe(annotation: Any) -> str:

@@ -99,7 +99,7 @@ def test_error_in_a_write_is_raised_once_by_the_next_call(tmp_path, writer):
     assert not (tmp_path / "next.pth").exists()
 
 
-def test_keys_with_the_same_name_and_different_views_are_copied_separately(tmp_path, writer):
+def test_equally_named_keys_and_different_views_are_copied_separately(tmp_path, writer):
     base = torch.complex(torch.ones(2), torch.ones(2))
     content = {1: torch.zeros(2), "1": torch.ones(2), "z": base, "c": base.conj()}
     for number in range(2):
@@ -120,7 +120,7 @@ def test_first_write_in_inference_mode_does_not_prevent_the_next(tmp_path, write
     assert load_checkpoint(tmp_path / "1.pth")["a"].tolist() == [0, 0]
 
 
-def test_tensors_of_a_subclass_or_with_attributes_are_saved_as_plain_tensors(tmp_path, writer):
+def test_tensor_subclasses_and_tensors_with_attributes_are_saved_as_plain_tensors(tmp_path, writer):
     class Image(torch.Tensor):
         pass
 
@@ -173,7 +173,7 @@ def test_tensors_that_are_copied_in_chunks_are_equal(tmp_path, writer, monkeypat
                 tensor.copy_(expected[name])
 
 
-def test_error_while_a_thread_copies_is_raised(monkeypatch):
+def test_error_in_a_copying_thread_is_raised(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(copies, "_CHUNK", 8)
 

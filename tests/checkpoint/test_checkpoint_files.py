@@ -68,7 +68,7 @@ def round_trip(value, tmp_path):
         (torch.bfloat16, torch.bfloat16),
     ],
 )
-def test_plain_values_of_python_and_numpy_round_trip(tmp_path, value, wanted):
+def test_plain_python_and_numpy_values_round_trip(tmp_path, value, wanted):
     got = round_trip(value, tmp_path)
     assert got == wanted
     assert type(got) is type(wanted)

@@ -48,7 +48,7 @@ def test_flipped_bits_are_detected(saved, tmp_path):
         assert_detected(bytes(damaged), content, tmp_path / "a.pth")
 
 
-def test_file_that_torch_writes_without_checksums_is_not_reported_as_damaged(saved, tmp_path):
+def test_file_saved_by_torch_without_checksums_is_not_reported_as_damaged(saved, tmp_path):
     content, _ = saved
     computes = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
@@ -130,7 +130,7 @@ def test_damage_in_each_chunk_is_detected(saved, tmp_path):
 
 
 @pytest.mark.parametrize("chunk", [1000, 2**22], ids=["threads", "one read"])
-def test_file_that_is_truncated_while_it_is_read_raises(saved, tmp_path, monkeypatch, chunk):
+def test_file_that_is_truncated_while_it_is_read_raises_an_error(saved, tmp_path, monkeypatch, chunk):
     monkeypatch.setattr(integrity, "_CHUNK", chunk)
     path = tmp_path / "a.pth"
     path.write_bytes(saved[1])

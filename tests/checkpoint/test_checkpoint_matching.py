@@ -83,7 +83,7 @@ def test_different_groups_and_parameters_are_rejected():
     saved = saved_state("SGD", {})
     net = nn.Linear(3, 2)
     two = torch.optim.SGD([dict(params=[net.weight]), dict(params=[net.bias])], lr=0.1)
-    with pytest.raises(CheckpointError, match=r"1 groups with \[2\] parameters, but the optimizer has 2"):
+    with pytest.raises(CheckpointError, match=r"are \[2\], but those in the optimizer's groups are \["):
         check_optimizer(two, saved, "optimizer", "a.pth")
     saved["param_groups"][0]["params"] = [1, 0]
     with pytest.raises(CheckpointError, match="in ascending order"):
@@ -99,7 +99,7 @@ def test_subclass_with_its_own_entries_is_accepted():
     check_optimizer(Mine(nn.Linear(3, 2).parameters(), lr=0.1), saved, "optimizer", "a.pth")
 
 
-def test_lost_states_are_reported():
+def test_missing_states_are_reported():
     saved, lines = saved_state("Adam", {}), []
     del saved["state"][1]
     check_optimizer(optimizer("Adam", {})[1], saved, "optimizer", "a.pth", lines.append)

@@ -1,4 +1,4 @@
-"""Weights from URLs and folders: downloads, checksums and errors. Servers listen on loopback only."""
+"""Weights from URLs and folders: downloads, checksums and errors. Servers listen only on the loopback interface."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_weights_are_loaded_from_an_fsspec_file_system(weights, memory, tmp_path
     assert not (tmp_path / "cache").exists()  # without a checksum, the file may change
 
 
-def test_a_download_that_ends_early_is_an_error(server):
+def test_a_download_that_ends_early_raises_an_error(server):
     url, files = server
     files["/w.pth"] = b"x" * 100
     wanted = local_checkpoint(f"{url}/w.pth?short")
@@ -262,7 +262,7 @@ def hub(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["org/repo/w.pth", "org/repo@v1.0/folder/w.pth", "datasets/org/repo/w.pth"])
-def test_hugging_face_paths_of_recipes_are_read_with_a_checksum_and_then_offline(weights, hub, path):
+def test_hugging_face_paths_in_recipes_are_read_with_a_checksum_and_then_offline(weights, hub, path):
     network, data, checksum = weights
     (hub / path).parent.mkdir(parents=True)
     (hub / path).write_bytes(data)
@@ -280,6 +280,6 @@ def test_hugging_face_paths_of_recipes_are_read_with_a_checksum_and_then_offline
         (hub / path).unlink(missing_ok=True)  # the second download would fail
 
 
-def test_a_missing_hugging_face_file_is_an_error_that_names_it(hub):
+def test_an_error_names_a_missing_hugging_face_file(hub):
     with pytest.raises(CheckpointError, match=r"hf://org/repo/w\.pth cannot be downloaded"):
         models.get("resnet18_cifar", 3, checkpoint_path="hf://org/repo/w.pth")

@@ -22,7 +22,7 @@ def test_each_item_is_processed_once(pool, others, count):
     assert sorted(done) == list(range(count))
 
 
-def test_other_threads_take_items(pool):
+def test_other_threads_process_items(pool):
     together = threading.Barrier(3, timeout=30)
     run_in_threads(lambda _: together.wait(), range(3), pool, 2)
 

@@ -1,4 +1,4 @@
-"""Hostile checkpoints execute no code, allocate no more memory than their size, and remove no other files."""
+"""Hostile checkpoints cannot execute code, allocate more memory than their size, or remove other files."""
 
 import os
 import pickle
@@ -223,11 +223,11 @@ class ReadsAttribute:
 
 def test_an_mmengine_checkpoint_cannot_read_attributes_of_other_classes(tmp_path, mmengine_history):
     write_mmengine(tmp_path / "epoch_1.pth", mmengine_history(), extra=ReadsAttribute())
-    with pytest.raises(CheckpointError, match=r"attribute 'fromkeys' of an object, which is not allowed"):
+    with pytest.raises(CheckpointError, match=r"attribute 'fromkeys' of an object, which could execute code"):
         load_checkpoint(tmp_path / "epoch_1.pth")
 
 
-def test_a_history_of_an_unknown_format_is_dropped(tmp_path, mmengine_history):
+def test_a_history_in_an_unknown_format_is_dropped(tmp_path, mmengine_history):
     history = mmengine_history()
     history._log_history = ["a"]
     write_mmengine(tmp_path / "epoch_1.pth", history)

@@ -72,7 +72,7 @@ def test_non_tensor_value_raises_an_error():
 
 def test_non_strict_loading_fails_if_no_key_matches():
     state = {f"module.{key}": value for key, value in model().state_dict().items()}
-    with pytest.raises(CheckpointError, match=r"no tensor of this model.*module\.body.*revise_keys"):
+    with pytest.raises(CheckpointError, match=r"none of this model's tensors.*module\.body.*revise_keys"):
         load_weights(model(), state, strict=False)
     assert load_weights(model(), revise(state, [(r"^module\.", "")]), strict=True) == []
 

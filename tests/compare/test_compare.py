@@ -111,7 +111,7 @@ def test_a_network_is_trained_on_images_of_the_given_size(name, dims):
     assert torch.isfinite(model_loss(found.model, found.batches[0]))
 
 
-def test_batches_repeat_up_to_the_length():
+def test_batches_repeat_until_the_length_is_reached():
     assert list(Batches(["first", "second"], 3)) == ["first", "second", "first"]
 
 
@@ -138,7 +138,7 @@ def broken(work):
 @pytest.mark.parametrize(
     ("train", "status", "reason"),
     [
-        (halved, "different losses", "the mean of 10 losses by"),
+        (halved, "different losses", "the mean of the first 10 losses by"),
         (scaled, "different losses", "the first loss differs by 0.001 (allowed: 0.0001)"),
         (broken, "failed", "ValueError: no such method"),
     ],
@@ -168,7 +168,11 @@ def running(losses, final, seconds=(0.1,)):
 
 @pytest.mark.parametrize(
     ("final", "reason"),
-    [(1.09, ""), (1.2, "the final loss differs by 0.1 of the first loss"), (float("nan"), "the final loss")],
+    [
+        (1.09, ""),
+        (1.2, "the final loss differs by 0.1 times the first loss"),
+        (float("nan"), "the final loss"),
+    ],
 )
 def test_the_final_loss_is_compared_relative_to_the_first(final, reason):
     loop = running([2.0, 1.5], 1.0)

@@ -41,9 +41,9 @@ A compiled step differs from an eager step in these cases:
 - A hook on a parameter's AccumulateGrad node (`get_gradient_edge(param).node`) that is added after the second step is
   not detected, because torch does not report it.
 - A change to an environment variable that the model or the loss reads is not detected.
-- A function with `functools.lru_cache` is traced without its cache, so it can be called more often.
+- A function with `functools.lru_cache` is traced without its cache, so the function may be called more often.
 
-The last two limits apply to `torch.compile` in general. In a graph, an `assert` on tensor values raises
+The last two limitations apply to `torch.compile` in general. In a graph, an `assert` on tensor values raises
 `RuntimeError` instead of `AssertionError`. With several processes, anomaly mode and saved-tensor hooks
 have no effect on a step that runs as a graph, because all ranks must take the same path.
 

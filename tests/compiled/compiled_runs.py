@@ -39,7 +39,7 @@ class Training:
     loss: Callable[[Any, Any], torch.Tensor] = F.mse_loss
     batches: list[Any] = field(default_factory=lambda: batches())
     before: dict[int, Callable[["Training"], Any]] = field(default_factory=dict)
-    """Functions to call before a step, by step number (from 1)."""
+    """Functions to call before a step, by step number (counted from 1)."""
     after: Callable[[], Any] = lambda: None
     """Function to call after each step, for example to step a scheduler."""
     observe: Callable[[], Any] = lambda: None
@@ -205,7 +205,7 @@ def _result(training, losses, average):
 @contextmanager
 def warnings_of_slipstream():
     """Collect the warnings of the logger "slipstream" inside the context."""
-    gc.collect()  # delete the steps of other tests first, because they log a report when deleted
+    gc.collect()  # delete the steps of other tests first, because they log a report when they are deleted
     said = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())
@@ -251,7 +251,7 @@ def check(case):
         )
         return
     assert scope != "step", "the step did not fall back"
-    assert len(warnings) == case.warnings, f"wrong number of warnings, {len(warnings)}: {warnings}"
+    assert len(warnings) == case.warnings, f"the number of warnings must be {case.warnings}: {warnings}"
     assert re.search(case.cause, warnings[0], re.IGNORECASE), f"the cause {case.cause} is not in {warnings}"
     assert case.line in warnings[0], f"the line in {case.line} is not in {warnings}"
 

@@ -287,7 +287,7 @@ class BadBatchError(ValueError):
 
 
 class ByShape(Base):
-    """A network that raises for batches with fewer than three rows."""
+    """A network that raises an error for batches with fewer than three rows."""
 
     def forward(self, x):
         if x.shape[0] < 3:
@@ -296,7 +296,7 @@ class ByShape(Base):
 
 
 class ByValue(Base):
-    """A network that raises for non-finite values."""
+    """A network that raises an error for non-finite values."""
 
     def forward(self, x):
         if not torch.isfinite(x).all():
@@ -305,7 +305,7 @@ class ByValue(Base):
 
 
 class ByLoss(Base):
-    """A network whose loss raises for targets above 50."""
+    """A network whose loss raises an error for targets above 50."""
 
     @staticmethod
     def loss(scores, targets):

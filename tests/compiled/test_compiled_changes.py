@@ -1,4 +1,4 @@
-"""Changes during training: loss scale, anomaly mode, inputs that require gradients, layers with an average."""
+"""Changes during training: loss scale, anomaly mode, inputs that require gradients, and averaged layers."""
 
 import logging
 
@@ -63,7 +63,7 @@ def test_changed_loss_scale_settings_take_effect(how, change):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_anomaly_mode_raises_for_nan_in_backward(how):
+def test_anomaly_mode_raises_an_error_for_nan_in_backward(how):
     model = Base()
     # The gradient of sqrt is NaN for a negative number, although `where` discards the value.
     model.change = lambda x: torch.where(x > 0, x.sqrt(), x)
@@ -146,7 +146,7 @@ def test_average_follows_a_replaced_layer(how):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_average_of_a_layer_with_a_different_shape_raises(how):
+def test_average_raises_if_a_layer_with_a_different_shape_replaces_another(how):
     model = Base()
     optimizer = sgd(model)
     step = accelerate(model, optimizer, F.mse_loss, speed=dict(HOW[how], ema=EMA))
@@ -157,7 +157,7 @@ def test_average_of_a_layer_with_a_different_shape_raises(how):
         step(batches()[1])
 
 
-def test_warning_without_a_line_does_not_refer_to_one(caplog):
+def test_warning_without_a_source_line_does_not_refer_to_one(caplog):
     model = Base()
     model.norm = nn.BatchNorm1d(8, momentum=None).double()
     model.change = lambda x: model.norm(x)

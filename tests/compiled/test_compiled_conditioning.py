@@ -314,7 +314,7 @@ def test_compiler_bug_is_detected(what):
     assert "gradient" in said[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_interpolation_with_inductor_matches_eager():
     """With torch 2.13 on a CPU, inductor can lose the gradient of F.interpolate. The losses must be correct."""
     seed()

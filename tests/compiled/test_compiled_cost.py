@@ -32,7 +32,7 @@ from torch.optim import lr_scheduler
 from slipstream import accelerate
 
 MOST_GRAPHS = 4
-"""One graph, a second graph when a number first changes, and a third graph as a margin."""
+"""One graph, a second graph when a number first changes, and two more graphs as a margin."""
 
 
 class Counting:

@@ -100,7 +100,7 @@ _GRADIENT_HOOKS = {
 
 
 def _needed(hook, at, undo):
-    """Return whether no other case covers this kind of hook, or the steps at which it is added and removed."""
+    """Return whether no other case covers this kind of hook, or the steps at which the hook is added and removed."""
     if hook is halves:
         return True
     if hook in (clips_after, module_backward):

@@ -195,7 +195,7 @@ class Recurrent(nn.Module):
 
 
 class DetachesLater(Recurrent):
-    """A network that keeps the state with its graph and detaches it in the next step."""
+    """A network that keeps its hidden state attached to the graph, and detaches it in the next step."""
 
     def forward(self, x):
         self.hidden = self.cell(x, self.hidden.detach())
@@ -219,7 +219,7 @@ class InBuffer(nn.Module):
 
 
 class DetachedByUser(Recurrent):
-    """The loop detaches the hidden state between the steps."""
+    """The loop detaches the hidden state between steps."""
 
     def __init__(self):
         super().__init__(attached=True)
@@ -243,7 +243,7 @@ TBPTT = [
 
 
 @pytest.mark.parametrize("speed", [{}, dict(compile=COMPILE)], ids=["eager", "compiled"])
-def test_hidden_state_that_is_not_detached_raises(speed):
+def test_hidden_state_that_is_not_detached_raises_an_error(speed):
     """In step 2, torch raises an error because step 1's graph has been freed. The step must raise the same error."""
 
     def make():

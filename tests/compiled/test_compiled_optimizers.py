@@ -408,5 +408,5 @@ def test_compiled_step_matches_a_plain_loop(case):
 
 
 @pytest.mark.parametrize("case", params_of(NOT_HERE[:1], fast_only=True))
-def test_unsupported_optimizer_raises_without_compile(case):
+def test_unsupported_optimizer_raises_an_error_without_compile(case):
     check_refused(case)

@@ -335,7 +335,7 @@ def test_user_error_is_raised_once_and_does_not_disable_compilation(at):
     assert step.compiled_scope == "step"
 
 
-def test_label_out_of_range_raises_and_keeps_the_random_state():
+def test_label_out_of_range_raises_an_error_and_keeps_the_random_state():
     data = [(x, y.argmax(1)) for x, y in batches()]
     data[6] = (data[6][0], data[6][1] + 100)
 

@@ -231,7 +231,7 @@ def test_steps_that_share_parameters_match_plain_loops(make, train, speed):
 
 @pytest.mark.parametrize("windows", [(2, 2), (2, 1)])
 @pytest.mark.parametrize("speed", SPEEDS.values(), ids=SPEEDS)
-def test_step_raises_for_gradients_that_another_step_accumulates(speed, windows):
+def test_step_raises_an_error_for_gradients_that_another_step_accumulates(speed, windows):
     """Both steps would accumulate in p.grad: one step would use the sum, and the other would have no gradient."""
     parts = two_optimizers(_SGD, _ADAM, windows)
     steps = [

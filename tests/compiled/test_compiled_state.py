@@ -251,7 +251,7 @@ class RunningInPlace(RunningLoss):
 
 
 class Teacher:
-    """A loss that contains another network. The scores update the BatchNorm statistics of that network."""
+    """A loss that contains another network. Each call updates the BatchNorm statistics of that network."""
 
     def __init__(self, follows=False):
         self.model = nn.Sequential(nn.Linear(3, 5, bias=False), nn.BatchNorm1d(5), nn.Linear(5, 1)).double()

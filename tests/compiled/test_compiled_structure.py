@@ -221,7 +221,7 @@ CASES = [
         "a second head in the first batch of each window",
         branch("aaaaaabababa"),
         FALLS_BACK,
-        "receive a gradient",
+        "receive gradients",
         speed={"accumulate": 2},
         fast=True,
     ),
@@ -229,14 +229,14 @@ CASES = [
         "a second head in individual batches of a window",
         branch("aaaaaaabaaab"),
         FALLS_BACK,
-        "receive a gradient",
+        "receive gradients",
         speed={"accumulate": 2},
     ),
     Case(
         "a second head in windows of three batches",
         branch("aaaaaaabaaba"),
         FALLS_BACK,
-        "receive a gradient",
+        "receive gradients",
         speed={"accumulate": 3},
     ),
     Case("momentum set to 0 and back", momentum_changes({6: 0.0, 9: 0.9}), fast=True),
@@ -273,7 +273,7 @@ def test_eager_step_matches_a_plain_loop(case):
 
 @pytest.mark.parametrize("first", [1, 7])
 @pytest.mark.parametrize("compile", [None, COMPILE])
-def test_hooks_of_saved_tensors_are_called(first, compile):
+def test_saved_tensor_hooks_are_called(first, compile):
     def train(step_of):
         seed()
         model = Base()

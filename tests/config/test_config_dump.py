@@ -64,7 +64,7 @@ def reloaded(values, suffix):
 @given(trees(st.none() | numbers | texts, tuples=True))
 @example({"a": float("inf"), "b": (float("-inf"),), "float": 1.0, "dict": {"x": {}}})
 @example({"long": {"k" * 30: ["x" * 40, ("y" * 60,), {"a b": (), "c": []}]}})
-def test_python_round_trips_exactly(values):
+def test_python_files_round_trip_exactly(values):
     assert typed(reloaded(values, ".py")) == typed(values)
     assert typed(Config.fromstring(Config(values).pretty_text, ".py").to_dict()) == typed(values)
 
@@ -140,7 +140,7 @@ def test_classes_functions_and_dtypes_become_import_strings(suffix):
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_subclasses_of_plain_types_become_plain(suffix):
+def test_subclasses_of_plain_types_are_converted_to_plain_types(suffix):
     class Mode(enum.StrEnum):
         FAST = "fast"
 

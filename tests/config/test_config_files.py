@@ -345,7 +345,7 @@ def test_key_in_two_bases_raises_an_error_with_both_files(write):
         Config.fromfile(write("c.py", "_base_ = ['one.py', 'two.yaml']\n"))
 
 
-def test_dict_over_a_value_raises_an_error_with_key_and_file(write):
+def test_merging_a_dict_into_a_value_raises_an_error_with_key_and_file(write):
     write("base.yaml", "model: {head: 3, free: null}\n")
     with pytest.raises(
         ConfigError, match=r"^model\.head: a dict cannot be merged into 3; .*_delete_.*child\.py"

@@ -24,7 +24,7 @@ def test_dicts_at_every_level_have_attributes(cfg):
     assert cfg["model"]["type"] == cfg.model.type == "Net"
 
 
-def test_assignment_through_attributes_and_items(cfg):
+def test_attributes_and_items_can_be_assigned_and_deleted(cfg):
     cfg.model.head = {"classes": [{"name": "road"}]}
     cfg["model"]["stages"][0]["depth"] = 7
     cfg.seed = 3
@@ -37,7 +37,7 @@ def test_assignment_through_attributes_and_items(cfg):
     }
 
 
-def test_mapping_methods_work_as_for_a_dict(cfg):
+def test_mapping_methods_match_those_of_dict(cfg):
     assert list(cfg) == list(cfg.keys()) == ["model", "lr"]
     assert len(cfg) == 2
     assert "lr" in cfg

@@ -82,7 +82,7 @@ def test_leaves_replace_dicts_but_dicts_replace_only_none(a, value):
 
 
 @given(st.lists(leaves, min_size=1, max_size=4), st.data())
-def test_positions_set_items_of_lists_and_tuples(items, data):
+def test_index_keys_set_items_of_lists_and_tuples(items, data):
     index = data.draw(st.integers(0, len(items) - 1))
     expected = [*items[:index], "new", *items[index + 1 :]]
     assert merge({"k": items}, {"k": {str(index): "new"}}, list_keys=True) == {"k": expected}
@@ -96,7 +96,7 @@ def test_result_shares_no_container_with_the_upper_layer():
     assert upper == {"a": {"b": [1, {"c": 2}]}}
 
 
-def test_nest_and_dotted_keys_are_inverse():
+def test_nest_builds_nested_dicts_and_dotted_keys_lists_every_level():
     assert nest("a.b.c", 1) == {"a": {"b": {"c": 1}}}
     assert list(dotted_keys(nest("a.b.c", 1))) == ["a", "a.b", "a.b.c"]
     assert list(dotted_keys({"h": [{"t": 1}, 2]})) == ["h", "h.0", "h.0.t", "h.1"]

@@ -41,7 +41,7 @@ def test_values_become_fields():
     assert made == Speed(accumulate=4, blocks=("a",), ema=Ema(decay=1))
 
 
-def test_instances_are_returned_and_none_returns_defaults():
+def test_instances_are_returned_unchanged_and_none_returns_the_defaults():
     made = Speed(accumulate=2)
     assert options(Speed, made, "speed") is made
     assert options(Speed, None, "speed") == Speed()
@@ -55,14 +55,14 @@ def test_instances_are_returned_and_none_returns_defaults():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"accumulate": "abc"}, r"^speed\.accumulate: must be int or None, not 'abc'$"),
-        ({"accumulate": True}, r"^speed\.accumulate: must be int or None, not True$"),
-        ({"sync_bn": "off"}, r"^speed\.sync_bn: must be bool, not 'off'$"),
-        ({"ema": "abc"}, r"^speed\.ema: must be Ema or bool or None, not 'abc'$"),
+        ({"accumulate": "abc"}, r"^speed\.accumulate: must be an int or None, not 'abc'$"),
+        ({"accumulate": True}, r"^speed\.accumulate: must be an int or None, not True$"),
+        ({"sync_bn": "off"}, r"^speed\.sync_bn: must be a bool, not 'off'$"),
+        ({"ema": "abc"}, r"^speed\.ema: must be an Ema or bool or None, not 'abc'$"),
         ({"ema": {"type": "linear"}}, r"^speed\.ema\.type: must be 'exp' or 'constant', not 'linear'$"),
         ({"ema": {"decay": 2}}, r"^speed\.ema: decay must lie in \[0, 1\], not 2$"),
-        ({"inner": 3}, r"^speed\.inner: must be Ema, not 3$"),
-        ({"several": {"decay": 1}}, r"^speed\.several: must be list"),
+        ({"inner": 3}, r"^speed\.inner: must be an Ema, not 3$"),
+        ({"several": {"decay": 1}}, r"^speed\.several: must be a list"),
         ([1], r"^speed: must be a dict with the fields of Speed, not \[1\]$"),
     ],
 )
@@ -81,8 +81,8 @@ def test_unknown_key_error_names_path_and_nearest_key():
 
 
 def test_missing_field_error_names_the_field():
-    with pytest.raises(ConfigError, match=r"^part\.name: the required key is missing; it must be str$"):
+    with pytest.raises(ConfigError, match=r"^part\.name: the required key is missing; it must be a str$"):
         options(Required, {}, "part")
     assert options(Required, {"name": "x"}, "") == Required("x")
-    with pytest.raises(ConfigError, match=r"^name: must be str, not 3$"):
+    with pytest.raises(ConfigError, match=r"^name: must be a str, not 3$"):
         options(Required, {"name": 3}, "")

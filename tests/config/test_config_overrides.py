@@ -166,10 +166,10 @@ def test_merge_from_dict_deletes_before_it_sets(cfg):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pipeline.2.type": 1}, r"^pipeline: a list with 2 items has no item '2'"),
-        ({"pipeline.x": 1}, r"^pipeline: a list with 2 items has no item 'x'"),
+        ({"pipeline.2.type": 1}, r"^pipeline: the list has no item '2'; its length is 2"),
+        ({"pipeline.x": 1}, r"^pipeline: the list has no item 'x'; its length is 2"),
         ({"plain.a.b.c": 1}, r"^plain\.a\.b: a dict cannot be merged into 1"),
-        ({"train_cfg.max_epochs": 3, "sizes.7": 1}, r"^sizes: a list with 2 items has no item '7'"),
+        ({"train_cfg.max_epochs": 3, "sizes.7": 1}, r"^sizes: the list has no item '7'"),
     ],
 )
 def test_failed_merge_does_not_change_the_configuration(cfg, options, message):
@@ -229,7 +229,7 @@ def test_override_accepts_existing_keys_and_keys_checked_by_a_builder(cfg, text)
         ("plain.x.y=1", r"^plain\.x\.y: "),
         (
             "pipeline.2.type=x",
-            r"^pipeline\.2\.type: 'pipeline' in .* is a list with 2 items and has no item '2'",
+            r"^pipeline\.2\.type: the list 'pipeline' in .* has no item '2'; its length is 2",
         ),
     ],
 )
@@ -240,12 +240,12 @@ def test_override_error_names_the_nearest_key(cfg, text, message):
     assert cfg.to_dict() == before
 
 
-def test_override_into_a_value_raises_an_error(cfg):
+def test_override_of_a_key_below_a_value_raises_an_error(cfg):
     with pytest.raises(ConfigError, match=r"^train_cfg\.max_epochs\.x: 'train_cfg\.max_epochs' in .* is 10"):
         cfg.override(["train_cfg.max_epochs.x=1"])
 
 
-def test_override_without_a_near_key_has_no_suggestion():
+def test_error_suggests_nothing_if_no_key_is_similar():
     with pytest.raises(UnknownNameError) as caught:
         Config({"a": 1}).override(["zzzzzz=1"])
     assert "did you mean" not in str(caught.value)
@@ -253,7 +253,7 @@ def test_override_without_a_near_key_has_no_suggestion():
         Config().override(["a=1"])
 
 
-def test_later_overrides_use_earlier_ones(cfg):
+def test_later_overrides_build_on_earlier_ones(cfg):
     cfg.override(["plain.a={z: 1}", "plain.a.z=2"])
     assert cfg.plain.a == {"b": 1, "z": 2}
 

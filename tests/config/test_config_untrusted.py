@@ -1,4 +1,4 @@
-"""Hostile configuration files execute no code, and exhaust neither time nor memory."""
+"""Hostile configuration files neither execute code nor exhaust time or memory."""
 
 import contextlib
 import sys
@@ -58,7 +58,7 @@ MERGES = "a0: &a0 {k: 1, l: 2}\n" + "".join(
         ("a = []\nfor _ in range(150): a = [a]", "py", "nested too deeply; the limit is 100"),
     ],
 )
-def test_bombs_are_rejected_immediately(text, suffix, message):
+def test_configurations_that_expand_or_nest_excessively_are_rejected_immediately(text, suffix, message):
     begin = time.process_time()
     with pytest.raises(ConfigError, match=message):
         Config.fromstring(text, suffix)
@@ -130,7 +130,7 @@ def test_a_trusted_data_file_imports_modules(write, evil):
     Config.fromfile(path)  # the program has already imported the module
 
 
-def test_a_python_file_is_trusted_with_its_bases(write, evil):
+def test_a_python_file_and_its_bases_are_trusted(write, evil):
     write("base.yaml", "_base_: inner.py\ncustom_imports: {imports: [evil_module]}\n")
     write("inner.py", "x = 1\n")
     assert Config.fromfile(write("a.py", "_base_ = 'base.yaml'\n")).x == 1

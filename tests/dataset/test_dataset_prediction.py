@@ -24,7 +24,7 @@ def test_a_pixel_of_the_image_has_the_class_at_its_center(size):
     assert found.tolist() == [[24 * row + column for column in columns] for row in rows]
 
 
-def test_padding_is_outside_of_the_box_of_the_image():
+def test_padding_is_outside_the_images_box():
     pad = TRANSFORMS.build(dict(type="SegPadShortToCropSize", crop_size=[8, 8], fill_image=0, fill_mask=255))
     prepared = prepare_image(np.full((4, 6, 3), 9, np.uint8), [pad])
     left, top, right, bottom = prepared.box
@@ -32,6 +32,14 @@ def test_padding_is_outside_of_the_box_of_the_image():
     assert (right - left, bottom - top) == (6, 4)
     assert (prepared.sample["inputs"][:, top:bottom, left:right] == 9).all()
     assert prepared.sample["inputs"].sum() == 9 * 4 * 6 * 3
+
+
+def test_crops_are_left_out_so_that_the_whole_image_is_predicted():
+    image = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
+    crop = TRANSFORMS.build(dict(type="SegCropImageAndMask", crop_size=4, mode="center"))
+    prepared = prepare_image(image, [crop])
+    found = prepared.at_image_size(prepared.sample["inputs"][0])
+    assert found.tolist() == image[..., 0].tolist()
 
 
 def test_a_wrapper_dataset_has_the_transforms_of_its_inner_datasets():

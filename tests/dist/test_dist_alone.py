@@ -1,4 +1,4 @@
-"""Without a process group, every function behaves as with one process."""
+"""Without a process group, every function behaves as in a run with one process."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from slipstream.errors import DistributedError
 
 
 def test_single_process_is_the_main_process(monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "3")  # a launcher sets it, but no process group exists
+    monkeypatch.setenv("LOCAL_RANK", "3")  # set as by a launcher, but there is no process group
     assert dist.get_dist_info() == (0, 1)
     assert dist.get_local_rank() == 0
     assert dist.is_main_process()
@@ -46,18 +46,19 @@ def test_results_are_truncated_to_the_size_of_the_dataset():
         dist.collect_results([1], 1, "disk")
 
 
-def test_unknown_reduction_raises_in_one_process():
+def test_unknown_reduction_raises_an_error_in_one_process():
     with pytest.raises(DistributedError, match="sum, mean, max, min, product, not 'average'"):
         dist.all_reduce(torch.ones(1), "average")
 
 
-def test_mean_of_bools_raises_in_one_process():
+def test_mean_of_bools_raises_an_error_in_one_process():
     with pytest.raises(DistributedError, match=r"reduce data\.float\(\)"):
         dist.all_reduce(torch.tensor([True]), "mean")
 
 
 def test_announce_failure_without_failure_detection_does_nothing():
     assert dist.announce_failure("alone") is None
+    assert not dist.another_rank_failed()
 
 
 def test_master_only_runs_only_on_rank_0_and_keeps_the_function_name(monkeypatch):

@@ -25,7 +25,7 @@ def test_get_data_device_returns_the_common_device():
         (3, "not int"),
     ],
 )
-def test_get_data_device_raises_without_a_common_device(data, message):
+def test_get_data_device_raises_an_error_without_a_common_device(data, message):
     with pytest.raises(DataError, match=message):
         get_data_device(data)
 
@@ -46,7 +46,7 @@ def test_cast_data_device_writes_into_out_and_returns_it():
 
 
 @pytest.mark.parametrize("out", [{}, {"b": torch.ones(1)}, [torch.ones(1)], {"a": 1}, {"a": [torch.ones(1)]}])
-def test_out_with_a_different_structure_raises(out):
+def test_out_with_a_different_structure_raises_an_error(out):
     with pytest.raises(DataError, match="`out` must have"):
         cast_data_device({"a": torch.ones(1)}, CPU, out)
 

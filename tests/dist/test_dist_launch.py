@@ -78,7 +78,7 @@ def test_custom_init_method_is_passed_to_torch(joined):
     assert joined["init_method"] == "tcp://10.0.0.1:7"
 
 
-def test_init_backend_other_than_torch_raises(joined):
+def test_init_backend_other_than_torch_raises_an_error(joined):
     with pytest.raises(DistributedError, match="must be 'torch', not 'deepspeed'"):
         init_dist("mpi", init_backend="deepspeed")
 
@@ -186,6 +186,6 @@ def test_host_flags_use_the_cpu_if_the_group_has_a_cpu_backend(monkeypatch, conf
         (dict(backend="cpu:gloo,cuda:ncl"), "unknown backend 'ncl'; did you mean 'nccl'"),
     ],
 )
-def test_invalid_options_raise_before_the_process_group_is_created(options, message):
+def test_invalid_options_raise_errors_before_the_process_group_is_created(options, message):
     with pytest.raises(DistributedError, match=re.escape(message)):
         init_dist("pytorch", **options)

@@ -22,8 +22,8 @@ MVAPICH = {
 }
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_FD": "8"}
 
-# Environments of tasks in Slurm 22.05, reduced to the variables that Slipstream reads. The expected port is 20000 + (8
-# * job + step) % 10000.
+# Task environments in Slurm 22.05, reduced to the variables that Slipstream reads. The expected port is
+# 20000 + (8 * job + step) % 10000.
 SBATCH_SRUN = {  # sbatch -N3 --ntasks-per-node=2, srun
     "SLURM_JOB_ID": "3",
     "SLURM_STEP_ID": "0",
@@ -156,7 +156,7 @@ def test_placement_is_read_from_the_launchers_variables(launcher, environ, port,
     ],
     ids=["pytorch", "slurm", "hydra", "open mpi"],
 )
-def test_missing_variable_raises_with_its_name_and_the_launcher(launcher, environ, names):
+def test_missing_variable_error_names_the_variable_and_the_launcher(launcher, environ, names):
     for name in names:
         for rest in ({k: v for k, v in environ.items() if k != name}, {**environ, name: ""}):
             with pytest.raises(
@@ -165,7 +165,7 @@ def test_missing_variable_raises_with_its_name_and_the_launcher(launcher, enviro
                 placement(launcher, rest)
 
 
-def test_missing_mpi_variables_raise_with_the_supported_names():
+def test_missing_mpi_variables_error_lists_the_supported_names():
     with pytest.raises(
         DistributedError, match=r"OMPI_COMM_WORLD_RANK, MV2_COMM_WORLD_RANK, PMI_RANK, but .*mpirun"
     ):
@@ -173,7 +173,7 @@ def test_missing_mpi_variables_raise_with_the_supported_names():
 
 
 @pytest.mark.parametrize("environ", [BATCH_SCRIPT, SALLOC_SHELL], ids=["batch script", "salloc"])
-def test_slurm_job_without_srun_raises(environ):
+def test_slurm_job_without_srun_raises_an_error(environ):
     with pytest.raises(DistributedError, match=r"SLURM_NTASKS=[26], but SLURM_STEP_ID is not set.* srun"):
         placement("slurm", environ)
 
@@ -204,19 +204,19 @@ def test_error_for_missing_master_addr_on_several_machines_suggests_a_remedy():
     ],
 )
 @pytest.mark.parametrize("value", ["one", "-1", "1.5", "²"])
-def test_variable_that_is_not_a_number_raises(launcher, environ, name, value):
+def test_variable_that_is_not_a_number_raises_an_error(launcher, environ, name, value):
     with pytest.raises(DistributedError, match=rf" {name} must be a non-negative integer, not '{value}'"):
         placement(launcher, {**environ, name: value})
 
 
-def test_rank_above_the_world_size_raises_with_the_variables():
+def test_rank_above_the_world_size_error_names_the_variables():
     with pytest.raises(
         DistributedError, match=r"RANK=6 \(from SLURM_PROCID\) .* WORLD_SIZE=6 \(from SLURM_STEP_NUM"
     ):
         placement("slurm", {**SBATCH_SRUN, "SLURM_PROCID": "6"})
 
 
-def test_unknown_launcher_raises_with_the_nearest_name():
+def test_unknown_launcher_error_names_the_nearest_launcher():
     with pytest.raises(DistributedError, match="unknown launcher 'slrum'; did you mean 'slurm'"):
         placement("slrum", {})
 

@@ -25,7 +25,7 @@ from slipstream.errors import DistributedError
         ("n[1-2].cluster.org", "n1.cluster.org n2.cluster.org"),
     ],
 )
-def test_node_list_is_expanded_like_slurm(nodelist, hosts):
+def test_node_list_is_expanded_as_by_slurm(nodelist, hosts):
     assert expand_nodelist(nodelist) == hosts.split()
 
 
@@ -55,7 +55,7 @@ def test_random_node_lists_are_expanded():
 @pytest.mark.parametrize(
     "text", ["", ",", "a,", ",a", "a,,b", "n[", "n[1", "n]1[", "n[]", "n[1-]", "n[2-1]", "n[a-b]", "n[[1]]"]
 )
-def test_invalid_node_list_raises(text):
+def test_invalid_node_list_raises_an_error(text):
     with pytest.raises(DistributedError) as info:
         expand_nodelist(text)
     assert f"{text!r} is not a valid Slurm node list" in str(info.value)

@@ -36,7 +36,7 @@ def compute(done):
     done.append(time.monotonic())
 
 
-def test_waits_for_a_busy_thread():
+def test_wait_includes_busy_threads():
     done = []
     thread = as_gloo(compute, done)
     wait_for_gloo_threads(timeout=60)
@@ -44,7 +44,7 @@ def test_waits_for_a_busy_thread():
     thread.join()
 
 
-def test_waits_for_a_thread_that_repeatedly_acquires_the_gil():
+def test_wait_includes_threads_that_repeatedly_acquire_the_gil():
     done = []
 
     def naps():
@@ -59,7 +59,7 @@ def test_waits_for_a_thread_that_repeatedly_acquires_the_gil():
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_does_not_wait_for_sleeping_threads(number):
+def test_wait_excludes_sleeping_threads(number):
     wake = threading.Event()
     threads = [as_gloo(wake.wait) for _ in range(number)]
     began = time.monotonic()

@@ -33,14 +33,14 @@ def machines(tmp_path_factory):
     with contextlib.ExitStack() as stack:
         try:
             both = stack.enter_context(two_machines(tmp_path_factory.mktemp("machines")))
-        except NoMachines as error:  # without the rights, the test is skipped, even in continuous integration
+        except NoMachines as error:  # without permission, the test is skipped, even in continuous integration
             pytest.skip(str(error))
         yield both
 
 
 @pytest.fixture(scope="module")
 def machine(request):
-    """One machine, with a separate network if possible. Otherwise, this machine."""
+    """A machine with a separate network if possible, and otherwise this machine."""
     try:
         yield request.getfixturevalue("machines")["n1"]
     except pytest.skip.Exception:

@@ -19,7 +19,7 @@ LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "MV2_", "MPI_", "TORCHELASTIC_", "LOCAL_W
 
 @dataclass
 class Ended:
-    status: int  # exit status, or minus the signal that killed the rank
+    status: int  # exit status, or the negative number of the signal that killed the rank
     out: str
     err: str
     moment: float

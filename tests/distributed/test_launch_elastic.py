@@ -33,7 +33,7 @@ def wait_for_step(folder, step, *runs):
 
 
 def interleaved(ranks):
-    """Interleave {rank: indices} of one step into the order of the sampler."""
+    """Interleave {rank: indices} of one step in the sampler's order."""
     return [
         index for column in zip(*(ranks[rank] for rank in sorted(ranks)), strict=True) for index in column
     ]
@@ -52,7 +52,7 @@ def used(recorded, done):
     return order
 
 
-def test_machine_that_dies_does_not_end_the_run_and_no_sample_is_lost(machines, folder):
+def test_run_continues_and_loses_no_sample_when_a_machine_dies(machines, folder):
     one, two = (COMMAND.format(folder=folder, first=first) for first in ("true", "false"))
     with machines["n1"].running(one, folder) as first, machines["n2"].running(two, folder) as second:
         wait_for_step(folder, 3, first, second)

@@ -1,4 +1,4 @@
-"""The command in docs/distributed.md for Kubernetes, and the commands of two pods, which run on this machine."""
+"""The Kubernetes command in docs/distributed.md, and the commands of two pods, which run on this machine."""
 
 import os
 import shlex
@@ -74,12 +74,13 @@ def wait_for(text, log, within=100):
         time.sleep(0.1)
 
 
-def test_documented_command_writes_a_valid_manifest(folder):
+def test_documented_commands_write_valid_manifests(folder):
     environ = {**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}  # noqa: PTH120
-    (command,) = commands("Kubernetes")
-    subprocess.run(["bash", "-ec", command], cwd=folder, env=environ, check=True, timeout=200)
-    job = yaml.safe_load((folder / "job.yaml").read_text())
-    assert faults(job) == []
+    for command in commands("Kubernetes"):
+        subprocess.run(["bash", "-ec", command], cwd=folder, env=environ, check=True, timeout=200)
+    job, train_job = (yaml.safe_load((folder / name).read_text()) for name in ("job.yaml", "train_job.yaml"))
+    assert faults(job) == faults(train_job) == []
+    assert train_job["spec"]["trainer"]["numNodes"] == 2
     assert [spec["replicas"] for spec in job["spec"]["pytorchReplicaSpecs"].values()] == [1, 1]
 
 

@@ -18,7 +18,15 @@ AS_HERE = {
 }
 
 
-@pytest.mark.parametrize("command", commands("MPI"), ids=lambda text: text.split()[0])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(
+            text, id=text.split()[0], marks=pytest.mark.exhaustive if text.startswith("mpiexec.hydra") else ()
+        )
+        for text in commands("MPI")
+    ],
+)
 def test_documented_command_trains_in_two_processes(mpi_machine, folder, command):
     mpi_machine.run(command, folder, **AS_HERE).succeeded()
     trained(folder, processes=2, steps=20)

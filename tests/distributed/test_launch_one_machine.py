@@ -11,8 +11,9 @@ STEPS = {"examples/distributed_training.py": 20, "street_scenes_pp_lite_t": 4}
 
 
 def _command(text):
-    """Return a command as a test parameter. The choice of GPUs does not change how the processes start."""
-    marks = pytest.mark.exhaustive if text.startswith("CUDA_VISIBLE_DEVICES") else ()
+    """Return a command as a test parameter. The choice of GPUs does not change how the processes start, and
+    `python -m torch.distributed.launch` starts them like torchrun."""
+    marks = pytest.mark.exhaustive if text.startswith(("CUDA_VISIBLE_DEVICES", "python -m")) else ()
     return pytest.param(text, id=" ".join(text.split()[:2]), marks=marks)
 
 

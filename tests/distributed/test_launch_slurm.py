@@ -40,6 +40,7 @@ def test_submit_trains_and_prints_the_paths(cluster, folder):
     trained(folder, processes=4, steps=2)
 
 
+@pytest.mark.exhaustive  # test_launch_submit.py also submits a batch file
 def test_printed_batch_file_can_be_submitted(cluster, folder):
     cluster.run(BATCH, folder).succeeded()
     assert (folder / "job.sbatch").read_text().startswith("#!")

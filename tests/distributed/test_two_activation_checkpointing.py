@@ -43,7 +43,7 @@ def sync_steps(model, backend=None):
         return loss.detach(), torch.autograd.grad(loss, params)
 
     reduce = sync_batchnorm.traceable_sum
-    if backend is None:  # for a graph, count the operations in it
+    if backend is None:  # with a backend, the caller counts the operations in the graph instead
         sync_batchnorm.traceable_sum = lambda x: sent.append(1) or reduce(x)
     losses = []
     try:

@@ -246,7 +246,7 @@ def test_tensors_are_gathered_in_rank_order_with_their_dtype_and_shape(answers):
     assert answers["gathered"][1] == ([(part, part) for part in parts] + [empty], [0, 1])
 
 
-def test_mismatched_calls_or_shapes_raise_on_every_rank(answers):
+def test_mismatched_calls_or_shapes_raise_errors_on_every_rank(answers):
     first, second = answers["unequal"]
     assert {**first, "another": ""} == {**second, "another": ""}
     for name, text in first.items():

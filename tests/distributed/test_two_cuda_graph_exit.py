@@ -29,7 +29,7 @@ def add_one(arguments):
     return arguments[0] + 1
 
 def train():
-    global calls  # without an explicit release, it is released after all exit functions have run
+    global calls  # without an explicit release, its graphs are released after all exit functions have run
     calls = CapturedCalls(Capture())
     for _ in range(5):
         calls(add_one, [torch.ones(1)])

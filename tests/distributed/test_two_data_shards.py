@@ -87,7 +87,7 @@ def test_ranks_have_equal_weights_with_an_overridden_train_step(answers):
     assert first == second
 
 
-def test_wrapper_without_gradient_sync_raises(answers):
+def test_wrapper_without_gradient_sync_raises_an_error(answers):
     for answer in answers["own_step_inside_plain_ddp"]:
         assert "MMSeparateDistributedDataParallel" in answer
 

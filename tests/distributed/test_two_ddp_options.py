@@ -278,7 +278,7 @@ def test_accumulation_in_bfloat16_matches_one_process_within_its_precision(answe
     assert_close(first, alone, 2e-3)
 
 
-def test_gradient_as_bucket_view_is_the_default_and_bitwise_equal(answers):
+def test_gradient_as_bucket_view_is_the_default_and_keeps_results_bitwise_equal(answers):
     for pairs, buckets in both(answers, "views"):
         assert buckets == 1
         assert len(pairs) == 4
@@ -299,12 +299,12 @@ def test_half_precision_hook_sends_half_precision_gradients(answers, kind, dtype
             assert not torch.equal(exact, rounded)
 
 
-def test_powersgd_sends_factors_and_is_exact_for_its_rank(answers):
+def test_powersgd_sends_factors_and_is_exact_for_gradients_of_its_rank(answers):
     first, second = both(answers, "compressed")
     assert all(map(torch.equal, first["powersgd"], second["powersgd"]))
     for exact, low in zip(first["rank 2"], first["powersgd"], strict=True):
         torch.testing.assert_close(low, exact, rtol=1e-3, atol=1e-5)
-    # Four steps. Each sends two factors with two columns for the weights (32, 24) and (20, 32), and 32 and 20 biases.
+    # Each of four steps sends 32 and 20 biases, and two factors with two columns per weight, (32, 24) and (20, 32).
     assert first["powersgd wire"] == 4 * (2 * (32 + 24) + 2 * (20 + 32) + 32 + 20)
     assert first["powersgd wire"] < 4 * sum(g.numel() for g in first["exact"]) / 4
 
@@ -330,7 +330,7 @@ def test_resumed_run_restores_the_powersgd_state(answers):
         assert max((anew[name] - whole[name]).abs().max() for name in whole) > 1e-4
 
 
-def test_training_converges_with_every_hook_and_equal_ranks(answers):
+def test_training_converges_and_ranks_stay_equal_with_every_hook(answers):
     first, second = both(answers, "trained")
     for name, (losses, weights, broadcasts) in first.items():
         assert_close(weights, second[name][1], 0)

@@ -14,7 +14,7 @@ WINDOWS = dict(SGD, accumulative_counts=2)
 
 
 class OtherStep:
-    """A step without parts, for which the hook updates the average."""
+    """A step that has no parts, so the hook updates the average."""
 
     def __init__(self, step):
         self.step = step

@@ -1,12 +1,12 @@
 """Two processes with SyncBN and half the batch each match one process with the whole batch.
 
-In float64, the results agree at each of 20 steps far beyond float32's precision, so only rounding differs. In
-float32, rounding alone changes some runs. PP-LiteSeg's global pooling leaves BatchNorm one value per image, so even
-one process differs from its own float64 run by 1e-2 after 20 steps. In a ResNet, a ReLU input whose sign changes
-through rounding causes a difference of 1e-5 or more at common learning rates. If nothing amplifies rounding errors
-(in a smaller network, or with small steps), float32 agrees to 1e-6. For the same reason, the float64 run of
-PP-LiteSeg has a moderate learning rate: at 0.02, rounding errors grow to 4e-8 within 16 steps and then change the
-sign of a ReLU input.
+In float64, the results agree far beyond float32's precision at each of 20 steps, so the only difference is rounding.
+In float32, rounding alone changes some runs. PP-LiteSeg's global pooling leaves BatchNorm one value per image, so even
+with one process, a float32 run differs from the float64 run by 1e-2 after 20 steps. In a ResNet, a ReLU input whose
+sign changes through rounding causes a difference of 1e-5 or more at common learning rates. If nothing amplifies
+rounding errors (in a smaller network, or with small steps), float32 results agree to 1e-6. For the same reason, the
+float64 run of PP-LiteSeg has a moderate learning rate: at 0.02, rounding errors grow to 4e-8 within 16 steps and then
+change the sign of a ReLU input.
 """
 
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Training a sharded model gives the same results as one process with the whole batch."""
+"""A sharded model in two processes gives the same results as one process with the whole batch."""
 
 import pytest
 import torch
@@ -191,12 +191,12 @@ def test_launcher_with_one_process_shards_over_one_process(tmp_path):
     assert answer["kind"] == "MMFullyShardedDataParallel"
 
 
-def test_model_with_an_overridden_train_step_raises(answers):
+def test_model_with_an_overridden_train_step_raises_an_error(answers):
     for answer in answers["own_train_step"]:
         assert "overrides train_step" in answer
 
 
-def test_optimizer_built_before_sharding_raises(answers):
+def test_optimizer_built_before_sharding_raises_an_error(answers):
     for answer in answers["optimizer_of_whole_weights"]:
         assert len(answer) == 3, answer
         for message in answer:

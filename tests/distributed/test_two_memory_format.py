@@ -61,7 +61,7 @@ def answers(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_ten_steps_with_a_fused_optimizer_match_contiguous_format(answers, kind):
+def test_ten_steps_with_a_fused_optimizer_match_the_contiguous_format(answers, kind):
     for answer in answers[kind]:
         assert not isinstance(answer, str), answer
         (losses, weights, _, any_usual), (own_losses, own_weights, all_last, _) = answer

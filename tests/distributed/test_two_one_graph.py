@@ -245,7 +245,7 @@ def test_failed_verification_on_one_rank_disables_the_graph_on_both(answers):
         assert_same(found, expected, rtol=0, atol=0)
 
 
-def test_stateful_hooks_and_find_unused_parameters_raise(answers):
+def test_stateful_hooks_and_find_unused_parameters_raise_an_error(answers):
     for powersgd, unused in both(answers, "refused"):
         assert (
             "ConfigError: compile.scope: the step cannot be compiled as one graph: the communication hook"

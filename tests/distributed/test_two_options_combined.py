@@ -228,7 +228,7 @@ def test_sharded_model_matches_replicated_model_in_bfloat16(answers):
     assert_same(shards, copies, rtol=1e-3, atol=1e-3, steps=20)
 
 
-def test_run_with_all_options_resumes_within_epoch_and_window(answers):
+def test_run_with_all_options_resumes_within_an_epoch_and_a_window(answers):
     (losses, errors, weights), (rest, later, ends) = of_both(answers, resumed)[0]
     # The window's gradients are summed over the ranks before saving, which adds a rounding error.
     torch.testing.assert_close(rest, losses[7:], rtol=1e-5, atol=0)
@@ -281,7 +281,7 @@ def test_sync_bn_supports_a_rank_without_samples(answers):
         torch.testing.assert_close(own, reference)
 
 
-def test_checkpoint_write_failure_raises_on_every_rank(answers):
+def test_checkpoint_write_failure_raises_an_error_on_every_rank(answers):
     for message, left in of_both(answers, unwritable_file):
         assert "taken.pth cannot be written: " in message
         assert left == []

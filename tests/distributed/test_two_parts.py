@@ -32,6 +32,7 @@ def train(options, how):
     for x, y in batches():
         step((x[mine], y[mine]))
     assert step.compiled_scope == ("step" if how else None)
+    assert ("processes: 2, with averaged gradients" in step.summary()) == (get_world_size() == 2)
     return dict(model.state_dict()), step.average and dict(step.average.module.state_dict())
 
 

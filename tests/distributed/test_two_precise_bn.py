@@ -27,7 +27,7 @@ class OwnStatistics(Hook):
 
 
 def precise(folder, world, samples=20, optim=STILL, **cfg):
-    """Train two epochs. Return the statistics after each epoch, and the samples that they include."""
+    """Train for two epochs. Return the statistics after each epoch, and the samples that they include."""
     record, hook = OwnStatistics(), dict(type="PreciseBNHook", num_samples=samples)
     model = Net(norm=True)
     make(
@@ -53,7 +53,7 @@ def sharded(folder, world=2):
 
 
 def averaged(folder, world, parallel=None):
-    """Train three epochs. Return the mean of the best two, its metric, and the final weights."""
+    """Train for three epochs. Return the mean of the best two, its metric, and the final weights."""
     hook = dict(type="AverageBestHook", metric="error", count=2)
     cfg = dict(parallel=parallel, sync_bn=world > 1)
     runner = make(folder, world=world, model=Net(norm=True), cfg=cfg, custom_hooks=[hook], epochs=3)

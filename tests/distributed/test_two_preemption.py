@@ -59,7 +59,7 @@ def answers(tmp_path_factory):
     return run_in_two(functions, tmp_path_factory.mktemp("preemption"), timeout=120)
 
 
-def test_signal_on_one_rank_stops_all_and_the_run_resumes_bit_for_bit(answers):
+def test_signal_on_one_rank_stops_all_and_the_run_resumes_bitwise_identically(answers):
     first, second = answers["interrupted_within_a_window"]
     assert first == second, (first, second)
     stopped, same_weights, same_length = first

@@ -117,7 +117,7 @@ def answers(folder, alone):
     return two | run_in_two([hybrid], folder, timeout=120, world=4)
 
 
-def test_resumed_run_on_the_same_number_of_processes_is_bitwise_equal(answers):
+def test_resumed_run_with_the_same_number_of_processes_is_bitwise_equal(answers):
     assert_same(answers["continued"][0], answers["uninterrupted"][0], steps=10)
 
 
@@ -165,7 +165,7 @@ def test_consolidated_checkpoint_matches_one_process(answers, folder, tmp_path, 
             torch.testing.assert_close(value, right[key], rtol=1e-6, atol=1e-6, msg=key)
 
 
-def test_sharded_folders_are_kept_removed_and_found_like_files(answers):
+def test_sharded_checkpoints_are_kept_removed_and_found_like_files(answers):
     assert not isinstance(answers["files"][0], str), answers["files"][0]
     names, latest, best, consolidated = answers["files"][0]
     assert [name for name in names if name.endswith((".sharded", ".pth", ".tmp", ".old"))] == [
@@ -185,7 +185,7 @@ def test_nonfinite_weights_on_one_rank_stop_all_ranks(answers):
         assert written == []
 
 
-def test_folder_write_failure_raises_on_every_rank(answers):
+def test_folder_write_failure_raises_an_error_on_every_rank(answers):
     for answer in answers["unwritable"]:
         assert "cannot be written" in answer
 
@@ -210,7 +210,7 @@ def test_pickled_torch_index_is_not_opened(copy, tmp_path, monkeypatch):
     assert not (tmp_path / "exploded").exists()
 
 
-def test_pickled_objects_in_shards_raise(copy, tmp_path, monkeypatch):
+def test_pickled_objects_in_shards_raise_an_error(copy, tmp_path, monkeypatch):
     monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
     content = torch.load(copy / "plain.pth", weights_only=True)
     torch.save(Bomb(), copy / "bomb.distcp")
@@ -223,7 +223,7 @@ def test_pickled_objects_in_shards_raise(copy, tmp_path, monkeypatch):
     assert not (tmp_path / "exploded").exists()
 
 
-def test_index_with_a_file_outside_the_checkpoint_raises(copy):
+def test_index_with_a_file_outside_the_checkpoint_raises_an_error(copy):
     content = torch.load(copy / "plain.pth", weights_only=True)
     next(iter(content["index"].values()))["parts"] = [([0, 0], [5, 3], "../elsewhere", 0, 1)]
     torch.save(content, copy / "plain.pth")
@@ -237,7 +237,7 @@ def test_missing_shard_error_names_the_checkpoint(copy):
         load_checkpoint(copy)
 
 
-def test_flipped_bits_in_shards_raise(copy):
+def test_flipped_bits_in_shards_raise_an_error(copy):
     content = torch.load(copy / "plain.pth", weights_only=True)
     (_, _, name, start, length), *_ = content["index"][next(iter(content["index"]))]["parts"]
     shard = copy / name
@@ -256,14 +256,14 @@ def test_flipped_bits_in_shards_raise(copy):
 
 
 @pytest.mark.parametrize("parts", ["none", "twice", "beyond"])
-def test_shards_that_do_not_fill_a_tensor_raise(copy, parts):
+def test_shards_that_do_not_fill_a_tensor_raise_an_error(copy, parts):
     content = torch.load(copy / "plain.pth", weights_only=True)
     entry = next(entry for entry in content["index"].values() if len(entry["parts"]) == 2)
     first, second = entry["parts"]
     beyond = ([first[0][0] + 1, *first[0][1:]], *first[1:])
     entry["parts"] = {"none": [], "twice": [first, first], "beyond": [beyond, second]}[parts]
     torch.save(content, copy / "plain.pth")
-    with pytest.raises(CheckpointError, match="do not fill its shape"):
+    with pytest.raises(CheckpointError, match="do not cover its shape"):
         load_checkpoint(copy)
 
 

@@ -1,4 +1,4 @@
-"""Plain modules with `loss_fn`, validation by the loss, and short runs in two processes, each with half of the batch.
+"""Plain modules with `loss_fn`, validation with the loss, and short runs, in two processes with half of the batch each.
 
 The expected weights and losses come from a loop written by hand in float64, in one process with the whole batch.
 """
@@ -122,7 +122,7 @@ def test_short_run_of_two_processes_equals_one_process_with_the_whole_batch(answ
         assert loss == pytest.approx(F.cross_entropy(expected(inputs), targets).item(), rel=1e-9)
 
 
-def test_existing_loader_is_sharded_and_a_list_is_refused(answers):
+def test_existing_loader_is_sharded_and_a_list_is_rejected(answers):
     for answer in answers["existing_loaders"]:
         assert isinstance(answer, tuple), answer
         torch.testing.assert_close(answer[0], by_hand(STEPS["whole"]).state_dict(), rtol=1e-9, atol=1e-12)

@@ -37,7 +37,7 @@ class Net(BaseModel):
 
 
 class Seen(BaseMetric):
-    """A metric that identifies the counted samples."""
+    """A metric that counts the samples and checks their order."""
 
     def process(self, data_batch, data_samples):
         self.results += data_samples.tolist()

@@ -28,7 +28,7 @@ class Net(BaseModel):
 
 
 class Stream(IterableDataset):
-    """A stream of 3 batches of 2 samples on rank 0, and 5 on rank 1."""
+    """A stream of samples for 3 batches on rank 0 and 5 batches on rank 1."""
 
     def __iter__(self):
         yield from ({"x": x} for x in torch.ones(6 + 4 * get_rank(), 3))
@@ -103,7 +103,7 @@ def own_batches(folder):
 
 
 class EndsEarly(UnequalBatches):
-    """A batch sampler with the length 4 that yields only 2 batches on rank 1."""
+    """A batch sampler whose length is 4, but which yields only 2 batches on rank 1."""
 
     def __iter__(self):
         return iter([[0, 1]] * (4 - 2 * get_rank()))
@@ -132,7 +132,7 @@ class Sums(BaseMetric):
 
 
 class CollectiveForward(MMDistributedDataParallel):
-    """A model whose forward is collective, like a sharded model."""
+    """A wrapper whose `val_step` calls a collective, like that of a sharded model."""
 
     forward_needs_all_ranks = True
 

@@ -38,8 +38,8 @@ def run_in_two(functions, folder, timeout=60, world=2, start_method="forkserver"
     """Call every function(folder / name), one after another, in both processes. Return {name: [result of rank 0, of
     rank 1]}.
 
-    `world` sets the number of processes and results. With `start_method="spawn"`, the processes import torch
-    themselves, for tests of environment variables that are read by an import.
+    `world` sets the number of processes and results. With `start_method="spawn"`, each process imports torch itself.
+    Tests of environment variables that are read during this import require it.
     """
     ranks = range(world)
     context = torch.multiprocessing.get_context(start_method)

@@ -29,7 +29,7 @@ def python() -> Iterator[ForkedPython]:
 def run(tmp_path: Path, python: ForkedPython) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run `python ARGS` in the test's folder, check the exit status and return the output.
 
-    With `forked=False`, a new interpreter runs the command, for tests of what is imported.
+    With `forked=False`, a new interpreter runs the command, for tests that check which modules are imported.
     """
 
     def run_python(

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 IN_ORDER = "<!-- python: in order -->"
-"""Comment on a page whose Python blocks share one namespace."""
+"""HTML comment that marks a page whose Python blocks share one namespace."""
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"<!--\s*((?:(?!-->).)*?)\s*-->\n\Z", re.DOTALL)
@@ -17,7 +17,7 @@ _COMMENT = re.compile(r"<!--\s*((?:(?!-->).)*?)\s*-->\n\Z", re.DOTALL)
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page."""
+    """A fenced block on a page."""
 
     page: str
     """Path from the root folder."""

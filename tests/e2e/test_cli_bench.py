@@ -33,7 +33,7 @@ optim_wrapper = dict(optimizer=dict(type="SGD", lr=0.1))
 SEEN = []
 """The inputs of all steps."""
 NAN_AT = [0]
-"""The step whose loss is NaN, starting at 1."""
+"""The number of the step whose loss is NaN, counted from 1. With 0, no loss is NaN."""
 ONE = ["--mode", "eager", "--devices", "1", "--precision", "float32", "--averaging", "off"]
 SHORT = ["--steps", "4", "--warmup", "3", "--out", "out"]
 
@@ -46,7 +46,7 @@ def cell(recipe="tiny.py", **changes):
 
 
 def measure(tmp_path, **changes):
-    """Measure a cell in this process. Return the exit status and the path of the result."""
+    """Measure a combination of options in this process. Return the exit status and the path of the result."""
     (tmp_path / "cell").mkdir(exist_ok=True)
     spec, result = tmp_path / "cell/spec.json", tmp_path / "cell/result.json"
     spec.write_text(json.dumps(asdict(cell(**changes))))
@@ -55,7 +55,7 @@ def measure(tmp_path, **changes):
 
 @pytest.fixture(autouse=True)
 def in_process(tmp_path, monkeypatch, capsys):
-    """Measure each cell in this process, which is faster."""
+    """Measure each combination in this process, which is faster than in a child process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "tiny.py").write_text(CONFIG)
@@ -94,7 +94,7 @@ def test_all_variants_are_measured_and_written(tmp_path, capsys, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "tiny.py"]  # no logs
 
 
-def test_default_cells_are_five_recipes_with_every_combination(monkeypatch, tmp_path):
+def test_default_runs_are_five_recipes_with_every_combination(monkeypatch, tmp_path):
     seen = []
 
     def run(argv, timeout, environ, **_):
@@ -122,14 +122,14 @@ def test_two_devices_are_measured_only_if_the_machine_has_two(kind, count, expec
 @pytest.mark.parametrize(
     "own", [dict(by_epoch=False, max_iters=2), dict(type="IterBasedTrainLoop", max_iters=2)]
 )
-def test_training_by_iterations_lasts_for_all_steps(tmp_path, own):
+def test_iteration_based_training_lasts_for_all_steps(tmp_path, own):
     (tmp_path / "tiny.py").write_text(f"{CONFIG}\ntrain_cfg = {own}\n")
     status, result = measure(tmp_path)
     assert status == 0
     assert len(json.loads(result.read_text())["seconds"]) == 4
 
 
-def test_row_of_a_failed_cell_contains_the_reason(tmp_path, capsys):
+def test_row_of_a_failed_run_contains_the_reason(tmp_path, capsys):
     assert main(["bench", "tiny.py", "missing_data.py", *ONE, *SHORT]) == 2  # a recipe that does not exist
     assert "missing_data.py" in capsys.readouterr().err
     assert main(["bench", "tiny.py", *ONE, *SHORT, "--size", "32x64"]) == 1
@@ -142,7 +142,7 @@ def test_row_of_a_failed_cell_contains_the_reason(tmp_path, capsys):
     assert not (tmp_path / "out/bench.png").exists()
 
 
-def test_ctrl_c_keeps_the_measured_cells(tmp_path, monkeypatch, capsys):
+def test_ctrl_c_keeps_the_completed_runs(tmp_path, monkeypatch, capsys):
     run, calls = bench.run_child, []
 
     def interrupted(argv, **options):
@@ -168,7 +168,7 @@ def test_ctrl_c_keeps_the_measured_cells(tmp_path, monkeypatch, capsys):
         (["street_scenes_regseg"], "did you mean 'street_scenes_regseg48'"),
     ],
 )
-def test_invalid_options_raise_errors_before_the_first_cell(words, message, capsys, monkeypatch):
+def test_invalid_options_raise_errors_before_the_first_run(words, message, capsys, monkeypatch):
     monkeypatch.setattr(bench, "run_child", None)
     assert main(["bench", *words]) == 2
     assert message in capsys.readouterr().err
@@ -184,7 +184,7 @@ def test_parser_rejects_invalid_values(words, capsys):
     assert words[1] in capsys.readouterr().err
 
 
-def test_synthetic_cell_repeats_one_batch(tmp_path):
+def test_synthetic_run_repeats_one_batch(tmp_path):
     status, result = measure(tmp_path, synthetic=True, batch_size=4)
     assert status == 0
     assert json.loads(result.read_text())["samples_per_step"] == 4
@@ -203,14 +203,14 @@ def test_samples_of_a_smaller_last_batch_are_counted(tmp_path):
     assert json.loads(result.read_text())["samples_per_step"] == sum(timed) / 4
 
 
-def test_cell_whose_options_had_no_effect_fails(tmp_path, monkeypatch, capsys):
+def test_run_whose_options_had_no_effect_fails(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_cell, "_speed", lambda _: {})
     status, result = measure(tmp_path, compiled=True)
     assert (status, result.exists()) == (1, False)
     assert "the timed steps did not run as one graph" in capsys.readouterr().err
 
 
-def test_cell_with_a_nonfinite_loss_fails(tmp_path, capsys, monkeypatch):
+def test_run_with_a_nonfinite_loss_fails(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("test_cli_bench.NAN_AT", [7])
     status, result = measure(tmp_path)
     assert (status, result.exists()) == (1, False)
@@ -254,9 +254,9 @@ def test_peak_memory_is_in_bytes(monkeypatch, platform, unit):
     assert StepTimer(1, 1, torch.device("cpu")).memory() == 3 * unit
 
 
-def test_cell_sets_its_options_and_removes_the_same_options_from_the_recipe():
+def test_run_sets_its_options_and_removes_the_same_options_from_the_recipe():
     cfg = bench_cell._config(
-        cell("street_scenes_regseg48", compiled=True, processes=2, amp=True, averaging=True, size=(64, 128)),
+        cell("cityscapes_regseg48", compiled=True, processes=2, amp=True, averaging=True),
         "w",
     )
     assert cfg.speed.to_dict() == {
@@ -266,15 +266,14 @@ def test_cell_sets_its_options_and_removes_the_same_options_from_the_recipe():
         "ema": {"type": "constant", "decay": 0.99},
         "sync_bn": True,
     }
-    assert set(cfg.training_params) == {"clip_grad_norm"}
-    assert list(cfg.train_dataloader.dataset.size) == [64, 128]
-    plain = bench_cell._config(cell("street_scenes_pp_lite_t"), "w")
+    plain = bench_cell._config(cell("street_scenes_pp_lite_t", size=(64, 128)), "w")
+    assert list(plain.train_dataloader.dataset.size) == [64, 128]
     assert plain.default_hooks.to_dict() == {"checkpoint": None, "report": None, "preemption": None}
     assert plain.speed.to_dict() == {"precision": "fp32"}
     assert not plain.custom_hooks
 
 
-def test_cell_keeps_the_other_speed_options_of_the_recipe(tmp_path):
+def test_run_keeps_the_recipes_other_speed_options(tmp_path):
     own = 'speed = dict(accumulate=2, precision="fp16", compile=True, cuda_graph=True, ema=True)'
     params = "training_params = dict(speed=dict(fused=True, sync_bn=True), ema=True)"
     (tmp_path / "tiny.py").write_text(f"{CONFIG}\n{own}\n{params}\n")
@@ -299,7 +298,7 @@ def test_fewer_steps_than_blocks_have_no_interval(count):
     assert " to " not in Measured(cell(), [1.0] * (count or 1), samples_per_step=4).summary()
 
 
-def test_step_time_includes_updates_and_waits_of_single_steps():
+def test_step_time_includes_updates_and_waits_of_individual_steps():
     steps = [0.1, 0.1, 0.1, 0.5] * 6
     measured = Measured(cell(), steps, samples_per_step=4)
     assert measured.summary() == "200.0 (200.0 to 200.0) ms per step, 20.0 samples/s"
@@ -316,7 +315,7 @@ def test_table_and_picture_allow_rows_without_an_interval(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_train_data_parallel(tmp_path, slipstream):
+def test_two_processes_use_data_parallel_training(tmp_path, slipstream):
     small = [
         "--size",
         "32x64",

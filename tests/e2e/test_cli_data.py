@@ -1,6 +1,7 @@
 """The commands `slipstream data stats|cache|show`."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -192,11 +193,11 @@ def test_prune_keeps_the_files_that_the_recipe_uses(folder, capsys):
     for kind in ("img", "ann"):
         (folder / f"data/{kind}/6.png").unlink()
     printed = ran(capsys, "cache", "recipe.yaml", "--folder", "c", "--prune")
-    assert f"{folder / 'c'}: 1 files removed" in printed
+    assert f"{folder / 'c'}: 1 file removed" in printed
     assert "0 decoded now, 6 already cached" in ran(capsys, "cache", "recipe.yaml", "--folder", "c")
 
 
-def test_insufficient_disk_space_raises_error_before_caching(folder, capsys, monkeypatch):
+def test_insufficient_disk_space_raises_an_error_before_caching(folder, capsys, monkeypatch):
     usage = type("Usage", (), {"free": 5000})
     monkeypatch.setattr("slipstream.cli.data_cache.shutil.disk_usage", lambda path: usage)
     assert main(["data", "cache", "recipe.yaml"]) == 1
@@ -278,11 +279,13 @@ def network_inputs(epoch):
 
 def test_printed_overrides_are_valid_for_a_composed_recipe(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    composed = Path(__file__).resolve().parents[1] / "recipes/composed"
     short = [f"dataset_params.{split}_dataset_params.length=2" for split in ("train", "val")]
-    printed = ran(capsys, "cache", "street_scenes_stdc1_seg", *short, "--folder", "c")
+    short.append(f"--config-dir={composed}")
+    printed = ran(capsys, "cache", "composed_regseg48", *short, "--folder", "c")
     arguments = [line.strip() for line in printed.splitlines() if line.startswith("  +")]
     assert len(arguments) == 2
-    again = ran(capsys, "cache", "street_scenes_stdc1_seg", *short, *arguments)
+    again = ran(capsys, "cache", "composed_regseg48", *short, *arguments)
     assert again.count("0 decoded now, 2 already cached") == 2
     assert "To train with the cache" not in again
 

@@ -107,7 +107,7 @@ def test_write_speed_is_measured_and_no_file_remains(tmp_path, monkeypatch):
     assert doctor_checks._write_speed(tmp_path) is None
 
 
-def test_ratio_of_bfloat16_is_positive():
+def test_bfloat16_time_ratio_is_positive():
     assert doctor_checks._bf16_ratio(size=16, count=1) > 0
 
 
@@ -132,6 +132,6 @@ def test_worker_count_of_a_recipe_is_checked(capsys, monkeypatch):
     assert "train_dataloader.num_workers  9 workers on 4 cores" in capsys.readouterr().out
 
 
-def test_unknown_recipe_is_an_error(capsys):
+def test_unknown_recipe_raises_an_error(capsys):
     assert main(["doctor", "street_scenes_regseg"]) == 2
     assert "did you mean 'street_scenes_regseg48'" in capsys.readouterr().err

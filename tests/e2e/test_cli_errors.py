@@ -70,7 +70,7 @@ def test_invalid_argument_raises_a_one_line_error_with_suggestion(
     """The command runs in this process, because the imports of a new process take seconds."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nets.yaml").write_text("model: {type: Segmentor}\nval_dataloader: {batch_size: 1}\n")
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # otherwise, `main` would set it permanently
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # otherwise, `main` would set the variable permanently
     try:
         status = main(arguments)
     except SystemExit as ended:

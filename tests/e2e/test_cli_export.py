@@ -222,7 +222,7 @@ def test_error_for_a_wrong_suffix_names_the_right_one(write_run, capsys):
     assert "--out: must end with .pt2" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # tests/apps/zoo exports these networks in make matrix
 @pytest.mark.parametrize("name", ["regseg48", "stdc1_seg", "segformer_b0"])
 def test_networks_are_exported_with_dynamic_sizes(name, write_run):
     write_run(dict(type="Segmentor", network=dict(type=name, num_classes=4)))
@@ -230,7 +230,9 @@ def test_networks_are_exported_with_dynamic_sizes(name, write_run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["pp_lite_t_seg", "ddrnet_23_slim"])
+@pytest.mark.parametrize(
+    "name", ["pp_lite_t_seg", pytest.param("ddrnet_23_slim", marks=pytest.mark.exhaustive)]
+)
 def test_a_network_that_onnx_cannot_resize_is_exported_with_a_fixed_size(name, write_run, tmp_path, capsys):
     """Exported adaptive pooling is only valid for the size of the example input. A check at another size detects
     this."""

@@ -35,7 +35,7 @@ def test_version_names_slipstream_and_torch(capsys):
 
 
 def completed(line, folder, capsys):
-    """Return what bash completes at the end of a line."""
+    """Return bash's completions for the end of a line."""
     if shutil.which("bash") is None:
         pytest.skip("requires bash")
     assert main(["completion", "bash"]) == 0
@@ -93,7 +93,7 @@ def test_recipes_are_listed_as_json(capsys):
 
 
 def problems(value, schema, place=""):
-    """Yield the places where a value does not match a schema. This validator only implements the keywords in use."""
+    """Yield the places where a value does not match a schema. The validator supports only the keywords in use."""
     names = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
     numbers = {"integer": int, "number": (int, float)}
     kinds = schema.get("type", [])

@@ -93,7 +93,7 @@ custom_hooks = [dict(type="ProfilerHook"), Saver(), dict(type=Own), dict(type="R
 
 def test_training_that_ends_too_early_raises_an_error(config, capsys):
     assert main(["profile", config, "--steps", "5", "--warmup", "1"]) == 2
-    assert "training ended after 8 steps, but 1 warm-up steps, 5 timed steps" in capsys.readouterr().err
+    assert "training ended after 8 of 12 steps (1 for warm-up, 5 timed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("option", "value"), [("--steps", "0"), ("--warmup", "-1"), ("--steps", "x")])
@@ -115,7 +115,7 @@ def test_a_warning_is_printed_if_the_recorded_steps_may_be_eager(
     assert ("the recorded steps may be eager" in capsys.readouterr().out) is warned
 
 
-def test_unwritable_folder_is_an_error_before_training(config, tmp_path, capsys):
+def test_unwritable_folder_raises_an_error_before_training(config, tmp_path, capsys):
     (tmp_path / "file").touch()
     assert main(["profile", config, "--out", str(tmp_path / "file" / "out")]) == 2
     assert "--out: cannot write to the folder" in capsys.readouterr().err

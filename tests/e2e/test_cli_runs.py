@@ -77,7 +77,7 @@ def names(lines):
     return [name for line in lines for name in known if line.lstrip()[2:].startswith(name)]
 
 
-def test_every_run_is_a_row_with_its_status(runs, capsys):
+def test_every_run_has_a_row_with_its_status(runs, capsys):
     lines = rows(capsys, runs)
     text = "\n".join(lines)
     for name, status in {"a/good": "finished", "b/[red]bad[/red]": "failed", "c/killed": "incomplete",
@@ -88,7 +88,7 @@ def test_every_run_is_a_row_with_its_status(runs, capsys):
     assert "Delete" in text  # the remedy for the damaged report
 
 
-def test_rows_are_sorted_with_rows_without_the_value_last(runs, capsys):
+def test_rows_are_sorted_and_rows_without_the_value_come_last(runs, capsys):
     assert names(rows(capsys, runs, "--sort", "mIoU"))[:3] == [BAD, "killed", "good"]
     assert names(rows(capsys, runs, "--sort", "val/mIoU-"))[:3] == ["good", "killed", BAD]
 
@@ -123,7 +123,7 @@ def test_invalid_keys_raise_errors(runs, capsys, arguments, message):
 
 
 def test_folder_without_runs_is_not_an_error_but_a_missing_one_is(tmp_path, capsys):
-    assert rows(capsys, tmp_path) == [f"No runs in {tmp_path}"]
+    assert rows(capsys, tmp_path) == [f"No runs found in {tmp_path}"]
     assert rows(capsys, tmp_path / "missing", status=2) == []
 
 
@@ -140,7 +140,7 @@ def test_report_of_a_killed_run_is_collected_from_its_logs(tmp_path, capsys):
     ]
     assert made.environment == {"python": "3.11.7", "torch": "2.13.0", "device": "cpu", "world_size": "2"}
     text = text_of((run / "report.html").read_text(encoding="utf-8"))
-    assert "collected from the log files" in text
+    assert "generated from the log files" in text
     assert "logged step" in text
 
 
@@ -241,7 +241,7 @@ def test_formulas_in_names_are_text_in_the_csv_file(tmp_path):
         (dict(confusions=[dict(metric="m")]), "is incomplete"),
     ],
 )
-def test_damaged_report_is_an_error_that_names_the_field(tmp_path, capsys, change, message):
+def test_damaged_report_raises_an_error_that_names_the_field(tmp_path, capsys, change, message):
     run = reported(tmp_path, "run")
     data = json.loads((run / "report.json").read_text(encoding="utf-8"))
     (run / "report.json").write_text(json.dumps({**data, **change}), encoding="utf-8")

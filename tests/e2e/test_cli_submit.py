@@ -54,7 +54,7 @@ def test_each_gpu_has_a_process_and_each_option_has_a_line():
     assert options(text("--gpus-per-node", "a100:4"))["ntasks-per-node"] == "4"
 
 
-def test_tasks_per_node_sets_the_processes_without_gpus():
+def test_tasks_per_node_sets_the_number_of_processes_without_gpus():
     found = options(text("--tasks-per-node", "3", "--cpus-per-task", "2"))
     assert found["ntasks-per-node"] == "3"
     assert not any(name.startswith("gpu") for name in found)
@@ -114,7 +114,9 @@ def test_other_options_are_passed_to_sbatch_unchanged():
         (["--work-dir", "a\nb"], "line breaks"),
     ],
 )
-def test_invalid_argument_raises_error_before_submission(slipstream, sbatch, tmp_path, arguments, expected):
+def test_invalid_argument_raises_an_error_before_submission(
+    slipstream, sbatch, tmp_path, arguments, expected
+):
     sbatch("touch submitted; echo 1")
     done = slipstream("submit", RECIPE, *arguments, status=2)
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
@@ -124,7 +126,7 @@ def test_invalid_argument_raises_error_before_submission(slipstream, sbatch, tmp
 
 
 @pytest.mark.parametrize("time", ["30", "30:00", "4:00:00", "2-0", "2-12:30", "2-12:30:00", "UNLIMITED"])
-def test_each_form_of_slurm_time_limits_is_accepted(time):
+def test_each_form_of_slurm_time_limit_is_accepted(time):
     assert options(text("--time", time))["time"] == time
 
 
@@ -157,7 +159,7 @@ def test_dry_run_prints_the_script_without_submitting(slipstream, sbatch, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["bin"]
 
 
-def test_missing_sbatch_raises_error(slipstream, sbatch):
+def test_missing_sbatch_raises_an_error(slipstream, sbatch):
     done = slipstream("submit", RECIPE, status=1)
     assert "sbatch not found on this machine" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

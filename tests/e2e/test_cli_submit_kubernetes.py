@@ -42,7 +42,10 @@ def container(job, kind="Master"):
 
 
 def expanded(text):
-    """Return a command after Kubernetes' replacement of `$$`. No variable of these tests has a value."""
+    """Return a command after Kubernetes has replaced `$$` with `$`.
+
+    `$(NAME)` stays as is, because these tests define no such variables.
+    """
     return re.sub(r"\$\$", "$", text)
 
 
@@ -65,19 +68,19 @@ EVERYTHING = [
 
 
 @pytest.mark.parametrize("arguments", [[], ["--nodes", "2", "--tasks-per-node", "2"], EVERYTHING])
-def test_manifest_matches_the_schema_of_the_operator(arguments):
+def test_manifest_matches_the_operators_schema(arguments):
     assert faults(job(*arguments)) == []
 
 
 @pytest.mark.parametrize(
     ("path", "value", "expected"),
     [
-        (["spec", "nprocPerNode"], 2, "nprocPerNode: 2 is not string"),
+        (["spec", "nprocPerNode"], 2, "nprocPerNode: 2 is not of type string"),
         (["spec", "replicas"], 2, "spec.replicas: unknown field"),
         (["spec", "pytorchReplicaSpecs", "Master", "restartpolicy"], "Never", "restartpolicy: unknown field"),
     ],
 )
-def test_check_of_the_schema_finds_faults(path, value, expected):
+def test_schema_check_finds_errors(path, value, expected):
     wrong = copy.deepcopy(job())
     parent = wrong
     for key in path[:-1]:
@@ -97,7 +100,7 @@ def test_one_pod_per_node_starts_one_process_per_gpu():
     assert container(found)["resources"]["limits"] == {"nvidia.com/gpu": "8"}
 
 
-def test_resources_are_those_of_all_processes_of_a_pod():
+def test_resource_limits_cover_all_processes_of_a_pod():
     found = job("--gpus-per-node", "amd.com/gpu:4", "--cpus-per-task", "6", "--mem", "64Gi")
     assert container(found)["resources"] == {"limits": {"amd.com/gpu": "4", "cpu": "24", "memory": "64Gi"}}
     assert "resources" not in container(job())
@@ -118,7 +121,7 @@ def test_work_dir_can_be_in_any_volume():
     assert {volume["persistentVolumeClaim"]["claimName"] for volume in pod(job())["volumes"][:-1]} == {"runs"}
 
 
-def test_workers_have_shared_memory_in_the_size_of_the_memory():
+def test_shared_memory_is_limited_by_shm_size():
     found = job("--shm-size", "8Gi")
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}} in pod(found)["volumes"]
     assert {"name": "shm", "mountPath": "/dev/shm"} in container(found)["volumeMounts"]
@@ -208,8 +211,8 @@ def test_job_name_is_valid_in_kubernetes(tmp_path):
     [
         (["--volume", "runs:/runs"], "`--image` is required"),
         (["--image", "x"], "add --volume CLAIM:PATH"),
-        ([*NEEDED[2:], "--work-dir", "/tmp/x"], "work_dir: '/tmp/x' is in none of the volumes (/runs)"),
-        ([*NEEDED[2:], "--work-dir", "../x"], "work_dir: '/x' is in none"),
+        ([*NEEDED[2:], "--work-dir", "/tmp/x"], "work_dir: '/tmp/x' is not in any of the volumes (/runs)"),
+        ([*NEEDED[2:], "--work-dir", "../x"], "work_dir: '/x' is not in any"),
         ([*NEEDED[2:], "--volume", "data:relative"], "'data:relative' is not CLAIM:PATH"),
         ([*NEEDED[2:], "--volume", "data"], "'data' is not CLAIM:PATH"),
         ([*NEEDED[2:], "--volume", "My_Data:/data"], "`--volume`: 'My_Data' is not valid"),
@@ -219,12 +222,12 @@ def test_job_name_is_valid_in_kubernetes(tmp_path):
         ([*NEEDED[2:], "--mem", "64 GB"], "`--mem`: '64 GB'"),
         ([*NEEDED[2:], "--gpus-per-node", "a100:4"], "'a100' is not the name of a Kubernetes resource"),
         ([*NEEDED[2:], "--job-name", "My_Job"], "`--job-name`: 'My_Job'"),
-        ([*NEEDED[2:], "--partition", "dev"], "`--partition` is an option of `--to slurm`"),
-        ([*NEEDED[2:], "--dry-run"], "`--dry-run` is an option of `--to slurm`"),
+        ([*NEEDED[2:], "--partition", "dev"], "`--partition` only applies to `--to slurm`"),
+        ([*NEEDED[2:], "--dry-run"], "`--dry-run` only applies to `--to slurm`"),
         ([*NEEDED[2:], "train_cfg.max_epoch=3"], "did you mean 'train_cfg.max_epochs'"),
     ],
 )
-def test_invalid_argument_raises_error_and_writes_nothing(slipstream, tmp_path, arguments, expected):
+def test_invalid_argument_raises_an_error_and_writes_nothing(slipstream, tmp_path, arguments, expected):
     done = slipstream("submit", RECIPE, "--to", "kubernetes", "--out", "job.yaml", *arguments, status=2)
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert expected in done.stderr
@@ -237,9 +240,9 @@ def test_secret_in_an_override_is_not_written_to_the_manifest():
     assert "{{ $KEY }}" in text("vis_backends.0.api_key={{ $KEY }}")
 
 
-def test_options_of_kubernetes_are_errors_with_slurm(slipstream):
+def test_kubernetes_options_are_rejected_with_slurm(slipstream):
     done = slipstream("submit", RECIPE, "--image", "x", "--dry-run", status=2)
-    assert "`--image` is an option of `--to kubernetes`; remove it to submit to slurm" in done.stderr
+    assert "`--image` only applies to `--to kubernetes`; remove it to submit to slurm" in done.stderr
 
 
 def test_manifest_is_printed_or_written_to_a_file(slipstream, tmp_path):

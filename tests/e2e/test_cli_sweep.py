@@ -48,6 +48,21 @@ def results(tmp_path):
     return json.loads((tmp_path / "work_dirs/tiny/sweep/sweep.json").read_text())
 
 
+def test_resume_skips_completed_runs_and_keeps_their_results(tmp_path, in_process):
+    command = ["train", "tiny.py", "--sweep", f"{LR}=0.1,0.01"]
+    assert main(command) == 0
+    before = results(tmp_path)
+    assert (main([*command, "--resume"]), len(in_process)) == (0, 2)
+    assert results(tmp_path) == before
+    failed = [before[0], {**before[1], "status": 1, "error": "x"}]
+    (tmp_path / "work_dirs/tiny/sweep/sweep.json").write_text(json.dumps(failed))
+    assert (main([*command, "--resume"]), len(in_process)) == (0, 3)
+    assert [run["status"] for run in results(tmp_path)] == [0, 0]
+    assert (main([*command, "--resume", "train_cfg.max_epochs=2"]), len(in_process)) == (0, 5)
+    (tmp_path / "work_dirs/tiny/sweep/sweep.json").write_text("[3, {")
+    assert (main([*command, "--resume", "train_cfg.max_epochs=2"]), len(in_process)) == (0, 7)
+
+
 def test_each_combination_trains_in_its_folder(tmp_path, capsys):
     assert main(["train", "tiny.py", "--sweep", f"{LR}=0.1,1e-3", "--sweep", "randomness.seed=1,2"]) == 0
     runs = results(tmp_path)
@@ -74,7 +89,7 @@ def test_failed_run_has_a_row_and_the_other_runs_continue(tmp_path, capsys):
     printed = capsys.readouterr().out
     failed, done = results(tmp_path)
     assert (failed["status"], done["status"]) == (2, 0)
-    assert "must be float of at least 0, not -1" in failed["error"]
+    assert "must be a float of at least 0, not -1" in failed["error"]
     assert failed["metrics"] == {}
     assert f"failed: slipstream: error: {LR}" in printed
     assert "2 s" in printed
@@ -181,7 +196,7 @@ def test_shortcuts_of_recipes_can_be_swept(in_process, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_sweep_trains_in_processes(slipstream, tmp_path, monkeypatch):
+def test_runs_of_a_sweep_train_in_separate_processes(slipstream, tmp_path, monkeypatch):
     from faulty_fixtures import FOLDER
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([FOLDER, os.environ.get("PYTHONPATH", "")]))

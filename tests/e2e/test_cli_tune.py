@@ -32,7 +32,7 @@ def tuned(tmp_path):
     return tmp_path / "tuned.yaml"
 
 
-@pytest.mark.parametrize("recipe", [RECIPE, "street_scenes_ddrnet_23_slim"], ids=["Runner", "Hydra"])
+@pytest.mark.parametrize("recipe", [RECIPE, "cityscapes_ddrnet"], ids=["Runner", "Hydra"])
 @pytest.mark.parametrize("sign", ["", "+"])
 def test_a_tuned_file_sets_the_options_for_both_kinds_of_recipes(recipe, sign, tuned):
     plain, cfg = load_config(recipe).cfg, load_config(recipe, [f"{sign}speed={tuned}"]).cfg

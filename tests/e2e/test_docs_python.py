@@ -128,7 +128,7 @@ def test_pages_with_checks_exist():
     assert {*BEFORE, *AFTER} <= pages
 
 
-@pytest.mark.parametrize("page", ["docs/from_mmengine.md", "docs/distributed.md"])
+@pytest.mark.parametrize("page", ["docs/start.md", "docs/from_mmengine.md", "docs/distributed.md"])
 def test_both_languages_show_the_same_code(page):
     chinese = page.replace("docs/", "docs/zh/")
     own, other = ([(b.language, b.text) for b in blocks(page=name)] for name in (page, chinese))

@@ -27,17 +27,14 @@ PARSED = list(
 DIFFS = [block.text for block in blocks("diff", "docs/own_loop.md")]
 
 # Overrides that make the README's training runs small enough for a test.
-SMALL = [
-    "epochs=1",
-    "batch_size=2",
-    "num_workers=0",
+SMALL = ["epochs=1", "batch_size=2", "num_workers=0"]
+SMALL_RUNNER = ["limit_train_batches=1", "limit_val_batches=1", "param_scheduler=null"]
+SMALL_CITYSCAPES = [
+    "num_gpus=1",
     "training_params.lr_warmup_epochs=0",
     "training_params.average_best_models=False",
     "training_params.max_train_batches=1",
     "training_params.max_valid_batches=1",
-]
-SMALL_CITYSCAPES = [
-    "num_gpus=1",
     "training_params.torch_compile_options.backend=eager",
     "dataset_params.train_dataset_params.transforms.3.SegPadShortToCropSize.crop_size=[64,64]",
     "dataset_params.train_dataset_params.transforms.4.SegCropImageAndMask.crop_size=[64,64]",
@@ -76,7 +73,8 @@ def small(arguments: list[str]) -> list[str]:
     if not any(word in arguments for word in ("train", "slipstream.train_from_recipe")):
         return []
     given = {word.partition("=")[0] for word in arguments}
-    extra = SMALL + (SMALL_CITYSCAPES if any("cityscapes" in word for word in arguments) else [])
+    composed = any("cityscapes" in word for word in arguments)
+    extra = SMALL + (SMALL_CITYSCAPES if composed else SMALL_RUNNER)
     return [word for word in extra if word.partition("=")[0] not in given - {"batch_size"}]
 
 
@@ -117,8 +115,11 @@ def test_every_command_is_parsed_and_its_recipe_composed(command):
         assert load_config(config, args.overrides).cfg.model
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
+def _mark(command):
+    return pytest.mark.exhaustive if command.startswith("python benchmarks/") else pytest.mark.slow
+
+
+@pytest.mark.parametrize("command", [pytest.param(line, marks=_mark(line)) for line in COMMANDS])
 def test_each_command_runs(command, photos, run, slipstream):
     words = shlex.split(command)
     if words[0] == "pip":

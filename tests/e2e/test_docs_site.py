@@ -54,7 +54,7 @@ def site(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def built(site) -> dict[Path, Elements]:
-    """Return the elements of each page, except of the error page of a server, whose links are absolute."""
+    """Return the elements of each page except the error page, whose links are absolute."""
     pages = [path for path in site.rglob("*.html") if path.name != "404.html"]
     return {path: Elements(path.read_text(encoding="utf-8")) for path in pages}
 

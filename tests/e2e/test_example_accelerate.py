@@ -19,7 +19,7 @@ def example(root):
 
 
 @pytest.mark.slow
-def test_example_trains_equally_with_and_without_compilation(run, example):
+def test_example_gives_similar_results_with_and_without_compilation(run, example):
     plain = epochs(run(example, "--epochs", "3").stdout)
     done = run(example, "--epochs", "3", "--compile")
     compiled = epochs(done.stdout)

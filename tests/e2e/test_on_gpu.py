@@ -76,7 +76,7 @@ def _exact_float32(monkeypatch):
 
 
 @pytest.mark.parametrize("optim", [{}, dict(type="AmpOptimWrapper", dtype="bfloat16")])
-def test_no_synchronization_between_log_intervals(tmp_path, optim):
+def test_there_is_no_synchronization_between_log_intervals(tmp_path, optim):
     run(tmp_path, [ForbidWaiting()], max_epochs=1, **optim)
 
 

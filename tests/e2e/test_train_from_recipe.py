@@ -1,10 +1,15 @@
 """`python -m slipstream.train_from_recipe`: SuperGradients' command with Hydra's options."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+
+# A recipe in SuperGradients' syntax that needs no data.
+COMPOSED = Path(__file__).resolve().parents[1] / "recipes/composed"
+RECIPE = ("--config-name=composed_regseg48", f"--config-dir={COMPOSED}")
 
 SIZES = [
     f"dataset_params.{split}_dataset_params.{word}"
@@ -29,10 +34,10 @@ def everything(folder):
 
 @pytest.mark.slow
 def test_recipe_trains_without_hydra_output_folders(from_recipe, tmp_path):
-    done = from_recipe("--config-name=street_scenes_regseg48", *SMALL, "training_params.torch_compile=False")
+    done = from_recipe(*RECIPE, *SMALL, "training_params.torch_compile=False")
     assert "Done: " in done.stdout
     written = everything(tmp_path)
-    assert "work_dirs/street_scenes_regseg48/ckpt_latest.pth" in written
+    assert "work_dirs/composed_regseg48/ckpt_latest.pth" in written
     assert all(name.startswith("work_dirs") for name in written)
     assert not any(".hydra" in name or "multirun" in name for name in written)
 
@@ -40,12 +45,10 @@ def test_recipe_trains_without_hydra_output_folders(from_recipe, tmp_path):
 @pytest.mark.slow
 def test_config_dir_can_contain_recipes_and_groups(from_recipe, tmp_path):
     folder = tmp_path / "mine"
-    (folder / "training_hyperparams").mkdir(parents=True)
-    (folder / "training_hyperparams/quick.yaml").write_text(
-        "defaults: [street_scenes_train_params]\nseed: 7\n"
-    )
+    shutil.copytree(COMPOSED, folder)
+    (folder / "training_hyperparams/quick.yaml").write_text("defaults: [small_train_params]\nseed: 7\n")
     (folder / "my_run.yaml").write_text(
-        "defaults: [street_scenes_regseg48, override training_hyperparams: quick, _self_]\n"
+        "defaults: [composed_regseg48, override training_hyperparams: quick, _self_]\n"
         "training_params: {loss: CrossEntropyLoss, criterion_params: {ignore_index: 255}}\nexperiment_name: my_run\n"
     )
     from_recipe("--config-name=my_run", "--config-dir=mine", *SMALL)
@@ -55,9 +58,9 @@ def test_config_dir_can_contain_recipes_and_groups(from_recipe, tmp_path):
 
 @pytest.mark.slow
 def test_multirun_has_a_folder_per_run(from_recipe, tmp_path):
-    done = from_recipe("--config-name=street_scenes_regseg48", "--multirun", "lr=0.001,0.002", *SMALL)
+    done = from_recipe(*RECIPE, "--multirun", "lr=0.001,0.002", *SMALL)
     assert done.stdout.count("Done: ") == 2
-    (sweep,) = (tmp_path / "work_dirs/street_scenes_regseg48").iterdir()
+    (sweep,) = (tmp_path / "work_dirs/composed_regseg48").iterdir()
     rates = []
     for run in ("0", "1"):
         saved = torch.load(sweep / run / "ckpt_latest.pth", weights_only=True)
@@ -70,7 +73,7 @@ def test_multirun_has_a_folder_per_run(from_recipe, tmp_path):
 def test_failed_run_of_a_multirun_does_not_stop_the_others(from_recipe, tmp_path):
     word = "dataset_params.train_dataset_params.length"
     arguments = [*(w for w in SMALL if not w.startswith(word)), f"{word}=0,2"]
-    done = from_recipe("--config-name=street_scenes_regseg48", "-m", *arguments, status=1)
+    done = from_recipe(*RECIPE, "-m", *arguments, status=1)
     assert done.stdout.count("Done: ") == 1
     assert "run 0 failed" in done.stderr
 

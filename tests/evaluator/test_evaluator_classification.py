@@ -33,7 +33,7 @@ def test_top_k_agrees_with_sorting_in_numpy(seed, samples, classes):
         assert got[f"accuracy/top{k}"] == pytest.approx(100 * np.float64(np.mean(right)))
 
 
-def test_top_1_and_5_agree_with_torchmetrics():
+def test_top_1_and_top_5_accuracy_agree_with_torchmetrics():
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(64, 10, generator=generator)
     targets = torch.randint(0, 10, (64,), generator=generator)

@@ -134,18 +134,18 @@ def test_offline_evaluation_passes_matching_chunks_of_data():
 
 
 def test_offline_evaluation_requires_equal_lengths():
-    with pytest.raises(DataError, match="got 3 predictions for 2"):
+    with pytest.raises(DataError, match="data_samples has length 3, but data has length 2"):
         Evaluator(Seen()).offline_evaluate([1, 2, 3], ["a", "b"])
 
 
-def test_samples_of_different_sizes_require_chunks_of_one():
+def test_samples_of_different_sizes_require_a_chunk_size_of_one():
     samples = [(torch.zeros(n, n).long(), torch.zeros(n, n).long()) for n in (2, 3)]
     assert Evaluator(IoUMetric(num_classes=2)).offline_evaluate(samples)["mIoU"] == 100.0
     with pytest.raises(DataError, match="chunk size"):
         Evaluator(IoUMetric(num_classes=2)).offline_evaluate(samples, chunk_size=2)
 
 
-def test_preds_and_targets_must_be_on_one_device():
+def test_preds_and_targets_must_be_on_the_same_device():
     with pytest.raises(DataError, match="preds on cpu and targets on meta"):
         Accuracy().process(None, (SCORES, torch.zeros(4, device="meta").long()))
 

@@ -105,7 +105,7 @@ def test_subclasses_must_implement_process_and_compute_metrics():
         ({"collect_device": "gpu", "collect_dir": "x"}, "collect_dir"),
     ],
 )
-def test_wrong_options_raise_errors(arguments, words):
+def test_invalid_options_raise_errors(arguments, words):
     with pytest.raises(ConfigError, match=words):
         Keep(**arguments)
 

@@ -1,8 +1,8 @@
 """Read YAML, JSON and TOML configurations and overrides that atheris (libFuzzer) generates, guided by code coverage.
 
 Run `pip install atheris`, and then `python tests/faults/fuzz_atheris.py -max_total_time=600` with src/ in PYTHONPATH.
-The script accepts libFuzzer's arguments. The program ends with a traceback at the first input that raises an error
-other than a SlipstreamError, or an error that does not name the file. It writes this input to a file `crash-...`. A
+The script accepts libFuzzer's arguments. It ends with a traceback at the first input that raises an error other than a
+SlipstreamError, or an error that does not name the file. It writes this input to a file named `crash-...`. A
 configuration that can be read must not change if it is written and read again.
 """
 

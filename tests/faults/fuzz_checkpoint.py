@@ -283,7 +283,7 @@ def expected(content, start):
 def outcome_of(content, path, folder):
     """Resume from `content`, whose entry at `path` was changed.
 
-    Return what is wrong with the result (or None), and the message of the error (or None).
+    Return what is wrong with the result (or None), and the error message (or None).
     """
     file = folder / "changed.pth"
     torch.save(content, file)

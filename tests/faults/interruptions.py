@@ -1,7 +1,7 @@
 """Interrupt and damage training runs at random, resume them, and compare them with an uninterrupted run.
 
-Run `python tests/faults/interruptions.py --count 1000` with tests/ and src/ in PYTHONPATH. It prints a table and exits
-with status 1 if a run lost its results, or silently ended with a different final checkpoint.
+Run `python tests/faults/interruptions.py --count 1000` with tests/ and src/ in PYTHONPATH. It prints a table. Its
+exit status is 1 if a run lost its results, or if it silently ended with a different final checkpoint.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def copied(value: Any) -> Any:
 
 
 def paths(value: Any, prefix: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of every entry of nested dicts and lists."""
+    """Yield the path of every entry in nested dicts and lists."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         yield (*prefix, key)

@@ -16,14 +16,16 @@ NAMESPACE = ["unshare", "--map-root-user", "--mount"]
 
 
 def require_mounts(folder):
-    """Skip the test if the user may not mount file systems. In continuous integration, root must be able to mount
-    them."""
+    """Skip the test if the user is not allowed to mount file systems. In continuous integration, root must be able to
+    mount them."""
     if shutil.which("unshare") is None:
-        pytest.skip("requires unshare of util-linux")
+        pytest.skip("requires unshare from util-linux")
     mount = [*NAMESPACE, "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True).returncode:
         strict = os.environ.get("SLIPSTREAM_CI") and os.geteuid() == 0
-        (pytest.fail if strict else pytest.skip)("requires the right to mount in a user namespace")
+        (pytest.fail if strict else pytest.skip)(
+            "requires permission to mount file systems in a user namespace"
+        )
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def test_same_seed_gives_the_same_input():
     ]
 
 
-def test_mutations_change_the_copy_only():
+def test_mutations_change_only_the_copy():
     before = BASES[0]()
     for seed in range(50):
         cfg, mutations = mutated(before, random.Random(seed), 2)

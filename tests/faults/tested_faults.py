@@ -1,4 +1,4 @@
-"""Run the tests for each kind of fault and record their number in a table in docs/reliability.md.
+"""Run the tests for each kind of fault, and record the number of test cases in a table in docs/reliability.md.
 
 Run `python tests/faults/tested_faults.py --page docs/reliability.md`. With `--results`, it reads the JUnit files of
 complete test runs (`make test` and `make matrix` with `PYTEST_ADDOPTS=--junitxml=...`) instead of running the tests.
@@ -23,8 +23,8 @@ START, END = "<!-- tested faults: start -->", "<!-- tested faults: end -->"
 ROWS: dict[tuple[str, str], tuple[str, ...]] = {
     ("damaged bits, sectors or ends of checkpoints and shards", "an error that names the file and the entry"): (
         "checkpoint/test_checkpoint_integrity.py",
-        "distributed/test_two_sharded_checkpoints.py::test_flipped_bits_in_shards_raise",
-        "distributed/test_two_sharded_checkpoints.py::test_shards_that_do_not_fill_a_tensor_raise",
+        "distributed/test_two_sharded_checkpoints.py::test_flipped_bits_in_shards_raise_an_error",
+        "distributed/test_two_sharded_checkpoints.py::test_shards_that_do_not_fill_a_tensor_raise_an_error",
     ),
     ("newest checkpoint or `last_checkpoint` damaged or missing", "resumes from the newest intact checkpoint"): (
         "runner/test_runner_resume.py::test_resume_uses_the_newest_intact_checkpoint",
@@ -44,17 +44,17 @@ ROWS: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("kill while a sharded checkpoint is replaced", "the previous one is kept until the new one is complete"): (
         "runner/test_folder_lock.py::test_run_removes_temporary_files_of_killed_runs",
-        "distributed/test_two_sharded_checkpoints.py::test_sharded_folders_are_kept_removed_and_found_like_files",
+        "distributed/test_two_sharded_checkpoints.py::test_sharded_checkpoints_are_kept_removed_and_found_like_files",
     ),
     ("stop within an accumulation window, in one or two processes", "the resumed run ends bitwise identical"): (
         "runner/test_runner_resume.py::test_gradients_of_an_unfinished_accumulation_window_are_restored",
-        "distributed/test_two_preemption.py::test_signal_on_one_rank_stops_all_and_the_run_resumes_bit_for_bit",
+        "distributed/test_two_preemption.py::test_signal_on_one_rank_stops_all_and_the_run_resumes_bitwise_identically",
         "distributed/test_two_sharded_checkpoints.py::test_accumulated_gradients_are_restored",
     ),
     ("`StopIteration` in a dataset, and epochs that end early", "an error that names the sample or both lengths"): (
         "dataset/loading/test_samples.py::test_stop_iteration_of_a_sample_does_not_end_the_epoch",
-        "runner/test_runner_data_faults.py::test_stop_iteration_of_a_sample_fails_the_run_and_names_the_sample",
-        "runner/test_runner_data_faults.py::test_epoch_with_fewer_batches_than_the_length_raises_an_error",
+        "runner/test_runner_data_faults.py::test_stop_iteration_from_a_sample_ends_the_run_and_names_the_sample",
+        "runner/test_runner_data_faults.py::test_epoch_with_fewer_batches_than_the_loaders_length_raises_an_error",
         "runner/test_runner_data_faults.py::test_short_evaluation_raises_an_error",
     ),
     ("wrong contents of a checkpoint", "an error that names the key; the run is not changed"): (

@@ -90,7 +90,7 @@ def written(folder, name="average_model.pth"):
     return torch.load(folder / name, weights_only=True)
 
 
-def test_average_is_the_mean_weights_of_the_best_epochs(tmp_path):
+def test_average_is_the_mean_of_the_best_epochs_weights(tmp_path):
     runner, history = averaged(tmp_path, [0.1, 0.7, 0.5, 0.9, 0.2, 0.4])
     best = [history.validated[epoch - 1] for epoch in (4, 2, 3)]
     found = written(tmp_path)
@@ -239,7 +239,7 @@ def test_run_without_a_finite_metric_has_no_average_and_warns(tmp_path, capsys):
     [
         (dict(metric="score"), r"^custom_hooks\[0\]\.rule: .*metric's name 'score'"),
         (dict(metric="acc", rule="more"), r"^custom_hooks\[0\]\.rule: must be 'greater' or 'less'"),
-        (dict(metric="acc", count=0), r"^custom_hooks\[0\]\.count: must be int of at least 1"),
+        (dict(metric="acc", count=0), r"^custom_hooks\[0\]\.count: must be an int of at least 1"),
     ],
 )
 def test_invalid_options_are_rejected(tmp_path, options, message):

@@ -42,14 +42,14 @@ def trained(folder, values=(), name="acc", epochs=5, resume=False, **options):
         (dict(interval=2, save_begin=1), {3, 5}),
     ],
 )
-def test_checkpoint_interval_in_epochs(tmp_path, options, numbers):
+def test_checkpoints_are_saved_at_the_epoch_interval(tmp_path, options, numbers):
     trained(tmp_path, **options)
     assert files(tmp_path) == {f"epoch_{n}.pth" for n in numbers}
     assert (tmp_path / "last_checkpoint").exists() == bool(numbers)
 
 
 @pytest.mark.parametrize("loop", [dict(by_epoch=True, max_epochs=5), dict(by_epoch=False, max_iters=10)])
-def test_checkpoint_interval_in_iterations_works_in_both_loops(tmp_path, loop):
+def test_iteration_interval_of_checkpoints_works_in_both_loops(tmp_path, loop):
     hook = dict(type="CheckpointHook", by_epoch=False, interval=3, max_keep_ckpts=3)
     train = loader(batch_size=20)
     run(tmp_path, train_cfg=loop, train_dataloader=train, default_hooks=dict(checkpoint=hook))
@@ -146,7 +146,7 @@ def test_non_finite_metric_is_not_the_best(tmp_path):
 
 @pytest.mark.parametrize("rule", ["greater", "less"])
 @pytest.mark.parametrize("nan", [float("nan"), torch.tensor(float("nan"))], ids=["float", "tensor"])
-def test_nan_is_never_the_best_at_first_later_or_after_a_resume(tmp_path, rule, nan):
+def test_nan_is_never_the_best_value_even_if_first_or_after_a_resume(tmp_path, rule, nan):
     better = [nan, 0.3, nan, 0.4 if rule == "greater" else 0.2]
     hooks = dict(checkpoint=dict(type="CheckpointHook", save_best="x", rule=rule, interval=1))
 
@@ -269,7 +269,7 @@ def test_auto_with_an_ambiguous_metric_name_warns_once_and_saves_regular_checkpo
     trained(tmp_path, [0.1, 0.2], "score", epochs=2, save_best="auto")
     assert files(tmp_path) == {"epoch_2.pth"}
     log = next(tmp_path.rglob("*.log")).read_text()
-    assert log.count("'score' has a name that does not tell whether higher values are better") == 1
+    assert log.count("'score' has a name that does not indicate whether higher values are better") == 1
 
 
 def test_auto_uses_the_first_metric_that_is_a_number(tmp_path):
@@ -362,7 +362,7 @@ def test_save_epochs_must_match_the_training_loop(tmp_path, capsys):
     assert "save_epochs contains [7], but training ends after epoch 2" in "".join(capsys.readouterr())
 
 
-def test_incomplete_checkpoints_are_not_resumed_from(tmp_path):
+def test_runs_do_not_resume_from_incomplete_checkpoints(tmp_path):
     light = dict(type="CheckpointHook", interval=1, save_optimizer=False, filename_tmpl="light_{}.pth")
     run(tmp_path, custom_hooks=[light])
     assert (tmp_path / "last_checkpoint").read_text().endswith("epoch_2.pth")
@@ -390,6 +390,22 @@ def test_surplus_checkpoints_of_a_killed_run_are_removed(tmp_path, async_save):
     assert files(tmp_path) == {"epoch_0.pth", "epoch_2.pth", "epoch_3.pth"}
     trained(tmp_path, interval=1, max_keep_ckpts=2, epochs=4, resume=True)
     assert files(tmp_path) == {"epoch_0.pth", "epoch_3.pth", "epoch_4.pth"}
+
+
+def test_checkpoints_kept_with_a_higher_limit_are_not_removed(tmp_path, capsys):
+    def resumed(epochs):
+        hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1, max_keep_ckpts=2))
+        cfg = dict(by_epoch=True, max_epochs=epochs)
+        run(tmp_path, train_cfg=cfg, default_hooks=hooks, resume=True, log_level="WARNING")
+        return "".join(capsys.readouterr())
+
+    every = dict(checkpoint=dict(type="CheckpointHook", interval=1))
+    run(tmp_path, train_cfg=dict(by_epoch=True, max_epochs=3), default_hooks=every)
+    warning = "max_keep_ckpts=2 does not apply to epoch_1.pth, epoch_2.pth, epoch_3.pth in "
+    assert resumed(epochs=6).count(warning) == 1
+    assert files(tmp_path) == {f"epoch_{n}.pth" for n in (1, 2, 3, 5, 6)}
+    assert "does not apply to" not in resumed(epochs=7)
+    assert files(tmp_path) == {f"epoch_{n}.pth" for n in (1, 2, 3, 6, 7)}
 
 
 def test_surplus_list_in_a_checkpoint_never_removes_other_files(tmp_path):

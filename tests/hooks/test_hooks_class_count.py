@@ -36,7 +36,7 @@ def runner(folder, **sets):
     return Runner(model=Segmentor(nn.Conv2d(3, 3, 1)), work_dir=folder, **parts)
 
 
-def test_matching_class_count_trains(tmp_path):
+def test_model_with_a_matching_class_count_trains(tmp_path):
     runner(tmp_path, train="abc", val="abc").train()
 
 

@@ -21,7 +21,7 @@ def test_validation_and_test_use_the_average_and_training_uses_the_weights(tmp_p
     assert_same(weights(plain), weights(runner))
 
 
-def test_checkpoint_contains_weights_and_average_and_state_dict_is_the_average(tmp_path):
+def test_checkpoint_has_the_average_as_state_dict_and_the_weights_as_ema_state_dict(tmp_path):
     _runner, history = ema_run(tmp_path)
     saved = torch.load(tmp_path / "epoch_2.pth", weights_only=True)
     assert_close(average(history.steps, 0.2), saved["state_dict"])
@@ -68,7 +68,7 @@ def test_begin_epoch_requires_epoch_based_training(tmp_path):
         )
 
 
-def test_run_resumed_before_averaging_starts_it_at_begin_iter(tmp_path):
+def test_run_resumed_before_begin_iter_starts_averaging_at_begin_iter(tmp_path):
     hook = dict(type="EMAHook", momentum=0.2, begin_iter=8)
     whole = run(tmp_path / "a", custom_hooks=[hook])
     run(tmp_path / "b", train_cfg=dict(by_epoch=True, max_epochs=1), custom_hooks=[hook])
@@ -227,8 +227,8 @@ def test_each_average_type_handles_buffers_as_documented(tmp_path, hook):
             r"beta: only applies to decay_type 'exp'",
         ),
         (dict(ema_type="ScheduledEMAs"), r"^custom_hooks\[0\].*did you mean 'ScheduledEMA'"),
-        (dict(begin_iter=-1), r"^custom_hooks\[0\]\.begin_iter: must be int of at least 0"),
-        (dict(begin_epoch=-1), r"^custom_hooks\[0\]\.begin_epoch: must be int of at least 0"),
+        (dict(begin_iter=-1), r"^custom_hooks\[0\]\.begin_iter: must be an int of at least 0"),
+        (dict(begin_epoch=-1), r"^custom_hooks\[0\]\.begin_epoch: must be an int of at least 0"),
     ],
 )
 def test_invalid_options_are_rejected_at_construction(tmp_path, options, message):

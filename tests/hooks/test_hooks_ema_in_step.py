@@ -78,7 +78,7 @@ def test_resumed_run_with_an_average_is_bitwise_identical(tmp_path, hooks):
     assert_same(average_of(whole).state_dict(), average_of(parts).state_dict())
 
 
-def test_average_with_interval_is_updated_on_the_host(tmp_path):
+def test_average_with_an_interval_is_updated_on_the_host(tmp_path):
     hook = dict(type="EMAHook", momentum=0.2, interval=3)
     plain, _ = ema_run(tmp_path / "a", custom_hooks=[hook])
     runner, _ = ema_run(tmp_path / "b", custom_hooks=[hook, UseOtherStep()])
@@ -115,7 +115,7 @@ def test_compiled_step_and_hook_have_the_same_average(tmp_path, hook, accumulate
             "first.weight",
             "last.weight",
             "last.bias",
-        ):  # not first.bias, which has no gradient before BatchNorm
+        ):  # not first.bias, whose gradient is zero before BatchNorm
             assert not torch.allclose(own[f"module.{name}"], value, atol=1e-4), (
                 f"{name} equals the model's weight"
             )

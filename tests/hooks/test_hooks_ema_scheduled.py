@@ -120,7 +120,7 @@ def test_swa_averages_buffers_with_update_buffers(tmp_path):
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("stop", [3, 5, 7])
 @pytest.mark.parametrize("options", [options for options, _ in DECAYS[:3]])
-def test_run_resumed_in_mid_epoch_restores_the_average_bitwise(tmp_path, options, stop, accumulate):
+def test_run_resumed_within_an_epoch_restores_the_average_exactly(tmp_path, options, stop, accumulate):
     changes = dict(
         model=dict(type=Net, norm=True, dropout=0.2),
         optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9), accumulative_counts=accumulate),

@@ -186,7 +186,7 @@ def test_run_rolls_back_to_before_the_spike(tmp_path):
     torch.testing.assert_close(weights(runner), weights(quiet), rtol=0, atol=0.3)
 
 
-def test_run_that_only_warns_is_not_changed(tmp_path, capsys):
+def test_action_warn_does_not_change_the_run(tmp_path, capsys):
     warned = train(tmp_path / "a", [31])
     assert "rose to" in capsys.readouterr().out
     assert warned.rollback.left_out == frozenset()

@@ -78,7 +78,7 @@ def test_second_run_has_its_own_output(tmp_path, outputs):
     assert len(outputs) == 2
 
 
-def test_outside_of_a_notebook_nothing_is_imported(tmp_path):
+def test_outside_a_notebook_nothing_is_imported(tmp_path):
     runner = run(tmp_path)
     assert not in_notebook()
     assert not any(isinstance(hook, NotebookHook) for hook in runner.hooks)

@@ -221,8 +221,8 @@ def test_model_without_batch_norm_logs_one_warning(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(num_samples=0), r"^custom_hooks\[0\]\.num_samples: must be int of at least 1"),
-        (dict(num_samples=8, interval=0), r"^custom_hooks\[0\]\.interval: must be int of at least 1"),
+        (dict(num_samples=0), r"^custom_hooks\[0\]\.num_samples: must be an int of at least 1"),
+        (dict(num_samples=8, interval=0), r"^custom_hooks\[0\]\.interval: must be an int of at least 1"),
         (dict(), "num_samples"),
     ],
 )

@@ -75,11 +75,14 @@ def test_phases_add_up_to_the_duration_and_contain_each_part(tmp_path):
     assert phases.seconds["checkpoint"] > 0
 
 
-def test_iteration_based_run_without_log_lines_has_its_losses(tmp_path):
+def test_iteration_based_run_without_log_lines_records_its_losses(tmp_path):
     runner = run(tmp_path, train_cfg=dict(by_epoch=False, max_iters=3), default_hooks=dict(checkpoint=None))
     made = report(runner)
     assert made.curves["train/loss"].x == [3]
     assert made.curves["train/loss"].count == [3]
+    losses = runner.message_hub.get_scalar("train/loss")
+    assert made.curves["train/loss"].last() == pytest.approx(losses.current(), rel=1e-6)
+    assert len(set(losses.newest(3))) == 3  # otherwise, the first loss would also equal the last one
     assert (made.max_epochs, made.iteration) == (0, 3)
     assert "val/acc" not in made.curves
 
@@ -133,7 +136,7 @@ def test_resumed_run_has_a_separate_report_of_its_own_steps(tmp_path):
     assert report(first).iteration == 10
 
 
-def test_later_test_is_added_to_the_report_of_training(tmp_path):
+def test_results_of_a_later_test_are_added_to_the_training_report(tmp_path):
     evaluation = validation()
     tests = {name.replace("val", "test", 1): value for name, value in evaluation.items()}
     runner = run(tmp_path, **tests)
@@ -225,7 +228,7 @@ def test_hook_adds_no_work_to_steps():
     assert hooks.ReportHook().method_at("before_train_iter") is None
 
 
-def test_model_with_its_own_train_step_is_not_split(tmp_path):
+def test_step_of_a_model_with_its_own_train_step_is_not_split(tmp_path):
     class Own(Net):
         def train_step(self, data, optim_wrapper):
             losses = self(*data, mode="loss")
@@ -380,7 +383,7 @@ def test_report_contains_the_settings_that_the_run_used(tmp_path, fused):
     assert made.settings["async_save"] is fused
 
 
-def test_phases_contain_the_time_of_rollbacks_and_of_the_end_of_the_run(tmp_path, monkeypatch):
+def test_phases_include_rollbacks_and_the_end_of_the_run(tmp_path, monkeypatch):
     """The simulated clock advances by 1000 s in each call to a replaced function."""
     now = [0.0]
     monkeypatch.setattr("slipstream.logging.phases.perf_counter", lambda: now[0])

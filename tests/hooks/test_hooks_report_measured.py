@@ -131,7 +131,7 @@ def test_options_do_not_change_the_operation_count_of_the_model(tmp_path, speed)
     assert record.compute.flops_per_sample == 2 * CONVOLUTION + 3 * LINEAR
 
 
-def test_option_with_several_gradients_per_batch_has_no_count(tmp_path):
+def test_option_with_several_gradients_per_batch_has_no_operation_count(tmp_path):
     record = made(classifying(tmp_path, dict(peak_tflops=1.0), speed=dict(sam=dict(rho=0.05))))
     assert record.compute.problem == "an option computes the gradients of a batch more than once"
 
@@ -148,7 +148,7 @@ def test_loss_that_reads_values_makes_the_utilization_unknown(tmp_path):
     assert problem in record.compute.problem
 
 
-def test_model_with_its_own_training_step_has_no_count(tmp_path):
+def test_model_with_its_own_training_step_has_no_operation_count(tmp_path):
     class Own(Classifier):
         def train_step(self, data, optim_wrapper):
             return super().train_step(data, optim_wrapper)
@@ -192,7 +192,7 @@ def test_examples_are_the_most_confident_errors_then_the_least_confident_correct
     assert f"label: {names[data.targets[order[0]]]}" in text
 
 
-def test_run_without_validation_and_other_tasks_have_no_examples(tmp_path):
+def test_runs_without_validation_and_runs_of_other_tasks_have_no_examples(tmp_path):
     assert made(classifying(tmp_path / "none")).examples == []
     assert made(run(tmp_path / "vectors", **validation())).examples == []  # its inputs are vectors
 
@@ -264,7 +264,7 @@ def test_at_most_32_batches_are_read():
         assert min(batches or 1000, 32) // 2 <= batch.reads <= 32
 
 
-def test_accuracy_counts_a_confusion_matrix_if_the_dataset_names_its_classes(tmp_path):
+def test_accuracy_produces_a_confusion_matrix_if_the_dataset_names_its_classes(tmp_path):
     runner = classifying(tmp_path, **validating())
     (confusion,) = made(runner).confusions
     data = Images()
@@ -332,7 +332,9 @@ def test_stored_result_of_tune_is_recommended_for_the_same_configuration(tmp_pat
     runner = run(tmp_path / "same")
     (found,) = made(runner).tuned
     assert (found.adopted, found.ratio, found.low, found.high) == (["channels_last"], 1.5, 1.4, 1.6)
-    assert "channels_last trains 1.50 times as fast (1.40 to 1.60;" in page(runner)
+    assert "with channels_last, training steps run 1.50 times as fast as without (1.40 to 1.60;" in page(
+        runner
+    )
     assert made(run(tmp_path / "options", speed=dict(fused=True))).tuned == []
     assert made(run(tmp_path / "loader", train_dataloader=loader(batch_size=4))).tuned == []
 

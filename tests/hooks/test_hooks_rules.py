@@ -95,7 +95,7 @@ def test_training_weights_are_restored_after_a_failed_validation(tmp_path):
     broken = run(FailsOnce, tmp_path / "a")
     with pytest.raises(OSError, match="disk") as raised:
         broken.train()
-    assert any("validation after 1 epochs" in note for note in raised.value.__notes__)
+    assert any("validation after epoch 1," in note for note in raised.value.__notes__)
     average = [p.clone() for p in broken.model.parameters()]
     broken.val()  # validates the average and restores the weights
     healthy = run(FailsOnce, tmp_path / "b")

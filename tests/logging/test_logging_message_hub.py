@@ -41,7 +41,7 @@ def test_update_scalars_accepts_counts():
     hub.update_scalars({"x": 1.0, "y": {"value": 1.0, "count": 3}})
     hub.update_scalars({"y": {"value": 5.0}})
     assert hub.get_scalar("y").mean() == 2.0
-    with pytest.raises(DataError, match="scalar 'z' has no key 'value'"):
+    with pytest.raises(DataError, match="scalar 'z' must have the key 'value'"):
         hub.update_scalars({"z": {"count": 1}})
 
 

@@ -110,7 +110,7 @@ def test_non_finite_loss_error_names_key_and_first_iteration(bad):
         meter.flush()
     assert len(hub.get_scalar("train/decode.loss_ce")) == 6
     assert len(hub.get_scalar("train/acc")) == 6
-    meter.flush()  # the values are no longer pending, so the next flush does not raise
+    meter.flush()  # the values are no longer pending, so the next flush raises no error
     assert len(hub.get_scalar("train/acc")) == 6
 
 

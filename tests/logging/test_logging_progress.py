@@ -68,7 +68,7 @@ def test_bar_is_not_drawn_without_a_terminal():
     assert console.file.getvalue() == ""
 
 
-def test_bar_supports_unknown_length_restart_and_double_stop(terminal):
+def test_bar_supports_unknown_length_restarting_and_being_stopped_twice(terminal):
     bar = ProgressBar(terminal)
     bar.update(1)
     bar.start(None, "stream")

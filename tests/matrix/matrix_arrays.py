@@ -13,7 +13,7 @@ from matrix_nets import NETS
 from matrix_options import ONE_OF, OPTIONS, REFUSED, possible, refusal
 
 NET = 0
-"""The index of the factor that is the network. The options have the indices from 1."""
+"""The index of the factor that is the network. The options' indices start at 1."""
 SEEDS = 10
 """The number of candidates for each run of an array. More candidates take longer and do not make the arrays smaller."""
 
@@ -58,7 +58,7 @@ def _runs(processes, factors):
     """Return the runs of a covering array.
 
     Each run starts with a pair that does not occur yet. Then each of the other factors gets the value that adds the
-    most new pairs. From several candidates, which start with different pairs, the run with the most new pairs is used.
+    most new pairs. Of several candidates that start with different pairs, the run with the most new pairs is used.
     """
     fixed = {number: values[0] for number, values in enumerate(factors) if len(values) == 1}
     missing, runs = dict.fromkeys(_allowed_pairs(processes, factors, fixed)), []

@@ -15,7 +15,7 @@ DECAY, BETA = 0.9, 15.0
 INTERVAL = 2
 """Number of weight updates per update of the SWA average."""
 SCALE = dict(init_scale=2.0**40, backoff_factor=2.0**-30, growth_interval=4)
-"""Loss scale with which only the first step overflows, regardless of rounding."""
+"""Loss scale at which only the first step overflows, regardless of rounding."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LR_STEPS, MOMENTUM_STEPS = (0.1, 8), (0.5, 16)
 """Initial factor of the schedules, and the step at which it has increased to 1."""

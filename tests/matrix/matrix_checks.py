@@ -48,7 +48,7 @@ def _moves(options):
 
 
 def _graphs(options):
-    """Return the maximum number of graphs of a step."""
+    """Return the maximum number of graphs for a step."""
     graphs = 1 + ("accumulation" in options)  # last batch of an accumulation window, and other batches
     graphs += "scheduler" in options  # one recompilation because SGD's momentum is a constant in the graph
     graphs += "checkpointing" in options  # AOTAutograd may restart Dynamo

@@ -24,21 +24,21 @@ COMPILED = Path(__file__).parents[1] / "compiled"
 
 _TOP = """# Combinations of options
 
-`tests/matrix` trains two small networks ({nets}) for {steps} steps of
-{batch} samples with combinations of options. The tests compare losses, final weights and averages with a hand-written
-PyTorch loop, which trains eagerly on the whole batch in one process. They also check that only the requested options
-were active. `python tests/matrix/matrix_page.py` generates this page from the tables that the tests use.
+`tests/matrix` trains two small networks ({nets}) for {steps} steps of {batch} samples with combinations of options.
+The tests compare losses, final weights and averages with those of a hand-written PyTorch loop, which trains eagerly
+on the whole batch in one process. They also check that only the requested options were active.
+`python tests/matrix/matrix_page.py` generates this page from the tables that the tests use.
 
 - `make test` trains with each option separately, in one process, on both networks.
-- `make matrix` trains with every pair of options in {one} runs in one process and {two} runs in two processes, and with
-  every triple that contains `compile=step` in {step} runs in one process. It also tests all compatible options
-  together, and the combinations that raise an error.
-- `make exhaustive` trains with each pair and each of the {triples} triples separately. It tests all compatible options
-  with every precision, with and without SAM. It takes too long for `.ci/run`, which runs the other two commands.
+- `make matrix` trains with every pair of options in {one} runs in one process and {two} runs in two processes. It also
+  tests all compatible options together, and the combinations that raise an error.
+- `make exhaustive` trains with every triple that contains `compile=step` in {step} runs in one process, and with each
+  pair and each of the {triples} triples separately. It tests all compatible options with every precision, with and
+  without SAM. It takes too long for `.ci/run`, which runs only the other two commands.
 
-In `make matrix`, each run enables many options. The runs are covering arrays (`tests/matrix/matrix_arrays.py`): for
-every two options that can be combined, there are runs with both, with only one of them, and with neither. Each option
-is tested on both networks, but a pair may be tested on only one.
+Each of these {one}, {two} and {step} runs enables many options. They are covering arrays
+(`tests/matrix/matrix_arrays.py`): for every two options that can be combined, there are runs with both, with only one
+of them, and with neither. Each option is tested on both networks, but a pair may be tested on only one.
 
 In `make exhaustive`, each pair is tested on one network in one process and on the other network in two processes; pairs
 that require several processes are tested on both networks. Each triple is tested once, alternating between the networks
@@ -57,20 +57,23 @@ _BOTTOM = """## Tolerances
 {tolerances}
 
 - `bf16` and `fp16` are compared with the same loop under autocast. fp16 starts with a loss scale at which the first
-  step overflows. The comparison includes the skipped step and the changes to the scale. On an accelerator, the absolute
-  tolerances of both precisions are doubled, because compiled kernels can differ from those that the loop uses.
+  step overflows. The comparison includes the skipped step and the changes to the loss scale. On an accelerator, the
+  absolute tolerances of both precisions are doubled, because compiled kernels can differ from those that the loop
+  uses.
 - In each precision, the tests detect an option that should change the results but has no effect: in the hand-written
   loop, each such option changes weights or averages by more than ten times the absolute tolerance.
-- SWA averages every second update. Layer decay treats the first convolution and the block as its layers.
+- SWA averages the weights after every second update. Layer decay treats the first convolution and the block as its
+  layers.
 - For two processes without SyncBN, the loop also normalizes the two halves of a batch separately.
 - `accumulation` uses windows of {window} batches. The last window is smaller. `resume` ends a run in the middle of
   an epoch and a window, and continues it in a second run.
 - The graphs that Dynamo captures run without compilation. Graphs that recompute convolutions run with the `aot_eager`
   backend. Inductor compiles one run of each network with all options except accumulation, resume and SAM, and one run
   of `conv` with SAM.
-- All compatible options (EMA instead of SWA) are enabled together in fp32, bf16 and fp16. One process trains as one
-  graph, with a compiled model, and eagerly. Two processes train as one graph, and with FSDP2 and a compiled model.
-  `make matrix` selects some of these combinations, and `make exhaustive` tests all of them, with and without SAM.
+- All compatible options (EMA instead of SWA) are enabled together in fp32, bf16 and fp16. One process runs the step
+  as one graph, with a compiled model, and eagerly. Two processes run it as one graph, and with FSDP2 and a compiled
+  model. `make matrix` selects some of these combinations, and `make exhaustive` tests all of them, with and without
+  SAM.
 - With {breaks}, the graph can break where shards are gathered. The
   [compilation report](options/compile.md#the-report) lists these breaks.
 

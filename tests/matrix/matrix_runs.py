@@ -52,7 +52,7 @@ class Task(BaseModel):
 class Backend:
     """A `torch.compile` backend that counts graphs, recomputed blocks and calls to the loss, and does not compile.
 
-    The `conv` network runs through AOTAutograd, as with inductor, because its BatchNorms update a counter in place.
+    The `conv` network runs through AOTAutograd, as with Inductor, because its BatchNorms update a counter in place.
     """
 
     def __init__(self, net):

@@ -368,7 +368,7 @@ def test_swap_in_a_compiled_model_does_not_recompile(backend):
         (ScheduledEMA, dict(interval=0), "interval"),
     ],
 )
-def test_out_of_range_values_raise(kind, options, message):
+def test_out_of_range_values_raise_an_error(kind, options, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
         kind(network(), **options)
 
@@ -377,7 +377,7 @@ def test_out_of_range_values_raise(kind, options, message):
     ("kind", "options"), [(ExponentialMovingAverage, dict(momentum=1e-4)), (ScheduledEMA, dict(decay=0.9999))]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_with_insufficient_precision_raise(kind, options, dtype):
+def test_weights_with_insufficient_precision_raise_an_error(kind, options, dtype):
     with pytest.raises(ConfigError, match=r"^(momentum|decay): the average of '0.weight' would not change"):
         kind(network().to(dtype), **options)
     kind(network().to(dtype), **dict.fromkeys(options, 0.5))
@@ -385,7 +385,7 @@ def test_weights_with_insufficient_precision_raise(kind, options, dtype):
 
 
 @pytest.mark.gpu
-def test_average_on_the_cpu_of_a_model_on_the_device_updates_and_swaps():
+def test_average_on_the_cpu_for_a_model_on_the_device_updates_and_swaps():
     model = network().to(DEVICE)
     average = ExponentialMovingAverage(model, momentum=0.5, device="cpu")
     start = model[0].weight.detach().cpu().clone()

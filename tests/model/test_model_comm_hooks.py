@@ -47,10 +47,10 @@ def matrix(rank, seed=1):
         (dict(type="powersgd", ranks=2), r"comm_hook\.ranks: no such option; did you mean 'rank'?"),
         (dict(type="powersgd", rank=0), r"comm_hook\.rank: must be at least 1, not 0"),
         (dict(type="powersgd", start_step=-1), r"comm_hook\.start_step: must not be negative"),
-        (dict(type="powersgd", start_step="soon"), r"comm_hook\.start_step: must be int, not 'soon'"),
+        (dict(type="powersgd", start_step="soon"), r"comm_hook\.start_step: must be an int, not 'soon'"),
     ],
 )
-def test_invalid_comm_hook_raises_with_its_name(how, message):
+def test_invalid_comm_hook_raises_an_error_that_names_the_option(how, message):
     with pytest.raises(ConfigError, match=message):
         wrapped(how)
 
@@ -91,7 +91,7 @@ def test_error_feedback_makes_the_mean_gradient_accurate():
     assert (received / 200 - gradient).norm() < 0.05 * gradient.norm()
 
 
-def test_gradient_without_savings_is_sent_uncompressed():
+def test_gradient_that_compression_would_not_shrink_is_sent_uncompressed():
     model = wrapped(dict(type="powersgd", rank=1, start_step=0), size=(2, 16))
     gradient = matrix(5)[:2]
     torch.testing.assert_close(receive(model, gradient), gradient)

@@ -74,7 +74,7 @@ def test_one_mean_applies_to_every_channel():
     np.testing.assert_allclose(out.numpy(), pixels / 127.5 - 1, atol=1e-6)
 
 
-def test_three_means_for_one_channel_raise():
+def test_three_means_for_one_channel_raise_an_error():
     with pytest.raises(DataError, match="the images have 1 channels, but mean and std have 3"):
         ImgDataPreprocessor(MEAN, STD)({"inputs": torch.zeros(1, 1, 2, 2)})
 
@@ -85,7 +85,7 @@ def test_input_batch_is_not_changed():
     assert batch["inputs"].unique().tolist() == [5]
 
 
-def test_batch_without_inputs_raises_with_its_keys():
+def test_error_for_a_batch_without_inputs_lists_its_keys():
     with pytest.raises(DataError, match=r"no key 'inputs', only \['image'\]"):
         ImgDataPreprocessor()({"image": torch.zeros(1)})
     with pytest.raises(DataError, match="not Tensor"):
@@ -102,7 +102,7 @@ def test_batch_without_inputs_raises_with_its_keys():
         dict(pad_size_divisor=0),
     ],
 )
-def test_contradictory_options_raise(options):
+def test_contradictory_options_raise_an_error(options):
     with pytest.raises(ConfigError):
         ImgDataPreprocessor(**options)
 
@@ -144,7 +144,7 @@ def test_device_transforms_run_before_normalization_and_channel_flip():
     np.testing.assert_allclose(out.numpy(), normalized(pixels[:, ::-1] / 2), atol=1e-5)
 
 
-def test_normalizing_twice_raises():
+def test_normalizing_twice_raises_an_error():
     _, batch = with_transforms()
     with pytest.raises(
         ConfigError, match="already normalize the images; remove mean and std here, or remove"

@@ -91,7 +91,7 @@ def test_slide_compiles_to_a_single_graph():
     torch.testing.assert_close(compiled(images), slide(network, images, window))
 
 
-def test_logits_without_spatial_dimensions_raise():
+def test_logits_without_spatial_dimensions_raise_an_error():
     with pytest.raises(DataError, match=r"require logits .* returned \(1, 3\)"):
         slide(lambda x: x.mean((2, 3)), torch.rand(1, 3, 8, 8), SlidingWindow((8, 8), (8, 8)))
 
@@ -106,6 +106,6 @@ def test_logits_without_spatial_dimensions_raise():
         (dict(batch_size=0), r"^batch_size: must be at least 1"),
     ],
 )
-def test_invalid_windows_raise(options, message):
+def test_invalid_windows_raise_an_error(options, message):
     with pytest.raises(ConfigError, match=message):
         SlidingWindow(**options)

@@ -80,7 +80,7 @@ def test_input_changed_in_place_raises_an_error(two_ranks):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_backward_keeps_only_low_precision_inputs(dtype, two_ranks):
-    """The test's hooks replace the layer's hooks, which provides the reference gradients."""
+    """The test's hooks replace the layer's hooks, so that the first pass provides the reference gradients."""
     x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     gradients, alive = [], []
     for hooks in (True, False):

@@ -52,7 +52,7 @@ def test_segmentor_predicts_class_ids_from_the_main_output(training):
     assert torch.equal(out["targets"], data["targets"].long())
 
 
-def test_segmentor_without_targets_predicts_but_raises_for_the_loss():
+def test_segmentor_without_targets_predicts_but_raises_an_error_for_the_loss():
     data, model = batch(), Segmentor(Grid()).eval()
     assert set(model.val_step({"inputs": data["inputs"]})) == {"preds"}
     with pytest.raises(DataError, match="no 'targets'"):
@@ -119,7 +119,7 @@ def test_network_loss_and_preprocessor_are_built_from_configurations():
 
 
 @pytest.mark.parametrize("task", [Segmentor, Classifier])
-def test_network_with_a_different_number_of_classes_than_the_dataset_raises(task):
+def test_network_with_a_different_number_of_classes_than_the_dataset_raises_an_error(task):
     model = task(
         nn.Sequential(nn.Conv2d(3, 4, 1), *([nn.AdaptiveAvgPool2d(1), nn.Flatten()] * (task is Classifier)))
     )

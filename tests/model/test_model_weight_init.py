@@ -87,7 +87,7 @@ def test_both_names_of_an_initializer_are_equivalent():
     assert np.all(conv(dict(type="ConstantInit", val=7))[0] == 7)
 
 
-def test_unknown_distribution_raises():
+def test_unknown_distribution_raises_an_error():
     with pytest.raises(ConfigError, match="'uniform' or 'normal', not 'gauss'"):
         conv(dict(type="Xavier", distribution="gauss"))
 
@@ -149,7 +149,7 @@ def test_override_without_layer_initializes_only_that_child():
     assert values(net)["norm"] == 1, "BatchNorm's default value"
 
 
-def test_override_of_a_missing_child_raises():
+def test_override_of_a_missing_child_raises_an_error():
     with pytest.raises(ConfigError, match=r"override requires the name of a child of Net, got 'rge'"):
         Net(dict(type="Constant", val=1, override=dict(name="rge"))).init_weights()
 
@@ -198,14 +198,14 @@ def test_pretrained_weights_use_the_prefix_and_override_the_init_cfg_of_children
     assert torch.equal(outer.head.bias, source["head"].bias)
 
 
-def test_prefix_without_weights_raises(tmp_path):
+def test_prefix_without_weights_raises_an_error(tmp_path):
     save_checkpoint(nn.Linear(2, 2).state_dict(), tmp_path / "a.pth", print)
     cfg = dict(type="Pretrained", checkpoint=str(tmp_path / "a.pth"), prefix="backbone")
     with pytest.raises(CheckpointError, match=r"no weight whose name starts with 'backbone\.'"):
         initialize(nn.Linear(2, 2), cfg)
 
 
-def test_a_child_that_is_initialized_is_not_initialized_again():
+def test_an_initialized_child_is_not_initialized_again():
     class Child(BaseModule):
         calls = 0
 

@@ -82,13 +82,13 @@ def test_model_with_the_class_name_of_a_wrapper_is_not_unwrapped():
     assert unwrap_model(model) is model
 
 
-def test_wrapper_without_module_raises():
+def test_wrapper_without_module_raises_an_error():
     @MODEL_WRAPPERS.register_module()
     class Odd(nn.Module):
         pass
 
     try:
-        with pytest.raises(ModelError, match=r"Odd does not store its model as `\.module`"):
+        with pytest.raises(ModelError, match=r"Odd must store its model in the attribute `module`"):
             unwrap_model(Odd())
     finally:
         del MODEL_WRAPPERS.module_dict["Odd"]

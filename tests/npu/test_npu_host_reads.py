@@ -1,4 +1,4 @@
-"""With any option, a training step on an NPU does not wait for the device. Only log lines and verification do."""
+"""With any option, a training step on an NPU does not wait for the device. Only log lines and verification wait."""
 
 import sys
 from pathlib import Path

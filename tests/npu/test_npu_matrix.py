@@ -1,20 +1,15 @@
-"""The matrix of options on NPUs. Each pair, and in two processes each option, is tested on one of the two networks."""
+"""Each pair of options on an NPU, tested on one of the two networks."""
 
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-sys.path += [str(Path(__file__).parent.parent / name) for name in ("matrix", "distributed")]
+sys.path.append(str(Path(__file__).parent.parent / "matrix"))
 
 from matrix_checks import check
-from matrix_options import OPTIONS, everything, pairs
-from matrix_runs import train, train_all
-from two_processes import run_in_two
-
-from slipstream.dist import init_dist
-from slipstream.errors import DistributedError
+from matrix_options import pairs
+from matrix_runs import train
 
 NETS = ("conv", "transformer")
 ONE = [(net, pair) for net in NETS for pair in pairs(1, net)]
@@ -25,78 +20,3 @@ ONE = [(net, pair) for net in NETS for pair in pairs(1, net)]
 )
 def test_option_pairs_match_a_hand_written_loop_on_the_cpu(net, options, tmp_path):
     check(net, options, [train(net, options, tmp_path)])
-
-
-def alone(net):
-    ways = [dict(half=half) for half in (None, "bf16", "fp16")]
-    ways += [dict(way, compiled="compile=model", parallel="FSDP2") for way in ways]
-    singles = [
-        (option,)
-        for n, option in enumerate(OPTIONS)
-        if net == (NETS[n % 2] if option != "SyncBN" else "conv")
-    ]
-    return [*singles, *(everything(2, net, **way) for way in ways)]
-
-
-TWO = [(net, options) for net in NETS for options in alone(net)]
-
-
-def on_two(folder):
-    assert torch.accelerator.current_accelerator().type == "npu"
-    return train_all(TWO, folder)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Return the results of both processes, computed once for all tests."""
-    return run_in_two([on_two], tmp_path_factory.mktemp("two"), timeout=600)["on_two"]
-
-
-@pytest.mark.parametrize(
-    ("net", "options"), TWO, ids=lambda value: value if isinstance(value, str) else "+".join(value)
-)
-def test_two_npus_match_a_hand_written_loop_in_one_process(trained, net, options):
-    run = net, options
-    check(net, options, [a.get(run, "an earlier run failed") if isinstance(a, dict) else a for a in trained])
-
-
-def start_with(**options):
-    try:
-        init_dist("pytorch", **options)
-    except DistributedError as error:
-        return str(error)
-    return torch.distributed.get_backend_config()
-
-
-def with_gloo(folder):
-    return start_with(backend="gloo")
-
-
-def with_gloo_for_the_cpu(folder):
-    return start_with(backend="cpu:gloo")
-
-
-def with_gloo_for_the_npu(folder):
-    return start_with(backend="cpu:gloo,npu:gloo")
-
-
-@pytest.mark.parametrize("function", [with_gloo, with_gloo_for_the_cpu, with_gloo_for_the_npu])
-def test_backend_that_does_not_support_the_device_raises_an_error(function, tmp_path):
-    for answer in run_in_two([function], tmp_path)[function.__name__]:
-        assert (
-            "does not support tensors on npu; use 'hccl' or 'cpu:gloo,npu:hccl', or remove the option"
-            in answer
-        )
-
-
-def without_a_backend(folder):
-    return start_with()
-
-
-def test_missing_backend_raises_an_error(tmp_path, monkeypatch):
-    monkeypatch.setenv("SIMULATED_NPU_HCCL", "0")
-    for answer in run_in_two([without_a_backend], tmp_path, start_method="spawn")["without_a_backend"]:
-        assert (
-            "does not support tensors on npu; install a build of torch_npu that includes the backend 'hccl'"
-            in answer
-        )

@@ -3,19 +3,21 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+COMPOSED = Path(__file__).resolve().parents[1] / "recipes/composed"
 COMMANDS = {
     "street_scenes_pp_lite_t": [
         "slipstream", "train", "street_scenes_pp_lite_t",
         *(f"{split}_dataloader.dataset.{key}" for split in ("train", "val") for key in ("size=[64,128]", "length=8")),
         "train_cfg.max_epochs=1", "param_scheduler=null",
     ],
-    "street_scenes_regseg48": [
-        "slipstream.train_from_recipe", "--config-name=street_scenes_regseg48", "num_gpus=1", "epochs=1",
-        "batch_size=2", "val_batch_size=2", "num_workers=0", "training_params.run_validation_freq=1",
+    "composed_regseg48": [
+        "slipstream.train_from_recipe", "--config-name=composed_regseg48", f"--config-dir={COMPOSED}", "num_gpus=1",
+        "epochs=1", "batch_size=2", "val_batch_size=2", "num_workers=0", "training_params.run_validation_freq=1",
         *(f"dataset_params.{split}_dataset_params.{key}" for split in ("train", "val")
           for key in ("size=[64,128]", "length=4")),
     ],

@@ -38,4 +38,4 @@ def test_only_steps_without_host_tensors_are_replayed(name):
     found = {key: value.cpu() for key, value in model.state_dict().items()}
     torch.testing.assert_close(found, dict(expected.state_dict()), rtol=1e-5, atol=1e-6)
     assert bool(tape.replayed) == (name not in ON_HOST)
-    assert bool(said) == (name in ON_HOST)
+    assert any("not replayed as a CUDA graph" in line for line in said) == (name in ON_HOST)

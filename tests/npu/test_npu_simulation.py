@@ -61,7 +61,7 @@ def test_memory_that_another_stream_may_still_use_is_not_allocated_again(remedy)
 
 
 class NoWait(_SideStream):
-    """Copies without the wait that protects the memory of the previous batches."""
+    """Copies without waiting, so the memory of previous batches is not protected."""
 
     def send(self, batch):
         with self.stream:
@@ -70,7 +70,7 @@ class NoWait(_SideStream):
 
 
 class RecordsStream(NoWait):
-    """Protects the memory with record_stream instead."""
+    """Protects the memory of previous batches with `record_stream` instead of a wait."""
 
     def receive(self, sent):
         (inputs,) = super().receive(sent)

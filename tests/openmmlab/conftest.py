@@ -1,4 +1,4 @@
-"""Tests for the MMEngine replacement. Once imported, it changes `import mmengine` until the test module ends."""
+"""Install the import finder for `mmengine` before each test module in this folder, and remove it afterwards."""
 
 import sys
 
@@ -7,8 +7,10 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def _without_traces():
+    from slipstream.openmmlab.finder import _WORKERS, _Finder, install
+
+    install()
     yield
-    from slipstream.openmmlab.finder import _WORKERS, _Finder
 
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     for name in [name for name in sys.modules if name.split(".")[0] == "mmengine"]:

@@ -16,7 +16,7 @@ class Case:
     config: str
     write: Callable[[Path], Path]
     metric: str
-    """Text that the log of a validation must contain."""
+    """Text that the validation log must contain."""
     changes: tuple[str, ...] = ()
     iterations: bool = False
     """Whether the length of training is specified in iterations instead of epochs."""
@@ -148,7 +148,7 @@ CASES = {
         "mmdet",
         "retinanet/retinanet_r18_fpn_1x_coco.py",
         write_coco,
-        "Epoch(val)",  # There are no metrics, because the network does not detect any object yet.
+        "Epoch(val)",  # There are no metrics, because the network does not detect any objects yet.
         (*_COCO, _RESIZED, "model.bbox_head.num_classes=2"),
     ),
     "Faster R-CNN": Case(

@@ -8,7 +8,7 @@ from PIL import Image
 
 
 def write_cifar(folder, samples=80, seed=0):
-    """Write CIFAR-10's files. The brightness of one channel in one half of the image determines the class."""
+    """Write files in CIFAR-10's format. The brightness of one channel in one half of the image determines the class."""
     target = folder / "cifar-10-batches-py"
     target.mkdir(parents=True)
     rng = np.random.default_rng(seed)
@@ -25,7 +25,7 @@ def write_cifar(folder, samples=80, seed=0):
 
 
 def write_cityscapes(folder, samples=4, size=(64, 128), seed=0):
-    """Write Cityscapes' folders. The brightness of a pixel determines its class."""
+    """Write folders in Cityscapes' layout. The brightness of a pixel determines its class."""
     rng = np.random.default_rng(seed)
     for split in ("train", "val"):
         for kind in ("leftImg8bit", "gtFine"):
@@ -41,7 +41,7 @@ def write_cityscapes(folder, samples=4, size=(64, 128), seed=0):
 
 
 def write_coco(folder, samples=6, size=(96, 128), seed=0):
-    """Write COCO's files. Bright rectangles belong to category 1 (person) or 3 (car)."""
+    """Write files in COCO's format. Bright rectangles belong to category 1 (person) or 3 (car)."""
     rng = np.random.default_rng(seed)
     (folder / "annotations").mkdir(parents=True)
     categories = [{"id": i, "name": name} for i, name in ((1, "person"), (3, "car"))]
@@ -66,7 +66,7 @@ def write_coco(folder, samples=6, size=(96, 128), seed=0):
 
 
 def write_imagenet(folder, samples=4, size=256, seed=0):
-    """Write ImageNet's folders with four classes. The classes differ in the color of the images."""
+    """Write folders in ImageNet's layout, with four classes. Each class has images of a different color."""
     rng = np.random.default_rng(seed)
     for split in ("train", "val"):
         for label in range(4):

@@ -63,12 +63,12 @@ def modules(package):
             try:
                 found.append(importlib.import_module(info.name))
             except ImportError as error:
-                print(f"{info.name} is left out: {error}")
+                print(f"{info.name} is omitted because it cannot be imported: {error}")
     return found
 
 
 def record():
-    """Return the names by the shortest path at which they are public."""
+    """Return the public names. The key of each name is its shortest public path."""
     import mmengine
 
     where, objects = {}, {}

@@ -31,17 +31,17 @@ differences in behavior.
 
 TRACE = "part of MMEngine's model tracing; Slipstream uses torch's FLOP counter"
 TESTING = "helpers for MMEngine's own tests"
-BACKENDS = "files are read from local storage or by fsspec"
-FORMATS = "`load` and `dump` support JSON, YAML and pickle; further formats cannot be registered"
-OPTIMIZERS = "optimizers are found in torch and in installed packages when a configuration names them"
-MODELS = "names of models in other projects are not resolved; pass a path or a URL"
+BACKENDS = "files are read from local storage or through fsspec"
+FORMATS = "`load` and `dump` support JSON, YAML and pickle; other formats cannot be registered"
+OPTIMIZERS = "optimizers that a configuration names are looked up in torch and in installed packages"
+MODELS = "model names from other projects are not resolved; pass a path or a URL"
 ZOO = "the experiment tracker has no backend in Slipstream"
 PARSING = "part of MMEngine's configuration parser"
 SPEED = "set by a speed option instead"
 LOGS = "part of MMEngine's logger"
 HELPERS = "not used by mmcv, mmpretrain, mmsegmentation and mmdetection"
 
-# Reasons for missing names, by the start of their path.
+# The reasons why names are missing, by the start of their paths.
 REASONS = (
     (("mmengine.analysis.",), TRACE),
     (("mmengine.testing.", "mmengine.utils.dl_utils.visualize."), TESTING),
@@ -82,7 +82,7 @@ def has_module(name):
 
 
 def find(path):
-    """Return the Slipstream object at a path of MMEngine, or None."""
+    """Return Slipstream's object for a path in MMEngine, or None if there is none."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(OWN + module), name, None) if has_module(module) else None
 
@@ -92,7 +92,7 @@ def names_of(text):
 
 
 def is_set(cls, name):
-    """Return whether a class has an attribute, or its methods set the attribute on the instances."""
+    """Return whether a class has an attribute, or one of its methods sets the attribute on instances."""
     if hasattr(cls, name):
         return True
     own = [kind for kind in cls.__mro__ if kind.__module__.startswith("slipstream.")]

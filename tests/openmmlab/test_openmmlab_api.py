@@ -91,7 +91,7 @@ def test_the_names_that_the_libraries_import_exist(module):
 
 
 def test_the_page_is_up_to_date():
-    assert PAGE.read_text() == page(), "run python tests/openmmlab/mmengine_page.py"
+    assert PAGE.read_text() == page(), "the page is outdated; run python tests/openmmlab/mmengine_page.py"
 
 
 def test_every_missing_name_has_a_reason_and_every_reason_is_used():

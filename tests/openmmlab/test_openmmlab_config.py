@@ -1,4 +1,4 @@
-"""Python-style configurations have MMEngine's semantics: imported bases, and objects that are imported when read."""
+"""Python-style configurations have MMEngine's semantics: bases are imported, and objects are imported when read."""
 
 import copy
 import json
@@ -63,7 +63,7 @@ def read(folder, *launcher):
     return json.loads(lines[0].removeprefix("RESULT "))
 
 
-def test_a_script_for_mmengine_reads_a_python_style_configuration(tmp_path):
+def test_a_script_written_for_mmengine_reads_a_python_style_configuration(tmp_path):
     result = read(tmp_path / "own", "-m", "slipstream.openmmlab")
     assert result["values"] == VALUES
     assert result["dumped"] == VALUES
@@ -184,7 +184,7 @@ def test_lazy_import_can_be_selected_and_is_detected(tmp_path):
     assert Config.fromfile(tmp_path / "config.py", lazy_import=True).to_dict() == {"x": 2}
 
 
-def test_lists_keep_the_objects_as_in_mmengine(tmp_path):
+def test_lists_contain_the_same_objects_as_in_mmengine(tmp_path):
     cfg = config(tmp_path, "from torch.nn import ReLU\nlayers = [ReLU, dict(type=ReLU)]\n")
     assert isinstance(cfg.layers[0], LazyObject)
     assert cfg.layers[0].build() is cfg.layers[1].type is torch.nn.ReLU
@@ -244,7 +244,7 @@ def test_a_base_from_an_installed_library_has_the_scope_of_the_library(tmp_path,
         ("mmyolo::a::b.py", "must have the form"),
     ],
 )
-def test_error_names_a_wrong_base_from_a_library(tmp_path, monkeypatch, name, message):
+def test_error_names_a_base_that_the_library_does_not_contain(tmp_path, monkeypatch, name, message):
     library(tmp_path, monkeypatch, detector=BASE)
     (tmp_path / "secret.py").write_text("x = 1\n")
     (tmp_path / "config.py").write_text(f"_base_ = {name!r}\n")

@@ -133,7 +133,7 @@ def test_test_time_augmentation_merges_the_predictions_of_all_versions(tmp_path)
     runner = build_runner_with_tta(cfg)
     runner.test()
     assert type(runner.model) is Largest
-    # 2 (index + 5) for the version with the largest value
+    # 2 * (index + 5), the prediction for the version with the largest value
     assert [value.tolist() for value in fileio.load(str(tmp_path / "results.pkl"))] == [
         [10, 10],
         [12, 12],
@@ -147,7 +147,7 @@ def test_test_time_augmentation_merges_the_predictions_of_all_versions(tmp_path)
         build_runner_with_tta(config(tmp_path, tta_pipeline=[1]))
 
 
-def test_a_model_for_augmentation_checks_its_arguments():
+def test_tta_model_checks_its_arguments():
     model = Largest(dict(type="Double"), data_preprocessor=dict(type="BaseDataPreprocessor"))
     assert model.test_step([[torch.ones(1, 2), 3 * torch.ones(1, 2)]])[0].tolist() == [6, 6]
     with pytest.raises(NotImplementedError, match="call test_step"):
@@ -156,7 +156,7 @@ def test_a_model_for_augmentation_checks_its_arguments():
         Largest(nn.Linear(1, 1))
 
 
-def test_hubs_are_found_by_name_and_the_newest_is_the_current_one():
+def test_hubs_are_found_by_name_and_the_newest_hub_is_current():
     first = MessageHub.get_instance("first hub")
     assert MessageHub.get_instance("first hub") is first
     assert MessageHub.get_current_instance() is first
@@ -202,7 +202,7 @@ def test_load_or_resume_before_training_restores_the_complete_state(tmp_path):
     restored = runner.model.weight.detach().clone()
     saved = torch.load(tmp_path / "work/epoch_2.pth", weights_only=True)["state_dict"]["weight"]
     assert torch.equal(restored, saved)
-    runner.load_or_resume()  # has no effect
+    runner.load_or_resume()  # a second call has no effect
     runner.train()
     assert runner.iter == 6
     assert not torch.equal(runner.model.weight, restored)

@@ -38,7 +38,7 @@ def test_the_package_replaces_an_installed_mmengine_and_prints_a_message(tmp_pat
     assert (done.stdout + done.stderr).count("import mmengine now imports Slipstream") == 1
 
 
-def test_slipstream_alone_does_not_replace_mmengine(tmp_path):
+def test_importing_only_slipstream_does_not_replace_mmengine(tmp_path):
     program = "import slipstream, slipstream.runner, mmengine; print(mmengine.__version__)"
     assert run("-c", program, path=[fake_mmengine(tmp_path)]).stdout.strip() == "installed"
 
@@ -92,7 +92,7 @@ def test_a_missing_script_prints_a_one_line_error():
 
 
 @pytest.mark.parametrize("opt_in", [True, False])
-def test_the_command_needs_the_environment_variable(tmp_path, monkeypatch, opt_in):
+def test_the_command_requires_the_environment_variable(tmp_path, monkeypatch, opt_in):
     (tmp_path / "parts.py").write_text(
         "import torch, mmengine\n"
         "from mmengine.model import BaseModel\n"
@@ -105,7 +105,7 @@ def test_the_command_needs_the_environment_variable(tmp_path, monkeypatch, opt_i
         "        super().__init__()\n"
         "        self.scale = torch.nn.Parameter(torch.ones(2))\n"
         "    def forward(self, inputs, mode):\n"
-        "        assert isinstance(inputs, list), 'pseudo_collate makes lists'\n"
+        "        assert isinstance(inputs, list), 'pseudo_collate returns lists'\n"
         "        return {'loss': (self.scale * inputs[0]).sum()}\n"
     )
     (tmp_path / "config.py").write_text(

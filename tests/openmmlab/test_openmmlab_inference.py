@@ -37,7 +37,7 @@ from slipstream.openmmlab.mmengine.registry import MODELS
 class Brightness(BaseModel):
     def __init__(self, scale=1.0, pretrained=None, data_preprocessor=None):
         super().__init__(data_preprocessor)
-        assert pretrained is None, "an inferencer removes this option"
+        assert pretrained is None, "the inferencer did not remove `pretrained`"
         self.scale = nn.Parameter(torch.tensor(scale))
         self.batches = []
 
@@ -76,7 +76,7 @@ MODEL = dict(model=dict(type="Brightness", scale=2.0, pretrained="unused.pth"))
 
 
 def inferencer(**kwargs):
-    with pytest.warns(UserWarning, match="the weights of the model are random"):
+    with pytest.warns(UserWarning, match="the model's weights are random"):
         return BrightnessInferencer(model=MODEL, scope="mmengine", show_progress=False, **kwargs)
 
 
@@ -92,7 +92,7 @@ def test_arrays_files_lists_and_folders_are_valid_inputs(tmp_path):
     assert sorted(infer(str(tmp_path))["predictions"]) == [3.0, 5.0]
 
 
-def test_inputs_are_batched_and_arguments_reach_their_stage():
+def test_inputs_are_batched_and_arguments_are_passed_to_their_stage():
     infer = inferencer()
     assert not infer.model.training
     arrays = [np.full(2, float(i)) for i in range(5)]
@@ -107,7 +107,7 @@ def test_inputs_are_batched_and_arguments_reach_their_stage():
 
 
 def test_an_argument_cannot_belong_to_two_stages():
-    with pytest.raises(AssertionError, match="'color' is in preprocess_kwargs and visualize_kwargs"):
+    with pytest.raises(AssertionError, match="'color' in preprocess_kwargs and visualize_kwargs"):
         type("Wrong", (BrightnessInferencer,), {"preprocess_kwargs": {"color"}})
 
 
@@ -205,9 +205,8 @@ class Small(nn.Module):
         return x @ x.transpose(1, 2)
 
 
-# By hand, for one input of 3 x 16 x 16. A multiplication and its addition count as one operation. The other layers have
-# a number of operations per value: 2 for batch norm in evaluation mode, 4 for bilinear upsampling, 1 for pooling, and 5
-# for layer norm.
+# By hand, for one input of 3 x 16 x 16. A multiplication and its addition count as one operation. Each value counts 2
+# operations in batch norm (in evaluation mode), 4 in bilinear upsampling, 1 in pooling, and 5 in layer norm.
 FLOPS = {
     "conv": 8 * 8 * 8 * 27,
     "norm": 2 * 8 * 8 * 8,
@@ -222,7 +221,7 @@ ACTIVATIONS = {"conv": 8 * 8 * 8, "fc": 8 * 5}
 PARAMS = 8 * 27 + 8 + 16 + 32 + 85 + 6
 
 
-def test_operations_activations_and_parameters_are_counted_by_module():
+def test_operations_activations_and_parameters_are_counted_per_module():
     model = Small().eval()
     inputs = torch.randn(1, 3, 16, 16)
     flops = FlopAnalyzer(model, inputs)
@@ -262,7 +261,7 @@ def test_the_summary_contains_numbers_a_table_and_the_structure():
     ("value", "text"),
     [(7, "7"), (101, "0.101K"), (25_600_000, "25.6M"), (4 * 10**9, "4G"), (3 * 10**12, "3T")],
 )
-def test_sizes_have_units(value, text):
+def test_sizes_are_formatted_with_units(value, text):
     assert _format_size(value) == text
 
 
@@ -278,7 +277,7 @@ print("RESULT " + json.dumps([info["flops"], info["activations"], info["params"]
 
 @pytest.mark.slow
 @pytest.mark.skipif(not any(metadata.distributions(name="mmengine")), reason="MMEngine is not installed")
-def test_the_counts_equal_the_counts_of_mmengine(tmp_path):
+def test_the_counts_equal_those_that_mmengine_returns(tmp_path):
     source = Path(__file__).read_text()
     start, end = source.index("class Small"), source.index("# By hand, for one")
     head = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n\n\n"

@@ -96,7 +96,7 @@ def test_a_step_with_data_samples_is_a_single_graph_with_every_option(tmp_path):
 
 
 @pytest.mark.slow
-def test_report_names_a_loss_that_reads_tensors_and_its_model_has_a_compile_budget(tmp_path):
+def test_unsupported_line_is_reported_and_the_compile_budget_applies_to_the_model(tmp_path):
     case, data = prepared("RetinaNet", tmp_path)
     log = run(case, tmp_path, "--cfg-options", *case.options(data, 1), speed=[*SPEED, "compile.budget=2s"])
     assert "Data-dependent branching" in log

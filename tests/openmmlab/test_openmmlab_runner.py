@@ -1,4 +1,4 @@
-"""The Runner under MMEngine's name trains like MMEngine, and resumes from MMEngine's checkpoints."""
+"""Slipstream's `mmengine.runner.Runner` trains like MMEngine's Runner, and resumes from its checkpoints."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def train(work_dir, *launcher, epochs=3, resume=()):
     return json.loads(lines[0].removeprefix("RESULT "))
 
 
-def test_a_script_for_mmengine_trains_saves_and_finds_its_current_instances(tmp_path):
+def test_a_script_written_for_mmengine_trains_saves_and_finds_its_current_instances(tmp_path):
     result = train(tmp_path / "run", "-m", "slipstream.openmmlab")
     assert len(result["losses"]) == 15
     assert result["losses"][-1] < result["losses"][0]

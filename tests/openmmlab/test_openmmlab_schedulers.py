@@ -88,11 +88,11 @@ def test_a_state_without_arguments_keeps_those_of_the_configuration():
 def test_an_argument_with_a_wrong_type_is_rejected():
     state = MultiStepLR(optimizer(), milestones=[1]).state_dict()
     state["attributes"]["gamma"] = "os.system"
-    with pytest.raises(CheckpointError, match="'gamma' of MultiStepLR must be a float"):
+    with pytest.raises(CheckpointError, match="'gamma' of MultiStepLR must have type float"):
         MultiStepLR(optimizer(), milestones=[1]).load_state_dict(state)
 
 
-def test_names_in_a_configuration_are_schedulers_that_restore_arguments():
+def test_schedulers_that_a_configuration_names_restore_their_arguments():
     for name in ("LinearLR", "OneCycleParamScheduler", "PolyMomentum", "ReduceOnPlateauLR"):
         found = PARAM_SCHEDULERS.get(name)
         assert issubclass(found, _ParamScheduler), name
@@ -118,7 +118,7 @@ PARAMWISE = dict(
 )
 
 
-def test_each_parameter_has_a_group_in_the_order_of_the_model():
+def test_each_parameter_has_its_own_group_in_the_order_of_the_model():
     model = Net()
     wrapper = build_optim_wrapper(model, {**CFG, "paramwise_cfg": PARAMWISE})
     named = dict(model.named_parameters())

@@ -52,7 +52,7 @@ def test_speed_options_end_before_the_script():
         ("compile=False", {"compile": {"scope": "step"}}, {"compile": False}),
     ],
 )
-def test_options_from_the_environment_have_priority(monkeypatch, text, own, expected):
+def test_options_from_the_environment_take_precedence(monkeypatch, text, own, expected):
     monkeypatch.setenv(VARIABLE, text)
     assert with_environment(own) == expected
 
@@ -114,7 +114,7 @@ def batch(number):
     return {"inputs": torch.randn(4, 6, generator=generator, dtype=torch.float64), "data_samples": samples}
 
 
-def test_one_graph_trains_all_batches_of_data_samples_without_dynamo():
+def test_one_graph_runs_for_all_batches_of_data_samples_without_dynamo():
     torch._dynamo.reset()
     model, problems = Classifier(), []
     optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))

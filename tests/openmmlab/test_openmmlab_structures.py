@@ -21,7 +21,7 @@ class Sample(BaseDataElement):
         del self._boxes
 
 
-def test_names_belong_to_one_group():
+def test_a_name_cannot_be_both_data_and_metainfo():
     element = BaseDataElement(metainfo={"size": (4, 5)}, label=torch.tensor(1))
     assert element.metainfo_keys() == ["size"]
     assert element.keys() == ["label"]
@@ -50,7 +50,7 @@ def test_new_replaces_only_the_given_group():
     assert element.new(metainfo={"id": 2}).to_dict() == {"id": 2, "a": 1, "b": 2}
 
 
-def test_removed_fields_are_gone():
+def test_fields_can_be_deleted_or_popped():
     element = BaseDataElement(metainfo={"id": 1}, a=1)
     del element.a
     assert "a" not in element
@@ -93,7 +93,7 @@ def test_conversions_apply_to_nested_elements():
 
 def test_instances_must_have_equal_lengths():
     instances = InstanceData(labels=torch.tensor([1, 2, 3]))
-    with pytest.raises(AssertionError, match="length of the value is 2"):
+    with pytest.raises(AssertionError, match="has length 2, but"):
         instances.scores = torch.zeros(2)
     with pytest.raises(AssertionError, match="must have a length"):
         InstanceData(labels=3)
@@ -147,7 +147,7 @@ def test_pixel_data_is_cropped():
     with pytest.warns(UserWarning, match="is stored with shape"):
         maps.other = torch.zeros(3, 4)
     assert maps.other.shape == (1, 3, 4)
-    with pytest.raises(AssertionError, match="the size is"):
+    with pytest.raises(AssertionError, match="but the PixelData has size"):
         maps.wrong = torch.zeros(1, 2, 2)
     with pytest.raises(TypeError, match="two ints or slices"):
         maps[0]
@@ -161,7 +161,7 @@ def test_labels_are_converted_to_one_hot_vectors_and_back():
         LabelData.onehot_to_label(torch.tensor([2, 0]))
 
 
-def test_the_text_contains_both_groups():
+def test_repr_contains_metainfo_and_data():
     text = repr(BaseDataElement(metainfo={"id": 1}, inner=InstanceData(a=[1])))
     assert text.startswith("<BaseDataElement(\n\n    META INFORMATION\n    id: 1")
     assert "DATA FIELDS\n    inner: <InstanceData(" in text

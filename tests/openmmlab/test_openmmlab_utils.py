@@ -49,7 +49,7 @@ def test_error_names_a_missing_package():
         function()
 
 
-def test_files_are_found(tmp_path):
+def test_files_are_listed_recursively(tmp_path):
     for name in ("a.txt", "sub/b.txt", "sub/c.png", ".hidden.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
@@ -119,7 +119,7 @@ def test_remote_files_use_fsspec():
         fileio.get("x", {"backend": "petrel"})
 
 
-def test_a_library_may_register_the_names_of_slipstream_classes():
+def test_a_library_can_register_a_class_under_the_name_of_a_slipstream_class():
     own = OWN_TRANSFORMS.get("Normalize")
 
     @TRANSFORMS.register_module()
@@ -140,7 +140,7 @@ def test_the_default_scope_changes_only_inside_the_block():
     assert (after and after.scope_name) == (before and before.scope_name)
 
 
-def test_differences_of_configurations_are_listed_by_line():
+def test_differences_between_configurations_are_listed_by_line():
     lines = Config.diff(Config({"a": 1, "b": 2}), Config({"a": 1, "b": 3})).splitlines()
     assert [line for line in lines if line[:1] in ("+", "-")] == ["- b = 2", "+ b = 3"]
 
@@ -162,7 +162,7 @@ def test_the_visualizer_draws_on_the_image():
     assert picture[15, 4:7, 1].max() > 200
 
 
-def test_a_visualizer_without_a_folder_leaves_its_backends_out(tmp_path):
+def test_a_visualizer_without_a_folder_skips_backends_that_require_one(tmp_path):
     with pytest.warns(UserWarning, match="does not use LocalVisBackend"):
         visualizer = Visualizer("no folder", vis_backends=[dict(type="LocalVisBackend")])
     assert visualizer._vis_backends == {}

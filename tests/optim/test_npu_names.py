@@ -62,7 +62,7 @@ def test_torch_npu_class_is_used_if_installed(name, torch_npu, capsys):
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_torch_class_is_used_without_torch_npu_and_logged(name, capsys):
+def test_torch_class_is_used_and_logged_if_torch_npu_is_missing(name, capsys):
     optimizer = build(name, weight_decay=0.5)
     assert type(optimizer) is getattr(torch.optim, name)
     assert optimizer.defaults["weight_decay"] == 0.5
@@ -110,14 +110,14 @@ def test_pytorch_optimizer_is_used_for_the_other_names(name, capsys):
 
 
 @pytest.mark.parametrize("name", LIBRARY)
-def test_missing_library_raises_with_the_extra_to_install(name, monkeypatch):
+def test_missing_library_error_names_the_extra_to_install(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
     with pytest.raises(ConfigError, match=rf"NpuFused{name} requires torch_npu.*'slipstream\[optimizers\]'"):
         build(name)
 
 
 @pytest.mark.parametrize("name", SAME + OTHER)
-def test_strict_npu_raises_without_torch_npu(name):
+def test_strict_npu_raises_an_error_without_torch_npu(name):
     with pytest.raises(ConfigError, match=rf"NpuFused{name} requires torch_npu.*or remove strict_npu"):
         build(name, strict_npu=True)
 
@@ -169,11 +169,8 @@ def lamb(start, grads, lr, betas, eps, weight_decay, adam=False, use_global_grad
 @pytest.mark.parametrize("options", [{}, {"adam": True}, {"use_global_grad_norm": True}])
 def test_lamb_matches_the_paper(options):
     pytest.importorskip("pytorch_optimizer")
-    start = [
-        torch.full((4, 3), 9.0),
-        torch.linspace(-1, 1, 5),
-        torch.zeros(2),
-    ]  # the norm of the first tensor exceeds 10, the limit in the trust ratio
+    # The norm of the first tensor exceeds 10, the limit in the trust ratio.
+    start = [torch.full((4, 3), 9.0), torch.linspace(-1, 1, 5), torch.zeros(2)]
     start = [p.double() for p in start]
     grads = gradients(6, [p.shape for p in start], scale=2.0)
     options = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1, **options}

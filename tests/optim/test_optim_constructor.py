@@ -66,7 +66,7 @@ def expect(model, changed, default):
     return {name: pytest.approx(changed.get(name, default)) for name, _ in model.named_parameters()}
 
 
-def test_one_group_without_paramwise_options():
+def test_all_parameters_share_one_group_without_paramwise_options():
     model = Net()
     optimizer = build(model)
     (group,) = optimizer.param_groups
@@ -132,7 +132,7 @@ def test_longest_custom_key_replaces_all_other_options():
     assert found == expect(model, changed, None)
 
 
-def test_alphabetically_first_of_equally_long_keys_applies():
+def test_of_several_equally_long_keys_the_alphabetically_first_applies():
     model = nn.ModuleDict({"ab_ba": nn.Linear(2, 2)})
     rules = {"custom_keys": {"ba": {"lr_mult": 0.5}, "ab": {"lr_mult": 0.1}}}
     (group,) = build(model, rules).param_groups
@@ -172,7 +172,7 @@ def test_frozen_parameters_are_excluded_but_match_custom_keys():
 
 
 @pytest.mark.parametrize("model", [nn.Linear(2, 2).requires_grad_(False), nn.ReLU()], ids=["frozen", "empty"])
-def test_model_without_trainable_parameters_raises(model):
+def test_model_without_trainable_parameters_raises_an_error(model):
     with pytest.raises(ModelError, match="no trainable parameter"):
         build(model)
 
@@ -189,7 +189,7 @@ def test_shared_parameter_with_equal_options_is_in_the_optimizer_once():
     assert len(options_by_name(model, optimizer)) == 3
 
 
-def test_shared_parameter_with_different_options_raises_unless_bypassed():
+def test_shared_parameter_with_different_options_raises_an_error_unless_bypassed():
     model = tied()
     rules = {"custom_keys": {"second": {"lr_mult": 0.1}}}
     with pytest.raises(ModelError, match=r"'first.weight' occurs in the model twice.*bypass_duplicate=True"):
@@ -265,12 +265,12 @@ def test_custom_constructor_sets_options(monkeypatch):
     ("rules", "message"),
     [
         ({"bias_lr_mul": 1}, "paramwise_cfg.bias_lr_mul: no such option; did you mean 'bias_lr_mult'"),
-        ({"bias_lr_mult": "2"}, "paramwise_cfg.bias_lr_mult: must be float of at least 0 or None, not '2'"),
-        ({"bias_decay_mult": math.nan}, "paramwise_cfg.bias_decay_mult: must be float of at least 0"),
-        ({"norm_decay_mult": -1}, "paramwise_cfg.norm_decay_mult: must be float of at least 0"),
-        ({"bypass_duplicate": 1}, "bypass_duplicate: must be bool"),
-        ({"custom_keys": ["head"]}, "custom_keys: must be dict"),
-        ({"custom_keys": {"head": 0.1}}, r"custom_keys: must be dict\[str, dict.* not {'head': 0.1}"),
+        ({"bias_lr_mult": "2"}, "paramwise_cfg.bias_lr_mult: must be a float of at least 0 or None, not '2'"),
+        ({"bias_decay_mult": math.nan}, "paramwise_cfg.bias_decay_mult: must be a float of at least 0"),
+        ({"norm_decay_mult": -1}, "paramwise_cfg.norm_decay_mult: must be a float of at least 0"),
+        ({"bypass_duplicate": 1}, "bypass_duplicate: must be a bool"),
+        ({"custom_keys": ["head"]}, "custom_keys: must be a dict"),
+        ({"custom_keys": {"head": 0.1}}, r"custom_keys: must be a dict\[str, dict.* not {'head': 0.1}"),
         (
             {"custom_keys": {"head": {"lr_mult": -1}}},
             r"^paramwise_cfg\.custom_keys\.head\.lr_mult: .* not -1",
@@ -296,7 +296,7 @@ def test_custom_constructor_sets_options(monkeypatch):
         ),
     ],
 )
-def test_invalid_paramwise_cfg_raises(rules, message):
+def test_invalid_paramwise_cfg_raises_an_error(rules, message):
     with pytest.raises(ConfigError, match=message):
         build(Net(), rules)
 
@@ -310,21 +310,21 @@ def test_invalid_paramwise_cfg_raises(rules, message):
         ({"custom_keys": {"head": {"lr_mult": 2}}}, "lr", r"custom_keys\.head"),
     ],
 )
-def test_multiplier_without_a_base_value_raises(rules, missing, key):
+def test_multiplier_without_a_base_value_raises_an_error(rules, missing, key):
     cfg = config(rules)
     del cfg["optimizer"][missing]
     with pytest.raises(ConfigError, match=f"{key} requires '{missing}' in the optimizer"):
         build_optim_wrapper(Net(), cfg)
 
 
-def test_missing_optimizer_raises():
+def test_missing_optimizer_raises_an_error():
     with pytest.raises(ConfigError, match="optimizer: must be a dict"):
         build_optim_wrapper(Net(), {"type": Wrapper})
     with pytest.raises(ConfigError, match="not 'SGD'"):
         build_optim_wrapper(Net(), {"type": Wrapper, "optimizer": "SGD"})
 
 
-def test_unknown_optimizers_and_arguments_raise():
+def test_unknown_optimizers_and_arguments_raise_an_error():
     with pytest.raises(UnknownNameError, match="'AdamX' is not a registered optimizer; did you mean 'Ada"):
         build(Net(), type="AdamX")
     with pytest.raises(BuildError, match="no parameter 'momentun'; did you mean 'momentum'"):

@@ -1,4 +1,4 @@
-"""RMSpropTF and BertAdam compared with float64 loops, library optimizers by name, and unsupported shapes for Muon."""
+"""RMSpropTF and BertAdam match float64 loops, library optimizers are found by name, and Muon requires matrices."""
 
 import copy
 import importlib.machinery
@@ -220,7 +220,7 @@ def test_resumed_run_is_bitwise_equal(kind, options):
 
 
 @pytest.mark.parametrize(("kind", "options"), BOTH)
-def test_parameters_with_gradients_of_all_dtypes_and_groups_are_updated(kind, options):
+def test_parameters_with_gradients_are_updated_in_all_dtypes_and_groups(kind, options):
     a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.float64))
     still, slow = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer = kind([{"params": [a, b, still]}, {"params": [slow], "lr": 0.0}], lr=0.1, **options)
@@ -289,7 +289,7 @@ def without_the_library(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
 
 
-def test_missing_library_raises_with_the_extra_to_install(without_the_library):
+def test_missing_library_error_names_the_extra_to_install(without_the_library):
     with pytest.raises(
         UnknownNameError,
         match=r"'Lion' is not a registered optimizer.*pip install 'slipstream\[optimizers\]'$",
@@ -297,7 +297,7 @@ def test_missing_library_raises_with_the_extra_to_install(without_the_library):
         OPTIMIZERS.build({"type": "Lion"}, default_args={"params": []})
 
 
-def test_unknown_name_with_installed_library_does_not_name_the_extra():
+def test_unknown_name_error_does_not_mention_the_extra_if_the_library_is_installed():
     pytest.importorskip("pytorch_optimizer")
     with pytest.raises(UnknownNameError) as caught:
         OPTIMIZERS.build({"type": "Lionn"}, default_args={"params": []})

@@ -313,7 +313,7 @@ def test_model_without_no_sync_needs_no_context():
 @pytest.mark.parametrize("kind", ["OptimWrapper", "AmpOptimWrapper"])
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("dtype", [None, "float16"])
-def test_invalid_loss_raises_before_an_update(kind, window, dtype):
+def test_invalid_loss_raises_an_error_before_the_update(kind, window, dtype):
     param = nn.Parameter(torch.ones(2))
     if kind == "OptimWrapper" and dtype:
         pytest.skip("has no dtype")
@@ -341,37 +341,50 @@ def test_invalid_loss_raises_before_an_update(kind, window, dtype):
     assert wrapper.should_update() == (window == 1)  # invalid losses are not counted
 
 
+@pytest.mark.parametrize("window", [1, 2])
+def test_first_window_must_reach_a_parameter_of_the_optimizer(window):
+    own, other = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    wrapper = OptimWrapper(torch.optim.SGD([own], lr=0.1), window)
+    for _ in range(window - 1):
+        wrapper.update_params(other.sum())
+    with pytest.raises(ModelError, match="does not depend on any of the optimizer's parameters"):
+        wrapper.update_params(other.sum())
+    wrapper.update_params(own.sum())
+    for _ in range(window):
+        wrapper.update_params(other.sum())  # a later batch may leave out the parameters
+
+
 @pytest.mark.parametrize(
     ("clip", "message"),
     [
         ({"max_nrom": 1}, "clip_grad.max_nrom: no such option; did you mean 'max_norm'?"),
         ({"type": "norm"}, "clip_grad: type 'norm' requires a positive max_norm"),
         ({"type": "value", "max_norm": 1}, "clip_grad: type 'value' requires a positive clip_value"),
-        ({"max_norm": 0}, "clip_grad.max_norm: must be float above 0 or None, not 0"),
-        ({"max_norm": "big"}, "clip_grad.max_norm: must be float above 0 or None, not 'big'"),
-        ({"max_norm": math.nan}, "clip_grad.max_norm: must be float above 0 or None, not nan"),
-        ({"max_norm": 1, "norm_type": -2}, "clip_grad.norm_type: must be float above 0, not -2"),
+        ({"max_norm": 0}, "clip_grad.max_norm: must be a float above 0 or None, not 0"),
+        ({"max_norm": "big"}, "clip_grad.max_norm: must be a float above 0 or None, not 'big'"),
+        ({"max_norm": math.nan}, "clip_grad.max_norm: must be a float above 0 or None, not nan"),
+        ({"max_norm": 1, "norm_type": -2}, "clip_grad.norm_type: must be a float above 0, not -2"),
         ({"type": "nrom", "max_norm": 1}, "clip_grad.type: must be 'norm' or 'value', not 'nrom'"),
     ],
 )
-def test_invalid_clip_grad_raises(clip, message):
+def test_invalid_clip_grad_raises_an_error(clip, message):
     with pytest.raises(ConfigError) as caught:
         GradClip.from_dict(clip)
     assert str(caught.value).startswith(message)
 
 
-def test_infinite_limits_of_clipping_are_accepted():
+def test_infinite_clipping_limits_are_accepted():
     clip = GradClip.from_dict({"max_norm": math.inf, "norm_type": math.inf})
     assert clip.max_norm == clip.norm_type == math.inf
 
 
-def test_invalid_arguments_raise():
+def test_invalid_arguments_raise_an_error():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    with pytest.raises(ConfigError, match="accumulative_counts: must be int of at least 1, not 0"):
+    with pytest.raises(ConfigError, match="accumulative_counts: must be an int of at least 1, not 0"):
         OptimWrapper(optimizer, 0)
     with pytest.raises(ConfigError, match=r"must be a torch\.optim\.Optimizer, not dict"):
         OptimWrapper({"type": "SGD"})
-    with pytest.raises(ConfigError, match=r"accumulative_counts.* must be int of at least 1, not '2'"):
+    with pytest.raises(ConfigError, match=r"accumulative_counts.* must be an int of at least 1, not '2'"):
         OPTIM_WRAPPERS.build({"type": "OptimWrapper", "optimizer": optimizer, "accumulative_counts": "2"})
 
 
@@ -422,7 +435,7 @@ def test_repr_contains_optimizer_and_options():
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_step_pre_hook_that_changes_the_strides_of_gradients_does_not_change_fused_steps(everywhere):
+def test_step_pre_hook_that_changes_gradient_strides_does_not_change_fused_steps(everywhere):
     """A fused kernel reads gradients as flat arrays, in the order of the parameter's elements in memory."""
 
     def transpose(optimizer, args, kwargs):
@@ -438,7 +451,7 @@ def test_step_pre_hook_that_changes_the_strides_of_gradients_does_not_change_fus
             register_optimizer_step_pre_hook if everywhere else wrapper.optimizer.register_step_pre_hook
         )
         for _ in range(2):
-            hook = register(transpose)  # registered again, after the wrapper's own hook
+            hook = register(transpose)  # the second registration comes after the wrapper's own hook
             wrapper.update_params((weight * torch.arange(12.0).reshape(3, 4)).sum())
             hook.remove()
         wrapper.update_params(weight.sum())

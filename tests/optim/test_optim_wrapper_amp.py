@@ -1,4 +1,4 @@
-"""`AmpOptimWrapper` on the CPU is bitwise equal to manual loops with torch.amp."""
+"""On the CPU, `AmpOptimWrapper` is bitwise identical to manual loops with torch.amp."""
 
 import copy
 import math
@@ -93,9 +93,8 @@ def test_bfloat16_matches_a_loop_with_autocast_and_has_no_scaler(dtype, options)
     assert wrapper.loss_scaler is None
     assert wrapper.dtype == torch.bfloat16
     assert "loss_scaler" not in wrapper.state_dict()
-    assert not torch.equal(
-        losses[0], loss_of(make_net(), batches[0]).detach()
-    )  # the loss was computed in bfloat16
+    # the loss was computed in bfloat16
+    assert not torch.equal(losses[0], loss_of(make_net(), batches[0]).detach())
 
 
 @pytest.mark.parametrize("options", CASES)
@@ -199,7 +198,7 @@ def test_all_names_for_float16_are_accepted(name):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "fp8", torch.float32, torch.float64, 16])
-def test_unsupported_dtype_raises(dtype):
+def test_unsupported_dtype_raises_an_error(dtype):
     with pytest.raises(ConfigError, match=r"^dtype: must be 'float16', 'bfloat16' or None, not "):
         AmpOptimWrapper(optimizer=sgd(make_net()), dtype=dtype)
 
@@ -219,7 +218,7 @@ def test_unsupported_dtype_raises(dtype):
         {"growth_interval": 0},
     ],
 )
-def test_invalid_loss_scale_raises_for_every_dtype(loss_scale, dtype):
+def test_invalid_loss_scale_raises_an_error_for_every_dtype(loss_scale, dtype):
     with pytest.raises(ConfigError, match=r"^loss_scale[:.]"):
         AmpOptimWrapper(optimizer=sgd(make_net()), dtype=dtype, loss_scale=loss_scale)
 

@@ -99,7 +99,7 @@ def test_state_dict_restores_each_wrapper_by_name():
         other.load_state_dict({"critic": {}})
 
 
-def test_calls_for_a_single_optimizer_raise():
+def test_calls_for_a_single_optimizer_raise_an_error():
     gan = Gan()
     optim = wrappers(gan)
     loss = gan.critic(torch.ones(1, 3)).sum()
@@ -122,7 +122,7 @@ def test_zero_grad_clears_the_gradients_of_all_optimizers():
     assert all(p.grad is None for p in gan.parameters())
 
 
-def test_values_other_than_optim_wrappers_raise():
+def test_values_other_than_optim_wrappers_raise_an_error():
     with pytest.raises(ConfigError, match="critic: must be an OptimWrapper, not SGD"):
         OptimWrapperDict(critic=torch.optim.SGD(Gan().parameters(), lr=0.1))
 

@@ -1,4 +1,4 @@
-"""ZeRO-1 in one process matches the plain optimizer. tests/distributed contains the tests with several processes."""
+"""ZeRO-1 in one process matches the plain optimizer. Tests with several processes are in tests/distributed."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_named_parameters_and_closure_work_as_in_torch():
     assert optimizer.state_dict() == reference.state_dict()
 
 
-def test_state_with_a_different_number_of_parameters_raises():
+def test_state_with_a_different_number_of_parameters_raises_an_error():
     optimizer = ZeroRedundancyOptimizer(network().parameters(), "SGD", lr=0.1, momentum=0.9)
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9)
     with pytest.raises(ValueError, match="size"):
@@ -81,14 +81,14 @@ def test_state_with_a_different_number_of_parameters_raises():
         (dict(), "optimizer_type"),
     ],
 )
-def test_invalid_inner_optimizer_or_option_raises(options, message):
+def test_invalid_inner_optimizer_or_option_raises_an_error(options, message):
     with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
         build_optim_wrapper(
             network(), dict(optimizer=dict(type="ZeroRedundancyOptimizer", lr=0.1, **options))
         )
 
 
-def test_parameters_sharded_by_fsdp_raise():
+def test_parameters_sharded_by_fsdp_raise_an_error():
     class Sharded(nn.Parameter):
         device_mesh = None
 

@@ -131,6 +131,35 @@ def test_resumed_values_match_an_uninterrupted_run(make, names, done):
             assert mine.get_last_value() == yours.get_last_value()
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer, end: CosineAnnealingLR(optimizer, T_max=8, end=end),
+        lambda optimizer, end: ExponentialLR(optimizer, gamma=0.5, begin=1, end=end),
+        lambda optimizer, end: MultiStepLR(optimizer, milestones=[2, 3, 5], gamma=0.1, end=end),
+    ],
+    ids=["cosine", "exponential", "multistep"],
+)
+def test_a_run_that_is_extended_continues_the_schedule_without_a_delay(make):
+    """`end` is the length of the run by default, so the last step of the shorter run is not taken in it."""
+    done = 2
+
+    def values(scheduler, steps):
+        for _ in range(steps):
+            scheduler.step()
+            yield scheduler.optimizer.param_groups[0]["lr"]
+
+    whole = list(values(make(sgd(), 8), 7))
+    shorter = make(sgd(), 2)
+    list(values(shorter, done))
+    optimizer = sgd()
+    extended = make(optimizer, 8)
+    optimizer.load_state_dict(shorter.optimizer.state_dict())
+    extended.load_state_dict(shorter.state_dict())
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(whole[done - 1], rel=1e-12)
+    assert list(values(extended, 7 - done)) == pytest.approx(whole[done:], rel=1e-12)
+
+
 def test_state_can_be_loaded_with_new_arguments():
     optimizer = sgd()
     scheduler = CosineAnnealingLR(optimizer, T_max=10)
@@ -153,7 +182,7 @@ def test_plateau_state_contains_the_best_value_and_the_bad_epochs():
     assert second.param_groups[0]["lr"] == pytest.approx(0.05)
 
 
-def test_state_of_a_different_scheduler_or_number_of_groups_raises():
+def test_state_of_a_different_scheduler_or_number_of_groups_raises_an_error():
     scheduler = ReduceOnPlateauLR(sgd())
     with pytest.raises(CheckpointError, match="best"):
         scheduler.load_state_dict(StepLR(sgd(), 2).state_dict())
@@ -196,7 +225,7 @@ def test_tensor_is_filled_in_place_with_the_same_values_as_a_float(name):
 @pytest.fixture
 def forbid_reading(monkeypatch):
     def refuse(self):
-        raise AssertionError("a schedule read a tensor, which waits for the device on an accelerator")
+        raise AssertionError("a scheduler read a tensor; on an accelerator, this waits for the device")
 
     def forbid():
         monkeypatch.setattr(torch.Tensor, "item", refuse)
@@ -309,7 +338,7 @@ def test_plateau_reduces_momentum():
     assert optimizer.param_groups[0]["betas"] == (pytest.approx(0.4), 0.99)
 
 
-def test_momentum_scheduler_of_an_optimizer_without_momentum_raises():
+def test_momentum_scheduler_of_an_optimizer_without_momentum_raises_an_error():
     with pytest.raises(ConfigError, match="Adagrad has neither momentum nor betas"):
         StepMomentum(torch.optim.Adagrad([parameter()]), 2)
 
@@ -317,7 +346,7 @@ def test_momentum_scheduler_of_an_optimizer_without_momentum_raises():
 # ---- plateau ------------------------------------------------------------------------------------
 
 
-def test_plateau_counts_validations_and_raises_for_a_missing_metric():
+def test_plateau_counts_validations_and_raises_an_error_for_a_missing_metric():
     optimizer = sgd()
     scheduler = ReduceOnPlateauLR(optimizer, monitor="val/loss", patience=0, begin=1, end=3)
     assert scheduler.need_val_args

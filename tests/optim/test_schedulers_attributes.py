@@ -120,9 +120,9 @@ def test_unchanged_attributes_come_from_the_new_arguments():
         ({"step": 3}, "'step', which is not an attribute"),
         ({"_values": 3}, "'_values', which"),
         ({3: 3}, "3, which is not an attribute"),
-        ({"count": "x"}, "'count' of Custom must be a int, not a str"),
-        ({"noise": 1.0}, "'noise' of Custom must be a Tensor"),
-        ({"recent": 1.0}, "'recent' of Custom must be a deque"),
+        ({"count": "x"}, "'count' of Custom must have type int, not str"),
+        ({"noise": 1.0}, "'noise' of Custom must have type Tensor"),
+        ({"recent": 1.0}, "'recent' of Custom must have type deque"),
     ],
 )
 def test_invalid_attributes_are_rejected_and_change_nothing(attributes, message):
@@ -135,7 +135,7 @@ def test_invalid_attributes_are_rejected_and_change_nothing(attributes, message)
     assert str(before) == str(after)
 
 
-def test_run_with_a_custom_scheduler_resumes_bitwise(tmp_path):
+def test_run_with_a_custom_scheduler_resumes_bitwise_identically(tmp_path):
     PARAM_SCHEDULERS.register_module(name="CustomForTest", module=Custom, force=True)
 
     class Stop(Hook):

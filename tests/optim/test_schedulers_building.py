@@ -70,7 +70,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "message"), BAD)
-def test_invalid_arguments_raise_with_their_names(name, arguments, message):
+def test_error_for_invalid_arguments_names_the_argument(name, arguments, message):
     with pytest.raises(ConfigError, match=message):
         getattr(schedules, name)(sgd(), **arguments)
 
@@ -80,7 +80,7 @@ def test_unknown_option_error_names_the_nearest_option():
         ExponentialParamScheduler(sgd(), "weight_deca")
 
 
-def test_option_that_is_not_a_number_raises():
+def test_option_that_is_not_a_number_raises_an_error():
     with pytest.raises(ConfigError, match="must be a number, not"):
         ExponentialParamScheduler(sgd(), "nesterov")
     with pytest.raises(ConfigError, match="must be a number, not"):
@@ -92,12 +92,12 @@ def test_one_cycle_supports_only_the_learning_rate():
         schedules.OneCycleParamScheduler(sgd(momentum=0.9), "momentum", 1.0, 5)
 
 
-def test_object_without_param_groups_raises():
+def test_object_without_param_groups_raises_an_error():
     with pytest.raises(ConfigError, match="param_groups, but object has none"):
         StepLR(object(), 2)
 
 
-def test_group_added_after_the_scheduler_raises():
+def test_group_added_after_the_scheduler_raises_an_error():
     optimizer = sgd()
     scheduler = StepLR(optimizer, 2)
     optimizer.add_param_group({"params": [parameter()]})
@@ -117,7 +117,7 @@ def test_end_defaults_to_the_length_of_the_run():
     assert build_param_scheduler({"type": "StepLR", "step_size": 2}, sgd()).end == INF
 
 
-def test_convert_to_iter_based_scales_all_arguments_in_epochs():
+def test_convert_to_iter_based_scales_all_arguments_that_count_epochs():
     cfg = {"convert_to_iter_based": True, "begin": 1, "end": 4}
 
     def build(name, **arguments):
@@ -151,17 +151,17 @@ def test_convert_to_iter_based_keeps_an_infinite_end_and_accepts_false():
         ({"type": "CyclicLR", "base_lr": 0.1, "max_lr": 1.0}, 5, "convert_to_iter_based"),
     ],
 )
-def test_unsupported_use_of_convert_to_iter_based_raises(cfg, epoch_length, message):
+def test_unsupported_use_of_convert_to_iter_based_raises_an_error(cfg, epoch_length, message):
     with pytest.raises(ConfigError, match=message):
         build_param_scheduler({**cfg, "convert_to_iter_based": True}, sgd(), epoch_length=epoch_length)
 
 
-def test_invalid_keys_and_values_in_a_config_raise():
+def test_invalid_keys_and_values_in_a_config_raise_an_error():
     with pytest.raises(BuildError, match="no parameter 'step_sizes'; did you mean 'step_size'"):
         build_param_scheduler({"type": "StepLR", "step_sizes": 2}, sgd())
     with pytest.raises(BuildError, match="needs 'step_size'"):
         build_param_scheduler({"type": "StepLR"}, sgd())
-    with pytest.raises(BuildError, match="gamma: must be finite float"):
+    with pytest.raises(BuildError, match="gamma: must be a finite float"):
         build_param_scheduler({"type": "StepLR", "step_size": 2, "gamma": "small"}, sgd())
     with pytest.raises(UnknownNameError, match="did you mean 'StepLR'"):
         build_param_scheduler({"type": "StepLRR"}, sgd())
@@ -213,7 +213,7 @@ def test_adapter_restores_a_torch_scheduler():
     assert adapter.get_last_value() == resumed.get_last_value() == pytest.approx([0.1 / 16, 0.05 / 16])
 
 
-def test_unsupported_options_for_torch_schedulers_raise():
+def test_unsupported_options_for_torch_schedulers_raise_an_error():
     with pytest.raises(ConfigError, match="does not support begin"):
         build_param_scheduler({"type": "LambdaLR", "lr_lambda": abs, "begin": 3}, sgd())
     with pytest.raises(ConfigError, match="ReduceOnPlateauLR"):
@@ -283,13 +283,13 @@ def test_ambiguous_configurations_require_by_epoch():
         build_param_scheduler({"type": "LambdaLR", "lr_lambda": abs}, sgd())
 
 
-def test_scheduler_of_another_optimizer_raises():
+def test_scheduler_of_another_optimizer_raises_an_error():
     for make in (StepLR, torch_lr.StepLR):
         with pytest.raises(ConfigError, match="StepLR was created for a different optimizer"):
             build_param_scheduler(make(sgd(), 2), sgd())
 
 
-def test_other_keys_next_to_a_scheduler_object_raise():
+def test_other_keys_next_to_a_scheduler_object_raise_an_error():
     optimizer = sgd()
     with pytest.raises(ConfigError, match="'gamma' cannot be changed"):
         build_param_scheduler({"scheduler": torch_lr.StepLR(optimizer, 2), "gamma": 0.1}, optimizer)
@@ -321,7 +321,7 @@ def test_custom_scheduler_with_get_value_is_applied():
     assert values == pytest.approx([0.1, 0.05, 0.025, 0.025, 0.025])
 
 
-def test_scheduler_without_next_raises():
+def test_scheduler_that_does_not_define_next_raises_an_error():
     with pytest.raises(NotImplementedError, match="_ParamScheduler must define _next"):
         _ParamScheduler(sgd())
 
@@ -329,3 +329,12 @@ def test_scheduler_without_next_raises():
 def test_verbose_logs_each_value(capsys):
     StepLR(sgd(), 2, verbose=True)
     assert "lr at epoch 0: 1.0000e-01, 5.0000e-02" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("by_epoch", [True, False])
+def test_a_scheduler_that_begins_after_the_end_of_the_run_raises_an_error(by_epoch):
+    cfg = dict(type="PolyLR", begin=10, by_epoch=by_epoch)
+    unit = "epochs" if by_epoch else "iterations"
+    with pytest.raises(ConfigError, match=f"begin: is 10, but the run has only 10 {unit}; train longer"):
+        build_param_scheduler(cfg, sgd(), max_epochs=10, max_iters=10)
+    assert build_param_scheduler(cfg, sgd(), max_epochs=11, max_iters=11).begin == 10

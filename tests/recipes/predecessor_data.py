@@ -15,7 +15,7 @@ CLASSES = 6
 
 
 def write_data(folder: Path) -> Path:
-    """Write tiny versions of the data sets of the recipes to `folder`, and return it."""
+    """Write tiny versions of the recipes' data sets to `folder`, and return `folder`."""
     rng = np.random.default_rng(0)
     _write_cityscapes(folder / "cityscapes", rng)
     _write_supervisely(folder / "supervisely", rng)

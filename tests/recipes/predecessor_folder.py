@@ -456,7 +456,7 @@ def recipe_texts() -> dict[str, str]:
 
 
 def write_recipes(folder: Path) -> Path:
-    """Write the folder, and return it."""
+    """Write the folder, and return its path."""
     for name, text in recipe_texts().items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""SuperGradients' recipes for supported networks can be trained unchanged; for others, an error names the reason."""
+"""SuperGradients' recipes for supported networks train unchanged. For other networks, an error names the reason."""
 
 import logging
 import re
@@ -34,6 +34,12 @@ TRAINED = {
     **{f"cityscapes_segformer_b{size}": "cityscapes" for size in range(6)},
 }
 FAST = ("cifar10_resnet", "cityscapes_pplite_seg75", "cityscapes_regseg48")
+EXHAUSTIVE = {  # other sizes of the networks above
+    "cityscapes_ddrnet",
+    "cityscapes_pplite_seg50",
+    "cityscapes_stdc_seg75",
+    *(f"cityscapes_segformer_b{size}" for size in range(1, 6)),
+}
 METRICS = {"cifar10": "Accuracy", "imagenet": "Accuracy", "supervisely": "target_IOU"}
 OWN = {
     "cityscapes_al_ddrnet": ["checkpoint_params.checkpoint_path=null"],  # `???` in the recipe
@@ -69,9 +75,11 @@ def folders(tmp_path_factory):
     return write_recipes(root / "recipes"), write_data(root / "data")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in TRAINED]
-)
+def _marks(name):
+    return () if name in FAST else pytest.mark.exhaustive if name in EXHAUSTIVE else pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in TRAINED])
 def test_a_recipe_has_a_valid_plan_and_trains_two_steps(folders, tmp_path, monkeypatch, name):
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
     recipes, data = folders
@@ -152,11 +160,11 @@ def test_a_recipe_for_another_task_raises_an_error_before_its_values_are_read(tm
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("efficientnet_b0", "set it to timm:NAME"),
+        ("efficientnet_b0", "set architecture to timm:NAME"),
         ("ddrnet_32", "did you mean 'ddrnet_39'|did you mean 'ddrnet_23'"),
     ],
 )
-def test_a_network_that_does_not_exist_is_an_error_with_a_remedy(folders, name, message):
+def test_error_for_an_unknown_network_contains_a_remedy(folders, name, message):
     recipe = compose("cityscapes_ddrnet", [f"architecture={name}"], folders[0])
     with pytest.raises(UnknownNameError, match=message) as error:
         recipe_config(recipe)
@@ -197,7 +205,7 @@ def test_data_root_dir_without_a_dataset_folder_logs_a_warning(tmp_path, caplog)
         ("{_target_: super_gradients.training.utils.utils.empty_list}", []),
     ],
 )
-def test_ranges_are_computed_and_nothing_is_imported(tmp_path, target, expected):
+def test_ranges_are_computed_without_importing_their_targets(tmp_path, target, expected):
     (tmp_path / "mine.yaml").write_text(f"training_hyperparams: {{lr_updates: {target}}}\n")
     assert compose("mine", (), tmp_path)["training_hyperparams"]["lr_updates"] == expected
 

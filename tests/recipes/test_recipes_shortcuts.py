@@ -37,7 +37,7 @@ def test_each_small_recipe_accepts_the_shortcuts(name, caplog):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_ema_is_switched_by_its_shortcut(name):
+def test_ema_is_enabled_and_disabled_by_its_shortcut(name):
     assert plan(load_config(name, ["ema=True"]).cfg).ema is not None
     assert plan(load_config(name, ["ema=False"]).cfg).ema is None
 

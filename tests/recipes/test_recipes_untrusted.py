@@ -81,7 +81,7 @@ def test_the_hydra_section_executes_no_code(recipe, evil, section, key, tmp_path
     path = recipe(f"{RECIPE}hydra:\n  {section}\n")
     with pytest.raises(ConfigError, match=rf"{key}: .*hostile\.yaml is a data file.*--trust"):
         hydra_overrides(path, [])
-    compose(str(path))  # reads the section, but does not use it
+    compose(str(path))  # reads the section without using it
     assert not evil()
     assert not (tmp_path / "was_here").exists()
     assert hydra_overrides(path, [], trust=True)
@@ -105,7 +105,7 @@ def test_targets_are_names_that_are_not_imported(recipe, evil, target):
     assert not evil()
 
 
-def test_bombs_in_recipes_and_their_groups_are_rejected_immediately(recipe):
+def test_yaml_bombs_in_recipes_and_their_groups_are_rejected_immediately(recipe):
     bombs = [
         (recipe(RECIPE + BOMB), []),
         (recipe("defaults: [{group: bomb}, _self_]\narchitecture: x\n", "one"), []),
@@ -134,7 +134,7 @@ DOUBLED = {
 
 
 @pytest.mark.parametrize("kind", DOUBLED)
-def test_interpolations_that_double_are_rejected_immediately(recipe, kind):
+def test_interpolations_that_grow_exponentially_are_rejected_immediately(recipe, kind):
     path = recipe(f"{RECIPE}k0: a0\na0: xx\n{DOUBLED[kind]}hydra: {{searchpath: ['${{a29}}']}}\n")
     for read in (lambda: compose(str(path)), lambda: hydra_overrides(path, [])):
         begin = time.process_time()
@@ -164,7 +164,7 @@ def test_values_of_environment_variables_are_not_dumped(recipe, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["../../x", "/x", "a/../../x", ".."])
-def test_experiment_names_cannot_lead_out_of_the_root_folder(name):
+def test_experiment_names_cannot_refer_to_paths_outside_the_root_folder(name):
     for folder in (lambda: work_dir(name, "root"), lambda: output_dir("root", name)):
         with pytest.raises(
             ConfigError, match=r"experiment_name: must be the name of a file inside ckpt_root_dir"

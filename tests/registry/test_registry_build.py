@@ -49,7 +49,7 @@ class Refuses:
 
 
 @pytest.mark.parametrize("kind", ["Point", Point, "slipstream.Point", "mmengine.Point"])
-def test_type_is_a_name_or_a_class(kind):
+def test_type_can_be_a_name_or_a_class(kind):
     assert PARTS.build({"type": kind, "x": 1, "scale": 3}).values == (1, 0, 3)
 
 
@@ -193,9 +193,8 @@ def test_wrong_argument_types_raise_errors_for_classes_of_this_package(registry,
 
 
 def test_annotations_of_other_packages_are_not_checked():
-    layer = MODELS.build(
-        {"type": "Dropout", "p": 0}
-    )  # annotated as float. Inexact annotations must not cause errors.
+    # torch annotates `p` as float. Inexact annotations must not cause errors.
+    layer = MODELS.build({"type": "Dropout", "p": 0})
     assert layer.p == 0
 
     class External:
@@ -208,7 +207,7 @@ def test_annotations_of_other_packages_are_not_checked():
 # ---- models ------------------------------------------------------------------------------------------
 
 
-def test_list_of_models_becomes_a_sequential():
+def test_list_of_models_is_built_as_a_sequential():
     net = MODELS.build([{"type": "Linear", "in_features": 2, "out_features": 3}, {"type": "ReLU"}])
     assert type(net) is nn.Sequential
     assert isinstance(net[0], nn.Linear)
@@ -237,7 +236,7 @@ def test_custom_build_function_is_used():
         (lambda t: {"a": dict(t)}, None),  # an equal but different dict
     ],
 )
-def test_locate_compares_by_identity(tree, path):
+def test_locate_compares_objects_by_identity(tree, path):
     target = {"type": "X"}
     assert locate(target, tree(target)) == path
 
@@ -248,16 +247,19 @@ CONV = {"type": "Conv2d", "in_channels": 3, "out_channels": 2, "kernel_size": 1}
 @pytest.mark.parametrize(
     ("cfg", "path"),
     [
-        ({"type": "Dropout", "p": math.nan}, "p: must be finite float"),
-        ({"type": "CrossEntropyLoss", "label_smoothing": {"a": 1}}, "label_smoothing: must be finite float"),
-        ({"type": "CrossEntropyLoss", "ignore_index": "255"}, "ignore_index: must be int"),
-        (CONV | {"in_channels": True}, "in_channels: must be int, not True"),
+        ({"type": "Dropout", "p": math.nan}, "p: must be a finite float"),
+        (
+            {"type": "CrossEntropyLoss", "label_smoothing": {"a": 1}},
+            "label_smoothing: must be a finite float",
+        ),
+        ({"type": "CrossEntropyLoss", "ignore_index": "255"}, "ignore_index: must be an int"),
+        (CONV | {"in_channels": True}, "in_channels: must be an int, not True"),
         (CONV | {"out_channels": 0}, "out_channels: must be at least 1, not 0"),
-        (CONV | {"kernel_size": False}, "kernel_size: must be int or tuple"),
-        ({"type": "Dropout", "p": True}, "p: must be finite float, not True"),
+        (CONV | {"kernel_size": False}, "kernel_size: must be an int or tuple"),
+        ({"type": "Dropout", "p": True}, "p: must be a finite float, not True"),
     ],
 )
-def test_numbers_of_torch_modules_are_checked(cfg, path):
+def test_numeric_arguments_of_torch_modules_are_checked(cfg, path):
     with pytest.raises(BuildError) as caught:
         MODELS.build(cfg)
     assert str(caught.value).startswith(path)

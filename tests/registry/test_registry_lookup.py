@@ -184,7 +184,7 @@ def test_locations_are_imported_once_on_first_use(tmp_path, monkeypatch):
     assert "lazy_parts_of_test" not in sys.modules
 
 
-def test_failed_location_import_raises_at_every_lookup(tmp_path, monkeypatch):
+def test_failed_location_import_raises_an_error_at_every_lookup(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "broken_parts_of_test.py").write_text("import there_is_no_such_library\n")
     parts = Registry("part", scope="x", locations=["broken_parts_of_test"])
@@ -193,7 +193,7 @@ def test_failed_location_import_raises_at_every_lookup(tmp_path, monkeypatch):
             parts.get("A")
 
 
-def test_missing_optional_namespace_is_ignored_but_a_broken_one_raises(tmp_path, monkeypatch):
+def test_missing_optional_namespace_is_ignored_but_a_broken_namespace_raises_an_error(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "broken_names_of_test.py").write_text("import there_is_no_such_library\n")
     assert Registry("part", scope="x", namespaces=["there_is_no_such_library.parts"]).get("A") is None
@@ -239,7 +239,7 @@ def test_private_imports_of_a_namespace_are_not_registered():
     assert OPTIMIZERS.get("lr_scheduler") is None  # a module, not a class
 
 
-def test_torch_layers_and_losses_are_models():
+def test_torch_layers_and_losses_are_found_as_models():
     for name in ("Conv2d", "BatchNorm2d", "CrossEntropyLoss", "Identity"):
         assert MODELS.get(name) is getattr(torch.nn, name)
 

@@ -12,12 +12,12 @@ def split(steps=100, **seconds):
     return PhaseSplit(seconds, {}, steps)
 
 
-def test_bound_is_the_time_without_the_phase():
+def test_bound_assumes_that_the_phase_takes_no_time():
     (found,) = advice(record(phases=split(data=34.0, forward=66.0)))
     assert found.share == pytest.approx(0.34)
     assert found.bound == pytest.approx(100 / 66)
     assert found.text.startswith(
-        "34% of the training time is spent waiting for data. Eliminating this time speeds up"
+        "34% of the training time is spent waiting for data. Eliminating this time would speed up"
     )
     assert "training by a factor of at most 1.52." in found.text
     assert "num_workers is 2" in found.text
@@ -34,7 +34,7 @@ def test_bound_is_rounded_up():
     assert "a factor of at most 1.12." in found.text
 
 
-def test_largest_share_is_first():
+def test_recommendation_for_the_largest_share_is_first():
     found = advice(record(phases=split(data=10.0, hooks=20.0, validation=30.0, checkpoint=5.0, forward=35.0)))
     shares = [item.share for item in found]
     assert len(found) == 4
@@ -46,12 +46,12 @@ def test_nothing_is_recommended_for_computation():
     assert advice(record(phases=split(step=100.0))) == []
 
 
-def test_few_steps_result_in_no_recommendation():
+def test_nothing_is_recommended_after_only_a_few_steps():
     assert advice(record(phases=split(steps=10, data=50.0, forward=50.0))) == []
     assert advice(record(phases=PhaseSplit())) == []
 
 
-def test_wait_for_an_accelerator_is_not_called_logging():
+def test_waiting_for_an_accelerator_is_not_reported_as_logging():
     phases = split(logging=50.0, optimizer=30.0, forward=20.0)
     assert {item.problem for item in advice(record(phases=phases))} == {
         "is spent reading losses and writing log lines",
@@ -84,20 +84,20 @@ def probed(rates, **changes):
     return item.text
 
 
-def test_probe_bounds_the_gain_by_the_loader():
+def test_expected_speedup_is_limited_by_the_loader():
     text = probed({0: 60.0, 1: 55.0, 2: 104.0, 4: 140.0})
-    assert "speeds up training by a factor of at most 2.00" in text
+    assert "would speed up training by a factor of at most 2.00" in text
     assert "(samples/s by num_workers: 0: 60, 1: 55, 2: 104, 4: 140); training reached 100" in text
     assert "With num_workers=4, training speeds up by a factor of at most 1.40" in text
 
 
-def test_probe_bounds_the_gain_by_the_steps_without_waiting():
+def test_expected_speedup_is_limited_by_the_steps_without_waiting():
     text = probed({0: 60.0, 2: 104.0, 4: 190.0, 8: 900.0})
-    # Without waiting, 2000 samples take 10 s. 8 workers reach this speed, and 4 workers are within 5 % of it.
+    # Without waiting, 2000 samples take 10 s. 8 workers reach this speed, and 4 workers come within 5% of it.
     assert "With num_workers=4, training speeds up by a factor of at most 1.90" in text
 
 
-def test_bound_of_the_probe_includes_the_validation():
+def test_expected_speedup_takes_the_validation_time_into_account():
     phases = PhaseSplit({"data": 10.0, "forward": 10.0, "validation": 20.0}, {}, 100, 2000)
     rates = [LoadingRate(2, 104.0), LoadingRate(4, 160.0)]
     found = [item.text for item in advice(record(phases=phases, loading_rates=rates))]
@@ -107,7 +107,7 @@ def test_bound_of_the_probe_includes_the_validation():
 
 def test_probe_that_finds_no_faster_number_of_workers_recommends_other_remedies():
     text = probed({0: 60.0, 1: 90.0, 2: 104.0})
-    assert "No measured number of workers is faster than num_workers=2." in text
+    assert "None of the measured worker counts trains faster than num_workers=2." in text
     assert "decode-once cache" in text
 
 
@@ -120,18 +120,21 @@ def test_probe_that_did_not_measure_the_current_number_of_workers_is_not_used():
     assert "probe" not in probed({0: 60.0, 1: 150.0})
 
 
-def test_waiting_is_reported_from_five_percent():
+def test_waiting_is_reported_if_it_takes_at_least_five_percent_of_the_time():
     assert waits(record(phases=split(data=5.0, forward=95.0)))
     assert not waits(record(phases=split(data=4.9, forward=95.1)))
     assert not waits(record(phases=split(steps=10, data=50.0, forward=50.0)))
 
 
-def test_result_of_tune_states_what_was_measured():
+def test_text_for_a_result_of_tune_states_what_was_measured():
     found = TunedOptions(["channels_last", "compile=step"], 1.35, 1.3, 1.4, False)
     text = tuned_text(record(tuned=[found]))
-    assert "channels_last + compile=step trains 1.35 times as fast (1.30 to 1.40; training steps" in text
+    assert (
+        "with channels_last + compile=step, training steps run 1.35 times as fast as without (1.30 to 1.40;"
+        in text
+    )
     found.is_product = True
-    assert "(the product of the ratios of the individual options; training steps" in tuned_text(
+    assert "(the product of the ratios of the individual options; validation is not" in tuned_text(
         record(tuned=[found])
     )
     assert tuned_text(record()) == ""

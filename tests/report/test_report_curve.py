@@ -55,13 +55,13 @@ def test_merging_never_loses_values(values, most):
     assert merged.last() == values[-1] or math.isnan(values[-1])
 
 
-def test_points_does_not_change_the_curve():
+def test_reading_the_points_does_not_change_the_curve():
     made = curve(range(9))
     made.points(3)
     assert made == curve(range(9))
 
 
-def test_json_keeps_seven_digits():
+def test_json_keeps_seven_significant_digits():
     made = curve([1 / 3, math.nan, 1e-30])
     copied = Curve.from_json(json.loads(json.dumps(made.to_json(), allow_nan=False)), "c")
     assert copied.mean == [0.3333333, None, 1e-30]
@@ -102,7 +102,7 @@ def test_damaged_json_raises_an_error_with_its_location(broken):
         Curve.from_json(broken, "the place")
 
 
-def test_truncated_curve_ends_at_the_iteration():
+def test_truncated_curve_ends_at_the_given_iteration():
     made = Curve()
     for x in (5, 10, 15):
         made.add(x, [float(x)])

@@ -20,7 +20,7 @@ DOT = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kc
 EVIL = "<script>alert(1)</script>&\"'"
 
 
-def test_page_shows_the_results_and_the_split():
+def test_page_shows_the_results_and_the_time_of_each_phase():
     text = text_of(page(record()))
     for part in ("a_run", "finished", "val/mIoU", "lowest 10, highest 30", "train/loss", "waiting for data",
                  "33.3%", "at most 1.50", "optim_wrapper.optimizer.lr", "No warnings", "No speed option"):  # fmt: skip
@@ -35,7 +35,7 @@ def test_tile_of_a_long_curve_shows_its_raw_values():
     assert "val/mIoU 12.5 lowest 12.5, highest 99.25" in text
 
 
-def test_metric_that_ends_with_nan_is_shown_as_nan():
+def test_metric_whose_last_value_is_nan_is_shown_as_nan():
     text = text_of(page(record(curves={"val/mIoU": curve([10.0, math.nan]), "val/loss": curve([math.inf])})))
     assert "val/mIoU NaN lowest 10, highest 10, 1 NaN or infinite" in text
     assert "val/loss infinity" in text
@@ -75,7 +75,7 @@ def test_page_of_an_empty_record_is_complete():
         assert "empty" in text_of(page(RunRecord("empty", status)))
 
 
-def test_single_step_has_no_recommendation_and_no_nan():
+def test_page_of_a_single_step_has_no_recommendation_and_no_nan():
     one = record(
         phases=PhaseSplit({"other": 2.0, "data": 0.0}, {"data": 1.0, "forward": 0.5}, 1),
         curves={"train/loss": curve([0.7])},
@@ -86,7 +86,7 @@ def test_single_step_has_no_recommendation_and_no_nan():
     assert "nan" not in text.lower().replace("values that are nan", "")
 
 
-def test_curve_with_only_nan_has_marks_but_no_line():
+def test_curve_that_contains_only_nan_has_marks_but_no_line():
     made = Curve()
     made.add(1, [math.nan])
     made.add(2, [math.inf])
@@ -123,7 +123,7 @@ def test_page_with_a_hundred_thousand_points_is_small():
     assert len(html) < 150_000
 
 
-def test_lines_differ_without_color():
+def test_lines_can_be_distinguished_without_color():
     html = line_chart("c", [Line(f"run {i}", curve([i, i + 1])) for i in range(3)], "iteration")
     style = page(record())
     for index in range(3):
@@ -132,7 +132,7 @@ def test_lines_differ_without_color():
     assert style.count("stroke-dasharray") >= 7
 
 
-def test_class_table_matches_the_matrix():
+def test_class_table_matches_the_confusion_matrix():
     confusion = Confusion("IoUMetric", "val", 7, ["road", "sky", "car"], [[6, 2, 0], [0, 4, 0], [0, 0, 0]])
     text = text_of(page(record(confusions=[confusion])))
     assert "Classes (IoUMetric, val after iteration 7)" in text
@@ -164,7 +164,7 @@ def test_time_of_a_single_graph_is_not_split():
     assert "is not split" in text
 
 
-def test_picture_of_predictions_is_inline_and_must_be_a_png(tmp_path):
+def test_image_of_predictions_is_inline_and_must_be_a_png(tmp_path):
     folder = tmp_path / "vis_data" / "vis_image"
     folder.mkdir(parents=True)
     (folder / "predictions_8.png").write_bytes(b"<svg onload=alert(1)>")
@@ -178,7 +178,7 @@ def test_picture_of_predictions_is_inline_and_must_be_a_png(tmp_path):
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.04, "0.0 s"), (8.25, "8.2 s"), (185, "3 min 05 s"), (7620, "2 h 07 min")]
 )
-def test_durations_are_short(seconds, text):
+def test_durations_are_abbreviated(seconds, text):
     assert duration(seconds) == text
 
 
@@ -190,7 +190,7 @@ def test_durations_are_short(seconds, text):
         (math.nan, "NaN"), (math.inf, "infinity"), (-math.inf, "-infinity"),
     ],
 )  # fmt: skip
-def test_numbers_have_four_digits(value, text):
+def test_numbers_have_four_significant_digits(value, text):
     assert number(value) == text
 
 
@@ -208,7 +208,7 @@ def test_examples_show_label_prediction_and_probability():
     assert html.count(DOT) == 3
 
 
-def test_picture_that_is_not_a_png_is_not_shown():
+def test_image_that_is_not_a_png_is_not_shown():
     for picture in ("", "AAAA", "not base64", '"onerror="alert(1)'):
         assert "<img" not in page(record(examples=[Example("a", "b", 0.5, picture)]))
 
@@ -234,7 +234,20 @@ def test_unknown_utilization_names_the_reason():
 
 def test_measured_options_are_the_first_recommendation():
     text = text_of(page(record(tuned=[TunedOptions(["fused"], 1.5, 1.4, 1.6, False)])))
-    assert text.index("fused trains 1.50 times as fast") < text.index("a factor of at most 1.50")
+    assert text.index("with fused, training steps run 1.50 times as fast") < text.index(
+        "a factor of at most 1.50"
+    )
+
+
+def test_a_work_dir_means_its_newest_run_that_trained(tmp_path):
+    for name in ("1_train", "2_train", "3_val"):
+        curves = {"val/mIoU": curve([1.0])} if name == "3_val" else record().curves
+        (tmp_path / name).mkdir()
+        write_report(record(started=f"2026-01-0{name[0]} 00:00:00", curves=curves), tmp_path / name)
+    assert run_folder(tmp_path).name == "2_train"
+    shutil.rmtree(tmp_path / "1_train")
+    shutil.rmtree(tmp_path / "2_train")
+    assert run_folder(tmp_path).name == "3_val"
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ def test_measurements_and_examples_are_read_as_they_were_written():
     assert RunRecord.from_json(json.loads(text), "report.json") == measured()
 
 
-def test_report_of_an_earlier_version_has_no_measurements():
+def test_report_from_an_earlier_version_is_read_without_measurements():
     data = record().to_json()
     for name in ("compute", "examples", "loading_rates", "tuned"):
         del data[name]

@@ -91,7 +91,7 @@ def test_different_paths_to_a_folder_share_a_lock(tmp_path):
     lock.release()
 
 
-def test_release_is_effective_while_a_forked_child_is_alive(tmp_path):
+def test_lock_can_be_released_while_a_forked_child_is_alive(tmp_path):
     lock = FolderLock(pytest.fail)
     lock.lock(tmp_path, "work_dir")
     child = os.fork()
@@ -112,7 +112,7 @@ class FailingRelease(ProgressBarHook):
         raise RuntimeError("cannot close")
 
 
-def test_failing_hook_does_not_keep_the_lock(tmp_path):
+def test_lock_is_released_if_a_hook_fails(tmp_path):
     with pytest.raises(RuntimeError, match="cannot close"):
         run(tmp_path, custom_hooks=[FailingRelease()])
     run(tmp_path)

@@ -39,7 +39,7 @@ def fill(hub, mode="train", steps=20):
     hub.update_info("eta", 62.9)
 
 
-def test_training_line_by_epoch(runner):
+def test_training_line_contains_epoch_and_batch(runner):
     fill(runner.message_hub)
     tag, line = LogProcessor().get_log_after_iter(runner, 99, "train")
     assert line == (
@@ -57,7 +57,7 @@ def test_training_line_by_epoch(runner):
     }
 
 
-def test_training_line_by_iteration(runner):
+def test_training_line_of_iteration_based_training_contains_no_epoch(runner):
     fill(runner.message_hub)
     tag, line = LogProcessor(by_epoch=False, num_digits=2).get_log_after_iter(runner, 99, "train")
     assert line.startswith("Iter(train) [  100/10000]  lr: 1.00e-03  eta: 0:01:02  time: 0.01")
@@ -131,7 +131,7 @@ def test_line_after_test_contains_non_scalars(runner):
     assert set(tag) == {"acc", "confusion"}
 
 
-def test_hierarchy_keeps_the_mode_only_in_the_tag(runner):
+def test_log_with_hierarchy_adds_the_mode_only_to_the_tag(runner):
     fill(runner.message_hub)
     tag, line = LogProcessor(log_with_hierarchy=True).get_log_after_iter(runner, 99, "train")
     assert {"train/loss", "train/lr", "train/time", "epoch", "iter"} <= set(tag)
@@ -140,7 +140,7 @@ def test_hierarchy_keeps_the_mode_only_in_the_tag(runner):
     assert LogProcessor(log_with_hierarchy=True).get_log_after_epoch(runner, 50, "val")[0] == {"val/acc": 0.5}
 
 
-def test_loss_of_a_validation_is_not_averaged_with_earlier_validations(runner):
+def test_validation_loss_is_not_averaged_with_earlier_validations(runner):
     for loss in (0.9, 0.5, 0.1):
         runner.message_hub.update_metric("val/loss", loss)
     tag, line = LogProcessor().get_log_after_epoch(runner, 50, "val")
@@ -171,7 +171,7 @@ def test_custom_statistics_accept_every_kind_of_window_size(runner):
     assert "absent" not in tag
 
 
-def test_custom_statistic_of_time_is_kept_after_the_epoch(runner):
+def test_custom_time_statistic_is_kept_after_the_epoch(runner):
     fill(runner.message_hub, "val")
     processor = LogProcessor(custom_cfg=[{"data_src": "time", "method_name": "max"}])
     runner.message_hub.update_scalar("val/time", 9.0)
@@ -240,7 +240,7 @@ def test_epoch_window_size_requires_by_epoch():
 
 
 def test_invalid_window_size_and_pattern_are_rejected():
-    with pytest.raises(ConfigError, match="window_size: must be int of at least 1"):
+    with pytest.raises(ConfigError, match="window_size: must be an int of at least 1"):
         LogProcessor(window_size=0)
     with pytest.raises(ConfigError, match="mean_pattern: '\\(' is not a valid regular expression"):
         LogProcessor(mean_pattern="(")

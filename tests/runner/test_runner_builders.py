@@ -1,4 +1,4 @@
-"""Custom loops and hooks, options of a run, and successive runs."""
+"""Custom loops and hooks, run options, and successive runs."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_custom_hooks_are_found_by_name(tmp_path):
     assert next(hook.count for hook in runner.hooks if isinstance(hook, Counting)) == 110
 
 
-def test_auto_scale_lr_scales_by_batch_size_over_base(tmp_path):
+def test_auto_scale_lr_scales_the_rate_by_batch_size_over_base_batch_size(tmp_path):
     options = dict(
         optim_wrapper=dict(
             optimizer=dict(type="SGD", lr=0.1),
@@ -68,7 +68,7 @@ def test_deterministic_runs_enable_deterministic_algorithms(tmp_path):
     assert torch.are_deterministic_algorithms_enabled()  # tests/conftest.py restores it
 
 
-def test_compiled_model_trains_and_validates_compiled(tmp_path):
+def test_training_and_validation_use_the_compiled_model(tmp_path):
     graphs = []
 
     def backend(graph, inputs):
@@ -86,7 +86,7 @@ def test_compiled_model_trains_and_validates_compiled(tmp_path):
     run(tmp_path / "c", **changes, cfg=dict(compile=dict(backend="eager")))
 
 
-def test_validation_without_training_runs_compiled(tmp_path):
+def test_validation_without_training_uses_the_compiled_model(tmp_path):
     graphs = []
 
     def backend(graph, inputs):

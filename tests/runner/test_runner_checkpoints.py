@@ -1,4 +1,4 @@
-"""Weights and checkpoints that are loaded by calls to the Runner's methods before training."""
+"""Weights and checkpoints that are loaded before training by calling the Runner's methods."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ class Drawn(Net):
 
 
 def evaluated(work_dir, **changes):
-    """Return a Runner that validates and tests, with the losses of its steps."""
+    """Return a Runner that can validate and test, and the dict in which it stores the loss of each step."""
     losses = Losses()
     test = dict(test_dataloader=loader(), test_cfg=dict(), test_evaluator=dict(type=Accuracy))
     options = training(work_dir, model=dict(type=Drawn), custom_hooks=[losses], **validation(), **test)
@@ -108,7 +108,7 @@ def complete(work_dir, **changes):
 
 @pytest.mark.parametrize("seed", [3, None])
 @pytest.mark.parametrize("evaluation", [False, True])
-def test_resume_before_training_equals_the_argument_resume(tmp_path, seed, evaluation):
+def test_calling_resume_before_training_equals_the_resume_argument(tmp_path, seed, evaluation):
     whole = complete(tmp_path / "whole")
     whole[0].train()
     file = tmp_path / "whole" / "iter_3.pth"

@@ -1,4 +1,4 @@
-"""The Runner's methods when its own hooks call them, and when they are called after a run that ended with an error."""
+"""Calls to the Runner's methods from its own hooks, and after a run that ended with an error."""
 
 import pytest
 
@@ -58,7 +58,7 @@ class RunStages(Hook):
 
 
 def evaluated(work_dir, *hooks, **changes):
-    """Return a Runner that draws random numbers in training and evaluation, and the losses of its steps."""
+    """Return a Runner that draws random numbers in training and evaluation, and the dict of its losses by step."""
     losses = Losses()
     options = training(
         work_dir,
@@ -118,7 +118,7 @@ class Broken(Accuracy):
         raise RuntimeError("broken metric")
 
 
-def test_error_in_an_evaluation_that_a_hook_handles_does_not_change_training(tmp_path):
+def test_evaluation_error_that_a_hook_handles_does_not_change_training(tmp_path):
     plain, expected = evaluated(tmp_path / "plain")
     plain.train()
 

@@ -1,4 +1,4 @@
-"""Runs whose data end early, fail or hang. Worker processes never survive a run."""
+"""Runs whose data ends early, fails or hangs. Worker processes never survive a run."""
 
 import contextlib
 import multiprocessing
@@ -47,7 +47,7 @@ class Claims:
 
 
 class Stream(IterableDataset):
-    """A stream of `size` samples, which are divided among the workers."""
+    """A stream of `size` samples, divided among the workers."""
 
     def __init__(self, size):
         self.size = size
@@ -74,7 +74,7 @@ EPOCHS, ITERATIONS = dict(by_epoch=True, max_epochs=2), dict(by_epoch=False, max
 
 @pytest.mark.parametrize("cfg", [EPOCHS, ITERATIONS], ids=["epochs", "iterations"])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_stop_iteration_of_a_sample_fails_the_run_and_names_the_sample(workers, cfg, tmp_path):
+def test_stop_iteration_from_a_sample_ends_the_run_and_names_the_sample(workers, cfg, tmp_path):
     data = loader(Faulty([13], StopIteration), num_workers=workers)
     with pytest.raises(DataError, match=r"sample 13 of Faulty raised StopIteration"):
         run(tmp_path, train_dataloader=data, train_cfg=cfg)
@@ -99,7 +99,7 @@ def test_stop_iteration_of_a_sample_fails_the_run_and_names_the_sample(workers, 
     ],
     ids=["sampler", "stream", "stream-of-workers"],
 )
-def test_epoch_with_fewer_batches_than_the_length_raises_an_error(data, message, cfg, tmp_path):
+def test_epoch_with_fewer_batches_than_the_loaders_length_raises_an_error(data, message, cfg, tmp_path):
     with pytest.raises(DataError, match=message):
         run(tmp_path, train_dataloader=data, train_cfg=cfg)
 
@@ -130,7 +130,7 @@ def test_short_evaluation_raises_an_error(mode, tmp_path):
         (dict(dataset=Noisy(), batch_sampler=Claims(9, 9)), EPOCHS, 18),
     ],
 )
-def test_complete_epochs_and_data_without_a_length_train(data, cfg, steps, tmp_path):
+def test_complete_epochs_and_data_without_a_length_raise_no_error(data, cfg, steps, tmp_path):
     assert run(tmp_path, train_dataloader=data, train_cfg=cfg).iter == steps
 
 
@@ -166,10 +166,9 @@ def test_error_in_a_sample_names_sample_and_step(tmp_path):
     assert caught.value.__notes__ == ["(sample 13 of Faulty)", "(in epoch 1, iteration 2 of training)"]
 
 
-def test_hanging_sample_warns_in_the_log_and_ends_the_run_if_a_timeout_is_set(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2
-    )  # torch waits 5 s before it kills a worker
+def test_hanging_sample_logs_a_warning_and_ends_the_run_if_a_timeout_is_set(tmp_path, monkeypatch):
+    # By default, torch waits 5 s before it kills a worker.
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
     data = loader(
         Faulty([13], seconds=60),
         shuffle=False,
@@ -186,7 +185,7 @@ def test_hanging_sample_warns_in_the_log_and_ends_the_run_if_a_timeout_is_set(tm
     assert "train_dataloader: no batch for 0." in log
 
 
-def test_targets_that_are_not_classes_are_explained_for_any_model_and_loss(tmp_path):
+def test_error_explains_targets_that_are_not_classes_for_any_model_and_loss(tmp_path):
     inputs, targets = samples()
     targets[20] = 7
     data = loader(TensorDataset(inputs, targets), shuffle=False)
@@ -237,7 +236,7 @@ def seventeen(**options):
     return loader(TensorDataset(*samples(17)), **options)
 
 
-def test_last_batch_of_one_sample_warns_before_the_first_step_and_the_error_names_the_remedy(tmp_path):
+def test_last_batch_of_one_sample_causes_an_early_warning_and_an_error_with_the_remedy(tmp_path):
     first = []
 
     class First(Hook):
@@ -294,7 +293,7 @@ def test_warning_does_not_claim_that_a_larger_feature_map_fails(tmp_path):
         ),
     ],
 )
-def test_no_warning_where_no_batch_of_one_sample_reaches_batchnorm(changes, steps, tmp_path):
+def test_no_warning_is_logged_if_no_batch_of_one_sample_reaches_batchnorm(changes, steps, tmp_path):
     runner = run(tmp_path, **changes)
     assert runner.iter == steps
     assert last_batch_warnings(runner) == []
@@ -387,7 +386,7 @@ def train_with_workers(folder, seconds):
 @pytest.mark.parametrize(
     ("number", "seconds"), [(signal.SIGTERM, 0.1), (signal.SIGKILL, 0.1), (signal.SIGKILL, 300)]
 )
-def test_no_worker_survives_the_death_of_its_run_even_while_it_hangs(number, seconds, tmp_path):
+def test_no_worker_survives_the_death_of_its_run_even_if_the_worker_hangs(number, seconds, tmp_path):
     main = multiprocessing.get_context("fork").Process(target=train_with_workers, args=(tmp_path, seconds))
     main.start()
     deadline = time.monotonic() + 60

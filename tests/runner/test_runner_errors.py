@@ -158,7 +158,7 @@ def test_loop_that_is_not_configured_cannot_run(tmp_path, mode):
 
 
 @pytest.mark.parametrize("required", ["model", "work_dir"])
-def test_missing_required_key_raises(tmp_path, required):
+def test_missing_required_key_raises_an_error(tmp_path, required):
     cfg = training(tmp_path)
     cfg[required + "s"] = cfg.pop(required)
     with pytest.raises(
@@ -234,7 +234,7 @@ def test_model_without_trainable_parameters_is_rejected(tmp_path):
         run(tmp_path, model=Net().requires_grad_(False))
 
 
-def test_model_without_train_step_error_names_the_base_class(tmp_path):
+def test_error_for_a_model_without_train_step_names_the_base_class(tmp_path):
     with pytest.raises(ModelError, match="BaseModel"):
         run(tmp_path, model=nn.Linear(4, 3))
 
@@ -247,7 +247,7 @@ class Keyed(Dataset):
         return {"image": torch.zeros(4), "label": torch.tensor(0)}
 
 
-def test_batch_keys_must_match_forward(tmp_path):
+def test_batch_keys_must_match_the_parameters_of_forward(tmp_path):
     with pytest.raises(DataError, match=r"\['image', 'label'\].*forward accepts \['inputs', 'targets'\]"):
         run(tmp_path, train_dataloader=loader(Keyed()))
 

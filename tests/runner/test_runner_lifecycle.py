@@ -47,14 +47,14 @@ def test_training_with_validation_runs_the_documented_stages(tmp_path):
         default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1)),
         custom_hooks=[recorder],
     )
-    # A hook of NORMAL priority runs before the CheckpointHook.
+    # A hook with NORMAL priority runs before the CheckpointHook.
     epoch = ["before_train_epoch", *TRAIN_STEP * 2, "after_train_epoch", "before_save_checkpoint"]
     assert recorder.stages == [
         "before_run", "before_train", *(epoch + VALIDATION) * 2, "after_train", "after_run",
     ]  # fmt: skip
 
 
-def test_test_and_loading_run_the_documented_stages(tmp_path):
+def test_testing_and_loading_run_the_documented_stages(tmp_path):
     run(tmp_path)
     recorder = Recorder()
     runner = Runner(
@@ -74,7 +74,7 @@ def test_test_and_loading_run_the_documented_stages(tmp_path):
     ]  # fmt: skip
 
 
-def test_iteration_based_training_is_one_epoch_for_hooks(tmp_path):
+def test_iteration_based_training_counts_as_one_epoch_for_hooks(tmp_path):
     recorder = Recorder()
     cfg = dict(by_epoch=False, max_iters=3, val_interval=2)
     runner = run(
@@ -163,7 +163,7 @@ def test_custom_stages_are_called_with_their_arguments(tmp_path):
 
     runner = Runner(**training(tmp_path, custom_hooks=[Custom()]))
     runner.call_hook("after_pseudo_labels", share=0.5)
-    runner.call_hook("a_stage_that_nobody_has")
+    runner.call_hook("an_undefined_stage")
     assert calls == [0.5]
 
 
@@ -262,14 +262,14 @@ def test_run_writes_the_documented_files(tmp_path):
     assert_same(checkpoint["state_dict"], weights(runner))
 
 
-def test_from_cfg_keeps_other_keys(tmp_path):
+def test_from_cfg_keeps_keys_that_are_not_runner_arguments(tmp_path):
     cfg = dict(training(tmp_path), my_variable=3, compile=False)
     runner = Runner.from_cfg(cfg)
     assert runner.cfg.my_variable == 3
     assert runner.work_dir == str(tmp_path)
 
 
-def test_two_runs_started_in_one_second_have_separate_folders(tmp_path):
+def test_two_runs_started_within_one_second_have_separate_folders(tmp_path):
     one, two = (Runner(**training(tmp_path)) for _ in range(2))
     assert one.log_dir != two.log_dir
     assert one.experiment_name != two.experiment_name
@@ -280,7 +280,7 @@ def test_experiment_name_is_followed_by_a_timestamp(tmp_path):
     assert runner.experiment_name == f"mine_{runner.timestamp}"
 
 
-def test_validation_and_test_use_the_loaded_weights(tmp_path):
+def test_validation_and_testing_use_the_loaded_weights(tmp_path):
     trained = run(tmp_path / "a", train_cfg=dict(by_epoch=True, max_epochs=8))
     inputs, targets = (t for t in trained.train_dataloader.dataset.tensors)
     trained.model.eval()
@@ -301,7 +301,7 @@ def test_validation_and_test_use_the_loaded_weights(tmp_path):
         runner.train()
 
 
-def test_torchmetrics_objects_and_names_are_metrics(tmp_path):
+def test_torchmetrics_objects_and_names_are_accepted_as_metrics(tmp_path):
     pytest.importorskip("torchmetrics")
     from torchmetrics.classification import MulticlassAccuracy
 

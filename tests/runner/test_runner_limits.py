@@ -1,4 +1,4 @@
-"""Validation by the loss, lists of batches, and options for short runs, compared with hand-written loops in float64."""
+"""Validation with the loss, lists of batches, and options for short runs, compared with hand-written float64 loops."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from slipstream import Runner
+from slipstream.dataset.loading.loader import build_dataloader
 from slipstream.errors import ConfigError, DataError
 from slipstream.hooks import Hook
 from tiny_runs import Accuracy, Net, loader, samples, scalars, training, validation
@@ -71,7 +72,7 @@ def test_validation_loss_is_the_mean_over_the_samples(tmp_path, speed):
     runner.train()
     weights = torch.load(tmp_path / "epoch_2.pth", weights_only=True)["state_dict"]
     model = net()
-    model.load_state_dict(weights)  # with EMA, these are the averaged weights, which are validated
+    model.load_state_dict(weights)  # with EMA, the averaged weights
     inputs, targets = data().tensors
     expected = F.cross_entropy(model(inputs), targets).item()
     assert runner.message_hub.get_scalar("val/loss").current() == pytest.approx(expected, rel=1e-9)
@@ -120,7 +121,7 @@ class OwnStep(nn.Module):
         return {"loss": loss.detach()}
 
 
-def test_validation_by_the_loss_requires_a_model_that_returns_losses(tmp_path):
+def test_validation_with_the_loss_requires_a_model_that_returns_losses(tmp_path):
     runner = Runner(**training(tmp_path, model=OwnStep(), **{**validation(), "val_evaluator": "loss"}))
     with pytest.raises(ConfigError, match="'loss' requires a BaseModel or loss_fn, but OwnStep defines only"):
         runner.train()
@@ -130,7 +131,7 @@ def test_validation_by_the_loss_requires_a_model_that_returns_losses(tmp_path):
 
 
 @pytest.mark.parametrize("speed", [{}, COMPILED, dict(prefetch=2, accumulate=1)], ids=str)
-def test_list_of_batches_is_trained_in_order(tmp_path, speed):
+def test_training_uses_a_list_of_batches_in_order(tmp_path, speed):
     batches = slices(3)
     runner = Runner(**arguments(tmp_path, train_dataloader=batches, val_dataloader=batches, val_cfg={},
                                 val_evaluator="loss", speed=speed))  # fmt: skip
@@ -147,7 +148,7 @@ class Stop(Hook):
             raise KeyboardInterrupt
 
 
-def test_run_with_a_list_resumes_inside_an_epoch(tmp_path):
+def test_run_with_a_list_can_be_resumed_inside_an_epoch(tmp_path):
     hooks = dict(checkpoint=dict(type="CheckpointHook", by_epoch=False, interval=5))
     changes = dict(train_dataloader=slices(3), default_hooks=hooks)
     stopped = Runner(**arguments(tmp_path, **changes, custom_hooks=[dict(type=Stop, priority="LOWEST")]))
@@ -158,7 +159,7 @@ def test_run_with_a_list_resumes_inside_an_epoch(tmp_path):
     assert_close(resumed.model, by_hand(slices(3) * 2))
 
 
-def test_empty_list_raises(tmp_path):
+def test_empty_list_raises_an_error(tmp_path):
     with pytest.raises(DataError, match="train_dataloader is an empty list"):
         Runner(**arguments(tmp_path, train_dataloader=[])).train()
 
@@ -184,7 +185,7 @@ def test_limited_epochs_use_the_first_batches(tmp_path, make, speed):
     assert runner.val()["loss"] == pytest.approx(expected, rel=1e-9)
 
 
-def test_limited_run_resumes(tmp_path):
+def test_limited_run_can_be_resumed(tmp_path):
     changes = dict(train_dataloader=loader(data()), limit_train_batches=3)
     whole = Runner(**arguments(tmp_path / "whole", **changes))
     whole.train()
@@ -198,7 +199,7 @@ def test_limited_run_resumes(tmp_path):
     "cfg", [dict(by_epoch=True, max_epochs=3), dict(by_epoch=False, max_iters=6)], ids=str
 )
 @pytest.mark.parametrize("make", [lambda: loader(data()), lambda: ready(shuffle=True), lambda: slices(5)])
-def test_overfitting_repeats_the_same_shuffled_batches(tmp_path, cfg, make):
+def test_overfit_batches_repeats_the_same_shuffled_batches(tmp_path, cfg, make):
     seen = Seen()
     changes = dict(train_dataloader=make(), overfit_batches=2, train_cfg=cfg, custom_hooks=[seen])
     Runner(**arguments(tmp_path, **changes)).train()
@@ -212,7 +213,7 @@ def test_overfitting_repeats_the_same_shuffled_batches(tmp_path, cfg, make):
     "cfg", [dict(by_epoch=True, max_epochs=30), dict(by_epoch=False, max_iters=300)], ids=str
 )
 @pytest.mark.parametrize(("value", "steps"), [(True, 1), (3, 3)])
-def test_fast_run_has_few_steps_one_validation_and_no_checkpoints(tmp_path, cfg, value, steps):
+def test_fast_dev_run_has_few_steps_one_validation_and_no_checkpoints(tmp_path, cfg, value, steps):
     calls = []
 
     class Count(Accuracy):
@@ -240,7 +241,7 @@ class Stream(IterableDataset):
 
 
 class Endless(IterableDataset):
-    """Repeats the samples without an end."""
+    """Repeats the samples endlessly."""
 
     def __iter__(self):
         while True:
@@ -270,7 +271,7 @@ def test_limit_of_an_iterable_dataset_ends_each_epoch(tmp_path, make, workers):
     assert_close(runner.model, by_hand([*slices(3), *slices(3)]))
 
 
-def test_limited_epoch_ends_with_a_shorter_stream(tmp_path):
+def test_limited_epoch_ends_early_if_the_stream_is_shorter(tmp_path):
     runner = Runner(
         **arguments(
             tmp_path,
@@ -281,6 +282,26 @@ def test_limited_epoch_ends_with_a_shorter_stream(tmp_path):
     )
     runner.train()
     assert runner.iter == 10
+
+
+SHARED = [loader(data(), shuffle=False), dict(dataset=Stream(), batch_size=8)]
+
+
+@pytest.mark.parametrize("cfg", SHARED, ids=["samples", "stream"])
+@pytest.mark.parametrize("workers", [{}, dict(num_workers=1, persistent_workers=True)], ids=str)
+def test_limits_do_not_change_a_loader_that_is_also_used_elsewhere(tmp_path, cfg, workers):
+    shared = build_dataloader({**cfg, **workers}, 0, "train_dataloader", training=True)
+    epochs = dict(by_epoch=True, max_epochs=1)
+    val = dict(val_dataloader=shared, val_cfg={}, val_evaluator="loss", limit_val_batches=1)
+    limited = Runner(
+        **arguments(tmp_path / "first", train_dataloader=shared, train_cfg=epochs, limit_train_batches=2)
+    )
+    limited.train()
+    assert limited.iter == 2
+    whole = Runner(**arguments(tmp_path / "second", train_dataloader=shared, train_cfg=epochs, **val))
+    whole.train()
+    assert whole.iter == 5
+    assert_close(whole.model, by_hand(slices(5)))
 
 
 def test_fast_dev_run_takes_one_batch_from_endless_datasets(tmp_path):
@@ -303,7 +324,7 @@ def test_fast_dev_run_takes_one_batch_from_endless_datasets(tmp_path):
     assert runner.message_hub.get_scalar("val/loss").current() == pytest.approx(expected, rel=1e-9)
 
 
-def test_limited_run_resumes_within_the_epoch_of_a_stream(tmp_path):
+def test_limited_run_on_a_stream_can_be_resumed_inside_an_epoch(tmp_path):
     def runner(epochs, **changes):
         cfg = dict(
             train_dataloader=DataLoader(Endless(), 8), train_cfg=dict(by_epoch=True, max_epochs=epochs)

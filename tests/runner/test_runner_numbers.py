@@ -52,7 +52,7 @@ def fresh(**options):
 
 @pytest.mark.parametrize("wrapper", ["OptimWrapper", "AmpOptimWrapper"])
 @pytest.mark.parametrize(("counts", "max_norm"), [(1, None), (1, 0.3), (2, 0.3), (4, 0.3)])
-def test_runner_matches_a_plain_loop_bitwise(tmp_path, counts, max_norm, wrapper):
+def test_runner_is_bitwise_identical_to_a_plain_loop(tmp_path, counts, max_norm, wrapper):
     model, twin = fresh(norm=True), fresh(norm=True)
     dtype = torch.bfloat16 if wrapper == "AmpOptimWrapper" else None
     expected = by_hand(twin, torch.optim.SGD(twin.parameters(), 0.1, 0.9), counts, max_norm, dtype)
@@ -72,7 +72,7 @@ def test_runner_matches_a_plain_loop_bitwise(tmp_path, counts, max_norm, wrapper
     assert_same(model.state_dict(), twin.state_dict())
 
 
-def test_dropout_follows_the_seed(tmp_path):
+def test_dropout_is_determined_by_the_seed(tmp_path):
     losses = Losses()
     run(tmp_path, model=dict(type=Net, dropout=0.5), custom_hooks=[losses])
     torch.manual_seed(3)
@@ -91,14 +91,8 @@ def test_logged_losses_are_means_of_the_step_losses(tmp_path):
         log_processor=dict(window_size=2),
     )
     lines = [line for line in scalars(runner) if "loss" in line]
-    assert [line["iter"] for line in lines] == [
-        2,
-        4,
-        5,
-        7,
-        9,
-        10,
-    ]  # every second step, and the last one of each epoch
+    # Every second step and the last step of each epoch are logged.
+    assert [line["iter"] for line in lines] == [2, 4, 5, 7, 9, 10]
     for line in lines:
         assert line["loss"] == pytest.approx(np.mean(expected[line["iter"] - 2 : line["iter"]]), rel=1e-6)
 
@@ -123,7 +117,7 @@ def test_warm_up_by_iteration_and_decay_by_epoch_set_the_learning_rates(tmp_path
         assert lr == pytest.approx(0.1 * warm * decay), step
 
 
-def test_schedulers_end_with_training_by_default(tmp_path):
+def test_schedulers_end_at_the_end_of_training_by_default(tmp_path):
     runner = run(
         tmp_path,
         train_cfg=dict(by_epoch=False, max_iters=8),

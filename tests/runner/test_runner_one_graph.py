@@ -118,7 +118,7 @@ def average(found):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_run_resumed_in_mid_accumulation_is_bitwise_identical(tmp_path, backend):
+def test_run_resumed_inside_an_accumulation_window_is_bitwise_identical(tmp_path, backend):
     how = dict(
         scope="step", backend=backend, **(dict(cache=False, wait=True) if backend == "inductor" else {})
     )
@@ -147,7 +147,7 @@ def test_run_can_resume_with_a_different_compile_setting(tmp_path, before, after
 
 
 class Unfreezes(Hook):
-    """A hook that freezes the first layer in the first epoch, and its BatchNorm in the second."""
+    """A hook that freezes the first layer in the first epoch, and the BatchNorm layer from the second epoch on."""
 
     def before_train_epoch(self, runner):
         runner.model.first.requires_grad_(runner.epoch > 0)

@@ -41,7 +41,7 @@ class StoppedError(Exception):
 
 
 class Stop(Hook):
-    """A hook that raises an exception at a stage of a step, or after its checkpoint."""
+    """A hook that raises an exception at a stage of a step, or after the checkpoint of a step."""
 
     priority = "LOWEST"
 
@@ -78,7 +78,7 @@ def test_resume_restores_the_order_of_an_unseeded_sampler(tmp_path, stop):
     assert_same(weights(whole), weights(parts))
 
 
-def test_resume_with_a_different_kind_of_generator_in_the_sampler_raises(tmp_path):
+def test_resume_with_a_different_kind_of_generator_in_the_sampler_raises_an_error(tmp_path):
     def data(rng):
         sampler = FromClosure(True)
         sampler.kept.rng = rng
@@ -206,7 +206,7 @@ def test_worker_count_does_not_change_results(whole, tmp_path):
     check_equal(whole["epochs"], resumed, before, after)
 
 
-def test_kept_and_best_checkpoints_are_restored(tmp_path):
+def test_resumed_run_deletes_older_checkpoints_and_replaces_the_best_one(tmp_path):
     with pytest.raises(StoppedError):
         full(tmp_path, by_epoch=True, stop=Stop(12)).train()
     assert {p.name for p in tmp_path.glob("*.pth")} == {"epoch_1.pth", "epoch_2.pth", "best_acc_epoch_1.pth"}
@@ -412,7 +412,7 @@ def test_validation_before_training_does_not_prevent_resuming(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["optimizer", "param_schedulers"])
-def test_checkpoint_without_training_state_error_names_the_key(tmp_path, key):
+def test_error_for_a_checkpoint_without_training_state_names_the_key(tmp_path, key):
     option = {"optimizer": "save_optimizer", "param_schedulers": "save_param_scheduler"}[key]
     schedule = dict(param_scheduler=dict(type="StepLR", step_size=1))
     hooks = dict(checkpoint={"type": "CheckpointHook", "interval": 1, option: False})
@@ -423,7 +423,7 @@ def test_checkpoint_without_training_state_error_names_the_key(tmp_path, key):
 
 def test_different_number_of_schedulers_raises_an_error(tmp_path):
     run(tmp_path, param_scheduler=dict(type="StepLR", step_size=1))
-    with pytest.raises(CheckpointError, match="1 parameter schedulers, but the configuration has 2"):
+    with pytest.raises(CheckpointError, match="1 parameter scheduler, but the configuration has 2"):
         run(tmp_path, param_scheduler=[dict(type="StepLR", step_size=s) for s in (1, 2)], resume=True)
 
 
@@ -486,3 +486,24 @@ def test_resume_warns_about_a_sampler_whose_order_cannot_be_restored(tmp_path, n
     logs = "".join(path.read_text() for path in (tmp_path / "parts").glob("*/*.log"))
     assert logs.count("keeps state that cannot be restored (FromClosure)") == warnings
     assert (weights(whole)["last.bias"].equal(weights(parts)["last.bias"])) == nested
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        dict(type="CosineAnnealingLR", T_max=4, by_epoch=True),
+        dict(type="CosineAnnealingLR", T_max=4, by_epoch=True, convert_to_iter_based=True),
+        dict(type=torch.optim.lr_scheduler.CosineAnnealingLR, T_max=4),
+    ],
+    ids=["epochs", "iterations", "torch"],
+)
+def test_extended_run_with_a_schedule_equals_an_uninterrupted_one(tmp_path, schedule):
+    """The scheduler's `end` is the length of the run, so it differs between the first run and the whole run."""
+
+    def trained(folder, epochs, **changes):
+        cfg = dict(by_epoch=True, max_epochs=epochs)
+        return run(tmp_path / folder, train_cfg=cfg, param_scheduler=schedule, **changes)
+
+    whole = trained("whole", 4)
+    trained("parts", 2)
+    assert_same(weights(trained("parts", 4, resume=True)), weights(whole))

@@ -115,7 +115,7 @@ def test_run_without_the_faulty_batches_matches_a_plain_loop(tmp_path, cfg, samp
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_window_with_the_fault_and_the_window_before_it_make_no_update(tmp_path):
+def test_the_window_with_the_fault_and_the_preceding_window_are_left_out(tmp_path):
     torch.manual_seed(3)
     model = Breaks(broken=[12])
     runner = recovering(tmp_path, 5, model, **{**WARM_UP, "speed": dict(nan_guard="rollback", accumulate=2)})
@@ -137,7 +137,7 @@ def test_pending_gradients_of_a_left_out_window_are_dropped(tmp_path):
 
 
 class LeaveOut(Hook):
-    """A hook that leaves out the batches from the start."""
+    """A hook that leaves out batches from the start of the run."""
 
     def __init__(self, first, last):
         self.range = [first, last]
@@ -166,7 +166,7 @@ def average(runner):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("interval", "by_epoch"), [(2, False), (1, True)])
-def test_whole_state_is_restored(tmp_path, workers, interval, by_epoch):
+def test_complete_state_is_restored(tmp_path, workers, interval, by_epoch):
     """Dropout, BatchNorm, Adam, EMA, a plateau schedule, early stopping, augmentation and worker processes."""
 
     def trained(name, broken, *hooks):
@@ -303,7 +303,7 @@ def test_bad_sample_is_left_out_in_each_epoch(tmp_path, compile):
         assert " 17" in line.split("contains")[1]
 
 
-def test_run_without_a_checkpoint_stops_with_the_cause(tmp_path, capsys):
+def test_run_without_a_checkpoint_stops_and_reports_the_cause(tmp_path, capsys):
     with pytest.raises(
         NonFiniteLossError, match=r"'loss' became nan at iteration 1\..*no complete checkpoint from"
     ):
@@ -334,7 +334,7 @@ def test_checkpoint_is_read_once(tmp_path, monkeypatch):
     assert read == [tmp_path / "iter_6.pth"]
 
 
-def test_damaged_checkpoint_is_not_the_last_good_one(tmp_path):
+def test_damaged_checkpoint_is_not_used_as_the_last_good_one(tmp_path):
     class Damage(Hook):
         priority = "LOWEST"
 
@@ -353,7 +353,7 @@ def test_damaged_checkpoint_is_not_the_last_good_one(tmp_path):
     assert runner.rollback.left_out == {7, 8}
 
 
-def test_skip_before_leaves_out_more_and_uses_an_earlier_checkpoint(tmp_path):
+def test_skip_before_leaves_out_more_batches_and_uses_an_earlier_checkpoint(tmp_path):
     runner = recovering(tmp_path, 3, Breaks(broken=[11]), dict(skip_before=4))
     assert runner.rollback.left_out == set(range(6, 12))
     assert "iter_3.pth (iteration 3;" in next(tmp_path.glob("*/*.log")).read_text()
@@ -394,7 +394,7 @@ def test_damaged_list_of_rollbacks_is_ignored(tmp_path, capsys):
     assert "list of rollbacks is damaged" in capsys.readouterr().out
 
 
-def test_values_of_the_last_steps_are_read_before_the_run_ends(tmp_path):
+def test_losses_of_the_last_steps_are_checked_before_the_run_ends(tmp_path):
     hooks = dict(checkpoint=dict(type="CheckpointHook", interval=3, by_epoch=False, save_last=False))
     runner = recovering(
         tmp_path,
@@ -427,7 +427,7 @@ class Huge(Net):
 
 
 def with_huge_update(folder, interval):
-    """Train. The batch of step 9 is left out only after it has caused the fault in step 10."""
+    """Train. The batch of step 9 is left out only after its update has caused a fault in step 10."""
     inputs, targets = samples(160)
     inputs[64, 0] = 777
     data = TensorDataset(inputs, targets)
@@ -465,12 +465,12 @@ class Grows(Breaks):
         return super().forward(inputs, targets, mode)
 
 
-def test_buffer_that_changed_its_shape_is_replaced(tmp_path):
+def test_buffer_whose_shape_changed_is_replaced(tmp_path):
     runner = recovering(tmp_path, model=Grows(broken=[8]))
     assert runner.rollback.left_out == {7, 8}
 
 
-def test_replaced_file_is_no_longer_an_earlier_checkpoint(tmp_path):
+def test_overwritten_checkpoint_does_not_count_as_an_earlier_one(tmp_path):
     hooks = saving(3)
     hooks["checkpoint"]["filename_tmpl"] = "latest.pth"
     runner = recovering(tmp_path, 3, Breaks(broken=[11]), dict(skip_before=4), default_hooks=hooks)

@@ -1,4 +1,4 @@
-"""A run with secrets in its configuration uses the real values, and no file contains them."""
+"""A run with secrets in its configuration uses the real values, but does not write them to any file."""
 
 import pytest
 import torch

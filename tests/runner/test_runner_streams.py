@@ -1,4 +1,4 @@
-"""Training by epochs with iterable datasets that have no length, compared with hand-written loops in float64."""
+"""Epoch-based training with iterable datasets that have no length, compared with hand-written loops in float64."""
 
 import pytest
 import torch
@@ -116,7 +116,7 @@ class Stop(Hook):
 
 
 @pytest.mark.parametrize("speed", [{}, dict(accumulate=3)], ids=str)
-def test_stream_resumes_inside_an_epoch(tmp_path, speed):
+def test_run_on_a_stream_can_be_resumed_inside_an_epoch(tmp_path, speed):
     hooks = dict(checkpoint=dict(type="CheckpointHook", by_epoch=False, interval=7))
     changes = dict(default_hooks=hooks, speed=speed)
     stopped = Runner(**arguments(tmp_path, **changes, custom_hooks=[dict(type=Stop, priority="LOWEST")]))

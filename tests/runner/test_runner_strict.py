@@ -1,4 +1,4 @@
-"""Values with a wrong type or out of range raise an error that starts with the key's path. Fuzzing found most cases."""
+"""Values of a wrong type or out of range raise an error that starts with the key's path. Fuzzing found most cases."""
 
 import math
 
@@ -37,15 +37,15 @@ def scheduler(**options):
 
 
 CASES = [
-    # options that were once accepted, but were changed silently or had no effect
+    # options that earlier versions silently changed or ignored
     (dict(auto_scale_lr=dict(enabled=True)), "auto_scale_lr.enabled", "did you mean 'enable'"),
-    (dict(auto_scale_lr=dict(enable="false", base_batch_size=8)), "auto_scale_lr.enable", "must be bool"),
+    (dict(auto_scale_lr=dict(enable="false", base_batch_size=8)), "auto_scale_lr.enable", "must be a bool"),
     (dict(auto_scale_lr=dict(enable=False, base_batch_size=-8)), "auto_scale_lr.base_batch_size", "at least 1"),
     (dict(auto_scale_lr=[1]), "auto_scale_lr", "[1]"),
     *((optimizer(lr=lr), "optim_wrapper.optimizer.lr", "") for lr in (math.nan, math.inf, -1, "1e-3", True, [0.1])),
     *((optimizer(weight_decay=wd), "optim_wrapper.optimizer.weight_decay", "") for wd in (math.nan, -0.1, "0")),
     *((optimizer(momentum=m), "optim_wrapper.optimizer.momentum", "between 0 and 1") for m in (2.5, -0.1, "0.9")),
-    (optimizer(nesterov="false"), "optim_wrapper.optimizer.nesterov", "must be bool"),
+    (optimizer(nesterov="false"), "optim_wrapper.optimizer.nesterov", "must be a bool"),
     (optimizer(type="AdamW", betas=(0.9, 1.5)), "optim_wrapper.optimizer.betas", "between 0 and 1"),
     (optimizer(type="AdamW", betas=(0.9, math.nan)), "optim_wrapper.optimizer.betas[1]", "finite"),
     (optimizer(type="AdamW", eps=-1), "optim_wrapper.optimizer.eps", "-1"),
@@ -69,7 +69,7 @@ CASES = [
     *((dict(train_cfg=dict(**EPOCHS, val_interval=n)), "train_cfg.val_interval", "") for n in (0, 0.5, True, "1")),
     (dict(train_cfg=dict(**EPOCHS, val_begin=-1)), "train_cfg.val_begin", "-1"),
     (dict(train_cfg=dict(**EPOCHS, dynamic_intervals=[(1, math.nan)])), "train_cfg.dynamic_intervals", "nan"),
-    (dict(train_cfg=dict(by_epoch="true", max_epochs=1)), "train_cfg.by_epoch", "must be bool, not 'true'"),
+    (dict(train_cfg=dict(by_epoch="true", max_epochs=1)), "train_cfg.by_epoch", "must be a bool, not 'true'"),
     # data
     *((dict(train_dataloader=loader(batch_size=n)), "train_dataloader.batch_size", "") for n in (-1, 2.5, "4", 10**18)),
     (dict(train_dataloader=loader(num_workers=-1)), "train_dataloader.num_workers", "-1"),
@@ -112,14 +112,14 @@ CASES = [
     (hook(type="EarlyStoppingHook", monitor="acc", patience=2.5), "custom_hooks[0].patience", "2.5"),
     (hook(type="PreciseBNHook", num_samples=0), "custom_hooks[0].num_samples", "0"),
     (hook(type=3), "custom_hooks[0].type", "3 is not callable"),
-    (dict(custom_hooks=dict(type="EMAHook")), "custom_hooks", "must be list or None"),
+    (dict(custom_hooks=dict(type="EMAHook")), "custom_hooks", "must be a list or None"),
     (dict(custom_hooks=[3]), "custom_hooks[0]", "a hook must be"),
-    (dict(default_hooks=[]), "default_hooks", "must be dict or None"),
+    (dict(default_hooks=[]), "default_hooks", "must be a dict or None"),
     (dict(default_hooks=dict(logger=3)), "default_hooks.logger", "must be a hook"),
     (dict(default_hooks=dict(logger=dict(type="LoggerHook", interval="2"))), "default_hooks.logger.interval", "'2'"),
     # other keys
     *((dict(randomness=dict(seed=seed)), "randomness.seed", "") for seed in ("1", -1, math.nan, True, 2**64)),
-    (dict(randomness=dict(deterministic=1)), "randomness.deterministic", "must be bool"),
+    (dict(randomness=dict(deterministic=1)), "randomness.deterministic", "must be a bool"),
     (dict(env_cfg=dict(mp_cfg=dict(mp_start_method="\0"))), "env_cfg.mp_cfg.mp_start_method", "'fork' or 'spawn'"),
     (dict(env_cfg=dict(mp_cfg=dict(start_method="fork"))), "env_cfg.mp_cfg.start_method", "did you mean"),
     (dict(env_cfg=dict(dist_cfg=3)), "env_cfg.dist_cfg", "3"),
@@ -131,7 +131,7 @@ CASES = [
     (dict(log_processor=dict(window_size=2.5)), "log_processor.window_size", "2.5"),
     (dict(visualizer=0.5), "visualizer", "must be an object"),
     (dict(visualizer=dict(vis_backends=[1])), "visualizer.vis_backends[0]", "must be a backend"),
-    (dict(launcher=dict(a=1)), "launcher", "must be str"),
+    (dict(launcher=dict(a=1)), "launcher", "must be a str"),
     (dict(load_from=3), "load_from", "3"),
     (dict(resume=3), "resume", "3"),
     (dict(work_dir=3), "work_dir", "3"),
@@ -167,8 +167,8 @@ def test_dist_cfg_is_also_checked_in_a_single_process(tmp_path):
 
 
 @pytest.mark.parametrize("init_cfg", [3, [None], ["Kaiming"]])
-def test_init_cfg_must_be_dicts(init_cfg):
-    with pytest.raises(ConfigError, match=r"^init_cfg: must be dict"):
+def test_init_cfg_must_consist_of_dicts(init_cfg):
+    with pytest.raises(ConfigError, match=r"^init_cfg: must be a dict"):
         BaseModule(init_cfg)
 
 

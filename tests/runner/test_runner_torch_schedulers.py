@@ -1,4 +1,4 @@
-"""Torch's scheduler objects in a Runner, compared with loops that step them as documented by torch."""
+"""Torch's scheduler objects in a Runner, compared with loops that call `step` as torch documents."""
 
 import copy
 
@@ -92,7 +92,7 @@ class Stop(Hook):
             raise KeyboardInterrupt
 
 
-def test_one_cycle_resumes(tmp_path):
+def test_run_with_one_cycle_can_be_resumed(tmp_path):
     every = dict(checkpoint=dict(type="CheckpointHook", by_epoch=False, interval=7))
     whole = Runner(**arguments(tmp_path / "whole", one_cycle))
     whole.train()
@@ -108,7 +108,7 @@ def test_one_cycle_resumes(tmp_path):
 def test_torch_epoch_schedulers_are_rejected_in_iteration_based_training(tmp_path):
     changed = arguments(tmp_path, cosine, train_cfg=dict(by_epoch=False, max_iters=4))
     with pytest.raises(
-        ConfigError, match=r"CosineAnnealingLR steps after each epoch, but training is counted in"
+        ConfigError, match=r"CosineAnnealingLR steps after each epoch, but training is iteration-based"
     ):
         Runner(**changed).train()
     runner = Runner(**arguments(tmp_path / "by_iteration", cosine, False, train_cfg=changed["train_cfg"]))
@@ -143,7 +143,7 @@ def test_schedules_in_the_wrong_unit_are_reported(tmp_path, capfd):
         param_scheduler=dict(type="StepLR", step_size=1),
         train_cfg=dict(by_epoch=False, max_iters=3),
     )
-    assert "StepLR steps after each epoch, but training is counted in iterations" in text
+    assert "StepLR steps after each epoch, but training is iteration-based" in text
 
 
 def test_scheduler_objects_are_rejected_with_auto_scale_lr(tmp_path):

@@ -77,7 +77,7 @@ def assert_same(model, other, rtol=1e-5, atol=1e-6):
 
 @pytest.mark.parametrize("how", [None, GRAPH, dict(scope="model", backend="eager")])
 @pytest.mark.parametrize("options", [{}, dict(accumulate=3, clip_grad=dict(max_norm=0.2))])
-def test_matches_a_plain_training_loop(how, options):
+def test_accelerate_matches_a_plain_training_loop(how, options):
     hand, expected = by_hand(window=options.get("accumulate", 1), max_norm=options and 0.2)
     model, losses, step = train(compile=how, **options)
     assert type(step._step) is (GraphStep if how is GRAPH else EagerStep)
@@ -176,7 +176,7 @@ def test_batch_can_have_several_inputs(how):
 
 @pytest.mark.parametrize("batch", [torch.ones(3), (torch.ones(3),), {"x": torch.ones(3)}])
 @pytest.mark.parametrize("how", [None, GRAPH])
-def test_invalid_batch_raises_and_the_next_batch_is_trained(batch, how):
+def test_training_continues_after_an_invalid_batch(batch, how):
     model = net()
     step = accelerate(model, sgd(model), F.cross_entropy, dict(compile=how))
     with pytest.raises(
@@ -292,7 +292,7 @@ def test_state_dict_resumes_training_with_and_without_compile(before, after, sto
         ("gradients", {"a": 1}),
     ],
 )
-def test_error_names_the_invalid_state_and_nothing_changes(key, value):
+def test_error_names_the_invalid_state_and_leaves_the_step_unchanged(key, value):
     options = dict(accumulate=3, ema=dict(type="threshold", decay=0.9))
     _, _, step = train(batches()[:4], **options)
     saved = step.state_dict()
@@ -337,7 +337,7 @@ def test_last_accumulation_window_is_smaller_with_total_steps():
         (dict(compil=True), "speed.compil: no such option"),
     ],
 )
-def test_unsupported_options_raise_with_their_config_path(speed, message):
+def test_unsupported_option_error_contains_the_config_path(speed, message):
     model = net()
     with pytest.raises((ConfigError, slipstream.errors.UnknownNameError), match=message):
         accelerate(model, sgd(model), F.cross_entropy, speed)
@@ -364,7 +364,7 @@ def test_step_that_cannot_be_captured_as_a_single_graph_warns_once(caplog):
     assert_same(model, by_hand()[0], rtol=0, atol=0)
 
 
-def test_optimizer_with_a_different_first_step_steps_outside_the_graph():
+def test_optimizer_whose_first_step_differs_steps_outside_the_graph():
     hand, model = net(), net()
     makes = [SGD(m.parameters(), lr=0.1, momentum=0.9, dampening=0.5) for m in (hand, model)]
     step = accelerate(model, makes[1], F.cross_entropy, dict(compile=GRAPH))
@@ -405,9 +405,9 @@ def test_process_settings_are_restored_when_the_step_is_deleted(monkeypatch):
 def test_close_logs_the_compile_report(caplog):
     model = net()
     step = accelerate(model, SGD(model.parameters(), lr=0.1), F.cross_entropy, speed=dict(compile=GRAPH))
-    for _ in range(2):  # the first batch is trained eagerly
+    for _ in range(2):  # the first step runs eagerly
         step((torch.randn(4, 4), torch.tensor([0, 1, 2, 0])))
-    gc.collect()  # close steps that other tests left open
+    gc.collect()  # closes the steps that other tests left open
     with caplog.at_level("INFO", logger="slipstream"):
         step.close()
         step.close()
@@ -425,8 +425,17 @@ def test_close_logs_the_compile_report(caplog):
         (dict(loss_fn=3), "loss_fn: must be a function, not 3"),
     ],
 )
-def test_mismatched_model_optimizer_or_loss_raises(change, message):
+def test_mismatched_model_optimizer_or_loss_raises_an_error(change, message):
     model = net()
     given = dict(optimizer=SGD(model.parameters(), lr=0.1), loss_fn=F.cross_entropy) | change
     with pytest.raises(ConfigError, match=message):
         accelerate(model, **given)
+
+
+def test_parameters_outside_the_model_are_rejected_with_several_processes(monkeypatch):
+    model, head = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    accelerate(model, optimizer, F.cross_entropy)
+    monkeypatch.setattr("slipstream.speed.accelerate.get_world_size", lambda: 2)
+    with pytest.raises(ConfigError, match="optimizer: contains 2 of 4 parameters that are not in the model"):
+        accelerate(model, optimizer, F.cross_entropy)

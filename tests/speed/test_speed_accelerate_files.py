@@ -33,7 +33,7 @@ def parts(speed, seed=0):
 
 
 def epochs(step, schedule, numbers, path=None):
-    """Train for these epochs and save after each of them."""
+    """Train for the given epochs and save the state after each epoch."""
     for epoch in numbers:
         for batch in loader():
             log = step(batch)
@@ -44,7 +44,7 @@ def epochs(step, schedule, numbers, path=None):
 
 
 @pytest.mark.parametrize("options", [{}, COMPILED, dict(accumulate=3), dict(precision="fp16")], ids=str)
-def test_run_continues_exactly_from_a_file(tmp_path, options):
+def test_resumed_run_matches_an_uninterrupted_run(tmp_path, options):
     options = dict(options, ema=dict(type="threshold"))
     model, step, schedule = parts(options)
     loss = epochs(step, schedule, range(5), tmp_path)
@@ -54,7 +54,7 @@ def test_run_continues_exactly_from_a_file(tmp_path, options):
     assert saved["epoch"] == 1
     schedule.load_state_dict(saved["schedule"])
     again = epochs(resumed, schedule, range(saved["epoch"] + 1, 5))
-    # With a graph, the eager step trains the first two batches of a run, and its rounding is different.
+    # With a graph, the first two batches of a run still use the eager step, which rounds differently.
     exact = dict(rtol=1e-4, atol=1e-5) if options.get("compile") else dict(rtol=0, atol=0)
     torch.testing.assert_close(again, loss, **exact)
     torch.testing.assert_close(other.state_dict(), model.state_dict(), **exact)
@@ -68,14 +68,17 @@ def test_file_contains_the_weights_of_the_model(tmp_path):
     torch.testing.assert_close(content["state_dict"], dict(model.state_dict()), rtol=0, atol=0)
 
 
-def test_file_of_another_model_is_rejected_and_nothing_changes(tmp_path):
+def test_file_from_another_model_is_rejected_without_changing_the_step(tmp_path):
     _, step, schedule = parts({})
     epochs(step, schedule, [0], tmp_path)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
     other = accelerate(model, torch.optim.AdamW(model.parameters()), F.cross_entropy)
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    for name, message in [("0.pth", "0.pth: "), ("1.pth", "does not exist; did you mean '0.pth'")]:
+    for name, message in [
+        ("0.pth", "0.pth belongs to a different model: 0.weight"),
+        ("1.pth", "does not exist; did you mean '0.pth'"),
+    ]:
         with pytest.raises(CheckpointError, match=message):
             other.load(tmp_path / name)
     torch.save({"state_dict": model.state_dict()}, tmp_path / "weights.pth")
@@ -95,20 +98,90 @@ def test_values_that_cannot_be_loaded_are_rejected(tmp_path):
     assert not (tmp_path / "a.pth").exists()
 
 
+class Scaled(nn.Module):
+    """A loss with a parameter, and a buffer that counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, outputs, targets):
+        self.calls.add_(1)
+        return F.cross_entropy(outputs * self.scale, targets)
+
+
+def with_others(speed):
+    """Return a step whose optimizer contains a head and the loss's parameter, both outside the model."""
+    body, head, loss = nn.Linear(4, 8), nn.Linear(8, 4), Scaled()
+
+    class Body(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = body
+
+        def forward(self, inputs):
+            return head(self.body(inputs))
+
+    model = Body()
+    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters(), loss.scale], lr=0.1)
+    return (head, loss), accelerate(model, optimizer, loss, speed)
+
+
+@pytest.mark.parametrize("options", [{}, COMPILED], ids=str)
+def test_parameters_outside_the_model_and_the_state_of_the_loss_are_restored(tmp_path, options):
+    batches = [*loader(), *loader()]
+    torch.manual_seed(0)
+    (head, loss), step = with_others(options)
+    for batch in batches[:4]:
+        step(batch)
+    step.save(tmp_path / "a.pth")
+    expected = [step(batch)["loss"].item() for batch in batches[4:]]
+
+    torch.manual_seed(1)
+    (other_head, other_loss), other = with_others(options)
+    other.load(tmp_path / "a.pth")
+    assert [other(batch)["loss"].item() for batch in batches[4:]] == pytest.approx(expected, rel=1e-5)
+    assert loss.calls == other_loss.calls == 8
+    torch.testing.assert_close(other_loss.scale, loss.scale)
+    torch.testing.assert_close(other_head.state_dict(), head.state_dict())
+
+
+def test_file_without_or_with_other_tensors_outside_the_model(tmp_path):
+    _, step = with_others({})
+    state = step.state_dict()
+    with pytest.raises(CheckpointError, match="'other_tensors' has 1 entries, but 4 tensors"):
+        step.load_state_dict({**state, "other_tensors": state["other_tensors"][:1]})
+    with pytest.raises(CheckpointError, match=r"other_tensors\.0"):
+        step.load_state_dict({**state, "other_tensors": [torch.zeros(9)] * 4})
+    del state["other_tensors"]
+    with pytest.warns(UserWarning, match="does not contain the 4 tensors"):
+        step.load_state_dict(state)
+
+
 # ---- summary ----------------------------------------------------------------------------------------------
 
 
 def test_summary_reports_the_graph_and_the_options():
     _, step, _ = parts(dict(COMPILED, accumulate=2, ema=dict(type="threshold"), precision="bf16"))
-    assert "step: will be compiled as one graph at the second batch; 0 batches trained" in step.summary()
-    for batch in list(loader())[:3]:
+    assert "step: will be compiled as one graph at the second batch; trained on 0 batches" in step.summary()
+    for batch in [*loader(), *loader()][:5]:
         step(batch)
     text = step.summary()
-    assert "step: compiled as one graph; 3 batches trained" in text
+    assert "step: compiled as one graph; trained on 5 batches, 1 of them with the graph" in text
     assert "precision (speed.precision)" in text
     assert "accumulation: 2 batches per update; the current window is unfinished" in text
-    assert "average: 1 updates" in text
+    assert "average: 2 updates" in text
     assert "warning" not in text
+
+
+def test_summary_distinguishes_a_graph_that_is_still_compiled():
+    _, step, _ = parts(dict(compile=dict(scope="step", cache=False)))
+    for batch in loader():
+        step(batch)
+        assert step.inner.batches == 0
+    text = step.summary()
+    assert "step: eager until its graph is compiled; trained on 4 batches, 0 of them with the graph" in text
 
 
 def test_summary_reports_why_the_step_is_not_compiled():
@@ -123,7 +196,7 @@ def test_summary_reports_why_the_step_is_not_compiled():
     for batch in loader():
         step(batch)
     text = step.summary()
-    assert "step: eager, with a compiled model; 4 batches trained" in text
+    assert "step: eager, with a compiled model; trained on 4 batches" in text
     assert "warning: The step cannot be compiled as one graph" in text
     assert "outputs.sum().item() > 0" in text
 
@@ -133,6 +206,6 @@ def test_summary_of_an_eager_step_lists_the_options_that_auto_selects():
     step = accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy)
     step((torch.ones(2, 4), torch.tensor([0, 1])))
     text = step.summary()
-    assert "step: eager; 1 batch trained" in text
+    assert "step: eager; trained on 1 batch" in text
     assert "fused (auto: " in text
     assert "compile is off: compilation can take minutes" in text

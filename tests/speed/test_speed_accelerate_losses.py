@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from slipstream import accelerate
-from slipstream.errors import ConfigError, DataError, LossError
+from slipstream.errors import ConfigError, DataError, LossError, ModelError
 
 SPEEDS = [
     pytest.param({}, id="eager"),
@@ -254,7 +254,9 @@ def test_errors_describe_what_is_wrong():
         failing(nn.Linear(2, 2), None, loss_fn=F.mse_loss, compute_loss=F.mse_loss)
     with pytest.raises(ConfigError, match="compute_loss: must be a function"):
         failing(nn.Linear(2, 2), None, compute_loss=3)
-    model = nn.Linear(2, 2)
+    model, other = nn.Linear(2, 2), nn.Linear(2, 1)
+    with pytest.raises(ModelError, match="does not depend on any of the optimizer's parameters"):
+        failing(model, torch.ones(1, 2), compute_loss=lambda model, x: other(model(x).detach()).sum())
     with pytest.raises(ConfigError, match=r"optimizer: must be a torch\.optim\.Optimizer, not list"):
         accelerate(model, [torch.optim.SGD(model.parameters())])
 

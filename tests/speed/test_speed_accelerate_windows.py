@@ -1,4 +1,4 @@
-"""Accumulation windows that end with the loader (`accelerate(..., batches_per_epoch=)`), compared with plain loops."""
+"""Accumulation windows that end with each epoch (`accelerate(..., batches_per_epoch=)`), compared with plain loops."""
 
 import copy
 
@@ -77,9 +77,8 @@ def test_windows_end_with_each_epoch(compiled, count, window, epoch):
     data = batches(count)
     for batch in data:
         step(batch)
-    whole = (
-        count - count % epoch
-    )  # 8 batches with epochs of 3 end inside an epoch, and then also inside a window
+    # With 3 batches per epoch, 8 batches end inside an epoch and inside a window.
+    whole = count - count % epoch
     expected, average = by_hand(data[:whole] if count % epoch else data, window, epoch, 0.3, 0.8)
     assert_same(model.state_dict(), expected.state_dict())
     assert_same(dict(step.average.module.state_dict()), average)
@@ -87,7 +86,7 @@ def test_windows_end_with_each_epoch(compiled, count, window, epoch):
 
 
 @pytest.mark.parametrize("compiled", [{}, COMPILED], ids=["eager", "compiled"])
-def test_last_window_of_the_run_is_smaller_inside_an_epoch(compiled):
+def test_last_window_of_a_run_that_ends_inside_an_epoch_is_smaller(compiled):
     model, data = net(), batches(8)
     ema = dict(type="exp", decay=0.9)
     options = dict(accumulate=3, ema=ema, **compiled)
@@ -101,7 +100,7 @@ def test_last_window_of_the_run_is_smaller_inside_an_epoch(compiled):
 
 @pytest.mark.parametrize("compiled", [{}, COMPILED], ids=["eager", "compiled"])
 @pytest.mark.parametrize("stop", [6, 7, 9])
-def test_resumes_inside_and_at_the_end_of_a_smaller_window(compiled, stop, tmp_path):
+def test_run_resumes_inside_and_at_the_end_of_a_smaller_window(compiled, stop, tmp_path):
     options, data = dict(accumulate=4, **compiled), batches(14)
     expected, _ = by_hand(data, 4, 7)
     model = net()
@@ -121,7 +120,7 @@ def test_resumes_inside_and_at_the_end_of_a_smaller_window(compiled, stop, tmp_p
 
 
 @pytest.mark.parametrize("value", [0, -3, 2.5, "7"])
-def test_invalid_numbers_of_batches_raise(value):
+def test_invalid_numbers_of_batches_raise_an_error(value):
     model = net()
     with pytest.raises(ConfigError, match="batches_per_epoch"):
         accelerate(model, sgd(model), F.cross_entropy, batches_per_epoch=value)

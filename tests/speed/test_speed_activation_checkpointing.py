@@ -31,7 +31,7 @@ def fresh_compiler():
 
 
 class Bottleneck(nn.Module):
-    """A block with a keyword argument that returns a tuple and counts its eager forward calls."""
+    """A block that has a keyword argument, returns a tuple and counts its eager forward calls."""
 
     def __init__(self, dropout, momentum):
         super().__init__()
@@ -229,7 +229,7 @@ def test_checkpoint_activations_is_idempotent():
     assert model.blocks[0].calls == 2
 
 
-def test_user_wrapped_forward_is_called():
+def test_forward_that_the_user_has_wrapped_is_called():
     model, seen = Net(), []
     inner = model.blocks[0].forward
     model.blocks[0].forward = lambda *args, **kwargs: seen.append(1) or inner(*args, **kwargs)
@@ -369,14 +369,14 @@ def test_blocks_are_selected_by_name_class_or_repetition(names, blocks):
         (["blocks.0", "Net"], "no module name or class in the model matches 'Net'"),
     ],
 )
-def test_unknown_block_name_raises_and_does_not_change_the_model(names, message):
+def test_unknown_block_name_raises_an_error_and_does_not_change_the_model(names, message):
     model = Net()
     with pytest.raises(ConfigError, match=message):
         checkpoint_activations(model, ActivationCheckpointingOptions(names))
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_model_without_repeated_blocks_raises():
+def test_model_without_repeated_blocks_raises_an_error():
     with pytest.raises(ConfigError, match="the model has no repeated blocks; list the blocks"):
         checkpoint_activations(nn.Sequential(nn.Linear(2, 2)), ActivationCheckpointingOptions())
 
@@ -400,13 +400,13 @@ def test_activation_checkpointing_is_read_from_a_config():
         (
             {"modules": "a"},
             ConfigError,
-            r"activation_checkpointing.modules: must be list\[str\] or None, not 'a'",
+            r"activation_checkpointing.modules: must be a list\[str\] or None, not 'a'",
         ),
-        ([1], ConfigError, r"activation_checkpointing.modules: must be list\[str\] or None, not \[1\]"),
+        ([1], ConfigError, r"activation_checkpointing.modules: must be a list\[str\] or None, not \[1\]"),
         (3, ConfigError, "activation_checkpointing: must be a dict"),
         ("layer1", ConfigError, "activation_checkpointing: must be a dict"),
     ],
 )
-def test_invalid_activation_checkpointing_raises(value, error, message):
+def test_invalid_activation_checkpointing_raises_an_error(value, error, message):
     with pytest.raises(error, match=message):
         read_activation_checkpointing(value)

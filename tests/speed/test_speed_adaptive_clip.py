@@ -67,10 +67,10 @@ def test_nonfinite_and_zero_gradients_are_not_clipped():
         (dict(clip=0.1), UnknownNameError, "did you mean 'clip_factor'"),
         (dict(clip_factor=0.0), ConfigError, "speed.adaptive_clip.clip_factor: must be positive, not 0.0"),
         (dict(eps=-1.0), ConfigError, "speed.adaptive_clip.eps: must be positive"),
-        (dict(exclude="head"), ConfigError, "speed.adaptive_clip.exclude: must be list"),
+        (dict(exclude="head"), ConfigError, "speed.adaptive_clip.exclude: must be a list"),
     ],
 )
-def test_invalid_value_raises_with_its_config_path(value, kind, message):
+def test_invalid_value_error_contains_the_config_path(value, kind, message):
     with pytest.raises(kind, match=message):
         SpeedPlan.read(dict(adaptive_clip=value))
 

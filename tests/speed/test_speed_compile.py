@@ -66,10 +66,10 @@ def test_compile_keeps_parameters_and_their_names():
     Net().load_state_dict(model.state_dict())
 
 
-def test_outputs_of_a_cuda_graph_inside_objects_are_copied(monkeypatch):
+def test_cuda_graph_outputs_inside_objects_are_copied(monkeypatch):
     static = torch.zeros(2)
 
-    def replay(x):  # as a CUDA graph, writes its outputs to the same memory
+    def replay(x):  # like a CUDA graph, writes its outputs to the same memory
         static.copy_(x)
         return [ModelOutput(logits=static), Output(static)]
 
@@ -102,7 +102,7 @@ def test_compiled_model_can_be_copied_and_pickled():
     torch.testing.assert_close(model(x, y), expected)
 
 
-def test_copied_model_still_runs_compiled():
+def test_copied_model_remains_compiled():
     model, counting = Net(), Backend()
     compile_model(model, CompileOptions(counting), pytest.fail)
     copy.deepcopy(model)
@@ -233,7 +233,7 @@ SIZES = {
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("last", [3, 1])
 @pytest.mark.parametrize(("dynamic", "most"), [(None, 5), (True, 4)])
-def test_varying_batch_and_image_sizes_need_few_graphs(dynamic, most, last, sizes):
+def test_varying_batch_and_image_sizes_require_few_graphs(dynamic, most, last, sizes):
     model, warnings, report = Pixels(), [], CompileReport()
     eager = copy.deepcopy(model)
     compile_model(model, CompileOptions("eager", dynamic=dynamic), warnings.append)
@@ -311,8 +311,8 @@ def test_compile_is_read_from_a_config():
     ("value", "error", "message"),
     [
         ({"mod": "default"}, UnknownNameError, "compile.mod: no such option; did you mean 'mode'?"),
-        ({"fullgraph": "yes"}, ConfigError, "compile.fullgraph: must be bool, not 'yes'"),
-        ({"mode": 3}, ConfigError, "compile.mode: must be str or None, not 3"),
+        ({"fullgraph": "yes"}, ConfigError, "compile.fullgraph: must be a bool, not 'yes'"),
+        ({"mode": 3}, ConfigError, "compile.mode: must be a str or None, not 3"),
         (
             {"scope": "net"},
             ConfigError,
@@ -324,7 +324,7 @@ def test_compile_is_read_from_a_config():
             ConfigError,
             "compile.budget: must be a duration such as 5m, 90s or 1h30m, not 'soon'",
         ),
-        ({"cache": 3}, ConfigError, "compile.cache: must be bool or str, not 3"),
+        ({"cache": 3}, ConfigError, "compile.cache: must be a bool or str, not 3"),
         ({"backend": "inductr"}, ConfigError, "compile.backend: 'inductr' is not a backend of torch.compile"),
         (
             "inductor",
@@ -343,7 +343,7 @@ def test_compile_is_read_from_a_config():
         ),
     ],
 )
-def test_invalid_compile_options_raise(value, error, message):
+def test_invalid_compile_options_raise_an_error(value, error, message):
     with pytest.raises(error) as caught:
         read_compile(value)
     assert str(caught.value).startswith(message)

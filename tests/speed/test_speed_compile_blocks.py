@@ -170,7 +170,7 @@ def test_blocks_are_found_by_name_class_or_repetition(names, expected):
         (Net(), [], "compile.blocks: Net has no repeated blocks; set compile.blocks or use scope='model'"),
     ],
 )
-def test_unknown_blocks_raise(model, names, message):
+def test_unknown_blocks_raise_an_error(model, names, message):
     with pytest.raises(ConfigError) as caught:
         compile_model(model, CompileOptions("eager", scope="block", blocks=names), pytest.fail)
     assert str(caught.value) == message

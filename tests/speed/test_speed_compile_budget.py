@@ -1,4 +1,4 @@
-"""Compilation of a model ends at its time limit, and the model then runs eagerly or with compiled blocks."""
+"""Compilation of a model is stopped at its time limit. The model then runs eagerly or with compiled blocks."""
 
 import copy
 import os
@@ -74,7 +74,7 @@ def test_training_continues_eagerly_during_the_compilation():
     assert compiled_scope(None, model) == "model"
 
 
-def test_model_without_blocks_runs_eagerly_beyond_the_limit_with_one_warning():
+def test_model_without_blocks_runs_eagerly_after_the_limit_with_one_warning():
     model, warnings, backend = Net(), [], Slow()
     eager = copy.deepcopy(model)
     compile_model(model, CompileOptions(backend, budget=0.5, wait=True), warnings.append)
@@ -194,8 +194,8 @@ def train_twice_per_update(model, data):
 
 
 @pytest.mark.parametrize("ready", [0, 1, 2, 3])
-def test_checkpointed_blocks_are_recomputed_in_the_same_way_as_in_the_forward_pass(monkeypatch, ready):
-    """This also holds if the compilation ends, or the limit is reached, between two forward passes before an update."""
+def test_checkpointed_blocks_are_recomputed_with_the_code_of_the_forward_pass(monkeypatch, ready):
+    """Recomputation uses the same code even if the compilation ends or reaches its limit between two forward passes."""
 
     class Ends:
         exceeded, asked = False, 0
@@ -224,7 +224,7 @@ def test_checkpointed_blocks_are_recomputed_in_the_same_way_as_in_the_forward_pa
     torch.testing.assert_close(model.state_dict(), eager.state_dict(), rtol=1e-5, atol=1e-6)
 
 
-def test_no_further_graph_is_compiled_in_this_process_beyond_the_limit():
+def test_no_further_graph_is_compiled_in_this_process_after_the_limit():
     model, backend = Net(), Backend()
     compile_model(model, CompileOptions(backend, dynamic=False, budget=30, wait=True), pytest.fail)
     data = batches(3)

@@ -21,7 +21,7 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 @pytest.fixture(autouse=True)
 def private_folders(monkeypatch, tmp_path):
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv(VARIABLE, "")  # monkeypatch restores it after the test
+    monkeypatch.setenv(VARIABLE, "")  # monkeypatch restores the variable after the test
     monkeypatch.delenv(VARIABLE)
 
 
@@ -125,7 +125,7 @@ def test_folder_of_another_user_is_not_used(monkeypatch):
     assert "belongs to another user" in warnings[0]
 
 
-def test_folder_that_cannot_be_created_warns_once_or_raises_if_configured(tmp_path, monkeypatch):
+def test_folder_that_cannot_be_created_warns_once_or_raises_an_error_if_configured(tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(file))

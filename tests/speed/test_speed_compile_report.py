@@ -128,7 +128,7 @@ def test_only_compilations_between_start_and_finish_count():
     summary = reported(lambda: module(torch.ones(3)))
     module(torch.ones(2, dtype=torch.int64))
     assert sum(summary.breaks.values()) == 1
-    assert sum(summary.recompiles.values()) == 2  # one before the break, one after it
+    assert sum(summary.recompiles.values()) == 2  # one before the graph break, one after it
     assert not torch._dynamo.callback.callback_handler.start_callbacks
 
 
@@ -165,7 +165,7 @@ def test_skipped_cuda_graphs_are_counted_with_their_reasons():
     assert "2 skipped CUDA graphs" in summary.text()
 
 
-def test_finish_without_start_raises():
+def test_finish_without_start_raises_an_error():
     report = CompileReport()
     with pytest.raises(RuntimeError, match="start"):
         report.finish()
@@ -204,7 +204,7 @@ class Outer(nn.Module):
         return self.inner(x)
 
 
-def test_failure_names_the_user_line_below_torch_modules():
+def test_failure_names_the_line_of_user_code_inside_torch_modules():
     expected = f'at {line(Printing, 2)}: `print("between two graphs")`'
     assert explain_failure(failure(Outer, torch.ones(2))) == (
         f"Unsupported: Failed to trace builtin operator, {expected}"

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-import torch._inductor.lowering  # some decompositions require it
+import torch._inductor.lowering  # some decompositions require this import
 import torch.nn.functional as F
 from torch import nn
 from torch._inductor.decomposition import select_decomp_table
@@ -124,13 +124,12 @@ def test_residual_net_is_channels_last_without_copies_of_activations():
     assert len(convolutions(module)) == 10
     assert all(value.is_contiguous(memory_format=LAST) for n in convolutions(module) for value in operands(n))
     clones = module.graph.find_nodes(op="call_function", target=ATEN.clone.default)
-    assert {n.args[0].op for n in clones} == {
-        "placeholder"
-    }  # one copy of each weight for both forward and backward
+    # one copy of each weight for both forward and backward
+    assert {n.args[0].op for n in clones} == {"placeholder"}
     assert len(clones) == 5
 
 
-def test_1x1_convolutions_are_matrix_products():
+def test_1x1_convolutions_become_matrix_products():
     module, _ = traced(pixelwise(), torch.randn(2, 3, 12, 12))
     lay_out_convolutions(module.graph)
     assert convolutions(module) == []
@@ -179,7 +178,7 @@ def test_compiled_code_with_the_pass_can_be_cached():
     pickle.dumps(LayOutConvolutions().uuid())
 
 
-def test_other_devices_keep_inductors_layouts():
+def test_inductor_chooses_the_layouts_on_other_devices():
     assert inductor_options("cuda") == {}
     assert inductor_options("cpu")["layout_optimization"] is False
 

@@ -30,7 +30,7 @@ def test_ema_can_be_disabled(value):
 
 
 @pytest.mark.parametrize("value", [True, {}, EmaOptions()])
-def test_true_selects_the_supergradients_average(value):
+def test_ema_true_selects_the_supergradients_average(value):
     assert read_ema(value) == EmaOptions()
     average = build(value)
     assert isinstance(average, ScheduledEMA)
@@ -69,7 +69,7 @@ def test_swa_is_the_arithmetic_mean():
         (3, r"^ema: must be a dict"),
         ("exp", r"^ema: must be a dict"),
         (dict(deacy=0.9), r"^ema\.deacy: .*'decay'"),
-        (dict(decay="0.9"), r"^ema\.decay: must be finite float"),
+        (dict(decay="0.9"), r"^ema\.decay: must be a finite float"),
         (dict(decay=0.0), r"^ema\.decay: must be between 0 and 1, not 0.0"),
         (dict(decay=1), r"^ema\.decay: must be between 0 and 1, not 1"),
         (dict(decay=-0.5), r"^ema\.decay: must be between"),
@@ -78,14 +78,14 @@ def test_swa_is_the_arithmetic_mean():
         (dict(beta=-1), r"^ema\.beta: must be positive"),
         (dict(type="swa", decay=0.9), r"^ema\.decay: does not apply to type 'swa'"),
         (dict(type="swa", beta=1), r"^ema\.beta: does not apply to type 'swa'"),
-        (dict(interval=0), r"^ema\.interval: must be int of at least 1"),
-        (dict(begin_iter=-1), r"^ema\.begin_iter: must be int of at least 0"),
-        (dict(begin_epoch=-2), r"^ema\.begin_epoch: must be int of at least 0"),
+        (dict(interval=0), r"^ema\.interval: must be an int of at least 1"),
+        (dict(begin_iter=-1), r"^ema\.begin_iter: must be an int of at least 0"),
+        (dict(begin_epoch=-2), r"^ema\.begin_epoch: must be an int of at least 0"),
         (dict(begin_iter=1, begin_epoch=1), r"^ema\.begin_epoch: .*not both"),
         (dict(momentum=0.1), r"^ema\.momentum: .*decay"),
         (dict(momentum=0.1, decay=0.9), r"^ema\.momentum: .*decay"),
     ],
 )
-def test_invalid_ema_options_raise_with_their_key(value, message):
+def test_invalid_ema_option_error_names_the_key(value, message):
     with pytest.raises(ConfigError, match=message):
         read_ema(value)

@@ -75,10 +75,10 @@ def test_recomputed_blocks_are_counted_once():
     net = Net()
     checkpoint_activations(net, ActivationCheckpointingOptions(modules=["block"]))
     assert training_flops(net, without_data(batch()), loss_of) == expected(2)
-    loss_of(net, batch()).backward()  # the model itself still works
+    loss_of(net, batch()).backward()  # the model is unchanged and still works
 
 
-def test_shapes_do_not_keep_the_tensors_of_the_batch():
+def test_recorded_shapes_do_not_keep_the_tensors_of_the_batch_alive():
     shapes = without_data({"inputs": torch.randn(2, 3), "names": ["a", "b"]})
     assert not any(isinstance(value, torch.Tensor) for value in shapes.values())
     assert shapes["names"] == ["a", "b"]

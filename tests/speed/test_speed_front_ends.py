@@ -99,7 +99,7 @@ def test_existing_wrapper_sets_options_without_reading_its_device():
         (5, False),
     ],
 )
-def test_only_configs_of_known_wrappers_are_plain(wrapper, plain):
+def test_only_optimizers_and_configs_of_known_wrappers_count_as_plain(wrapper, plain):
     assert is_plain_wrapper(wrapper) is plain
     assert SpeedPlan.read(optim_wrapper=wrapper).accumulate == 1
 
@@ -182,7 +182,7 @@ def test_parallel_and_model_wrapper_cfg_set_the_same_option(cfg, kind, wrapper):
         (dict(activation_checkpointing=[]), None),
     ],
 )
-def test_invalid_cfg_value_raises_with_its_config_path(cfg, message):
+def test_invalid_cfg_value_error_contains_the_config_path(cfg, message):
     if message is None:
         assert SpeedPlan.read(cfg=cfg) == SpeedPlan()
         return
@@ -269,7 +269,7 @@ def test_beta_is_read_only_for_type_exp(kind, beta):
         ("fast", "training_params: must be a dict"),
     ],
 )
-def test_invalid_training_params_raise_with_their_config_path(params, message):
+def test_invalid_training_params_error_contains_the_config_path(params, message):
     with pytest.raises(ConfigError, match=message):
         SpeedPlan.read(training_params=params)
 
@@ -302,12 +302,12 @@ def test_invalid_training_params_raise_with_their_config_path(params, message):
         ),
     ],
 )
-def test_conflicting_front_ends_are_both_named(front_ends, message):
+def test_conflict_error_names_both_front_ends(front_ends, message):
     with pytest.raises(ConfigError, match=message):
         SpeedPlan.read(**front_ends)
 
 
-def test_equal_settings_of_two_front_ends_keep_the_first_config_path():
+def test_first_config_path_is_kept_if_two_front_ends_set_the_same_value():
     plan = SpeedPlan.read(
         dict(precision="bf16", accumulate=2, sync_bn=True, compile=True),
         cfg=dict(sync_bn="torch", compile=dict(backend="inductor")),

@@ -1,4 +1,4 @@
-"""The `fused` option: equal results, resuming with and without it, and overflows with a loss scale."""
+"""The `fused` option: equal results, resuming with and without fused kernels, and overflows with a loss scale."""
 
 import copy
 import math
@@ -64,7 +64,7 @@ def test_fused_accepts_true_false_and_none(value):
 
 
 @pytest.mark.parametrize("value", ["yes", 1, {}, "fused"])
-def test_invalid_fused_raises(value):
+def test_invalid_fused_raises_an_error(value):
     with pytest.raises(ConfigError, match=r"^fused: must be True, False or None"):
         read_fused(value)
 
@@ -82,16 +82,15 @@ def test_fused_steps_match_unfused_steps(name, wanted):
 
 
 @by_kind
-def test_fuse_equals_building_with_fused(name):
+def test_fusing_an_optimizer_equals_building_it_with_fused_kernels(name):
     built, net = make_net(), make_net()
     optimizer = make(name, net)
     fuse(optimizer, True)
     theirs = make(name, built, fused=True)
     assert optimizer.defaults == theirs.defaults
     assert optimizer._step_supports_amp_scaling is True
-    assert (
-        getattr(theirs, "_step_supports_amp_scaling", True) is True
-    )  # Adagrad in torch 2.11 does not set it
+    # torch 2.11's Adagrad does not set this attribute
+    assert getattr(theirs, "_step_supports_amp_scaling", True) is True
     train(OptimWrapper(theirs), built, batches(5))
     train(OptimWrapper(optimizer), net, batches(5))
     for a, b in zip(net.parameters(), built.parameters(), strict=True):
@@ -129,7 +128,7 @@ def test_existing_optimizer_can_be_fused():
 
 
 @pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.NAdam, RMSpropTF])
-def test_class_without_fused_kernels_is_skipped_or_raises(kind):
+def test_class_without_fused_kernels_is_skipped_or_raises_an_error(kind):
     optimizer = kind(make_net().parameters(), lr=0.1)
     before = copy.deepcopy(optimizer.defaults)
     assert fuse(optimizer, None) is False
@@ -149,7 +148,7 @@ def test_class_without_fused_kernels_is_skipped_or_raises(kind):
         (torch.zeros(2), {"foreach": True}, "the optimizer has foreach=True"),
     ],
 )
-def test_unsupported_parameters_are_skipped_or_raise(param, options, reason):
+def test_unsupported_parameters_are_skipped_or_raise_an_error(param, options, reason):
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1)), nn.Parameter(param)], **options)
     assert fuse(optimizer, None) is False
     with pytest.raises(ConfigError, match=f"^fused: .*{reason}"):
@@ -164,7 +163,7 @@ def test_sharded_parameters_are_fused_if_supported(monkeypatch):
         fuse(make("SGD", make_net()), True)
 
 
-def test_device_without_fused_kernels_is_not_fused(monkeypatch):
+def test_optimizer_is_not_fused_on_a_device_without_fused_kernels(monkeypatch):
     monkeypatch.setattr(
         torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda op, key: op != "aten::_fused_sgd_"
     )
@@ -295,7 +294,7 @@ def test_parameter_unfrozen_later_has_its_own_first_step():
     assert_close(*trained)
 
 
-def test_dampening_skips_steps_on_the_host():
+def test_overflow_with_dampening_is_skipped_on_the_host():
     trained = []
     for fused in (False, True):
         net = make_net()

@@ -1,4 +1,4 @@
-"""Gradient centralization matches a plain loop that subtracts the means of gradients."""
+"""Gradient centralization matches a plain loop that subtracts the mean from each gradient."""
 
 import pytest
 import torch
@@ -54,10 +54,10 @@ def test_centralized_gradients_have_zero_mean_rows():
     [
         ("yes", ConfigError, "speed.gradient_centralization: must be a dict"),
         (dict(conv_onyl=True), UnknownNameError, "did you mean 'conv_only'"),
-        (dict(conv_only=1.5), ConfigError, "speed.gradient_centralization.conv_only: must be bool"),
+        (dict(conv_only=1.5), ConfigError, "speed.gradient_centralization.conv_only: must be a bool"),
     ],
 )
-def test_invalid_value_raises_with_its_config_path(value, kind, message):
+def test_invalid_value_error_contains_the_config_path(value, kind, message):
     with pytest.raises(kind, match=message):
         SpeedPlan.read(dict(gradient_centralization=value))
 

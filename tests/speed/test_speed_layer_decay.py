@@ -46,7 +46,7 @@ def test_layer_decay_in_a_runner_matches_a_plain_loop(how, tmp_path):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_user_scheduler_is_kept(how):
+def test_scheduler_set_by_the_user_is_kept(how):
     torch._dynamo.reset()
     model, hand = Net(), Net()
     optimizer = sgd(model.parameters())
@@ -88,7 +88,7 @@ def depths_of(model, layers=None):
     return {name: round(-torch.tensor(factor).log2().item()) for name, factor in factors.items()}
 
 
-def test_outermost_blocks_are_layers_and_others_belong_to_the_previous_one():
+def test_outermost_blocks_are_layers_and_other_modules_belong_to_the_previous_layer():
     found = depths_of(Stages())
     assert found["token"] == 5
     assert found["stages.0.0.0.weight"] == found["stages.0.1.0.bias"] == 4
@@ -186,11 +186,11 @@ def test_accepted_optimizers_match_manual_learning_rates(name):
 
 
 @pytest.mark.parametrize("name", sorted(NOT_PROPORTIONAL.keys() - {"LBFGS"}))
-def test_rejected_optimizers_raise_because_results_differ(name, monkeypatch):
+def test_rejected_optimizers_raise_an_error_because_results_differ(name, monkeypatch):
     kind, options = getattr(torch.optim, name), dict(lr=0.01) | NOT_PROPORTIONAL[name]
     with pytest.raises(ConfigError, match=f"speed.layer_decay: the update of {name} is not .*paramwise_cfg"):
         decayed(kind, options)
-    if name == "Rprop":  # with the default bounds, the step size reaches its limit only after many steps
+    if name == "Rprop":  # with the default bounds, Rprop reaches a step size limit only after many steps
         options["step_sizes"] = (1e-6, 0.011)
     monkeypatch.setattr("slipstream.speed.layer_decay.scales_with_lr", lambda optimizer: True)
     found, expected = decayed(kind, options), rates_by_hand(kind, options)
@@ -231,12 +231,12 @@ def test_third_party_optimizers_are_probed():
         (dict(layers=[]), ConfigError, "speed.layer_decay.layers: must not be empty"),
     ],
 )
-def test_invalid_value_raises_with_its_config_path(value, kind, message):
+def test_invalid_value_error_contains_the_config_path(value, kind, message):
     with pytest.raises(kind, match=message):
         SpeedPlan.read(dict(layer_decay=value))
 
 
-def test_model_without_blocks_and_unknown_names_raise():
+def test_model_without_blocks_and_unknown_names_raise_an_error():
     model = nn.Sequential(nn.Linear(4, 3))
     with pytest.raises(ConfigError, match=r"speed\.layer_decay\.layers: the model has no repeated blocks"):
         accelerate(model, sgd(model.parameters()), nn.functional.cross_entropy, dict(layer_decay=True))

@@ -172,11 +172,8 @@ def test_volumes_and_layers_without_weights_are_supported():
 
 def test_averages_of_mixed_formats_match():
     results = []
-    for before in (
-        None,
-        False,
-        True,
-    ):  # None: no conversion; True or False: before or after the average is created
+    # None: no conversion. True: conversion before the average is created. False: conversion after it is created.
+    for before in (None, False, True):
         model = Net()
         if before:
             to_channels_last(model)
@@ -222,7 +219,7 @@ def test_checkpoint_in_the_other_format_resumes_with_the_same_results(kind, fuse
     assert_close(reader.state_dict(), writer.state_dict())
 
 
-def test_converted_states_are_the_same_tensors():
+def test_converted_states_remain_the_same_tensor_objects():
     model = laid_out()
     _, optimizer = train(model, data=batches(2))
     lay_out_states(optimizer)

@@ -130,7 +130,7 @@ def test_nan_loss_without_gradient_is_skipped(accumulate):
     assert guarded[2].read() == 1
 
 
-def test_poison_changes_at_most_one_parameter_and_removes_its_hook():
+def test_poison_changes_at_most_one_parameter_and_removes_its_own_hook():
     net = Net()
     guard = StepGuard(net, torch.device("cpu"))
     for value, broken in ((1.0, 0), (NAN, 1), (1.0, 0)):
@@ -269,7 +269,7 @@ def test_too_many_consecutive_skips_stop_the_run():
         guard.read()
 
 
-def test_skip_count_is_traceable_and_read_resets_only_the_total():
+def test_skip_count_can_be_traced_and_reading_resets_only_the_total():
     count = SkipCount(torch.device("cpu"))
     add = torch.compile(count.add, backend="aot_eager", fullgraph=True)
     for finite in (True, False, False, True, False, False, False):
@@ -282,7 +282,7 @@ def test_skip_count_is_traceable_and_read_resets_only_the_total():
 # ---- parsing ---------------------------------------------------------------------------------------
 
 
-def test_values_are_read():
+def test_option_values_are_read():
     assert read_nan_guard(None) is read_nan_guard(False) is None
     assert read_nan_guard(True) == read_nan_guard("stop") == NanGuardOptions()
     assert read_nan_guard("skip") == NanGuardOptions("skip")
@@ -296,10 +296,10 @@ def test_values_are_read():
         (3, "nan_guard: "),
         (dict(action="leave"), "nan_guard.action: "),
         (dict(locat=True), "nan_guard.locat: .*'locate'"),
-        (dict(max_skipped=0), "nan_guard.max_skipped: must be int of at least 1"),
+        (dict(max_skipped=0), "nan_guard.max_skipped: must be an int of at least 1"),
     ],
 )
-def test_invalid_values_raise_with_their_config_path(value, message):
+def test_invalid_value_error_contains_the_config_path(value, message):
     with pytest.raises(ConfigError, match=message):
         read_nan_guard(value)
 

@@ -1,4 +1,4 @@
-"""The pass sends buckets during backward, regardless of their order in the trace."""
+"""The graph pass sends gradient buckets during backward, regardless of their order in the trace."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""Options that are parts of the step: order, insertion and unsupported combinations."""
+"""Options that are implemented as step parts: order, insertion and unsupported combinations."""
 
 import pytest
 import torch
@@ -90,13 +90,13 @@ class OwnStep(Net):
         return {"loss": loss.detach()}
 
 
-def test_model_with_train_step_runs_before_and_after_update(tmp_path):
+def test_before_and_after_update_run_for_a_model_that_overrides_train_step(tmp_path):
     around = {name: value for name, value in ALL.items() if name != "sam"}
     found, _ = run(tmp_path, "eager", model=OwnStep(), **around)
     assert_equal(found, by_hand(change=changed, groups=per_layer()))
 
 
-def test_sam_with_an_overridden_train_step_raises(tmp_path):
+def test_sam_with_an_overridden_train_step_raises_an_error(tmp_path):
     with pytest.raises(
         ConfigError, match=r"speed\.sam: this option and OwnStep\.train_step both compute the gradients"
     ):
@@ -114,7 +114,7 @@ class TwoOptimizers(OwnStep):
         return {"loss": loss.detach()}
 
 
-def test_each_of_several_optimizers_has_separate_parts(tmp_path):
+def test_each_of_several_optimizers_has_its_own_parts(tmp_path):
     model = TwoOptimizers()
     head = list(model.head.parameters())
     body = [param for param in model.parameters() if all(param is not other for other in head)]
@@ -148,7 +148,7 @@ class CallsByName(Ignores):
 
 
 @pytest.mark.parametrize(("kind", "method"), [(Ignores, "step"), (IgnoresLater, "update_params")])
-def test_wrapper_that_ignores_parts_raises(kind, method, tmp_path):
+def test_wrapper_that_ignores_parts_raises_an_error(kind, method, tmp_path):
     model = Net()
     message = rf"speed\.gradient_centralization: .*{kind.__name__}\.{method} overrides .* call super\(\)\.{method}\(\)"
     with pytest.raises(ConfigError, match=message):
@@ -170,7 +170,7 @@ def test_wrapper_that_calls_the_parts_is_accepted(kind, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["gradient_centralization", "adaptive_clip", "sam"])
-def test_sparse_gradients_raise_with_the_module_name(option):
+def test_sparse_gradient_error_names_the_module(option):
     model = nn.Sequential(nn.Embedding(4, 3, sparse=True))
     optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(

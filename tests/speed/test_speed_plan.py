@@ -1,4 +1,4 @@
-"""`SpeedPlan`: reading `speed=`, the choices of `auto`, and invalid plans."""
+"""`SpeedPlan`: reading `speed=`, the options that `auto` selects, and invalid plans."""
 
 import pytest
 import torch
@@ -99,7 +99,7 @@ def test_none_means_not_set_except_for_fused():
         (dict(gc="often"), "speed.gc"),
     ],
 )
-def test_invalid_value_raises_with_its_config_path(speed, message):
+def test_invalid_value_error_contains_the_config_path(speed, message):
     with pytest.raises(ConfigError, match=message):
         SpeedPlan.read(speed)
 
@@ -157,11 +157,11 @@ def test_explicit_option_overrides_auto(front_end):
     assert not explicit.notes
 
 
-def test_without_auto_no_option_is_added():
+def test_no_option_is_added_without_auto():
     assert plan(dict(precision="fp32"), H100) == SpeedPlan.read(dict(precision="fp32"))
 
 
-def test_every_choice_is_an_option_with_a_reason():
+def test_every_choice_of_auto_is_an_option_and_has_a_reason():
     for capabilities in (CPU, H100, V100):
         for choice in choose(capabilities):
             assert choice.option in SpeedPlan.options()
@@ -216,7 +216,7 @@ def test_error_for_invalid_plan_contains_config_path_and_remedy(speed, capabilit
         (dict(compile=dict(scope="step"), accumulate=4, sync_bn=True), CPU),
     ],
 )
-def test_valid_plan_does_not_raise(speed, capabilities):
+def test_valid_plan_does_not_raise_an_error(speed, capabilities):
     assert plan(speed, capabilities) == SpeedPlan.read(speed)
 
 
@@ -226,7 +226,7 @@ def test_error_names_the_config_path_of_the_option():
         plan(None, cfg=cfg)
 
 
-def test_option_without_effect_is_kept_and_reported():
+def test_option_without_effect_remains_in_the_plan_and_is_reported():
     words = dict(precision="tf32", cudnn_benchmark=True, expandable_segments=True, prefetch=2, sync_bn=True)
     on_cpu = plan(words)
     assert on_cpu == SpeedPlan.read(words)
@@ -234,7 +234,7 @@ def test_option_without_effect_is_kept_and_reported():
     assert list(idle(plan(words, H100), H100)) == []
 
 
-def test_tables_contain_only_existing_options():
+def test_option_tables_contain_only_existing_options():
     assert {refusal.option for refusal in REFUSED} | {option for option, _, _ in IDLE} <= set(
         SpeedPlan.options()
     )

@@ -24,7 +24,7 @@ from slipstream.speed.precision import PrecisionOptions, convert_to_fp8, read_pr
         ("fp8", "fp8", torch.bfloat16),
     ],
 )
-def test_values_are_read(word, name, dtype):
+def test_option_values_are_read(word, name, dtype):
     how = read_precision(word)
     assert how == PrecisionOptions(name)
     assert how.autocast_dtype == dtype
@@ -44,7 +44,7 @@ def test_none_disables_precision():
         (dict(name="bf16"), "must be one of"),
     ],
 )
-def test_invalid_values_raise_with_their_config_path(value, message):
+def test_invalid_value_error_contains_the_config_path(value, message):
     with pytest.raises(ConfigError, match=f"^precision: .*{message}"):
         read_precision(value)
 
@@ -71,7 +71,7 @@ def test_tf32_restores_user_settings_after_an_error():
         torch.backends.cudnn.conv.fp32_precision = "tf32"
 
 
-def test_older_settings_are_readable_after_tf32():
+def test_older_tf32_settings_remain_readable_after_the_context():
     with tf32():
         pass
     assert torch.get_float32_matmul_precision() == "highest"
@@ -129,24 +129,24 @@ def test_linear_layers_with_valid_sizes_are_converted(hopper):
     assert hopper == ["wide"]
 
 
-def test_model_without_convertible_layers_raises(hopper):
+def test_model_without_convertible_layers_raises_an_error(hopper):
     with pytest.raises(ConfigError, match=r"precision: .*Sequential has no nn\.Linear .* multiples of 16"):
         convert_to_fp8(nn.Sequential(nn.Conv2d(16, 16, 3), nn.Linear(16, 10)))
 
 
-def test_missing_torchao_raises_with_the_extra(hopper, monkeypatch):
+def test_missing_torchao_error_names_the_extra(hopper, monkeypatch):
     monkeypatch.setattr(precision, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'slipstream\[fp8\]'"):
         convert_to_fp8(Block())
 
 
-def test_older_gpu_raises_with_its_compute_capability(hopper, monkeypatch):
+def test_older_gpu_error_contains_its_compute_capability(hopper, monkeypatch):
     machine(monkeypatch, (8, 0), "NVIDIA A100")
     with pytest.raises(ConfigError, match=r"capability 8\.9 .* NVIDIA A100 has 8\.0; use 'bf16'"):
         convert_to_fp8(Block())
 
 
-def test_fp8_without_gpu_raises(monkeypatch):
+def test_fp8_without_gpu_raises_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="precision: 'fp8' requires an NVIDIA GPU"):
         convert_to_fp8(Block())

@@ -79,7 +79,7 @@ def test_other_allocator_settings_do_not_change(before, during, after):
     assert [*seen, settings()] == [during, after]
 
 
-def test_memory_reserved_before_the_run_warns(monkeypatch):
+def test_memory_reserved_before_the_run_causes_a_warning(monkeypatch):
     monkeypatch.setattr(process, "_reserved_bytes", lambda: 48 * 2**20)
     lines = []
     with expandable_segments(lines.append):
@@ -101,7 +101,7 @@ def test_deterministic_runs_disable_cudnn_benchmark():
         assert torch.backends.cudnn.benchmark is False
 
 
-def test_values_are_read():
+def test_option_values_are_read():
     assert read_switch(None, "x") is read_switch(False, "x") is False
     assert read_switch(True, "x") is True
     assert read_gc(None) is read_gc(False) is None
@@ -109,13 +109,13 @@ def test_values_are_read():
 
 
 @pytest.mark.parametrize("value", [0, -1, True, "100", 1.5])
-def test_invalid_gc_interval_raises(value):
+def test_invalid_gc_interval_raises_an_error(value):
     with pytest.raises(ConfigError, match=r"^gc: must be the number of steps"):
         read_gc(value)
 
 
 @pytest.mark.parametrize("value", [1, "yes"])
-def test_invalid_switch_raises(value):
+def test_invalid_switch_raises_an_error(value):
     with pytest.raises(ConfigError, match=r"^cudnn_benchmark: must be True or False"):
         read_switch(value, "cudnn_benchmark")
 
@@ -148,7 +148,7 @@ class Watch(Hook):
 def test_gc_runs_only_at_the_configured_steps(tmp_path):
     watch = Watch()
     run(tmp_path, custom_hooks=[dict(type="GcHook", interval=3, warmup=2), watch])
-    # After the warmup, the hook collects at the third step, and then at multiples of three.
+    # After the warm-up, the hook collects garbage at the third step, and then at every multiple of three.
     assert watch.automatic == [True] * 2 + [False] * 8
     assert watch.collected[-3:] == [3, 6, 9]
     assert watch.frozen[2] > 1000
@@ -161,7 +161,7 @@ def test_resumed_run_collects_at_the_same_steps(tmp_path):
     watch = Watch()
     hooks = [dict(type="GcHook", interval=4, warmup=0), watch]
     run(tmp_path, custom_hooks=hooks, resume=True)
-    assert watch.collected == [6, 8]  # the hook disables automatic gc at the first step
+    assert watch.collected == [6, 8]  # the hook disables automatic garbage collection at the first step
 
 
 def test_validation_collects_garbage(tmp_path):
@@ -201,8 +201,8 @@ def test_disabled_gc_remains_disabled(tmp_path):
 
 
 @pytest.mark.parametrize("options", [dict(interval=0), dict(interval=5, warmup=-1)])
-def test_invalid_hook_options_raise(options):
-    with pytest.raises(ConfigError, match=r"(interval|warmup): must be int of at least"):
+def test_invalid_hook_options_raise_an_error(options):
+    with pytest.raises(ConfigError, match=r"(interval|warmup): must be an int of at least"):
         GcHook(**options)
 
 

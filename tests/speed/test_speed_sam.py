@@ -48,7 +48,7 @@ def test_sam_matches_a_plain_loop(how, together):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_adaptive_scales_the_perturbation_by_the_weights(how):
+def test_adaptive_option_scales_the_perturbation_by_the_weights(how):
     expected = by_hand(adamw, gradients=adaptive)
     assert differ(expected, by_hand(adamw, gradients=lambda *args: perturbed(*args, rho=2.0)))
     assert_equal(trained(how, adamw, sam=dict(rho=2.0, adaptive=True)), expected)
@@ -240,6 +240,6 @@ def test_guard_skips_a_step_if_only_the_second_pass_is_nonfinite(how, tmp_path):
         (dict(adaptiv=True), UnknownNameError, "did you mean 'adaptive'"),
     ],
 )
-def test_invalid_value_raises_with_its_config_path(value, kind, message):
+def test_invalid_value_error_contains_the_config_path(value, kind, message):
     with pytest.raises(kind, match=message):
         SpeedPlan.read(dict(sam=value))

@@ -85,9 +85,8 @@ def test_skipped_step_does_not_change_weights_or_parts(case, bad):
     for number, (x, y) in enumerate(batches()):
         step((x * torch.inf if number in bad else x, y))
     expected, by_loop = by_hand(bad)
-    tolerance = (
-        dict(rtol=2e-2, atol=2e-3) if scaler else dict(rtol=1e-5, atol=1e-6)
-    )  # float16 has about three significant digits
+    # float16 has about three significant digits
+    tolerance = dict(rtol=2e-2, atol=2e-3) if scaler else dict(rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), **tolerance)
     assert float(part.updates) == float(by_loop.updates) == 10 - len(bad)
     torch.testing.assert_close(part.largest, by_loop.largest, **tolerance)

@@ -1,4 +1,4 @@
-"""The step that a plan selects, its warnings, and equal results for all steps."""
+"""The kind of step that a plan selects, its warnings, and equal results for all kinds."""
 
 import copy
 import random
@@ -112,7 +112,7 @@ def test_compile_captures_the_step_as_a_single_graph(how):
 
 
 @pytest.mark.parametrize("how", [dict(scope="model"), dict(scope="block", blocks=["Linear"])])
-def test_narrower_scope_is_the_eager_step_with_a_compiled_model(how):
+def test_narrower_scope_uses_the_eager_step_with_a_compiled_model(how):
     step, said, graphs = assert_trains_as_eager(Net(), how)
     assert type(step) is EagerStep
     assert not said
@@ -148,7 +148,7 @@ def sparse():
     ("make", "why"),
     [(gan, "there are several optimizers"), (sparse, "'0' has sparse gradients, which torch.compile")],
 )
-def test_unsupported_step_raises_or_compiles_only_the_model(make, why):
+def test_unsupported_step_raises_an_error_or_compiles_only_the_model(make, why):
     model, optim = make()
     with pytest.raises(
         ConfigError, match=rf"^compile.scope: the step cannot be compiled as one graph: {why}"
@@ -169,9 +169,9 @@ class Recomputed(Net):
         return {"loss": F.cross_entropy(checkpoint(self.body[2:], self.body[:2](x), use_reentrant=False), y)}
 
 
-def test_torch_that_does_not_recompute_in_one_graph_compiles_only_the_model(monkeypatch):
+def test_only_the_model_is_compiled_if_torch_cannot_recompute_inside_a_graph(monkeypatch):
     monkeypatch.setattr("slipstream.step.dynamo._recomputes", lambda: False)  # simulate torch 2.11
-    why = "activation checkpointing in the graph of a step requires torch 2.12 or newer"
+    why = "activation checkpointing in a step's graph requires torch 2.12 or newer"
     model, said = Net(), []
     checkpoint_activations(model, ActivationCheckpointingOptions(["Linear"]))
     with pytest.raises(ConfigError, match=rf"^compile.scope: .*one graph: {why}.* Use scope='model'"):
@@ -270,7 +270,7 @@ class Lists(Net):
         return super().forward(x, y)
 
 
-def test_failed_model_compilation_warns_second():
+def test_failed_model_compilation_causes_a_second_warning():
     step, said, _ = assert_trains_as_eager(Lists(), dict(fullgraph=True))
     assert type(step._fallback) is EagerStep
     first, second = said
@@ -321,7 +321,7 @@ class Named(Net):
 
 
 @pytest.mark.parametrize(("kind", "graphs"), [(Net, 1), (Copies, 1), (Weighs, 3), (CountsUp, 2)])
-def test_changing_strings_and_numbers_need_few_graphs(kind, graphs):
+def test_changing_strings_and_numbers_require_few_graphs(kind, graphs):
     _, said, counted = assert_trains_as_eager(kind(), dict(scope="step"))
     assert not said
     assert counted.count <= graphs
@@ -365,7 +365,8 @@ def test_head_is_trained_only_while_switched_on(at_first):
     torch.testing.assert_close(model.state_dict(), eager.state_dict(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(middle, other)
     assert step._fallback is None
-    assert torch.equal(middle, model.extra.weight) == at_first  # momentum does not change it after the switch
+    # momentum does not change the weight after the switch
+    assert torch.equal(middle, model.extra.weight) == at_first
 
 
 def test_frozen_and_unfrozen_parameters_match_eager():
@@ -384,10 +385,10 @@ def test_frozen_and_unfrozen_parameters_match_eager():
     (found, said, graphs), (expected, _, _) = run(True, 1), run(None, 1)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert "requires_grad of parameters changed 9 times" in said[0]
-    assert graphs <= 12  # this includes the model's graphs
+    assert graphs <= 12  # the count includes the graphs of the model
 
 
-def test_added_parameter_group_is_trained():
+def test_parameter_group_added_during_training_is_trained():
     def run(compile):
         model = Switched()
         model.on = True

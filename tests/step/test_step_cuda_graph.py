@@ -97,7 +97,7 @@ def test_replayed_step_matches_a_plain_loop(make, window):
 
 
 class Sample:
-    """A sample of a batch, whose tensor is not in a container."""
+    """A sample in a batch. Its tensor is an attribute, not an element of a container."""
 
     def __init__(self, label):
         self.label = label
@@ -218,7 +218,7 @@ def test_failed_capture_is_reported_once_and_the_step_runs_without_a_graph():
     assert tape.captured == 1
     (message,) = said
     assert "not permitted when stream is capturing" in message
-    assert "Remove cuda_graph" in message
+    assert "Fix the cause, or remove cuda_graph" in message
 
 
 class Replay:

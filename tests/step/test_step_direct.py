@@ -38,17 +38,14 @@ def make(lr):
     return lambda params: SGD(params, lr=lr, momentum=0.9)
 
 
-def test_compiled_batches_are_called_directly_from_the_third_on(direct):
+def test_compiled_batches_are_called_directly_from_the_fourth_batch_on(direct):
     model, other = net(), net()
     found = train(graph_step(model, wrapper(model)), batches())
     _, _, losses = by_hand(make(0.1), batches(), model=other)
     torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
     torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=1e-5, atol=1e-6)
-    assert direct == [
-        False,
-        False,
-        *[True] * 9,
-    ]  # the first batch is eager, the second verifies the graph, the third runs through Dynamo
+    # The first batch runs eagerly, the second verifies the graph, and the third runs through Dynamo.
+    assert direct == [False, False, *[True] * 9]
 
 
 def test_accumulation_windows_are_called_directly(direct):
@@ -70,7 +67,7 @@ def test_accumulation_windows_are_called_directly(direct):
     ],
     ids=["mode", "rate", "forward", "hook", "buffer"],
 )
-def test_change_to_the_model_is_detected(direct, change):
+def test_changes_to_the_model_are_detected(direct, change):
     torch.manual_seed(0)
     model = net(0.1)
     step = graph_step(model, wrapper(model), recover=lambda error: step.eager)

@@ -88,7 +88,8 @@ def test_train_step_of_a_model_matches_the_eager_step():
 
 
 def test_logs_are_detached_scalars():
-    logs = EagerStep(Net().loss_step, net := Net(), OptimWrapper(sgd(net)))(batches(1)[0])
+    net = Net()
+    logs = EagerStep(net.loss_step, net, OptimWrapper(sgd(net)))(batches(1)[0])
     assert all(value.ndim == 0 and not value.requires_grad for value in logs.values())
     assert "grad_norm" not in logs
 
@@ -175,7 +176,7 @@ def test_tensor_with_one_element_counts_as_a_scalar():
         ({"loss": None}, "'loss' must be .* not None"),
     ],
 )
-def test_invalid_loss_raises_with_its_name(losses, message):
+def test_invalid_loss_error_names_the_loss(losses, message):
     with pytest.raises(LossError, match=message):
         sum_losses(losses)
 

@@ -41,7 +41,7 @@ def falling(optimizer, number):
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
-def test_matches_a_plain_training_loop(clip):
+def test_graph_step_matches_a_plain_training_loop(clip):
     model, _, losses = by_hand(MOMENTUM, batches(), clip=clip)
     own, _, found = in_graph(MOMENTUM, batches(), clip_grad=clip and dict(max_norm=clip))
     torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
@@ -96,7 +96,7 @@ def test_groups_with_diverging_settings_are_separated():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_lower_precision_matches_the_eager_step(dtype):
+def test_graph_in_lower_precision_matches_the_eager_step(dtype):
     def run(graph):
         model = net()
         scale = dict(init_scale=2.0**19, growth_interval=3)
@@ -249,7 +249,7 @@ def test_optimizer_that_keeps_its_gradients_uses_the_graph(window):
 # ---- shapes -----------------------------------------------------------------------------------------------
 
 
-def test_smaller_last_batch_needs_no_new_graph():
+def test_smaller_last_batch_requires_no_new_graph():
     data = [(x[:2], y[:2]) if i % 6 == 5 else (x, y) for i, (x, y) in enumerate(batches(24))]
     compiler = Counting()
     model, _, losses = by_hand(MOMENTUM, data)
@@ -343,7 +343,7 @@ def test_first_batch_is_counted_once():
 
 
 def test_guard_skips_a_nan_loss_without_gradient():
-    """An example is cross-entropy with only ignored pixels. Momentum and weight decay would change the weights."""
+    """Cross-entropy is NaN if all targets are ignored. Momentum and weight decay would still change the weights."""
     model = net()
     optim = OptimWrapper(optimizer=MOMENTUM(model.parameters(), weight_decay=0.1))
     optim.guard = guard = StepGuard(model, torch.device("cpu"))
@@ -357,7 +357,7 @@ def test_guard_skips_a_nan_loss_without_gradient():
     assert guard.read() == 3
 
 
-def test_hook_added_after_the_capture_is_called_if_another_was_removed():
+def test_hook_added_after_the_capture_is_called_even_if_another_hook_was_removed():
     """After a hook is removed, torch keeps its empty dict and reuses it for the next hook."""
     make, data = partial(SGD, lr=0.05), batches()
 
@@ -405,7 +405,7 @@ class _FailsOnce(StepPart):
             raise ZeroDivisionError
 
 
-def test_error_after_the_graph_is_raised_and_the_batch_is_trained_once():
+def test_error_after_the_graph_is_raised_and_the_batch_is_counted_once():
     make, data = partial(SGD, lr=0.05), batches()
     model = net()
     optim = OptimWrapper(optimizer=make(model.parameters()))

@@ -72,7 +72,7 @@ class Scores:
     parent: Any = None
 
 
-def test_copies_share_no_memory_with_the_outputs_of_a_graph():
+def test_copies_do_not_share_memory_with_the_outputs_of_a_graph():
     static = [torch.full((2,), float(i)) for i in range(5)]
     item = Item("a.png", scores=static[0], inner=Item("box", box=[static[1]]), count=3)
     scores = Scores({"x": static[2]}, item)
@@ -80,7 +80,8 @@ def test_copies_share_no_memory_with_the_outputs_of_a_graph():
     copied = cloned({"loss": static[3], "items": (item, scores), "pair": Pair(static[4], "text")})
     for tensor in static:
         tensor.fill_(-1)
-    assert copied["items"] == (item, scores)  # the objects, which may also be inputs, are changed
+    # the objects are changed in place, because they can also belong to the inputs
+    assert copied["items"] == (item, scores)
     assert (item.name, item.count, copied["pair"].second) == ("a.png", 3, "text")
     found = [item.scores, item.inner.box[0], scores.values["x"], copied["loss"], copied["pair"].first]
     assert [tensor.tolist() for tensor in found] == [[float(i)] * 2 for i in range(5)]

@@ -21,7 +21,7 @@ def test_nonfinite_value_is_detected(value, dtype):
     assert not all_finite(tensors)
 
 
-def test_largest_numbers_are_finite():
+def test_largest_representable_numbers_count_as_finite():
     assert all_finite([torch.full((9,), torch.finfo(torch.float32).max)])
 
 

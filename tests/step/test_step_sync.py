@@ -15,7 +15,7 @@ def test_every_gradient_is_in_one_bucket_of_its_dtype(sizes, limit):
     for bucket in buckets:
         assert bucket == sorted(bucket, reverse=True)
         assert len({grads[i].dtype for i in bucket}) == 1
-        # No gradient is added to a full bucket.
+        # No gradients are added to a full bucket.
         assert sum(grads[i].numel() * grads[i].element_size() for i in bucket[:-1]) < limit
 
 

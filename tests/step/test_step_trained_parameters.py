@@ -1,4 +1,7 @@
-"""On devices where `Module.to` replaces parameters, replaced parameters raise an error. Other devices do not check."""
+"""On devices where `Module.to` replaces parameters, a step raises an error if a trained parameter was replaced.
+
+On other devices, parameters are not checked.
+"""
 
 import pytest
 import torch
@@ -27,7 +30,7 @@ def training():
 BATCH = (torch.ones(2, 3), torch.tensor([0, 1]))
 
 
-def test_parameters_are_not_checked_where_they_keep_their_identity():
+def test_parameters_are_not_checked_on_devices_that_do_not_replace_them():
     model = nn.Linear(3, 2)
     optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     assert checking_parameters(len, model, optim) is len

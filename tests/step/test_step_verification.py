@@ -84,8 +84,8 @@ def test_capture_and_verification_have_no_side_effects():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_rounding_of_an_ill_conditioned_network_passes():
-    """The float32 gradients of this network have large errors, with eager kernels and with any compiler."""
+def test_rounding_errors_of_an_ill_conditioned_network_pass_verification():
+    """This network's float32 gradients have large rounding errors, both with eager kernels and with any compiler."""
     x, y = batches(1, size=4)[0]
     assert verified(deep(), (x, y), perturbed)
 

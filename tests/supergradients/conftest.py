@@ -1,4 +1,4 @@
-"""Remove the import finder for `super_gradients` after the tests in this folder."""
+"""Remove the import finder for `super_gradients` after each test module in this folder."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The documentation contains the complete import map, and lists the recipes that the tests train."""
+"""The documentation contains the complete import map and lists the recipes that are trained in tests."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def test_the_import_map_lists_each_name_that_can_be_imported():
     assert import_map() in PAGE
 
 
-def test_the_table_of_recipes_lists_those_that_the_tests_train(monkeypatch):
+def test_the_table_of_recipes_lists_the_recipes_that_are_trained_in_tests(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "tests/recipes"))
     from test_recipes_as_they_are import TRAINED
 

@@ -244,7 +244,7 @@ def test_workers_that_are_not_forked_import_slipstream(tmp_path):
     assert done.stdout.splitlines()[-1] == "['slipstream.supergradients.trainer']"
 
 
-def test_models_get_has_the_argument_order_and_defaults_of_supergradients(tmp_path):
+def test_models_get_has_supergradients_argument_order_and_defaults(tmp_path):
     network = models.get("pp_lite_t_seg75", {"use_aux_heads": False}, 4)
     assert isinstance(network.eval()(torch.zeros(1, 3, 64, 64)), torch.Tensor)
     renamed = {f"other{index}": tensor for index, tensor in enumerate(network.state_dict().values())}
@@ -356,5 +356,5 @@ def test_error_for_a_misplaced_name_contains_its_module():
         ("training.models.gett", "did you mean 'get'?"),
     ],
 )
-def test_paths_that_are_not_provided_say_what_to_use(name, remedy):
+def test_errors_for_unavailable_paths_name_a_replacement(name, remedy):
     assert remedy in missing(f"super_gradients.{name}")

@@ -1,4 +1,4 @@
-"""Scripts that follow SuperGradients' quick-starts run on Slipstream without changes, with tiny data."""
+"""Scripts that follow SuperGradients' quick starts run unchanged on Slipstream, with tiny data."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ print("shape", found.prediction.segmentation_map.shape)
 
 
 def run(folder: Path, text: str) -> dict[str, str]:
-    """Run a script; return its printed lines by their first word."""
+    """Run a script. Return a dict of the printed lines, keyed by their first word."""
     (folder / "script.py").write_text(text)
     done = subprocess.run(
         [sys.executable, "-m", "slipstream.supergradients", "script.py"],
@@ -171,7 +171,7 @@ def run(folder: Path, text: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_image_classification_from_scratch_and_with_transfer_learning(tmp_path):
+def test_image_classification_runs_from_scratch_and_with_transfer_learning(tmp_path):
     rng = np.random.default_rng(0)
     for folder, files, labels, classes in (
         ("cifar10/cifar-10-batches-bin", [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"], 1, 10),
@@ -193,7 +193,7 @@ def test_image_classification_from_scratch_and_with_transfer_learning(tmp_path):
 
 
 @pytest.mark.slow
-def test_segmentation_with_transfer_learning(tmp_path):
+def test_segmentation_runs_with_transfer_learning(tmp_path):
     printed = run(tmp_path, SEGMENTATION)
     assert 0 <= float(printed["IoU"]) <= 1
     assert printed["shape"] == "(64, 96)"

@@ -1,4 +1,4 @@
-"""Metrics for binary masks and lists of ignored ids, compared with loops over pixels. A run with one output channel."""
+"""Metrics for binary masks and lists of ignored ids match loops over pixels, also for networks with one channel."""
 
 import math
 
@@ -33,7 +33,7 @@ def mask_scores(seed, count=3):
 
 
 def plain(batches, threshold, ratio):
-    """Return the IoU or Dice ratios of the mask and the background, and their mean. Loops over the pixels."""
+    """Compute the IoU or Dice ratios of the mask and the background, and their mean, in a loop over the pixels."""
     pairs = [
         (int(1 / (1 + math.exp(-score)) >= threshold), label)
         for scores, labels in batches
@@ -66,7 +66,7 @@ def test_binary_metrics_match_a_loop_over_pixels(threshold, kind, ratio):
     assert evaluated(METRICS.build(built), *samples) == pytest.approx(found)
 
 
-def test_ignored_pixels_of_masks_do_not_count():
+def test_ignored_mask_pixels_are_not_counted():
     (scores, labels), *_ = mask_scores(1)
     labels[0] = 255
     found = evaluated(BinaryIOU(ignore_index=255), {"preds": scores, "targets": labels})
@@ -131,7 +131,7 @@ class Mask(nn.Module):
         return self.conv(images)
 
 
-def test_binary_segmentation_trains_and_watches_a_value_of_its_metric(tmp_path):
+def test_binary_segmentation_can_monitor_one_value_of_its_metric(tmp_path):
     torch.manual_seed(0)
     images = torch.randn(16, 3, 6, 6)
     masks = (images.mean(1) > 0.3).long()

@@ -60,9 +60,8 @@ def called(folder, *callbacks, epochs=1, **changes):
         **validation(),
         "val_dataloader": loader(batch_size=20, shuffle=False),
         "custom_hooks": callback_hooks(callbacks),
-        "default_hooks": dict(
-            checkpoint=dict(type="CheckpointHook", interval=1)
-        ),  # without the best checkpoint
+        # does not save the best checkpoint
+        "default_hooks": dict(checkpoint=dict(type="CheckpointHook", interval=1)),
         **changes,
     }
     return run(folder, **arguments)
@@ -96,7 +95,7 @@ def test_events_occur_in_supergradients_order(tmp_path):
     assert names(callback) == ["on_training_start", *first, *EPOCH, *CHECK, *mean, "on_training_end"]
 
 
-def test_loop_calls_test_events(tmp_path):
+def test_test_loop_calls_test_events(tmp_path):
     callback = Recording(lambda context: getattr(context, "metrics_dict", None))
     test = dict(test_dataloader=loader(batch_size=20), test_cfg=dict(), test_evaluator=dict(type=Accuracy))
     runner = Runner(**training(tmp_path, custom_hooks=callback_hooks([callback]), **test))
@@ -285,7 +284,7 @@ def test_stop_training_ends_after_validation_and_checkpoint(tmp_path, phase):
     ],
 )
 @pytest.mark.parametrize("form", ["object", "recipe"])
-def test_early_stop_follows_supergradients_arguments(tmp_path, options, values, epochs, form):
+def test_early_stop_supports_supergradients_arguments(tmp_path, options, values, epochs, form):
     options = dict(phase="VALIDATION_EPOCH_END", **options)
     entry = EarlyStop(**options) if form == "object" else dict(EarlyStop=options)
     evaluation = validation(Scripted(values, options["monitor"]))
@@ -295,7 +294,7 @@ def test_early_stop_follows_supergradients_arguments(tmp_path, options, values, 
 def test_verbose_early_stop_logs_the_best_value(tmp_path, capsys):
     entry = dict(EarlyStop=dict(phase="VALIDATION_EPOCH_END", monitor="loss", verbose=True))
     called(tmp_path, entry, epochs=2, log_level="INFO", **validation(Scripted([0.5, 0.6], "loss")))
-    assert "best loss 0.5, 1 validation runs ago" in "".join(capsys.readouterr())
+    assert "best loss 0.5, 1 validation run ago" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(
@@ -303,7 +302,7 @@ def test_verbose_early_stop_logs_the_best_value(tmp_path, capsys):
     [
         (dict(phase="TRAIN_EPOCH_END"), r"phase: EarlyStop only supports VALIDATION_EPOCH_END"),
         (dict(mode="less"), r"mode: must be 'min' or 'max'"),
-        (dict(patience=-1), r"patience: must be int of at least 0"),
+        (dict(patience=-1), r"patience: must be an int of at least 0"),
     ],
 )
 def test_early_stop_rejects_invalid_arguments(tmp_path, options, message):
@@ -424,7 +423,7 @@ def test_the_logger_passes_numbers_and_images_to_the_visualizer(tmp_path):
     assert callback.seen[0][0] == callback.seen[0][1]
 
 
-def test_other_methods_and_formats_of_the_logger_are_rejected():
+def test_unsupported_logger_methods_and_image_formats_are_rejected():
     logger = SGLogger(SimpleNamespace(epoch=0))
     with pytest.raises(
         AttributeError, match=r"context\.sg_logger\.add_histogram is not supported; use context"

@@ -104,7 +104,7 @@ def test_list_file_replaces_the_default_split(street):
         {"type": "SegRandomFlip"},
     ],
 )
-def test_transforms_are_read_in_each_form(entry):
+def test_transforms_are_read_in_every_supported_form(entry):
     found = dataloaders.config("street_scenes_train", {"transforms": [entry]})
     assert found["dataset"]["transforms"] == [{"type": "SegRandomFlip"}]
 

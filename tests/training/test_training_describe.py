@@ -28,7 +28,7 @@ def cifar(tmp_path_factory):
     return folder.parent
 
 
-def test_a_checkpoint_of_a_recipe_predicts_like_the_trained_network(cifar, tmp_path):
+def test_a_checkpoint_from_a_recipe_predicts_like_the_trained_network(cifar, tmp_path):
     pytest.importorskip("hydra")
     overrides = [
         f"data_root_dir={cifar}", f"ckpt_root_dir={tmp_path}", "epochs=1", "num_workers=0", "batch_size=4",
@@ -61,7 +61,7 @@ def test_the_validation_data_is_found_inside_wrappers_and_does_not_replace_the_u
     assert mine.predict(image).class_names[9] == "j"
 
 
-def test_new_training_data_replaces_what_a_checkpoint_describes(cifar):
+def test_new_training_data_replaces_the_description_in_a_checkpoint(cifar):
     network = models.get("resnet18_cifar", 10)
     stored = "{model: {type: Any}, val_dataloader: {dataset: {transforms: [{type: ToTensor}]}}}"
     network.describe({"dataset_meta": {"classes": list("abcdefghij")}, "cfg": stored})
@@ -72,7 +72,7 @@ def test_new_training_data_replaces_what_a_checkpoint_describes(cifar):
     assert len(network._processing.transforms) == len(CLASSIFY)
 
 
-def test_data_of_another_task_or_without_classes_is_ignored(cifar):
+def test_data_for_another_task_or_without_classes_is_ignored(cifar):
     scenes = StreetScenes(size=(32, 64), length=1, cache_in_memory=False)
     plain = TensorDataset(torch.zeros(1, 3, 8, 8), torch.zeros(1))
     for name, data in (("resnet18_cifar", scenes), ("regseg48", CIFAR10(cifar)), ("regseg48", plain)):

@@ -64,7 +64,7 @@ def train(folder, student, teacher, adapter=None, **params):
 
 
 def plain_loop(student, teacher, adapter=None):
-    """Train both epochs in float64 with torch alone."""
+    """Train for both epochs in float64 with plain torch."""
     student, teacher = copy.deepcopy(student), copy.deepcopy(teacher).eval()
     optimizer = torch.optim.SGD(student.parameters(), 0.2, momentum=0.9)
     images, labels = data()
@@ -134,6 +134,30 @@ def test_a_customized_module_gives_its_outputs_to_the_loss(tmp_path):
     assert set(state) == {f"network.{name}" for name in student.state_dict()}
 
 
+class Projected(Features):
+    """The loss receives projected features."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.projection = nn.Linear(4, 4)
+
+
+def test_parameters_outside_of_the_networks_are_rejected(tmp_path):
+    module = Projected(student=networks()[0], teacher=networks()[1])
+    with pytest.raises(
+        ConfigError, match=r"Projected contains 'projection\.weight' outside of the student and the"
+    ):
+        train_module(tmp_path, module)
+
+
+def test_a_customized_module_has_the_mode_of_the_model():
+    module = Features(student=networks()[0], teacher=networks()[1])
+    model = DistillationModel(module.student, module.teacher, FeatureLoss(), kd_module=module)
+    for mode in (False, True):
+        model.train(mode)
+        assert (module.training, module.student.training, module.teacher.training) == (mode, mode, False)
+
+
 def test_a_copy_of_a_customized_module_uses_its_own_student_and_its_teacher():
     module = Features(student=networks()[0], teacher=networks()[1])
     model = DistillationModel(module.student, module.teacher, FeatureLoss(), kd_module=module)
@@ -148,7 +172,7 @@ def test_a_copy_of_a_customized_module_uses_its_own_student_and_its_teacher():
     assert {p.dtype for p in module.parameters()} == {torch.float32}
 
 
-def test_a_module_that_is_not_customized_trains_as_its_networks(tmp_path):
+def test_a_module_that_is_not_customized_trains_like_its_separate_networks(tmp_path):
     student, teacher = networks()
     adapter = NormalizationAdapter([0.1] * 3, [0.5] * 3, [0.3] * 3, [0.2] * 3)
     again = copy.deepcopy(student)
@@ -205,7 +229,7 @@ def test_checkpoints_average_and_optimizer_contain_only_the_student(tmp_path):
         ({"precision": "bf16", "accumulate": 2, "channels_last": True}, 5e-3),
     ],
 )
-def test_options_produce_the_weights_of_the_eager_run(tmp_path, speed, tolerance):
+def test_options_produce_the_same_weights_as_the_eager_run(tmp_path, speed, tolerance):
     other = {key: value for key, value in speed.items() if key not in ("compile", "channels_last")}
     student, teacher = networks()
     again = copy.deepcopy(student)
@@ -221,7 +245,7 @@ def test_options_produce_the_weights_of_the_eager_run(tmp_path, speed, tolerance
     assert plain.runner.iter == trainer.runner.iter == 8
 
 
-def test_predictions_are_the_students():
+def test_predictions_come_from_the_student():
     student, teacher = networks()
     model = DistillationModel(student, teacher, KDLogitsLoss(nn.CrossEntropyLoss())).eval()
     images, labels = data(4)
@@ -240,7 +264,7 @@ def test_the_conversion_of_a_copy_does_not_change_the_teacher_of_the_original():
     plain = copy.deepcopy(model)
     images, labels = data(4)
     converted = copy.deepcopy(plain.float()).double()
-    assert plain.teacher is model.teacher  # a conversion without effect does not use memory
+    assert plain.teacher is model.teacher  # a conversion to the same dtype makes no copy of the teacher
     assert {p.dtype for p in converted.teacher.parameters()} == {torch.float64}
     assert {p.dtype for p in model.teacher.parameters()} == {torch.float32}
     found = converted.eval()(images.double(), labels, mode="loss")

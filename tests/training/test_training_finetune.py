@@ -1,4 +1,4 @@
-"""`finetune` and rates of 0: frozen parameters stay bit-identical and can be trained in the next run."""
+"""With `finetune` or a rate of 0, frozen parameters stay bitwise identical and can be trained in the next run."""
 
 import pytest
 import torch
@@ -217,7 +217,7 @@ def by_hand(first):
         optimizer.step()
 
 
-def test_resume_without_optimizer_state_keeps_weights_epoch_and_rates(tmp_path):
+def test_resuming_without_optimizer_state_keeps_weights_epoch_and_rates(tmp_path):
     first, network, state = resumed(tmp_path, load_opt_params=False)
     assert (state.at, state.optimizer["state"]) == ((1, 3), {})
     by_hand(first)

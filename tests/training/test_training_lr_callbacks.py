@@ -122,7 +122,7 @@ def test_a_resumed_run_continues_from_the_current_rates(tmp_path):
     assert [rates[0] for rates in seen] == pytest.approx([0.2] * 3 + [0.1] * 3)
 
 
-def test_errors_name_invalid_keys_and_their_places(tmp_path):
+def test_errors_name_invalid_keys_and_their_config_paths(tmp_path):
     with pytest.raises(UnknownNameError, match="user_lr_update") as error:
         train(tmp_path, lr_mode=UserStep, user_lr_update=[1])
     assert error.value.path == "training_params.user_lr_update"
@@ -139,7 +139,7 @@ def test_errors_name_invalid_keys_and_their_places(tmp_path):
         LRCallbackBase(Phase.TRAIN_EPOCH_END, 0.1, False, 3, None, None)(None)
 
 
-def test_errors_of_callbacks_after_a_schedule_have_the_index_of_the_user(tmp_path):
+def test_errors_in_callbacks_after_a_schedule_contain_the_index_from_the_users_list(tmp_path):
     wrong = dict(PreciseBNHook=dict(num_samples=0))
     for callbacks in ([wrong], [Rates(), wrong]):
         with pytest.raises(ConfigError) as error:

@@ -12,7 +12,7 @@ IGNORE = 19
 
 
 def plain_means(preds, targets, classes=19):
-    """Loop over the classes of the counted pixels. Classes that do not occur are excluded from the mean."""
+    """Compute the means over the non-ignored pixels in a loop over the classes, skipping classes that do not occur."""
     preds, targets = preds.numpy().reshape(-1), targets.numpy().reshape(-1)
     preds, targets = preds[targets != IGNORE], targets[targets != IGNORE]
     ious, dices = [], []
@@ -68,7 +68,7 @@ def test_iou_matches_torchmetrics_if_each_class_occurs():
     assert value(IoU(4, IGNORE), batches) == pytest.approx(theirs.compute().item())
 
 
-def test_prediction_of_the_ignored_class_is_wrong_but_not_averaged():
+def test_predicting_the_ignored_class_counts_as_an_error_but_the_class_is_not_averaged():
     preds, targets = torch.tensor([[[0, 2, 1, 1]]]), torch.tensor([[[0, 0, 1, 2]]])
     assert value(IoU(3, 2), [(preds, targets)]) == pytest.approx((1 / 2 + 1) / 2)
 
@@ -87,7 +87,9 @@ def test_scores_are_valid_predictions():
 
 
 def test_invalid_labels_and_shapes_are_rejected():
-    with pytest.raises(DataError, match=r"IoU found 1 target pixels and 1 predicted pixels outside 0\.\.3"):
+    with pytest.raises(
+        DataError, match=r"IoU found class ids outside 0\.\.3 \(target pixels: 1, predicted pixels: 1\)"
+    ):
         value(IoU(4, IGNORE), [(torch.tensor([[[0, 9]]]), torch.tensor([[[7, 1]]]))])
     with pytest.raises(DataError, match=r"PixelAccuracy got a tensor .* as preds"):
         value(

@@ -119,7 +119,7 @@ def test_the_loss_of_validation_batches_does_not_change_the_training_metrics():
     assert net.read_train_metrics()["Accuracy"] == pytest.approx(right.item())
 
 
-def test_loss_can_be_a_function_or_return_the_supergradients_pair():
+def test_loss_can_be_a_function_or_return_a_pair_as_in_supergradients():
     data = batch()
 
     def pair(outputs, targets):
@@ -195,7 +195,7 @@ def test_weights_of_a_different_network_raise_an_error(tmp_path):
         net.init_weights()
 
 
-def test_network_weights_load_from_a_checkpoint_of_the_whole_model(tmp_path):
+def test_network_weights_can_be_loaded_from_a_checkpoint_of_the_whole_model(tmp_path):
     net = SupervisedModel(models.get("resnet18_cifar", 3), train_metrics=[Top1()])
     torch.save({"state_dict": net.state_dict(), "meta": {}}, tmp_path / "ckpt_best.pth")
     loaded = models.get("resnet18_cifar", 3, checkpoint_path=tmp_path / "ckpt_best.pth")

@@ -64,7 +64,7 @@ def test_unsupported_key_raises_an_error_with_the_reason(key):
 
 
 def test_value_of_a_wrong_type_raises_an_error_with_the_key():
-    with pytest.raises(ConfigError, match=r"training_params\.run_test_freq: must be int, not 'many'"):
+    with pytest.raises(ConfigError, match=r"training_params\.run_test_freq: must be an int, not 'many'"):
         TrainingParams.read(dict(run_test_freq="many"))
 
 
@@ -82,7 +82,7 @@ def test_training_params_must_be_a_dict():
     ("params", "message"),
     [
         (dict(max_epochs=0), r"max_epochs: must be at least 1, not 0"),
-        (dict(max_epochs=True), r"max_epochs: must be int or None, not True"),
+        (dict(max_epochs=True), r"max_epochs: must be an int or None, not True"),
         (dict(run_validation_freq=-1), r"run_validation_freq: must be at least 1"),
         (dict(lr_schedule_function="f"), r"lr_schedule_function: must be a function or None, not 'f'"),
         (dict(pre_prediction_callback="Multiscale"), r"pre_prediction_callback: must be a function"),

@@ -79,7 +79,7 @@ def test_mmengine_schedules_are_simulated(tmp_path: Path, drawn: dict[str, Any])
         assert curve[:-1] == pytest.approx(list(steps))
 
 
-def test_training_by_iterations_is_plotted_over_iterations(tmp_path: Path, drawn: dict[str, Any]) -> None:
+def test_iteration_based_training_is_plotted_over_iterations(tmp_path: Path, drawn: dict[str, Any]) -> None:
     schedule = dict(type="PolyLR", by_epoch=False, end=7)
     _, seen = trained(tmp_path, param_scheduler=schedule, train_cfg=dict(by_epoch=False, max_iters=7))
     assert (drawn["unit"], drawn["at"]) == ("iteration", list(range(8)))
@@ -147,12 +147,12 @@ def test_unknown_rates_are_logged_instead_of_plotted(
 
 
 def colored(path: Path, color: tuple[int, int, int]) -> np.ndarray[Any, Any]:
-    """Return the rows and columns of the pixels with a color."""
+    """Return the rows and columns of the pixels that have the given color."""
     image = np.asarray(Image.open(path).convert("RGB")).astype(int)
     return np.argwhere(np.abs(image - color).sum(axis=2) < 40)
 
 
-def test_plot_has_a_color_per_curve_and_the_legend_outside(tmp_path: Path) -> None:
+def test_plot_has_a_color_for_each_curve_and_a_legend_outside_the_axes(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     at = [i / 10 for i in range(101)]
     falling = [1 - i / 100 for i in range(101)]
@@ -168,7 +168,7 @@ def test_plot_has_a_color_per_curve_and_the_legend_outside(tmp_path: Path) -> No
     assert colored(alone, (31, 119, 180))[:, 0].min() < 40  # a single curve has no legend
 
 
-def test_rates_over_decades_use_a_logarithmic_axis() -> None:
+def test_rates_that_span_decades_use_a_logarithmic_axis() -> None:
     steps = [0.1] * 100 + [0.01] * 50 + [1e-4] * 50
     assert plot._spans_decades([steps])
     assert plot._spans_decades([[0.1] * 10, [1e-3] * 10])

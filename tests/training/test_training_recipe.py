@@ -102,7 +102,7 @@ def test_unknown_recipe_variable_logs_a_warning(caplog):
         ),
     ],
 )
-def test_runner_errors_have_the_config_paths_of_the_user(tmp_path, invalid, config_path):
+def test_runner_errors_contain_the_users_config_paths(tmp_path, invalid, config_path):
     data = DataLoader(TensorDataset(torch.randn(2, 3, 4, 4), torch.zeros(2, 4, 4).long()))
     params = dict(max_epochs=1, initial_lr=0.1, loss="CrossEntropyLoss", metric_to_watch=None)
     params |= dict(valid_metrics_list=["PixelAccuracy"], silent_mode=True)

@@ -160,7 +160,8 @@ def keys(draw: st.DrawFn) -> dict[str, Any]:
         return {**found, "lr_warmup_epochs": draw(st.integers(0, 4)), "warmup_initial_lr": start}
     if kind == "none":
         return {**found, "warmup_mode": None, "lr_warmup_epochs": draw(st.integers(0, 2))}
-    # In SuperGradients, a cosine increases in the cool-down after a warm-up by batches. This difference is documented.
+    # In SuperGradients, a cosine schedule after a warm-up in batches increases the rate during the cool-down. The
+    # documentation lists this difference.
     cooldown = 0 if mode == "CosineLRScheduler" else found["lr_cooldown_epochs"]
     batches = {"warmup_mode": "LinearBatchLRWarmup", "lr_warmup_steps": draw(st.integers(1, 9))}
     return {**found, **batches, "warmup_initial_lr": 1e-6, "lr_cooldown_epochs": cooldown}
@@ -193,7 +194,7 @@ def test_poly_with_warmup_matches_rates_computed_by_hand() -> None:
     assert found == pytest.approx([0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.3 * 0.75**0.9, 0.3 * 0.5**0.9])
 
 
-def test_cosine_is_constant_in_the_cooldown_after_a_warmup_by_batches() -> None:
+def test_cosine_rate_is_constant_in_the_cooldown_after_a_warmup_in_batches() -> None:
     params = {"lr_mode": "CosineLRScheduler", "initial_lr": 1.0, "max_epochs": 6, "lr_cooldown_epochs": 3}
     batches = {"warmup_mode": "LinearBatchLRWarmup", "lr_warmup_steps": 2, "warmup_initial_lr": 0.1}
     found = walk({**params, **batches}, length=4)
@@ -213,7 +214,7 @@ def test_each_group_has_its_own_initial_rate_and_warmup_start() -> None:
 
 
 @pytest.mark.parametrize("mode", sorted(MODES))
-def test_resumed_schedule_is_bit_identical(mode: str) -> None:
+def test_resumed_schedule_is_bitwise_identical(mode: str) -> None:
     params = {"lr_mode": mode, "initial_lr": 0.1, "max_epochs": 4, "lr_warmup_epochs": 1, **MODES[mode][0]}
     optimizer = one_group(torch.tensor(0.1))  # type: ignore[arg-type]  # as in a compiled step
     (whole,) = schedulers(params, optimizer, length=5)

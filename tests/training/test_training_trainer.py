@@ -205,7 +205,7 @@ def accuracy(net):
     return pytest.approx((net.eval()(inputs).argmax(1) == targets).float().mean().item())
 
 
-def test_network_is_tested_before_and_after_training_and_with_ema(tmp_path):
+def test_network_can_be_tested_before_and_after_training_and_with_ema(tmp_path):
     trainer = Trainer("exp", tmp_path)
     net = network(seed=3)
     test = dict(test_loader=loader(), test_metrics_list=["Accuracy"], silent_mode=True)

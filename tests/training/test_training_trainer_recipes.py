@@ -60,7 +60,7 @@ def test_recipe_is_trained_resumed_and_evaluated(tmp_path):
     assert_same(again, net)
 
 
-def test_weights_of_a_run_initialize_another_network(tmp_path):
+def test_weights_from_a_run_initialize_another_network(tmp_path):
     net, _ = Trainer.train_from_config(recipe(tmp_path))
     again = models.get("regseg48", num_classes=19, checkpoint_path=tmp_path / "exp" / "ckpt_best.pth")
     assert_same(again, net)

@@ -36,7 +36,7 @@ def hook(cfg, kind):
     return next((h for h in cfg["custom_hooks"] if isinstance(h, dict) and h["type"] == kind), None)
 
 
-def test_plain_recipe_becomes_plain_configuration():
+def test_plain_recipe_is_translated_to_a_plain_configuration():
     cfg = translated(
         params=dict(
             valid_metrics_list=["PixelAccuracy"], metric_to_watch="PixelAccuracy", ema=True, precise_bn=True
@@ -45,7 +45,7 @@ def test_plain_recipe_becomes_plain_configuration():
     assert json.loads(json.dumps(cfg)) == cfg
 
 
-def test_loops_folder_and_seed_are_translated():
+def test_loops_work_dir_and_seed_are_translated():
     cfg = translated(params=dict(run_validation_freq=3, seed=7))
     assert cfg["train_cfg"] == dict(by_epoch=True, max_epochs=4, val_interval=3)
     assert (cfg["work_dir"], cfg["experiment_name"]) == ("/runs/exp", "exp")
@@ -79,7 +79,7 @@ def test_pretrained_weights_are_passed_to_the_model():
     assert translated(pretrained=pretrained)["model"]["pretrained"] == pretrained
 
 
-def test_loop_has_the_validation_metrics():
+def test_validation_loop_has_the_validation_metrics():
     cfg = translated(params=dict(valid_metrics_list=["Accuracy"]), test_dataloader=DATA)
     assert cfg["test_dataloader"] == DATA
     assert cfg["test_evaluator"] == cfg["val_evaluator"] == [dict(type="Top1")]
@@ -89,7 +89,7 @@ def test_loop_has_the_validation_metrics():
 # ---- checkpoints and hooks -------------------------------------------------------------------------------
 
 
-def test_checkpoints_have_supergradients_names_and_its_metric_to_watch():
+def test_checkpoint_hook_has_supergradients_file_names_and_metric_to_watch():
     params = dict(
         valid_metrics_list=["PixelAccuracy"],
         metric_to_watch="pixel_accuracy",

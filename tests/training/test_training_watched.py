@@ -38,9 +38,8 @@ def data(count=22):
 def train(folder, loss, watched, trainer=Trainer, **params):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
-    loaders = [
-        DataLoader(data(), batch_size=size) for size in (11, 4)
-    ]  # the last batch of validation has 2 samples
+    # the last validation batch has 2 samples
+    loaders = [DataLoader(data(), batch_size=size) for size in (11, 4)]
     keys = dict(
         max_epochs=3, initial_lr=0.5, loss=loss, metric_to_watch=watched, silent_mode=True, average_best_models=False
     )  # fmt: skip
@@ -96,7 +95,7 @@ def test_a_schedule_and_early_stop_can_monitor_a_loss(tmp_path):
     assert runner.runner.optim_wrapper.get_lr()["lr"][0] < 0.5
 
 
-def test_the_loss_of_a_distillation_includes_the_teacher(tmp_path):
+def test_the_distillation_loss_includes_the_teacher(tmp_path):
     torch.manual_seed(1)
     teacher = nn.Linear(5, 3)
     loss = {"KDLogitsLoss": {"task_loss_fn": "CrossEntropyLoss", "distillation_loss_coeff": 0.25}}
@@ -134,7 +133,7 @@ def test_components_of_losses_that_return_dicts_can_be_watched():
         loss_value(loss, result, "Identity/loss_aux1")
 
 
-def test_unknown_names_fail_before_the_first_epoch(tmp_path):
+def test_unknown_names_raise_an_error_before_the_first_epoch(tmp_path):
     for keys, path in (
         (
             dict(lr_mode={"ReduceLROnPlateau": {"metric_name": "Top1"}}),

@@ -10,7 +10,7 @@ from slipstream.tune import batch_size, search
 
 @pytest.fixture
 def fake_process(monkeypatch):
-    """Replace trial processes with scripts, and check that all of them are ended."""
+    """Replace trial processes with scripts, and check that each process has been ended."""
 
     class Counted(FakeProcess):
         requests: ClassVar = []
@@ -23,7 +23,7 @@ def fake_process(monkeypatch):
 
 @pytest.fixture
 def clocked_process(monkeypatch):
-    """Replace trial processes with scripts on a simulated clock, and check that all of them are ended."""
+    """Replace trial processes with scripts on a simulated clock, and check that each process has been ended."""
 
     class Clocked(ClockedProcess):
         now: ClassVar = [0.0]

@@ -1,4 +1,4 @@
-"""Trials with scripted step times, which start no process."""
+"""Trials with scripted step times, which do not start a process."""
 
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -57,7 +57,7 @@ class FakeProcess:
         type(self).ended += 1
 
     def end(self):
-        """Do nothing. The search calls this before `__exit__`, to measure the time."""
+        """Do nothing. The search calls this method before `__exit__`, to measure how long ending a process takes."""
 
     def wait_for(self, event, seconds):
         script = self.script
@@ -88,12 +88,12 @@ class FakeProcess:
 
 
 class ClockedProcess(FakeProcess):
-    """A process whose trials advance the simulated clock `now` by the time in their script."""
+    """A process whose trials advance the simulated clock `now` by the times in their scripts."""
 
     now: ClassVar = [0.0]
     end_seconds = 0.5
     hung: ClassVar = []
-    """The scripts of the trials that a timeout ended."""
+    """The scripts of the trials that timed out."""
 
     def __init__(self, job, make_observer=None):
         super().__init__(job)

@@ -49,7 +49,7 @@ def assert_unchanged(before, own):
     torch.testing.assert_close(before, state(own), rtol=0, atol=0)
 
 
-def test_tune_measures_and_leaves_the_objects_unchanged(own, short_rounds):
+def test_tune_measures_options_and_leaves_the_objects_unchanged(own, short_rounds):
     before = state(own)
     rows = []
     result = slipstream.tune(
@@ -76,7 +76,7 @@ def test_tune_stores_its_result(own, tmp_path, monkeypatch):
     assert not tune(*own, **options, cache=False).cached
 
 
-def test_without_a_cache_and_without_a_complete_key_nothing_is_stored(own, tmp_path, monkeypatch):
+def test_nothing_is_stored_without_a_cache_or_a_complete_key(own, tmp_path, monkeypatch):
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
     monkeypatch.setattr("slipstream.tune.api.Search.run", lambda self: Outcome())
     assert not tune(*own, cache=False).cached
@@ -126,27 +126,27 @@ def test_errors_name_wrong_arguments(own, index, value, message):
         find_lr(*arguments)
 
 
-def test_several_processes_are_rejected_with_the_remedy(own, monkeypatch):
+def test_error_for_several_processes_names_the_remedy(own, monkeypatch):
     monkeypatch.setattr("slipstream.tune.api.get_world_size", lambda: 4)
     message = r"measures a single process, but the world size is 4\. Start it without torchrun or srun"
     with pytest.raises(ConfigError, match=message):
         find_lr(*own)
 
 
-def test_prefetch_names_its_counterpart_for_a_custom_loop(own):
+def test_error_for_prefetch_names_its_counterpart_for_a_custom_loop(own):
     with pytest.raises(ConfigError, match=r"use feed\(loader, prefetch=2\)"):
         tune(*own, options=["prefetch"])
 
 
-def test_batch_size_is_found_with_the_users_objects_unchanged(own):
+def test_finding_the_batch_size_leaves_the_users_objects_unchanged(own):
     before = state(own)
     found = find_batch_size(*own, max_size=4, budget=60)
     assert_unchanged(before, own)
     assert found.largest == 4
-    assert [row.status for row in found.rows] == ["failed", "fits", "fits"]  # BatchNorm needs two samples
+    assert [row.status for row in found.rows] == ["failed", "fits", "fits"]  # BatchNorm requires two samples
 
 
-def test_batch_size_needs_a_loader_that_can_be_rebuilt(own):
+def test_batch_size_finder_requires_a_loader_that_can_be_rebuilt(own):
     model, loader, optimizer, loss = own
     with pytest.raises(
         SlipstreamError, match="must be a torch DataLoader with a map-style dataset, not list"
@@ -173,7 +173,7 @@ def test_lr_sweep_increases_the_rate_and_leaves_the_objects_unchanged(own):
     ],
     ids=["find_lr", "find_batch_size", "tune"],
 )
-def test_weights_and_optimizer_state_in_shared_memory_are_unchanged(own, measure):
+def test_weights_and_optimizer_state_in_shared_memory_do_not_change(own, measure):
     model, _, optimizer, _ = own
     flat = torch.cat([p.detach().flatten() for p in model[0].parameters()]).share_memory_()
     size = model[0].weight.numel()
@@ -227,10 +227,8 @@ def test_tune_config_measures_a_runner(tmp_path, short_rounds):
     result = tune_config(cfg, 300, ["num_workers", "fused"], cache=False)
     rows = {row.label.partition("=")[0]: row for row in result.rows}
     assert rows["fused"].status in ("adopted", "slower", "no gain", "inconclusive")
-    assert rows["num_workers"].loss_difference == (
-        0.0,
-        0.0,
-    )  # order and augmentation do not depend on workers
+    # Order and augmentation do not depend on the number of workers.
+    assert rows["num_workers"].loss_difference == (0.0, 0.0)
     assert result.outcome.steps_per_epoch == 5
     assert not (tmp_path / "never").exists()
 
@@ -255,7 +253,7 @@ def test_the_number_of_workers_is_chosen_once_for_all_trials(tmp_path, short_rou
     assert "train_dataloader" not in result.yaml_text()
 
 
-def test_a_trial_keeps_the_hooks_that_change_steps_and_drops_those_that_write(tmp_path):
+def test_a_trial_keeps_the_hooks_that_change_steps_and_removes_those_that_write_files(tmp_path):
     hooks = [
         dict(type="EMAHook"),
         dict(type="CheckpointHook", interval=1),
@@ -279,7 +277,7 @@ def test_a_trial_keeps_the_hooks_that_change_steps_and_drops_those_that_write(tm
     assert cfg["train_dataloader"]["batch_size"] == 8
 
 
-def test_trials_start_from_equal_weights_even_without_a_seed(tmp_path):
+def test_trials_start_from_the_same_weights_even_without_a_seed(tmp_path):
     cfg = tiny_runs.training(tmp_path, randomness=None)
     losses = []
     for _ in range(2):
@@ -334,7 +332,7 @@ class Recorder(Hook):
 @pytest.mark.parametrize(
     "length", [dict(by_epoch=True, max_epochs=1), dict(by_epoch=False, max_iters=3)], ids=["epochs", "iters"]
 )
-def test_a_trial_outlasts_the_run_and_repeats_its_first_batches_in_one_pass(tmp_path, length, workers):
+def test_a_trial_can_be_longer_than_the_run_and_repeats_the_first_batches(tmp_path, length, workers):
     loader = tiny_runs.loader(tiny_runs.Noisy(80), num_workers=workers)
     hooks = [Recorder(tmp_path / "seen.pt")]
     cfg = tiny_runs.training(tmp_path, train_dataloader=loader, train_cfg=length, custom_hooks=hooks)
@@ -349,7 +347,7 @@ def test_a_trial_outlasts_the_run_and_repeats_its_first_batches_in_one_pass(tmp_
     assert len({float(batch.sum()) for batch in inputs}) == 6
 
 
-def test_a_batch_limit_and_a_loader_without_batches_are_measured(tmp_path):
+def test_runs_with_a_batch_limit_or_a_loader_without_batch_size_are_measured(tmp_path):
     data = TensorDataset(*tiny_runs.samples())
     limited = dict(dataloader=DataLoader(data, batch_size=8), num_batch_per_epoch=3)
     with Process(RunnerJob(tiny_runs.training(tmp_path, train_dataloader=limited))) as process:
@@ -372,7 +370,7 @@ def halves(process):
 SPLIT = Setting({"accumulate": 2}, batch_size=4, split=2)
 
 
-def test_half_batches_of_a_runner_have_the_samples_and_losses_of_the_whole_batches(tmp_path):
+def test_half_batches_of_a_runner_have_the_same_samples_and_losses_as_whole_batches(tmp_path):
     cfg = tiny_runs.training(tmp_path, train_dataloader=tiny_runs.loader(tiny_runs.Noisy(80)))
     with Process(RunnerJob(cfg)) as process:
         warm = process.wait_for("warm", 60)
@@ -381,7 +379,7 @@ def test_half_batches_of_a_runner_have_the_samples_and_losses_of_the_whole_batch
         assert halves(process) == pytest.approx(warm["losses"], rel=1e-5)
 
 
-def test_half_batches_of_a_custom_loop_have_the_samples_and_losses_of_the_whole_batches(own):
+def test_half_batches_of_a_custom_loop_have_the_same_samples_and_losses_as_whole_batches(own):
     _, loader, _, loss = own
     plain = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))  # BatchNorm and dropout depend on the batch
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
@@ -393,7 +391,7 @@ def test_half_batches_of_a_custom_loop_have_the_samples_and_losses_of_the_whole_
         assert halves(process) == pytest.approx(warm["losses"], rel=1e-5)
 
 
-def test_data_parallel_processes_have_the_losses_of_the_global_batch(tmp_path):
+def test_data_parallel_processes_report_the_losses_of_the_global_batch(tmp_path):
     model = dict(type=tiny_runs.Net, norm=True)
     data = tiny_runs.loader(tiny_runs.Noisy(80))
     cfg = tiny_runs.training(tmp_path, model=model, train_dataloader=data)
@@ -434,7 +432,7 @@ class FailsOnRankOne(tiny_runs.Net):
         (dict(train_cfg=dict(by_epoch=False, max_iters=9)), True),
     ],
 )
-def test_a_run_that_counts_steps_is_reported(tmp_path, changes, counted):
+def test_a_trial_reports_whether_the_run_counts_steps(tmp_path, changes, counted):
     with Process(RunnerJob(tiny_runs.training(tmp_path, **changes))) as process:
         assert process.wait_for("warm", 60)["counted"] is counted
 
@@ -448,7 +446,7 @@ def test_a_loader_that_ends_is_iterated_again(own):
         assert process.time(10, 1, 60)["seconds"] > 0
 
 
-def test_persistent_workers_of_this_process_keep_working(own):
+def test_persistent_workers_of_this_process_remain_usable(own):
     model, loader, optimizer, loss = own
     persistent = DataLoader(loader.dataset, batch_size=8, num_workers=1, persistent_workers=True)
     expected = torch.cat([targets for _, targets in persistent])

@@ -19,13 +19,13 @@ def find(fits=lambda size: True, max_size=64, mib=lambda size: 100.0, seconds=la
     return search_batch_sizes(make_job, max_size, 60, (rows if rows is not None else []).append)
 
 
-def test_finds_the_limit_between_powers_of_two(fake_process):
+def test_limit_between_powers_of_two_is_found(fake_process):
     found = find(lambda size: size <= 27)
     assert 24 <= found.largest <= 27
     assert [row.batch_size for row in found.rows][:6] == [1, 2, 4, 8, 16, 32]
 
 
-def test_fastest_can_be_smaller_than_the_largest(fake_process):
+def test_fastest_batch_size_can_be_smaller_than_the_largest(fake_process):
     found = find(lambda size: size <= 16, seconds=lambda size: 0.1 if size <= 4 else 1.0)
     assert found.fastest == 4
     assert found.largest > 4
@@ -61,12 +61,12 @@ def test_out_of_memory_at_one_sample_raises_an_error(fake_process):
         find(lambda size: False)
 
 
-def test_brackets_in_a_reason_are_printed():
+def test_square_brackets_in_a_reason_are_printed():
     rows = [BatchSizeRow(1, "fits", 10.0), BatchSizeRow(2, "failed", reason="shape [2, 3] [/x]")]
     assert "failed: shape [2, 3] [/x]" in str(BatchSizes(rows))
 
 
-def test_a_model_that_needs_two_samples_is_measured_from_two(fake_process):
+def test_sizes_start_at_two_for_a_model_that_requires_two_samples(fake_process):
     def make_job(setting):
         return Script(
             error=TrialError("failed", "one value per channel") if setting.batch_size == 1 else None
@@ -75,7 +75,7 @@ def test_a_model_that_needs_two_samples_is_measured_from_two(fake_process):
     assert search_batch_sizes(make_job, 4, 60, print).largest == 4
 
 
-def test_interrupt_keeps_the_rows(fake_process):
+def test_rows_measured_before_an_interrupt_are_kept(fake_process):
     def make_job(setting):
         return Script(fail_when_timed=KeyboardInterrupt() if setting.batch_size == 4 else None)
 

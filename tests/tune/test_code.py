@@ -47,7 +47,7 @@ def key(changed):
     return digest(describe_model(changed))
 
 
-def test_equal_models_have_equal_keys_whatever_their_weights_and_mode_are():
+def test_equal_models_have_equal_keys_regardless_of_weights_and_mode():
     other = model()
     nn.init.zeros_(other[0].weight)
     assert key(model()) == key(other.eval())
@@ -219,7 +219,7 @@ class Reader(nn.Module):
         return [library.outer(self.kind()(x)) * library.scale for _ in range(depth)]
 
 
-def test_what_a_method_reads_from_globals_modules_and_its_class_changes_the_key(monkeypatch):
+def test_globals_modules_and_class_attributes_that_a_method_reads_change_the_key(monkeypatch):
     keys = [key(Reader())]
     for target, name, value in [
         (DEPTHS, 0, 2),
@@ -240,7 +240,7 @@ def test_what_a_method_reads_from_globals_modules_and_its_class_changes_the_key(
     assert len(set(keys)) == len(keys)
 
 
-def test_a_module_that_a_function_imports_is_followed(monkeypatch):
+def test_the_code_of_a_module_that_a_function_imports_is_part_of_the_key(monkeypatch):
     def loss(x):
         from library import outer
 
@@ -270,7 +270,7 @@ def once(function):
 
 
 @pytest.mark.parametrize("function", [helper, F.relu])
-def test_a_decorator_and_its_settings_change_the_key(function):
+def test_decorators_and_their_settings_change_the_key(function):
     def described(decorate):
         return digest(describe_callable(type("Decorated", (nn.Module,), {"forward": decorate(function)})))
 
@@ -278,7 +278,7 @@ def test_a_decorator_and_its_settings_change_the_key(function):
     assert len({described(each) for each in (repeated(1), repeated(2), once, lambda each: each)}) == 4
 
 
-def test_a_closure_of_the_loss_changes_the_key():
+def test_closure_variables_of_the_loss_change_the_key():
     def weighted(weight):
         return lambda outputs, targets: weight * F.cross_entropy(outputs, targets)
 

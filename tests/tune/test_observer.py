@@ -8,7 +8,7 @@ from slipstream.tune import observer
 from slipstream.tune.observer import Finished, Timer, total_loss
 
 
-def test_the_minimized_loss_is_compared():
+def test_the_loss_that_is_minimized_is_compared():
     assert float(total_loss({"loss": torch.tensor(3.0), "loss_aux": torch.tensor(1.0)})) == 3.0
     assert (
         float(total_loss({"loss_g": torch.tensor(3.0), "d_loss": torch.tensor([1.0, 2.0]), "acc": 1.0}))
@@ -36,7 +36,7 @@ class Requests:
         return self.steps.pop(), 1
 
 
-def test_rare_slow_steps_are_part_of_the_time(monkeypatch):
+def test_measured_time_includes_rare_slow_steps(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(observer.time, "perf_counter", lambda: now[0])
     requests = Requests(8)
@@ -44,9 +44,8 @@ def test_rare_slow_steps_are_part_of_the_time(monkeypatch):
 
     def train():
         for step in range(100):
-            now[0] += (
-                1.0 if step % 4 == 0 else 0.2
-            )  # every fourth step waits for data, or updates the weights
+            # every fourth step waits for data or updates the weights
+            now[0] += 1.0 if step % 4 == 0 else 0.2
             timer.after_step(torch.tensor(1.0))
 
     with pytest.raises(Finished):

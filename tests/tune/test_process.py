@@ -97,7 +97,7 @@ def test_a_crash_names_the_signal_and_the_last_line_of_output():
     assert (found.status, found.reason) == ("failed", "killed by SIGSEGV: assertion in the compiler")
 
 
-def test_a_run_that_ends_early_is_a_failure():
+def test_a_run_that_ends_early_counts_as_a_failure():
     assert failure(Job(steps=2)).reason == "the training run ended early"
 
 

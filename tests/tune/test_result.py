@@ -1,4 +1,4 @@
-"""The table, the summary, and the files of a result."""
+"""The table and the summary of a result, and the files that contain it."""
 
 import json
 
@@ -40,7 +40,7 @@ def result(**changes):
     return TuneResult(outcome, {"accumulate": 2}, "a_recipe")
 
 
-def test_summary_reports_epochs_and_when_the_compilation_has_paid_off():
+def test_summary_reports_epoch_times_and_when_compilation_pays_off():
     text = result().summary()
     assert (
         "compile=step: 2.00 times the speed of the baseline (1.90 to 2.10, measured against the baseline)"
@@ -50,13 +50,13 @@ def test_summary_reports_epochs_and_when_the_compilation_has_paid_off():
     assert "takes 30 s. The faster plan saves this time within 600 steps" in text
 
 
-def test_summary_names_what_is_faster_but_not_part_of_the_plan():
+def test_summary_names_faster_options_that_are_not_part_of_the_plan():
     row = Row("parallel=ddp, 2 processes", "faster", "use --nproc 2", "baseline", FASTER)
     text = result(rows=[row]).summary()
     assert "parallel=ddp, 2 processes is 2.00 times as fast; use --nproc 2" in text
 
 
-def test_the_batch_size_of_an_accumulation_is_written_and_read(tmp_path):
+def test_the_batch_size_for_accumulation_is_written_and_read(tmp_path):
     halves = result(setting=Setting({"accumulate": 2}, batch_size=4, split=2))
     assert halves.batch_size == 4
     tuned = read_tuned(halves.save(tmp_path / "tuned.yaml"))
@@ -80,7 +80,7 @@ def test_a_product_of_ratios_has_no_interval():
     assert "compile=step: 2.00 times the speed of the baseline (product of the individual ratios)." in text
 
 
-def test_brackets_in_a_reason_are_printed():
+def test_square_brackets_in_a_reason_are_printed():
     text = str(result(rows=[Row("compile=step", "failed", "see [/opt/x] and [red]c++[/red]")]))
     assert "failed: see [/opt/x] and [red]c++[/red]" in text
 

@@ -74,12 +74,12 @@ def check_that_nothing_changes(tmp_path, make, trained):
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
-def test_a_runner_from_a_configuration_and_all_random_states_are_unchanged(tmp_path, short_rounds, trained):
+def test_tuning_does_not_change_a_configured_runner_or_the_random_states(tmp_path, short_rounds, trained):
     check_that_nothing_changes(tmp_path, configuration, trained)
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
-def test_a_runner_from_objects_and_all_random_states_are_unchanged(tmp_path, trained):
+def test_tuning_does_not_change_a_runner_from_objects_or_the_random_states(tmp_path, trained):
     # Runs in a new process, because a worker of a forked trial crashed in a process that had run thousands of tests.
     script = f"""
 from pathlib import Path
@@ -100,7 +100,7 @@ with pytest.MonkeyPatch.context() as patch:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_runner_trains_the_same_after_tuning(tmp_path, short_rounds):
+def test_a_runner_trains_identically_after_tuning(tmp_path, short_rounds):
     weights = []
     for tuned in (False, True):
         runner = configuration(tmp_path / str(tuned))

@@ -54,7 +54,7 @@ def test_faster_options_are_combined_and_slower_ones_are_not(fake_process):
     assert outcome.total.ratio == pytest.approx(2.0)
 
 
-def test_all_rounds_contain_the_same_share_of_updates(fake_process):
+def test_all_rounds_contain_only_complete_accumulation_windows(fake_process):
     search({"": Script(accumulate=4)}, ["fused"])
     assert fake_process.requests
     assert all(steps % 4 == 0 for steps, _ in fake_process.requests)
@@ -116,7 +116,7 @@ def test_no_option_is_adopted_if_none_is_faster(fake_process):
     assert {row.status for row in outcome.rows} == {"no gain"}
 
 
-def test_different_losses_reject_an_option_however_fast(fake_process):
+def test_an_option_with_different_losses_is_rejected_even_if_it_is_faster(fake_process):
     outcome = search({"fused": Script(0.01, losses=(2.0, 1.5, 1.2))}, ["fused"])
     (row,) = outcome.rows
     assert row.status == "rejected"
@@ -130,7 +130,7 @@ def test_low_precision_has_a_wider_tolerance(fake_process):
     assert search({"fused": Script(0.05, losses)}, ["fused"]).rows[0].status == "rejected"
 
 
-def test_options_on_top_of_low_precision_are_compared_with_it(fake_process):
+def test_options_added_to_low_precision_are_compared_with_low_precision(fake_process):
     half, compiled = (2.01, 1.51, 1.0), (2.0, 1.5, 1.0)
     scripts = {"precision": Script(0.05, half), "compile=step+precision": Script(0.02, compiled)}
     outcome = search(scripts, ["precision", "compile"])
@@ -154,7 +154,7 @@ def test_nan_losses_are_rejected(fake_process):
 
 
 @pytest.mark.parametrize("status", ["out of memory", "timed out", "failed"])
-def test_a_trial_without_a_result_has_a_row(fake_process, status):
+def test_a_trial_without_a_result_appears_in_the_table(fake_process, status):
     outcome = search(
         {"fused": Script(error=TrialError(status, "why")), "precision": Script(0.05)}, ["fused", "precision"]
     )
@@ -163,7 +163,7 @@ def test_a_trial_without_a_result_has_a_row(fake_process, status):
     assert rows["precision=bf16"].status == "adopted"
 
 
-def test_code_that_does_not_compile_is_not_measured_as_compiled(fake_process):
+def test_a_step_that_cannot_be_compiled_is_not_measured_as_compiled(fake_process):
     reason = "The step cannot be compiled: no C++ compiler found"
     scripts = {"compile=step": Script(0.01, problem=reason), "compile=model": Script(0.05)}
     rows = by_label(search(scripts, ["compile"]))
@@ -193,7 +193,7 @@ def test_an_option_that_the_run_sets_is_not_changed(fake_process):
     assert rows["precision=bf16"].reason == "already set by the run (speed.precision)"
 
 
-def test_interrupt_keeps_the_rows_and_ends_all_processes(fake_process):
+def test_interrupt_ends_all_processes_and_keeps_the_rows_measured_so_far(fake_process):
     interrupted = Script(fail_when_timed=KeyboardInterrupt())
     outcome = search({"channels_last": Script(0.05), "channels_last+fused": interrupted})
     assert outcome.stopped == "interrupted"
@@ -222,7 +222,7 @@ class Steps:
             observer.after_step(torch.tensor(1.0))
 
 
-def test_a_real_trial_that_hangs_is_ended_at_the_deadline_and_has_a_row(monkeypatch):
+def test_a_real_trial_that_hangs_is_ended_at_the_deadline_and_appears_in_the_table(monkeypatch):
     started = []
 
     class Recorded(Process):
@@ -240,9 +240,9 @@ def test_a_real_trial_that_hangs_is_ended_at_the_deadline_and_has_a_row(monkeypa
     assert not any(map(alive, started))
 
 
-def test_a_budget_too_short_for_one_trial_names_the_minimum(fake_process):
+def test_error_for_a_budget_too_short_for_one_trial_names_the_minimum(fake_process):
     with pytest.raises(
-        ConfigError, match=r"^budget: 2 s is too short for one trial; the minimum found is \d+ s"
+        ConfigError, match=r"^budget: 2 s is too short for one trial; the estimated minimum is \d+ s"
     ):
         search({"": Script(1.0)}, budget=2)
 
@@ -291,7 +291,7 @@ def test_a_search_ends_within_its_budget_and_records_the_trial_that_hangs(clocke
     assert clocked_process.now[0] <= budget
     rows = by_label(outcome)
     begun = [row.label for row in outcome.rows if row.status not in ("not measured", "skipped")]
-    # Only the compilation, whose time is not known in advance, is ended at the deadline.
+    # Only the compilation is stopped at the deadline, because its time is not known in advance.
     assert clocked_process.hung == (
         [scripts["channels_last+compile=step"]] if "compile=step" in begun else []
     )
@@ -302,7 +302,7 @@ def test_a_search_ends_within_its_budget_and_records_the_trial_that_hangs(clocke
         assert begun == ["channels_last", "fused", "precision=bf16", "compile=step"]
 
 
-def test_the_time_to_end_processes_is_part_of_the_budget(clocked_process):
+def test_the_time_for_ending_processes_is_part_of_the_budget(clocked_process):
     clocked_process.end_seconds = 6.0
     names = ["channels_last", "fused", "precision"]
     assert search({"": Script(0.2, startup=5)}, names, 110).seconds <= 110
@@ -331,11 +331,11 @@ def test_a_measured_compilation_is_not_repeated_if_it_cannot_end_within_the_budg
         (Script(), ""),
     ],
 )
-def test_a_search_that_the_budget_cut_off_is_not_complete(fake_process, script, stopped):
+def test_a_search_that_the_budget_ended_early_is_not_complete(fake_process, script, stopped):
     assert search({"fused": script}, ["fused"]).stopped == stopped
 
 
-def test_a_mode_is_measured_on_top_of_an_adopted_scope_only(fake_process):
+def test_a_mode_is_measured_only_in_combination_with_an_adopted_scope(fake_process):
     names = ["compile", "compile_mode", "compile_dynamic"]
     slower = by_label(search({"compile=step": Script(0.2), "compile=model": Script(0.2)}, names))
     assert slower["compile.mode=max-autotune-no-cudagraphs"].reason == "compile is not part of the plan"
@@ -359,7 +359,7 @@ def test_single_compile_options_are_combined():
     assert scope.plus(mode).speed == {"compile": {"scope": "step", "mode": "default"}, "fused": True}
 
 
-def test_accumulation_is_compared_for_the_samples_of_one_baseline_batch(fake_process):
+def test_accumulation_is_timed_for_the_samples_of_one_baseline_batch(fake_process):
     # Two half batches take 0.16 s, and the mean of their losses is the loss of the whole batch.
     halves = Script(0.08, losses=(1.9, 2.1, 1.4, 1.6, 0.9, 1.1))
     outcome = search({"": Script(0.2), "accumulate": halves}, ["accumulate"])
@@ -410,9 +410,9 @@ def test_the_command_for_data_parallelism_contains_the_compared_plan():
 
 @pytest.mark.parametrize(
     ("count", "size", "reason"),
-    [(1, 8, "requires several cores"), (4, 7, "requires a batch size that is divisible by 2, not 7")],
+    [(1, 8, "requires at least two cores"), (4, 7, "requires a batch size that is divisible by 2, not 7")],
 )
-def test_data_parallelism_that_is_not_possible_is_skipped(fake_process, monkeypatch, count, size, reason):
+def test_data_parallelism_is_skipped_if_it_is_not_possible(fake_process, monkeypatch, count, size, reason):
     monkeypatch.setattr("slipstream.tune.options.cores", lambda: count)
     (row,) = search({"": Script(batch_size=size)}, ["data_parallel"]).rows
     assert (row.status, row.reason) == ("skipped", reason)

@@ -24,7 +24,7 @@ def test_one_outlier_does_not_change_the_ratio():
     assert estimate([1.1, 1.1, 1.1, 1.1, 50.0]).ratio == 1.1
 
 
-def test_interval_gets_narrower_than_the_range_with_more_rounds():
+def test_interval_becomes_narrower_than_the_range_with_more_rounds():
     values = [1.0, *[1.2] * 10, 9.0]
     found = estimate(values)
     assert (found.low, found.high) == (1.2, 1.2)

@@ -1,4 +1,4 @@
-"""A user's script with one type error in each marked line."""
+"""A user's script with one type error on each marked line."""
 
 import torch
 from torch import Tensor, nn

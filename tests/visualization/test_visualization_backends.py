@@ -30,7 +30,7 @@ def json_lines(path):
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
-def test_local_scalars_are_json_lines_readable_during_the_run(tmp_path):
+def test_local_backend_writes_scalars_as_json_lines_that_are_readable_during_the_run(tmp_path):
     backend = LocalVisBackend(tmp_path / "vis")
     backend.add_scalars({"loss": 0.5, "epoch": 1}, step=10)
     backend.add_scalar("val/mIoU", np.float32(0.25), step=2)
@@ -60,7 +60,7 @@ def test_incomplete_last_line_is_removed(tmp_path):
     assert json_lines(path) == [{"step": 1}]
 
 
-def test_values_without_json_equivalent_become_null_lists_or_text(tmp_path):
+def test_values_without_a_json_equivalent_become_null_lists_or_text(tmp_path):
     backend = LocalVisBackend(tmp_path)
     values = {
         "nan": float("nan"),
@@ -87,7 +87,7 @@ def test_values_without_json_equivalent_become_null_lists_or_text(tmp_path):
     ]
 
 
-def test_local_file_path_also_receives_the_line(tmp_path):
+def test_scalars_are_written_to_file_path_as_well(tmp_path):
     backend = LocalVisBackend(tmp_path)
     backend.add_scalars({"acc": 1.0}, step=3, file_path="20260101.json")
     backend.close()
@@ -112,14 +112,14 @@ def test_local_file_is_opened_once_and_appended_to_after_close(tmp_path, monkeyp
     assert [line["step"] for line in json_lines(tmp_path / "scalars.json")] == [0, 1, 2, 3, 4, 5]
 
 
-def test_local_image_is_a_lossless_png(tmp_path):
+def test_local_backend_writes_images_as_lossless_png_files(tmp_path):
     LocalVisBackend(tmp_path).add_image("val/sheet", picture(), step=7)
     loaded = np.asarray(Image.open(tmp_path / "vis_image" / "val" / "sheet_7.png"))
     np.testing.assert_array_equal(loaded, picture())
 
 
 @pytest.mark.parametrize("config", [FakeConfig(), {"model": {"type": "Net"}, "lr": 0.1}])
-def test_local_config_is_equivalent_python(tmp_path, config):
+def test_local_backend_writes_the_config_as_equivalent_python(tmp_path, config):
     LocalVisBackend(tmp_path).add_config(config)
     namespace = {}
     exec((tmp_path / "config.py").read_text(), namespace)
@@ -127,7 +127,7 @@ def test_local_config_is_equivalent_python(tmp_path, config):
     assert namespace["lr"] == 0.1
 
 
-def test_local_file_names_require_their_suffix(tmp_path):
+def test_local_backend_requires_file_names_with_the_correct_suffix(tmp_path):
     with pytest.raises(ConfigError, match="config_save_file"):
         LocalVisBackend(tmp_path, config_save_file="config.yaml")
     with pytest.raises(ConfigError, match="scalar_save_file"):
@@ -173,7 +173,7 @@ def test_unused_tensorboard_closes_without_a_file(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_custom_backend_only_requires_add_scalar(tmp_path):
+def test_custom_backend_must_define_only_add_scalar(tmp_path):
     class Mine(BaseVisBackend):
         def __init__(self, save_dir):
             super().__init__(save_dir)

@@ -42,7 +42,7 @@ def test_invalid_mask_is_rejected(mask):
         colorize(mask, PALETTE)
 
 
-def test_overlay_blends_by_alpha_and_keeps_ignored_pixels():
+def test_overlay_blends_with_alpha_and_does_not_change_ignored_pixels():
     image = np.full((1, 3, 3), 100, np.uint8)
     mask = np.array([[0, 1, 255]], np.uint8)
     mixed = overlay(image, mask, PALETTE, alpha=0.25, ignore_index=255)
@@ -61,7 +61,7 @@ def test_overlay_rejects_different_sizes_and_invalid_alpha():
         overlay(image, np.zeros((4, 4), int), PALETTE, alpha=1.5)
 
 
-def test_contact_sheet_shows_every_picture_in_its_column_and_row():
+def test_contact_sheet_shows_every_image_in_its_column_and_row():
     colors = [[(255, 0, 0), (0, 255, 0)], [(0, 0, 255), (9, 99, 199)]]
     rows = [[np.full((40, 80, 3), color, np.uint8) for color in row] for row in colors]
     sheet = np.asarray(contact_sheet(rows, titles=("image", "prediction")))
@@ -97,7 +97,9 @@ def test_contact_sheet_rejects_mismatched_rows():
     picture = np.zeros((4, 4, 3), np.uint8)
     with pytest.raises(DataError, match="at least one row"):
         contact_sheet([])
-    with pytest.raises(DataError, match="row 1 has 2 images, but there are 3 titles"):
+    with pytest.raises(
+        DataError, match=r"row 1: the number of images \(2\) must match the number of titles \(3\)"
+    ):
         contact_sheet([[picture] * 3, [picture] * 2])
-    with pytest.raises(DataError, match="1 captions for 2 rows"):
+    with pytest.raises(DataError, match=r"number of captions \(1\) must match the number of rows \(2\)"):
         contact_sheet([[picture] * 3] * 2, captions=["a"])

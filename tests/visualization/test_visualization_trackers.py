@@ -105,7 +105,7 @@ def test_missing_package_error_names_the_extra(monkeypatch, tmp_path, kind, pack
         backend.add_scalar("loss", 1.0)
 
 
-def test_mlflow_run_has_name_tags_and_params(mlflow, tmp_path):
+def test_mlflow_run_has_a_name_tags_and_parameters(mlflow, tmp_path):
     backend = MLflowVisBackend(
         tmp_path,
         exp_name="e",
@@ -123,7 +123,7 @@ def test_mlflow_run_has_name_tags_and_params(mlflow, tmp_path):
     ]
 
 
-def test_mlflow_config_is_flattened_in_batches_within_the_service_limits(mlflow, tmp_path):
+def test_mlflow_config_is_flattened_and_sent_in_batches_within_the_service_limits(mlflow, tmp_path):
     backend = MLflowVisBackend(tmp_path)
     backend.add_config({"hooks": [{"type": "A"}], "long": "x" * 7000, **{f"k{i}": i for i in range(150)}})
     batches = [kwargs["params"] for _, kwargs in mlflow.client.named("log_batch")]
@@ -154,7 +154,7 @@ def test_mlflow_uploads_matching_files_at_the_end(mlflow, tmp_path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="requires the package mlflow")
-def test_mlflow_store_contains_the_recorded_values(tmp_path, monkeypatch):
+def test_mlflow_store_contains_the_logged_values(tmp_path, monkeypatch):
     from mlflow import MlflowClient
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")

@@ -46,7 +46,7 @@ def test_every_call_is_passed_to_every_backend():
     assert first.calls[2] == ("scalars", {"x": 1.0}, 3, "f.json")
 
 
-def test_backends_are_built_in_vis_data_and_found_by_name(tmp_path):
+def test_backends_write_to_vis_data_by_default_and_are_found_by_name(tmp_path):
     config = {
         "type": "Visualizer",
         "save_dir": str(tmp_path),

@@ -28,8 +28,8 @@ class BackgroundWriter:
 
     The copies use as much host memory as the tensors. They are kept until `close` and reused for the next checkpoint,
     because allocating them takes longer than copying. Tensors that are sharded over accelerators are copied on their
-    device; these copies are freed when the checkpoint is written. With several processes, the threads communicate
-    through their own gloo group.
+    device; these copies are freed after the checkpoint has been written. With several processes, the threads
+    communicate through their own gloo group.
     """
 
     def __init__(self) -> None:
@@ -45,12 +45,14 @@ class BackgroundWriter:
         warn: Callable[[str], None],
         on_saved: Callable[[Path], None],
     ) -> None:
-        """Wait until the previous checkpoint is written, copy this one and start writing it. All ranks must call this.
+        """Wait until the previous checkpoint is written, then copy `checkpoint` and start writing the copy.
+
+        All ranks must call this method.
 
         Args:
-            checkpoint: what to write; see `write_checkpoint`.
+            checkpoint: the values to write; see `write_checkpoint`.
             path: path of the checkpoint.
-            warn: called for values that cannot be saved.
+            warn: called with a message for each value that cannot be saved.
             on_saved: called in the thread with the path of the complete checkpoint.
 
         Raises:
@@ -71,7 +73,9 @@ class BackgroundWriter:
             try:
                 on_saved(written)
             except OSError as error:
-                raise CheckpointError(f"{written} is written, but {error}") from error
+                raise CheckpointError(
+                    f"{written} was written, but the folder could not be updated: {error}"
+                ) from error
 
         self._writing = self._pool.submit(run)
 
@@ -101,7 +105,7 @@ class BackgroundWriter:
     def _copy(
         self, checkpoint: Mapping[str, Any], warn: Callable[[str], None]
     ) -> tuple[dict[str, Any], dict[torch.device, torch.Event]]:
-        """Return a copy of the checkpoint, and for each device an event that marks the end of its copies."""
+        """Return a copy of the checkpoint and, for each device, an event that marks the end of the device's copies."""
         buffers: dict[str, Tensor] = {}
         devices: set[torch.device] = set()
         on_host: list[tuple[Tensor, Tensor]] = []
@@ -143,5 +147,5 @@ def _buffer_for(tensor: Tensor, previous: Tensor | None) -> Tensor:
     layout = (tensor.shape, tensor.dtype, tensor.stride())
     if previous is not None and (previous.shape, previous.dtype, previous.stride()) == layout:
         return previous
-    with torch.inference_mode(False):  # an inference tensor could not be reused
+    with torch.inference_mode(False):  # an inference tensor cannot be reused
         return torch.empty_like(tensor, device="cpu", pin_memory=_copies_asynchronously(tensor))

@@ -37,7 +37,7 @@ def copy_in_threads(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _same_bytes(target: Tensor, source: Tensor) -> bool:
-    """Return whether the tensors can be copied as bytes: both fill a range of memory in the same order."""
+    """Return whether the tensors can be copied as bytes: both are dense and have the same strides."""
     last = sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True))
     lazy = source.is_conj() or source.is_neg() or source.is_quantized
     return not lazy and last + 1 == source.numel() and target.stride() == source.stride()

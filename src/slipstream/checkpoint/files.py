@@ -71,7 +71,9 @@ def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str,
         siblings = [p.name for p in known] if path.parent.is_dir() else []
         raise CheckpointError(f"the checkpoint {path} does not exist{did_you_mean(path.name, siblings)}")
     if not _is_torch_file(path):
-        raise CheckpointError(f"{path} is not a checkpoint: it was not written by torch.save")
+        raise CheckpointError(
+            f"{path} is not a checkpoint: torch.save did not write it; pass a different file"
+        )
     try:
         with verified(path) as file, torch.serialization.safe_globals(safe_globals()):
             checkpoint = torch.load(file, map_location=map_location, weights_only=True)
@@ -85,14 +87,16 @@ def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str,
             "and call torch.save(c, path)"
         ) from error
     except Exception as error:  # a damaged file can raise any exception
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {error}. If it is damaged, use another checkpoint"
+        ) from error
     if not isinstance(checkpoint, Mapping):
         raise CheckpointError(f"{path} must contain a dict, not a {type(checkpoint).__name__}")
     return translated(dict(checkpoint), path) if is_from_mmengine(checkpoint) else dict(checkpoint)
 
 
 def _is_torch_file(path: Path) -> bool:
-    """Return whether the first byte is that of a zip archive, or of a pickle (the old format of `torch.save`)."""
+    """Return whether the file starts like a zip archive or like a pickle (the old format of `torch.save`)."""
     with path.open("rb") as file:
         return file.read(1) in (b"P", b"\x80")
 
@@ -132,8 +136,8 @@ def find_latest_checkpoint(folder: str | Path) -> Path | None:
         return None
     try:
         latest = Path(pointer.read_text(encoding="utf-8").strip())
-        # The second candidate supports a work_dir that was moved, the third a run that was killed while replacing a
-        # folder.
+        # The second candidate supports a work_dir that was moved. The third one supports a run that was killed while
+        # it replaced a folder.
         for candidate in (latest, Path(folder) / latest.name, replaced_name(Path(folder) / latest.name)):
             if candidate.exists():
                 return candidate
@@ -149,8 +153,7 @@ def find_latest_checkpoint(folder: str | Path) -> Path | None:
 def checkpoint_of(path: Path) -> Path:
     """Return a checkpoint from the folder of a run; return other paths, such as sharded checkpoints, unchanged.
 
-    The result is the best checkpoint (the newest, if there are several), or the latest one if no best checkpoint was
-    saved.
+    The result is the newest best checkpoint, or the latest checkpoint if no best checkpoint was saved.
 
     Raises:
         CheckpointError: the folder contains no checkpoint.
@@ -160,7 +163,9 @@ def checkpoint_of(path: Path) -> Path:
     best = _by_age([path], _BEST)
     found = best[0] if best else find_latest_checkpoint(path)
     if found is None:
-        raise CheckpointError(f"the folder {path} contains no checkpoint; train first, or pass a checkpoint")
+        raise CheckpointError(
+            f"the folder {path} contains no checkpoint; train first, or pass the path of a checkpoint"
+        )
     return found
 
 

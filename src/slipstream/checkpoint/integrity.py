@@ -1,6 +1,7 @@
 """Verify checkpoint files with the checksums that `torch.save` writes.
 
-A file written by `torch.save` is a zip archive with a CRC-32 of each entry, which `torch.load` does not verify.
+A file written by `torch.save` is a zip archive that contains a CRC-32 checksum of each entry. `torch.load` does not
+verify these checksums.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def verified(path: Path, start: int = 0, length: int | None = None) -> Iterator[
     `torch.serialization.set_crc32_options(False)`, which contain zeros instead of checksums.
 
     Raises:
-        CheckpointError: the file is damaged (this error replaces any error that the damage causes in the block), its
-            entries are compressed, or several of them share the same bytes.
+        CheckpointError: the file is damaged, its entries are compressed, or several of them share the same bytes. This
+            error replaces any error that the damage causes in the block.
     """
     with path.open("rb", buffering=0) as file, _Archive(path, file, start, length) as archive:
         if archive.is_pickle:
@@ -220,4 +221,4 @@ class _Archive(io.RawIOBase):
         return self._damaged(f"the checksum of {entry.filename} does not match")
 
     def _damaged(self, problem: str) -> CheckpointError:
-        return CheckpointError(f"{self._path} is damaged: {problem}")
+        return CheckpointError(f"{self._path} is damaged: {problem}; use another checkpoint")

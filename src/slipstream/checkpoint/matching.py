@@ -21,7 +21,7 @@ __all__ = ["check_like", "check_optimizer", "check_tensors", "restoring"]
 Warn = Callable[[str], None]
 
 _SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
-"""Entries with a single element in the states of torch's optimizers."""
+"""Entries in the states of torch's optimizers that have a single element."""
 _STATES: Mapping[str, tuple[str, ...]] = {
     "ASGD": ("step", "eta", "mu", "ax"),
     "Adadelta": ("step", "square_avg", "acc_delta"),
@@ -44,10 +44,10 @@ _STATES_OF_OPTIONS = {
 }
 """The entries that torch's optimizers additionally require if an option is set."""
 _SHAPED = frozenset({"momentum_buffer", *chain(*_STATES.values(), _STATES_OF_OPTIONS.values())}) - _SCALARS
-"""Entries with the shape of the parameter in the states of torch's optimizers."""
+"""Entries in the states of torch's optimizers that have the shape of the parameter."""
 _NOT_NEGATIVE = ("lr", "initial_lr", "weight_decay", "momentum", "eps")
 _REPLACED = ("params", "fused", "foreach", "capturable")
-"""Keys of a parameter group whose saved values are replaced by those of the run."""
+"""Keys of a parameter group whose saved values are replaced with the run's values."""
 _COUNTERS = ("_global_step", "_step_count", "num_bad_epochs", "cooldown_counter")
 
 
@@ -86,7 +86,7 @@ def check_tensors(
         layouts: whether the layouts must be equal; the gradient of a dense parameter may be sparse.
 
     Raises:
-        CheckpointError: the shape, the kind of number or the storage of a tensor differs.
+        CheckpointError: a tensor has a different shape, layout or kind of dtype (such as int instead of float).
     """
     for name, value in saved.items():
         if isinstance(target := own.get(name), Tensor):
@@ -177,7 +177,7 @@ def _is_numeric(value: Any) -> bool:
 def check_optimizer(
     optimizer: Optimizer, saved: Any, where: str, source: Any, warn: Warn | None = None
 ) -> None:
-    """Check that `saved` is a state of `optimizer`.
+    """Check that `saved` is a valid state for `optimizer`.
 
     The states of the parameters are only checked for the optimizers in `torch.optim` and their subclasses, because
     the structure of other states is unknown. For the checked optimizers, `warn` is called if parameters have no state.
@@ -190,8 +190,8 @@ def check_optimizer(
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if [len(group["params"]) for group in groups] != sizes:
         raise CheckpointError(
-            f"{source}: '{where}.param_groups' has {len(groups)} groups with "
-            f"{[len(group['params']) for group in groups]} parameters, but the optimizer has {len(sizes)} with "
+            f"{source}: the numbers of parameters in the groups of '{where}.param_groups' are "
+            f"{[len(group['params']) for group in groups]}, but those in the optimizer's groups are "
             f"{sizes}. Resume with the same optimizer and paramwise_cfg, or start a new run with load_from"
         )
     for index, (own, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
@@ -200,7 +200,8 @@ def check_optimizer(
     numbers = list(chain.from_iterable(group["params"] for group in groups))
     if sorted(numbers) != numbers or len({*numbers}) != len({*map(id, params)}):
         raise CheckpointError(
-            f"{source}: '{where}.param_groups' must number the parameters in ascending order, not {numbers[:20]}"
+            f"{source}: '{where}.param_groups' must number the parameters in ascending order, not {numbers[:20]}; "
+            "use load_from to start a new run from the weights"
         )
     _check_states(optimizer, dict(zip(numbers, params, strict=True)), saved, where, source, warn)
 
@@ -224,7 +225,10 @@ def _check_states(
         if kind is None:
             continue
         if number not in params:
-            raise CheckpointError(f"{source}: '{place}' belongs to none of the {len(params)} parameters")
+            raise CheckpointError(
+                f"{source}: '{place}' belongs to none of the {len(params)} parameters; use load_from "
+                "to start a new run from the weights"
+            )
         extra = [
             name
             for (of, option), name in _STATES_OF_OPTIONS.items()
@@ -242,7 +246,7 @@ def _check_states(
     if warn is not None and stateless and stateful:
         warn(
             f"{source}: '{where}.state' has no entries for the parameters {stateless[:5]}: either their gradients were "
-            "None, or the entries are lost. The optimizer initializes them again"
+            "None, or the entries were lost. The optimizer will initialize them again"
         )
 
 
@@ -274,4 +278,4 @@ def _check_group(
             raise _different(f"{where}.{key}", "a number of at least 0", value, source)
     betas = group.get("betas", ())
     if not all(0 <= float(beta) <= 1 for beta in betas):
-        raise _different(f"{where}.betas", "numbers from 0 to 1", str(betas), source)
+        raise _different(f"{where}.betas", "numbers between 0 and 1", str(betas), source)

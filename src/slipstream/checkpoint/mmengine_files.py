@@ -27,7 +27,8 @@ def _statistic(owner: Any, name: str) -> None:
     """Replace `getattr` in the pickle of a `HistoryBuffer`, which stores references to its own methods."""
     if owner is not _SavedHistory:
         raise CheckpointError(
-            f"the checkpoint reads the attribute '{name}' of an object, which is not allowed"
+            f"the checkpoint reads the attribute '{name}' of an object, which could execute code; use a different "
+            "checkpoint"
         )
 
 
@@ -57,8 +58,8 @@ def is_from_mmengine(checkpoint: Mapping[str, Any]) -> bool:
 def translated(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return an MMEngine checkpoint with its message hub and `meta` converted, so that Slipstream can resume from it.
 
-    NumPy numbers become built-in numbers. Only the newest values of each scalar history are kept. `path` is the file
-    that contains the checkpoint, for messages.
+    NumPy numbers become built-in numbers. Only the newest values of each scalar history are kept. `path`, the
+    checkpoint's file, is only used in messages.
 
     Raises:
         CheckpointError: the message hub is damaged.

@@ -274,6 +274,7 @@ ACCELERATED = _entries(
     {
         "average": _all(_by_name(_anything), _entries({"steps": _step})),
         "gradients": _each(_optional(_tensor)),
+        "other_tensors": _each(_tensor),
         "unfinished": _count,
     },
 )

@@ -73,7 +73,7 @@ def write_checkpoint(
     paths: dict[str, list[Any]] = {}
 
     def extract(path: tuple[Any, ...], tensor: Tensor) -> None:
-        # The number makes keys unique, because different path elements (1 and "1") can have the same string.
+        # The number makes keys unique, because different path elements (1 and "1") can have the same text.
         key = f"{len(tensors)}/" + "/".join(map(str, path))
         tensors[key], paths[key] = tensor, list(path)
 
@@ -114,7 +114,7 @@ def load_checkpoint(
 def load_sharded(
     folder: Path, map_location: str | torch.device = "cpu", mesh: DeviceMesh | None = None
 ) -> dict[str, Any]:
-    """Read a sharded checkpoint. This requires neither a process group nor communication.
+    """Read a sharded checkpoint. This function requires neither a process group nor communication.
 
     Args:
         folder: folder of the checkpoint, written by any number of processes.
@@ -145,7 +145,7 @@ def _reading(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:  # a damaged file can raise any exception
         raise CheckpointError(
-            f"{folder} is incomplete or damaged ({type(error).__name__}: {error})"
+            f"{folder} is incomplete or damaged ({type(error).__name__}: {error}); use another checkpoint"
         ) from error
 
 
@@ -195,7 +195,10 @@ def consolidate(folder: str | Path, out: str | Path, warn: Warn = warnings.warn)
     """
     folder = Path(folder)
     if not (folder / PLAIN).is_file():
-        raise CheckpointError(f"{folder} is not a sharded checkpoint: it contains no {PLAIN}")
+        raise CheckpointError(
+            f"{folder} is not a sharded checkpoint, because it contains no {PLAIN}; pass a folder such as "
+            "epoch_3.sharded"
+        )
     save_checkpoint(load_sharded(folder), out, warn)
 
 
@@ -399,7 +402,7 @@ def _reader(folder: Path, metadata: Metadata) -> FileSystemReader:
 
 
 def _check_parts(key: str, entry: Mapping[str, Any]) -> None:
-    """Check that the shards of a tensor fill it without gaps, which torch would leave uninitialized."""
+    """Check that the shards of a tensor cover it without gaps, which torch would leave uninitialized."""
     shape, parts = entry["shape"], [(offsets, sizes) for offsets, sizes, *_ in entry["parts"]]
     inside = all(
         len(offsets) == len(sizes) == len(shape)
@@ -411,7 +414,7 @@ def _check_parts(key: str, entry: Mapping[str, Any]) -> None:
     )
     disjoint = not any(_overlap(a, b) for a, b in combinations(parts, 2))
     if not inside or not disjoint or sum(math.prod(sizes) for _, sizes in parts) != math.prod(shape):
-        raise ValueError(f"the shards of '{key}' do not fill its shape {list(shape)}")
+        raise ValueError(f"the shards of '{key}' do not cover its shape {list(shape)}")
 
 
 def _overlap(a: tuple[list[int], list[int]], b: tuple[list[int], list[int]]) -> bool:

@@ -14,8 +14,8 @@ __all__ = ["stored_config"]
 def stored_config(meta: Any) -> dict[str, Any]:
     """Return the configuration in the `meta` of a checkpoint as plain data; an empty dict if it cannot be read.
 
-    `_base_` is not followed, nothing is imported, and environment variables are not read: a checkpoint of another
-    source could otherwise store their values in a file name or a URL.
+    `_base_` is not followed, nothing is imported, and environment variables are not read: a checkpoint from an
+    untrusted source could otherwise insert their values into a file name or a URL.
     """
     try:
         cfg = yaml.load(meta["cfg"], BoundedLoader)

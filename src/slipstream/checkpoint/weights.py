@@ -17,7 +17,7 @@ _SHOWN = 5
 
 
 def revise(state: Mapping[str, Any], revise_keys: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Return `state` with each `(pattern, replacement)` applied to its keys, as in `re.sub`."""
+    """Return `state` with each `(pattern, replacement)` pair applied to its keys, as in `re.sub`."""
     for pattern, replacement in revise_keys:
         state = {re.sub(pattern, replacement, key): value for key, value in state.items()}
     return dict(state)
@@ -83,11 +83,12 @@ def compare_weights(
         raise CheckpointError(f"{source}: 'state_dict' is empty; use another checkpoint")
     if strict and (missing or unexpected):
         raise CheckpointError(
-            f"{source} belongs to a different model: {'; '.join(_differences(missing, unexpected))}"
+            f"{source} belongs to a different model: {'; '.join(_differences(missing, unexpected))}. Use a "
+            "checkpoint of this model, or rename the keys with revise_keys"
         )
     if own and len(missing) == len(own):
         raise CheckpointError(
-            f"{source} contains no tensor of this model. It contains {_some(unexpected)}; the model requires "
+            f"{source} contains none of this model's tensors. It contains {_some(unexpected)}; the model requires "
             f"{_some(missing)}. Rename the keys with revise_keys, or check the model"
         )
     skipped = [f"skipped because of different shapes: {_some([*shapes.values()])}"] if shapes else []

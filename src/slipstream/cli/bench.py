@@ -34,10 +34,10 @@ _SHORTEST_WARMUP = 3  # a compiled step is captured and verified during the seco
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every cell in a separate process, and write the table after each cell.
+    """Perform every run in a separate process, and write the table after each run.
 
     Returns:
-        0 if all cells were measured, 1 if a cell failed, 130 after Ctrl-C.
+        0 if all runs succeeded, 1 if a run failed, 130 after Ctrl-C.
 
     Raises:
         ConfigError: an option is invalid, a recipe does not exist, or the output folder is not writable.
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cells(args: argparse.Namespace) -> Iterator[Cell]:
-    """Yield the cells that the options select. Eager cells of a recipe come before compiled ones."""
+    """Yield the runs that the options select. A recipe's eager runs come before its compiled runs."""
     modes = [False, True] if args.mode is None else [args.mode == "compiled"]
     devices = _device_counts() if args.devices is None else [args.devices]
     precisions = [False, True] if args.precision is None else [args.precision == "amp"]
@@ -89,7 +89,7 @@ def _cells(args: argparse.Namespace) -> Iterator[Cell]:
 
 
 def _device_counts() -> list[int]:
-    """Return the numbers of devices to measure by default. Two processes can share the CPU, but not one GPU."""
+    """Return the numbers of devices to measure by default. Two processes can share the CPU, but not a GPU."""
     import torch
 
     from slipstream.devices import default_device
@@ -98,7 +98,7 @@ def _device_counts() -> list[int]:
 
 
 def _measure(cell: Cell, timeout: float) -> Measured:
-    """Run a cell in a separate process. All cells use the same number of cores in total."""
+    """Perform a run in a separate process. All runs use the same number of cores in total."""
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         spec, result = Path(folder) / "spec.json", Path(folder) / "result.json"
         spec.write_text(json.dumps(asdict(cell)), encoding="utf-8")
@@ -106,7 +106,9 @@ def _measure(cell: Cell, timeout: float) -> Measured:
         argv = ["-m", "slipstream.cli.bench_cell", str(spec), str(result)]
         done = run_child(argv, timeout=timeout, quiet=True, grace=2.0, environ={"OMP_NUM_THREADS": threads})
         if done.status or not result.is_file():
-            return Measured(cell, error=done.reason or "the process wrote no result")
+            return Measured(
+                cell, error=done.reason or "the process wrote no result; train the recipe to see its log"
+            )
         values: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     return Measured(cell, values["seconds"], values["samples_per_step"], values["memory"], values["threads"])
 
@@ -127,5 +129,5 @@ def _environment(args: argparse.Namespace) -> dict[str, Any]:
         "slipstream": __version__,
         "warm-up steps": args.warmup,
         "timed steps": args.steps,
-        "data": "one batch, repeated" if args.synthetic else "the recipe's, loaded as in training",
+        "data": "one batch, repeated" if args.synthetic else "the recipe's data, loaded as in training",
     }

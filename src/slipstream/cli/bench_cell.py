@@ -1,6 +1,6 @@
-"""One cell of `slipstream bench`: time the training steps of one recipe with one set of options.
+"""One run of `slipstream bench`: time the training steps of one recipe with one set of options.
 
-`python -m slipstream.cli.bench_cell SPEC RESULT` reads the cell from the JSON file SPEC and writes its measurement to
+`python -m slipstream.cli.bench_cell SPEC RESULT` reads a `Cell` from the JSON file SPEC and writes its measurement to
 the JSON file RESULT. It exits with status 1 if the options did not take effect.
 """
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 __all__ = ["Cell", "main"]
 
 _REPLACED = ("precision", "compile", "parallel", "ema", "sync_bn")
-"""The speed options that a cell sets itself."""
+"""The speed options that each run sets itself."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement, which runs in its own process."""
+    """One run, which is one row of the result table: a recipe and the options with which it is measured."""
 
     recipe: str
     compiled: bool
     """Whether the whole step runs as one graph."""
     processes: int
-    """Number of processes. If there are several, they train with DDP."""
+    """Number of processes. Two or more processes train with DDP."""
     amp: bool
     """Whether the step runs in mixed precision (bfloat16)."""
     averaging: bool
@@ -50,14 +50,14 @@ class Cell:
 
     @property
     def options(self) -> str:
-        """The options of this cell, without the recipe."""
+        """The options of this run, without the recipe."""
         parallel = "1 device" if self.processes == 1 else f"{self.processes} devices"
         words = ["compiled" if self.compiled else "eager", parallel, "AMP" if self.amp else "float32"]
         return ", ".join([*words, *(["SyncBN + EMA"] if self.averaging else [])])
 
 
 def main(argv: list[str]) -> int:
-    """Measure the cell in `argv[0]` and return the exit status."""
+    """Perform the run that the file `argv[0]` describes, and return the exit status."""
     from slipstream.errors import SlipstreamError
 
     spec = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
 
 
 def _spawn(cell: Cell, result: str) -> None:
-    """Measure in several processes. The error of the first process that fails is raised."""
+    """Measure in several processes. Raise the error of the first process that fails."""
     import socket
 
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
@@ -92,7 +92,7 @@ def _spawn(cell: Cell, result: str) -> None:
 
 
 def _measure(rank: int, cell: Cell, result: str, port: int | None) -> None:
-    """Train the warm-up and timed steps. Rank 0 writes the result."""
+    """Run the warm-up steps and the timed steps. Rank 0 writes the result."""
     if port is not None:
         values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": cell.processes, "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in values.items()}, MASTER_ADDR="127.0.0.1")
@@ -109,7 +109,7 @@ def _measure(rank: int, cell: Cell, result: str, port: int | None) -> None:
     device = default_device()
     if device.type != "cpu" and torch.accelerator.device_count() < cell.processes:
         raise ConfigError(
-            f"requires {cell.processes} devices; this machine has {torch.accelerator.device_count()}"
+            f"requires {cell.processes} devices; this machine has {torch.accelerator.device_count()}. Use `--devices 1`"
         )
     cfg = _config(cell, str(Path(result).parent))
     timer = StepTimer(cell.warmup, cell.steps, device)
@@ -133,7 +133,9 @@ def _measure(rank: int, cell: Cell, result: str, port: int | None) -> None:
             "the timed steps did not run as one graph; see the log of `slipstream train` with compile=True"
         )
     if not timer.finite:
-        raise ConfigError("the loss of a timed step is not finite")
+        raise ConfigError(
+            "the loss of a timed step is not finite; run `slipstream train` with the recipe, and see its log"
+        )
     if rank == 0:
         samples = first_batch if cell.synthetic else timer.samples / cell.steps
         found = {"seconds": timer.seconds, "samples_per_step": samples, "memory": timer.memory()}
@@ -143,7 +145,7 @@ def _measure(rank: int, cell: Cell, result: str, port: int | None) -> None:
 
 
 def _config(cell: Cell, work_dir: str) -> Config:
-    """Return the recipe's configuration with the cell's options, and without validation, hooks or files."""
+    """Return the recipe's configuration with the run's options, and without validation, hooks or files."""
     from slipstream.cli.configure import load_config
     from slipstream.errors import ConfigError
     from slipstream.tune.measured_config import keep_training_only
@@ -176,14 +178,16 @@ def _config(cell: Cell, work_dir: str) -> Config:
         dataset = cfg.train_dataloader.dataset
         if not isinstance(dataset, Mapping) or dataset.get("type") != "StreetScenes":
             raise ConfigError(
-                f"applies only to generated images, but {cell.recipe} reads its images from files", "--size"
+                f"applies only to generated images, but {cell.recipe} reads its images from files; "
+                "remove this option",
+                "--size",
             )
         cfg.train_dataloader.dataset.size = list(cell.size)
     return cfg
 
 
 def _other_options(speed: Any, cell: Cell) -> dict[str, Any]:
-    """Return the recipe's speed options that the cell does not replace."""
+    """Return the recipe's speed options that the run does not replace."""
     from slipstream.tune.jobs import merged_speed
 
     # An eager step cannot be captured as a CUDA graph.

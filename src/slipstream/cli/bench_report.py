@@ -28,18 +28,18 @@ _COLUMNS = (
 _BLOCKS = 6
 """The smallest number of independent values whose range contains the median with a probability of at least 95%."""
 _NOTE = (
-    "Each row is measured in separate processes. A step time is the mean of all timed steps. The steps are divided "
+    "Each row is measured in its own processes. A step time is the mean of all timed steps. The steps are divided "
     f"into {_BLOCKS} blocks of consecutive steps, and the interval is the range of the means of the blocks. It "
     "contains the median block mean with a probability of at least 95% if the blocks are independent. With fewer than "
-    f"{_BLOCKS} steps there is no interval. Slow phases of the machine affect whole rows, so repeat the command before "
-    "you compare rows that are close. Memory is the peak of the first process: on the device, or the resident memory "
-    "of the whole process on a CPU."
+    f"{_BLOCKS} steps, there is no interval. If the machine is slow for a while, whole rows are affected, so repeat "
+    "the command before you compare rows with similar times. Memory is the peak memory of the first process: the "
+    "device memory or, on a CPU, the resident memory of the whole process."
 )
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The result of one cell: the duration of each timed step, or the error."""
+    """The result of one run: the duration of each timed step, or the error."""
 
     cell: Cell
     seconds: Sequence[float] = ()
@@ -48,7 +48,7 @@ class Measured:
     memory: int = 0
     """Peak memory of the first process in bytes; see `StepTimer.memory`."""
     threads: int = 0
-    """Torch threads of each process."""
+    """Number of torch threads in each process."""
     error: str = ""
 
     @property
@@ -136,7 +136,7 @@ def _is_base(cell: Cell) -> bool:
 
 
 def _draw(path: Path, environment: Mapping[str, Any], found: Sequence[Measured]) -> Path:
-    """Draw the samples per second of each measured cell with its interval."""
+    """Draw the samples per second of each successful run with their interval."""
     from matplotlib.figure import Figure
 
     measured = [m for m in found if m.seconds]
@@ -162,4 +162,4 @@ def _error_bar(measured: Measured) -> tuple[float, float]:
     """Return the distances from the mean speed to the ends of its interval, in samples per second."""
     low, high = block_interval(measured.seconds) or (measured.seconds_per_step,) * 2
     speed, slowest, fastest = (measured.samples_per_step / s for s in (measured.seconds_per_step, high, low))
-    return max(speed - slowest, 0.0), max(fastest - speed, 0.0)  # rounding errors may be negative
+    return max(speed - slowest, 0.0), max(fastest - speed, 0.0)  # rounding may make them negative

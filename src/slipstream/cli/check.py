@@ -54,7 +54,7 @@ class _OneStep(Hook):
 
     priority = "VERY_LOW"
     loss: float | None = None
-    """The loss, or None if the step returns none."""
+    """The loss, or None if the step returns no loss."""
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None

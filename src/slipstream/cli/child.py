@@ -20,7 +20,7 @@ from slipstream.process_tree import descendants, end_group
 __all__ = ["Child", "ending_on_sigterm", "run_child"]
 
 _GRACE = 20.0
-"""Seconds between asking a process to end and killing it. Training saves its state in this time."""
+"""Seconds between asking a process to exit and killing it. Training saves its state during this time."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Child:
     """A process that has ended."""
 
     status: int
-    """Exit status; 128 + the number of the signal that ended the process."""
+    """Exit status, or 128 + the number of the signal that terminated the process."""
     reason: str
-    """Why it failed, on one line; empty on success."""
+    """The reason for the failure, on one line; empty on success."""
     seconds: float
 
 
@@ -49,9 +49,9 @@ def run_child(
 
     Args:
         argv: arguments of the interpreter, such as `["-m", "slipstream", "train", ...]`.
-        timeout: seconds after which the process is terminated; None: no limit.
+        timeout: seconds after which the process is terminated; None means no limit.
         quiet: whether to discard its output. The reason for a failure is still returned.
-        grace: seconds for the process to end by itself when it is interrupted.
+        grace: seconds that the process has to exit by itself after it is interrupted.
         environ: environment variables to set in addition to those of this process.
     """
     start, last = perf_counter(), deque[str](maxlen=50)
@@ -89,14 +89,14 @@ def _copy(stream: IO[str], last: deque[str], quiet: bool) -> None:
 
 
 def _end(process: subprocess.Popen[str], grace: float) -> None:
-    """End the process, and kill the remaining processes of its group and the remaining processes that it started."""
+    """End the process, and kill the remaining processes in its group and those that it started."""
     started = descendants(process.pid) if process.poll() is None else {}
     try:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
             process.wait(grace)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)  # the launcher of several processes ends them on this signal
+        process.send_signal(signal.SIGTERM)  # on this signal, a launcher ends its processes
         with suppress(subprocess.TimeoutExpired):
             process.wait(grace)
     finally:

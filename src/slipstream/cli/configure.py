@@ -58,7 +58,10 @@ def read_config(args: argparse.Namespace) -> Configured:
     cfg = read.cfg
     path = find_recipe(args.config, args.config_dir)
     if "model" not in cfg:
-        raise ConfigError(f"{path} is not a training configuration: the key 'model' is missing")
+        raise ConfigError(
+            f"{path} is not a training configuration: the key 'model' is missing; "
+            "add it, or pass a different file"
+        )
     work_dir = args.work_dir or cfg.get("work_dir") or Path("work_dirs") / path.stem
     cfg.work_dir = str(Path(work_dir).expanduser())
     if getattr(args, "launcher", None) is not None:
@@ -90,7 +93,7 @@ def _load(name: str, overrides: Sequence[str], config_dir: str | None, trust: bo
 
     cfg = _config_class().fromfile(path, trust=trust)
     known = [name for name in inspect.signature(Runner).parameters if name != "cfg"]
-    # Hydra marks a new key with a leading +. An override without a key is left as it is, so that the error quotes it.
+    # Hydra marks a new key with a leading +. An override without a key is not changed, so that the error quotes it.
     words = [word if (stripped := word.lstrip("+")).startswith("=") else stripped for word in overrides]
     words = runner_overrides(cfg, set_ema(cfg, words))
     cfg.override(words, known=[*known, *CFG_OPTIONS, *_OPEN], hints=hints(cfg))
@@ -121,7 +124,7 @@ def _tuned_file(overrides: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the file of an override `speed=FILE.yaml`, written by `slipstream tune`, and the other overrides."""
     files = [word for word in overrides if _TUNED.match(word)]
     if len(files) > 1:
-        raise ConfigError(f"only one file can be set, not {len(files)}: {' '.join(files)}", "speed")
+        raise ConfigError(f"only one file can be set; remove all but one of {' '.join(files)}", "speed")
     file = files[0].partition("=")[2].strip("'\"") if files else None
     return file, [word for word in overrides if word not in files]
 

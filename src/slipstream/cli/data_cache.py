@@ -22,7 +22,7 @@ from slipstream.recipes import find_recipe, is_composed
 __all__ = ["run"]
 
 _SAMPLED = 8  # number of samples used to estimate the required disk space
-_ROOTS = ("data_root", "root_dir", "root")  # argument names of the data folder in supported datasets
+_ROOTS = ("data_root", "root_dir", "root")  # arguments for the data folder in the supported datasets
 
 
 def run(args: argparse.Namespace) -> int:
@@ -141,7 +141,7 @@ def _fill_all(part: Part, cache: DecodeCache, workers: int | None) -> list[str]:
             sizes.append(size)
             made += new
     print(
-        f"{part.title}: {len(sizes):,} samples, {written_size(sum(sizes))}, verified; "
+        f"{part.title}: {len(sizes):,} sample{'s' * (len(sizes) != 1)}, {written_size(sum(sizes))}, verified; "
         f"{made:,} decoded now, {len(sizes) - made:,} already cached"
     )
     return faults
@@ -172,4 +172,4 @@ def _prune(caches: list[tuple[Part, DecodeCache]]) -> None:
             key for part, cache in caches if cache.folder == folder for _, key in _cache_keys(part.dataset)
         ]
         count, size = DecodeCache(folder).prune(keep)
-        print(f"{folder}: {count:,} files removed, {written_size(size)}")
+        print(f"{folder}: {count:,} file{'s' * (count != 1)} removed, {written_size(size)}")

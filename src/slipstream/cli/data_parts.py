@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from slipstream.config import Config
 from slipstream.cores import cores
+from slipstream.dataset.loading.streaming import by_index
 from slipstream.errors import ConfigError
 from slipstream.registry import DATASETS, default_scope
 from slipstream.runner.user_config import add_config_path
@@ -72,11 +73,11 @@ def parts_of(cfg: Config, split: str) -> list[Part]:
     loader = cfg[f"{split}_dataloader"]
     dataset = loader.dataset if isinstance(loader, DataLoader) else loader.get("dataset")
     if dataset is None:
-        raise ConfigError("the key 'dataset' is missing", f"{split}_dataloader")
+        raise ConfigError("the key 'dataset' is missing; set it to a dataset", f"{split}_dataloader")
     if isinstance(dataset, Mapping):
         with config_context(cfg):
             dataset = DATASETS.build(dataset)
-    return list(_leaves(split, f"{split}_dataloader.dataset", dataset))
+    return list(_leaves(split, f"{split}_dataloader.dataset", by_index(dataset)))
 
 
 def check_numbered(dataset: Any, config_path: str) -> None:

@@ -43,7 +43,10 @@ def run(args: argparse.Namespace) -> int:
     set_epoch(loader, args.epoch)
     indices = list(islice(chain.from_iterable(loader.batch_sampler or ()), args.count))
     if not indices:
-        raise ConfigError("the data loader returns no batches to show", f"{split}_dataloader")
+        raise ConfigError(
+            "the data loader returns no batches to show; check the length of the dataset and drop_last",
+            f"{split}_dataloader",
+        )
     samples = [loader.dataset[index] for index in indices]
     captions = [f"sample {int(index)}, epoch {index.epoch}, seed {index.seed}" for index in indices]
     sheet = _sheet(samples, captions, getattr(loader.dataset, "metainfo", None) or {})
@@ -51,8 +54,9 @@ def run(args: argparse.Namespace) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         sheet.save(out)
     except (OSError, ValueError) as error:  # ValueError: Pillow does not support the file extension
-        raise ConfigError(f"cannot write '{out}': {error}", "--out") from error
-    print(f"{out}: {len(samples)} samples of {split} as a single process loads them in epoch {args.epoch}")
+        raise ConfigError(f"cannot write '{out}': {error}; choose a different file", "--out") from error
+    count = f"{len(samples)} sample{'s' * (len(samples) != 1)}"
+    print(f"{out}: {count} of {split}, as a single process loads them in epoch {args.epoch}")
     return 0
 
 

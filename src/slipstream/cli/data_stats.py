@@ -76,7 +76,10 @@ def _look_at(dataset: Any, index: int) -> _Sample | list[str]:
     ids = {i: n for i, n in enumerate(_histogram(mask).tolist()) if n}
     classes, ignored = len(dataset.metainfo["classes"]), dataset.metainfo["ignore_index"]
     if unknown := [i for i in ids if i >= classes and i != ignored]:
-        return [f"sample {index} of {type(dataset).__name__} has label ids without a class: {unknown}"]
+        return [
+            f"sample {index} of {type(dataset).__name__} has label ids without a class: {unknown}; "
+            "correct the mask, the classes or ignore_index"
+        ]
     return _Sample((mask.shape[0], mask.shape[1]), ids, _histogram(image).reshape(3, 256))
 
 

@@ -57,7 +57,7 @@ def _sizes(sizes: list[Mapping[str, int]]) -> str:
     if len(sizes) == 1:
         return f"{texts[0]} pixels (width x height)"
     texts = [f"{text} ({size['samples']:,})" for text, size in zip(texts, sizes, strict=False)]
-    more = f" and {len(sizes) - _MOST_SIZES:,} more sizes" if len(sizes) > _MOST_SIZES else ""
+    more = f"; sizes not shown: {len(sizes) - _MOST_SIZES:,}" if len(sizes) > _MOST_SIZES else ""
     return f"pixels (width x height): {', '.join(texts)}{more}"
 
 

@@ -71,7 +71,7 @@ def _named(row: Row) -> dict[str, str]:
 
 
 def _recipe_workers(args: argparse.Namespace) -> dict[str, int]:
-    """Return `num_workers` of the recipe in the arguments, by config path; empty without a recipe."""
+    """Return each `num_workers` in the recipe by its config path, or an empty dict if no recipe is given."""
     if args.config is None:
         return {}
     cfg = load_config(args.config, args.overrides, args.config_dir, bool(args.trust)).cfg

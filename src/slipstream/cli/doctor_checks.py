@@ -99,13 +99,13 @@ def _threads(machine: Machine) -> Iterator[Row]:
         yield (
             WARN,
             "OMP_NUM_THREADS",
-            f"torch uses {machine.threads} of {machine.cores} cores: unset or increase it",
+            f"torch uses {machine.threads} of {machine.cores} cores: unset this variable or increase it",
         )
     if machine.threads > machine.cores:
         yield (
             WARN,
             "threads",
-            f"torch uses {machine.threads} threads on {machine.cores} cores: set OMP_NUM_THREADS={machine.cores}",
+            f"torch uses {machine.threads} threads on {_counted(machine.cores)}: set OMP_NUM_THREADS={machine.cores}",
         )
 
 
@@ -115,7 +115,7 @@ def _workers(machine: Machine) -> Iterator[Row]:
         yield (
             WARN,
             "cores",
-            f"{machine.local_processes} processes share {machine.cores} cores: start fewer, or request more cores",
+            f"{machine.local_processes} processes share {_counted(machine.cores)}: start fewer, or request more cores",
         )
     for path, count in machine.workers.items():
         total = count * machine.local_processes
@@ -123,9 +123,13 @@ def _workers(machine: Machine) -> Iterator[Row]:
             yield (
                 WARN,
                 path,
-                f"{total} workers on {machine.cores} cores: set num_workers=auto, which measures the best number, "
+                f"{total} workers on {_counted(machine.cores)}: set num_workers=auto, which measures the best number, "
                 "or request more cores (sbatch --cpus-per-task)",
             )
+
+
+def _counted(cores: int) -> str:
+    return f"{cores} core{'s' * (cores != 1)}"
 
 
 def _shared_memory(machine: Machine) -> Iterator[Row]:

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if out.suffix != kind.suffix:
         raise ConfigError(f"must end with {kind.suffix}, not '{out.name}'", "--out")
     if not out.absolute().parent.is_dir():
-        raise ConfigError(f"the folder '{out.absolute().parent}' does not exist", "--out")
+        raise ConfigError(f"the folder '{out.absolute().parent}' does not exist; create it first", "--out")
     params = _normalization(trained.transforms)
     network = _Deployed(trained.model, params).eval()
     shape = args.shape or (_channels(trained.model), _SIDE, _SIDE)
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
             written.replace(out.absolute().parent / written.name)
     sizes = " and ".join("x".join(map(str, images.shape)) for images in checks)
     print(
-        f"Compared with the model on {sizes}: the largest difference is {difference:.1e} of the largest score"
+        f"Compared with the model on {sizes}: the largest difference is {difference:.1e} times the largest score"
     )
     print(f"Written: {out} and {out}.json ({_sizes(shape, dynamic)})")
     return 0
@@ -119,7 +119,7 @@ class _Deployed(nn.Module):
 
 
 class _Tensors(nn.Module):
-    """A custom model, called with the mode `tensor`."""
+    """A custom model, called with `mode="tensor"`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -158,10 +158,10 @@ def _check_inputs(shape: Sequence[int], dynamic: bool) -> list[Tensor]:
 def _largest_difference(
     kind: Format, file: Path, network: nn.Module, model: Any, params: Tensor | None, checks: Sequence[Tensor]
 ) -> float:
-    """Return the largest difference in a score, relative to the largest score in the batch.
+    """Return the largest difference in any score, relative to the largest score in the batch.
 
     Raises:
-        ModelError: the difference exceeds the tolerance, or the prediction of a segmentor differs.
+        ModelError: the difference exceeds the tolerance, or the predicted classes differ.
     """
     load, largest = kind.load(file), 0.0
     for images in checks:
@@ -176,7 +176,7 @@ def _largest_difference(
         if not difference <= _TOLERANCE:
             raise ModelError(
                 f"the exported file differs from the model for an input of shape {tuple(images.shape)}: by "
-                f"{difference:.1e} of the largest score; use a different format, or --fixed-size if only some "
+                f"{difference:.1e} times the largest score; use a different format, or --fixed-size if only some "
                 "input sizes fail"
             )
         if isinstance(model, Task):

@@ -114,7 +114,7 @@ def _load_openvino(file: Path) -> Callable[[Tensor], Tensor]:
 
 @contextmanager
 def errors_of_converters(what: str) -> Iterator[None]:
-    """Suppress warnings from the converters, and raise their errors as one line.
+    """Suppress warnings from the converters, and replace their errors with errors on one line.
 
     Raises:
         ModelError: the block raised an exception.

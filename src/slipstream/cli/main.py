@@ -17,7 +17,7 @@ from slipstream.redaction import redact_text
 __all__ = ["main"]
 
 _SIGPIPE = 141
-"""Exit status of a program that SIGPIPE ends, as a shell reports it."""
+"""Exit status that a shell reports for a program that SIGPIPE has terminated."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,10 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = command.run(args)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:
-        if not _is_stdout_closed():
-            raise
-        return _SIGPIPE
     except ConfigError as error:
         return _fail(error, 2)
     except SlipstreamError as error:
@@ -52,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("interrupted; all written files are complete", file=sys.stderr)
         return 130
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _is_stdout_closed():
+            return _SIGPIPE
         if not in_launch():
             raise
         with first_failure() as first:
@@ -61,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_stdout_closed() -> bool:
-    """Return whether no process reads the output any more, as in `slipstream recipes | head -1`."""
+    """Return whether no process reads the output anymore, as in `slipstream recipes | head -1`."""
     if not hasattr(select, "poll"):
         return False
     poll = select.poll()

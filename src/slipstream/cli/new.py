@@ -15,7 +15,7 @@ _FILES = ("recipe.py", "shapes.py", "README.md")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write a recipe and a dataset, which can be trained without changes.
+    """Write a dataset and a recipe, which can be trained without changes.
 
     Raises:
         ConfigError: the folder cannot be created, or is not empty.
@@ -30,7 +30,9 @@ def run(args: argparse.Namespace) -> int:
                 folder / name, (files("slipstream.cli") / "starter" / name).read_text(encoding="utf-8")
             )
     except OSError as error:
-        raise ConfigError(f"cannot write to '{folder}': {error.strerror or error}") from error
+        raise ConfigError(
+            f"cannot write to '{folder}': {error.strerror or error}; choose a different folder"
+        ) from error
     print(f"Written: {', '.join(str(folder / name) for name in _FILES)}")
     print(f"To train: cd {folder} && slipstream train recipe.py")
     return 0

@@ -164,7 +164,7 @@ def _add_train(commands: _Commands) -> None:
     parser.add_argument("--resume", nargs="?", const=True, default=None, metavar="CHECKPOINT",
                         help="resume from CHECKPOINT, or from the last checkpoint in the work_dir")  # fmt: skip
     parser.add_argument("--sweep", action="append", default=[], metavar="key=value,value,...",
-                        help="train once per value, one run after the other; repeat it for combinations")  # fmt: skip
+                        help="train once per value, one run after the other; repeatable for combinations")  # fmt: skip
     parser.add_argument("--multirun", action="store_true",
                         help="like --sweep for each override that lists several values (Hydra's syntax)")  # fmt: skip
     parser.add_argument("--result", help=argparse.SUPPRESS)  # file for the metrics of a run in a sweep
@@ -222,12 +222,13 @@ def _add_checkpoint(parser: argparse.ArgumentParser, name: str) -> None:
 def _add_submit(commands: _Commands) -> None:
     parser = commands.add_parser("submit", help="train on a cluster (docs/distributed.md)")
     _add_run(parser)
-    parser.add_argument("--to", default="slurm", choices=("slurm", "kubernetes"), metavar="CLUSTER",
-                        help="slurm (default) or kubernetes")  # fmt: skip
+    parser.add_argument("--to", default="slurm", choices=("slurm", "kubernetes", "ray"), metavar="CLUSTER",
+                        help="slurm (default), kubernetes or ray")  # fmt: skip
     parser.add_argument("--nodes", type=_count, default=1, metavar="N", help="number of nodes (default: 1)")
     tasks = parser.add_mutually_exclusive_group()
     tasks.add_argument("--gpus-per-node", type=_gpus, metavar="[TYPE:]N",
-                       help="one process per GPU; in Kubernetes, TYPE is a resource (amd.com/gpu)")  # fmt: skip
+                       help="one process per GPU; TYPE is a resource (amd.com/gpu) in Kubernetes, and a name "
+                            "such as A100 in Ray")  # fmt: skip
     tasks.add_argument("--tasks-per-node", type=_count, default=1, metavar="N",
                        help="processes per node, without GPUs (default: 1)")  # fmt: skip
     parser.add_argument("--cpus-per-task", type=_count, metavar="N", help="cores per process")
@@ -235,6 +236,8 @@ def _add_submit(commands: _Commands) -> None:
         "--mem", type=_one_line, help="memory per node: sbatch's --mem, or a quantity such as 64Gi"
     )
     parser.add_argument("--job-name", type=_one_line, metavar="NAME", help="default: the recipe's name")
+    parser.add_argument("--env", type=_equation, action="append", default=[], metavar="NAME=VALUE",
+                        help="environment variable in Kubernetes or Ray; repeatable")  # fmt: skip
     slurm = parser.add_argument_group("Slurm")
     for option in ("partition", "account", "qos"):
         slurm.add_argument(f"--{option}", type=_one_line, help=f"sbatch's --{option}")
@@ -245,14 +248,19 @@ def _add_submit(commands: _Commands) -> None:
                        help="any other sbatch option, such as --sbatch=--constraint=a100; repeatable")  # fmt: skip
     slurm.add_argument("--dry-run", action="store_true", help="print the batch script without submitting it")
     _add_kubernetes(parser.add_argument_group("Kubernetes"))
+    ray = parser.add_argument_group("Ray")
+    ray.add_argument("--address", type=_one_line, metavar="HOST:PORT",
+                     help="the cluster (default: RAY_ADDRESS, or the cluster of this machine)")  # fmt: skip
 
 
 def _add_kubernetes(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--api", choices=("v1", "v2"), metavar="VERSION",
+                       help="v1 (default): PyTorchJob; v2: TrainJob of Kubeflow Trainer")  # fmt: skip
+    group.add_argument("--runtime", type=_one_line, metavar="NAME",
+                       help="training runtime of a TrainJob (default: torch-distributed)")  # fmt: skip
     group.add_argument("--image", type=_one_line, help="container image with Python and Slipstream")
     group.add_argument("--volume", type=_one_line, action="append", default=[], metavar="CLAIM:PATH",
-                       help="PersistentVolumeClaim to mount; repeatable. The first has the work_dir")  # fmt: skip
-    group.add_argument("--env", type=_equation, action="append", default=[], metavar="NAME=VALUE",
-                       help="environment variable; repeatable")  # fmt: skip
+                       help="PersistentVolumeClaim to mount; repeatable. The first one holds the work_dir")  # fmt: skip
     group.add_argument("--secret", type=_one_line, action="append", default=[], metavar="NAME",
                        help="Secret whose keys become environment variables; repeatable")  # fmt: skip
     group.add_argument(
@@ -300,7 +308,7 @@ def _add_profile(commands: _Commands) -> None:
     _add_recipe(parser)
     parser.add_argument("--steps", type=_count, default=5, metavar="N", help="steps to record (default: 5)")
     parser.add_argument(
-        "--warmup", type=_count, default=5, metavar="N", help="steps to skip first (default: 5)"
+        "--warmup", type=_count, default=5, metavar="N", help="untimed steps at the start (default: 5)"
     )
     parser.add_argument("--stacks", action="store_true", help="record Python stacks, which slows down steps")
     parser.add_argument("--out", metavar="DIR", help="output folder (default: work_dirs/NAME/profile)")
@@ -316,7 +324,7 @@ def _add_bench(commands: _Commands) -> None:
     )
     parser.add_argument("--steps", type=_count, default=20, metavar="N", help="steps to time (default: 20)")
     parser.add_argument("--warmup", type=_count, default=5, metavar="N",
-                        help="steps to skip first, at least 3 (default: 5)")  # fmt: skip
+                        help="untimed steps at the start, at least 3 (default: 5)")  # fmt: skip
     parser.add_argument(
         "--batch-size", type=_count, metavar="N", help="samples per process (default: the recipe's)"
     )
@@ -334,7 +342,7 @@ def _add_bench(commands: _Commands) -> None:
         "--averaging", choices=("off", "on"), metavar="A", help="SyncBN and EMA: only off, or only on"
     )
     parser.add_argument("--timeout", type=_seconds, default=900.0, metavar="SECONDS",
-                        help="time limit for each cell (default: 900)")  # fmt: skip
+                        help="time limit for each run (default: 900)")  # fmt: skip
     parser.add_argument("--out", default="work_dirs/bench", metavar="DIR", help="default: work_dirs/bench")
     parser.add_argument("--config-dir", metavar="FOLDER", help="folder with your recipes")
     _add_trust(parser)

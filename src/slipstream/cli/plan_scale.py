@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(
         f"{model.name}: {model.parameters / 1e6:,.1f} million parameters, {size[0]} x {size[1]} pixels, "
-        f"{model.flops / 1e9:,.1f} GFLOP forward; {batch} samples per GPU"
+        f"{model.flops / 1e9:,.1f} GFLOP forward; {batch} sample{'s' * (batch != 1)} per GPU"
     )
     print_table(_HEADER, map(list, map(_cells, found)), 110, right=[n for n in _HEADER if n != "best"])
     print(_assumptions(args))

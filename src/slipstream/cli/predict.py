@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"cannot create the folder: {error}", "--out") from error
+        raise ConfigError(f"cannot create the folder: {error}; choose a different folder", "--out") from error
     job = _Job(trained, out, args.max_pixels or MAX_PIXELS, args.every, quiet=args.json)
     job.say(f"Checkpoint: {trained.description}")
     try:
@@ -107,7 +107,7 @@ class _Job:
         self.failed: dict[str, str] = {}
 
     def say(self, text: str) -> None:
-        """Print a line, except with `--json`."""
+        """Print a line, unless `--json` is set."""
         if not self.quiet:
             print(printable(text), flush=True)
 
@@ -167,7 +167,7 @@ class _Job:
                 self._save_mask(mask, files[0] / f"{number:06d}.png")
                 write(blended)
         if number < 0:
-            raise DataError(f"cannot read '{path}': the video has no frames")
+            raise DataError(f"cannot read '{path}': the video has no frames; remove it from the arguments")
         return files
 
     def _segmented(self, path: Path, image: RGB) -> tuple[Mask, RGB]:

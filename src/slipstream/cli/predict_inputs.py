@@ -41,7 +41,7 @@ def find_inputs(names: Sequence[str], out: Path) -> list[Input]:
     """Return the files that the names refer to, without duplicates.
 
     A name is a file, a folder, or a pattern such as `photos/*.jpg` (for shells that do not expand patterns). A folder
-    stands for all pictures and videos in it and in its subfolders, and the output files are written to the same
+    selects all pictures and videos in it and in its subfolders, and the output files are written to the same
     subfolders. If a folder contains the output folder `out`, the files in `out` are excluded.
 
     Raises:
@@ -53,8 +53,8 @@ def find_inputs(names: Sequence[str], out: Path) -> list[Input]:
             first = found.setdefault(item.stem, item)
             if first.path != item.path:
                 raise DataError(
-                    f"{first.path} and {item.path} have the same output files; process them separately (with patterns "
-                    "such as FOLDER/*.jpg), with different `--out` folders"
+                    f"{first.path} and {item.path} have the same output files; process them separately, with "
+                    "patterns such as FOLDER/*.jpg and different `--out` folders"
                 )
     return list(found.values())
 
@@ -66,12 +66,13 @@ def _matching(name: str, out: Path) -> Iterator[Input]:
         inside = [p for p in inside if out not in p.resolve().parents]
         if not inside:
             raise DataError(
-                f"the folder {name} contains no pictures or videos ({', '.join(_IMAGES + _VIDEOS)})"
+                f"the folder {name} contains no pictures or videos; supported suffixes are "
+                f"{', '.join(_IMAGES + _VIDEOS)}"
             )
         yield from (Input(p, p.relative_to(path).with_suffix("")) for p in inside)
     elif glob.has_magic(name) and not path.exists():
         if not (matching := sorted(glob.glob(name, recursive=True))):  # noqa: PTH207  (Path.glob takes no absolute pattern)
-            raise DataError(f"no file matches {name}")
+            raise DataError(f"no file matches {name}; check the pattern")
         for match in matching:
             yield from _matching(match, out)
     else:
@@ -87,7 +88,7 @@ def frames(path: Path, every: int = 1) -> Iterator[tuple[int, RGB]]:
     """
     with _opened(path) as container:
         if not container.streams.video:
-            raise DataError(f"cannot read '{path}': the file contains no video")
+            raise DataError(f"cannot read '{path}': the file contains no video; remove it from the arguments")
         for number, frame in enumerate(container.decode(container.streams.video[0])):
             if number % every == 0:
                 pixels = np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)

@@ -53,7 +53,7 @@ def launch(args: argparse.Namespace, work_dir: str) -> int:
     """Run the command in `args.nproc` processes. Return the exit status of the first one that failed, or 0.
 
     If torchrun's variable PET_NNODES is above 1, the same command must run on PET_NNODES machines with different
-    PET_NODE_RANK; rank 0 runs on the machine PET_MASTER_ADDR, which has PET_NODE_RANK=0.
+    values of PET_NODE_RANK; rank 0 runs on the machine PET_MASTER_ADDR, which has PET_NODE_RANK=0.
 
     The processes inherit stdout and stderr. All of them receive Ctrl-C and SIGTERM, and a failure of one process
     terminates the others.
@@ -121,7 +121,7 @@ class _Machines(NamedTuple):
 
 
 def _machines(environ: Mapping[str, str]) -> _Machines | None:
-    """Return the machines of the job from torchrun's variables, or None if this is the only machine."""
+    """Return the job's machines according to torchrun's variables, or None if this is the only machine."""
     if environ.get("PET_NNODES", "1") == "1":
         return None
     from slipstream.dist.placement import DEFAULT_PORT, number, text

@@ -44,9 +44,8 @@ def run(args: argparse.Namespace) -> int:
     _train(cfg, hook)
     if hook.profile is None:
         raise ConfigError(
-            f"training ended after {hook.done} steps, but {args.warmup} warm-up steps, {args.steps} timed steps, "
-            f"1 step to start the profiler and {args.steps} recorded steps require {hook.needed}. Reduce `--steps` "
-            "or `--warmup`, or train for longer"
+            f"training ended after {hook.done} of {hook.needed} steps ({args.warmup} for warm-up, {args.steps} timed, "
+            f"1 to start the profiler, and {args.steps} recorded). Reduce `--steps` or `--warmup`, or train for longer"
         )
     events = _write_trace(hook.profile, out / "trace.json.gz")
     print(_summary(hook, args.steps))
@@ -63,7 +62,8 @@ def writable(out: Path) -> Path:
             return out
     except OSError as error:
         raise ConfigError(
-            f"cannot write to the folder '{out}': {error.strerror or error}", "--out"
+            f"cannot write to the folder '{out}': {error.strerror or error}; choose a different folder",
+            "--out",
         ) from error
 
 
@@ -107,7 +107,7 @@ def _summary(hook: StepProfiler, steps: int) -> str:
     per_step = hook.seconds / steps
     lines = [
         f"Step: {per_step * 1e3:.1f} ms, {hook.samples / hook.seconds:.1f} samples/s "
-        f"(mean of {steps} steps without the profiler)",
+        f"(mean of {_counted(steps)} without the profiler)",
         f"Waiting for data: {hook.wait_seconds / hook.seconds:.1%} of this time "
         f"({hook.wait_seconds / steps * 1e3:.2f} ms per step)",
         "",
@@ -117,8 +117,12 @@ def _summary(hook: StepProfiler, steps: int) -> str:
     found = hook.synchronizations
     if found.problem:
         return "\n".join([*lines, f"Host-device synchronizations: {found.problem}"])
-    lines.append(f"Host-device synchronizations in {steps} steps: {sum(found.lines.values()) or 'none'}")
+    lines.append(f"Host-device synchronizations in {_counted(steps)}: {sum(found.lines.values()) or 'none'}")
     return "\n".join([*lines, *(f"  {count:4}x {line}" for line, count in found.lines.most_common())])
+
+
+def _counted(steps: int) -> str:
+    return f"{steps} step{'s' * (steps != 1)}"
 
 
 def _operations(recorded: profile | None, steps: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The hook that profiles steps for `slipstream profile`, and what it measures."""
+"""The hook that profiles steps for `slipstream profile`, and its measurements."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Finished(Exception):  # noqa: N818 (not an error)
 class Synchronizations:
     """Counts the calls that make the host wait for the device, by source line.
 
-    Devices without `set_sync_debug_mode` do not report them. The CPU has none, because its operations are synchronous.
+    Devices without `set_sync_debug_mode` do not report these calls. On the CPU, there are none, because its operations
+    are synchronous.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,7 +77,7 @@ class Synchronizations:
 
 
 def source_line() -> str:
-    """Return the innermost line of user code that this package called, or of this package if there is no such line."""
+    """Return the innermost line of user code that this package called, or otherwise that of this package."""
     stack = [f for f in traceback.extract_stack() if f.filename not in (__file__, warnings.__file__)]
     stack = [f for f in stack if not Path(f.filename).is_relative_to(_TORCH)]
     ours = [Path(f.filename).is_relative_to(_OURS) for f in stack]
@@ -91,7 +92,7 @@ class StepProfiler(ProfilerHook):
     """Times steps without the profiler, then records steps, and ends training.
 
     Args:
-        warmup: number of steps to skip first.
+        warmup: number of untimed steps at the start.
         steps: number of steps to time, and number of steps to record after them.
         stacks: whether to record Python stacks.
         device: the device of the model.
@@ -110,7 +111,7 @@ class StepProfiler(ProfilerHook):
             with_stack=stacks,
         )
         self.needed = warmup + 2 * steps + 1
-        """Total number of steps: skipped, timed and recorded steps."""
+        """Total number of steps: warm-up, timed and recorded steps, and one step to start the profiler."""
         self.done = 0
         """Number of finished steps."""
         self.seconds = 0.0

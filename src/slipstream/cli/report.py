@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.report.page import page
 
     if len(args.runs) > MOST_RUNS:
-        raise ConfigError(f"at most {MOST_RUNS} runs can be compared, not {len(args.runs)}")
+        raise ConfigError(f"at most {MOST_RUNS} runs can be compared, not {len(args.runs)}; pass fewer runs")
     try:
         folders = [run_folder(Path(name)) for name in args.runs]
         records = [read_run(folder) for folder in folders]
@@ -47,5 +47,5 @@ def _write(path: Path, text: str) -> None:
     try:
         write_page(path, text)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot write {path}: {error.strerror}; choose a different file") from error
     print(printable(f"Wrote {path}"))

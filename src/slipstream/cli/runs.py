@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-_METRICS = 2
+_METRICS = 3
 """Number of metrics shown as columns."""
 
 
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(args.folder)
     rows = find_runs(folder)
     if not rows:
-        print("[]" if args.json else f"No runs in {folder}")
+        print("[]" if args.json else f"No runs found in {folder}")
         return 0
     key = args.sort.removesuffix("-")
     readable = [row for row in rows if row.record is not None]
@@ -40,10 +40,12 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"no run has a value '{name}'{_hint(name, rows)}", "--filter")
     rows = [row for row in rows if all(_equals(row.value(name), text) for name, text in args.filter)]
     rows = _sorted(rows, key, args.sort.endswith("-"))
+    shown = [*_keys(rows, ()), "run"]
+    columns = args.columns if {key, f"val/{key}"} & {*shown, *args.columns} else [*args.columns, key]
     if args.json:
-        print(json.dumps(list(_values(rows, args.columns)), indent=1, default=str))
+        print(json.dumps(list(_values(rows, columns)), indent=1, default=str))
         return 0
-    _print(folder, rows, args.columns)
+    _print(folder, rows, columns)
     for row in rows:
         if row.problem:
             print(printable(f"{row.folder}: {row.problem}"))

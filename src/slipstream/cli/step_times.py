@@ -21,12 +21,12 @@ __all__ = ["StepTimer"]
 
 
 class StepTimer(Hook):
-    """Time each step from the end of the previous one, and end training after the last.
+    """Time each step from the end of the previous one, and end training after the last step.
 
     The host waits for the device after each step.
 
     Args:
-        warmup: number of steps to skip first.
+        warmup: number of untimed steps at the start.
         steps: number of steps to time.
         device: the device of the model.
     """
@@ -41,8 +41,10 @@ class StepTimer(Hook):
         self.done = 0
         """Number of finished steps."""
         self.finite = self.used_graph = True
-        """`finite`: whether the losses of all timed steps are finite. `used_graph`: whether all timed steps ran as one
-        graph."""
+        """`finite`: whether the losses of all timed steps are finite.
+
+        `used_graph`: whether all timed steps ran as one graph.
+        """
         self._warmup, self._steps, self._device = warmup, steps, device
         self._last = 0.0
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from slipstream.cli.configure import command_args, configure
-from slipstream.cli.submit_checks import check_options, check_secrets
+from slipstream.cli.submit_checks import check_options, check_secrets, tasks_per_node
 from slipstream.errors import ConfigError, DistributedError
 
 __all__ = ["batch_file", "run"]
@@ -18,12 +18,16 @@ _FILE = "submit.sbatch"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Submit a job to Slurm, or write the manifest of a job for Kubernetes."""
+    """Submit a job to Slurm, write the manifest of a job for Kubernetes, or train on a Ray cluster."""
     check_options(args)
     if args.to == "kubernetes":
         from slipstream.cli.submit_kubernetes import run as write_manifest
 
         return write_manifest(args)
+    if args.to == "ray":
+        from slipstream.cli.submit_ray import run as train_on_ray
+
+        return train_on_ray(args)
     return _submit_to_slurm(args)
 
 
@@ -49,7 +53,8 @@ def batch_file(args: argparse.Namespace, work_dir: Path) -> str:
     for path in (work_dir, Path.cwd()):
         if not str(path).isprintable():
             raise ConfigError(
-                f"folder names in a batch script must not contain line breaks or control characters: {str(path)!r}"
+                f"folder names in a batch script must not contain line breaks or control characters; "
+                f"rename {str(path)!r}"
             )
     check_secrets(args.overrides, "batch script")
     argv = command_args(args, command="train", work_dir=str(work_dir), launcher="slurm", resume=True)
@@ -107,7 +112,6 @@ exit "$status"\
 
 
 def _options(args: argparse.Namespace, work_dir: Path) -> list[str]:
-    tasks = args.gpus_per_node.rpartition(":")[2] if args.gpus_per_node else args.tasks_per_node
     values = {
         "job-name": args.job_name or Path(args.config).stem,
         "partition": args.partition,
@@ -116,7 +120,7 @@ def _options(args: argparse.Namespace, work_dir: Path) -> list[str]:
         "time": args.time,
         "nodes": args.nodes,
         "gpus-per-node": args.gpus_per_node,
-        "ntasks-per-node": int(tasks),
+        "ntasks-per-node": tasks_per_node(args),
         "cpus-per-task": args.cpus_per_task,
         "mem": args.mem,
         "chdir": Path.cwd(),

@@ -8,23 +8,31 @@ from collections.abc import Sequence
 from slipstream.errors import ConfigError
 from slipstream.redaction import is_secret_name
 
-__all__ = ["check_options", "check_secrets"]
+__all__ = ["check_options", "check_secrets", "tasks_per_node"]
 
 _OPTIONS = {
-    "slurm": ("partition", "account", "qos", "time", "requeue", "sbatch", "dry_run"),
-    "kubernetes": ("image", "volume", "env", "secret", "namespace", "shm_size", "grace_period", "out"),
-}
+    "slurm": ("mem", "partition", "account", "qos", "time", "requeue", "sbatch", "dry_run"),
+    "kubernetes": ("mem", "image", "volume", "env", "secret", "namespace", "shm_size", "grace_period", "out",
+                   "api", "runtime"),
+    "ray": ("address", "env"),
+}  # fmt: skip
+"""The options that do not apply to all clusters."""
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raise a `ConfigError` if an option belongs to a different cluster than `args.to`."""
-    for cluster, names in _OPTIONS.items():
-        for name in names:
-            if cluster != args.to and getattr(args, name):
-                flag = f"--{name.replace('_', '-')}"
-                raise ConfigError(
-                    f"`{flag}` is an option of `--to {cluster}`; remove it to submit to {args.to}"
-                )
+    """Raise a `ConfigError` if an option does not apply to the cluster `args.to`."""
+    for name in (name for names in _OPTIONS.values() for name in names):
+        if name not in _OPTIONS[args.to] and getattr(args, name):
+            flag = f"--{name.replace('_', '-')}"
+            clusters = [f"`--to {cluster}`" for cluster, names in _OPTIONS.items() if name in names]
+            raise ConfigError(
+                f"`{flag}` only applies to {' and '.join(clusters)}; remove it to submit to {args.to}"
+            )
+
+
+def tasks_per_node(args: argparse.Namespace) -> int:
+    """Return the number of processes per node: one per GPU, or `--tasks-per-node`."""
+    return int(args.gpus_per_node.rpartition(":")[2] if args.gpus_per_node else args.tasks_per_node)
 
 
 def check_secrets(overrides: Sequence[str], file: str) -> None:

@@ -1,4 +1,4 @@
-"""`slipstream submit --to kubernetes`: write a PyTorchJob for the Kubeflow Training Operator."""
+"""`slipstream submit --to kubernetes`: write a PyTorchJob for the Kubeflow Training Operator, or a TrainJob."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import yaml
 from yaml.representer import BaseRepresenter
 
 from slipstream.cli.configure import command_args, configure
-from slipstream.cli.submit_checks import check_secrets
+from slipstream.cli.submit_checks import check_secrets, tasks_per_node
+from slipstream.cli.submit_train_job import RUNTIME, train_job
 from slipstream.errors import ConfigError
 from slipstream.files import write_text
 from slipstream.preemption import EXIT_STATUS
@@ -23,7 +24,7 @@ __all__ = ["manifest", "run"]
 
 _GRACE_PERIOD = 120
 _ENDING = 10
-"""Seconds of the grace period for the launcher to end after the training processes have ended."""
+"""Part of the grace period, in seconds, in which the launcher exits after the training processes have exited."""
 
 _LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def manifest(args: argparse.Namespace, work_dir: str) -> str:
-    """Return the manifest as YAML. A relative `work_dir` is below the path of the first volume.
+    """Return the manifest as YAML. A relative `work_dir` is resolved relative to the first volume's path.
 
     Raises:
         ConfigError: an option is missing, or its value is not valid in Kubernetes.
@@ -59,32 +60,47 @@ def manifest(args: argparse.Namespace, work_dir: str) -> str:
     check_secrets(args.overrides, "manifest")
     volumes = [_volume(word) for word in args.volume]
     argv = command_args(args, command="train", work_dir=_in_volume(work_dir, volumes), resume=True)
-    pod = {"spec": _pod(args, volumes, [*argv, f"--nproc={_tasks(args)}"])}
-    replicas = {"Master": 1, "Worker": args.nodes - 1}
+    train = ["python", "-m", "slipstream", *argv, f"--nproc={tasks_per_node(args)}"]
     metadata = {"name": _job_name(args)}
     if args.namespace:
         metadata["namespace"] = _checked(_NAME, args.namespace, "--namespace")
-    job = {
+    if args.api == "v2":
+        runtime = _checked(_NAME, args.runtime or RUNTIME, "--runtime")
+        job = train_job(args, metadata, _pod(args, volumes, train), runtime)
+    elif args.runtime:
+        raise ConfigError("`--runtime` requires `--api v2`; a PyTorchJob has no training runtime")
+    else:
+        script = _SCRIPT.format(saved=EXIT_STATUS, command=shlex.join(train))
+        job = _pytorch_job(args, metadata, _pod(args, volumes, ["/bin/sh", "-c", script]))
+    return _HEADERS[args.api or "v1"] + yaml.dump(job, Dumper=_Dumper, sort_keys=False, width=10_000)
+
+
+def _pytorch_job(args: argparse.Namespace, metadata: dict[str, str], pod: dict[str, Any]) -> dict[str, Any]:
+    replicas = {"Master": 1, "Worker": args.nodes - 1}
+    return {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
         "metadata": metadata,
         "spec": {
-            "nprocPerNode": str(_tasks(args)),
+            "nprocPerNode": str(tasks_per_node(args)),
             "pytorchReplicaSpecs": {
                 # With ExitCode, the operator replaces a pod whose exit status is at least 128.
-                kind: {"replicas": count, "restartPolicy": "ExitCode", "template": pod}
+                kind: {"replicas": count, "restartPolicy": "ExitCode", "template": {"spec": pod}}
                 for kind, count in replicas.items()
                 if count
             },
         },
     }
-    return _HEADER + yaml.dump(job, Dumper=_Dumper, sort_keys=False, width=10_000)
 
 
-_HEADER = """\
-# Written by `slipstream submit --to kubernetes` for the Kubeflow Training Operator.
+_RESUMES = """\
 # A restarted pod resumes from the last checkpoint in its --work-dir, or starts from scratch if there is none.
 """
+
+_HEADERS = {
+    "v1": "# Written by `slipstream submit --to kubernetes` for the Kubeflow Training Operator.\n" + _RESUMES,
+    "v2": "# Written by `slipstream submit --to kubernetes --api v2` for Kubeflow Trainer.\n" + _RESUMES,
+}
 
 _SCRIPT = """\
 # On SIGTERM, the training processes save their state, and each pod of the job exits with status {saved}. The operator
@@ -107,14 +123,13 @@ exit "$status"
 """
 
 
-def _pod(args: argparse.Namespace, volumes: list[_Volume], argv: list[str]) -> dict[str, Any]:
+def _pod(args: argparse.Namespace, volumes: list[_Volume], command: list[str]) -> dict[str, Any]:
     grace: int = args.grace_period or _GRACE_PERIOD
-    script = _SCRIPT.format(saved=EXIT_STATUS, command=shlex.join(["python", "-m", "slipstream", *argv]))
     variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, grace - _ENDING)), **_environ(args)}
     container: dict[str, Any] = {
         "name": "pytorch",  # the operator requires this name
         "image": _required(args.image, "--image"),
-        "command": ["/bin/sh", "-c", _escaped(script)],
+        "command": [_escaped(word) for word in command],
         "env": [{"name": name, "value": value} for name, value in variables.items()],
     }
     if args.secret:
@@ -144,12 +159,8 @@ def _pod(args: argparse.Namespace, volumes: list[_Volume], argv: list[str]) -> d
 
 
 def _escaped(script: str) -> str:
-    """Return the script such that Kubernetes, which replaces `$(NAME)` and `$$` in commands, leaves it unchanged."""
+    """Escape the script for Kubernetes, which replaces `$(NAME)` and `$$` in commands."""
     return re.sub(r"\$(?=[$(])", "$$", script)
-
-
-def _tasks(args: argparse.Namespace) -> int:
-    return int(args.gpus_per_node.rpartition(":")[2] if args.gpus_per_node else args.tasks_per_node)
 
 
 def _limits(args: argparse.Namespace) -> dict[str, str]:
@@ -158,12 +169,12 @@ def _limits(args: argparse.Namespace) -> dict[str, str]:
         kind, _, _ = args.gpus_per_node.rpartition(":")
         if kind and "/" not in kind:
             raise ConfigError(
-                f"`--gpus-per-node`: '{kind}' is not the name of a Kubernetes resource, such as nvidia.com/gpu; select "
-                "a type of GPU with a nodeSelector in the manifest"
+                f"`--gpus-per-node`: '{kind}' is not the name of a Kubernetes resource, such as nvidia.com/gpu; to "
+                "select a type of GPU, add a nodeSelector to the manifest"
             )
-        limits[kind or "nvidia.com/gpu"] = str(_tasks(args))
+        limits[kind or "nvidia.com/gpu"] = str(tasks_per_node(args))
     if args.cpus_per_task:
-        limits["cpu"] = str(args.cpus_per_task * _tasks(args))
+        limits["cpu"] = str(args.cpus_per_task * tasks_per_node(args))
     if args.mem:
         limits["memory"] = _checked(_QUANTITY, args.mem, "--mem")
     return limits
@@ -190,40 +201,46 @@ def _volume(word: str) -> _Volume:
 
 
 def _in_volume(work_dir: str, volumes: list[_Volume]) -> str:
-    """Return the absolute work_dir in the pods. It is in a volume, because the files of a pod are deleted with it."""
+    """Return the absolute path of the work_dir in the pods.
+
+    The work_dir must be in a volume, because Kubernetes deletes all other files of a pod together with the pod.
+    """
     if not volumes:
         raise ConfigError(
-            "the work_dir must be in a volume, so that a restarted pod can resume; add --volume CLAIM:PATH, the name "
-            "of a PersistentVolumeClaim and the path at which to mount it"
+            "the work_dir must be in a volume, so that a restarted pod can resume; add --volume CLAIM:PATH with the "
+            "name of a PersistentVolumeClaim and the path at which to mount it"
         )
     path = posixpath.normpath(PurePosixPath(volumes[0].path) / work_dir)
     if not any(PurePosixPath(path).is_relative_to(volume.path) for volume in volumes):
         raise ConfigError(
-            f"'{path}' is in none of the volumes ({', '.join(volume.path for volume in volumes)}); choose a folder in "
-            "one of them, or mount another volume with --volume CLAIM:PATH",
+            f"'{path}' is not in any of the volumes ({', '.join(volume.path for volume in volumes)}); choose a "
+            "folder in one of them, or mount another volume with --volume CLAIM:PATH",
             "work_dir",
         )
     return path
 
 
 def _job_name(args: argparse.Namespace) -> str:
-    """Return the name of the job. The names of its pods, which end with the index, are at most 63 characters long."""
-    longest = _MAX_POD - len(f"-worker-{args.nodes}")
+    """Return the name of the job. It is so short that the names of its pods have at most 63 characters."""
+    pod = (
+        f"-worker-{args.nodes}" if args.api != "v2" else f"-node-0-{args.nodes}-12345"
+    )  # suffixes of pods' names
+    longest = _MAX_POD - len(pod)
     name = args.job_name
     if not name:
         name = re.sub(r"[^a-z0-9]+", "-", Path(args.config).stem.lower()).strip("-")
         name = (name if name[:1].isalpha() else f"train-{name}")[:longest].rstrip("-")
     if not _LABEL.fullmatch(name) or len(name) > longest:
         raise ConfigError(
-            f"`--job-name`: '{name}' must have at most {longest} lower case letters, digits and '-', and start with a "
-            "letter"
+            f"`--job-name`: '{name}' must start with a letter and consist of at most {longest} lowercase letters, "
+            "digits and hyphens"
         )
     return str(name)
 
 
 def _required(value: str | None, flag: str) -> str:
     if not value:
-        raise ConfigError(f"`{flag}` is required by `--to kubernetes`")
+        raise ConfigError(f"`{flag}` is required for `--to kubernetes`")
     return value
 
 
@@ -238,7 +255,7 @@ def _represent_text(dumper: BaseRepresenter, text: str) -> yaml.Node:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text of several lines as a block, and repeated values without anchors."""
+    """Writes multi-line text as a block, and repeated values without anchors."""
 
     yaml_representers = {**yaml.SafeDumper.yaml_representers, str: _represent_text}  # noqa: RUF012
 

@@ -36,6 +36,8 @@ class Run:
     """The values of this run by key, as given on the command line."""
     folder: str
     """The work_dir of the run."""
+    overrides: list[str] = field(default_factory=list)
+    """The overrides that all runs of the sweep have in common."""
     status: int | None = None
     """Exit status; None if the run has not started."""
     error: str = ""
@@ -66,11 +68,17 @@ def sweep(args: argparse.Namespace) -> int:
         )
     runs = list(_runs(args, values))
     base = Path(runs[0].folder).parent
+    if args.resume is True:
+        _restore_completed(base, runs)
     status = 0
     try:
         with ending_on_sigterm():
             for number, run in enumerate(runs, start=1):
-                print(f"Run {number} of {len(runs)}: {_named(run.values)}", flush=True)
+                is_complete = run.status == 0
+                note = " is complete and skipped" if is_complete else ""
+                print(f"Run {number} of {len(runs)}: {_named(run.values)}{note}", flush=True)
+                if is_complete:
+                    continue
                 if _train(args, run) == _preempted():
                     status = _preempted()
                     break
@@ -149,7 +157,19 @@ def _runs(args: argparse.Namespace, values: Mapping[str, Sequence[str]]) -> Iter
         overrides = [*args.overrides, *(f"{key}={value}" for key, value in chosen.items())]
         cfg = read_config(argparse.Namespace(**{**vars(args), "overrides": overrides})).cfg
         name = _PLAIN.sub("-", f"{number}_" + "_".join(f"{key}={value}" for key, value in chosen.items()))
-        yield Run(chosen, str(Path(cfg.work_dir) / "sweep" / name[:_LONGEST]))
+        yield Run(chosen, str(Path(cfg.work_dir) / "sweep" / name[:_LONGEST]), list(args.overrides))
+
+
+def _restore_completed(base: Path, runs: Sequence[Run]) -> None:
+    """Restore the results of the runs that an earlier call with the same overrides has completed."""
+    try:
+        earlier = list(json.loads((base / "sweep.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return  # without a readable table, each run continues from its last checkpoint
+    completed = [row for row in earlier if isinstance(row, dict) and row.get("status") == 0]
+    for run, row in itertools.product(runs, completed):
+        if all(row.get(key) == getattr(run, key) for key in ("values", "folder", "overrides")):
+            run.status, run.seconds, run.metrics = 0, row["seconds"], row["metrics"]
 
 
 def _train(args: argparse.Namespace, run: Run) -> int:
@@ -163,7 +183,7 @@ def _train(args: argparse.Namespace, run: Run) -> int:
             argv.append(f"--nproc={args.nproc}")
         if args.max_restarts:
             argv.append(f"--max-restarts={args.max_restarts}")
-        run.status, run.error = 130, "interrupted"  # unless the run ends by itself
+        run.status, run.error = 130, "interrupted"  # if the run does not end by itself
         done: Child = run_child(argv)
         if result.is_file():
             run.metrics = json.loads(result.read_text(encoding="utf-8"))

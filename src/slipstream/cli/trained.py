@@ -36,7 +36,7 @@ class Trained:
 
     path: Path
     description: str
-    """The path, the metrics for which this is the best checkpoint, and the epoch."""
+    """Text with the path, the metrics for which this checkpoint is the best one, and the epoch."""
     model: Any
     transforms: Sequence[Any]
     """Transforms of the validation data."""
@@ -50,8 +50,8 @@ def find_checkpoint(name: str | None) -> Path:
 
     Args:
         name: a checkpoint, which is returned unchanged, or the folder of a run; by default the newest run in
-            `work_dirs/`. The result for a run is its best checkpoint (the newest, if there are several), or the last
-            one if no best checkpoint was saved.
+            `work_dirs/`. The result for a run is its newest best checkpoint, or its last checkpoint if no best
+            checkpoint was saved.
 
     Raises:
         CheckpointError: the run has no checkpoint.
@@ -60,7 +60,7 @@ def find_checkpoint(name: str | None) -> Path:
 
 
 def load_trained(path: Path, config: str | None, trust: bool, device: torch.device) -> Trained:
-    """Build the model of a checkpoint on `device`, in evaluation mode, with the weights of the checkpoint.
+    """Build a checkpoint's model on `device`, in evaluation mode, and load its weights.
 
     Args:
         path: the checkpoint.
@@ -100,7 +100,7 @@ def _model(cfg: Mapping[str, Any]) -> Any:
     """Build the model as the Runner does, with its data preprocessor."""
     if cfg.get("loss_fn") is not None:
         raise ModelError(
-            "the configuration sets loss_fn, which does not define the predictions of the model; use a Classifier, a "
+            "the configuration sets loss_fn, which does not define the model's predictions; use a Classifier, a "
             "Segmentor or a SupervisedModel with this network, or call Runner.test()"
         )
     model = build_model(cfg["model"], cfg.get("data_preprocessor"))

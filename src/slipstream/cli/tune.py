@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     if out.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"must be the path of a .yaml file, not '{out}'", "--out")
     if not out.absolute().parent.is_dir():
-        raise ConfigError(f"the folder '{out.absolute().parent}' does not exist", "--out")
+        raise ConfigError(f"the folder '{out.absolute().parent}' does not exist; create it first", "--out")
     seconds = parse_budget(args.budget)
     cfg = configure(args)
     if args.find is not None:

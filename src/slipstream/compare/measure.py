@@ -27,8 +27,11 @@ __all__ = ["FINAL_TOLERANCE", "WARMUP", "Comparison", "Entry", "compare"]
 WARMUP = 10
 """Number of untimed steps at the beginning. The losses of these steps are compared."""
 FINAL_TOLERANCE = 0.05
-"""Maximum difference between the final losses, relative to the first loss of the loop. It is not relative to the final
-loss, because rounding differences accumulate over the steps and the final loss may be close to 0."""
+"""Maximum difference between the final losses, relative to the first loss of the loop.
+
+It is not relative to the final loss, because rounding differences accumulate over the steps and the final loss may be
+close to 0.
+"""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Comparison:
     rounds: int
     samples_per_step: int
     stopped: str = ""
-    """Why the measurement ended early; empty if it did not."""
+    """The reason why the measurement ended early; empty if it did not."""
 
 
 @dataclass(frozen=True)
@@ -233,12 +236,12 @@ def _difference(running: _Running, loop: _Running, count: int) -> str:
     first, mean = difference(running.losses, loop.losses)
     if not (first <= allowed.first and mean <= allowed.mean):  # also for NaN
         return (
-            f"the first loss differs by {first:.2g} (allowed: {allowed.first:g}), and the mean of {WARMUP} losses by "
-            f"{mean:.2g} (allowed: {allowed.mean:g})"
+            f"the first loss differs by {first:.2g} (allowed: {allowed.first:g}), and the mean of the first "
+            f"{WARMUP} losses by {mean:.2g} (allowed: {allowed.mean:g})"
         )
     if not count or len(running.seconds) != len(loop.seconds):  # the numbers of steps differ
         return ""
     final = abs(running.final - loop.final) / max(abs(loop.losses[0]), 1e-12)
     if not final <= FINAL_TOLERANCE:
-        return f"the final loss differs by {final:.2g} of the first loss (allowed: {FINAL_TOLERANCE:g})"
+        return f"the final loss differs by {final:.2g} times the first loss (allowed: {FINAL_TOLERANCE:g})"
     return ""

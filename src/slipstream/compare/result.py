@@ -85,7 +85,8 @@ def _note(found: Comparison) -> str:
     stopped = f" The measurement is not complete: {found.stopped}." if found.stopped else ""
     count = max((len(entry.seconds) for entry in found.entries), default=0)
     return (
-        f"n = {count} rounds of {found.steps} steps. In each round, every contender trains once, in rotating order, "
+        f"n = {count} round{'s' * (count != 1)} of {found.steps} step{'s' * (found.steps != 1)}. "
+        "In each round, every contender trains once, in rotating order, "
         "while the processes of the others wait. The ratio is the median of the ratios within a round. Each interval "
         "is between two order statistics and contains the median with a probability of at least 90% for five or more "
         "independent rounds; with fewer, it is the range. All contenders start from the same weights and train on the "

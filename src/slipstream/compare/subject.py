@@ -82,7 +82,7 @@ def model_loss(net: Any, batch: Any) -> Tensor:
 def config_subject(cfg: Mapping[str, Any], name: str) -> Subject:
     """Return the model, the first batches and the optimizer that a Runner's configuration defines.
 
-    Speed options, hooks, gradient clipping, schedules and weight averaging are left out, because the frameworks
+    Speed options, hooks, gradient clipping, schedules and weight averaging are omitted, because the frameworks
     implement them differently. The batches are loaded and preprocessed once.
 
     Raises:

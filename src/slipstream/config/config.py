@@ -132,7 +132,7 @@ class Config(MutableMapping[str, Any]):
     def pretty_text(self) -> str:
         """The values as Python source that `fromfile` can load.
 
-        Classes, functions and objects such as `torch.bfloat16` are written as their dotted import string. Secrets are
+        Classes, functions and objects such as `torch.bfloat16` are written as dotted import strings. Secrets are
         omitted; see `redacted`.
 
         Raises:
@@ -152,9 +152,9 @@ class Config(MutableMapping[str, Any]):
     def dump(self, file: str | Path | None = None, *, secrets: bool = False) -> str | None:
         """Write the values to `file`, in the format that its suffix specifies; without a file, return the text.
 
-        The returned text has the format of `filename`, or is Python source if there is none. Loading it returns the
-        same configuration, with two exceptions: classes, functions and objects such as `torch.bfloat16` are written as
-        their dotted import string, and YAML, JSON and TOML convert tuples to lists. TOML requires the extra
+        The returned text has the format of `filename`, or is Python source without a filename. Loading it returns
+        the same configuration, with two exceptions: classes, functions and objects such as `torch.bfloat16` are written
+        as dotted import strings, and YAML, JSON and TOML convert tuples to lists. TOML requires the extra
         `slipstream[toml]`.
 
         Args:

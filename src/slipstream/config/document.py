@@ -77,7 +77,7 @@ class PythonDocument:
             location = f"{path}:{error.lineno}" if isinstance(error, SyntaxError) else str(path)
             raise ConfigError(f"{location}: {getattr(error, 'msg', error)}") from None
         except (MemoryError, RecursionError):  # raised by Python's parser
-            raise ConfigError(f"{path}: the expressions are nested too deeply") from None
+            raise ConfigError(f"{path}: the expressions are nested too deeply; simplify them") from None
         self.base_names = self._take_base_names()
 
     def _take_base_names(self) -> list[str]:
@@ -177,7 +177,7 @@ def _parse_json(text: str, path: Path) -> Any:
         if len(tree) < len(pairs):
             keys = [key for key, _ in pairs]
             duplicate = next(key for key in keys if keys.count(key) > 1)
-            raise ConfigError(f"{path}: duplicate key '{duplicate}'")
+            raise ConfigError(f"{path}: duplicate key '{duplicate}'; remove one of them")
         return tree
 
     try:

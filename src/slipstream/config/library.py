@@ -41,7 +41,7 @@ def find_base(name: str, path: Path) -> Base:
     root = library_folder(library, str(path)) / ".mim/configs"
     file = root / relative
     if not file.resolve().is_relative_to(root.resolve()):
-        raise ConfigError(f"{path}: '{name}' is outside the folder {root}", "_base_")
+        raise ConfigError(f"{path}: '{name}' is outside the folder {root}; name a file inside it", "_base_")
     if not file.is_file():
         names = sorted(f.name for f in file.parent.glob("*.py")) if file.parent.is_dir() else []
         raise ConfigError(

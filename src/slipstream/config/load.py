@@ -41,7 +41,7 @@ def load_file(path: Path, chain: tuple[Path, ...] = (), trust: bool = False) -> 
     """
     if path.resolve() in [parent.resolve() for parent in chain]:
         cycle = " -> ".join(str(file) for file in (*chain, path))
-        raise ConfigError(f"{chain[0]}: a file cannot be its own base: {cycle}")
+        raise ConfigError(f"{chain[0]}: a file cannot be its own base: {cycle}; remove one of these bases")
     return load_text(_read(path, chain), path, path.suffix.lower(), chain, trust)
 
 
@@ -63,7 +63,9 @@ def load_text(
         check_depth(own, str(path))
         values = _merge(bases.values, own, path)
     except RecursionError:
-        raise ConfigError(f"{path}: the values contain a cycle or are nested too deeply") from None
+        raise ConfigError(
+            f"{path}: the values contain a cycle or are nested too deeply; simplify them"
+        ) from None
     return Loaded(values, f"{bases.text}{path}\n{source}\n")
 
 
@@ -110,7 +112,7 @@ def _read(path: Path, chain: tuple[Path, ...]) -> str:
     except FileNotFoundError:
         raise ConfigError(f"{what} does not exist{_nearest_file(path)}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{what} is not UTF-8 text (byte {error.start})") from None
+        raise ConfigError(f"{what} is not UTF-8 text (byte {error.start}); convert it to UTF-8") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{what} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 

@@ -56,7 +56,7 @@ def _merge_items(old: list[Any] | tuple[Any, ...], new: Mapping[Any, Any], path:
     items = list(old)
     for key, value in new.items():
         if not (str(key).isdecimal() and int(key) < len(items)):
-            raise ConfigError(f"a list with {len(items)} items has no item '{key}'", path)
+            raise ConfigError(f"the list has no item '{key}'; its length is {len(items)}", path)
         items[int(key)] = _merge_value(items[int(key)], value, True, join(path, key))
     return tuple(items) if isinstance(old, tuple) else items
 
@@ -70,7 +70,7 @@ def _clean(value: Any) -> Any:
 
 
 def nest(key: str, value: Any) -> dict[str, Any]:
-    """Return `{"a": {"b": value}}` for the `"a.b"` key."""
+    """Return `{"a": {"b": value}}` for the key `"a.b"`."""
     first, *rest = key.split(".")
     for segment in reversed(rest):
         value = {segment: value}

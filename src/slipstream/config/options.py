@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from slipstream.config.merge import join
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
-from slipstream.typecheck import describe, matches, shown
+from slipstream.typecheck import described, matches, shown
 
 __all__ = ["optional", "options"]
 
@@ -47,7 +47,7 @@ def options(cls: type[T], mapping: Any, path: str) -> T:
     for name, field in fields.items():
         if name not in values and field.default is missing and field.default_factory is missing:
             raise ConfigError(
-                f"the required key is missing; it must be {describe(hints[name])}", join(path, name)
+                f"the required key is missing; it must be {described(hints[name])}", join(path, name)
             )
     return _construct(cls, values, path)
 
@@ -73,7 +73,7 @@ def _field(annotation: Any, value: Any, path: str) -> Any:
         # `matches` accepts any value for a dataclass, so check each member of the union.
         fits = any(isinstance(value, m) if m in nested else matches(value, m) for m in members)
     if not fits:
-        raise ConfigError(f"must be {describe(annotation)}, not {shown(value)}", path)
+        raise ConfigError(f"must be {described(annotation)}, not {shown(value)}", path)
     return value
 
 

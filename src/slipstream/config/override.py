@@ -65,7 +65,7 @@ def check_override(
         if isinstance(node, list | tuple):
             if not (segment.isdecimal() and int(segment) < len(node)):
                 raise UnknownNameError(
-                    f"'{parent}' in {source} is a list with {len(node)} items and has no item '{segment}'",
+                    f"the list '{parent}' in {source} has no item '{segment}'; its length is {len(node)}",
                     key,
                 )
             node = node[int(segment)]

@@ -137,7 +137,7 @@ class Placeholders:
         if self._copies > MAX_COPIES:
             raise ConfigError(
                 f"{self._location(match)}: the `_base_` placeholders expand to more than "
-                f"{MAX_COPIES:,} values and characters"
+                f"{MAX_COPIES:,} values and characters; use fewer of them"
             )
         return unwrap(value)
 
@@ -164,7 +164,7 @@ def _size(value: Any) -> int:
 
 
 def _typed(text: str, match: re.Match[str]) -> Any:
-    """Return the value of an environment variable that is a whole value."""
+    """Return the value of an environment variable whose placeholder is an entire value."""
     name = match["env"]
     # A key such as 0123e45 must not become a number.
     as_text = _in_quotes(match) or is_secret_name(name)

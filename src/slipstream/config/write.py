@@ -25,7 +25,7 @@ _USED_BY_SOURCE = ("dict", "float", "globals")
 def to_text(values: dict[Any, Any], suffix: str) -> str:
     """Return `values` as text in the format of `suffix`.
 
-    Classes, functions and objects such as `torch.bfloat16` are written as their dotted import string, paths as
+    Classes, functions and objects such as `torch.bfloat16` are written as dotted import strings, paths as
     strings, and NumPy numbers as Python numbers. Tuples are kept in Python and become lists in other formats.
 
     Raises:

@@ -27,7 +27,7 @@ _REPLACED = {_TAG + name for name in ("int", "float", "timestamp", "value")}
 class BoundedLoader(yaml.SafeLoader):
     """PyYAML's safe loader with limits on the depth of the values and on the number of values from aliases.
 
-    An alias (`*name`) stands for all values below its anchor, so a short file can describe billions of values.
+    An alias (`*name`) expands to all values below its anchor, so a short file can describe billions of values.
     """
 
     def __init__(self, stream: Any) -> None:

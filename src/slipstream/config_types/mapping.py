@@ -11,7 +11,7 @@ MYPY = False  # mypy treats this name as True
 
 
 class ValidOption:
-    """The type that mypy reports as expected for the values of a dict with an unknown key or a wrong value."""
+    """The expected type in mypy's error message for a dict with an unknown key or a wrong value."""
 
 
 class AnyMapping(Protocol):
@@ -22,9 +22,9 @@ class AnyMapping(Protocol):
         ...
 
     if MYPY:
-        # `Any` is compatible with `ValidOption`; the type inferred for a value in a literal is not.
+        # `Any` is compatible with `ValidOption`; the type that mypy infers for a value in a literal is not.
         def __getitem__(self, key: str, /) -> ValidOption: ...  # pyright: ignore[reportRedeclaration]
 
     else:
-        # With `ValidOption`, pyright rejects every `dict(...)`, because it does not match `dict(...)` with a TypedDict.
+        # With `ValidOption`, pyright rejects every `dict(...)`, because pyright does not match one with a TypedDict.
         def __getitem__(self, key: str, /) -> Any: ...

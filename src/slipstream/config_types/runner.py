@@ -43,7 +43,7 @@ class TrainableModel(Protocol):
 
 
 class OptimWrapperCfg(TypedDict, total=False):
-    """`optim_wrapper`: the arguments of `AmpOptimWrapper` and of its constructor."""
+    """`optim_wrapper`: the arguments of `AmpOptimWrapper` and of `DefaultOptimWrapperConstructor`."""
 
     type: _Type
     optimizer: Required[Optimizer | Mapping[str, Any]]
@@ -93,7 +93,7 @@ class EvalCfg(TypedDict, total=False):
 
 
 class DataLoaderCfg(TypedDict, total=False):
-    """A data loader: `slipstream.dataset.loading.loader.build_dataloader`."""
+    """A data loader; see `slipstream.dataset.loading.loader.build_dataloader`."""
 
     dataset: Required[Any]
     batch_size: int
@@ -125,7 +125,7 @@ class LimitedLoaderCfg(TypedDict, total=False):
 
 
 class AutoScaleLrCfg(TypedDict, total=False):
-    """`auto_scale_lr`: `slipstream.runner.builders.scale_lr`."""
+    """`auto_scale_lr`; see `slipstream.runner.builders.scale_lr`."""
 
     enable: bool
     base_batch_size: int

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.dataset.loading.sample_index import sample_rng
+from slipstream.dataset.transforms.geometry import SegCropImageAndMask
 from slipstream.dataset.transforms.pipeline import Transform, compose
 
 __all__ = ["PreparedImage", "prepare_image", "validation_transforms"]
@@ -24,16 +25,16 @@ class PreparedImage:
     sample: Mapping[str, Tensor]
     """The sample of a batch, with `inputs`, (3, H, W)."""
     box: tuple[int, int, int, int]
-    """The left, top, right and bottom edge of the image in `inputs`, without padding."""
+    """The left, top, right and bottom edges of the image in `inputs`, without padding."""
     size: tuple[int, int]
     """The height and width of the image before the transforms."""
 
     def at_image_size(self, ids: Tensor) -> Tensor:
-        """Return the class ids (H, W) of `inputs` without padding, from the nearest pixels, at `size`, on the CPU."""
+        """Return the class ids (H, W) of `inputs` on the CPU, cropped to `box` and resized to `size` (nearest)."""
         left, top, right, bottom = self.box
         inside = ids[top:bottom, left:right].cpu()
         rows, columns = (
-            (2 * torch.arange(length) + 1) * source // (2 * length)  # that contain the center of each pixel
+            (2 * torch.arange(length) + 1) * source // (2 * length)  # source pixels at the pixel centers
             for source, length in zip(inside.shape, self.size, strict=True)
         )
         return inside[rows][:, columns]
@@ -42,8 +43,10 @@ class PreparedImage:
 def prepare_image(image: NDArray[np.uint8], transforms: Sequence[Transform]) -> PreparedImage:
     """Apply the transforms for segmentation to an image, uint8 (H, W, 3).
 
-    The sample contains an empty mask as `targets`, so that a model crops its padding.
+    The sample contains an empty mask as `targets`, so that a model crops its padding. Crops are left out, because the
+    prediction must cover the whole image.
     """
+    transforms = [transform for transform in transforms if not isinstance(transform, SegCropImageAndMask)]
     height, width = image.shape[:2]
     composed = compose(
         transforms, {"image": image, "mask": np.zeros((height, width), np.uint8)}, sample_rng(0)
@@ -52,7 +55,7 @@ def prepare_image(image: NDArray[np.uint8], transforms: Sequence[Transform]) -> 
 
 
 def validation_transforms(cfg: Mapping[str, Any]) -> list[Any] | None:
-    """Return the transforms of the validation data in the configuration of a Runner, or None if it has none.
+    """Return the transforms of the validation data in a Runner's configuration, or None if it has none.
 
     A wrapper dataset uses the transforms of its inner datasets.
     """

@@ -10,7 +10,7 @@ from slipstream.dist.collectives import (
     traceable_sum,
 )
 from slipstream.dist.data import cast_data_device, get_data_device
-from slipstream.dist.failure_detection import announce_failure, report_progress
+from slipstream.dist.failure_detection import announce_failure, another_rank_failed, report_progress
 from slipstream.dist.info import (
     barrier,
     get_backend,
@@ -51,6 +51,7 @@ __all__ = [
     "all_reduce_dict",
     "all_reduce_params",
     "announce_failure",
+    "another_rank_failed",
     "barrier",
     "broadcast",
     "broadcast_object_list",

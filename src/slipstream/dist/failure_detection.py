@@ -31,7 +31,13 @@ from slipstream.dist.info import barrier, get_dist_info, is_distributed
 from slipstream.dist.objects import broadcast_object_list
 from slipstream.dist.threads import wait_for_gloo_threads
 
-__all__ = ["announce_failure", "report_progress", "start_failure_detection", "stop_failure_detection"]
+__all__ = [
+    "announce_failure",
+    "another_rank_failed",
+    "report_progress",
+    "start_failure_detection",
+    "stop_failure_detection",
+]
 
 PATIENCE = 5.0  # seconds that the other processes wait for a failed process to exit, before they also exit
 GRACE = 1.0  # seconds for a process to print its own error before the failure of another rank ends it
@@ -62,6 +68,11 @@ def announce_failure(text: str) -> None:
         _detector.announce(text)
 
 
+def another_rank_failed() -> bool:
+    """Return whether another rank has failed, so that this process is about to exit."""
+    return _detector is not None and _detector.peer_failed.is_set()
+
+
 def start_failure_detection() -> None:
     """Start failure detection in the default group; every rank must call this. A single process needs no detection."""
     global _detector
@@ -83,8 +94,8 @@ def start_failure_detection() -> None:
         _install()
     else:
         warnings.warn(
-            f"rank {rank} cannot connect to rank 0 at port {port} of {', '.join(hosts)}; if one of them fails, the "
-            "other does not exit until its next collective fails",
+            f"rank {rank} cannot connect to rank 0 at port {port} of {', '.join(hosts)}. If one of them fails, the "
+            "other does not exit until its next collective fails. Allow connections between the machines on all ports",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -88,7 +88,10 @@ def check_dist_cfg(dist_cfg: Mapping[str, Any]) -> None:
     """Raise a `DistributedError` if `dist_cfg` contains an unknown option or an invalid timeout."""
     for name, value in dist_cfg.items():
         if name not in _OPTIONS:
-            raise DistributedError(f"dist_cfg has no option '{name}'{did_you_mean(name, _OPTIONS)}")
+            raise DistributedError(
+                f"dist_cfg has no option '{name}'{did_you_mean(name, _OPTIONS)}; "
+                f"use one of {', '.join(_OPTIONS)}"
+            )
         if name.endswith("timeout") and not isinstance(value, timedelta) and not matches(value, _Seconds):
             raise DistributedError(
                 f"dist_cfg.{name} must be a positive number of seconds, not {shown(value)}"
@@ -99,7 +102,10 @@ def _check_known(backend: str | None) -> None:
     for part in (backend or "gloo").lower().split(","):
         if (name := part.rpartition(":")[2]) not in dist.Backend.backend_list:
             hint = did_you_mean(name, dist.Backend.backend_list)
-            raise DistributedError(f"dist_cfg.backend: unknown backend '{name}'{hint}")
+            raise DistributedError(
+                f"dist_cfg.backend: unknown backend '{name}'{hint}; "
+                f"use one of {', '.join(sorted({*dist.Backend.backend_list} - {dist.Backend.UNDEFINED}))}"
+            )
 
 
 def _check_supports(backend: str, device: str) -> None:

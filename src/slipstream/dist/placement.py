@@ -66,7 +66,10 @@ def placement(launcher: str, environ: Mapping[str, str], port: int | str | None 
 
     readers = {"pytorch": _torchrun, "slurm": slurm_placement, "mpi": _mpi}
     if launcher not in readers:
-        raise DistributedError(f"unknown launcher {launcher!r}{did_you_mean(launcher, LAUNCHERS)}")
+        raise DistributedError(
+            f"unknown launcher {launcher!r}{did_you_mean(launcher, LAUNCHERS)}; "
+            f"use one of {', '.join(readers)}"
+        )
     here = readers[launcher](environ, str(port) if port else None)
     if here.rank >= here.world_size:
         raise DistributedError(

@@ -69,7 +69,8 @@ def _connect(here: Placement, seconds: float) -> Store:
         socket.getaddrinfo(here.master_addr, int(here.master_port))
     except OSError as error:
         raise DistributedError(
-            f"{here.describe('MASTER_ADDR')} cannot be resolved on {socket.gethostname()!r}: {error}"
+            f"{here.describe('MASTER_ADDR')} cannot be resolved on {socket.gethostname()!r}: {error}; "
+            "set MASTER_ADDR to a name or an IP address of the machine of rank 0"
         ) from error
     # Another program may accept the connection and never respond. torch has no timeout for this case.
     result: queue.SimpleQueue[Store | dist.DistError] = queue.SimpleQueue()

@@ -1,10 +1,10 @@
 """Wait for gloo's threads before the interpreter exits.
 
 A gloo thread releases the tensors of a collective shortly after the collective returns, and acquires the GIL to do
-so. If the interpreter is already shutting down, Python before 3.14 ends the thread with `pthread_exit`, which unwinds
-the stack. Unwinding reaches a C++ frame that must not be unwound, and the process aborts with "terminate called without
-an active exception" even though all work is done (pytorch/pytorch#190489). `destroy_process_group` does not help if
-another object, such as a DDP wrapper, still references the group. Only Linux is affected, because only glibc's
+so. If the interpreter is already shutting down, Python versions before 3.14 end the thread with `pthread_exit`, which
+unwinds the stack. Unwinding reaches a C++ frame that must not be unwound, and the process aborts with "terminate called
+without an active exception" even though all work is done (pytorch/pytorch#190489). `destroy_process_group` does not
+help if another object, such as a DDP wrapper, still references the group. Only Linux is affected, because only glibc's
 `pthread_exit` unwinds the stack.
 """
 

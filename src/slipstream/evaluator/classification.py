@@ -16,7 +16,7 @@ from slipstream.typecheck import PositiveInt, check
 __all__ = ["Accuracy"]
 
 _MOST_CLASSES = 200
-"""Maximum number of dataset classes for which a confusion matrix is counted if `num_classes` is not set."""
+"""Maximum number of dataset classes for which a confusion matrix is computed if `num_classes` is not set."""
 
 
 @METRICS.register_module()
@@ -120,7 +120,9 @@ class Accuracy(CountingMetric):
                 )
             return (preds == targets)[:, None]
         if preds.shape[1] < widest:
-            raise DataError(f"top-{widest} accuracy requires at least {widest} classes, got {preds.shape[1]}")
+            raise DataError(
+                f"top-{widest} accuracy requires at least {widest} classes, got {preds.shape[1]}; set a smaller topk"
+            )
         return preds.topk(widest, dim=1).indices == targets[:, None]
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:

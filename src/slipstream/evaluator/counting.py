@@ -55,7 +55,7 @@ class CountingMetric(BaseMetric):
         self.count(self._counts, preds, targets)
 
     def reset(self) -> None:
-        """Discard the counts of an evaluation that an error has ended."""
+        """Discard the counts of an evaluation that ended with an error."""
         self._counts = None
 
     def evaluate(self, size: int) -> dict[str, Any]:

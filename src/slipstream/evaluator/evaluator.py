@@ -1,4 +1,4 @@
-"""Evaluator for one or several metrics, compatible with MMEngine."""
+"""Evaluator for one or more metrics, compatible with MMEngine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Evaluator:
     """Pass each batch to the metrics and merge their values.
 
     Args:
-        metrics: one metric or several, each a `BaseMetric`, a torchmetrics object, or a dict whose `type`
+        metrics: one or more metrics, each a `BaseMetric`, a torchmetrics object, or a dict whose `type`
             is a registered metric or a torchmetrics class (`dict(type="MulticlassAccuracy",
             num_classes=10)`).
 
@@ -44,12 +44,12 @@ class Evaluator:
             metric.dataset_meta = dataset_meta
 
     def reset(self) -> None:
-        """Discard the results of an evaluation that an error has ended."""
+        """Discard the results of an evaluation that ended with an error."""
         for metric in self.metrics:
             metric.reset()
 
     def process(self, data_samples: Any, data_batch: Any = None) -> None:
-        """Pass one batch, and the model's output for it in predict mode, to every metric.
+        """Pass a batch, and the model's output for this batch in predict mode, to every metric.
 
         As in MMEngine, data elements are passed as dicts.
         """
@@ -95,7 +95,8 @@ class Evaluator:
         """
         if data is not None and len(data) != len(data_samples):
             raise DataError(
-                f"got {len(data_samples)} predictions for {len(data)} samples of data; pass one per sample"
+                f"data_samples has length {len(data_samples)}, but data has length {len(data)}; "
+                "pass one prediction per sample"
             )
         batches = None if data is None else _chunks(data, chunk_size)
         for chunk in _chunks(data_samples, chunk_size):

@@ -64,7 +64,7 @@ class BaseMetric(ABC):
 
         Args:
             data_batch: the batch from the data loader.
-            data_samples: the model's output for it in predict mode.
+            data_samples: the model's output for this batch in predict mode.
         """
 
     @abstractmethod
@@ -72,7 +72,7 @@ class BaseMetric(ABC):
         """Return the values by name; `results` contains the results of all ranks, in the order of the samples."""
 
     def reset(self) -> None:
-        """Discard the results of an evaluation that an error has ended."""
+        """Discard the results of an evaluation that ended with an error."""
         self.results.clear()
 
     def evaluate(self, size: int) -> dict[str, Any]:
@@ -98,15 +98,17 @@ class BaseMetric(ABC):
         if failure is not None:
             raise failure
         if isinstance(outcome[0], str):
-            raise DistributedError(f"{type(self).__name__}.compute_metrics failed on rank 0: {outcome[0]}")
+            raise DistributedError(
+                f"{type(self).__name__}.compute_metrics failed on rank 0: {outcome[0]}; see the traceback of rank 0"
+            )
         metrics: dict[str, Any] = outcome[0]
         return metrics
 
     def _computed(self, results: list[Any]) -> dict[str, Any]:
         if not results:
             warnings.warn(
-                f"{type(self).__name__} has no results: process() was never called, "
-                "or does not append to self.results",
+                f"{type(self).__name__} has no results, because process() was never called, "
+                "or did not append to self.results",
                 stacklevel=3,
             )
         return self._named(self.compute_metrics(results))

@@ -16,7 +16,7 @@ Pair = tuple[Any, Any]
 
 
 def read_pair(data_samples: Any, reader: str) -> Pair:
-    """Return `(preds, targets)` of a batch.
+    """Return `(preds, targets)` for a batch.
 
     Args:
         data_samples: a dict with `preds` and `targets`, a tuple `(preds, targets)`, or a list with one such
@@ -47,14 +47,16 @@ def read_tensors(data_samples: Any, reader: str) -> tuple[Tensor, Tensor]:
     preds, targets = read_pair(data_samples, reader)
     for name, value in (("preds", preds), ("targets", targets)):
         if not isinstance(value, Tensor):
-            raise DataError(f"{reader} requires {name} as a tensor, got {describe(value)}")
+            raise DataError(f"{name} must be a tensor for {reader}, not {describe(value)}")
     if preds.device != targets.device:
         raise DataError(
             f"{reader} got preds on {preds.device} and targets on {targets.device}; "
             "return both on the model's device"
         )
     if targets.is_floating_point() or targets.is_complex():
-        raise DataError(f"{reader} requires integer class ids as targets, got {targets.dtype}")
+        raise DataError(
+            f"{reader} requires integer class ids as targets, got {targets.dtype}; convert them with .long()"
+        )
     return preds.detach(), targets.detach()
 
 

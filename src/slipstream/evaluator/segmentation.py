@@ -160,8 +160,8 @@ class IoUMetric(CountingMetric):
         bad_targets, bad_preds = results[-2:]
         if bad_targets or bad_preds:
             raise DataError(
-                f"{type(self).__name__} found {bad_targets} target pixels and {bad_preds} predicted pixels outside "
-                f"0..{classes - 1}; map the dataset's labels to that range or to the ignore_index "
+                f"{type(self).__name__} found class ids outside 0..{classes - 1} (target pixels: {bad_targets}, "
+                f"predicted pixels: {bad_preds}); map the dataset's labels to that range or to the ignore_index "
                 f"({self.ignore_index}), and set num_classes to the model's number of classes"
             )
         matrix = np.array(results[: classes**2], dtype=np.float64).reshape(classes, classes)

@@ -66,7 +66,7 @@ class TorchMetric(BaseMetric):
         self.metric.update(preds, targets)
 
     def reset(self) -> None:
-        """Discard the state of an evaluation that an error has ended."""
+        """Discard the state of an evaluation that ended with an error."""
         self.metric.reset()
 
     def evaluate(self, size: int) -> dict[str, Any]:

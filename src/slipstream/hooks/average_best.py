@@ -145,7 +145,8 @@ class AverageBestHook(Hook):
         if runner.val_loop is None:
             return
         runner.logger.info(
-            f"Validating {self.filename}, the average of {len(names)} checkpoints: {', '.join(names)}"
+            f"Validating {self.filename}, the average of {len(names)} checkpoint{'s' * (len(names) != 1)}: "
+            f"{', '.join(names)}"
         )
         runner.call_hook("before_average_val")
         metrics = _validate_with(state[0], runner)

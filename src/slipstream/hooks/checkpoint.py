@@ -46,10 +46,11 @@ class CheckpointHook(Hook):
             a resumed run requires.
         out_dir: parent folder for checkpoints, which are saved to a subfolder with the work_dir's name; by default
             they are saved to the work_dir.
-        max_keep_ckpts: maximum number of regular checkpoints to keep; -1 keeps all.
+        max_keep_ckpts: maximum number of regular checkpoints to keep; -1 keeps all. A resumed run does not remove
+            checkpoints that were kept with a higher limit.
         save_last: save a checkpoint at the end of training, regardless of `interval`.
         save_best: one or more metrics, or `auto` for the first metric that validation returns. If its name does not
-            tell whether higher values are better and `rule` is not set, `auto` saves none and logs a warning.
+            indicate whether higher values are better and `rule` is not set, `auto` saves none and logs a warning.
         rule: `greater` if higher values are better for all metrics, `less` if lower values are; by default inferred
             from the metrics' names.
         filename_tmpl: file name with `{}` in place of the number. Without `{}`, each checkpoint overwrites the
@@ -136,14 +137,16 @@ class CheckpointHook(Hook):
             )
         if len({monitor.replace("/", "_") for monitor in self.monitors}) < len(self.monitors):
             raise ConfigError(
-                f"contains metrics whose checkpoints have the same file name, {self.monitors}; remove one of them",
+                f"contains metrics whose checkpoints would have the same name: {self.monitors}; remove one of them",
                 "save_best",
             )
         if self.save_epochs and self.filename_tmpl == "ckpt_epoch_{}.pth":
-            raise ConfigError("must differ from the file names that save_epochs uses", "filename_tmpl")
+            raise ConfigError(
+                "must not be 'ckpt_epoch_{}.pth', because save_epochs uses this name", "filename_tmpl"
+            )
         if any(epoch < 1 for epoch in self.save_epochs):
             raise ConfigError(
-                f"must contain only epochs of 1 or more, not {min(self.save_epochs)}", "save_epochs"
+                f"must only contain epochs that are at least 1, not {min(self.save_epochs)}", "save_epochs"
             )
 
     # ---- regular checkpoints ----------------------------------------------------------------------
@@ -165,7 +168,7 @@ class CheckpointHook(Hook):
         self._check_other_hooks(runner)
         self._saved_best: dict[str, str] = {}
         self._owns_files = runner.checkpoints.owns_files(self._folder, runner.work_dir)
-        self._restore_kept(runner)
+        self._warn_about_earlier(runner, self._restore_kept(runner))
         self._remove_surplus(runner)
         self._replaced.load(runner, self._folder, self._owns_files)
 
@@ -181,8 +184,25 @@ class CheckpointHook(Hook):
         """Remove the best checkpoints that were replaced by better ones."""
         self._replaced.remove_all()
 
-    def _restore_kept(self, runner: Runner) -> None:
-        self._kept: list[str] = self._names_in(runner, self._kept_key)
+    def _restore_kept(self, runner: Runner) -> list[str]:
+        """Restore the list of kept checkpoints, and return the checkpoints that this run must not remove.
+
+        If the list exceeds `max_keep_ckpts`, an earlier run kept the checkpoints with a higher limit. This run then
+        applies the limit only to its own checkpoints.
+        """
+        names = self._names_in(runner, self._kept_key)
+        within = self.max_keep_ckpts < 0 or len(names) <= self.max_keep_ckpts
+        self._kept: list[str] = names if within else []
+        return [] if within else names
+
+    def _warn_about_earlier(self, runner: Runner, names: Sequence[str]) -> None:
+        found = [name for name in names if (self._folder / name).exists()]
+        if found:
+            runner.logger.warning(
+                f"CheckpointHook: max_keep_ckpts={self.max_keep_ckpts} does not apply to {', '.join(found)} in "
+                f"{self._folder}, because an earlier run kept them with a higher limit; remove the files that are not "
+                "needed"
+            )
 
     def _remove_surplus(self, runner: Runner) -> None:
         """Remove the files that the resumed checkpoint replaced, if the run was killed before it removed them."""
@@ -329,7 +349,8 @@ class CheckpointHook(Hook):
     def _automatic(self, runner: Runner, metrics: Mapping[str, Any]) -> str | None:
         """Return the metric for `auto`, or None, with a warning if the user can correct the reason.
 
-        The first validation chooses the metric. There are no errors, because its metrics are not known before.
+        The first validation run determines the metric. This method raises no errors, because a user cannot know the
+        metrics before training.
         """
         key = runner.message_hub.get_info(self._automatic_key)  # also in a resumed run
         if not isinstance(key, str):
@@ -342,7 +363,7 @@ class CheckpointHook(Hook):
             better(key, self.rule)
             problem = None if _is_number(key, metrics.get(key)) else "has no value that is a number"
         except ConfigError:
-            problem = "has a name that does not tell whether higher values are better"
+            problem = "has a name that does not indicate whether higher values are better"
         if problem is not None and not self._warned:
             self._warned = True
             runner.logger.warning(

@@ -39,7 +39,7 @@ class EMAHook(Hook):
             `EmaOptions(...).average`.
         strict_load: whether a loaded checkpoint must contain every tensor of the average.
         begin_iter, begin_epoch: start of averaging; set at most one of them.
-        kwargs: arguments of the average (`momentum`, `interval`, `update_buffers`; `decay` for `ScheduledEMA`).
+        kwargs: arguments for the average (`momentum`, `interval`, `update_buffers`; `decay` for `ScheduledEMA`).
     """
 
     priority = "NORMAL"
@@ -95,10 +95,11 @@ class EMAHook(Hook):
             average.total_steps
             and (mean := average.mean_update()) < (average.total_steps - average.interval) / 2
         ):
+            updates = f"{average.total_steps} update{'s' * (average.total_steps != 1)}"
             runner.logger.warning(
-                f"EMAHook: the EMA decay is too slow for {average.total_steps} updates. The final average will "
-                f"resemble the weights at update {mean:.0f}. Train longer, use a smaller decay (a larger momentum), or "
-                "use decay_type 'threshold', which starts with a small decay"
+                f"EMAHook: the EMA decay is too slow for {updates}. The final average will resemble the weights at "
+                f"update {mean:.0f}. Train longer, use a smaller decay (a larger momentum), or use "
+                "ema_type='ScheduledEMA' with decay_type='threshold', which starts with a small decay"
             )
         optim = runner.optim_wrapper
         assert optim is not None, "training requires an optimizer wrapper"
@@ -147,7 +148,7 @@ class EMAHook(Hook):
             self._part.after_batch()
 
     def _check_without_length(self, average: BaseAveragedModel) -> None:
-        """Check that the average does not depend on the number of training steps."""
+        """Check that the average can be computed without knowing the number of training steps."""
         remedy = "give the dataset a length, or train by iterations (train_cfg.by_epoch=False)"
         if isinstance(average, ScheduledEMA) and average.schedule.decay_type == "exp":
             raise self.wrong(

@@ -35,7 +35,9 @@ def get_priority(priority: int | str | Priority) -> int:
     if isinstance(priority, str):
         if priority.upper() not in Priority.__members__:
             hint = did_you_mean(priority, Priority.__members__)
-            raise ConfigError(f"unknown hook priority '{priority}'{hint}")
+            raise ConfigError(
+                f"unknown hook priority '{priority}'{hint}; use one of {', '.join(Priority.__members__)}"
+            )
         return int(Priority[priority.upper()])
     if not matches(priority, int) or not 0 <= priority <= 100:
         raise ConfigError(

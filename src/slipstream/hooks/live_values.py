@@ -38,7 +38,7 @@ class LiveValues:
             self._metric = name, number(values[name])
 
     def rows(self, runner: Runner) -> list[tuple[str, str]]:
-        """Return pairs (name, value) of the values that are known."""
+        """Return (name, value) pairs for the values that are known."""
         hub = runner.message_hub
         rows = []
         if "train/loss" in hub.log_scalars:

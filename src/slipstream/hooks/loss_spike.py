@@ -58,7 +58,7 @@ class LossSpikeHook(Hook):
         window: number of losses in the medians.
         threshold: factor for the scale in the formula above.
         min_history: number of losses that must be available before a loss is compared; at most `window`.
-        patience: number of consecutive steps that must be above the limit.
+        patience: number of consecutive steps whose loss must be above the limit.
         max_rollbacks: maximum number of times that a run goes back to a checkpoint; at the next spike, the run stops
             with `LossSpikeError`.
         skip_before: number of additional batches to skip before the spike.
@@ -148,7 +148,7 @@ class LossSpikeHook(Hook):
         if self._names and self.monitor not in self._names:
             hint = did_you_mean(self.monitor, self._names)
             raise self.wrong(
-                f"the model returns no '{self.monitor}'{hint}; it returns {sorted(self._names)}", "monitor"
+                f"the model returns no '{self.monitor}'{hint}; use one of {sorted(self._names)}", "monitor"
             )
         read, self._read = self._read, []
         steps = _mean_by_step(all_gather_object(read))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["NanGuardHook"]
 
 _LOGGED = 10
-"""Maximum number of skipped batches per log interval whose samples are logged."""
+"""Maximum number of skipped batches whose samples are logged in one log interval."""
 
 
 @HOOKS.register_module()

@@ -62,7 +62,8 @@ class NotebookHook(Hook):
         new, self._seen = self._losses(runner) - self._seen, self._losses(runner)
         if new > 0:
             losses = runner.message_hub.get_scalar("train/loss").newest(new)
-            self._curves.setdefault("train/loss", Curve()).add(runner.meter.newest or runner.iter, losses)
+            curve = self._curves.setdefault("train/loss", Curve())
+            curve.add(runner.meter.newest or runner.iter, reversed(losses))  # in the order of the steps
         if perf_counter() >= self._next_draw:
             self._draw(runner)
 

@@ -40,7 +40,7 @@ class PreciseBNHook(Hook):
     evaluation mode also keep their statistics. The forward passes run in eager mode, even if the model is compiled.
 
     Args:
-        num_samples: number of samples over all ranks, limited to one epoch. A few thousand are enough.
+        num_samples: number of samples across all ranks, limited to one epoch. A few thousand are enough.
         interval: epochs between two recomputations; the hook always runs after the last epoch.
     """
 

@@ -49,7 +49,7 @@ class ReplacedFiles:
         self._folder = Path()
 
     def load(self, runner: Runner, folder: Path, own: bool = True) -> None:
-        """Read the list from a resumed run, whose files are in `folder`, and remove the files that are not needed.
+        """Read the list from a resumed run with files in `folder`, and remove the files that are not needed.
 
         If `own` is False, the list belongs to a different run and is ignored.
         """

@@ -56,8 +56,8 @@ class ReportHook(Hook):
     Args:
         peak_tflops: the peak speed of the device in 10^12 operations per second at the precision of the run, for the
             model FLOPs utilization; None looks it up in `slipstream.speed.flops.PEAKS`.
-        probe_workers: at the end of a run that has waited for data, measure for some seconds how fast batches are
-            loaded with other numbers of workers. Worker processes read samples from the training dataset.
+        probe_workers: at the end of a run that has waited for data, measure for a few seconds how fast batches load
+            with other numbers of workers. Worker processes read samples from the training dataset.
     """
 
     priority = "VERY_LOW"
@@ -158,8 +158,8 @@ class ReportHook(Hook):
             if new and key.startswith("train/"):
                 # Learning rates are also recorded before checkpoints and at the end of a run, so take only the newest
                 # one.
-                values = history.newest(new)[:1] if is_rate(key) else history.newest(new)
-                self._curve(key).add(at, values)
+                values = history.newest(1 if is_rate(key) else new)
+                self._curve(key).add(at, reversed(values))  # in the order of the steps
             self._seen[key] = history.total
         self._read_speed(runner, at)
 
@@ -311,7 +311,7 @@ def _class_names(loop: Any) -> list[str]:
 
 
 def _seconds_of_steps(phases: PhaseTimes) -> float:
-    """Return the time of training so far, without the first step, validation and checkpoints."""
+    """Return the training time so far, without the first step, validation and checkpoints."""
     phases.switch(phases.current)
     return sum(phases.seconds.get(phase, 0.0) for phase in STEP_PHASES)
 
@@ -348,7 +348,7 @@ def _describe_step(runner: Runner) -> str:
     if isinstance(step, GraphStep):
         if step.uses_graph:
             return "one compiled graph"
-        return "eager, because the step cannot be compiled as one graph; see the messages"
+        return "eager, because the step cannot be compiled as one graph; see the log"
     if isinstance(step, EagerStep):
         compiled = getattr(unwrap_model(runner.model), "_compiled_call_impl", None) is not None
         return "eager, with a compiled model" if compiled else "eager"

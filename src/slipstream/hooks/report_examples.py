@@ -36,7 +36,7 @@ class _Candidate:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """Sort key: errors in order of decreasing confidence, then correct predictions of increasing confidence."""
+        """Sort key: errors by decreasing confidence, then correct predictions by increasing confidence."""
         sure = 0.0 if self.probability is None else self.probability
         correct = self.label == self.prediction
         return correct, sure if correct else -sure
@@ -54,7 +54,7 @@ class ExampleSelection:
         self._chosen: list[_Candidate] = []
 
     def add(self, index: int, batch: Any, outputs: Any) -> None:
-        """Add the samples of a batch to the candidates, unless the batch or the outputs are not a classifier's."""
+        """Add the samples of a batch to the candidates if the batch and the outputs are those of a classifier."""
         if index % self._every or index >= _BATCHES * self._every:
             return
         images = _images(batch)

@@ -147,7 +147,9 @@ class EarlyStoppingHook(Hook):
         if not runner.is_training:
             return
         if self.monitor not in (metrics or {}) and not self.strict:
-            runner.logger.warning(f"EarlyStoppingHook: validation returned no metric '{self.monitor}'")
+            runner.logger.warning(
+                f"EarlyStoppingHook: validation returned no metric '{self.monitor}'; correct `monitor`"
+            )
             return
         value = pick(self, metrics or {}, self.monitor, "monitor")
         reason = self._reason(self._sign * value)
@@ -165,7 +167,9 @@ class EarlyStoppingHook(Hook):
             self._best, self._waited = score, 0
             return ""
         self._waited += 1
-        return f"has not improved for {self._waited} validation runs" if self._waited >= self.patience else ""
+        if self._waited < self.patience:
+            return ""
+        return f"has not improved for {self._waited} validation run{'s' * (self._waited != 1)}"
 
 
 @HOOKS.register_module()

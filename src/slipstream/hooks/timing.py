@@ -112,7 +112,9 @@ class IterTimerHook(Hook):
         if self._steps:
             speed = self._samples / self._spent
             rate = f"{speed:.1f} images/s, including the first step"
-            runner.logger.info(f"Trained for {self._steps} steps in {self._spent:.1f} s: {rate}")
+            runner.logger.info(
+                f"Trained for {self._steps} step{'s' * (self._steps != 1)} in {self._spent:.1f} s: {rate}"
+            )
             runner.message_hub.update_info("images_per_second", speed, resumed=False)
 
 

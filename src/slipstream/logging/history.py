@@ -152,7 +152,10 @@ class HistoryBuffer:
         try:
             loaded = HistoryBuffer(**state_dict)
         except (TypeError, ConfigError) as error:
-            raise CheckpointError(f"the state dict is not a saved HistoryBuffer: {error}") from error
+            raise CheckpointError(
+                f"the state dict is not a saved HistoryBuffer: {error}; "
+                "pass the result of HistoryBuffer.state_dict"
+            ) from error
         self.max_length, self._values, self._counts = loaded.max_length, loaded._values, loaded._counts
 
     def _newest(self, entries: deque[_N], window_size: int | None) -> Iterator[_N]:

@@ -71,7 +71,7 @@ class MessageHub:
             elif "value" in value:
                 self.update_scalar(key, value["value"], value.get("count", 1), resumed)
             else:
-                raise DataError(f"the dict of scalar '{key}' has no key 'value': {value!r}")
+                raise DataError(f"the dict for the scalar '{key}' must have the key 'value', not {value!r}")
 
     def update_metric(self, key: str, value: Any) -> None:
         """Append the result of an evaluation; log lines contain the newest result instead of a mean over a window."""
@@ -99,7 +99,10 @@ class MessageHub:
             UnknownNameError: no such scalar is recorded.
         """
         if key not in self._scalars:
-            raise UnknownNameError(f"no scalar '{key}' is recorded{did_you_mean(key, self._scalars)}")
+            raise UnknownNameError(
+                f"no scalar '{key}' is recorded{did_you_mean(key, self._scalars)}; "
+                "`log_scalars` contains all recorded scalars"
+            )
         return self._scalars[key]
 
     def get_info(self, key: str, default: Any = None) -> Any:
@@ -138,7 +141,8 @@ class MessageHub:
             saved, infos = dict(state_dict["log_scalars"]), dict(state_dict["runtime_info"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                "the state dict is not a saved MessageHub: it requires 'log_scalars' and 'runtime_info'"
+                "the state dict is not a saved MessageHub: it requires 'log_scalars' and 'runtime_info'; "
+                "pass the result of MessageHub.state_dict"
             ) from error
         histories = {key: _loaded(key, history) for key, history in saved.items()}
         self._scalars.update(histories)

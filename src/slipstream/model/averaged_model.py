@@ -37,8 +37,8 @@ _VALUES = methodcaller("values")
 class BaseAveragedModel(nn.Module):
     """A copy of a model with a running average of its weights.
 
-    Subclasses define `weight(step)`, the factor of the current weights in update `step`. The first update copies the
-    weights. The step count is a Python integer, so an update does not synchronize with the device. Training steps
+    Subclasses define `weight(step)`, the coefficient of the current weights in update `step`. The first update copies
+    the weights. The step count is a Python integer, so an update does not synchronize with the device. Training steps
     update the average through `AveragePart`.
 
     Args:
@@ -79,11 +79,11 @@ class BaseAveragedModel(nn.Module):
         self._cached: tuple[nn.Module, _Averaged, _Averaged] | None = None
 
     def weight(self, step: int) -> float:
-        """Return the factor of the model's current weights in update `step`."""
+        """Return the coefficient of the model's current weights in update `step`."""
         raise NotImplementedError
 
     def next_weight(self) -> float:
-        """Count an update and return the factor of the current weights: 1 copies them, 0 changes nothing."""
+        """Count an update and return the coefficient of the current weights: 1 copies them, 0 changes nothing."""
         step = self.steps
         self.steps += 1
         if step % self.interval:
@@ -91,15 +91,14 @@ class BaseAveragedModel(nn.Module):
         return self.weight(step) if step else 1.0
 
     def mean_update(self) -> float:
-        """Return the mean update number (from 1), where each update is weighted by its factor in the average after
-        `total_steps`.
+        """Return the average update number (counted from 1), weighting each update by its share of the final average.
 
         For a plain mean of the weights after each update, the result is the middle of training.
         """
         assert self.total_steps is not None, "total_steps must be set"
         last = self.weight(self.total_steps - 1)
         if self.total_steps * last > 4 * self.interval:
-            # The factors decrease over time, so using the last factor for all updates gives a lower bound on the mean.
+            # The coefficients decrease over time. Using the last one for all updates gives a lower bound for the mean.
             return self.total_steps - self.interval / last
         mean = 1.0
         for step in range(self.interval, self.total_steps, self.interval):
@@ -250,19 +249,22 @@ def _averaged_buffers(model: nn.Module) -> list[int]:
 
 
 def _check_precision(model: nn.Module, weight: float, key: str) -> None:
-    """Raise a ConfigError if a parameter's dtype is too imprecise for updates with the factor `weight`."""
+    """Raise a ConfigError if a parameter's dtype is too imprecise for updates with this coefficient."""
     for name, param in model.named_parameters():
         if param.is_floating_point() and torch.finfo(param.dtype).eps > weight:
             raise ConfigError(
-                f"the average of '{name}' would not change: updates with the factor {weight:g} are rounded away in "
-                f"{param.dtype}; keep the weights in float32 (autocast still computes in lower precision), or use a "
+                f"the average of '{name}' would not change: updates with the coefficient {weight:g} are rounded away "
+                f"in {param.dtype}; keep the weights in float32 (autocast still computes in lower precision), or use a "
                 "larger momentum (a smaller decay)",
                 key,
             )
 
 
 def _sharded_copy(model: nn.Module, copied: dict[Any, Any] | None = None) -> nn.Module:
-    """Return a module without `forward` with copies of a sharded model's tensors; deepcopy does not support them."""
+    """Return a module that has no `forward` and holds copies of a sharded model's tensors.
+
+    `deepcopy` does not support sharded tensors.
+    """
     copied = {None: None} if copied is None else copied
     new = copied[model] = nn.Module()
     for name, param in model._parameters.items():
@@ -295,7 +297,7 @@ class ExponentialMovingAverage(BaseAveragedModel):
         super().__init__(model, interval, device, update_buffers)
         if not 0 < momentum < 1:
             raise ConfigError(
-                f"must be between 0 and 1, not {momentum}; it is the factor of the new weights, 1 - decay",
+                f"must be between 0 and 1, not {momentum}; it is the coefficient of the new weights, 1 - decay",
                 "momentum",
             )
         _check_precision(model, momentum, "momentum")
@@ -325,18 +327,18 @@ class DecaySchedule:
     """Schedule of an EMA's decay, with the keys of SuperGradients' `ema_params`."""
 
     decay: float = 0.9999
-    """Maximum decay, between 0 and 1; the decay is the factor of the old average in an update."""
+    """Maximum decay, between 0 and 1; the decay is the coefficient of the old average in an update."""
     decay_type: str = "exp"
     """One of `types`."""
     beta: float | None = None
-    """Rate at which the decay of type `exp` approaches its maximum; None means 15. Only for `exp`."""
+    """Rate at which a decay of type `exp` approaches its maximum; None means 15. Only for `exp`."""
 
     types: ClassVar[tuple[str, ...]] = ("constant", "threshold", "exp")
 
     def __post_init__(self) -> None:
         if not 0 < self.decay < 1:
             raise ConfigError(
-                f"must be between 0 and 1, not {self.decay}; it is the factor of the old average in an update",
+                f"must be between 0 and 1, not {self.decay}; it is the coefficient of the old average in an update",
                 "decay",
             )
         if self.decay_type not in self.types:
@@ -366,7 +368,7 @@ class DecaySchedule:
             return min(self.decay, (1 + step) / (10 + step))
         if total_steps is None:
             raise ConfigError(
-                "'exp' requires the number of training steps; set total_steps of the average, or use 'threshold'",
+                "'exp' requires the number of training steps; set the average's total_steps, or use 'threshold'",
                 "decay_type",
             )
         beta = 15.0 if self.beta is None else self.beta
@@ -386,7 +388,7 @@ class ScheduledEMA(BaseAveragedModel):
         interval, device, update_buffers: see `BaseAveragedModel`.
         count: unit of the steps in the decay schedule: `updates`, or `batches` as in SuperGradients. The two differ if
             gradients are accumulated.
-        function: `function(decay, step, total_steps)` returns the decay instead of `decay_type`.
+        function: computes the decay as `function(decay, step, total_steps)`; replaces `decay_type`.
     """
 
     every_batch = False
@@ -425,7 +427,7 @@ class ScheduledEMA(BaseAveragedModel):
         decay = self.function(self.schedule.decay, step, step if total is None else total)
         if not 0 <= decay <= 1:
             raise ConfigError(
-                f"{self.function!r} returned the decay {decay}; it must be from 0 to 1", "decay"
+                f"{self.function!r} returned the decay {decay}; it must be between 0 and 1", "decay"
             )
         return decay
 
@@ -437,7 +439,7 @@ class StochasticWeightAverage(BaseAveragedModel):
     Args:
         model: the model to average (unwrapped).
         every_batch: whether every batch counts as an update, as in MMEngine, or only batches with an optimizer step.
-        args, kwargs: arguments of `BaseAveragedModel`.
+        args, kwargs: arguments for `BaseAveragedModel`.
     """
 
     def __init__(self, model: nn.Module, *args: Any, every_batch: bool = True, **kwargs: Any) -> None:
@@ -445,5 +447,5 @@ class StochasticWeightAverage(BaseAveragedModel):
         self.every_batch = every_batch
 
     def weight(self, step: int) -> float:
-        """Return 1 / n for the n-th weights that are averaged."""
+        """Return 1 / n for the n-th set of weights in the average."""
         return 1.0 / (step // self.interval + 1)

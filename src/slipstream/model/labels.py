@@ -46,5 +46,5 @@ def wrong_label(loss: nn.Module, scores: Tensor, found: str) -> DataError:
     return DataError(
         f"a target is not one of the network's classes: {found}; the classes are 0 to {scores.shape[1] - 1}{ignores}. "
         "Increase num_classes, map the dataset's labels to the classes, or set the loss's ignore_index to the value of "
-        "targets without a class"
+        "targets without a class, including padding (fill_mask)"
     )

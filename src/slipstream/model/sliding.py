@@ -77,7 +77,7 @@ def slide(network: Callable[[Tensor], Any], images: Tensor, window: SlidingWindo
         for (n, y, x), part in zip(chunk, logits, strict=True):
             total[n, :, y : y + height, x : x + width] += part
     if total is None:
-        raise DataError("the batch contains no images")
+        raise DataError("the batch contains no images; check the dataset and collate_fn")
     rows, columns = _coverage(total[0, 0, :, 0], tops, height), _coverage(total[0, 0, 0], lefts, width)
     return (total / (rows[:, None] * columns))[..., : size[0], : size[1]]
 

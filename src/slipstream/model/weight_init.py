@@ -210,5 +210,8 @@ class PretrainedInit:
             dot = self.prefix.rstrip(".") + "."
             state = {key.removeprefix(dot): value for key, value in state.items() if key.startswith(dot)}
             if not state:
-                raise CheckpointError(f"{self.checkpoint} contains no weight whose name starts with '{dot}'")
+                raise CheckpointError(
+                    f"{self.checkpoint} contains no weight whose name starts with '{dot}'; "
+                    "correct or remove the prefix"
+                )
         load_weights(module, state, strict=False, source=self.checkpoint)

@@ -1,4 +1,4 @@
-"""Speed options for scripts without support for Slipstream: `--speed compile=True precision=bf16 ema=True`.
+"""Speed options for scripts that do not use Slipstream directly: `--speed compile=True precision=bf16 ema=True`.
 
 `python -m slipstream.openmmlab` passes them to the Runner in the environment variable SLIPSTREAM_SPEED, which processes
 that the script starts also inherit.

@@ -33,7 +33,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class LossScale:
-    """`loss_scale=dict(...)`: the options of `torch.amp.GradScaler`."""
+    """`loss_scale=dict(...)`: the options for `torch.amp.GradScaler`."""
 
     init_scale: Positive = 2.0**16
     growth_factor: Annotated[float, Rule(lambda factor: 1 < factor < math.inf, "above 1")] = 2.0
@@ -51,11 +51,11 @@ class AmpOptimWrapper(OptimWrapper):
     With other optimizers, the host synchronizes with the device in each step to check for an overflow.
 
     Args:
-        loss_scale: `"dynamic"`, a fixed number, or the options of `torch.amp.GradScaler`. Only used for float16;
+        loss_scale: `"dynamic"`, a fixed number, or the options for `torch.amp.GradScaler`. Only used for float16;
             bfloat16 has the range of float32 and does not require scaling.
         dtype: `"float16"`, `"bfloat16"`, a `torch.dtype`, or None for the device's default autocast dtype (float16 on
             CUDA and NPU, bfloat16 on the CPU).
-        kwargs: arguments of `OptimWrapper`.
+        kwargs: arguments for `OptimWrapper`.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ _DEFORMABLE = {"DeformConv2d", "ModulatedDeformConv2d"}  # names, because the cl
 
 @dataclass(frozen=True)
 class ParamwiseOptions:
-    """`paramwise_cfg`: factors for the optimizer's `lr` and `weight_decay` for some of the parameters.
+    """`paramwise_cfg`: factors for the optimizer's `lr` and `weight_decay` for individual parameters.
 
     If the name of a parameter contains one of `custom_keys`, only this key applies. If it contains several keys, the
     longest one applies; among keys of equal length, the first one in alphabetical order applies.
@@ -80,11 +80,11 @@ class DefaultOptimWrapperConstructor:
     parameters (`requires_grad=False`) are not in any group. To train them later, unfreeze them before this call, or
     add them with `optimizer.add_param_group`.
 
-    A subclass may override `add_params` to set the options of every parameter (layer-wise decay). It can read
+    A subclass may override `add_params` to set the options for every parameter (layer-wise decay). It can read
     additional keys from `self.paramwise_cfg`.
 
     Args:
-        optim_wrapper_cfg: arguments of the wrapper (`type` is `OptimWrapper` by default), including `optimizer`, which
+        optim_wrapper_cfg: arguments for the wrapper (`type` is `OptimWrapper` by default), including `optimizer`, which
             is a configuration or an optimizer.
         paramwise_cfg: see `ParamwiseOptions`.
 
@@ -120,7 +120,9 @@ class DefaultOptimWrapperConstructor:
             ("decay_mult", self.base_wd, "weight_decay"),
         ):
             if base is None and (key := self.paramwise.uses(suffix)):
-                raise ConfigError(f"{key} requires '{name}' in the optimizer configuration", "paramwise_cfg")
+                raise ConfigError(
+                    f"{key} requires '{name}' in the optimizer configuration; add it", "paramwise_cfg"
+                )
 
     def __call__(self, model: nn.Module) -> OptimWrapper:
         """Return the wrapper, with an optimizer for the trainable parameters of `model`.
@@ -201,7 +203,7 @@ class DefaultOptimWrapperConstructor:
         names = {id(p): name for name, p in model.named_parameters()}
         if not any(p.requires_grad for p in model.parameters()):
             raise ModelError(
-                f"{type(model).__name__} has no trainable parameters ({len(names)} are frozen); "
+                f"{type(model).__name__} has no trainable parameters (frozen: {len(names)}); "
                 "call requires_grad_(True) on the parameters to train"
             )
         self._check_custom_keys_match(model)
@@ -255,7 +257,7 @@ def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> OptimWrappe
     Args:
         model: a model, optionally wrapped for data parallelism.
         cfg: a dict with the keys `optimizer`, `paramwise_cfg`, `constructor` (by default
-            `DefaultOptimWrapperConstructor`), and the arguments of the wrapper. This function does not change it.
+            `DefaultOptimWrapperConstructor`), and the arguments for the wrapper. This function does not change it.
     """
     wrapper_cfg = dict(cfg)
     constructor = OPTIM_WRAPPER_CONSTRUCTORS.build(

@@ -68,7 +68,7 @@ def init_momentum(optimizer: Optimizer) -> None:
     if sum(len(group["params"]) for group in optimizer.param_groups) == len(optimizer.state):
         return
     for group in optimizer.param_groups:
-        # Only SGD has dampening. A scheduler also adds a momentum to the groups of other optimizers.
+        # Only SGD has dampening. A scheduler can also add `momentum` to the groups of other optimizers.
         if not group.get("fused") or not group.get("momentum") or "dampening" not in group:
             continue
         if group["dampening"]:  # the first step ignores dampening, so zeros are not equivalent

@@ -22,9 +22,9 @@ __all__ = ["FusedLayouts", "lay_out_states"]
 
 
 def lay_out_states(optimizer: Optimizer) -> None:
-    """Convert the loaded states of an optimizer to the strides of their parameters.
+    """Convert an optimizer's loaded states to the strides of their parameters.
 
-    The states in a checkpoint have the memory format of the run that saved it (channels_last or not).
+    The states in a checkpoint have the memory format of the run that saved the checkpoint (channels_last or not).
     """
     for param, states in optimizer.state.items():
         if is_sharded(param):
@@ -39,9 +39,9 @@ class FusedLayouts:
 
     Autograd creates gradients with these strides, and the optimizer creates its states with them. The strides may
     differ if other code sets `p.grad`, loads or replaces states, or changes the memory format of the model between two
-    steps. The check for replaced states covers parameters with four or more dimensions, because only these have memory
-    formats. A step pre-hook can also set `p.grad`. Therefore, if the optimizer has such hooks, the gradients are
-    converted again after the last of them.
+    steps. The check for replaced states covers only parameters with four or more dimensions, because only these have
+    memory formats. A step pre-hook can also set `p.grad`. Therefore, if the optimizer has step pre-hooks, the gradients
+    are converted again after the last hook.
 
     Args:
         optimizer: the optimizer.
@@ -112,4 +112,4 @@ class FusedLayouts:
 
 
 _END = (object(),)
-"""Appended to both lists of a comparison, so that lists of different lengths differ."""
+"""Appended to both sequences that are compared, so that sequences of different lengths are not equal."""

@@ -124,7 +124,7 @@ _SCHEDULES: dict[str, Callable[[float, float], float]] = {
     "warmup_linear": lambda x, warmup: max((x - 1) / (warmup - 1), 0.0),
     "warmup_poly": lambda x, warmup: math.sqrt(max(1 - x, 0.0)),
 }
-"""Factor of the learning rate after the fraction `x` of all steps, for `x` above `warmup`."""
+"""Factor by which the learning rate is multiplied after the fraction `x` of all steps, for `x` above `warmup`."""
 
 
 @OPTIMIZERS.register_module()
@@ -137,13 +137,13 @@ class BertAdam(_Foreach):
     Args:
         params: parameters or parameter groups.
         lr: learning rate.
-        warmup: fraction of `t_total` in which the learning rate increases from 0; -1 disables the warm-up. As in
+        warmup: fraction of `t_total` during which the learning rate increases from 0; -1 disables the warm-up. As in
             torch_npu, `warmup_linear` without a warm-up starts at half the learning rate.
-        t_total: number of steps of the schedule; -1 means a constant learning rate.
+        t_total: number of steps in the schedule; -1 means a constant learning rate.
         schedule: `warmup_linear`, `warmup_constant`, `warmup_cosine` or `warmup_poly`.
         b1: decay of the mean gradient.
         b2: decay of the mean squares.
-        e: added to the root of the mean squares.
+        e: added to the square root of the mean squares.
         weight_decay: weight decay coefficient; `weight_decay * p` is added to the update.
         max_grad_norm: maximum norm of the gradients of each group and dtype; 0 or a negative number disables the limit.
 
@@ -206,9 +206,10 @@ def check_shapes(kind: Any, model: nn.Module) -> None:
     others = [f"{name} {shape}" for name, shape in params.items() if len(shape) != 2]
     if others:
         listed = ", ".join(others[:5]) + (", ..." if others[5:] else "")
+        verb = "is not a matrix" if len(others) == 1 else "are not matrices"
         raise ConfigError(
-            f"Muon only supports matrices, but {len(others)} of the {len(params)} parameters are not matrices: "
-            f"{listed}. Use a different optimizer (AdamW), or several optimizers in an OptimWrapperDict",
+            f"Muon only supports matrices, but {len(others)} of the {len(params)} parameters {verb}: {listed}. Use a "
+            "different optimizer, such as AdamW, or several optimizers in an OptimWrapperDict",
             "optimizer.type",
         )
 

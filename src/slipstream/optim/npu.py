@@ -34,8 +34,8 @@ def _register(
 
     Args:
         algorithm: name of the equivalent class.
-        module: the module that contains this class.
-        adapt: function that converts torch_npu's arguments to the arguments of this class.
+        module: the module that contains the equivalent class.
+        adapt: function that converts torch_npu's arguments to the arguments of the equivalent class.
     """
     name, equivalent = f"NpuFused{algorithm}", f"{module}.{algorithm}"
 

@@ -98,7 +98,7 @@ class _Guard(Protocol):
         """Call `optim.step()`; the call has no effect if a gradient is not finite."""
 
     def finish_step(self, finite: Tensor) -> None:
-        """Restore the saved state unless `finite`; called after an optimizer step that `step` did not run."""
+        """Restore the saved state if `finite` is False; called after an optimizer step that `step` did not run."""
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -128,12 +128,12 @@ class OptimWrapper:
         self._lay_out = FusedLayouts(optimizer)
         self.clip_grad = GradClip.from_dict(clip_grad) if clip_grad else None
         self.parts: list[StepPart] = [ClipGradients(self.clip_grad)] if self.clip_grad else []
-        """Parts that eager and compiled steps run around each update, in this order."""
+        """Step parts that eager and compiled steps run around each update, in the order of the list."""
         self.on_gradients: Callable[[], None] | None = None
         """Called before each update, when `p.grad` contains the gradients of the whole accumulation window."""
         self.grad_norm: Tensor | None = None
         self.logs: Mapping[str, Tensor] = {}
-        """Values to log that the parts returned in the last update."""
+        """Values that the parts returned for logging in the last update."""
         self.guard: _Guard | None = None
         """Checks on the device whether the loss and gradients of a step are finite; None disables the check."""
         self.finite: Tensor | None = None
@@ -146,6 +146,7 @@ class OptimWrapper:
         self._inner_count = 0
         self._max_counts = -1
         self._window_start = 0
+        self._trains = False  # whether a backward pass has produced a gradient
 
     # ---- one step -------------------------------------------------------------------------------
 
@@ -190,11 +191,28 @@ class OptimWrapper:
         self.count_batch()
 
     def backward_only(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run backward without counting the batch, for a step with several backward passes."""
+        """Run backward without counting the batch, for a step with several backward passes.
+
+        Raises:
+            ModelError: in the first accumulation window, the last loss does not depend on any of the optimizer's
+                parameters.
+        """
         check_loss(loss)
         if self.guard is not None:
             loss = self.guard.poison(loss)
         self._amplify(loss).backward(**kwargs)
+        # Earlier in a window, FSDP2 stores the gradients elsewhere.
+        if not self._trains and self.should_sync():
+            self._check_any_gradient()
+
+    def _check_any_gradient(self) -> None:
+        # A hook may have used and cleared the gradient.
+        if not any(p.grad is not None or p._post_accumulate_grad_hooks for p in self.parameters()):
+            raise ModelError(
+                "the loss does not depend on any of the optimizer's parameters; check that the model's outputs are not "
+                "detached or computed under torch.no_grad(), and that the optimizer contains the model's parameters"
+            )
+        self._trains = True
 
     def _amplify(self, loss: Tensor) -> Tensor:
         """Return the loss for backward; overridden to multiply it by the loss scale."""
@@ -205,7 +223,7 @@ class OptimWrapper:
         self._apply_parts(lambda: self.optimizer.step(**kwargs), self.finite)
 
     def _apply_parts(self, step: Callable[[], Any], finite: Tensor | None) -> None:
-        """Call `step`, which runs the optimizer step, with `parts` around it; undo the parts unless `finite`."""
+        """Call `step`, which runs the optimizer step, with `parts` around it; undo the parts if `finite` is False."""
         self._lay_out()
         params = [param for param in self.parameters() if param.grad is not None] if self.parts else []
         self.logs, self.grad_norm = {}, None
@@ -340,7 +358,7 @@ class OptimWrapper:
 
     @property
     def batches(self) -> int:
-        """Number of trained batches, including those before a resume."""
+        """Number of batches trained on, including those before a resume."""
         return self._inner_count
 
     @batches.setter

@@ -1,4 +1,4 @@
-"""Dict of named optimizers, for models that override `train_step`."""
+"""A dict of named optimizers, for models that override `train_step`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OptimWrapperDict(OptimWrapper):
         self._raise("step()")
 
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
-        """Raise ModelError, because each wrapper has its own context."""
+        """Raise ModelError, because each wrapper has its own context manager."""
         self._raise("optim_context(model)")
 
     def zero_grad(self, **kwargs: Any) -> None:

@@ -25,7 +25,7 @@ _NAMING = ("params", "param_names")
 
 @OPTIMIZERS.register_module()
 class ZeroRedundancyOptimizer(Optimizer):
-    """An optimizer whose state is partitioned over the processes (Rajbhandari et al. 2020, stage 1).
+    """An optimizer whose state is partitioned across the processes (Rajbhandari et al. 2020, stage 1).
 
     Each parameter belongs to one process. The largest parameters are assigned first, each to the process with the
     fewest elements. In each step, a process updates the parameters in its partition and gathers all others, which

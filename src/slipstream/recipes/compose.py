@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["compose", "hydra_overrides", "load", "normalize_overrides", "search_folders"]
 
-# Keys that each shortcut sets, in all recipes, with or without `variable_setup`.
+# The keys that each shortcut sets in every recipe, whether or not it includes `variable_setup`.
 _SHORTCUTS = {
     "lr": ["training_hyperparams.initial_lr"],
     "batch_size": ["dataset_params.train_dataloader_params.batch_size"],
@@ -41,7 +41,7 @@ _SHORTCUTS = {
         "dataset_params.val_dataloader_params.num_workers",
     ],
 }
-# Names that other tools use for the shortcuts.
+# The names of the shortcuts in other tools.
 _SYNONYMS = {"learning_rate": "lr", "initial_lr": "lr", "max_epochs": "epochs", "num_epochs": "epochs",
              "workers": "num_workers"}  # fmt: skip
 # Keys that all recipes accept without a +, even if they do not list them.
@@ -59,7 +59,7 @@ _SUPERGRADIENTS = "super_gradients"
 def compose(
     name: str, overrides: Iterable[str] = (), config_dir: str | Path | None = None, trust: bool = False
 ) -> dict[str, Any]:
-    """Return a recipe as built-in Python values. Nothing is built and no module in it is imported.
+    """Return a recipe as built-in Python values. Nothing is built, and none of the modules that it names is imported.
 
     The defaults list is followed, overrides are applied and interpolations are resolved. In the file and in overrides,
     `training_params` is a synonym for `training_hyperparams`. The shortcuts lr, batch_size, val_batch_size, ema,
@@ -98,7 +98,9 @@ def compose(
         except OmegaConfBaseException as error:
             raise ConfigError(f"{_first_line(error)} (in {path})", str(error.full_key or "")) from None
         except RecursionError:
-            raise ConfigError(f"{path}: the values contain a cycle or are nested too deeply") from None
+            raise ConfigError(
+                f"{path}: the values contain a cycle or are nested too deeply; remove the cycle, or use fewer levels"
+            ) from None
         plain = _with_references(plain, raw)
     values: dict[str, Any] = without_targets(plain)
     set_data_root(values, raw, normalized)
@@ -107,7 +109,7 @@ def compose(
 
 
 def normalize_overrides(overrides: Iterable[str]) -> list[str]:
-    """Return the overrides with `training_params` renamed and with ++ added to keys that may be new."""
+    """Return the overrides, with `training_params` renamed and ++ added to keys that may be new."""
     renamed = [
         re.sub(r"^([+~]*)training_params(?=[.=])", r"\1training_hyperparams", override)
         for override in overrides
@@ -147,7 +149,7 @@ def load(
         raise ConfigError(f"{_first_line(error)} (in {path})") from None
     except TypeError:  # Hydra raises this error, without a message, if an override sets an item of a list
         raise ConfigError(
-            f"overrides can only replace a whole list, not an item of it: {overrides} (in {path})"
+            f"overrides can only replace a whole list, not one of its items: {overrides} (in {path})"
         ) from None
 
 
@@ -265,7 +267,7 @@ def _check_base(raw: Mapping[str, Any], path: Path, config_dir: str | Path | Non
 
 
 def _with_references(value: Any, raw: Any) -> Any:
-    """Return `value`; text with environment variables (`${oc.env:NAME}` in `raw`) becomes a `Reference`."""
+    """Return `value`, in which text with environment variables (`${oc.env:NAME}` in `raw`) becomes a `Reference`."""
     if isinstance(value, dict) and isinstance(raw, dict):
         return {key: _with_references(item, raw.get(key)) for key, item in value.items()}
     if isinstance(value, list) and isinstance(raw, list):
@@ -314,7 +316,7 @@ def _first_line(error: BaseException) -> str:
 def _missing(error: Any, path: Path, folders: Sequence[Path]) -> ConfigError:
     group, _, option = str(error.missing_cfg_file).rpartition("/")
     options = error.options or ()
-    there = f"available: {', '.join(options)}" if options else "there are no recipes of this kind"
+    there = f"available: {', '.join(options)}" if options else "nothing else is available"
     looked = ", ".join(str(folder) for folder in folders)
     what = f"{group} '{option}'" if group else f"recipe '{option}'"
     return UnknownNameError(

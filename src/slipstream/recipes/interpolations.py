@@ -21,13 +21,13 @@ def check_interpolations(tree: Mapping[str, Any], source: str) -> None:
     Every key in the text of an interpolation counts, even in a resolver's arguments (`${oc.select:key}`).
 
     Raises:
-        ConfigError: there are more than 10,000; the message names `source` and the key.
+        ConfigError: there are more than 10,000 values; the message names `source` and the key.
     """
     costs: dict[_Key, int] = {}
 
     def cost(key: _Key, node: Any) -> int:
         if key not in costs:
-            costs[key] = 0  # OmegaConf reports values that refer to themselves
+            costs[key] = 0  # OmegaConf raises an error for values that refer to themselves
             found = 1
             for inner, value in _children(key, node):
                 found += cost(inner, value)
@@ -44,7 +44,7 @@ def check_interpolations(tree: Mapping[str, Any], source: str) -> None:
     try:
         cost((), tree)
     except RecursionError:
-        raise ConfigError(f"{source}: the interpolations are nested too deeply") from None
+        raise ConfigError(f"{source}: the interpolations are nested too deeply; simplify them") from None
 
 
 def _children(key: _Key, node: Any) -> Iterator[tuple[_Key, Any]]:

@@ -29,7 +29,7 @@ _SYNONYMS = {
     "workers": "num_workers",
     "data_root": "data_root_dir",
 }
-"""Names that other tools use for the shortcuts."""
+"""The names of the shortcuts in other tools."""
 
 
 def runner_overrides(cfg: Config, overrides: Iterable[str]) -> list[str]:
@@ -58,13 +58,14 @@ def runner_overrides(cfg: Config, overrides: Iterable[str]) -> list[str]:
         else:
             section = _KEYS[word][0].rpartition(".")[0]
             raise ConfigError(
-                f"sets {_KEYS[word][0]}, but the configuration has no section '{section}'", word
+                f"sets {_KEYS[word][0]}, but the configuration has no section '{section}'; add it or remove {word}",
+                word,
             )
     return replaced
 
 
 def hints(cfg: Config) -> dict[str, str]:
-    """Map the shortcuts that apply to the configuration, and other tools' names for them, to the shortcuts."""
+    """Return a dict that maps all names of the shortcuts that apply to the configuration to these shortcuts."""
     words = {word: word for word, keys in _KEYS.items() if any(_applies(cfg, key, False) for key in keys)}
     return {**words, "ema": "ema", **{other: word for other, word in _SYNONYMS.items() if word in words}}
 
@@ -92,7 +93,7 @@ def set_ema(cfg: Config, overrides: Iterable[str]) -> list[str]:
 
 
 def _applies(cfg: Mapping[str, Any], key: str, must_exist: bool) -> bool:
-    """Return whether the section of the dotted `key` exists, and the key itself if it must."""
+    """Return whether the section that contains the dotted `key` exists and, if `must_exist`, also the key."""
     *parents, last = key.split(".")
     node: Any = cfg
     for parent in parents:

@@ -23,7 +23,7 @@ _CALLED = ("_target_", "()", "class", "factory")
 
 
 def check_files(path: Path, overrides: Iterable[str], folders: Iterable[Path]) -> None:
-    """Check the limits of the recipe and of the files in its defaults lists, which Hydra reads without limits.
+    """Check that a recipe and the files in its defaults lists are within limits, because Hydra itself sets none.
 
     Raises:
         ConfigError: a file is not valid YAML, or exceeds the limits on depth, aliases and interpolations.

@@ -23,7 +23,7 @@ LIBRARIES = (
 )
 """Scopes whose child registries are created in the module `registry` of the package with the same name."""
 
-# Packages whose modules this function may import. Modules of other packages must already be imported.
+# Packages whose modules `import_registered` may import. Modules of other packages must already be imported.
 _IMPORTABLE = (*LIBRARIES, "mmcv", "mmengine", "slipstream", "torch", "torchmetrics")
 
 
@@ -53,7 +53,7 @@ def _module(name: str) -> Any | None:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # `name` is not a module if its last part is a class. Errors for other missing modules are raised.
+        # If `name` ends with a class, it is not a module. Errors for other missing modules are raised again.
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             return None
         raise

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, overload
 
 from slipstream.errors import BuildError, ConfigError, SlipstreamError, UnknownNameError, did_you_mean
 from slipstream.registry.import_string import LIBRARIES, import_registered
-from slipstream.typecheck import describe, matches, shown
+from slipstream.typecheck import described, matches, shown
 
 __all__ = ["Registry", "build_from_cfg", "current_scope", "default_scope", "init_default_scope", "locate"]
 
@@ -181,7 +181,7 @@ class Registry:
         return self.root.holds(obj) or self._find_in_parents(name) is obj
 
     def holds(self, obj: Any) -> bool:
-        """Return whether `obj` is registered here or in a child registry, under any name; imports no locations."""
+        """Return whether `obj` is registered here or in a child registry, under any name, without imports."""
         here = any(obj is registered for registered in self.module_dict.values())
         return here or any(child.holds(obj) for child in self.children.values())
 
@@ -322,16 +322,22 @@ def build_from_cfg(cfg: Any, registry: Registry, default_args: Mapping[str, Any]
     """
     if not isinstance(cfg, Mapping):
         raise BuildError(
-            f"a {registry.name} must be configured with a dict that has a 'type', not {shown(cfg)}"
+            f"{_with_article(registry.name)} must be configured with a dict that has a 'type', not {shown(cfg)}"
         )
     arguments = {**(default_args or {}), **cfg}
     if "type" not in arguments:
-        raise _with_source(ConfigError(f"a {registry.name} needs a 'type'; got the keys {list(cfg)}"), cfg)
+        raise _with_source(
+            ConfigError(f"{_with_article(registry.name)} needs a 'type'; got the keys {list(cfg)}"), cfg
+        )
     scope = arguments.pop("_scope_", None)
     if scope is not None:
         with registry.switch_scope_and_registry(str(scope)) as scoped:
             return _call(cfg, arguments, scoped)
     return _call(cfg, arguments, registry)
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name.startswith(tuple('aeiou')) else 'a'} {name}"
 
 
 def _call(cfg: Mapping[str, Any], arguments: dict[str, Any], registry: Registry) -> Any:
@@ -432,7 +438,7 @@ def _check_types(target: Any, arguments: Mapping[str, Any]) -> None:
         hint = _hint(target, key)
         own = module.startswith("slipstream.")
         if not (matches(value, hint) if own else _is_like_number(value, hint)):
-            raise BuildError(f"must be {describe(hint)}, not {shown(value)}", key)
+            raise BuildError(f"must be {described(hint)}, not {shown(value)}", key)
         if not own and key in _SIZES and isinstance(value, int) and value < 1:
             raise BuildError(f"must be at least 1, not {value}", key)
 

@@ -63,7 +63,7 @@ def _build_optimizer(cfg: Any, registry: Registry, default_args: Any = None) -> 
 
 
 def _check_flags(cfg: Mapping[str, Any], registry: Registry) -> None:
-    """Check that options with a bool as default, such as `nesterov`, are bools; optimizers accept any value."""
+    """Check that options whose default is a bool, such as `nesterov`, are bools; optimizers accept any value."""
     kind = cfg.get("type")
     target = registry.get(kind) if isinstance(kind, str) else kind
     parameters = inspect.signature(target).parameters if inspect.isclass(target) else {}

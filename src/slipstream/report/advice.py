@@ -19,10 +19,10 @@ __all__ = [
 ]
 
 OUTSIDE = ("other", "test")
-"""The phases of a run that do not belong to training."""
+"""The phases of a run that are not part of training."""
 
 _WAITS = 0.05
-"""Minimum fraction of time spent waiting for data that causes a recommendation."""
+"""Minimum fraction of time spent waiting for data that leads to a recommendation."""
 _FEWEST_STEPS = 10
 """Minimum number of steps for recommendations; the time split of a shorter run says little about longer runs."""
 
@@ -41,7 +41,7 @@ class Advice:
 
     @property
     def bound(self) -> float:
-        """The largest possible speedup: the duration of training divided by the duration without this time."""
+        """The largest possible speedup: the training time divided by what remains of it if `share` is saved."""
         return 1 / (1 - self.share)
 
     @property
@@ -49,8 +49,8 @@ class Advice:
         """The recommendation as text, with its bound."""
         bound = math.ceil(self.bound * 100) / 100  # rounded up, to remain an upper bound
         return (
-            f"{self.share:.0%} of the training time {self.problem}. Eliminating this time speeds up training by a "
-            f"factor of at most {bound:.2f}. {self.measured or self.remedy}"
+            f"{self.share:.0%} of the training time {self.problem}. Eliminating this time would speed up training by "
+            f"a factor of at most {bound:.2f}. {self.measured or self.remedy}"
         )
 
 
@@ -114,7 +114,9 @@ def _of_data(record: RunRecord, share: dict[str, float]) -> list[Advice]:
         on_device = record.settings.get("device") != "cpu"
         prefetch = on_device and not record.settings.get("prefetch")
         remedy = (
-            "Try prefetch=2, which copies batches ahead." if prefetch else "Simplify the data preprocessor."
+            "Try prefetch=2, which copies batches ahead of time."
+            if prefetch
+            else "Simplify the data preprocessor."
         )
         found.append(Advice(copies, "is spent in the data preprocessor", remedy))
     return found
@@ -123,7 +125,7 @@ def _of_data(record: RunRecord, share: dict[str, float]) -> list[Advice]:
 def _measured_workers(record: RunRecord) -> str:
     """Return the conclusion from the measured loading rates as text, or an empty string if there are none.
 
-    Training can be neither faster than the loader alone, nor faster than the steps without waiting for data.
+    Training cannot be faster than the loader alone, or than the steps without data waits.
     """
     rates = {each.num_workers: each.samples_per_second for each in record.loading_rates}
     present, speed, samples = record.settings.get("num_workers"), mean_speed(record), record.phases.samples
@@ -141,8 +143,8 @@ def _measured_workers(record: RunRecord) -> str:
     )
     if best == present or possible[best] < 1.02 * speed:
         return (
-            f"{probe} No measured number of workers is faster than num_workers={present}. Try the decode-once cache "
-            "(slipstream data cache), smaller files, or simpler transforms."
+            f"{probe} None of the measured worker counts trains faster than num_workers={present}. Try the decode-once "
+            "cache (slipstream data cache), smaller files, or simpler transforms."
         )
     total = training_seconds(record)
     ratio = total / (total - samples / speed + samples / possible[best])
@@ -161,14 +163,14 @@ def tuned_text(record: RunRecord) -> str:
         else f"{found.low:.2f} to {found.high:.2f}"
     )
     return (
-        f"slipstream tune has measured this configuration on this machine: {' + '.join(found.adopted)} trains "
-        f"{found.ratio:.2f} times as fast ({how}; training steps without validation). Run it again to read this result "
-        "from its cache and to write tuned.yaml, and train with +speed=tuned.yaml."
+        f"slipstream tune has measured this configuration on this machine: with {' + '.join(found.adopted)}, training "
+        f"steps run {found.ratio:.2f} times as fast as without ({how}; validation is not included). Run slipstream "
+        "tune again to write this result from its cache to tuned.yaml, and train with +speed=tuned.yaml."
     )
 
 
 def _of_others(record: RunRecord, share: dict[str, float]) -> list[Advice]:
-    # On an accelerator, the host waits for the device where it reads losses: this time is not the cost of logging.
+    # On an accelerator, the host waits for the device when it reads losses, so this time is not the cost of logging.
     on_host = record.settings.get("device") == "cpu"
     background = (
         ", or in the background (async_save=True)" if record.settings.get("async_save") is False else ""

@@ -46,7 +46,7 @@ def _groups(record: RunRecord) -> Iterator[tuple[str, str, list[str]]]:
     for name in names:
         if name.startswith(("val/", "test/")) and not is_per_class(record, name):
             yield name, "", [name]
-    # The rates of groups include the rate of their optimizer.
+    # A curve without a group (`train/lr`) repeats the curve of the optimizer's first group.
     named = [name for name in rates if not any(other.startswith(f"{name}/") for other in rates)]
     for first in range(0, len(named), STYLES):
         yield "learning rate", "", named[first : first + STYLES]

@@ -10,7 +10,7 @@ from slipstream.report.style import table
 __all__ = ["class_rows", "confusion_section"]
 
 _MOST_IN_MATRIX = 30
-"""Number of classes up to which the whole matrix is shown."""
+"""Maximum number of classes for which the whole matrix is shown."""
 _CONFUSIONS = 15
 
 

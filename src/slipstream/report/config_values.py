@@ -1,4 +1,4 @@
-"""Flatten a configuration into built-in values by dotted path."""
+"""Flatten a configuration into a dict of built-in values with dotted paths as keys."""
 
 from __future__ import annotations
 

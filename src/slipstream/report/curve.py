@@ -45,7 +45,7 @@ class Curve:
         return len(self.x)
 
     def add(self, x: float, values: Iterable[float]) -> None:
-        """Append a point that summarizes `values`; without values, nothing is appended."""
+        """Append a point that summarizes `values`, in the order of their steps; without values, nothing is appended."""
         every = list(values)
         if not every:
             return

@@ -56,13 +56,13 @@ def _has_own_log(folder: Path) -> bool:
 def find_runs(folder: Path) -> list[RunRow]:
     """Return a row for each run folder in `folder` and its subfolders, sorted by path.
 
-    A damaged or incomplete run does not raise an error, but has a row with its status.
+    For a damaged or incomplete run, no error is raised, and its row contains its status.
 
     Raises:
         ConfigError: `folder` is not a folder.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder")
+        raise ConfigError(f"{folder} is not a folder; pass a folder that contains runs")
     return [row_of(found) for found in sorted(_run_folders(folder))]
 
 
@@ -91,6 +91,8 @@ def row_of(folder: Path) -> RunRow:
 def run_folder(path: Path) -> Path:
     """Return the run folder for `path`: a run folder itself, a file in it, or a work_dir, whose newest run is used.
 
+    Runs that only validated or tested are used if no run in the work_dir trained.
+
     Raises:
         ConfigError: `path` contains no run.
     """
@@ -106,7 +108,13 @@ def run_folder(path: Path) -> Path:
         raise ConfigError(
             f"{path} contains no run: neither report.json nor a log; to search subfolders, use slipstream runs {path}"
         )
-    return max(runs, key=lambda run: (row_of(run).value("started") or "", run.name))
+    return max(
+        map(row_of, runs), key=lambda row: (_trained(row), row.value("started") or "", row.folder.name)
+    ).folder
+
+
+def _trained(row: RunRow) -> bool:
+    return row.record is not None and any(name.startswith("train/") for name in row.record.curves)
 
 
 def value_of(record: RunRecord, key: str) -> Any:
@@ -135,4 +143,4 @@ _OF_RECORD: dict[str, Callable[[RunRecord], Any]] = {
     "images_per_second": mean_speed,
 }
 COLUMNS = ("run", "folder", "status", *_OF_RECORD)
-"""The names of the columns, which `RunRow.value` accepts besides scalars and configuration values."""
+"""The names of the columns. `RunRow.value` also accepts the names of scalars and configuration keys."""

@@ -46,7 +46,7 @@ class LogFile:
 
 
 def log_file(folder: Path) -> Path | None:
-    """Return the log in a run folder, or None. The log has the name of the folder, or is the only log in it."""
+    """Return the log in a run folder, or None. The log is named after the folder, or is the only log in it."""
     named = folder / f"{folder.name}.log"
     if named.is_file():
         return named
@@ -76,7 +76,7 @@ def read_log(path: Path) -> LogFile:
 
 
 def _parsed_time(text: str) -> datetime | None:
-    """Return the time of a line, or None if it does not exist, such as 2026/02/30."""
+    """Return the time of a line, or None if the date does not exist, such as 2026/02/30."""
     try:
         return datetime.fromisoformat(text.replace("/", "-"))
     except ValueError:
@@ -84,7 +84,7 @@ def _parsed_time(text: str) -> datetime | None:
 
 
 def _records(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield time, level and text of each record; a text may have several lines."""
+    """Yield the time, level and text of each record; the text may have several lines."""
     time = level = ""
     lines: list[str] = []
     try:

@@ -26,7 +26,7 @@ DESCRIPTIONS = {
     "optimizer": "optimizer, with clipping and zero_grad",
     "step": "rest of the training step",
     "hooks": "hooks",
-    "logging": "reading losses, log lines",
+    "logging": "reading losses, writing log lines",
     "validation": "validation",
     "test": "test",
     "checkpoint": "checkpoints",
@@ -80,8 +80,8 @@ def _head(record: RunRecord) -> str:
         )
     if record.source == "logs":
         lines.append(
-            '<p class="note">This report was collected from the log files. They contain neither the time split nor '
-            "the options. Validation metrics are shown over the logged step, which is the epoch or the iteration.</p>"
+            '<p class="note">This report was generated from the log files. They contain neither the time split nor '
+            "the options. Validation metrics are plotted against the logged step: the epoch or the iteration.</p>"
         )
     if record.error:
         lines.append(f'<div class="error"><p class="message">{escape(record.error)}</p></div>')
@@ -103,7 +103,7 @@ def _tiles(record: RunRecord) -> str:
     if (loss := record.curves.get("train/loss")) is not None:
         tiles.append(("train/loss, last step", number(loss.last()), _spread(loss)))
     if (speed := mean_speed(record)) is not None:
-        tiles.append(("images/s", number(speed), "mean without the first step, training only"))
+        tiles.append(("images/s", number(speed), "mean over training, excluding the first step"))
     if (used := utilization(record)) is not None:
         tiles.append(("model FLOPs utilization", f"{used:.1%}", f"of the {record.compute.precision} peak"))
     for name, label in (("memory/device_peak_mib", "device memory"), ("memory/host_mib", "host memory")):
@@ -119,7 +119,7 @@ def _tiles(record: RunRecord) -> str:
 
 
 def _spread(curve: Curve) -> str:
-    """Return the extremes of a curve's values, and how many of them are NaN or infinite."""
+    """Return the extremes of a curve's values, and the number of values that are NaN or infinite."""
     bad = sum(curve.bad)
     parts = [f"lowest {number(curve.lowest())}", f"highest {number(curve.highest())}"]
     parts = parts if sum(curve.count) + bad > 1 else []
@@ -146,13 +146,15 @@ def _advice(record: RunRecord) -> str:
     if found:
         items = "".join(f"<li>{escape(text)}</li>" for text in found)
         return (
-            f'<ul class="advice">{items}</ul><p class="note">Each bound assumes that the whole time of its phase '
-            "is eliminated and that nothing else changes. The bounds cannot be multiplied.</p>"
+            f'<ul class="advice">{items}</ul><p class="note">Each upper bound assumes that all of the time spent in '
+            "its phase is eliminated and that nothing else changes. The bounds of several recommendations cannot be "
+            "multiplied.</p>"
         )
     if not trusted_split(record):
         steps = record.phases.steps
         return (
-            f'<p class="note">None: the run has {steps} training steps, too few for a useful time split.</p>'
+            f'<p class="note">None: the run has {steps} training step{"" if steps == 1 else "s"}, too few for a '
+            "useful time split.</p>"
         )
     return (
         '<p class="note">None: no phase outside the training step takes much time. This split does not show how much '
@@ -195,7 +197,7 @@ def _split(record: RunRecord) -> str:
 def _split_notes(record: RunRecord) -> list[str]:
     notes = [
         f"Measured on the host of rank 0 over {record.phases.steps:,} training steps. The first step is listed "
-        "separately, because it includes the start of workers, memory allocation and compilation. Shares are fractions "
+        "separately, because it includes worker startup, memory allocation and compilation. Shares are fractions "
         "of training, validation and checkpoints."
     ]
     if record.step:
@@ -203,9 +205,9 @@ def _split_notes(record: RunRecord) -> list[str]:
     if record.settings.get("device", "cpu") != "cpu":
         notes.append(
             f"Kernels on the {record.settings['device']} device run asynchronously, and the host does not observe "
-            "when they run. Therefore forward, backward and optimizer only contain the time to launch kernels. The "
-            "time for which the host waits for the device is part of the phase in which it waits, usually reading "
-            "losses."
+            "when they run. Therefore, the forward, backward and optimizer times include only kernel "
+            "launches. The time that the host spends waiting for the device is part of the phase in which it waits, "
+            "usually reading losses."
         )
     if record.settings.get("prefetch"):
         notes.append("With prefetch, the copy to the device starts while the loop waits for data.")
@@ -247,7 +249,10 @@ def _messages(record: RunRecord) -> str:
         for message in record.messages
     ]
     if record.dropped_messages:
-        lines.append(f'<p class="note">{record.dropped_messages:,} more warnings are in the log file.</p>')
+        count = record.dropped_messages
+        lines.append(
+            f'<p class="note">{count:,} more warning{"s are" if count > 1 else " is"} in the log file.</p>'
+        )
     return "\n".join(lines)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_type_hints
 
 from slipstream.errors import DataError
 from slipstream.report.curve import Curve
-from slipstream.typecheck import NonNegative, NonNegativeInt, Probability, describe, matches
+from slipstream.typecheck import NonNegative, NonNegativeInt, Probability, described, matches
 
 __all__ = [
     "FORMAT",
@@ -144,7 +144,7 @@ class RunRecord:
     error: str = ""
     """The type and message of the error that ended the run."""
     source: Literal["run", "logs"] = "run"
-    """Whether the run itself wrote the record, or `slipstream report` collected it from the log files."""
+    """`run` if the run itself wrote the record, `logs` if `slipstream report` collected it from the log files."""
     started: str = ""
     """Local time, `YYYY-MM-DD HH:MM:SS`."""
     seconds: NonNegative = 0.0
@@ -173,7 +173,7 @@ class RunRecord:
     """Predictions of the last validation of a classifier: errors first."""
     compute: Compute = field(default_factory=Compute)
     loading_rates: list[LoadingRate] = field(default_factory=list)
-    """Measured at the end of the run, if `ReportHook.probe_workers` is set."""
+    """Loading rates measured at the end of the run, if `ReportHook.probe_workers` is set."""
     tuned: list[TunedOptions] = field(default_factory=list)
     """The stored result of `slipstream tune`; empty if there is none."""
     options: list[OptionRow] = field(default_factory=list)
@@ -265,7 +265,7 @@ def _build(kind: Any, values: dict[str, Any], prefix: str, where: str) -> Any:
     hints = _HINTS if kind is RunRecord else get_type_hints(kind, include_extras=True)
     for name, value in values.items():
         if name not in (*_NESTED, "curves") and not matches(value, hints[name]):
-            raise DataError(f"'{prefix}{name}' in {where} must be {describe(hints[name])}")
+            raise DataError(f"'{prefix}{name}' in {where} must be {described(hints[name])}")
     try:
         return kind(**values)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""The style sheet and the frame of all pages."""
+"""The style sheet and the HTML skeleton of all pages."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def document(title: str, body: str) -> str:
-    """Return a complete HTML page without scripts and external resources; `body` is HTML."""
+    """Return a complete HTML page without scripts or external resources; `body` is HTML."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'

@@ -1,4 +1,4 @@
-"""Line charts as inline SVG, readable without color: lines differ in their dashes, and each has a label."""
+"""Line charts as inline SVG, readable without color: lines have different dash patterns, and each has a label."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _POINTS = 400
 _LARGEST = 1e300
 """Larger values are drawn beyond the edge, because the range of an axis must be finite."""
 _MARKED = 40
-"""Number of points up to which each point of a line is drawn as a circle."""
+"""Lines with at most this many points mark each point with a circle."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def line_chart(title: str, lines: Sequence[Line], x_label: str, unit: str = "", 
     """Return a chart as an SVG element, or an empty string if no line has a point.
 
     The mean of each point is drawn as a line, and its minimum and maximum as a band. Values that are NaN or infinite
-    interrupt the line, and are marked with a cross at the upper edge.
+    interrupt the line and are marked by a cross at the upper edge.
 
     Args:
         title: describes the chart; it is the accessible name of the element.
@@ -133,7 +133,7 @@ class _Axis:
 
 
 def _round_step(step: float) -> float:
-    """Return the next larger number that is 1, 2 or 5 times a power of ten; 1 if `step` is too small for a float."""
+    """Return the smallest of 1, 2 or 5 times a power of ten that is at least `step`; 1 if `step` is too small."""
     if step < 1e-300:
         return 1.0
     base = 10.0 ** math.floor(math.log10(step))
@@ -188,7 +188,8 @@ def _line(line: Line, index: int, axis: _Axis, across: _Axis, bands: bool) -> st
             at = _x(across, x)
             parts.append(
                 f'<path class="bad" d="M{at - 4} {_TOP - 4}l8 8m0 -8l-8 8">'
-                f"<title>{bad} values that are NaN or infinite, up to step {number(x, 9)}</title></path>"
+                f"<title>{bad} NaN or infinite value{'' if bad == 1 else 's'} between the previous point and step "
+                f"{number(x, 9)}</title></path>"
             )
     return "".join(parts)
 

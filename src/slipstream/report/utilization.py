@@ -29,6 +29,6 @@ def utilization_note(record: RunRecord) -> str:
     return (
         f"Model FLOPs utilization: {value:.1%}. A sample requires {number(compute.flops_per_sample / 1e9)} GFLOP "
         "(matrix products and convolutions in forward and backward, counted for the first batch); the run trained "
-        f"{number(speed)} samples per second; the peak is {devices}{number(compute.peak_flops / 1e12)} TFLOP/s "
+        f"on {number(speed)} samples per second; the peak is {devices}{number(compute.peak_flops / 1e12)} TFLOP/s "
         f"({compute.precision}, {compute.source})."
     )

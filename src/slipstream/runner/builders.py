@@ -100,7 +100,7 @@ def build_schedulers(cfg: Any, optim: OptimWrapper, loop: BaseLoop, scaled: bool
     """Return the list of schedulers, or a dict of lists for an `OptimWrapperDict`.
 
     Args:
-        cfg: one or several schedulers or configurations, or a dict that maps the names of optimizers to these.
+        cfg: one or several schedulers or configurations, or a dict from the names of optimizers to schedulers.
         optim: the optimizer wrapper.
         loop: the training loop.
         scaled: whether `auto_scale_lr` has changed the learning rates.
@@ -173,7 +173,7 @@ def _check_length(scheduler: Any, loop: Any) -> Iterator[str]:
         if getattr(scheduler, "need_val_args", False):
             return
         message = (
-            f"{name} steps after each epoch, but training is counted in iterations (train_cfg.by_epoch=False), so the "
+            f"{name} steps after each epoch, but training is iteration-based (train_cfg.by_epoch=False), so the "
             "value would not change before the end; set by_epoch=False in the scheduler"
         )
         if isinstance(scheduler, TorchSchedulerAdapter):
@@ -184,22 +184,23 @@ def _check_length(scheduler: Any, loop: Any) -> Iterator[str]:
     if found is None or steps is None or steps >= INF:
         return
     argument, count = found
-    unit = "epochs" if by_epoch else "iterations"
+    unit = "epoch" if by_epoch else "iteration"
+    length = f"{steps} {unit}{'' if steps == 1 else 's'}"
     if isinstance(inner, OneCycleLR) and count < steps and getattr(scheduler, "end", steps) >= steps:
         raise ConfigError(
-            f"{name} has {argument}={count}, but the run has {steps} {unit}, and torch raises an error after the last "
-            f"step of the schedule; set {argument}={steps}"
+            f"{name} has {argument}={count}, but the run has {length}, and torch raises an error after the last step "
+            f"of the schedule; set {argument}={steps}"
         )
     if count > steps:
         remedy = "by_epoch=False if the argument counts iterations, or else " if by_epoch else ""
         yield (
-            f"{name} has {argument}={count}, but it steps once per {unit[:-1]}, and the run has only {steps} {unit}; "
-            f"set {remedy}{argument}={steps}"
+            f"{name} has {argument}={count}, but it steps once per {unit}, and the run has only {length}; set "
+            f"{remedy}{argument}={steps}"
         )
 
 
 def scale_lr(optim: OptimWrapper, base: int, samples: int) -> str:
-    """Multiply every learning rate by `samples` (per step) / `base` and return a log message."""
+    """Multiply every learning rate by `samples / base`, where `samples` is per step, and return a log message."""
     factor = samples / base
     for group in optim.param_groups:
         for name in ("lr", "initial_lr"):

@@ -60,7 +60,7 @@ class Checkpoints:
         self._counts: dict[str, int] = {}
         self._unfinished: dict[str, int] = {}
         self._loaded = self._initialized = False
-        self._names: set[str] = set()  # tensors that were loaded before the weights were initialized
+        self._names: set[str] = set()  # tensors that were loaded before the initialization
         self.resuming = False
         """Whether the run is being resumed from a checkpoint, so that hooks restore their state from it."""
         self.resumed_from: Path | None = None
@@ -121,7 +121,7 @@ class Checkpoints:
     def read_to_resume(
         self, source: str | Path, map_location: str | torch.device
     ) -> tuple[dict[str, Any], int | None]:
-        """Return a checkpoint for `restore`, and its seed if the training loop has yet to be built with this seed."""
+        """Return a checkpoint for `restore`, and its seed if the training loop must still be built with this seed."""
         runner = self._runner
         checkpoint = self._read(source, map_location, resume.STRIP_WRAPPER)
         resume_check.check_content(checkpoint, source)
@@ -274,7 +274,7 @@ class Checkpoints:
         background: bool,
         on_saved: Callable[[], None] | None,
     ) -> None:
-        """Write a checkpoint that `state` has returned."""
+        """Write a checkpoint that was returned by `state`."""
         runner = self._runner
 
         def finish(path: Path) -> None:

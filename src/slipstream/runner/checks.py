@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["add_notes", "warn_of_sampler_state", "warn_of_single_sample", "warn_of_unknown_length"]
 
 _NOTES = {
-    "find_unused_parameters": "(set it with cfg=dict(find_unused_parameters=True))",
+    "find_unused_parameters": "(to enable it, pass cfg=dict(find_unused_parameters=True) to the Runner)",
     "Expected more than 1 value per channel": (
         "(BatchNorm cannot train on one sample with a 1x1 feature map; if this is the incomplete last batch of the "
         "epoch, set train_dataloader.drop_last=True, otherwise increase batch_size)"
@@ -32,11 +32,11 @@ _NOTES = {
         "classes, or set the loss's ignore_index to the value of targets without a class)"
     ),
     "device-side assert triggered": (
-        "(an index on the device is out of range, often a target that is not one of the network's classes; the same "
-        "run on the CPU, with CUDA_VISIBLE_DEVICES='', names the target)"
+        "(an index on the device is out of range, often a target that is not one of the network's classes; to "
+        "see the target in the error message, run on the CPU, with CUDA_VISIBLE_DEVICES='')"
     ),
 }
-"""Maps a part of torch's error message to the note for this error."""
+"""Maps a part of torch's error message to a note for errors with this message."""
 
 
 def add_notes(error: Exception, where: str, describe_batch: Callable[[int], str]) -> None:

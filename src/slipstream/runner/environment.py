@@ -107,7 +107,7 @@ def _unused_launcher() -> str | None:
     started = infer_launcher()
     try:
         alone = started == "none" or placement(started, os.environ).world_size == 1
-    except DistributedError:  # the variables of the job are set, but those of the process are not
+    except DistributedError:  # the job's variables are set, but the process's are not
         return None
     return None if alone else started
 

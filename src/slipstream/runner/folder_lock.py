@@ -71,7 +71,9 @@ class FolderLock:
         while (failure := _try(file)) is not None:
             if failure.errno not in (errno.EAGAIN, errno.EACCES):
                 file.close()
-                self._warn(f"{folder} cannot be locked ({failure}), so a second run in it is not detected")
+                self._warn(
+                    f"{folder} cannot be locked ({failure}), so a second run in it will not be detected"
+                )
                 return None
             file.seek(0)
             holder = file.read() or "another process"
@@ -89,7 +91,7 @@ class FolderLock:
 
 
 def _unlock(file: IO[str]) -> None:
-    """Release the lock, which this process shares with its child processes."""
+    """Release the lock, also for the child processes that share it."""
     import fcntl
 
     fcntl.flock(file, fcntl.LOCK_UN)
@@ -110,9 +112,9 @@ def _holder() -> str:
 
 
 def _is_running(holder: str) -> bool:
-    """Return whether the text written by `_holder` names a process that is or may be running."""
+    """Return whether the process that the text from `_holder` names may still be running."""
     words = holder.split(" ")
-    if len(words) < 4:  # the holder has not written its text yet
+    if len(words) < 4:  # the holder has not yet written its text
         return False
     if words[3] != socket.gethostname():
         return True

@@ -83,8 +83,8 @@ class ModelInterface:
         """
         if not hasattr(self.core, "parse_losses"):
             raise ConfigError(
-                f"'loss' requires a BaseModel or loss_fn, but {type(self.core).__name__} defines only train_step; set "
-                "metrics",
+                f"'loss' requires a BaseModel or loss_fn, but {type(self.core).__name__} defines only train_step; use "
+                "metrics instead",
                 "val_evaluator",
             )
         return self._evaluated(batch)

@@ -1,4 +1,4 @@
-"""The training, validation and test loops of a run, each built on first access."""
+"""A run's training, validation and test loops, each of which is built on first access."""
 
 from __future__ import annotations
 

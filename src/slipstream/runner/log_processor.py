@@ -36,10 +36,11 @@ class LogProcessor:
         window_size: number of recent values to average.
         by_epoch: count iterations within epochs (`Epoch(train) [1][100/500]`) rather than over the run
             (`Iter(train) [100/80000]`).
-        custom_cfg: additional statistics, each a dict with `data_src` (the scalar's name without its mode, such as
-            `loss`), `method_name` (a method of `HistoryBuffer`: `mean`, `min`, `max`, `current`, or a registered one),
-            `window_size` (a number, `"epoch"` or `"global"`; default: the whole history), `log_name`
-            (default: `data_src`, so the statistic replaces that scalar), and other arguments for the method.
+        custom_cfg: additional statistics, each configured by a dict. `data_src` is the scalar's name without its mode,
+            such as `loss`. `method_name` is a method of `HistoryBuffer`: `mean`, `min`, `max`, `current`, or a
+            registered one. `window_size` is a number, `"epoch"` or `"global"`; the default is the whole history.
+            `log_name` is the name to log; the default is `data_src`, so that the statistic replaces the scalar. Other
+            keys are arguments of the method.
         num_digits: number of digits after the decimal point.
         log_with_hierarchy: keep the mode in the names passed to the visualizer (`train/loss`).
         mean_pattern: regular expression for the names of the scalars to average.
@@ -85,7 +86,7 @@ class LogProcessor:
         tag = self._with_hierarchy(shown, mode)
         rates = {name: shown.pop(name) for name in list(shown) if name.partition("/")[0].endswith("lr")}
         for group in list(rates):
-            if "/" in group:  # this is the rate of the first group
+            if "/" in group:  # the entry without a group repeats the rate of the first group
                 rates.pop(group.partition("/")[0], None)
         parts = [self._header(runner, batch_idx, mode)]
         parts.append(" ".join(f"{name}: {rate:.{self.num_digits}e}" for name, rate in rates.items()))
@@ -185,7 +186,7 @@ class LogProcessor:
 def _unique(histories: Mapping[str, HistoryBuffer], mode: str, name: str) -> str:
     """Return the name of a metric with its mode if training records a scalar with the same name, such as `loss`.
 
-    Otherwise, a tracker shows both in one curve, although one counts epochs and the other one counts steps.
+    Otherwise, a tracker shows both in one curve, although one is logged per epoch and the other per step.
     """
     metric = histories.get(f"{mode}/{name}")
     collides = metric is not None and not metric.averaged and f"train/{name}" in histories

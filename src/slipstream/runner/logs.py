@@ -66,10 +66,13 @@ def _create_folder(work_dir: Path, stamp: str) -> str:
             continue
         except OSError as error:
             raise ConfigError(
-                f"cannot create a folder in {work_dir}: {error.strerror}", "work_dir"
+                f"cannot create a folder in {work_dir}: {error.strerror}; choose a different folder",
+                "work_dir",
             ) from error
         return name
-    raise FileExistsError(f"{work_dir / stamp} and 999 folders with a numeric suffix already exist")
+    raise FileExistsError(
+        f"{work_dir / stamp} and 999 folders with a numeric suffix already exist; choose a different work_dir"
+    )
 
 
 def open_logs(
@@ -94,7 +97,7 @@ def open_logs(
     if visualizer is None:
         visualizer = {"vis_backends": default_backends()}
     if not main and not isinstance(visualizer, Mapping):
-        visualizer = {}  # do not use the object, which would write on every rank
+        visualizer = {}  # a visualizer object would write on every rank
     if isinstance(visualizer, Mapping):
         silent = {} if main else {"vis_backends": None}
         defaults = {"type": "Visualizer", "name": name.experiment, "save_dir": str(name.log_dir)}

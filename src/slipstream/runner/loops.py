@@ -138,7 +138,7 @@ class _TrainLoop(BaseLoop):
         self.passes = Passes(self.dataloader, runner.meter.max_pending + 1)
         """The recent passes over the loader, from which the samples in a step can be computed."""
         self._epoch = self._iter = self._start = 0
-        self._used = 0  # number of this rank's samples in the next batch that were used before a resume
+        self._used = 0  # number of this rank's samples in the next batch that were used before the resume
         self._validated = True
         self._sizes = BatchSizes(self.dataloader)
         self.step_samples = 0
@@ -158,7 +158,7 @@ class _TrainLoop(BaseLoop):
 
     @property
     def validated(self) -> bool:
-        """Whether the last validation that was due has run, also in a resumed run; True if none was due."""
+        """Whether the last validation that was due has run, before or after a resume; True if none was due."""
         return self._validated
 
     @property
@@ -218,17 +218,18 @@ class _TrainLoop(BaseLoop):
             )
             logger.warning(
                 f"The checkpoint was written with {before} samples per step; this run uses {samples}. "
-                f"Iteration {position['iter']} becomes iteration {iteration}"
+                f"Iteration {position['iter']} of the checkpoint corresponds to iteration {iteration} of this run"
             )
         self.resume(position["epoch"], iteration, start, position.get("validated", True))
         self._used, again = divmod(used, get_world_size())
         if used and not can_start_inside_batch(self.dataloader):
             self._used, again = 0, used
         if used:
+            rest = samples - used + again
             logger.warning(
                 f"The checkpoint was written in the middle of a batch of {samples} samples, so the next step uses only "
-                f"the {samples - used + again} samples that follow"
-                + (f", of which {again} have already been used" if again else "")
+                f"{rest} sample{'' if rest == 1 else 's'}"
+                + (f", including {again} that training has already used" if again else "")
             )
         logger.info(f"Resumed at epoch {position['epoch']}, iteration {iteration}")
 
@@ -290,7 +291,7 @@ class _TrainLoop(BaseLoop):
         phases.end_step()
 
     def _run_missed_validation(self) -> None:
-        """Validate if the run stopped, or wrote the resumed checkpoint, before the end of a validation that was due."""
+        """Validate if validation was due but not complete when the run stopped or wrote the resumed checkpoint."""
         if not self._validated:
             self._runner.checkpoints.restore_random_state()
             self._validate()
@@ -304,7 +305,7 @@ class _TrainLoop(BaseLoop):
         if self._runner.val_loop is not None and due:
             self._validated = False
             if self._runner.rollback.faults:
-                self._runner.read_logs()  # raises an error before hooks use metrics of a faulty model
+                self._runner.read_logs()  # raises an error before hooks use the metrics of a faulty model
             self._runner.val_loop.run()
             self._runner.model.train()
         self._validated = True
@@ -330,7 +331,7 @@ class _TrainLoop(BaseLoop):
         return enumerate(until_one_ends(batches, self.dataloader, self._runner.logger.warning), start)
 
     def _end_pass(self) -> None:
-        """Check the number of batches in the pass that has ended, and log which samples have been skipped so far."""
+        """Check the number of batches in the completed pass, and log which samples have been skipped so far."""
         self._runner.phases.switch("hooks")
         check_complete(self.dataloader, self._name, self.inner_iter, self.epoch_length or 1)
         self._log_skipped()
@@ -354,7 +355,7 @@ class _TrainLoop(BaseLoop):
     def _where(self) -> str:
         if self._runner.model.training:
             return f"epoch {self._epoch + 1}, iteration {self._iter + 1} of training"
-        return f"validation after {self._epoch} epochs, {self._iter} iterations of training"
+        return f"validation after epoch {self._epoch}, iteration {self._iter} of training"
 
 
 @LOOPS.register_module()
@@ -383,7 +384,7 @@ class EpochBasedTrainLoop(_TrainLoop):
         super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals)
         if is_infinite(self.dataloader):
             raise ConfigError(
-                "an epoch of InfiniteSampler never ends; use DefaultSampler, or train by iterations "
+                "an epoch with InfiniteSampler never ends; use DefaultSampler, or iteration-based training "
                 "(train_cfg.by_epoch=False)",
                 "dataloader.sampler",
             )
@@ -391,7 +392,7 @@ class EpochBasedTrainLoop(_TrainLoop):
         self.max_iters = INF if self.epoch_length is None else max_epochs * self.epoch_length
         if self.max_iters == 0:
             raise DataError(
-                "the training loader yields no batches: the dataset is smaller than one batch and drop_last is True"
+                "the training loader yields no batches; reduce batch_size, or set drop_last=False"
             )
 
     @property

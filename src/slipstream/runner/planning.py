@@ -86,7 +86,7 @@ def prepare(
 
 
 def capabilities_of(model: nn.Module, optim_wrapper: Any, deterministic: bool) -> Capabilities:
-    """Return the capabilities of this machine, model and run for `complete_plan`."""
+    """Return the capabilities of this machine, and the properties of the model and the run, for `complete_plan`."""
     return Capabilities.here(
         device_type(),
         model,

@@ -48,7 +48,7 @@ from slipstream.model.wrappers import (
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 
 STRIP_WRAPPER = ((r"^module\.", ""),)
-"""A pair (pattern, replacement) that removes a wrapper's prefix from the names of weights."""
+"""A pair (pattern, replacement) that removes the prefix of a wrapper from the names of weights."""
 
 __all__ = [
     "STRIP_WRAPPER",
@@ -169,8 +169,9 @@ def init_weights(model: nn.Module, call: bool = True) -> None:
         if call:
             model.init_weights()  # type: ignore[operator]
         load_pretrained(model)
+        # Broadcast again, because the wrapper did this before the initialization.
         for tensor in chain(model.parameters(), model.buffers()):
-            broadcast(tensor.detach())  # needed again, because the wrapper did this before the initialization
+            broadcast(tensor.detach())
 
 
 def read_checkpoint(
@@ -323,7 +324,7 @@ def check_weights(model: nn.Module, iteration: int) -> None:
     if not named:
         return
     flags = torch.stack([local(tensor).isfinite().all() for _, tensor in named])
-    if any(is_sharded(tensor) for _, tensor in named):  # all ranks must come to the same result
+    if any(is_sharded(tensor) for _, tensor in named):  # all ranks must obtain the same result
         whole_flags = flags.float()
         all_reduce(whole_flags, "min")
         flags = whole_flags > 0

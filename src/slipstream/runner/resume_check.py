@@ -85,7 +85,9 @@ def check_matches(
         ]:
             for name in gradients:
                 if name not in parameters:
-                    raise CheckpointError(f"{source}: '{where}.{name}' belongs to no parameter of the model")
+                    raise CheckpointError(
+                        f"{source}: '{where}.{name}' belongs to no parameter of the model; resume with the same model"
+                    )
             check_tensors(parameters, gradients, where, source, warn, layouts=False)
         check_comm_hook_state(model, checkpoint.get("comm_hook", {}), source)
         iteration = checkpoint["meta"]["iter"]
@@ -104,7 +106,8 @@ def _check_optim(
     if isinstance(optim, OptimWrapperDict):
         if set(saved) != set(optim.keys()):
             raise CheckpointError(
-                f"{source}: '{where}' contains {sorted(map(str, saved))}, but the optimizers are {sorted(optim.keys())}"
+                f"{source}: '{where}' contains {sorted(map(str, saved))}, but the optimizers are "
+                f"{sorted(optim.keys())}; resume with the same optimizers, or start a new run with load_from"
             )
         for name, wrapper in optim.items():
             _check_optim(wrapper, saved[name], source, warn, f"{where}.{name}")
@@ -113,7 +116,7 @@ def _check_optim(
     if (scaler := getattr(optim, "loss_scaler", None)) is None:
         return
     if saved.get("loss_scaler") in (None, {}):
-        warn(f"{source} has no '{where}.loss_scaler', so the loss scale starts with its initial value")
+        warn(f"{source} has no '{where}.loss_scaler', so the loss scale starts at its initial value")
         return
     state = saved["loss_scaler"]
     check_like(scaler.state_dict(), state, f"{where}.loss_scaler", source)
@@ -135,17 +138,17 @@ def _check_schedulers(own: Any, saved: Any, where: str, source: Any) -> None:
     if isinstance(own, dict):
         if not isinstance(saved, Mapping):
             raise CheckpointError(
-                f"{source}: '{where}' must be a dict with a list for each optimizer, not a {type(saved).__name__}"
+                f"{source}: '{where}' must be a dict with a list for each optimizer, not {type(saved).__name__}"
             )
         for name, part in own.items():
             _check_schedulers(part, saved.get(name, []), f"{where}.{name}", source)
         return
     if not isinstance(saved, list | tuple):
-        raise CheckpointError(f"{source}: '{where}' must be a list, not a {type(saved).__name__}")
+        raise CheckpointError(f"{source}: '{where}' must be a list, not {type(saved).__name__}")
     if len(own) != len(saved):
         raise CheckpointError(
-            f"{source}: '{where}' has {len(saved)} parameter schedulers, but the configuration has {len(own)}; "
-            "resume with the same param_scheduler, or start a new run with load_from"
+            f"{source}: '{where}' has {len(saved)} parameter scheduler{'' if len(saved) == 1 else 's'}, but the "
+            f"configuration has {len(own)}; resume with the same param_scheduler, or start a new run with load_from"
         )
     for index, (scheduler, state) in enumerate(zip(own, saved, strict=True)):
         # Not compared, because different attributes have changed at different steps.
@@ -168,8 +171,8 @@ def _warn_about_missing(checkpoint: Mapping[str, Any], source: Any, warn: Warn) 
     states = meta.get("random_state")
     if states is not None and len(states) != get_world_size():
         warn(
-            f"{source} has the random states of {len(states)} processes, but there are {get_world_size()}: "
-            "random numbers will differ from those of an uninterrupted run"
+            f"{source} was written by {len(states)} process{'' if len(states) == 1 else 'es'}, but this run has "
+            f"{get_world_size()}, so random numbers will differ from those of an uninterrupted run"
         )
 
 

@@ -32,7 +32,7 @@ __all__ = ["Passes", "Rollback"]
 Fault = NonFiniteLossError | LossSpikeError
 _KEY = "rollback"
 _REMEMBERED = 100
-"""Maximum number of this run's checkpoints in the list."""
+"""Maximum number of this run's checkpoints to remember."""
 _LISTED = 1000
 """Maximum number of sample indices in a message."""
 _DESCRIBED = 20
@@ -54,7 +54,7 @@ class Passes:
 
     def begin(self, done: int, epoch: int, start: int, used: int = 0) -> None:
         """Record that a pass begins after `done` steps, at batch `start` of `epoch`, after `used` of its samples."""
-        while self._passes and self._passes[-1][0] >= done:  # passes that are repeated after a rollback
+        while self._passes and self._passes[-1][0] >= done:  # passes that the run repeats after a rollback
             self._passes.pop()
         self._passes.append((done, epoch, start, used))
         self._order = EpochOrder()  # releases the memory
@@ -82,15 +82,16 @@ class _Policy:
 class Rollback:
     """Restores the state of a run from its last good checkpoint, and skips the batches that caused a fault.
 
-    A checkpoint is only written after all losses up to its step have been read and all weights have been checked.
-    Therefore a checkpoint from before the first bad loss is usually good. A non-finite or high loss can be caused by
-    its own batch, or by the update before it. Therefore the batches of both updates are left out. With gradient
-    accumulation, these are the accumulation window that contains the bad loss, and the window before it.
+    A checkpoint is written only after all losses up to its step have been read and all weights have been checked, so a
+    checkpoint from before the first bad loss is usually good. A non-finite or high loss can be caused by its own batch,
+    or by the previous update. Therefore, the run leaves out the batches of the step with the bad loss and of the step
+    before it. With gradient accumulation, it leaves out the accumulation window that contains the bad loss, and the
+    window before it.
 
-    A checkpoint between the bad update and the bad loss contains weights that are large but finite. The next loss after
-    the rollback is then also bad. Therefore, if a fault occurs directly after left-out steps, the run also leaves out
-    the update before these steps, and goes back to a checkpoint that was written before this update. If there is no
-    such checkpoint, the newest one is used again, until `max_rollbacks` is reached.
+    A checkpoint that was written between the bad update and the bad loss contains weights that are large but finite. In
+    this case, the next loss after the rollback is also bad. Therefore, if a fault occurs directly after left-out steps,
+    the run also leaves out the update before these steps, and goes back to a checkpoint from before this update. If
+    there is no such checkpoint, the newest one is used again, until `max_rollbacks` is reached.
 
     A batch that is left out still counts as a step: iterations, epochs, schedules and the order of the data stay the
     same as in a run without a fault. The accumulation window that contains it makes no update.
@@ -172,7 +173,8 @@ class Rollback:
             runner.logger.error(str(failure))
         if self._count >= policy.max_rollbacks:
             error.args = (
-                f"{error}. The run has used all of its rollbacks (max_rollbacks={policy.max_rollbacks})",
+                f"{error}. The run has used all of its rollbacks (max_rollbacks={policy.max_rollbacks}); "
+                "fix the cause, or increase max_rollbacks",
             )
             raise error
         first, last, again = self._range(error, policy.skip_before)
@@ -200,7 +202,7 @@ class Rollback:
         """Return the first and the last step to leave out, and whether the fault directly follows left-out steps.
 
         A fault that follows left-out steps may be caused by the update before them, if it made the weights large but
-        finite. In this case, a checkpoint after this update is not good. Therefore the run goes back further, and also
+        finite. In this case, a checkpoint from after this update is not good, so the run goes back further, and also
         leaves out this update.
         """
         assert error.iteration is not None
@@ -294,7 +296,7 @@ class Rollback:
         if not _is_valid(info):
             if info is not None:
                 runner.logger.warning(
-                    "The checkpoint's list of rollbacks is damaged and is ignored. The batches that the rollbacks "
+                    "The checkpoint's list of rollbacks is damaged and is ignored, so the batches that the rollbacks "
                     "left out are used again"
                 )
             return

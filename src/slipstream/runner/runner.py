@@ -416,7 +416,7 @@ class Runner:
             self.scale_lr(self.optim_wrapper, self._training["auto_scale_lr"])
             schedulers, scaled = self._training["param_scheduler"], self._training["auto_scale_lr"].enable
             self.param_schedulers = builders.build_schedulers(schedulers, self.optim_wrapper, loop, scaled)
-        self.loops.get("val")  # this access builds the loop
+        self.loops.get("val")  # this call builds the validation loop
 
     def scale_lr(
         self, optim_wrapper: OptimWrapper, auto_scale_lr: AutoScaleLr | Mapping[str, Any] | None

@@ -118,7 +118,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> AutoScaleLr:
 
 
 def constructor_arguments(cfg: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return the Runner's arguments from a configuration; `names` contains the names of all arguments.
+    """Return the Runner's arguments from a configuration; `names` are the names of all arguments.
 
     Raises:
         ConfigError: the configuration has no `model` or `work_dir`.
@@ -151,7 +151,7 @@ def _is_checkpoint_hook(hook: Any) -> bool:
 
 
 def display_hooks(logger: MMLogger) -> list[Hook]:
-    """Return the hook that shows a run on rank 0 in a notebook or on a terminal; an empty list elsewhere."""
+    """Return a list with the hook that shows a run on rank 0 in a notebook or on a terminal; elsewhere, it is empty."""
     if not is_main_process():
         return []
     if in_notebook():
@@ -185,7 +185,7 @@ def loop_options(mode: str, arguments: Mapping[str, Any]) -> dict[str, Any] | No
             f"{', '.join(TRIPLES[mode])} must be set together: {' and '.join(present)} "
             f"{'is' if len(present) == 1 else 'are'} set, but {' and '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} missing"
-            + ("" if mode == "train" else f"; {third}='loss' evaluates the loss alone")
+            + ("" if mode == "train" else f"; {third}='loss' evaluates only the loss")
         )
     if not isinstance(arguments[cfg_name], Mapping):
         raise ConfigError(f"must be a dict, not {shown(arguments[cfg_name])}", cfg_name)

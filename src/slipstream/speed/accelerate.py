@@ -77,10 +77,12 @@ def accelerate(
 
     Args:
         model: any module.
-        optimizer: an optimizer for the model's parameters.
+        optimizer: an optimizer for the model's parameters. In a single process, it can contain other parameters too;
+            `save` includes them, but `ema` does not average them.
         loss_fn: `loss_fn(outputs, targets)`, where each batch is `(inputs, targets)` or `(*inputs, targets)`. It
             returns a scalar tensor, or a dict whose entries with `loss` in their name are summed. If a batch is a dict,
-            its entries are the keyword arguments of the model, and `loss_fn` is called with the outputs and the batch.
+            its entries are passed to the model as keyword arguments, and `loss_fn` is called with the outputs and the
+            batch.
         speed: `'auto'`, a dict of the fields of `SpeedPlan`, or None for no options.
         total_steps: number of batches in the whole training run; required for `ema` of type 'exp'. With `accumulate`,
             it allows the last window to be smaller.
@@ -91,8 +93,9 @@ def accelerate(
             function must call the model that it receives. It returns the same values as `loss_fn`.
 
     Raises:
-        ConfigError: an option is invalid or not supported by this function.
-        ModelError: a parameter of the optimizer is on a different device than the model.
+        ConfigError: an option is invalid or not supported by this function, or there are several processes and the
+            optimizer has a parameter that is not in the model.
+        ModelError: the optimizer has a parameter on a different device than the model.
     """
     _check_optimizer(optimizer, model)
     losses = read_losses(loss_fn, compute_loss)
@@ -105,25 +108,34 @@ def accelerate(
         to_device(loss_fn, device)
     _check_devices(optimizer, model, device)
     _move_state(optimizer)
-    return TrainStep(prepared, optimizer, losses, plan, device, total_steps, batches_per_epoch)
+    loss_module = loss_fn if isinstance(loss_fn, nn.Module) else None
+    return TrainStep(prepared, optimizer, losses, plan, device, total_steps, batches_per_epoch, loss_module)
 
 
 def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Check that `optimizer` is an optimizer of the model's parameters.
+    """Check that `optimizer` is a torch optimizer for the model's parameters.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: `optimizer` has a different type, or contains none of the model's parameters. With several
+            processes, it contains a parameter that is not in the model.
     """
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"must be a torch.optim.Optimizer, not {type(optimizer).__name__}; for several optimizers, create one step "
-            "for each of them",
+            "for each",
             "optimizer",
         )
-    params = set(model.parameters())
-    if not any(param in params for group in optimizer.param_groups for param in group["params"]):
+    own = set(model.parameters())
+    inside = [param in own for group in optimizer.param_groups for param in group["params"]]
+    if not any(inside):
         raise ConfigError(
             "contains none of the model's parameters; build it from model.parameters()", "optimizer"
+        )
+    if get_world_size() > 1 and not all(inside):
+        raise ConfigError(
+            f"contains {inside.count(False)} of {len(inside)} parameters that are not in the model, and DDP averages "
+            "only the model's gradients over the processes; put these parameters and the model into one nn.Module",
+            "optimizer",
         )
 
 
@@ -171,7 +183,11 @@ def _move_state(optimizer: Optimizer) -> None:
 
 
 class TrainStep:
-    """A training step with its state, returned by `accelerate`."""
+    """A training step with its state, returned by `accelerate`.
+
+    `average` is the averaged model, or None without `ema`. `close()` logs the compile report and restores process-wide
+    settings; it is called automatically when the step is deleted.
+    """
 
     def __init__(
         self,
@@ -182,10 +198,12 @@ class TrainStep:
         device: torch.device,
         total_steps: int | None,
         batches_per_epoch: int | None = None,
+        loss_module: nn.Module | None = None,
     ) -> None:
         self.model = model
         """The model, wrapped in DDP if there are several processes."""
         self.plan = plan
+        self._loss_module = loss_module
         self.optim: OptimWrapper = OPTIM_WRAPPERS.build(
             {"type": "OptimWrapper", **plan_optim({"optimizer": optimizer}, plan, device)}
         )
@@ -291,10 +309,13 @@ class TrainStep:
     def state_dict(self) -> dict[str, Any]:
         """Return all state except the model's.
 
-        This includes the optimizer, the loss scale, the averaged weights, the number of steps, and the gradients of an
-        unfinished accumulation window.
+        This includes the optimizer, its parameters that are not in the model, the parameters and buffers of `loss_fn`,
+        the loss scale, the averaged weights, the number of steps, and the gradients of an unfinished accumulation
+        window.
         """
         state: dict[str, Any] = {"optimizer": self.optim.state_dict(), "steps": self.steps}
+        if others := self._other_tensors():
+            state["other_tensors"] = [tensor.detach() for tensor in others]
         if self.average is not None:
             state["average"] = self.average.state_dict()
         if not self.optim.begins_window():
@@ -311,6 +332,10 @@ class TrainStep:
         """
         self.check_state(state)
         self.optim.load_state_dict(state["optimizer"])
+        if "other_tensors" in state:
+            with torch.no_grad():
+                for tensor, saved in zip(self._other_tensors(), state["other_tensors"], strict=True):
+                    tensor.copy_(saved)
         if self.average is not None and "average" in state:
             self.average.load_state_dict(state["average"])
         params = list(self.optim.parameters())
@@ -320,8 +345,16 @@ class TrainStep:
         self.optim.initialize_count_status(self.model, state["steps"], self._total_steps or -1)
         self.optim.unfinished = state.get("unfinished", self.optim.unfinished)
 
+    def _other_tensors(self) -> list[Tensor]:
+        """Return the tensors outside the model that training can change: of the optimizer and of `loss_fn`."""
+        found: list[Tensor] = list(self.optim.parameters())
+        if self._loss_module is not None:
+            found += [*self._loss_module.parameters(), *self._loss_module.buffers()]
+        inside = {*self.model.parameters(), *self.model.buffers()}
+        return [tensor for tensor in dict.fromkeys(found) if tensor not in inside]
+
     def save(self, path: str | Path, **values: Any) -> None:
-        """Write everything that `load` needs to continue training to one file; all processes must call this method.
+        """Save everything that `load` needs to continue training in one file. All processes must call this method.
 
         This includes the model, the state of `state_dict`, and the random states of torch, NumPy and Python. The file
         is written atomically, and its entry `state_dict` contains the model's weights.
@@ -346,7 +379,7 @@ class TrainStep:
         return load_step(self, path)
 
     def check_state(self, state: Mapping[str, Any], source: str = "the state") -> None:
-        """Check that `state` is a state of this step.
+        """Check that `state` belongs to this step.
 
         Args:
             state: a state from `state_dict`.
@@ -366,14 +399,34 @@ class TrainStep:
             if own.keys() != state["average"].keys():
                 names = sorted(map(str, own.keys() ^ state["average"].keys()))
                 raise CheckpointError(
-                    f"{source}: 'average' belongs to a different model; only one of the two has {names[:5]}"
+                    f"{source}: 'average' belongs to a different model: only one of the two models has {names[:5]}"
                 )
             averaged = {key: value for key, value in state["average"].items() if key != "steps"}
             check_tensors(own, averaged, "average", source, warnings.warn)
+        self._check_other_tensors(state.get("other_tensors"), source)
         gradients = state.get("gradients", [None] * len(params))
         if len(gradients) != len(params):
             raise CheckpointError(
-                f"{source}: 'gradients' has {len(gradients)} entries, but the optimizer has {len(params)} parameters"
+                f"{source}: 'gradients' has {len(gradients)} entries, but the optimizer has {len(params)} parameters; "
+                "load the state of the same model and optimizer"
             )
         found = {str(index): gradient for index, gradient in enumerate(gradients) if gradient is not None}
         check_tensors({str(i): p for i, p in enumerate(params)}, found, "gradients", source, warnings.warn)
+
+    def _check_other_tensors(self, saved: list[Tensor] | None, source: str) -> None:
+        own = self._other_tensors()
+        if saved is None:
+            if own:
+                warnings.warn(
+                    f"{source} does not contain the {len(own)} tensors of the optimizer and of loss_fn that are not in "
+                    "the model; they keep their current values",
+                    stacklevel=4,
+                )
+            return
+        if len(saved) != len(own):
+            raise CheckpointError(
+                f"{source}: 'other_tensors' has {len(saved)} entries, but {len(own)} tensors of the optimizer and of "
+                "loss_fn are not in the model; load the state of the same model, optimizer and loss_fn"
+            )
+        own_by_index, saved_by_index = ({str(i): t for i, t in enumerate(each)} for each in (own, saved))
+        check_tensors(own_by_index, saved_by_index, "other_tensors", source, warnings.warn)

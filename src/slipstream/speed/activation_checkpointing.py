@@ -126,7 +126,7 @@ def is_recomputed(module: nn.Module) -> bool:
 def _recomputed(
     module: nn.Module, forward: Callable[..., Any], offload: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    """Checkpoint a call to `forward`, which is replaced by a `partial` of this function (which can be pickled)."""
+    """Checkpoint a call to `forward`, which is replaced by a `partial` of this function, because it can be pickled."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     # Pass keyword arguments as positional inputs, because torch searches only these for tensors to offload and for
@@ -135,8 +135,8 @@ def _recomputed(
     if torch.compiler.is_compiling():  # the compiler recomputes inside the graph, without side effects
         contexts = partial(create_selective_checkpoint_contexts, _keep_in_graph)
         return checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
-    # torch does not find tensors inside some objects (a dataclass, for example), so also pass a tensor on the device of
-    # the parameters.
+    # torch does not find tensors inside some objects, such as dataclasses, so also pass a tensor on the device of the
+    # parameters.
     tensor = next(chain(module.parameters(), module.buffers()), None)
     inputs = (None if tensor is None else torch.empty(0, device=tensor.device), *args)
     with saved_tensors_hooks(_to_host, _from_host) if offload else nullcontext():
@@ -193,7 +193,7 @@ def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], Abstract
 
 
 class _Recomputation(AbstractContextManager[None]):
-    """Context manager for a recomputation, with the buffers and SyncBN sums of the forward pass; reusable.
+    """Reusable context manager for a recomputation with the buffers and SyncBN sums of the forward pass.
 
     On exit, the buffers are restored to their values before the recomputation.
     """
@@ -201,7 +201,7 @@ class _Recomputation(AbstractContextManager[None]):
     def __init__(self) -> None:
         # For each buffer: the dict that contains it, its name in the dict, and its value before forward.
         self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
-        # SyncBN's sums over processes.
+        # The sums over all processes that SyncBN computed.
         self._sums: list[Tensor] = []
         self._exit = ExitStack()
 

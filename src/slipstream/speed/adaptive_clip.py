@@ -29,7 +29,7 @@ class AdaptiveClipOptions:
     """`adaptive_clip=dict(...)`; True selects the defaults."""
 
     clip_factor: float = 0.01
-    """Maximum ratio of the norm of the gradient to the norm of the weights, for each unit."""
+    """Maximum ratio of the gradient norm to the weight norm, for each unit."""
     eps: float = 1e-3
     """Lower bound for the norm of a unit's weights, so that units whose weights are zero can be trained."""
     exclude: list[str] = field(default_factory=list)

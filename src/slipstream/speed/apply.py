@@ -121,7 +121,7 @@ def _refuse_wrapped(model: nn.Module, plan: SpeedPlan) -> None:
 
 def wrap_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Module:
     """Return the model in the multi-process wrapper that the plan selects."""
-    # A model that overrides train_step calls its submodules directly, so wrap each submodule separately.
+    # A model that overrides train_step calls its submodules directly, so each submodule is wrapped separately.
     default = MMSeparateDistributedDataParallel if overrides_train_step(model) else MMDistributedDataParallel
     cfg: dict[str, Any] = {"type": default, **(plan.parallel.wrapper if plan.parallel else {})}
     kind = cfg["type"]
@@ -195,7 +195,7 @@ def fuse_optim(optim: OptimWrapper, plan: SpeedPlan) -> None:
 
 @runtime_checkable
 class _MakesPart(Protocol):
-    """Options that create a step part."""
+    """Interface of options that create a step part."""
 
     def part(self, model: nn.Module, optim: OptimWrapper) -> StepPart:
         """Return the part for the unwrapped `model` and the wrapper `optim`."""

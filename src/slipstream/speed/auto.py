@@ -97,10 +97,10 @@ def choose(capabilities: Capabilities) -> Iterator[Choice]:
     convolutional = capabilities.convolutions > 0.5
     yield _precision(capabilities)
     yield Choice(
-        "fused", "torch's fused kernels compute the same update in fewer passes, if the optimizer has them"
+        "fused", "torch's fused kernels, if the optimizer has them, compute the same update in fewer passes"
     )
     if capabilities.device != "cpu":
-        yield Choice("prefetch", "copies batches to the device during the step", 2)
+        yield Choice("prefetch", "copies the next batches to the device during the step", 2)
     if capabilities.device in ("cuda", "xpu") and convolutional:
         yield Choice(
             "channels_last",
@@ -122,7 +122,7 @@ def _precision(capabilities: Capabilities) -> Choice:
     if capabilities.device == "cpu":
         why = "bf16 is faster than float32 on only a few CPUs; measure precision='bf16'"
     else:
-        why = f"no speedup from bf16 or tf32 is known for this {capabilities.device} device"
+        why = f"bf16 and tf32 are not known to be faster on this {capabilities.device} device"
     return Choice("precision", why, on=False)
 
 

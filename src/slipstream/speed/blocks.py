@@ -17,8 +17,8 @@ def named_blocks(model: nn.Module, patterns: Sequence[str], path: str) -> list[n
 
     Args:
         model: the model, which is never part of the result.
-        patterns: names of modules, with wildcards `*` and `?` that do not match dots (`layers.*`), or names of classes,
-            which also match their subclasses.
+        patterns: names of modules, in which the wildcards `*` and `?` do not match dots (`layers.*`), or names of
+            classes, which also match their subclasses.
         path: config path of the patterns, for errors.
 
     Raises:

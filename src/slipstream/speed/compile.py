@@ -245,7 +245,7 @@ def inductor_problem(device_type: str) -> str | None:
 
 
 def _call_of(module: nn.Module, fullgraph: bool) -> Callable[..., Any]:
-    """Return the function to compile for a module, wrapped if torch silently skips the original.
+    """Return the function to compile for a module, wrapped if torch might silently skip the original.
 
     torch.compile can silently skip `Module._call_impl`, because it is defined in torch. This always happens for torch's
     own modules, and for other modules if their `forward` cannot be traced. In the second case, torch 2.11 and 2.12
@@ -330,7 +330,7 @@ class _Guarded:
         self.worked: set[bool] = set()  # grad modes (torch.is_grad_enabled()) in which a call has succeeded
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # An outer graph inlines the model.
+        # If a graph is being captured, the model becomes part of that graph.
         if torch.compiler.is_dynamo_compiling() or not self.group.switch.runs_compiled():
             return self.model._call_impl(*args, **kwargs)
         started, compilations = time.time_ns(), self.counters["frames"]["total"]

@@ -51,12 +51,12 @@ class Switch:
         return False
 
     def limits(self) -> AbstractContextManager[Any]:
-        """Return a context manager in which a module runs its compiled code."""
+        """Return a context manager in which a module runs its compiled code; see `only_existing`."""
         return torch.compiler.set_stance("eager_on_recompile") if self.only_existing else nullcontext()
 
 
 class Budgeted:
-    """Calls a model that is compiled within a time limit, either as a whole or only some of its modules.
+    """Calls a model that is compiled within a time limit, as a whole or in part.
 
     The modules run eagerly until their code is compiled, separately for training and for evaluation (calls with and
     without gradients). If the forked process exceeds the limit, it is killed, and the modules keep running eagerly. In
@@ -138,14 +138,14 @@ class Budgeted:
         return trains in self._ready
 
     def _may_recompute(self) -> bool:
-        """Return whether modules that ran eagerly may still be recomputed, because no update has followed yet."""
+        """Return whether modules that ran eagerly may still be recomputed, because no update has followed since."""
         before, self._versions = self._versions, sum(param._version for param in self._model.parameters())
         return self._switch.saw_checkpoint and self._versions == before
 
     def _only_compile(self, state: Callable[[], Any], args: Any, kwargs: Any) -> None:
-        """Compile for these arguments, in a forked process."""
+        """Compile the model for these arguments; runs in a forked process."""
         self._switch.on = True
-        # The model may change buffers and inputs in place, and the processes share some memory, such as that of
+        # The model may change buffers and inputs in place, and the processes share some memory, such as the memory of
         # batches from loader workers.
         for tensor in (*self._model.parameters(), *self._model.buffers()):
             if tensor.layout is torch.strided and tensor.is_shared():

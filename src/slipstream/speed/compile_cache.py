@@ -1,4 +1,4 @@
-"""Cache the compiled code of a run in a folder that only the user can write to."""
+"""Cache a run's compiled code in a folder that only the user can write to."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from slipstream.version import __version__
 __all__ = ["cache_folder", "folder_now", "use_cache"]
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-_TAG = "CACHEDIR.TAG"  # marks the folder as a cache for backup programs, see bford.info/cachedir
+_TAG = "CACHEDIR.TAG"  # tells backup programs that the folder is a cache; see bford.info/cachedir
 _TAG_TEXT = """Signature: 8a477f597d28d172789f06886806bc55
 # Slipstream caches compiled code in this folder. The folder may be deleted at any time.
 """
@@ -43,7 +43,7 @@ def use_cache(model: nn.Module, how: CompileOptions, plan: Any, warn: Callable[[
         how: the options; `cache` is a folder, or True for the user's cache folder (SLIPSTREAM_CACHE,
             XDG_CACHE_HOME/slipstream, ~/.cache/slipstream).
         plan: other options that affect the compiled code; its `repr` is part of the folder's hash.
-        warn: called if the user's cache folder is not usable, and torch's default folder is used instead.
+        warn: called if the user's cache folder is not usable; torch's default folder is then used instead.
 
     Raises:
         ConfigError: the folder in `how.cache` is not writable, or is writable by other users.
@@ -123,7 +123,9 @@ def _make(folder: Path) -> None:
     if os.name == "posix":
         found = folder.stat()
         if found.st_uid != os.getuid():
-            raise ConfigError(f"{folder} belongs to another user; refusing to load compiled code from it")
+            raise ConfigError(
+                f"{folder} belongs to another user; refusing to load compiled code from it; choose your own folder"
+            )
         if found.st_mode & 0o022:
             raise ConfigError(
                 f"{folder} is writable by other users; refusing to load compiled code from it. Run: chmod 700 {folder}"

@@ -49,7 +49,7 @@ def explain_failure(error: BaseException) -> str:
             "torch.nn.utils.parametrizations"
         )
     if "appears to not have been used in the graph" in str(error):
-        return "some parameters receive a gradient from only some batches, so these batches need different graphs"
+        return "some parameters receive gradients from only some of the batches, so batches need different graphs"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # After "backend='inductor' raised:", the next line contains the reason.
     reason = " ".join(lines[: 2 if lines[0].endswith("raised:") else 1]) if lines else "no reason given"
@@ -234,7 +234,7 @@ class CompileReport:
         return Counter(_where(each.user_stack) + ": " + each.reason.strip().splitlines()[0] for each in new)
 
     def _skips(self, number: int) -> dict[str, int]:
-        """Return the reasons for `number` skipped CUDA graphs; torch records reasons only at compile time."""
+        """Return why `number` CUDA graphs were skipped; torch records reasons only at compile time."""
         reasons = [getattr(record, "cudagraph_skip_reason", None) for record in self._new]
         known = Counter(reason.strip().splitlines()[0] for reason in reasons if reason)
         rest = number - sum(known.values())

@@ -23,7 +23,7 @@ _BY_STRIDES = {
 }  # fmt: skip
 """Operators whose results depend on the strides of their operands."""
 _HEAVY = 8
-"""A convolution stays contiguous if its weight has more than this many times as many elements as its activations."""
+"""A convolution stays contiguous if the ratio of its weight elements to its activation elements exceeds this number."""
 
 
 class LayOutConvolutions(CustomGraphPass):

@@ -26,13 +26,13 @@ class EmaOptions:
     """`ema=dict(...)`."""
 
     decay: float | None = None
-    """Maximum decay (factor of the old average in an update); None means 0.9999."""
+    """Maximum decay, the weight given to the old average in an update; None means 0.9999."""
     type: str = "exp"
     """Decay schedule: `constant`, `threshold` or `exp`; or `swa` for the mean of the weights over all updates."""
     beta: float | None = None
     """Rate at which the decay of type `exp` approaches its maximum; None means 15. Only for `exp`."""
     interval: PositiveInt = 1
-    """Number of weight updates per update of the average. The average is updated at the first weight update."""
+    """Number of weight updates per update of the average. The first weight update also updates the average."""
     begin_iter: NonNegativeInt = 0
     """First iteration whose weights are averaged."""
     begin_epoch: NonNegativeInt = 0

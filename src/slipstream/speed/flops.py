@@ -119,7 +119,7 @@ def training_flops(model: nn.Module, inputs: Any, loss_of: Callable[[nn.Module, 
 
     Only matrix products and convolutions are counted.
 
-    The model is copied, and neither the copy nor its inputs have data. Nothing is computed, and the model, its
+    The model is copied, and neither the copy nor its inputs have data. No values are computed, and the model, its
     gradients and the random state do not change. Blocks whose activations are recomputed are counted once.
 
     Args:

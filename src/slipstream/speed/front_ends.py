@@ -1,4 +1,4 @@
-"""Translate the keys of the three front ends (MMEngine, SuperGradients, `speed=`) to options of `SpeedPlan`."""
+"""Translate the keys of the three front ends (MMEngine, SuperGradients, `speed=`) into `SpeedPlan` options."""
 
 from __future__ import annotations
 

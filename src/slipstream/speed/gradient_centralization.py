@@ -24,7 +24,7 @@ class GradientCentralizationOptions:
     """`gradient_centralization=dict(...)`; True selects the defaults."""
 
     conv_only: bool = False
-    """Whether to centralize only the weights of convolutions (three or more dimensions), not of linear layers."""
+    """Whether to centralize only the gradients of convolution weights (three or more dimensions)."""
 
     def part(self, model: nn.Module, optim: OptimWrapper) -> StepPart:
         """Return the step part that centralizes gradients."""
@@ -32,7 +32,7 @@ class GradientCentralizationOptions:
 
 
 class CentralizeGradients(StepPart):
-    """Subtracts from each weight's gradient its mean over all dimensions except the first, before the update."""
+    """Subtracts the mean over all dimensions except the first from each weight's gradient, before the update."""
 
     def __init__(self, conv_only: bool = False) -> None:
         self.min_ndim = 3 if conv_only else 2

@@ -1,4 +1,4 @@
-"""Speed option: learning rates that decrease from the head to the input of a model (layer-wise decay).
+"""Speed option: learning rates that decrease from a model's head to its input (layer-wise decay).
 
 Clark et al. 2020 (ELECTRA, arXiv 2003.10555), Bao et al. 2021 (BEiT, arXiv 2106.08254).
 """
@@ -29,7 +29,7 @@ __all__ = ["DecayLayers", "LayerDecayOptions", "layer_factors", "read_layer_deca
 
 _KEY = "layer_decay"
 _KERNELS = ("params", "param_names", "lr", "fused", "foreach", "capturable", "differentiable")
-"""Keys of a parameter group that do not affect the update, or that `_try` sets itself."""
+"""Parameter-group keys that do not affect the update, or that `_try` itself sets."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Compute the losses of a batch: with a function of outputs and targets, with the model, or with a function of both."""
+"""Compute a batch's losses: with `loss_fn(outputs, targets)`, with `compute_loss(model, batch)`, or with the model."""
 
 from __future__ import annotations
 

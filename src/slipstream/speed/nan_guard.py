@@ -194,7 +194,7 @@ class StepGuard:
 
     @torch.no_grad()
     def finish_step(self, finite: Tensor) -> None:
-        """Restore the model's buffers unless `finite`, and count the step."""
+        """Restore the model's buffers if `finite` is False, and count the step."""
         # Find buffers by name, because forward may assign a new tensor.
         current = {name: buffer for name, buffer in self._model.named_buffers() if name in self._before}
         _restore_unless(finite, list(current.values()), [self._before[name] for name in current])
@@ -216,7 +216,7 @@ class StepGuard:
         if in_a_row > self.max_skipped:
             raise NonFiniteLossError(
                 f"the last {in_a_row} steps were skipped because the loss or a gradient was NaN or infinite. nan_guard "
-                f"allows {self.max_skipped} consecutive skips (max_skipped). Lower the learning rate, add a warm-up, "
+                f"allows at most {self.max_skipped} in a row (max_skipped). Lower the learning rate, add a warm-up, "
                 "check the data for NaN or wrong labels, or find the module with "
                 "nan_guard=dict(action='stop', locate=True)"
             )
@@ -224,7 +224,7 @@ class StepGuard:
 
 
 def guard_step(optimizer: Optimizer, step: Callable[[], Any], finite: Tensor) -> None:
-    """Call `step()`, which calls `optimizer.step()`, and undo it unless `finite` (0-dim bool, on the device) is true.
+    """Call `step()`, which calls `optimizer.step()`, and undo it if `finite` (0-dim bool, on the device) is False.
 
     Weights and state are restored bit for bit, without synchronization. Fused kernels skip the update themselves. For
     other optimizers, weights and state are copied before the step. State that is a Python number or on a different
@@ -259,7 +259,7 @@ def _copies(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _restore_unless(finite: Tensor, tensors: list[Tensor], before: list[Tensor]) -> None:
-    """Copy `before` back into many small tensors unless `finite`, with a few kernels per dtype and device."""
+    """Copy `before` back into many small tensors if `finite` is False, with a few kernels per dtype and device."""
     old = dict(zip(map(id, tensors), before, strict=True))
     for same in _by_kind(tensors):
         now = torch.cat([tensor.reshape(-1) for tensor in same])

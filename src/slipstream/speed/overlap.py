@@ -19,7 +19,7 @@ class SendEarly(CustomGraphPass):
         send_early(graph)
 
     def uuid(self) -> Any:
-        """Return an identifier for this version of the pass."""
+        """Return an identifier of this version of the pass."""
         return "slipstream.send_early.1"
 
 
@@ -40,7 +40,7 @@ def send_early(graph: fx.Graph) -> None:
         if node.target in packing and early.issuperset(node.users):
             early.add(node)
     order = {node: (i, 0) for i, node in enumerate(nodes)}
-    # Maps the index of a node to the last node that was moved behind this node, and to the number of these moved nodes.
+    # Maps a node's index to the last node that was moved behind it, and to the number of nodes moved behind it.
     behind: dict[int, tuple[fx.Node, int]] = {}
     for node in nodes:
         if node in early and node.all_input_nodes:

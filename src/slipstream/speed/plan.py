@@ -131,7 +131,7 @@ class SpeedPlan:
     expandable_segments: Annotated[bool, _Option(_switch("expandable_segments"))] = False
     gc: Annotated[int | None, _Option(read_gc)] = None
     auto: bool = False
-    """Whether to enable the options that `choose` returns."""
+    """Whether to enable the options that `slipstream.speed.auto.choose` selects."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Maps each option that is set to its config path (`cfg.compile`, `speed.precision`) or to `auto: <reason>`."""
     notes: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -332,13 +332,13 @@ IDLE = (
     ("activation_checkpointing", lambda plan, capabilities: (
         plan.activation_checkpointing is not None and plan.activation_checkpointing.offload
         and plan.compile is not None),
-     "compiled code does not support offload; it keeps the inputs of blocks on the device and recomputes the rest"),
+     "compiled code does not support offload; block inputs stay on the device, and the rest is recomputed"),
     ("sync_bn", lambda plan, capabilities: plan.sync_bn and capabilities.world_size == 1,
      "a single process already normalizes over the whole batch"),
     ("parallel", lambda plan, capabilities: plan.parallel is not None and capabilities.world_size == 1,
      "only one process is running; start several with --nproc or a launcher"),
 )  # fmt: skip
-"""Options that have no effect under a condition, as (name, condition, reason). They cause no error, so that the same
+"""Options that have no effect under a condition, as (name, condition, reason). They raise no error, so that the same
 configuration works on a laptop and on a cluster."""
 
 

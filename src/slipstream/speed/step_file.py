@@ -1,4 +1,4 @@
-"""Save the step of `accelerate` to a file, and load it."""
+"""Save a training step from `accelerate` to a file, and load it."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def load_step(step: TrainStep, path: str | Path) -> dict[str, Any]:
     content = load_checkpoint(path)
     check(content, ACCELERATED_FILE, source)
     model = unwrap_model(step.model)
-    step.check_state(content["step"], source)
     compare_weights(model, content["state_dict"], True, source)
+    step.check_state(content["step"], source)
     model.load_state_dict(content["state_dict"])
     step.load_state_dict(content["step"])
     states = content.get("random_state") or []

@@ -1,10 +1,11 @@
-"""Describe a step of `accelerate` in text."""
+"""Describe a training step from `accelerate` as text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from slipstream.dist import get_world_size
 from slipstream.step.graph import GraphStep
 
 if TYPE_CHECKING:
@@ -20,7 +21,10 @@ def describe_step(step: TrainStep, warnings: Iterable[str]) -> str:
 
 def _lines(step: TrainStep, warnings: Iterable[str]) -> Iterator[str]:
     batches = f"{step.steps} batch{'es' if step.steps != 1 else ''}"
-    yield f"step: {_compilation(step)}; {batches} trained"
+    by_graph = f", {step.inner.batches} of them with the graph" if isinstance(step.inner, GraphStep) else ""
+    yield f"step: {_compilation(step)}; trained on {batches}{by_graph}"
+    if (processes := get_world_size()) > 1:
+        yield f"processes: {processes}, with averaged gradients"
     enabled = {name: getattr(step.plan, name) for name in step.plan.sources}
     if enabled.get("fused", False) is None:  # None selects fused kernels if the optimizer has them
         enabled["fused"] = True
@@ -33,7 +37,8 @@ def _lines(step: TrainStep, warnings: Iterable[str]) -> Iterator[str]:
         state = "complete" if optim.begins_window() else "unfinished: its gradients have not been applied"
         yield f"accumulation: {counts} batches per update; the current window is {state}"
     if step.average is not None:
-        yield f"average: {step.average.steps} updates"
+        updates = int(step.average.steps)
+        yield f"average: {updates} update{'' if updates == 1 else 's'}"
     for warning in dict.fromkeys(warnings):
         yield f"warning: {warning}"
 
@@ -43,6 +48,8 @@ def _compilation(step: TrainStep) -> str:
     if isinstance(inner, GraphStep) and inner.uses_graph:
         if inner.has_graph:
             return "compiled as one graph"
+        if step.steps > 1:
+            return "eager until its graph is compiled"
         return "will be compiled as one graph at the second batch"
     if (scope := step.compiled_scope) is not None:
         return f"eager, with {'a compiled model' if scope == 'model' else 'compiled blocks of the model'}"

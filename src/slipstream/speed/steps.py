@@ -232,7 +232,7 @@ def _backend(how: CompileOptions, device_type: str, cuda_graph: bool) -> tuple[C
 
             with folder_now(folder):
                 made = compile_fx(graph, inputs, config_patches=options)
-            # Unwrap the function that torch wraps to disable Dynamo, because the callers already disable Dynamo.
+            # Remove the wrapper with which torch disables Dynamo, because the callers already disable it.
             return cast("Callable[..., Any]", getattr(made, "_torchdynamo_orig_callable", made))
         chosen = how.backend if callable(how.backend) else torch._dynamo.lookup_backend(how.backend)
         kwargs = {name: value for name, value in {"mode": how.mode, "options": options}.items() if value}

@@ -26,7 +26,7 @@ class _Average(Protocol):
         """Whether every batch counts as an update, not only the last batch of an accumulation window."""
 
     def next_weight(self) -> float:
-        """Count an update, and return the EMA weight for the current parameters."""
+        """Count an update, and return the weight that it gives to the current parameters."""
 
     def pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
         """Return the averages and the model's tensors that are averaged, in the same order."""
@@ -47,10 +47,10 @@ class AveragePart(StepPart):
     With `every_batch` (as in MMEngine), every batch counts. Otherwise, only the last batch of an accumulation window
     counts.
 
-    On the host, `before_batch` writes the EMA weight of the new parameters to a tensor with one element. The weight is
-    1 for the first update, 0 if the batch does not count, and 1 - decay otherwise. Because it is a tensor, a change in
-    the decay does not require a new graph. `after_batch` computes `average.lerp(parameters, weight)`. The graph of a
-    compiled step contains this operation, unless
+    On the host, `before_batch` writes the weight given to the new parameters into a tensor with one element. This
+    weight is 1 for the first update, 0 if the batch does not count, and 1 - decay otherwise. Because the weight is a
+    tensor, a change in the decay does not require a new graph. `after_batch` computes
+    `average.lerp(parameters, weight)`. The graph of a compiled step contains this operation, unless
 
     - the average has an `interval` above 1, or is on a different device than the parameters,
     - the caller sets `on_host`, or
@@ -59,9 +59,9 @@ class AveragePart(StepPart):
     Args:
         average: the average, a `BaseAveragedModel`.
         model: the averaged model, unwrapped.
-        done: returns the number of batches that have been trained.
-        ends_window: returns whether a batch number (from 1) ends an accumulation window.
-        begun: returns whether averaging has begun at a batch number (from 1).
+        done: returns the number of completed training batches.
+        ends_window: returns whether the batch with a given number (counted from 1) ends an accumulation window.
+        begun: returns whether averaging has begun by the batch with a given number (counted from 1).
         on_host: whether to update the average outside a compiled step.
     """
 
@@ -84,15 +84,16 @@ class AveragePart(StepPart):
         self._counted = (0, 0)
 
     def is_due(self, batch: int) -> bool:
-        """Return whether batch number `batch` (from 1) counts as an update."""
+        """Return whether batch number `batch` (counted from 1) counts as an update."""
         if not self._begun(batch):
             return False
         return self.average.every_batch or self._ends_window(batch)
 
     def before_batch(self) -> None:
-        """Count the next batch, and set its EMA weight, which is 0 if the batch does not count as an update."""
+        """Count the next batch, and set the weight of the new parameters (0 if the batch is not an update)."""
         batch = self._done() + 1
-        if self._counted == (batch, self.average.steps):  # counted before its step raised an error
+        # If the batch was already counted, but its step raised an error, undo the count.
+        if self._counted == (batch, self.average.steps):
             self.average.steps -= 1
         due = self.is_due(batch)
         self._weight.set(self.average.next_weight() if due else 0.0)

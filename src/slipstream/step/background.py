@@ -1,7 +1,7 @@
 """Compile a step in a child process while this process trains eagerly.
 
 The child is created by `fork`, so it has copies of the model, the batch and torch's state. It writes the compiled code
-to torch's cache on disk, and this process loads the code from there. The child has no other effect. It runs at low
+to torch's cache on disk, and this process loads the code from there. The child has no other effects. It runs at low
 priority, unless this process waits for it.
 """
 
@@ -27,7 +27,7 @@ import torch
 __all__ = ["BackgroundCompiler", "can_fork"]
 
 _NICE = 12
-"""Increment of the child's nice value, see nice(2). With this value, training that uses all cores is 2 to 6% slower
+"""Amount added to the child's nice value; see nice(2). With this value, training that uses all cores is 2 to 6% slower
 during the compilation (`benchmarks/background.py`), and the compilation gets 6 to 7% of a core."""
 _LIMIT = 2 * 3600.0
 """Default timeout of the child process in seconds."""
@@ -66,7 +66,7 @@ class BackgroundCompiler:
 
     @property
     def started(self) -> bool:
-        """Whether a process was started, and neither `done` nor `stop` has noticed that it has ended."""
+        """Whether a process has been started, and neither `done` nor `stop` has detected its end."""
         return self._pid is not None
 
     def start(self, work: Callable[[], object]) -> None:

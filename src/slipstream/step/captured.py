@@ -104,7 +104,7 @@ class CapturedStep:
         self._wasted = 0
 
     def find_change(self) -> str | None:
-        """Return the change that invalidates the graph, or None; called in each step."""
+        """Return the change that invalidates the graph, or None; called at each step."""
         optim = self.optim
         if optim.parts != self.parts:
             return "the step parts"
@@ -154,8 +154,8 @@ class CapturedStep:
         self._batches[ends_window] = 1
         if self._wasted >= 3:
             raise UnstableGraphError(
-                "each step needs a new graph, because a value that graphs treat as a constant changes, or because "
-                "torch.compiler.reset() is called"
+                "each step needs a new graph, because a value that is part of the graph changes or "
+                "torch.compiler.reset() is called; store the value in a tensor, or remove the call"
             )
 
     @property
@@ -198,7 +198,7 @@ class CapturedStep:
         }
 
     def after_graph(self) -> set[int]:
-        """Return the ids of the tensors that change after the graph, if the graph does not contain the update."""
+        """Return the ids of the tensors that change after the graph has run, if it does not contain the update."""
         averages = (tensor for part in self.parts for tensor in part.state().values())
         return {id(tensor) for tensor in (*self._owned, *averages)}
 
@@ -225,7 +225,7 @@ class CapturedStep:
         for param in self.params:
             if param.ndim == 0 and param.dtype == torch.float64 and param.device.type == "cpu":
                 raise NotCapturedError(
-                    f"the float64 parameter '{names.get(param, '?')}' is a 0-dim tensor; give it the shape (1,)"
+                    f"the float64 parameter '{names.get(param, '?')}' is a 0-dim tensor; give it shape (1,)"
                 )
 
     def check_hooks(self) -> None:
@@ -282,13 +282,17 @@ def check_batch(inputs: Any) -> None:
             continue
         if type(leaf) not in (Tensor, nn.Parameter):
             raise OnlyEagerError(
-                f"the batch contains tensors of the class {type(leaf).__name__}, which compilation does not support"
+                f"the batch contains tensors of class {type(leaf).__name__}, which compilation does not support; "
+                "convert them to plain tensors"
             )
         if leaf.is_nested:
-            raise OnlyEagerError("the batch contains a nested tensor, which compilation does not support")
+            raise OnlyEagerError(
+                "the batch contains a nested tensor, which compilation does not support; pad it to a regular tensor"
+            )
         if leaf.requires_grad:
             raise OnlyEagerError(
-                "the batch contains a tensor that requires a gradient, which a compiled step does not compute"
+                "the batch contains a tensor that requires a gradient, which a compiled step does not compute; detach "
+                "the tensor if you do not need its gradient"
             )
 
 

@@ -39,7 +39,7 @@ class ClassChanges:
         self._watched = [_Watched(base, read) for base in classes]
 
     def find(self) -> str | None:
-        """Return the name of a class that has changed, or None; called in each step."""
+        """Return the name of a class that has changed, or None; called at each step."""
         return next((watched.kind.__qualname__ for watched in self._watched if watched.changed()), None)
 
 
@@ -160,5 +160,5 @@ def _is_own(value: Any) -> bool:
 def _is_set(cell: Any) -> bool:
     try:
         return cell.cell_contents is not None
-    except ValueError:  # the variable has no value yet
+    except ValueError:  # the variable has not been assigned yet
         return False

@@ -107,7 +107,8 @@ class CapturedCalls:
         self._graphs.clear()
         if self._warn is not None:
             self._warn(
-                f"The step cannot be captured as a CUDA graph ({error}), so it runs without one. Remove cuda_graph"
+                f"The step cannot be captured as a CUDA graph ({error}), so it runs without one. Fix the "
+                "cause, or remove cuda_graph to silence this warning"
             )
 
     def _directly(self, run: Callable[..., Any], arguments: Any) -> Any:
@@ -115,7 +116,7 @@ class CapturedCalls:
             self._warn(
                 f"The step needs more than {_MAX_GRAPHS} CUDA graphs, so new kinds of batches run without one. Shapes, "
                 "strings or numbers in the batch, or optimizer settings, change too often. Keep them constant, or "
-                "remove cuda_graph"
+                "remove cuda_graph to silence this warning"
             )
             self._warn = None
         return run(arguments)

@@ -1,9 +1,9 @@
 """Call the compiled code of a step without Dynamo's frame evaluation.
 
-In each call, Dynamo evaluates the guards of a captured function, collects the inputs of the graph from their sources,
+On each call, Dynamo evaluates the guards of a captured function, collects the inputs of the graph from their sources,
 calls the code and assembles the outputs. The inputs of a captured step are the batch, the accumulated gradients, and
 tensors that are never replaced, such as parameters. This module collects the tensors in the last group only once. It
-evaluates Dynamo's guards in every step, so all values that the graph treats as constants are still checked.
+evaluates Dynamo's guards at every step, so all values that the graph treats as constants are still checked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _VALUES = methodcaller("values")
 
 
 class DirectCalls:
-    """Calls the code of each graph without Dynamo, except for the first call of the graph.
+    """Calls the code of each graph without Dynamo, except for the graph's first call.
 
     Args:
         function: the step that Dynamo compiles, `function(inputs, grad_buffers, ends_window)`.
@@ -126,8 +126,8 @@ class _Call:
         """Pairs of positions in the arguments that must contain the same tensor, because it is unknown which of the two
         positions the code reads. The guards do not check tensors that the step does not read."""
         self.one_device = one_device
-        """Whether all inputs are on one device. If not, the call is not replayed, because a CUDA graph does not read
-        tensors on the host again."""
+        """Whether all inputs are on one device. If not, the call is not replayed, because the replay of a CUDA graph
+        does not read the current values of tensors on the host."""
         self._fixed, self._positions = fixed, positions
         self._logs, self._finite = logs, finite
 
@@ -173,7 +173,7 @@ class _Call:
         )
 
     def shares_tensors(self, inputs: Any, grad_buffers: Sequence[Tensor] | None) -> bool:
-        """Return whether arguments that were the same tensor in the call through Dynamo are the same tensor here."""
+        """Return whether arguments that were the same tensor in the call through Dynamo are the same tensor now."""
         if not self.shared:
             return True
         leaves = _leaves(inputs, grad_buffers)

@@ -25,7 +25,7 @@ def tracing() -> AbstractContextManager[Any]:
     """Return a context manager with Dynamo's settings for capturing a step."""
     settings: AbstractContextManager[Any] = torch._dynamo.config.patch(
         trace_autograd_ops=True,
-        # Without this setting, a counter that a module increments in forward causes a new graph in every step.
+        # Without this setting, a counter that a module increments in forward causes a new graph at every step.
         allow_unspec_int_on_nn_module=True,
         # Capture a new graph if hooks are added or removed later.
         skip_nnmodule_hook_guards=False,
@@ -66,7 +66,8 @@ def refuse_uncompiled() -> None:
     """
     if not torch.compiler.is_dynamo_compiling():
         raise NotCapturedError(
-            "torch.compile is disabled, or an active TorchDispatchMode does not support it"
+            "torch.compile is disabled, or an active TorchDispatchMode does not support it; enable torch.compile, or "
+            "leave the mode"
         )
 
 
@@ -91,7 +92,7 @@ def why_not_recomputed() -> str | None:
     if _recomputes():
         return None
     return (
-        "activation checkpointing in the graph of a step requires torch 2.12 or newer, because older versions do not "
+        "activation checkpointing in a step's graph requires torch 2.12 or newer, because older versions do not "
         "recompute activations in a graph that contains both forward and backward"
     )
 

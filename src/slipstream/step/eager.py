@@ -145,7 +145,7 @@ class EagerStep:
         if optim.guard is not None:
             optim.guard.before_forward()
         run()
-        trained = [param for param in params if param.grad is not None]  # the others must not be updated
+        trained = [param for param in params if param.grad is not None]  # only these are updated
         grads = part.gradients(trained, compute, gradients())
         for param in params:
             param.grad = grad_buffers.get(param)
@@ -157,7 +157,7 @@ class EagerStep:
         return logs
 
     def _backward_kwargs(self, loss: Tensor, batch: Any) -> dict[str, Any]:
-        """Return arguments that restrict `backward` to this optimizer's parameters, if this is supported."""
+        """Return arguments that restrict `backward` to this optimizer's parameters, or none if this is not possible."""
         if self._restricts is None:
             # DDP and FSDP wait for the gradients of all parameters; reentrant checkpoints do not support `inputs`.
             wrapped = isinstance(self.model, DistributedDataParallel)
@@ -192,7 +192,7 @@ def _requires_grad(batch: Any) -> bool:
 
 
 def _nodes(loss: Tensor) -> set[Any]:
-    """Return the nodes of the autograd graph of a loss."""
+    """Return the nodes of a loss's autograd graph."""
     nodes = [loss.grad_fn] if loss.grad_fn is not None else []
     seen = set(nodes)
     while nodes:
@@ -232,7 +232,8 @@ def sum_losses(losses: Losses) -> tuple[Tensor, dict[str, Tensor]]:
             total = scalar if total is None else total + scalar
     if total is None:
         raise LossError(
-            f"no entry has 'loss' in its name, so there is nothing to minimize; got {sorted(losses)}"
+            f"no entry has 'loss' in its name, so there is nothing to minimize; got {sorted(losses)}. Rename the entry "
+            "to minimize"
         )
     return total, {"loss": total.detach(), **logs}
 

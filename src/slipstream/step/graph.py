@@ -86,7 +86,7 @@ class GraphStep:
         reduce: returns the loss to minimize and the values to log; by default, `sum_losses`.
         sync: averages gradients over the processes; None for a single process.
         verify: whether to compare graphs with the eager step before their first use.
-        dynamic: whether shapes may vary; if None, this is detected automatically.
+        dynamic: whether shapes may vary; None detects varying shapes automatically.
         capture_calls: creates the object that captures and replays calls as CUDA graphs; None disables CUDA graphs.
         background: compiles while training continues eagerly; if None, training waits for the compilation.
         info: called with messages to log, for example when the graph is first used.
@@ -114,14 +114,14 @@ class GraphStep:
         self.eager, self.backend, self.recover = eager, backend, recover
         self.verify, self.dynamic = verify, dynamic
         self.capture_calls, self.background, self.info = capture_calls, background, info
+        self.batches = 0  # number of batches that the compiled code has trained on
         self._fallback: EagerStep | None = None
-        self._shapes = Shapes()
+        self._shapes, self._changes = Shapes(), Changes()
         self._trained: list[nn.Parameter] = []
         self._inferred = self._started = False
         self._step: CapturedStep | None = None
         self._compiling: tuple[Any, ...] | None = None
         self._compiled_in: float | None = None
-        self._changes = Changes()
         self._failed: tuple[Exception, list[nn.Parameter]] | None = None
         call_after_load(optim.optimizer, self._infer_trained)
 
@@ -143,8 +143,8 @@ class GraphStep:
 
     @property
     def has_graph(self) -> bool:
-        """Whether the step has captured a graph, which it uses for batches of the same shape."""
-        return self._fallback is None and self._step is not None
+        """Whether the step has a compiled and verified graph, which it uses for batches of the same shape."""
+        return self.uses_graph and self._step is not None and (bool(self._step.agreed) or not self.verify)
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
         """Train on one batch."""
@@ -164,7 +164,7 @@ class GraphStep:
             self._changes.count(changed, self._step)
             self._reset()
             if self._changes.too_many:
-                error = NotCapturedError(f"{changed} changed {self._changes.rebuilds} times")
+                error = NotCapturedError(f"{changed} changed {self._changes.rebuilds} times; avoid this")
                 return self._fall_back(error, inputs)
         if self._step is None and not self._trained:
             if self._started or self.optim.batches == 0:
@@ -285,6 +285,7 @@ class GraphStep:
                     "CPU, or reads tensors that belong to neither the batch nor the model"
                 )
         logs, finite = called.outputs
+        self.batches += 1
         optim.count_batch()
         if grad_buffers is not None:
             for param, grad in zip(captured.params, grad_buffers, strict=True):
@@ -318,7 +319,7 @@ class GraphStep:
         def seen() -> None:
             self._trained = _with_gradients(optim)
 
-        failed, self._failed = self._failed, None  # cleared, in case the user's code raises
+        failed, self._failed = self._failed, None  # cleared first, in case the user's code raises an error
         with self._on_gradients(seen):
             logs = self.eager.train(inputs)
         if failed is not None and not self._trained:
@@ -413,7 +414,7 @@ class GraphStep:
         captured.slow_kinds.add(kind)
         self._compiling = None
         self.info(
-            "Batches that need another graph run eagerly, because its compilation takes longer than compile.budget "
+            "Batches that need another graph run eagerly, because compiling it takes longer than compile.budget "
             f"({seconds:g} s)"
         )
         return True
@@ -424,13 +425,11 @@ class GraphStep:
         with suppress(VerificationNeeded):
             self._call(captured, inputs, ends_window)
 
-    def _log_switch(self) -> None:
-        if self._compiled_in is not None:
-            first, seconds = self.optim.batches + 1, self._compiled_in
-            self.info(
-                f"The step runs as one graph from batch {first} on (compiled in the background in {seconds:.0f} s)"
-            )
-            self._compiled_in = None
+    def _log_switch(self, ready: bool = False) -> None:
+        seconds, self._compiled_in = self._compiled_in, None
+        if seconds is not None or ready:
+            how = "" if seconds is None else f" (compiled in the background in {seconds:.0f} s)"
+            self.info(f"The step runs as one graph from batch {self.optim.batches + 1} on{how}")
 
     def _capture(self) -> CapturedStep:
         """Create the state that the graphs share; the graphs are compiled at their first call.
@@ -558,8 +557,9 @@ class GraphStep:
             verification.take(results, ignored)
             found.compiled.verified = True
             self._inferred = False
+            waited = self.background is None and ends_window not in captured.agreed
             captured.agreed.add(ends_window)
-            self._log_switch()
+            self._log_switch(waited)
 
     def _agree(self, *flags: bool) -> list[bool]:
         """Return, for each flag, whether it is set on any rank."""

@@ -1,4 +1,4 @@
-"""Faster versions of `tree_leaves` and `tree_structure` of `torch.utils._pytree`, for batches, and copies of outputs.
+"""Faster versions of `tree_leaves` and `tree_structure` from `torch.utils._pytree` for batches, and copies of outputs.
 
 Batches may also contain objects with tensors, such as OpenMMLab's data samples. The class of such an object must define
 the method `_batch_fields`, which returns a dict of the values that belong to the batch. The order of the keys must be

@@ -1,4 +1,4 @@
-"""Average gradients over the processes inside a graph, in buckets."""
+"""Average gradients over the processes, in buckets, as a part of a step's graph."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class GradientSync:
         return [means[i] for i in range(len(grads))]
 
     def any_rank(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
-        """Return, for each flag, whether it is set on any rank; this waits for all ranks."""
+        """Return, for each flag, whether it is set on any rank; the call waits for all ranks."""
         counts = torch.tensor(flags, dtype=torch.float32, device=device)
         all_reduce(counts, "sum")
         return [count > 0 for count in counts.tolist()]

@@ -29,7 +29,7 @@ _UNSUPPORTED = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
 def can_trace(optimizer: Optimizer) -> bool:
-    """Return whether `GraphUpdate` supports the optimizer: a supported torch class, without step hooks."""
+    """Return whether `GraphUpdate` supports the optimizer: its class is a supported torch class, without step hooks."""
     kind = type(optimizer)
     from_torch = kind.__module__.startswith("torch.optim") and hasattr(kind, "_init_group")
     supported = from_torch and kind.__name__ not in _UNSUPPORTED
@@ -37,9 +37,9 @@ def can_trace(optimizer: Optimizer) -> bool:
 
 
 def infer_trained(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter] | None:
-    """Return the trained parameters of a run, or None if the optimizer has made no step yet.
+    """Return the trained parameters of a run, or None if the optimizer has not taken a step yet.
 
-    These are the parameters with a state, or all parameters if the optimizer is stateless.
+    These are the parameters that have optimizer state, or all parameters if the optimizer is stateless.
     """
     stateless = type(optimizer) is SGD and not any(group["momentum"] for group in optimizer.param_groups)
     if not optimizer.state and not stateless:
@@ -49,7 +49,7 @@ def infer_trained(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[
 
 
 def call_after_load(optimizer: Optimizer, method: Callable[[], None]) -> None:
-    """Call a bound method each time the optimizer has loaded a state, as long as the method's object exists."""
+    """Call a bound method each time the optimizer has loaded a state dict, as long as the method's object exists."""
     found = weakref.WeakMethod(method)
 
     def loaded(_: Any) -> None:
@@ -70,7 +70,7 @@ def _is_defined_by_torch(function: Any) -> bool:
 
 
 def is_hooked(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's step has hooks or was replaced; fast enough to be called in each step."""
+    """Return whether the optimizer's step has hooks or was replaced; fast enough to be called at each step."""
     own = vars(optimizer).get("step")  # learning rate schedulers wrap it to count calls
     # The attributes are missing if a subclass does not call torch's constructor.
     return bool(
@@ -192,7 +192,7 @@ class _Group:
         first = self.sources[0]
         position = 0
         if "momentum" in self.tensor_settings and not first["momentum"]:
-            return "momentum"  # for a momentum of 0, torch does not use the momentum buffers
+            return "momentum"  # if the momentum is 0, torch does not use the momentum buffers
         for name in self.tensor_settings:
             value = first[name]
             numbers = _as_list(value)

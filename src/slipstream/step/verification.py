@@ -1,11 +1,11 @@
-"""Verify a compiled step against the eager step and float64, without side effects.
+"""Verify a compiled step against the eager step and a float64 reference, without side effects.
 
 The verification computes the step for one batch four times on copies of the graph's inputs. The first computation uses
 the compiled code. The other three interpret the captured graph: in float64, with eager kernels, and with eager kernels
 and weights that are perturbed by the machine epsilon. The eager step then trains on the original inputs. The network's
 rounding error is the larger of the distances between the two eager interpretations and the float64 result. The compiled
-code and the eager step may differ from float64 by a small multiple of this error. A larger error of the eager step
-indicates that the captured graph does not contain the whole step. A larger error of the compiled code indicates a
+code and the eager step may differ from float64 by a small multiple of this error. A larger error in the eager step
+indicates that the captured graph does not contain the whole step. A larger error in the compiled code indicates a
 compiler bug.
 """
 
@@ -48,7 +48,7 @@ class NotCapturedError(SlipstreamError, RuntimeError):
 
     @staticmethod
     def inside(error: BaseException) -> NotCapturedError | None:
-        """Return `error` or the error that it wraps if this is a `NotCapturedError`, otherwise None."""
+        """Return the `NotCapturedError` that `error` is or wraps, or None if there is none."""
         candidates = (error, getattr(error, "inner_exception", None), error.__cause__)
         return next((each for each in candidates if isinstance(each, NotCapturedError)), None)
 
@@ -58,7 +58,7 @@ class OnlyEagerError(NotCapturedError):
 
 
 class UnstableGraphError(OnlyEagerError):
-    """A step needs a new graph too often, because a value that graphs treat as a constant changes."""
+    """A step needs a new graph too often, because a value that is part of the graph changes."""
 
 
 class BudgetExceededError(NotCapturedError):
@@ -249,7 +249,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class _Row:
-    """Errors of the results for one tensor, as norms of the difference from float64."""
+    """Errors of the results for one tensor, as norms of the difference from the float64 reference."""
 
     key: int
     name: str
@@ -327,7 +327,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Typical:
-    """Medians over all tensors of a kind. (A single tensor may be exact by chance, or have a zero gradient.)"""
+    """Medians over all tensors of a kind, because a single tensor may be exact by chance or have a zero gradient."""
 
     relative: float
     """Median of the rounding error relative to the change."""

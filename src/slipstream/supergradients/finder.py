@@ -54,7 +54,7 @@ class _Finder(ReplacementFinder):
 
     def spec_of(self, fullname: str) -> ModuleSpec:
         if fullname not in MODULES:
-            # `from MODULE import NAME` would replace a ModuleNotFoundError by an error that names no remedy.
+            # `from MODULE import NAME` would replace a ModuleNotFoundError with an error that names no remedy.
             raise ImportError(missing(fullname), name=fullname)
         return ModuleSpec(fullname, _Loader(), is_package=True)
 

@@ -1,4 +1,4 @@
-"""SuperGradients' functions that return the values of recipes."""
+"""SuperGradients' functions that return values from recipes."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def load_checkpoint_to_model(
     load_ema_as_net: bool = False,
     load_processing_params: bool = False,
 ) -> None:
-    """Load the weights of a file into a network; see `slipstream.apps.zoo.models.load`.
+    """Load weights from a file into a network; see `slipstream.apps.zoo.models.load`.
 
     The last three arguments have no effect: only weights are loaded, and the EMA weights are used if the file contains
     them.

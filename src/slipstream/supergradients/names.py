@@ -177,7 +177,7 @@ _TOPICS = (
         r"train_from_(kd_)?recipe|recipes",
         "use `slipstream train RECIPE`, or python -m slipstream.train_from_recipe",
     ),
-    (r"kd|distill", "use KDTrainer, and pass student=... and teacher=... to its method train"),
+    (r"kd|distill", "use KDTrainer, and pass student=... and teacher=... to its train method"),
     (
         r"detection|yolo|ssd|(?<!com)pose|keypoint|dekr|bbox|nms",
         "object detection and pose estimation are not supported, only semantic segmentation and image classification",
@@ -206,9 +206,9 @@ _TOPICS = (
     ),
     (
         r"processing",
-        "pass a list of transforms to the method set_dataset_processing_params(image_processor=[...]) of the network",
+        "pass a list of transforms to the network's method set_dataset_processing_params(image_processor=[...])",
     ),
-    (r"media", "the method predict of a network reads paths, Pillow images, arrays and tensors"),
+    (r"media", "a network's predict method reads paths, Pillow images, arrays and tensors"),
     (r"checkpoints_dir", "use Trainer(...).checkpoints_dir_path; an experiment has a single folder"),
     (r"\bmodules\b", "use modules from torch.nn or timm, or networks from models.get"),
     (r"visual", "use `slipstream predict`, or slipstream.visualization"),

@@ -74,7 +74,7 @@ def callback_hooks(entries: Sequence[Any]) -> list[Hook | dict[str, Any]]:
     """Return `phase_callbacks` as hooks: objects as hook objects, and names as hook configurations.
 
     Args:
-        entries: `Callback` and `Hook` objects, or names of such classes that are registered in HOOKS, written as for
+        entries: `Callback` and `Hook` objects, or names of such classes that are registered in HOOKS, in the syntax of
             SuperGradients' factories.
 
     Raises:
@@ -102,7 +102,7 @@ def _hook(entry: Any, config_path: str) -> Hook | dict[str, Any]:
 
 @HOOKS.register_module()
 class CallbackHook(Hook):
-    """Call the methods of a callback at their events.
+    """Call a callback's methods at their events.
 
     Args:
         callback: a `Callback`, or the configuration of one whose class is registered in HOOKS.
@@ -133,7 +133,7 @@ class CallbackHook(Hook):
         self._of_average = False
 
     def method_at(self, stage: str) -> Callable[..., None] | None:
-        """Return a function that calls the callback's events of that stage, or None if there are none."""
+        """Return a function that calls the callback's events for that stage, or None if there are none."""
         events = [event for event in _EVENTS_AT.get(stage, ()) if event in self._handlers]
         averages = stage in ("before_average_val", "after_average_val")
         if averages and (events or any(event in self._handlers for event in _AROUND_VALIDATIONS)):
@@ -235,9 +235,8 @@ class EarlyStop(EarlyStoppingHook):
         super().after_val_epoch(runner, metrics)
         if self.verbose and runner.is_training:
             best = self._sign * self._best
-            runner.logger.info(
-                f"EarlyStop: best {self.monitor} {best:.4g}, {self._waited} validation runs ago"
-            )
+            runs = f"{self._waited} validation run{'' if self._waited == 1 else 's'}"
+            runner.logger.info(f"EarlyStop: best {self.monitor} {best:.4g}, {runs} ago")
 
 
 @HOOKS.register_module()

@@ -43,8 +43,8 @@ _NAMED = {
 def at_user_paths(cfg: Mapping[str, Any]) -> Iterator[None]:
     """Rewrite the config paths in a Runner's errors to those in the user's configuration.
 
-    The `cfg` argument is the Runner's configuration, translated from the user's configuration. Errors in
-    configurations in the Runner's syntax do not change.
+    The `cfg` argument is the Runner's configuration, translated from the user's configuration. If the user's
+    configuration is in the Runner's syntax, errors are not changed.
     """
     try:
         yield

@@ -69,7 +69,7 @@ def config(
     """Return the Runner's configuration of a data loader.
 
     Exactly one of `name`, `dataloader_params.dataset` (a registered class) and `dataset` selects the dataset. By
-    default, loaders whose name ends in `_train` shuffle and drop the last incomplete batch.
+    default, loaders whose names end in `_train` shuffle the samples and drop the last incomplete batch.
 
     Args:
         name: a data loader name, or None.

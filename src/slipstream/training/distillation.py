@@ -29,8 +29,8 @@ __all__ = ["DistillationModel", "TeacherHook"]
 class _Teacher:
     """Holds the teacher without registering it as a submodule.
 
-    A deep copy of the model that contains this object shares the teacher, until the copy is converted (for example, to
-    another dtype).
+    A deep copy of the model that contains this object shares the teacher until the copy is converted, for example to
+    another dtype.
 
     Args:
         network: the teacher without its input adapter.
@@ -160,26 +160,33 @@ class DistillationModel(SupervisedModel):
         if self._kd_module is None or mode != "loss":
             return super().forward(inputs, targets, *others, mode=mode)
         inputs = inputs.float() if inputs.dtype == torch.uint8 else inputs
-        found: KDOutput = self._kd_module(inputs)
+        found = self.loss_inputs(None, inputs, targets)
         if self.training and targets is not None:
             self._count(found.student_output, inputs, targets)
         return self.losses(found, targets)
 
     def loss_inputs(self, outputs: Any, inputs: Tensor, targets: Tensor | None) -> KDOutput:
         """Return the outputs of both networks."""
-        if self._kd_module is not None:
-            found: KDOutput = self._kd_module(inputs)
-            return found
         if self._teacher.pending:
             raise ModelError(
                 "the teacher's weights have not been loaded; call init_weights() or load_teacher()"
             )
+        if self._kd_module is not None:
+            found: KDOutput = self._kd_module(inputs)
+            return found  # unchanged, because a subclass may return other tensors than class scores
         with torch.no_grad():
             taught = self._teacher.module(inputs)
         student, teacher = (
             super(DistillationModel, self).loss_inputs(found, inputs, targets) for found in (outputs, taught)
         )
         return KDOutput(student, teacher)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the student, and of the `kd_module`."""
+        super().train(mode)
+        if self._kd_module is not None:
+            self._kd_module.training = mode
+        return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply a conversion, such as a change of the device, to the teacher as well."""

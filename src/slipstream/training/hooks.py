@@ -31,15 +31,14 @@ class NewOptimizerHook(Hook):
         fresh = runner.optim_wrapper.state_dict()
         check(checkpoint["optimizer"], OPTIMIZER, "the resumed checkpoint", "optimizer")
         groups = checkpoint["optimizer"]["param_groups"]
-        for own, saved in zip(
-            fresh["param_groups"], groups, strict=False
-        ):  # not strict, because the schedulers check the number of groups
+        # Not strict, because the schedulers check the number of groups.
+        for own, saved in zip(fresh["param_groups"], groups, strict=False):
             own["lr"] = saved.get("lr", own["lr"])
         checkpoint["optimizer"] = fresh
 
 
 class PrePredictionHook(Hook):
-    """Call a function with each training batch when it is on the device, right before the step.
+    """Call a function with each training batch after its transfer to the device, right before the step.
 
     Args:
         callback: `callback(inputs, targets, batch_idx)` returns the new inputs and targets.
@@ -61,7 +60,7 @@ class PrePredictionHook(Hook):
         else:
             raise DataError(
                 f"pre_prediction_callback requires batches that are dicts or lists, not {type(data_batch).__name__}; "
-                "change collate_fn to return one"
+                "change collate_fn so that it returns a dict or a list"
             )
 
 

@@ -31,7 +31,7 @@ def is_distillation(recipe: Mapping[str, Any]) -> bool:
 
 
 def student_recipe(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe that trains the student by itself."""
+    """Return the recipe that trains the student without a teacher."""
     return _of_role(recipe, "student")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -91,4 +92,13 @@ def _teacher_of(module: KDModule) -> dict[str, Any]:
             "nn.Sequential(adapter, teacher)",
             "arch_params.teacher_input_adapter",
         )
+    networks = (module.student, module.teacher)
+    known = {id(tensor) for network in networks for tensor in chain(network.parameters(), network.buffers())}
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        if id(tensor) not in known:
+            raise ConfigError(
+                f"{type(module).__name__} contains '{name}' outside of the student and the teacher, so it would be "
+                "neither trained nor saved; move it into the student",
+                "kd_architecture",
+            )
     return {"teacher": module.teacher, "kd_module": module}

@@ -35,11 +35,11 @@ _NAMES = {
     "ChannelWiseKnowledgeDistillationLoss": "ChannelWiseKnowledgeDistillationLoss",
 }
 _NESTED = ("task_loss_fn", "distillation_loss_fn", "kd_loss", "ce_loss", "loss_fcn")
-"""Arguments of losses that are themselves losses."""
+"""Arguments of losses whose values are themselves losses."""
 
 _CONFIG_PATH = "training_params.loss"
 _ONLY = {"reduction": "mean", "smooth_dist": None, "from_logits": True}
-"""Arguments of the cross-entropy that support only one value."""
+"""Arguments of `CrossEntropyLoss` that support only one value."""
 
 
 @MODELS.register_module(name="RecipeCrossEntropy")

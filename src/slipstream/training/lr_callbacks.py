@@ -25,7 +25,7 @@ __all__ = ["LRCallbackBase", "LRCallbackHook", "split_schedule"]
 _PASSED = ("phase", "initial_lr", "update_param_groups", "train_loader_len", "net", "training_params")
 """Arguments of `LRCallbackBase` that are not keys of `training_params`."""
 _KEY = "lr_callback"
-"""Name of the message hub's info that contains the schedule's `lr`, so that checkpoints contain it."""
+"""Name under which the message hub stores the schedule's `lr`, so that checkpoints contain it."""
 
 
 class LRCallbackBase(PhaseCallback):
@@ -146,7 +146,7 @@ class LRCallbackHook(Hook):
     def _at(self, stage: str, runner: Runner, **values: Any) -> None:
         if self._called is not None and stage == self._stage:
             method = self._called.method_at(stage)
-            assert method is not None, "the callback has an event at this stage"
+            assert method is not None, "the callback must have an event at this stage"
             method(runner, **values)
             self._store(runner)
 
@@ -155,7 +155,7 @@ class LRCallbackHook(Hook):
         self._restore(runner)
 
     def _store(self, runner: Runner) -> None:
-        assert self._callback is not None, "the schedule has been called"
+        assert self._callback is not None, "the schedule must have been called"
         rates = self._callback.lr
         if isinstance(rates, Mapping):
             runner.message_hub.update_info(_KEY, {name: float(rate) for name, rate in rates.items()})

@@ -181,7 +181,7 @@ class _Mode:
     rate: Callable[[LRSchedule, int, float], float]
     """Function of the schedule, the batch after which the rate last changed, and the initial rate."""
     needs: tuple[tuple[str, ...], ...] = ()
-    """Required keys: exactly one key of each tuple."""
+    """Required keys: exactly one key from each tuple."""
     keys: tuple[str, ...] = ()
     """Optional keys of the mode."""
 

@@ -51,7 +51,7 @@ class _Overlap(IoUMetric):
 
     Args:
         num_classes: number of classes, greater than every class id. It may include the ignored class.
-        ignore_index: target id of ignored pixels, or several ids. Default: the dataset's.
+        ignore_index: target id of ignored pixels, or several ids. Default: the dataset's `ignore_index`.
 
     Raises:
         ConfigError: if `num_classes` is less than 2, or `ignore_index` contains anything other than integers.
@@ -129,7 +129,7 @@ class _Binary(_Overlap):
 
     Args:
         dist_sync_on_step: no effect, because counts are summed over all ranks when they are read.
-        ignore_index: target id of ignored pixels, or several ids. Default: the dataset's.
+        ignore_index: target id of ignored pixels, or several ids. Default: the dataset's `ignore_index`.
         threshold: probability, between 0 and 1.
         metrics_args_prep_fn: must be None.
 

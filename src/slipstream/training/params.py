@@ -88,7 +88,7 @@ class TrainingParams:
     cosine_final_lr_ratio: Annotated[float, "param_scheduler"] = 0.01
     multiply_head_lr: Annotated[
         float,
-        "no effect since SuperGradients 3.4 (a warning): set initial_lr to a dict of rates by name prefix",
+        "no effect since SuperGradients 3.4, and a warning is logged; set initial_lr to a dict of rates by name prefix",
     ] = 1
 
     # Optimizer, loss, metrics.
@@ -180,8 +180,8 @@ class TrainingParams:
                 raise ConfigError(refused.why, f"training_params.{key}")
         if self.multiply_head_lr != 1:
             logging.getLogger("slipstream").warning(
-                "training_params.multiply_head_lr has no effect, as in SuperGradients 3.4 and later; for other rates "
-                "of some layers, set initial_lr to a dict of rates by name prefix"
+                "training_params.multiply_head_lr has no effect, as in SuperGradients 3.4 and later; to train some "
+                "layers at a different rate, set initial_lr to a dict of rates by name prefix"
             )
         for key in (
             "max_epochs",

@@ -34,9 +34,9 @@ class LrPlotHook(Hook):
     """Save a plot of the learning rates of all steps as `lr_schedule.png` when training starts.
 
     Identical curves of parameter groups are drawn once. The plot marks the iteration at which a run resumed. The hook
-    rebuilds the schedules from their configurations and simulates all steps. If this is not possible, because a
-    schedule is an object or follows a metric, there are several optimizers, or the simulation takes over 3 seconds,
-    the hook logs the reason instead.
+    rebuilds the schedules from their configurations and simulates all steps. It does not support schedule objects,
+    schedules that follow a metric, several optimizers, or simulations that take longer than 3 seconds. In these cases,
+    it logs the reason instead of saving a plot.
     """
 
     filename = "lr_schedule.png"
@@ -74,16 +74,21 @@ def _warn_if_warmup_only(runner: Runner) -> None:
         if schedule.is_warmup_only:
             epochs, steps = schedule.warmup_epochs, schedule.warmup_batches
             runner.logger.warning(
-                f"The learning rate warm-up ({f'{epochs} epochs' if epochs else f'{steps} iterations'}) and "
-                f"cool-down ({schedule.lr_cooldown_epochs} epochs) fill the whole run of {schedule.max_epochs} epochs; "
+                f"The learning rate warm-up ({_counted(epochs, 'epoch') if epochs else _counted(steps, 'iteration')}) "
+                f"and cool-down ({_counted(schedule.lr_cooldown_epochs, 'epoch')}) fill the whole run of "
+                f"{_counted(schedule.max_epochs, 'epoch')}; "
                 f"reduce {'lr_warmup_epochs' if epochs else 'lr_warmup_steps'}, or set it to 0"
             )
+
+
+def _counted(number: int, unit: str) -> str:
+    return f"{number} {unit}{'' if number == 1 else 's'}"
 
 
 def draw(
     path: Path, at: Sequence[float], rates: Mapping[str, Sequence[float]], unit: str, resumed: float | None
 ) -> None:
-    """Write a PNG of the curves `rates` (by label) over the x positions `at`, with a mark at `resumed`."""
+    """Write a PNG file that plots the curves `rates` (by label) at the x positions `at`, and marks `resumed`."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

@@ -1,4 +1,4 @@
-"""Translate a SuperGradients recipe to the configuration of a Runner."""
+"""Translate a SuperGradients recipe into a Runner's configuration."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def recipe_config(recipe: Mapping[str, Any], launcher: str = "none") -> dict[str
 
 
 def gpus(recipe: Mapping[str, Any]) -> int | None:
-    """Return the number of devices of a recipe: 1 without data parallelism, or None for all available devices.
+    """Return the number of devices that a recipe uses: 1 without data parallelism, or None for all available devices.
 
     Raises:
         ConfigError: if `multi_gpu` or `num_gpus` is invalid.
@@ -115,7 +115,7 @@ def _check_keys(recipe: Mapping[str, Any]) -> None:
             continue
         if isinstance(value, Mapping) and get_close_matches(str(key), _KEYS, cutoff=_MISSPELT):
             raise UnknownNameError(f"unknown section{hint}", str(key))
-        # Recipes may define variables in addition to the known keys, so this is not an error.
+        # Recipes may define variables in addition to the known keys, so an unknown key is not an error.
         logging.getLogger("slipstream").warning("the recipe's key '%s' is unknown%s", key, hint)
 
 
@@ -143,8 +143,8 @@ def _network(recipe: Mapping[str, Any]) -> dict[str, Any]:
     name = _required(recipe, "architecture", str)
     if not (name.startswith(PREFIX) or "custom_imports" in recipe or name in MODELS):
         raise UnknownNameError(
-            f"no network is named '{name}'{did_you_mean(name, names())}; for a classification network of timm, set it "
-            f"to {PREFIX}NAME, and for your own network, register its class (available: {', '.join(names())})",
+            f"no network is named '{name}'{did_you_mean(name, names())}; for a classification network from timm, set "
+            f"architecture to {PREFIX}NAME; for your own network, register its class (available: {', '.join(names())})",
             "architecture",
         )
     return network_config(name, kept)

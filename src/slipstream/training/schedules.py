@@ -1,4 +1,4 @@
-"""Translate SuperGradients' learning-rate keys to schedules of a Runner."""
+"""Translate SuperGradients' learning-rate keys into a Runner's schedules."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class RecipeLR(_ParamScheduler):
     Without `lr_mode`, it only sets the rates during the warm-up; other schedulers set them afterwards.
 
     Args:
-        optimizer: see `_ParamScheduler`. `warmup_initial_lr` of a group overrides that of the schedule.
+        optimizer: see `_ParamScheduler`. A parameter group's `warmup_initial_lr` overrides that of the schedule.
         schedule: an `LRSchedule` or a dict of its fields.
 
     Raises:
-        ConfigError, UnknownNameError: if a field is invalid. The message names it.
+        ConfigError, UnknownNameError: if a field is invalid. The message names the field.
     """
 
     def __init__(self, optimizer: Any, schedule: LRSchedule | Mapping[str, Any]) -> None:

@@ -35,7 +35,7 @@ def visualizer(params: TrainingParams, experiment_name: str) -> dict[str, Any]:
     """
     backends: list[Any] = [*default_backends()]
     if not isinstance(params.sg_logger, str):
-        backends.append(params.sg_logger)  # this is a backend or its configuration
+        backends.append(params.sg_logger)  # `sg_logger` is a backend or its configuration
     elif params.sg_logger == "wandb_sg_logger":
         backends.append(_wandb(params.sg_logger_params, experiment_name))
     elif params.sg_logger != "base_sg_logger":

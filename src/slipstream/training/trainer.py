@@ -73,7 +73,7 @@ class Trainer:
         Args:
             model: a module that returns logits, or a tuple whose first element is the logits.
             training_params: keys of `TrainingParams`.
-            train_loader, valid_loader: data loaders of pairs (images, targets), or of dicts with `inputs` and
+            train_loader, valid_loader: data loaders that return pairs (images, targets), or dicts with `inputs` and
                 `targets`.
             test_loaders: further data loaders by name, evaluated every `run_test_freq` epochs.
             additional_configs_to_log: values to save with the run's configuration.
@@ -152,10 +152,10 @@ class Trainer:
         """Return the metrics of a network on a dataset.
 
         Args:
-            model: default: the network of the last call to `train`.
-            test_loader: default: the first test loader of the last call to `train`, or its validation loader if there
-                is no test loader.
-            test_metrics_list: in the form of `valid_metrics_list`, which is the default.
+            model: the network. Default: the network of the last call to `train`.
+            test_loader: the data loader. Default: the first test loader of the last call to `train`, or its validation
+                loader if there is no test loader.
+            test_metrics_list: the metrics, in the form of `valid_metrics_list`, which is the default.
             silent_mode: whether to log warnings only.
             use_ema_net: whether to test the EMA weights after training with `ema`.
         """
@@ -254,10 +254,10 @@ class Trainer:
     def resume_experiment(
         cls, experiment_name: str, ckpt_root_dir: str | Path | None = None, *, trust: bool = False
     ) -> tuple[nn.Module, list[dict[str, float]]]:
-        """Resume an experiment from its latest checkpoint, with the configuration stored in it.
+        """Resume an experiment from its latest checkpoint, with the configuration stored in the checkpoint.
 
         With `trust`, the stored configuration may import modules; see `Config.fromfile`. Environment variables and
-        files that it refers to are never read.
+        files that the configuration refers to are never read.
 
         Raises:
             CheckpointError: if there is no checkpoint, or the configuration contained objects that cannot be stored, or
@@ -266,7 +266,9 @@ class Trainer:
         trainer = cls(experiment_name, ckpt_root_dir=ckpt_root_dir)
         path = find_latest_checkpoint(trainer.checkpoints_dir_path)
         if path is None:
-            raise CheckpointError(f"no checkpoint found in {trainer.checkpoints_dir_path}")
+            raise CheckpointError(
+                f"no checkpoint found in {trainer.checkpoints_dir_path}; check experiment_name and ckpt_root_dir"
+            )
         cfg = stored_config(read_meta(path))
         if "model" not in cfg:
             raise CheckpointError(

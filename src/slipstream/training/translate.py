@@ -1,4 +1,4 @@
-"""Translate SuperGradients' `training_params`, network and loaders to the configuration of a Runner."""
+"""Translate SuperGradients' `training_params`, network and loaders into a Runner's configuration."""
 
 from __future__ import annotations
 

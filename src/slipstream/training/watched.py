@@ -45,7 +45,7 @@ class Watched:
 def watched_value(wanted: str, params: TrainingParams, config_path: str) -> Watched:
     """Return the metric or the loss with this name. Upper case and punctuation do not matter.
 
-    A loss has the name of its class, or `class/component`. The component alone is also accepted.
+    The name of a loss is that of its class, or `class/component`. The component alone is also accepted.
 
     Raises:
         UnknownNameError: if there is no such value, unless a metric object determines its names itself.

@@ -56,8 +56,8 @@ def tune(
 
     Args:
         model, optimizer, loss_fn: as for `accelerate`.
-        loader: an iterable over batches `(inputs, targets)`, which is iterated again when it ends.
-        budget: time limit, as a number of seconds or text such as `5m` or `1h30m`.
+        loader: an iterable over batches `(inputs, targets)`, which is restarted when it is exhausted.
+        budget: time limit, as a number of seconds or as text such as `5m` or `1h30m`.
         options: names of `OPTIONS` to measure; None means all.
         speed: the options of the baseline: `'auto'`, a dict of the fields of `SpeedPlan`, or None for no options.
         cache: whether to return the stored result of an earlier call with the same model, machine and versions, and to
@@ -75,7 +75,10 @@ def tune(
             "'prefetch' requires a Runner; in your own loop, use feed(loader, prefetch=2)", "options"
         )
     if "data_parallel" in names:
-        raise ConfigError("'data_parallel' requires a Runner's configuration", "options")
+        raise ConfigError(
+            "'data_parallel' requires a Runner's configuration; use tune_config or `slipstream tune`",
+            "options",
+        )
     _check_one_process()
     seconds = parse_budget(budget)
     make_job = _objects_job(model, loader, optimizer, loss_fn, speed)
@@ -174,7 +177,7 @@ def find_batch_size(
         loader: a `DataLoader` with a map-style dataset; its own batch size is not used.
         max_size: largest batch size to try.
         speed: the speed options, as for `accelerate`; None for no options.
-        budget: time limit, as a number of seconds or text such as `5m`.
+        budget: time limit, as a number of seconds or as text such as `5m`.
         report: called with each row as soon as it is measured.
 
     Raises:
@@ -207,7 +210,7 @@ def find_lr(
         start, end: the first and the last learning rate of the group with the largest learning rate.
         steps: number of steps. The test ends earlier if the loss exceeds four times its smallest value.
         speed: the speed options, as for `accelerate`; None for no options.
-        budget: time limit, as a number of seconds or text such as `5m`.
+        budget: time limit, as a number of seconds or as text such as `5m`.
 
     Raises:
         ConfigError: an argument is invalid.

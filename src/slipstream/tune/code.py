@@ -1,4 +1,4 @@
-"""Describe the code and the settings of objects, from which the cache key is computed."""
+"""Describe the code and the settings of objects. The cache key is computed from these descriptions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from slipstream.tune.references import (
 __all__ = ["UndescribedError", "describe_callable", "describe_model", "digest"]
 
 _INTERNAL = frozenset(vars(nn.Module()))
-"""Attributes that every module has. This includes `training`, which trials set."""
+"""Attributes that every module has, including `training`, which trials set."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MOST = 100_000
 """Largest number of values in a description. A larger number indicates data rather than settings."""
@@ -301,7 +301,7 @@ class _Description:
 
 
 def _plain(value: Any) -> str | None:
-    """Describe a value without references to other objects; return None for other values."""
+    """Describe a value that does not refer to other objects; return None for other values."""
     if isinstance(value, enum.Enum):
         return None
     if isinstance(value, _BY_REPR) or type(value).__module__ == "typing":

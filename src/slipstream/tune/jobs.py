@@ -104,7 +104,7 @@ def merged_speed(speed: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class WarningLog(logging.Handler):
-    """Stores the warnings of a run. If an option is not in effect, they contain the reason."""
+    """Stores the warnings of a run. If an option is not in effect, the warnings contain the reason."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -119,8 +119,8 @@ class WarningLog(logging.Handler):
 class RunnerJob:
     """Train a Runner's configuration without validation, checkpoints and trackers.
 
-    The first batches of the first epoch are repeated in one pass that does not end, with the same augmentation. If the
-    loader has no batch sampler, and for the learning rate range test, all batches are used.
+    The first batches of the first epoch are repeated in one endless pass, with the same augmentation. If the loader has
+    no batch sampler, and for the learning rate range test, all batches are used.
     """
 
     cfg: Mapping[str, Any]
@@ -188,7 +188,7 @@ class RunnerJob:
             if (value := getattr(self.setting, key)) is not None:
                 changes[key] = value
         if "dataloader" not in loader and changes.get("num_workers", loader.get("num_workers", 0)):
-            changes["persistent_workers"] = True  # no step may include the start of workers
+            changes["persistent_workers"] = True  # no timed step may include the start of workers
         return {**loader, **changes}
 
     def _describe(self, runner: Any, warnings: list[str], shapes: set[Any]) -> dict[str, Any]:
@@ -263,7 +263,7 @@ def _repeated(loader: DataLoader[Any], batches: EpochBatchSampler, count: int) -
 
 @dataclass(frozen=True)
 class ObjectsJob:
-    """Train the user's model with `accelerate`. The loader is iterated again when it ends."""
+    """Train the user's model with `accelerate`. The loader is restarted when it is exhausted."""
 
     model: nn.Module
     loader: Any

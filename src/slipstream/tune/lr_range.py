@@ -43,7 +43,7 @@ class LrRange:
         """The losses before divergence, as an exponential moving average with bias correction.
 
         The average is computed forward and then backward, because an average in only one direction is delayed by about
-        1 / (1 - decay) steps, which would increase the suggestion. The losses after divergence are left out, because
+        1 / (1 - decay) steps, which would increase the suggestion. The losses after divergence are omitted, because
         the backward average would spread them over the preceding steps.
         """
         return _average(_average(_before_divergence(self.losses))[::-1])[::-1]
@@ -74,7 +74,7 @@ class LrRange:
         return f"{text} ({len(self.rates)} steps from {self.rates[0]:.2g} to {self.rates[-1]:.2g})."
 
     def plot(self, path: str | Path) -> Path:
-        """Write a PNG file with the losses over the learning rate, atomically.
+        """Write a PNG file that shows the losses against the learning rate, atomically.
 
         Raises:
             MissingPackageError: matplotlib is not installed.

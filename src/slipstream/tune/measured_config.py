@@ -30,7 +30,7 @@ def keep_training_only(cfg: Config, work_dir: str | Path) -> None:
 
 
 def hook_class(hook: Any) -> Any:
-    """Return the class of a hook or of a hook's configuration; for an invalid configuration, any value."""
+    """Return the class of a hook or of a hook's configuration; for an invalid configuration, return its `type`."""
     if not isinstance(hook, Mapping):
         return type(hook)
     kind = hook.get("type")

@@ -66,7 +66,7 @@ class Timer(Observer):
         self._done += 1
         if self._done == self._timed:
             _synchronize()
-            # A median over single steps would leave out waits for data and, with accumulation, the updates.
+            # A median over individual steps would miss waits for data and, with accumulation, the updates.
             mean = self._since_last() / self._timed
             self.connection.send(
                 {"event": "timed", "seconds": mean, "peak_mib": peak_mib(), "loss": float(loss)}
@@ -74,7 +74,7 @@ class Timer(Observer):
             self._await_request()
 
     def _warm_up(self, loss: Tensor) -> None:
-        self._losses.append(float(loss))  # this waits for the device
+        self._losses.append(float(loss))  # waits for the device
         self.connection.send({"event": "step", "seconds": self._since_last()})
         if len(self._losses) == self._warmup:
             described = {"losses": self._losses, "peak_mib": peak_mib(), **self.describe()}
@@ -98,13 +98,13 @@ class Timer(Observer):
 SMOOTHING = 0.9
 """Decay of the exponential moving average of the losses in a learning rate range test."""
 SETTLING = 10
-"""Number of steps after which the average hardly depends on single batches."""
+"""Number of steps after which the average hardly depends on individual batches."""
 _LIMIT = 4.0
 """If the ratio of a loss to the smallest smoothed loss is larger than this, the sweep diverges."""
 
 
 def largest_loss(best: float) -> float:
-    """Return the loss above which a sweep diverges: four times the smallest smoothed loss, if this is positive."""
+    """Return the loss above which a sweep diverges: `4 * best` if `best`, the smallest smoothed loss, is positive."""
     return best + (_LIMIT - 1) * abs(best)
 
 
@@ -153,7 +153,7 @@ class LrSweep(Observer):
             raise Finished
 
     def _diverges(self, loss: float) -> bool:
-        # The losses of single batches are too noisy to compare.
+        # The losses of individual batches are too noisy to compare.
         steps = len(self._losses)
         self._average = SMOOTHING * self._average + (1 - SMOOTHING) * loss
         smoothed = self._average / (1 - SMOOTHING**steps)
@@ -167,7 +167,7 @@ def total_loss(logs: Mapping[str, Any]) -> Tensor:
     """Return the loss that a training step minimizes, from the dict that the step returns.
 
     Raises:
-        ModelError: no entry is a loss, so that a trial could not be compared with the baseline.
+        ModelError: no entry is a loss, so a trial cannot be compared with the baseline.
     """
     if "loss" in logs:
         return torch.as_tensor(logs["loss"])

@@ -184,7 +184,7 @@ def _data_parallel(kind: str, capabilities: Capabilities, batches: Batches) -> C
     count = min(cores(), 2) if on_cpu else torch.accelerator.device_count()
     size, why = batches.size, ""
     if count < 2:
-        why = f"requires several {'cores' if on_cpu else 'devices'}"
+        why = f"requires at least two {'cores' if on_cpu else 'devices'}"
     elif size is None or size % count:
         why = f"requires a batch size that is divisible by {count}, not {size}"
     local_size = None if size is None else size // max(count, 1)

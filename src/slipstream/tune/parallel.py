@@ -25,7 +25,7 @@ Train = Callable[[Observer, Path], None]
 
 
 class _Averaged(Observer):
-    """Passes losses to another observer: during the warm-up the mean over all processes, then the local loss."""
+    """Passes losses to another observer: the mean over all processes during the warm-up, then the local loss."""
 
     def __init__(self, inner: Observer) -> None:
         self._inner, self._left = inner, WARMUP

@@ -70,7 +70,7 @@ class TrialError(Exception):
 
 
 class Process:
-    """A process that runs a job. Use it in a `with` block: at its end, the process and all its descendants are killed.
+    """A process that runs a job. At the end of a `with` block, the process and all its descendants are killed.
 
     Args:
         job: the run to execute.

@@ -75,8 +75,8 @@ class Outcome:
     total: Estimate | None = None
     """Step time of the baseline divided by that of the plan; None if no option is adopted."""
     total_is_product: bool = False
-    """Whether `total` is the product of the ratios of single options instead of a direct measurement. In this case, its
-    `low` and `high` are also products, which do not form an interval of known probability."""
+    """Whether `total` is the product of the options' ratios instead of a direct measurement. In this case, its `low`
+    and `high` are also products, which do not form an interval of known probability."""
     compile_seconds: float = 0.0
     """Compilation time of the plan, in seconds."""
     steps_per_epoch: int | None = None
@@ -124,7 +124,7 @@ class _Running:
 
 
 class Search:
-    """Measure the candidates one after the other, each combined with the options adopted before.
+    """Measure the candidates one after the other, each combined with the options adopted so far.
 
     Args:
         make_job: returns the run for a setting.
@@ -226,7 +226,10 @@ class Search:
                 f"the losses of the baseline are not finite ({running.warm['losses']}); fix the training run first"
             )
         if running.warm["problem"]:
-            raise SlipstreamError(f"the baseline's own options are not in effect: {running.warm['problem']}")
+            raise SlipstreamError(
+                f"the baseline's own options are not in effect: {running.warm['problem']}; fix the cause, or "
+                "remove the options"
+            )
         self.outcome.baseline_mib = running.peak_mib
         return running
 
@@ -237,7 +240,8 @@ class Search:
             needed = f"at least {_shown(4 * self._budget)}"
         else:
             step = median(seconds)
-            found = f"the baseline finished {len(seconds)} steps within this time, and a step takes {_shown(step)}"
+            steps = f"{len(seconds)} step{'' if len(seconds) == 1 else 's'}"
+            found = f"the baseline finished {steps} within this time, and a step takes {_shown(step)}"
             needed = f"about {_shown(2 * (sum(seconds[:1]) + 6 * step) + 2 * _MIN_ROUNDS * 4 * step)}"
         return ConfigError(
             f"{_shown(self._budget)} is too short: {found}; one trial needs {needed}", "budget"
@@ -247,8 +251,8 @@ class Search:
         needed = 2 * self._baseline.startup + self._rounds_seconds
         if needed > self._budget:
             raise ConfigError(
-                f"{_shown(self._budget)} is too short for one trial; the minimum found is {_shown(needed)}: two starts "
-                f"of {_shown(self._baseline.startup)}, and {_MIN_ROUNDS} rounds with steps of "
+                f"{_shown(self._budget)} is too short for one trial; the estimated minimum is {_shown(needed)}: two "
+                f"starts of {_shown(self._baseline.startup)}, and {_MIN_ROUNDS} rounds with steps of "
                 f"{_shown(self._baseline.step)}",
                 "budget",
             )
@@ -476,7 +480,7 @@ def _judged(row: Row, found: Estimate | None) -> Row:
     if found.rounds < _MIN_ROUNDS:
         if found.high < _CLEARLY_WORSE:
             return replace(row, status="slower")
-        return replace(row, status="inconclusive", reason=f"the budget ended after {found.rounds} rounds")
+        return replace(row, status="inconclusive", reason=f"the budget ended after round {found.rounds}")
     if found.low > 1 and found.ratio >= _MIN_GAIN:
         return replace(row, status="adopted")
     if found.high < 1:

@@ -135,7 +135,7 @@ class LocalVisBackend(BaseVisBackend):
         self._files.clear()
 
     def _append(self, name: str, line: str) -> None:
-        """Append a line. If the file cannot be written, report this once without ending the run."""
+        """Append a line. If the file cannot be written, report the problem once without ending the run."""
         try:
             self._file(name).write(line)
         except OSError as error:

@@ -179,7 +179,9 @@ def _check_rows(
     for index, row in enumerate(rows):
         if len(row) != len(titles):
             raise DataError(
-                f"row {index} has {len(row)} images, but there are {len(titles)} titles; pass one title per image"
+                f"row {index}: the number of images ({len(row)}) must match the number of titles ({len(titles)})"
             )
     if captions and len(captions) != len(rows):
-        raise DataError(f"there are {len(captions)} captions for {len(rows)} rows; pass one caption per row")
+        raise DataError(
+            f"the number of captions ({len(captions)}) must match the number of rows ({len(rows)})"
+        )

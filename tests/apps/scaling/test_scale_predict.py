@@ -113,19 +113,18 @@ def test_measured_step_time_must_be_positive():
 
 
 @pytest.mark.parametrize("n", [1, 2, 8, 64, 512])
-def test_slowest_of_n_agrees_with_random_samples(n):
+def test_expected_slowest_of_n_agrees_with_random_samples(n):
     drawn = np.random.default_rng(0).standard_normal((20_000, n)).max(axis=1).mean()
     assert slowest_of(n) == pytest.approx(drawn, abs=0.03)
 
 
-def test_best_is_the_fastest_that_fits():
+def test_best_prediction_is_the_fastest_that_fits():
     model = segformer_1b(512, 512)
     cluster = make_cluster(GPUS["h100"], NETWORKS["ib400"], 64, 8)
     found = [predict(model, cluster, Strategy(kind), 2) for kind in KINDS]
     assert best(found).step_time == min(p.step_time for p in found)
-    small = replace(
-        cluster, memory=15e9
-    )  # DDP does not fit: it requires 18 bytes for each of 1.04e9 parameters
+    # DDP does not fit, because it requires 18 bytes for each of the 1.04e9 parameters.
+    small = replace(cluster, memory=15e9)
     found = [predict(model, small, Strategy(kind), 1) for kind in KINDS]
     assert [p.fits for p in found] == [False, True, True]
     assert best(found).strategy.kind != "ddp"
@@ -143,7 +142,7 @@ def test_slow_networks_favor_hsdp_over_fsdp2_for_a_large_model():
 
 
 @pytest.mark.parametrize("gpus", [12, 20])
-def test_gpus_must_be_a_multiple_of_gpus_per_node(gpus):
+def test_number_of_gpus_must_be_a_multiple_of_the_gpus_per_node(gpus):
     with pytest.raises(
         ConfigError, match=rf"the number of GPUs \({gpus}\) is not a multiple of the GPUs per node \(8\)"
     ):
@@ -155,7 +154,7 @@ def test_number_of_gpus_must_be_positive():
         make_cluster(GPUS["h100"], NETWORKS["ib400"], 0, 8)
 
 
-def test_part_of_one_node_does_not_use_the_network():
+def test_gpus_within_one_node_do_not_use_the_network():
     four = make_cluster(GPUS["h100"], NETWORKS["eth25"], 4, 8)
     assert (four.local, four.machines) == (4, 1)
 

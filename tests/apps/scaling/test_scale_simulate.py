@@ -29,7 +29,8 @@ def spans(schedule, name):
 
 
 def test_ddp_reduces_buckets_during_the_backward_pass():
-    # Forward 0-3; backward of block 2: 3-5, 1: 5-7, 0: 7-9. Each bucket is one block of 3 MiB, reduced in 3 s.
+    # Forward runs at 0-3 s, and backward at 3-5 s (block 2), 5-7 s (block 1) and 7-9 s (block 0). Each bucket is one
+    # block of 3 MiB, which is reduced in 3 s.
     schedule = simulate(
         model(3, 3, 3), cluster(), plain("ddp", bucket_bytes=2 * MIB), Work([1] * 3, [2] * 3, 10)
     )
@@ -59,8 +60,10 @@ def test_collectives_block_computation_without_overlap():
 def test_fsdp2_gathers_one_unit_ahead_and_reduce_scatters_gradients():
     # Units of 2 MiB: a gather or a scatter takes 1 s. Forward takes 2 s per unit, backward 3 s.
     schedule = simulate(model(2, 2, 2), cluster(), plain("fsdp2"), Work([2] * 3, [3] * 3, 0))
-    # Forward: gather 0-1; unit 0 runs 1-3 with the next gather 1-2; unit 1 3-5, gather 3-4; unit 2 5-7.
-    # Backward: gather 7-8; unit 2 runs 8-11 with gather 8-9; unit 1 11-14; unit 0 14-17.
+    # Forward: the first gather runs at 0-1 s. Unit 0 runs at 1-3 s (next gather: 1-2 s), unit 1 at 3-5 s (next gather:
+    # 3-4 s) and unit 2 at 5-7 s.
+    # Backward: the first gather runs at 7-8 s. Unit 2 runs at 8-11 s (next gather: 8-9 s), unit 1 at 11-14 s and unit 0
+    # at 14-17 s.
     # Each reduce-scatter is queued when its unit finishes, before the gather for the unit after the next one.
     assert spans(schedule, "all-gather") == [(0, 1), (1, 2), (3, 4), (7, 8), (8, 9), (12, 13)]
     assert spans(schedule, "reduce-scatter") == [(11, 12), (14, 15), (17, 18)]

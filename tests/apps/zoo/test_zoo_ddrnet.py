@@ -117,7 +117,7 @@ def test_forward_equals_reference_with_supergradients_weights(name):
         torch.testing.assert_close(network(x), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_learning_rate_prefixes_of_the_recipes_match_parameters():
+def test_learning_rate_prefixes_in_recipes_match_parameters():
     with torch.device("meta"):
         names = [n for n, _ in ddrnet_39().named_parameters()]
     prefixes = [

@@ -100,7 +100,7 @@ def test_seg_kd_loss_weights_each_output():
     torch.testing.assert_close(found, wanted)
 
 
-def test_losses_that_return_several_values_are_summed():
+def test_task_losses_that_return_several_values_are_supported():
     student, teacher = outputs(2, 3, seed=4)
     targets = torch.tensor([0, 2])
 
@@ -141,5 +141,5 @@ def test_invalid_arguments_and_missing_teachers_are_rejected():
     logits, targets = torch.zeros(1, 2, 2, 2), torch.zeros(1, 2, 2, dtype=torch.long)
     with pytest.raises(ModelError, match="train with KDTrainer"):
         KDLogitsLoss(ce)(logits, targets)
-    with pytest.raises(ModelError, match="has 2 weights, but the student has 1 outputs"):
+    with pytest.raises(ModelError, match=r"of its weights \(2\); the numbers of outputs are 1 \(student\)"):
         SegKDLoss(kd, ce, [1.0, 1.0], [1.0, 1.0])(KDOutput(logits, logits), targets)

@@ -114,7 +114,7 @@ def test_loss_does_not_synchronize_with_the_device():
         sum(MultiHeadCrossEntropy()(outputs, targets).values()).backward()
 
 
-def test_loss_compiles_without_graph_breaks_to_equal_outputs():
+def test_compiled_loss_has_no_graph_breaks_and_equal_outputs():
     outputs, targets = batch()
     loss = MultiHeadCrossEntropy()
     compiled = torch.compile(loss, fullgraph=True, dynamic=False, backend="eager")
@@ -123,11 +123,11 @@ def test_loss_compiles_without_graph_breaks_to_equal_outputs():
 
 def test_more_outputs_than_weights_raise_error():
     outputs, targets = batch(heads=3)
-    with pytest.raises(ModelError, match="2 weights, but the network has 3 outputs"):
+    with pytest.raises(ModelError, match=r"each of the network's outputs \(3\), but has only 2"):
         MultiHeadCrossEntropy((1.0, 0.4))(outputs, targets)
 
 
-def test_loss_is_built_by_name_from_lists():
+def test_loss_is_built_by_name_and_accepts_lists():
     loss = MODELS.build({"type": "MultiHeadCrossEntropy", "weights": [1, 0.5], "ignore_index": 19})
     assert loss.weights == (1, 0.5)
     assert loss.ignore_index == 19

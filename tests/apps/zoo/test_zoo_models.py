@@ -316,7 +316,7 @@ def test_load_backbone_requires_a_backbone(tmp_path):
 
 def test_loose_loading_rejects_a_file_of_a_different_network(trained):
     _, write = trained
-    with pytest.raises(CheckpointError, match="contains no tensor of this model"):
+    with pytest.raises(CheckpointError, match="contains none of this model's tensors"):
         models.get("segformer_b0", 5, checkpoint_path=write(dict), strict_load=False)
 
 

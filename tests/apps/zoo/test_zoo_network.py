@@ -19,7 +19,7 @@ from slipstream.errors import ConfigError, DataError, ModelError
 Image = pytest.importorskip("PIL.Image")
 
 # The backbone attribute, the number of BatchNorms (excluding auxiliary heads), and the number that fusion cannot remove
-# because their input is a pooling, a sum or a concatenation.
+# because their input is the output of a pooling layer, a sum or a concatenation.
 NETWORKS = {
     "pp_lite_t_seg": ("encoder", 46, 0),
     "stdc1_seg": ("cp", 38, 0),
@@ -278,7 +278,7 @@ def test_unknown_data_logs_a_warning_and_invalid_transforms_raise_an_error(monke
         network.set_dataset_processing_params(image_processor=[*CLASSIFY, {"type": "CenterCrop", "size": 4}])
     network.set_dataset_processing_params(class_names=["one"])
     network.set_dataset_processing_params(image_processor=CLASSIFY)
-    with pytest.raises(ConfigError, match="2 classes, but there are 1 names"):
+    with pytest.raises(ConfigError, match="2 classes, but the number of class names is 1"):
         network.predict(picture())
 
 

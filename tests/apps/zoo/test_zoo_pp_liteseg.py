@@ -167,7 +167,7 @@ def test_dropout_is_active_only_in_training():
     assert torch.equal(network(x), network(x))
 
 
-def test_initial_weights_follow_he_and_norms_start_as_identity():
+def test_weights_are_initialized_as_in_he_and_norms_start_as_identity():
     torch.manual_seed(0)
     network = pp_lite_t_seg()
     conv, norm, _ = network.encoder.proj_convs[2].seq
@@ -197,7 +197,7 @@ def test_network_and_loss_compile_as_a_single_graph_with_the_same_gradients():
 
 
 def test_network_uses_no_scatter():
-    """With F.interpolate, the gradients of the network are zero when it is compiled for a CPU. See `resize`."""
+    """With F.interpolate, the network's gradients are zero when it is compiled for a CPU; see `resize`."""
     seen = set()
 
     class Record(TorchDispatchMode):
@@ -211,7 +211,7 @@ def test_network_uses_no_scatter():
     assert torch.ops.aten.upsample_bilinear2d not in seen
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # the ONNX export in tests/e2e/test_cli_export.py also exports this network
 def test_exported_network_returns_equal_outputs():
     torch.manual_seed(0)
     network = pp_lite_t_seg(num_classes=4).eval()

@@ -106,7 +106,7 @@ def test_every_parameter_has_a_gradient():
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in network.parameters())
 
 
-def test_initial_weights_follow_he_and_norms_start_as_identity():
+def test_weights_are_initialized_as_in_he_and_norms_start_as_identity():
     torch.manual_seed(0)
     network = resnet18()
     weight = network.layer4[1].conv2.weight
@@ -115,7 +115,7 @@ def test_initial_weights_follow_he_and_norms_start_as_identity():
     assert (network.layer1[0].bn2.bias == 0).all()
 
 
-def test_network_compiles_without_graph_breaks_to_equal_outputs():
+def test_compiled_network_has_no_graph_breaks_and_equal_outputs():
     torch.manual_seed(0)
     network = resnet18(num_classes=5, small_input=True).eval()
     x = torch.randn(2, 3, 16, 16)

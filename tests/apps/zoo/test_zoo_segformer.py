@@ -121,7 +121,7 @@ def test_logits_have_the_size_of_the_input(size):
 
 
 @pytest.mark.parametrize("size", [(31, 64), (64, 31)])
-def test_too_small_images_raise_error(size):
+def test_images_that_are_too_small_raise_error(size):
     with pytest.raises(
         ModelError, match=f"at least 32 x 32 pixels, not {size[0]} x {size[1]}; enlarge or pad"
     ):

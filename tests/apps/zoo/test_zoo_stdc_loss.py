@@ -287,7 +287,7 @@ def test_loss_does_not_synchronize_with_the_device():
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_loss_compiles_without_graph_breaks_to_the_same_loss_and_gradient(dynamic):
+def test_compiled_loss_has_no_graph_breaks_and_the_same_value_and_gradient(dynamic):
     outputs, targets = stdc_batch()
     loss = STDCLoss(ignore_index=IGNORE)
     compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend="aot_eager")
@@ -314,7 +314,7 @@ def test_inductor_keeps_all_gradients():
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_number_of_outputs_must_match_number_of_weights(count):
     outputs, targets = stdc_batch()
-    with pytest.raises(ModelError, match=f"4 weights, but the network has {count} outputs"):
+    with pytest.raises(ModelError, match=rf"each of the network's outputs \({count}\), but has 4"):
         STDCLoss(ignore_index=IGNORE)((outputs * 2)[:count], targets)
 
 

@@ -22,7 +22,7 @@ from slipstream.training.recipe import recipe_config
 
 
 class Tiny(nn.Module):
-    """A network with those attributes of timm's networks that Slipstream reads."""
+    """A network with the attributes of timm's networks that Slipstream reads."""
 
     pretrained_cfg: ClassVar = {"classifier": "head.fc"}
 

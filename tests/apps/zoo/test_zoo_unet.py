@@ -60,7 +60,7 @@ def test_outputs_match_an_independent_computation():
     torch.testing.assert_close(network(x), out, rtol=1e-9, atol=1e-9)
 
 
-def test_images_of_any_size_from_16_are_accepted():
+def test_images_of_at_least_16_x_16_pixels_are_accepted():
     network = models.get("unet", 3).eval()
     with torch.no_grad():
         assert network(torch.zeros(1, 3, 33, 50)).shape == (1, 3, 33, 50)

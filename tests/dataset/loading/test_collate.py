@@ -18,7 +18,7 @@ def test_collate_functions_are_registered():
     assert FUNCTIONS.get("default_collate") is default_collate is torch.utils.data.default_collate
 
 
-def test_dicts_become_dicts_of_lists_of_the_same_objects():
+def test_dicts_are_collated_to_a_dict_of_lists_of_the_same_objects():
     samples = [{"inputs": torch.zeros(3, n, n), "meta": {"path": f"{n}.png"}} for n in (2, 5)]
     batch = pseudo_collate(samples)
     assert list(batch) == ["inputs", "meta"]

@@ -96,13 +96,13 @@ def test_early_break_closes_the_loader_and_the_next_pass_is_complete():
     assert list(batches) == list(range(9))
 
 
-def test_ahead_continues_an_iterator():
+def test_ahead_method_continues_an_iterator():
     loader = iter(range(9))
     assert next(loader) == 0
     assert list(fed(range(9)).ahead(loader)) == list(range(1, 9))
 
 
-def test_cpu_feed_returns_batches_unchanged_and_draws_nothing_ahead():
+def test_cpu_feed_returns_batches_unchanged_without_drawing_ahead():
     batch, drawn = {"x": torch.ones(2)}, []
 
     def loader():
@@ -287,7 +287,7 @@ def test_length_matches_the_loader():
     "tensor", [torch.eye(3).to_sparse(), torch.ones(1, 4).expand(3, 4), torch.ones(2, 3).T], ids=str
 )
 def test_tensors_of_all_layouts_are_pinned(tensor, monkeypatch):
-    """`pin_memory` copies strided tensors, which fails if elements share memory."""
+    """`pin_memory` copies strided tensors. The copy fails if elements share memory."""
     monkeypatch.setattr(
         torch.Tensor,
         "pin_memory",

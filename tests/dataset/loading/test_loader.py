@@ -128,7 +128,7 @@ def test_seeded_dataset_forwards_attributes_and_accepts_any_index():
         _ = seeded.nothing
 
 
-def test_tensor_batches_equal_default_collate():
+def test_tensor_batches_equal_those_of_default_collate():
     data = TensorDataset(torch.arange(14.0).view(7, 2), torch.arange(7), torch.ones(7, 1, 3).bfloat16())
     loader = build(dict(dataset=data, batch_size=3, sampler=dict(type="DefaultSampler", shuffle=True)))
     set_epoch(loader, 4)
@@ -185,7 +185,7 @@ def test_num_batch_per_epoch_ends_an_epoch_early():
     assert content(cut, 1, start=1) == content(whole, 1)[1:2]
 
 
-def test_endless_loader_is_infinite_and_starts_at_any_batch():
+def test_endless_loader_is_infinite_and_can_start_at_any_batch():
     loader = build(dict(dataset=Draws(4), batch_size=3, sampler=dict(type="InfiniteSampler")))
     assert is_infinite(loader)
     assert not is_infinite(build(dict(dataset=Draws(4), batch_size=3)))
@@ -197,7 +197,7 @@ def test_endless_loader_is_infinite_and_starts_at_any_batch():
     assert sorted(torch.cat([b[0] for b in stream])[:4].tolist()) == [0, 1, 2, 3]
 
 
-def test_collate_fn_is_a_name_a_dict_or_a_function():
+def test_collate_fn_can_be_a_name_a_dict_or_a_function():
     for collate in (
         "pseudo_collate",
         dict(type="pseudo_collate"),
@@ -210,7 +210,7 @@ def test_collate_fn_is_a_name_a_dict_or_a_function():
 
 @pytest.mark.parametrize("key", ["collate_fn", "worker_init_fn"])
 @pytest.mark.parametrize("name", ["os.abort", "os.system", "builtins.eval", "__import__"])
-def test_functions_are_only_looked_up_in_the_registry(key, name):
+def test_function_names_are_only_looked_up_in_the_registry(key, name):
     for entry in (name, dict(type=name)):
         with pytest.raises(UnknownNameError, match=f"'{name}' is not a registered function"):
             build(dict(dataset=Draws(2), batch_size=2, **{key: entry}))
@@ -220,7 +220,7 @@ def test_functions_are_only_looked_up_in_the_registry(key, name):
         build(dict(dataset=Draws(2), batch_size=2, **{key: 3}))
 
 
-def test_worker_init_fn_is_a_registered_name(monkeypatch):
+def test_worker_init_fn_can_be_a_registered_name(monkeypatch):
     called = []
     monkeypatch.setitem(FUNCTIONS.module_dict, "init_worker", lambda worker, value: called.append(value))
     loader = build(dict(dataset=Draws(2), batch_size=2, worker_init_fn=dict(type="init_worker", value=3)))
@@ -246,15 +246,15 @@ def test_dataset_is_built_from_its_configuration():
     ("change", "error", "message"),
     [
         (dict(batchsize=2), ConfigError, "train_dataloader: a data loader has no option 'batchsize'; did you mean"),
-        (dict(batch_size=0), ConfigError, "train_dataloader.batch_size: must be int from 1 to 10**8, not 0"),
-        (dict(batch_size="8"), ConfigError, "train_dataloader.batch_size: must be int from 1 to 10**8, not '8'"),
-        (dict(batch_size=2.5), ConfigError, "train_dataloader.batch_size: must be int from 1 to 10**8, not 2.5"),
-        (dict(batch_size=True), ConfigError, "train_dataloader.batch_size: must be int from 1 to 10**8, not True"),
+        (dict(batch_size=0), ConfigError, "train_dataloader.batch_size: must be an int from 1 to 10**8, not 0"),
+        (dict(batch_size="8"), ConfigError, "train_dataloader.batch_size: must be an int from 1 to 10**8, not '8'"),
+        (dict(batch_size=2.5), ConfigError, "train_dataloader.batch_size: must be an int from 1 to 10**8, not 2.5"),
+        (dict(batch_size=True), ConfigError, "train_dataloader.batch_size: must be an int from 1 to 10**8, not True"),
         (dict(num_workers=-1), ConfigError, "train_dataloader.num_workers: must be an integer from 0 to 1024"),
         (dict(num_workers=10**9), ConfigError, "train_dataloader.num_workers: must be an integer from 0 to 1024"),
         (dict(prefetch_factor=True), ConfigError, "train_dataloader.prefetch_factor: must be an integer from 1"),
-        (dict(timeout=math.nan), ConfigError, "train_dataloader.timeout: must be float of at least 0, not nan"),
-        (dict(drop_last="false"), ConfigError, "train_dataloader.drop_last: must be bool, not 'false'"),
+        (dict(timeout=math.nan), ConfigError, "train_dataloader.timeout: must be a float of at least 0, not nan"),
+        (dict(drop_last="false"), ConfigError, "train_dataloader.drop_last: must be a bool, not 'false'"),
         (dict(dataset=3), ConfigError, "train_dataloader.dataset: must be a dataset or a dict"),
         (dict(sampler=2.5), ConfigError, "train_dataloader.sampler: must be a sampler or a dict"),
         (dict(num_batch_per_epoch=-1), ConfigError, "train_dataloader.num_batch_per_epoch"),
@@ -265,7 +265,8 @@ def test_dataset_is_built_from_its_configuration():
         (dict(sampler=dict(shuffle=True)), ConfigError, "needs a 'type'"),
         (
             dict(batch_size=99, drop_last=True), DataError,
-            "train_dataloader has no batches: it has 10 samples, fewer than batch_size=99, and drop_last=True",
+            "train_dataloader has no batches: its number of samples (10) is less than batch_size=99, "
+            "and drop_last=True",
         ),
     ],
 )  # fmt: skip
@@ -286,7 +287,7 @@ def test_missing_empty_or_invalid_datasets_raise_errors():
 
 def test_training_loader_that_drops_its_only_batch_raises_an_error():
     ready = DataLoader(Draws(), batch_size=11, drop_last=True)
-    with pytest.raises(DataError, match="it has 10 samples, fewer than batch_size=11"):
+    with pytest.raises(DataError, match=r"its number of samples \(10\) is less than batch_size=11"):
         build(ready)
     assert content(build(ready, training=False)) == []
     endless = build(

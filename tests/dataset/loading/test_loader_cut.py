@@ -29,11 +29,11 @@ def test_num_batch_per_epoch_limits_a_copy_of_the_loader(ours):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(num_batch_per_epoch=0), r"train_dataloader\.num_batch_per_epoch: must be int of at least 1"),
+        (dict(num_batch_per_epoch=0), r"train_dataloader\.num_batch_per_epoch: must be an int of at least 1"),
         (dict(batch_size=3), r"train_dataloader: 'batch_size' cannot be changed for an existing DataLoader"),
     ],
 )
-def test_other_options_of_an_existing_loader_raise_errors(options, message):
+def test_invalid_options_for_an_existing_loader_raise_errors(options, message):
     ready = DataLoader(TensorDataset(torch.zeros(4)))
     with pytest.raises(ConfigError, match=message):
         build_dataloader(dict(dataloader=ready, **options), 0, "train_dataloader", training=True)

@@ -39,7 +39,7 @@ class Numbers(Sampler):
 
 
 class Counted(Numbers):
-    """A `Numbers` sampler that reports the length `length`, or its true length."""
+    """A `Numbers` sampler whose reported length is `length`, or its true length if `length` is None."""
 
     def __init__(self, *args, length=None):
         super().__init__(*args)
@@ -124,11 +124,11 @@ def test_samples_that_a_resumed_run_skips_are_not_counted():
         ({}, None),
     ],
 )
-def test_number_of_samples_follows_from_the_structure_of_a_batch(batch, count):
+def test_number_of_samples_is_inferred_from_the_structure_of_a_batch(batch, count):
     assert count_samples(batch) == count
 
 
-def test_run_counts_each_step(tmp_path):
+def test_run_counts_the_samples_of_each_step(tmp_path):
     class Counts(Hook):
         found = ()
 

@@ -24,7 +24,7 @@ def mixed(seed=0, batch=None, **arguments):
 
 
 def factor_of(targets):
-    """Return the mixing weight of a sample, read from sample 1 because samples 0 and 5 both have class 0."""
+    """Return the mixing weight of a batch. It is read from sample 1, because samples 0 and 5 both have class 0."""
     return float(targets[1, 1])  # sample 1 has class 1, and its counterpart, sample 4, has class 4
 
 

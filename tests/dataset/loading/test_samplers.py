@@ -295,7 +295,7 @@ UNSEEDED = {
 @pytest.mark.parametrize("make", UNSEEDED.values(), ids=list(UNSEEDED))
 def test_order_of_an_unseeded_generator_is_restored_in_another_sampler(make, tmp_path):
     first, second = (EpochBatchSampler(BatchSampler(Keeps(make()), 8, False), 7, 40) for _ in range(2))
-    list(first)  # the generator has been used when the checkpoint is saved
+    list(first)  # the generator has already been used when the checkpoint is saved
     orders = []
     for batches in (first, second):
         if batches is second:
@@ -334,7 +334,7 @@ def test_order_of_an_unseeded_torch_generator_is_restored(tmp_path):
     ],
     ids=["short", "negative", "position", "negative position", "other generator", "tensor"],
 )
-def test_wrong_state_of_a_generator_is_rejected_and_changes_nothing(make, change):
+def test_invalid_generator_state_is_rejected_and_changes_nothing(make, change):
     batches = EpochBatchSampler(BatchSampler(Keeps(make()), 8, False), 7, 40)
     before, states = list(batches), batches.generator_states()
     with pytest.raises(ValueError, match=r"the state of the sampler's generator Keeps\.kept"):

@@ -45,7 +45,7 @@ def content(loader, epoch=0, start=0):
         return [tuple(zip(*(part.tolist() for part in batch), strict=True)) for batch in batches]
     finally:
         if not loader.persistent_workers:
-            stop_workers(batches)  # otherwise an error's traceback would keep them alive
+            stop_workers(batches)  # otherwise, an error's traceback would keep the workers alive
 
 
 def notes(error):
@@ -210,7 +210,7 @@ def test_each_skipped_sample_is_logged_once_with_its_error(capsys):
 
 
 def test_dataset_whose_samples_all_fail_raises_an_error():
-    with pytest.raises(DataError, match="all 4 samples of Samples raise errors"):
+    with pytest.raises(DataError, match="every sample of Samples raises an error; see"):
         content(build(Samples(range(4), size=4), skip_errors=9))
 
 
@@ -220,7 +220,7 @@ def test_without_failing_samples_nothing_changes():
     assert skipped_samples(TensorDataset(torch.zeros(2))) == ""
 
 
-def test_sample_without_a_number_cannot_be_replaced():
+def test_samples_with_non_integer_keys_cannot_be_replaced():
     class Named(Samples):
         def __getitem__(self, index):
             raise ValueError("damaged")
@@ -239,9 +239,9 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     ("dataset", "options", "training", "message"),
     [
-        (Samples(), dict(skip_errors=True), True, "skip_errors: must be int of at least 0"),
-        (Samples(), dict(skip_errors=-1), True, "skip_errors: must be int of at least 0, not -1"),
-        (Samples(), dict(skip_errors=1.5), True, "skip_errors: must be int of at least 0"),
+        (Samples(), dict(skip_errors=True), True, "skip_errors: must be an int of at least 0"),
+        (Samples(), dict(skip_errors=-1), True, "skip_errors: must be an int of at least 0, not -1"),
+        (Samples(), dict(skip_errors=1.5), True, "skip_errors: must be an int of at least 0"),
         (Samples(), dict(skip_errors=1), False, "skip_errors: is only supported for training"),
         (Stream(), dict(skip_errors=1), True, "skip_errors: does not support iterable datasets"),
         (Samples(), dict(skip_error=1), True, "no option 'skip_error'; did you mean 'skip_errors'"),

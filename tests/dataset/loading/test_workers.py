@@ -65,17 +65,17 @@ def states() -> list[Any]:
     return [random.getstate(), numpy_state[1].tolist(), numpy_state[2], torch.get_rng_state().tolist()]
 
 
-def test_slow_samples_use_one_worker_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_worker_per_core_is_used_for_slow_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr(workers, "print_log", lambda line, logger: lines.append(line))
     built = build(Sleeping(0.02), num_workers="auto")
     assert built.num_workers == 4
     (line,) = lines
     assert line.startswith("train_dataloader: a batch takes ")
-    assert "num_workers=4 of at most 4 (samples/s: 0: " in line
+    assert "num_workers=4 (limit 4; samples/s by number of workers: 0: " in line
 
 
-def test_samples_cheaper_than_their_transfer_use_no_worker() -> None:
+def test_no_workers_are_used_if_loading_is_cheaper_than_transfer() -> None:
     built = build(
         TensorDataset(torch.arange(40.0), torch.arange(40)),
         num_workers="auto",
@@ -110,7 +110,7 @@ def test_auto_changes_neither_samples_nor_generators() -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def test_auto_run_ends_with_the_same_weights(tmp_path: Path) -> None:
+def test_run_with_auto_workers_ends_with_the_same_weights(tmp_path: Path) -> None:
     measured = run(tmp_path / "a", train_dataloader=loader(Noisy(), num_workers="auto"))
     plain = run(tmp_path / "b", train_dataloader=loader(Noisy(), num_workers=0))
     assert_same(weights(measured), weights(plain))
@@ -130,7 +130,7 @@ def test_sample_errors_are_raised_unchanged() -> None:
 def test_auto_accepts_a_dataset_smaller_than_a_batch() -> None:
     cfg = dict(dataset=Sleeping(0, size=3), batch_size=4, drop_last=True, num_workers="auto")
     assert build_dataloader(cfg, 1, "val_dataloader", training=False).num_workers == 0
-    with pytest.raises(DataError, match="fewer than batch_size=4"):
+    with pytest.raises(DataError, match="less than batch_size=4"):
         build_dataloader(cfg, 1, "train_dataloader", training=True)
 
 
@@ -194,7 +194,7 @@ def test_trials_stop_when_more_workers_do_not_help_or_at_the_time_limit(
     ("ratio", "max_batches", "expected"),
     [(1.0, 100, 2), (1.2, 100, 3), (2.5, 100, 4), (50.0, 100, 8), (2.5, 2.9, 2), (2.5, 0.1, 1)],
 )
-def test_prefetch_factor_hides_a_slow_batch_within_free_memory(
+def test_prefetch_factor_covers_a_slow_batch_if_memory_allows(
     ratio: float, max_batches: float, expected: int
 ) -> None:
     assert workers._prefetch_factor(ratio, max_batches) == expected

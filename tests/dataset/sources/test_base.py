@@ -169,7 +169,7 @@ def test_datasets_are_registered_by_name():
         assert DATASETS.get(name).__name__ == name
 
 
-def test_default_palette_equals_pascal_voc_with_distinct_colors():
+def test_default_palette_equals_that_of_pascal_voc_and_has_distinct_colors():
     palette = default_palette(256)
     known = [[0, 0, 0], [128, 0, 0], [0, 128, 0], [128, 128, 0], [0, 0, 128], [128, 0, 128]]
     assert palette[:6] == known

@@ -183,7 +183,7 @@ def test_error_lists_every_missing_file_in_a_list(tmp_path):
     list_file = make_list(make(tmp_path))
     mask_path(tmp_path, *FRAMES[0]).unlink()
     image_path(tmp_path, *FRAMES[2]).unlink()
-    with pytest.raises(DataError, match=r"2 files listed in '.*some\.lst' do not exist") as caught:
+    with pytest.raises(DataError, match=r"files listed in '.*some\.lst' do not exist \(2\)") as caught:
         CityscapesDataset(tmp_path, list_file=list_file)
     assert str(mask_path(tmp_path, *FRAMES[0])) in str(caught.value)
     assert str(image_path(tmp_path, *FRAMES[2])) in str(caught.value)

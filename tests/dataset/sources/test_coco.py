@@ -1,8 +1,9 @@
-"""Masks of COCO's annotations have the same pixels as those of its API, and SuperGradients' selection of images."""
+"""COCO masks have the same pixels as those of the COCO API, and images are selected as in SuperGradients."""
 
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ def annotation(image, category, segmentation):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Return a dataset: image 7 has a person, a car below it and a chair; 9 is too empty; 8 is a crowd of persons."""
+    """Return a dataset's folder. Image 7 has a person, a car and a chair, 8 has a crowd, and 9 has only a small car."""
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
     crowd = {"counts": [HEIGHT * 10, HEIGHT * 25, HEIGHT * 15], "size": [HEIGHT, WIDTH]}
     content = {
@@ -52,14 +53,20 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def write_categories(folder, names):
+    path = folder / "annotations/instances.json"
+    categories = [{"id": number, "name": name} for number, name in names.items()]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "categories": categories}))
+
+
 def make(folder, classes=((0, "background"), (3, "car"), (1, "person")), **arguments):
     return CoCoSegmentationDataSet(folder, "instances.json", "images", "annotations", classes, **arguments)
 
 
-def test_masks_show_the_first_instance_of_the_listed_classes(folder):
+def test_masks_show_the_listed_classes_and_the_first_of_overlapping_instances(folder):
     dataset = make(folder)
     assert dataset.metainfo["classes"] == ("background", "car", "person")
-    assert len(dataset) == 2  # 100 pixels of image 9 are too few
+    assert len(dataset) == 2  # image 9 has only 100 labeled pixels
     wanted = np.zeros((HEIGHT, WIDTH), np.uint8)
     wanted[30:60, 20:50] = 1
     wanted[0:40, 0:30] = wanted[0:10, 30:40] = 2
@@ -78,7 +85,7 @@ def test_all_categories_have_their_ids_by_default(folder):
     assert dataset.get_cat_ids(0) == [0, 1, 3, 62]
 
 
-def test_the_selection_of_images_is_kept_for_these_classes(folder, capsys):
+def test_the_image_selection_is_cached_for_each_list_of_classes(folder, capsys):
     for classes, count in ((None, 1), (None, 0), ("voc", 1)):
         assert len(make(folder, classes)) == 2
         assert capsys.readouterr().err.count("reading the masks of 3 images") == count
@@ -97,7 +104,18 @@ def test_decoded_samples_are_cached_on_disk(folder):
     assert make(folder, None).cache_key(0)[1] != again.cache_key(0)[1]
 
 
-def test_the_loader_of_supergradients_reads_the_classes_of_pascal_voc(folder):
+def test_images_with_the_same_file_have_separate_cache_entries(folder):
+    path = folder / "annotations/instances.json"
+    content = json.loads(path.read_text())
+    for image in content["images"]:
+        image["file_name"] = "7.jpg"
+    path.write_text(json.dumps(content))
+    for _ in range(2):  # the second pass reads the cache
+        dataset = make(folder, cache=folder / "decoded")
+        assert [dataset[index]["targets"].unique().tolist() for index in range(2)] == [[0, 1, 2], [0, 2]]
+
+
+def test_the_supergradients_loader_uses_the_pascal_voc_classes(folder):
     own = dict(
         root_dir=str(folder), list_file="instances.json", samples_sub_directory="images", transforms=[]
     )
@@ -107,7 +125,28 @@ def test_the_loader_of_supergradients_reads_the_classes_of_pascal_voc(folder):
         assert set(next(iter(loader))["targets"].unique().tolist()) == {0, 7, 9, 15}  # car, chair, person
 
 
-# x and y of the points, and the mask that the COCO API (pycocotools 2.0.11) returns, with a line for each row.
+@pytest.mark.parametrize(
+    ("classes", "categories", "category"),
+    [
+        (None, {0: "cat", 1: "person"}, "category 0 ('cat')"),
+        ([[1, "person"], [3, "car"]], {1: "person", 3: "car"}, "category 1 ('person')"),
+        ([[1, "person"], [3, "car"]], {}, "category 1"),
+    ],
+)
+def test_a_category_cannot_have_the_class_of_the_background(folder, classes, categories, category):
+    write_categories(folder, categories)
+    with pytest.raises(ConfigError, match=re.escape(f"{category} of '")) as error:
+        make(folder, classes)
+    assert "put [63, 'background'] first" in str(error.value)
+    assert make(folder, [[63, "background"], [1, "person"]]).get_cat_ids(0) == [0, 1]
+
+
+def test_a_category_with_the_name_background_can_have_class_0(folder):
+    write_categories(folder, {0: "Background", 1: "person"})
+    assert make(folder, None).metainfo["classes"] == ("Background", "person")
+
+
+# The x and y coordinates of the points, and the mask that the COCO API (pycocotools 2.0.11) returns, row by row.
 POLYGONS = [
     ([1, 1, 6, 1, 6, 4, 1, 4], "........ .#####.. .#####.. .#####.. ........"),
     ([0.5, 0.5, 7.25, 2, 3.3, 6.6], "......... .####.... ..#####.. ..####... ..###.... ...#..... ........."),
@@ -122,7 +161,7 @@ POLYGONS = [
 
 
 @pytest.mark.parametrize(("points", "pixels"), POLYGONS)
-def test_polygons_have_the_pixels_of_the_coco_api(points, pixels):
+def test_polygons_cover_the_same_pixels_as_in_the_coco_api(points, pixels):
     rows = pixels.split()
     mask = fill_polygon(np.array(points, float).reshape(-1, 2), (len(rows), len(rows[0])))
     assert ["".join(".#"[value] for value in row) for row in mask.astype(int)] == rows
@@ -139,7 +178,7 @@ def test_a_large_polygon_covers_its_area():
         assert abs(fill_polygon(points, (200, 200)).sum() - area) < 0.2 * perimeter
 
 
-def test_runs_go_down_the_columns():
+def test_run_lengths_are_filled_column_by_column():
     mask = np.random.default_rng(0).random((5, 7)) < 0.5
     values = mask.T.ravel().tolist()
     counts, current = [0], False
@@ -159,9 +198,19 @@ def test_runs_go_down_the_columns():
      {"counts": [-1, 36], "size": [5, 7]}, {"counts": [30], "size": [5, 7]},
         {"counts": [2**63 - 1, 2**63 - 1, 37], "size": [5, 7]}, {"counts": [35], "size": [7, 5]}],
 )  # fmt: skip
-def test_an_invalid_segmentation_is_an_error(value):
+def test_an_invalid_segmentation_raises_an_error(value):
     with pytest.raises(DataError, match="a segmentation must be a list of polygons"):
         read_outline(value, (5, 7))
+
+
+def test_the_error_of_an_invalid_segmentation_names_the_annotation(folder):
+    path = folder / "annotations/instances.json"
+    content = json.loads(path.read_text())
+    content["annotations"][2] = {**annotation(8, 1, "text"), "id": 5}
+    path.write_text(json.dumps(content))
+    expected = r"^annotation 5 of image 8 in '.*instances\.json': a segmentation must be a list"
+    with pytest.raises(DataError, match=expected):
+        make(folder)
 
 
 def test_errors_name_the_file_or_the_argument(folder):
@@ -169,7 +218,7 @@ def test_errors_name_the_file_or_the_argument(folder):
         CoCoSegmentationDataSet(folder, "none.json", "images", "annotations")
     with pytest.raises(DataError, match="'nothing'"):
         CoCoSegmentationDataSet(folder, "instances.json", "nothing", "annotations")
-    with pytest.raises(DataError, match="no image of the annotation file"):
+    with pytest.raises(DataError, match="no image in the annotation file"):
         make(folder, [(0, "background"), (5, "airplane")])
     for classes in ([(0, "a"), (0, "b")], [3], "coco", []):
         with pytest.raises(ConfigError, match="must") as error:

@@ -97,7 +97,7 @@ def test_pywuffs_decodes_plain_pngs(file, color, monkeypatch):
 @pytest.mark.parametrize("read", [read_image, read_mask])
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
 @pytest.mark.parametrize("more", ["", "transparency", "interlace"])
-def test_every_png_mode_equals_pillow(file, mode, read, more):
+def test_pixels_of_every_png_mode_match_pillow(file, mode, read, more):
     options = {more: {"RGB": (1, 2, 3)}.get(mode, 1)} if more and not mode.endswith("A") else {}
     picture = Image.fromarray(noise(12, 8, 3))
     picture = picture.convert("L").convert(mode) if mode == "I;16" else picture.convert(mode)

@@ -56,7 +56,7 @@ def test_views_remain_valid_when_the_file_is_replaced_or_removed(tmp_path):
     assert_same(views, make_pair(1))
 
 
-def test_new_version_replaces_the_file_without_warning(tmp_path, recwarn):
+def test_new_version_replaces_the_file_without_a_warning(tmp_path, recwarn):
     cache = DecodeCache(tmp_path)
     cache.get(KEY, lambda: make_pair(1))
     new = (KEY[0], "version 2")
@@ -108,7 +108,7 @@ def test_truncated_file_causes_a_warning(tmp_path, length):
         assert cache.read(KEY) is None
 
 
-def test_file_with_a_different_format_is_ignored_without_warning(tmp_path, recwarn):
+def test_file_with_a_different_format_is_ignored_without_a_warning(tmp_path, recwarn):
     cache = DecodeCache(tmp_path)
     cache.write(KEY, *make_pair())
     data = bytearray(cache.path(KEY[0]).read_bytes())

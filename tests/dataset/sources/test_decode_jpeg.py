@@ -75,7 +75,7 @@ def by_pillow(read, path):
     as_rgb=st.booleans(),
 )
 @settings(max_examples=300, deadline=None)
-def test_pixels_equal_pillows(
+def test_pixels_match_pillow(
     file, width, height, seed, mode, quality, subsampling, as_rgb, restart, **options
 ):
     """`keep_rgb` stores the colors as RGB, which Pillow encodes without subsampling."""
@@ -89,8 +89,8 @@ def test_pixels_equal_pillows(
 
 
 @pytest.mark.parametrize("progressive", [False, True])
-def test_pixels_with_vertical_subsampling_equal_pillows(file, progressive):
-    """In a square image of 32 x 32 pixels, the data of 4:2:2 and 4:4:0 have the same number of blocks."""
+def test_pixels_with_vertical_subsampling_match_pillow(file, progressive):
+    """An image of 32 x 32 pixels has the same number of blocks with 4:2:2 as with 4:4:0 subsampling."""
     data = jpeg(picture(32, 32), subsampling="4:2:2", progressive=progressive)
     at = data.index(START_OF_FRAME[progressive]) + 11
     assert data[at] == 0x21
@@ -106,7 +106,7 @@ def test_simplejpeg_decodes_rgb_and_grayscale_files(file, monkeypatch):
         check_readable(file)
 
 
-def test_an_image_in_memory_is_decoded_as_a_file(file, monkeypatch):
+def test_an_image_in_memory_is_decoded_like_a_file(file, monkeypatch):
     file.write_bytes(jpeg(picture(40, 30)))
     expected = read_image(file)
     monkeypatch.setattr(decode, "_by_pillow", None)

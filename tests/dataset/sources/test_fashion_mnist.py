@@ -202,7 +202,7 @@ def test_unknown_split_raises_an_error(tmp_path):
         FashionMNIST(make(tmp_path / "data"), split="val")
 
 
-def test_a_small_file_that_expands_to_any_size_is_rejected(tmp_path):
+def test_a_small_file_that_expands_to_an_excessive_size_is_rejected(tmp_path):
     folder = make(tmp_path / "data")
     with gzip.open(folder / f"{IMAGES}.gz", "wb") as file:
         for _ in range(60):

@@ -258,7 +258,7 @@ def test_sixteen_bit_files_raise_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"palette": [[0, 0, 0]]}, "palette has 1 colors for 3 classes"),
+        ({"palette": [[0, 0, 0]]}, "the numbers of classes and colors are 3 and 1"),
         ({"classes": "road"}, "classes must be a list"),
         ({"classes": []}, "classes must be a list"),
         ({"ignore_index": 256}, "ignore_index must be 0 to 255"),
@@ -297,11 +297,11 @@ def test_skip_corrupt_does_not_hide_other_errors(tmp_path):
         dataset[1]
 
 
-def test_folder_of_only_corrupt_files_raises_an_error(tmp_path):
+def test_folder_with_only_corrupt_files_raises_an_error(tmp_path):
     make(tmp_path, names="ab")
     for name in "ab":
         (tmp_path / f"img/{name}.png").write_bytes(b"")
-    with pytest.raises(DataError, match=r"none of the 2 samples can be read; first error: .*img/a\.png"):
+    with pytest.raises(DataError, match=r"no sample can be read \(2 in total\); first error: .*img/a\.png"):
         folder(tmp_path, skip_corrupt=True)
 
 

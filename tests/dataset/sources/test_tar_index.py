@@ -1,4 +1,4 @@
-"""The index of a tar file, compared with Python's tarfile, and damaged and malicious archives."""
+"""The index of a tar file: comparison with Python's `tarfile`, and damaged and malicious archives."""
 
 import io
 import os
@@ -38,7 +38,7 @@ def repaired(header):
 
 
 @pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_files_are_those_that_tarfile_lists(tmp_path, kind):
+def test_listed_files_match_those_of_tarfile(tmp_path, kind):
     long = "folder/" * 20 + "x" * (40 if kind == tarfile.USTAR_FORMAT else 300)
     names = [f"{stem}.{e}" for stem in ("000", "a/001", long, "ü/002") for e in ("jpg", "seg.png", "cls")]
     files = [(name, os.urandom(i * 100)) for i, name in enumerate(names)]
@@ -63,7 +63,7 @@ def test_attributes_of_pax_headers_replace_name_and_size(tmp_path):
     ]
 
 
-def test_consecutive_files_with_one_key_are_a_sample(tmp_path):
+def test_consecutive_files_with_the_same_key_form_a_sample(tmp_path):
     names = [
         "a/x.1.jpg",
         "a/x.cls",
@@ -79,7 +79,7 @@ def test_consecutive_files_with_one_key_are_a_sample(tmp_path):
     assert [index.of(sample) for sample in range(3)] == [["1.jpg", "cls", "seg.png"], ["jpg"], ["json"]]
 
 
-def test_two_files_with_the_same_extension_raise_error(tmp_path):
+def test_two_files_with_the_same_extension_raise_an_error(tmp_path):
     path = write(tmp_path / "a.tar", [("x.jpg", b""), ("x.cls", b""), ("x.JPG", b"")])
     with pytest.raises(DataError, match=r"'x' in '.*a\.tar' has two files with the extension 'JPG'"):
         shard_index(path, tmp_path)
@@ -95,13 +95,13 @@ def test_two_files_with_the_same_extension_raise_error(tmp_path):
         (tarfile.GNUTYPE_SPARSE, "is not a regular file"),
     ],
 )
-def test_links_and_devices_raise_error(tmp_path, kind, expected):
+def test_links_and_devices_raise_an_error(tmp_path, kind, expected):
     path = write(tmp_path / "a.tar", [("x.jpg", b"1")], changes=[special("y.jpg", kind, "/etc/passwd")])
     with pytest.raises(DataError, match=rf"'y\.jpg' in '.*' {expected}"):
         list(tar_members(path))
 
 
-def test_sparse_file_in_pax_format_raises_error(tmp_path):
+def test_sparse_file_in_pax_format_raises_an_error(tmp_path):
     info = tarfile.TarInfo("x.bin")
     info.pax_headers = {"GNU.sparse.major": "1"}
     path = write(tmp_path / "a.tar", [], tarfile.PAX_FORMAT, [info])
@@ -109,7 +109,7 @@ def test_sparse_file_in_pax_format_raises_error(tmp_path):
         list(tar_members(path))
 
 
-def test_damaged_header_raises_error_where_tarfile_ends_silently(tmp_path):
+def test_damaged_header_raises_an_error_where_tarfile_ends_silently(tmp_path):
     path = write(tmp_path / "a.tar", [("x.jpg", b"1"), ("y.jpg", b"2")])
     data = bytearray(path.read_bytes())
     data[1024 + 3] ^= 1  # in the name of the second file
@@ -120,7 +120,7 @@ def test_damaged_header_raises_error_where_tarfile_ends_silently(tmp_path):
         list(tar_members(path))
 
 
-def test_data_after_the_end_of_an_archive_raises_error(tmp_path):
+def test_data_after_the_end_of_an_archive_raises_an_error(tmp_path):
     one = write(tmp_path / "a.tar", [("x.jpg", b"1")]).read_bytes()
     path = tmp_path / "b.tar"
     path.write_bytes(one + one)
@@ -131,7 +131,7 @@ def test_data_after_the_end_of_an_archive_raises_error(tmp_path):
         list(tar_members(path))
 
 
-def test_many_zeros_at_the_end_are_a_warning(tmp_path):
+def test_many_zeros_at_the_end_cause_a_warning(tmp_path):
     path = write(tmp_path / "a.tar", [("x.jpg", bytes(30_000)), ("y.jpg", b"2")])
     path.write_bytes(path.read_bytes() + bytes(10_240))
     with pytest.warns(UserWarning, match="if the file was not copied completely, samples are missing"):
@@ -148,7 +148,7 @@ def test_many_zeros_at_the_end_are_a_warning(tmp_path):
         (b"12x\0" + bytes(8), "invalid size"),
     ],
 )
-def test_invalid_size_raises_error(tmp_path, size, expected):
+def test_invalid_size_raises_an_error(tmp_path, size, expected):
     path = write(tmp_path / "a.tar", [("x.jpg", b"1")])
     data = path.read_bytes()
     path.write_bytes(repaired(data[:124] + size + data[136:512]) + data[512:])
@@ -170,7 +170,7 @@ def test_huge_extended_header_is_not_read(tmp_path):
 @pytest.mark.parametrize(
     "content", [b"99 path=x\n", b"path=x\n", b"12 pathx\n", b"0 path=x\n", b"-5 path=x\n", b"\xff"]
 )
-def test_invalid_extended_header_raises_error(tmp_path, content):
+def test_invalid_extended_header_raises_an_error(tmp_path, content):
     path = write(tmp_path / "a.tar", [("x", content), ("y.jpg", b"1")])
     data = path.read_bytes()
     path.write_bytes(repaired(data[:156] + b"x" + data[157:512]) + data[512:])
@@ -178,7 +178,7 @@ def test_invalid_extended_header_raises_error(tmp_path, content):
         list(tar_members(path))
 
 
-def test_incomplete_archive_raises_error_at_every_length(tmp_path):
+def test_incomplete_archive_raises_an_error_at_every_length(tmp_path):
     whole = write(tmp_path / "a.tar", [("x.jpg", bytes(700)), ("y.jpg", b"2")]).read_bytes()
     end = 512 + 1024 + 512 + 512  # the first block of zeros starts here
     for length in [0, 1, 511, 512, 1000, 1211, 1536, 1537, 2048, 2049, end - 1, end, end + 511]:
@@ -189,7 +189,7 @@ def test_incomplete_archive_raises_error_at_every_length(tmp_path):
     assert len(list(tar_members(tmp_path / "cut.tar"))) == 2
 
 
-def test_compressed_archive_and_other_files_raise_error(tmp_path):
+def test_compressed_archive_and_other_files_raise_an_error(tmp_path):
     with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
         info = tarfile.TarInfo("x.bin")
         info.size = 4096
@@ -202,7 +202,7 @@ def test_compressed_archive_and_other_files_raise_error(tmp_path):
         list(tar_members(tmp_path))
 
 
-def test_random_damage_never_raises_another_error(tmp_path):
+def test_random_damage_never_raises_an_unexpected_error(tmp_path):
     rng = random.Random(0)
     whole = write(
         tmp_path / "a.tar", [(f"{i}.{'n' * 120}", b"1" * i) for i in range(4)], tarfile.PAX_FORMAT
@@ -272,7 +272,7 @@ def test_damaged_index_is_created_again(shard, tmp_path):
 
 
 @pytest.mark.parametrize("change", [(0, 2, 10**9), (0, 0, 99), (0, 1, -1), (2, 3, 2**62)])
-def test_index_with_positions_outside_of_the_shard_is_created_again(shard, tmp_path, change):
+def test_index_with_positions_outside_the_shard_is_created_again(shard, tmp_path, change):
     whole = shard_index(shard, tmp_path / "cache")
     (path,) = (tmp_path / "cache").iterdir()
     with np.load(path) as file:
@@ -283,7 +283,7 @@ def test_index_with_positions_outside_of_the_shard_is_created_again(shard, tmp_p
     assert equal(shard_index(shard, tmp_path / "cache"), whole)
 
 
-def test_folder_that_cannot_be_written_is_a_warning(shard, tmp_path):
+def test_unwritable_folder_causes_a_warning(shard, tmp_path):
     (tmp_path / "file").touch()
     with pytest.warns(UserWarning, match="cannot write to the cache"):
         assert shard_index(shard, tmp_path / "file/cache").keys == ["x", "y"]

@@ -1,4 +1,4 @@
-"""Tar shards in WebDataset's naming convention: samples, order, shards of ranks and workers, and resume."""
+"""Tar shards with WebDataset's naming convention: samples, their order on ranks and workers, and resuming."""
 
 import io
 import json
@@ -46,7 +46,7 @@ def sample_files(index):
 
 
 def write(path, samples):
-    """Write a shard. `samples` is a dict of the files of each sample by key."""
+    """Write a shard. `samples` maps each sample's key to a dict of its files by extension."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as archive:
         for key, files in samples.items():
@@ -58,7 +58,7 @@ def write(path, samples):
 
 
 def array_header(shape):
-    """Return an `.npy` file without its values."""
+    """Return the header of an `.npy` file."""
     buffer = io.BytesIO()
     np.lib.format.write_array_header_1_0(buffer, dict(descr="<f8", fortran_order=False, shape=shape))
     return buffer.getvalue()
@@ -71,7 +71,7 @@ def _cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def shards(tmp_path):
-    """Return the pattern of three shards with 4, 1 and 6 samples."""
+    """Write three shards with 4, 1 and 6 samples, and return a pattern that matches them."""
     counts, first = (4, 1, 6), 0
     for number, count in enumerate(counts):
         keys = {f"{i:06}": sample_files(i) for i in range(first, first + count)}
@@ -80,7 +80,7 @@ def shards(tmp_path):
     return str(tmp_path / "data/train-{000..002}.tar")
 
 
-def test_samples_are_those_of_the_shards_in_order(shards, tmp_path):
+def test_samples_have_the_order_of_the_shards(shards, tmp_path):
     dataset = WebDataset(shards, classes=CLASSES)
     assert len(dataset) == 11
     for index in range(11):
@@ -95,13 +95,23 @@ def test_samples_are_those_of_the_shards_in_order(shards, tmp_path):
     assert not list(tmp_path.glob("data/*.png")), "nothing is extracted"
 
 
-def test_fields_select_files_and_their_values(shards):
+def test_fields_select_files_by_extension(shards):
     fields = {"image": "jpg;png", "mask": "seg.png", "label": "cls", "info": "json", "caption": ".TXT"}
     sample = WebDataset(shards, fields)[5]
     assert list(sample) == list(fields)
     assert sample["info"] == {"id": 5}
     assert sample["caption"] == "caption ü5"
     assert sample["mask"].shape == (3, 8, 6)
+
+
+@pytest.mark.parametrize("extension", ["txt", "json", "png"])
+def test_class_ids_require_a_field_with_class_ids(shards, extension):
+    with pytest.raises(ConfigError, match=r"^fields\.targets: is required, .* such as 'cls'"):
+        WebDataset(shards, {"inputs": "png"}).get_cat_ids(0)
+    with pytest.raises(
+        DataError, match=rf"000000\.{extension}' does not contain a class id; .* such as 'cls'"
+    ):
+        WebDataset(shards, {"targets": extension}).get_cat_ids(0)
 
 
 def test_first_existing_extension_is_used(tmp_path):
@@ -227,7 +237,7 @@ def test_segmentation_samples_have_masks_and_can_be_cached(shards, tmp_path):
     assert dataset.get_cat_ids(0) == np.unique(pictures(0)[1]).tolist()
 
 
-def test_invalid_mask_raises_error(tmp_path):
+def test_invalid_mask_raises_an_error(tmp_path):
     image, mask = pictures(0)
     files = {
         "a": {"jpg": encoded(image, "JPEG"), "seg.png": encoded(mask + 7)},
@@ -260,9 +270,11 @@ def test_invalid_mask_raises_error(tmp_path):
         ("npy", b"\x93NUMPY\1\0", "cannot read"),
         ("npy", b"", "cannot read"),
         ("npy", array_header(shape=(10**15,)), "cannot read"),
+        ("npy", b"PK\3\4" + bytes(9), "magic string is not correct"),
+        ("npy", b"\x93NUMPY\1\0\2\0{(", "cannot read"),
     ],
 )
-def test_damaged_file_raises_error_that_names_it(tmp_path, extension, data, expected):
+def test_damaged_file_raises_an_error_that_names_it(tmp_path, extension, data, expected):
     path = write(tmp_path / "a.tar", {"x": {extension: data}})
     dataset = WebDataset(path, {"targets": extension}, classes=CLASSES)
     with pytest.raises(DataError, match=expected):
@@ -277,15 +289,15 @@ def test_huge_files_and_pictures_are_refused(tmp_path):
         WebDataset(path, {"inputs": "png"}, max_pixels=2499)[0]
 
 
-def test_sample_without_a_field_raises_error(tmp_path):
+def test_sample_without_a_field_raises_an_error(tmp_path):
     path = write(tmp_path / "a.tar", {"x": {"jpg": b"", "cls": b"0"}, "y": {"jpg": b"", "txt": b""}})
     with pytest.raises(
-        DataError, match=r"1 of 2 samples in '.*' have no file for 'targets' \(cls\); the first is 'y' "
+        DataError, match=r"1 of 2 samples in '.*' has no file for 'targets' \(cls\); the first is 'y' "
     ):
         WebDataset(path)
 
 
-def test_samples_with_the_same_key_have_their_own_cache_entries(tmp_path):
+def test_samples_with_the_same_key_have_separate_cache_entries(tmp_path):
     path = tmp_path / "double.tar"
     with tarfile.open(path, "w") as archive:
         for index, key in enumerate("aba"):
@@ -299,17 +311,17 @@ def test_samples_with_the_same_key_have_their_own_cache_entries(tmp_path):
             np.testing.assert_array_equal(dataset[index]["targets"].numpy(), pictures(index)[1])
 
 
-def test_shard_that_changes_during_training_raises_error(shards, tmp_path):
+def test_shard_that_changes_during_training_raises_an_error(shards, tmp_path):
     dataset = WebSegmentationDataset(shards, CLASSES, cache=tmp_path / "decoded")
     path = tmp_path / "data/train-001.tar"
     path.write_bytes(path.read_bytes())
     os.utime(path, ns=(0, 0))
     dataset[0]
-    with pytest.raises(DataError, match=r"train-001\.tar' has changed after its index was read"):
+    with pytest.raises(DataError, match=r"train-001\.tar' has changed since its index was read"):
         dataset[4]
 
 
-def test_patterns_name_the_shards(shards, tmp_path):
+def test_patterns_and_lists_select_shards(shards, tmp_path):
     paths = sorted((tmp_path / "data").iterdir())
     for pattern in (
         str(tmp_path / "data/*.tar"),
@@ -326,16 +338,16 @@ def test_patterns_name_the_shards(shards, tmp_path):
         ("pipe:cat a.tar", ConfigError, "is not a local file"),
         ("data/none-*.tar", DataError, "no file matches"),
         ("data/train-{000..003}.tar", DataError, r"train-003\.tar' does not exist"),
-        (["data/train-000.tar", "data/train-000.tar"], ConfigError, "occurs twice"),
+        (["data/train-000.tar", "data/train-000.tar"], ConfigError, "is listed twice"),
         ([], ConfigError, "at least one shard"),
     ],
 )
-def test_invalid_pattern_raises_error(shards, tmp_path, monkeypatch, pattern, error, expected):
+def test_invalid_pattern_raises_an_error(shards, tmp_path, monkeypatch, pattern, error, expected):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=expected):
         WebDataset(pattern)
 
 
-def test_shards_without_samples_raise_error(tmp_path):
+def test_shards_without_samples_raise_an_error(tmp_path):
     with pytest.raises(DataError, match="contain no samples"):
         WebDataset(write(tmp_path / "a.tar", {}))

@@ -67,7 +67,7 @@ def test_wrappers_copy_metainfo():
         assert wrapped.metainfo is not inner.metainfo
 
 
-def test_concat_error_names_different_metainfo():
+def test_concat_error_names_the_metainfo_that_differs():
     with pytest.raises(
         DataError, match=r"metainfo\['classes'\] of dataset 2 is \('b', 'a'\), but dataset 0 has"
     ):
@@ -111,7 +111,7 @@ def test_repeats_of_a_plain_index_have_different_epochs():
 def test_times_must_be_at_least_one():
     with pytest.raises(ConfigError, match="times must be at least 1, got 0"):
         RepeatDataset(Labels("a"), 0)
-    with pytest.raises(BuildError, match="times: must be int"):
+    with pytest.raises(BuildError, match="times: must be an int"):
         DATASETS.build({"type": "RepeatDataset", "dataset": {"type": "Labels", "labels": [1]}, "times": 1.5})
 
 
@@ -124,7 +124,7 @@ def test_indices_out_of_range_raise_index_error(wrap):
             dataset[wrong]
 
 
-def test_rare_classes_are_repeated_by_the_square_root_of_their_inverse_frequency():
+def test_samples_of_rare_classes_are_repeated():
     # b is in 1 of 8 samples: ceil(sqrt(0.5 / 0.125)) = 2 copies. c is also in 1 of 8, and a is in 7 of 8.
     dataset = ClassBalancedDataset(Labels([*"aaaaaa", "b", ("a", "c")]), 0.5)
     assert dataset.repeat_indices == [0, 1, 2, 3, 4, 5, 6, 6, 7, 7]

@@ -124,7 +124,7 @@ def test_padding_keeps_its_color_and_is_excluded_from_the_mean():
         np.testing.assert_allclose(found[inside], jittered(picture, [(1, 0.3)]), atol=1e-3)
 
 
-def test_crop_of_padding_only_is_finite():
+def test_crop_that_contains_only_padding_is_finite():
     transforms = [
         Fixed([(1, 0.3)]),
         SegPadShortToCropSize((90, 20), 19),
@@ -138,7 +138,7 @@ def test_crop_of_padding_only_is_finite():
 @pytest.mark.parametrize(
     "tail", [TAIL, TAIL[:2], [SegNormalize([120, 110, 100], [60, 55, 50])], [SegStandardize()]]
 )
-def test_normalization_matches_the_transforms_one_by_one(tail):
+def test_normalization_matches_transforms_applied_one_by_one(tail):
     batch = batch_of(tail, [0, 1])
     assert batch["inputs"].dtype == torch.uint8
     found = apply_device_transforms(batch)["inputs"]

@@ -145,7 +145,7 @@ def test_random_rescale_draws_uniformly_between_its_bounds():
     assert abs(np.mean(sides) - 125) < 10
 
 
-def test_random_rescale_accepts_one_number_and_any_order():
+def test_random_rescale_accepts_one_number_or_two_in_any_order():
     assert SegRandomRescale(0.5).scales == (0.5, 1.0)
     assert SegRandomRescale(2).scales == (1.0, 2)
     assert SegRandomRescale([1.75, 0.25]).scales == (0.25, 1.75)
@@ -201,7 +201,7 @@ def test_padding_requires_fill_mask():
     ],
 )
 def test_padding_rejects_invalid_fill_values(arguments):
-    with pytest.raises(ConfigError, match="fill_mask must be 0 to 255"):
+    with pytest.raises(ConfigError, match="fill_mask must be between 0 and 255"):
         SegPadShortToCropSize(4, **arguments)
 
 
@@ -299,7 +299,7 @@ def test_resize_matches_pillow(h, w):
 
 @pytest.mark.parametrize(("value", "height", "width"), [(4, 8, 8), (5, 10, 10), (2, 6, 8), (32, 32, 32)])
 @pytest.mark.parametrize("flip", [False, True])
-def test_padding_to_a_multiple_is_at_the_right_and_bottom(value, height, width, flip):
+def test_padding_to_a_multiple_is_added_at_the_right_and_bottom(value, height, width, flip):
     sample = make()
     wanted = {key: values[:, ::-1] if flip else values for key, values in sample.items()}
     sample = SegRandomFlip(float(flip))(sample, rng())
@@ -313,7 +313,7 @@ def test_padding_to_a_multiple_is_at_the_right_and_bottom(value, height, width, 
     assert (found["image"][outside] == [1, 2, 3]).all()
 
 
-def test_several_transforms_are_composed_like_single_ones():
+def test_composed_transforms_match_transforms_applied_one_by_one():
     transforms = [
         SegRandomFlip(1.0), SegRescale(1.5), SegPadToDivisible(8, 19), SegResize(7, 9), SegPadToDivisible(4, 5, 9)
     ]  # fmt: skip
@@ -330,7 +330,7 @@ def test_several_transforms_are_composed_like_single_ones():
     [
         (lambda: SegResize(0, 4), "h and w must be at least 1"),
         (lambda: SegPadToDivisible(0), "must be at least 1, not 0"),
-        (lambda: SegPadToDivisible(8, -1), "fill_mask must be 0 to 255"),
+        (lambda: SegPadToDivisible(8, -1), "fill_mask must be between 0 and 255"),
     ],
 )
 def test_invalid_sizes_are_rejected(build, message):

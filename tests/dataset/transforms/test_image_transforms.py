@@ -66,7 +66,7 @@ def test_parameters_normalize_as_in_torchvision():
     torch.testing.assert_close(transform_images(pixels, only_scaled[None]).double(), pixels.double() / 255)
 
 
-def test_no_device_transforms_without_to_tensor():
+def test_there_are_no_device_transforms_without_to_tensor():
     flip = RandomHorizontalFlip()
     assert read_transforms([flip]) == ([flip], None)
 
@@ -81,7 +81,7 @@ def test_no_device_transforms_without_to_tensor():
         [ToTensor(), Normalize(MEAN, STD), lambda image, rng: image],
     ],
 )
-def test_invalid_orders_raise_an_error(order):
+def test_invalid_order_of_transforms_raises_an_error(order):
     with pytest.raises(
         ConfigError, match="transforms: ToTensor, or ToTensor and Normalize, must be the last"
     ):

@@ -135,9 +135,9 @@ def test_the_result_depends_only_on_seed_epoch_and_index():
     ("build", "message"),
     [
         (lambda: SegRandomRotate(5, -5), r"must be at most max_deg \(-5\), not 5"),
-        (lambda: SegRandomRotate(fill_mask=300), "fill_mask must be 0 to 255"),
+        (lambda: SegRandomRotate(fill_mask=300), "fill_mask must be between 0 and 255"),
         (lambda: SegRandomRotate(fill_image=[0, 0]), "one or three numbers"),
-        (lambda: SegRandomGaussianBlur(1.5), "must be from 0 to 1, not 1.5"),
+        (lambda: SegRandomGaussianBlur(1.5), "must be between 0 and 1, not 1.5"),
     ],
 )
 def test_invalid_arguments_are_rejected(build, message):

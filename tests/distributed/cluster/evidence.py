@@ -28,7 +28,7 @@ def words(run: Run) -> str:
 def ended_by_rank_1(run: Run, how: str, within: float = 60) -> None:
     """Check that the failure of rank 1 ended training on all ranks, and that the traceback of rank 1 came first.
 
-    The time limit includes the start, which is slow on a busy machine. Without failure detection, the other ranks
+    The time limit includes the startup, which is slow on a busy machine. Without failure detection, the other ranks
     would wait for ten minutes.
     """
     said = words(run.failed())

@@ -46,7 +46,7 @@ while read -r; do :; done
 
 
 class NoMachines(Exception):  # noqa: N818  a reason to skip, not an error
-    """The user may not create namespaces, or a program is missing."""
+    """The user is not allowed to create namespaces, or a program is missing."""
 
 
 @dataclass
@@ -141,7 +141,7 @@ def two_machines(folder: Path) -> Iterator[dict[str, Machine]]:
     """Create the machines n1 and n2. Terminate them and all their processes at the end of the block.
 
     Raises:
-        NoMachines: the user may not create namespaces, or a program is missing.
+        NoMachines: the user is not allowed to create namespaces, or a program is missing.
     """
     hosts = folder / "hosts"
     hosts.write_text(
@@ -157,7 +157,7 @@ def two_machines(folder: Path) -> Iterator[dict[str, Machine]]:
             stderr=subprocess.PIPE,
         )
     except FileNotFoundError as error:
-        raise NoMachines(f"requires unshare of util-linux: {error}") from None
+        raise NoMachines(f"requires unshare from util-linux: {error}") from None
     assert holder.stdin is not None
     assert holder.stdout is not None
     assert holder.stderr is not None
@@ -165,7 +165,7 @@ def two_machines(folder: Path) -> Iterator[dict[str, Machine]]:
         if holder.stdout.readline() != b"ready\n":
             holder.stdin.close()
             raise NoMachines(
-                f"requires rights to create network namespaces: {holder.stderr.read().decode()!r}"
+                f"requires permission to create network namespaces: {holder.stderr.read().decode()!r}"
             )
         first = _only_child(holder.pid)
         second = _only_child(_only_child(first))

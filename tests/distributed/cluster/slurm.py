@@ -85,7 +85,7 @@ def slurm(machines: Mapping[str, Machine], folder: Path) -> Iterator[Machine]:
 
 
 def _no_cgroups() -> str:
-    """Return the name of the plugin without cgroups, which changed in Slurm 24."""
+    """Return the name of the plugin that uses no cgroups. The name changed in Slurm 24."""
     said = subprocess.run(["slurmctld", "-V"], capture_output=True, text=True, check=True, env=environment())
     return "disabled" if int(re.findall(r"\d+", said.stdout)[0]) >= 24 else "cgroup/v1"
 

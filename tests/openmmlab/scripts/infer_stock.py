@@ -1,4 +1,4 @@
-"""Predict with the inferencers of mmdetection or mmsegmentation and stock configurations, without trained weights."""
+"""Run the inferencers of mmdetection or mmsegmentation with stock configurations and untrained weights."""
 
 import json
 import sys

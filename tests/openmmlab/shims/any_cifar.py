@@ -1,4 +1,4 @@
-"""Let mmpretrain accept CIFAR-10 files that differ from the files that it downloads."""
+"""Let mmpretrain accept CIFAR-10 files other than the ones that it downloads."""
 
 from mmpretrain.datasets import CIFAR10
 

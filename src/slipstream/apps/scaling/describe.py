@@ -89,12 +89,15 @@ def describe(network: nn.Module, input_shape: tuple[int, ...], name: str | None 
         except (RuntimeError, TypeError, ValueError) as error:
             shape = " x ".join(map(str, input_shape))
             raise ModelError(
-                f"{type(network).__name__} does not accept an input of shape {shape}: {error}"
+                f"{type(network).__name__} does not accept an input of shape {shape} ({error}); use the shape of one "
+                "sample, without the batch dimension"
             ) from error
         observer.count_current()
     del kept
     if not observer.parts:
-        raise ModelError(f"{type(network).__name__} has no trainable parameters")
+        raise ModelError(
+            f"{type(network).__name__} has no trainable parameters; set requires_grad=True for the parameters to train"
+        )
     blocks = tuple(
         Block(p.name, p.parameters, p.flops / _BATCH, p.saved_bytes / 4 / _BATCH, p.norm_channels)
         for p in observer.parts.values()

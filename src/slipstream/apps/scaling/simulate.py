@@ -154,9 +154,9 @@ def _sharded(model: Model, cluster: Cluster, strategy: Strategy, work: Work, sch
 def _sync_norm(block: Block, strategy: Strategy, schedule: Schedule, seconds: float) -> None:
     """Compute a block; in each pass, a SyncBN first waits for one or two small all-reduces.
 
-    A single all-reduce sends a buffer with a row for each GPU, which contains its moments and its count. If the buffer
-    is too large, the means and counts are reduced first, then the squared deviations. The backward pass reduces the
-    gradients of these values in the same way.
+    A single all-reduce sends a buffer with one row per GPU, which contains the moments and the count of this GPU. If
+    the buffer is too large, the means and counts are reduced first, then the squared deviations. The backward pass
+    reduces the gradients of these values in the same way.
     """
     cluster = schedule.cluster
     if strategy.sync_bn and block.norm_channels and cluster.gpus > 1:

@@ -39,7 +39,7 @@ def draw_street_scene(
     different floating-point rounding. A different size shows the same scene (stretched if its aspect ratio is not 2:1),
     with finer or coarser textures and different sensor noise.
 
-    Fractions of the pixels of 200 scenes: road 33%, vegetation 16%, building 14%, car 9%, sky 8%, void 5%,
+    Pixel fractions in 200 scenes: road 33%, vegetation 16%, building 14%, car 9%, sky 8%, void 5%,
     sidewalk 3%, truck 2%, terrain 2%, pole 2% and bus 1%. Person, sign, fence, train, wall, bicycle, light, rider
     and motorcycle have less than 1% each. The rarest classes are train (in 16% of the scenes), bus, motorcycle and
     rider (30-40%). The best mapping from colors to classes has a mean IoU of 0.10, so networks must use shape and
@@ -69,7 +69,7 @@ class StreetScenes(SegmentationDataset):
 
     Args:
         size: height and width of the images in pixels, at least 32 each. Scenes are designed for images that are twice
-            as wide as high.
+            as wide as they are high.
         length: number of scenes. Scene i does not depend on the length.
         seed: seed of the series of scenes. Use a different seed for validation.
         transforms, cache_in_memory, cache: see `SegmentationDataset`.
@@ -113,7 +113,7 @@ class StreetScenes(SegmentationDataset):
         """
         if not 0 <= index < self.length:
             raise IndexError(
-                f"index {index} is out of range: StreetScenes has scenes 0 to {self.length - 1}; increase length"
+                f"index {index} is out of range: StreetScenes has scenes 0 to {self.length - 1}; increase its length"
             )
         return draw_street_scene(self.seed, int(index), self.size)
 

@@ -131,7 +131,7 @@ def _roof(canvas: Canvas, r: Random, side: Side, x: float, z: tuple[float, float
 def _shop_front(
     canvas: Canvas, r: Random, side: Side, z: tuple[float, float], floor: float, lit: float
 ) -> None:
-    """Paint a sign board and awnings in bright colors above the ground floor."""
+    """Paint a signboard and awnings in bright colors above the ground floor."""
     at, z0 = canvas.point, z[0]
     while z0 < z[1] - 3:
         z1 = min(z0 + r.uniform(4, 8), z[1])

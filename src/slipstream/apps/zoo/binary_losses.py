@@ -29,12 +29,12 @@ class BCEDiceLoss(nn.Module):
     summed in float32.
 
     Args:
-        loss_weights: factors for cross-entropy and 1 - Dice, in this order.
+        loss_weights: weights of cross-entropy and 1 - Dice, in this order.
         logits: whether Dice applies the sigmoid to the network's output. As in SuperGradients, the cross-entropy
             always applies it.
 
     Raises:
-        ConfigError: if the number of factors is not two.
+        ConfigError: if the number of weights is not two.
     """
 
     def __init__(self, loss_weights: Sequence[float] = (0.5, 0.5), logits: bool = True) -> None:

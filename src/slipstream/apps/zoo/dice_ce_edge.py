@@ -42,11 +42,11 @@ class DiceCEEdgeLoss(nn.Module):
         num_classes: number of channels of the logits.
         num_aux_heads: number of auxiliary outputs after the main one.
         num_detail_heads: number of one-channel detail outputs after the auxiliary outputs.
-        weights: factors of all outputs, in the network's order.
-        dice_ce_weights: factors of cross-entropy and Dice, in this order.
+        weights: weight of each output in the loss, in the network's order.
+        dice_ce_weights: weights of cross-entropy and Dice, in this order.
         ignore_index: target value of ignored pixels.
         edge_kernel: odd width of the neighborhood. An edge is `edge_kernel - 1` pixels wide.
-        ce_edge_weights: factors of the cross-entropy of all pixels, and of pixels near edges.
+        ce_edge_weights: weights of the cross-entropy over all pixels, and over pixels near edges.
 
     Raises:
         ModelError: if the numbers of weights and heads differ, or `edge_kernel` is not odd.
@@ -73,7 +73,8 @@ class DiceCEEdgeLoss(nn.Module):
             ("ce_edge_weights", ce_edge_weights, 2),
         ):
             if len(values) != needed:
-                raise ModelError(f"DiceCEEdgeLoss: {name} must be {needed} numbers, not {list(values)}")
+                numbers = "1 number" if needed == 1 else f"{needed} numbers"
+                raise ModelError(f"DiceCEEdgeLoss: {name} must be {numbers}, not {list(values)}")
         if edge_kernel < 1 or edge_kernel % 2 == 0:
             raise ModelError(f"DiceCEEdgeLoss: edge_kernel must be odd and positive, not {edge_kernel}")
         self.num_classes = num_classes
@@ -119,16 +120,18 @@ class DiceCEEdgeLoss(nn.Module):
 
     def _check(self, outputs: tuple[Tensor, ...]) -> None:
         if len(outputs) not in (1, len(self.names)):
+            expected = "1 output" if len(self.names) == 1 else f"{len(self.names)} outputs"
             raise ModelError(
-                f"DiceCEEdgeLoss expects {len(self.names)} outputs ({', '.join(self.names)}), but the network "
+                f"DiceCEEdgeLoss expects {expected} ({', '.join(self.names)}), but the network "
                 f"has {len(outputs)}; set num_aux_heads and num_detail_heads to match its outputs in training"
             )
         for name, logits in zip(self.names, outputs, strict=False):
             needed = 1 if name.startswith("loss_detail") else self.num_classes
             if logits.shape[1] != needed:
+                channels = "1 channel" if needed == 1 else f"{needed} channels"
                 raise ModelError(
-                    f"DiceCEEdgeLoss expects {needed} channels for {name}, but the network returns "
-                    f"{logits.shape[1]}; set the same num_classes for both (without the ignored label)"
+                    f"DiceCEEdgeLoss expects {channels} for {name}, but the network returns {logits.shape[1]}; set "
+                    "num_classes (without the ignored label), num_aux_heads and num_detail_heads to match the network"
                 )
 
     def _cross_entropy(self, log_p: Tensor, targets: Tensor, edges: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ Configured = Callable[..., Any] | Mapping[str, Any]
 
 
 class KDOutput(NamedTuple):
-    """The outputs of both networks; the first argument of a distillation loss."""
+    """The outputs of both networks, which a distillation loss takes as its first argument."""
 
     student_output: Any
     teacher_output: Any
@@ -82,9 +82,10 @@ class KDLogitsLoss(nn.Module):
     """`(1 - c) task_loss(student, targets) + c distillation_loss(student, teacher)`.
 
     Args:
-        task_loss_fn: the loss for the labels, a module or its configuration.
-        distillation_loss_fn: the loss for the teacher's output, a module or its configuration. Default: `KDklDivLoss`.
-        distillation_loss_coeff: the factor c, from 0 to 1.
+        task_loss_fn: the loss between the student's output and the labels, a module or its configuration.
+        distillation_loss_fn: the loss between the student's and the teacher's output, a module or its configuration.
+            Default: `KDklDivLoss`.
+        distillation_loss_coeff: the factor c, between 0 and 1.
 
     Raises:
         ConfigError: if the factor is out of range.
@@ -175,13 +176,13 @@ class ChannelWiseKnowledgeDistillationLoss(nn.Module):
 
 @MODELS.register_module()
 class SegKDLoss(nn.Module):
-    """For each output, `kd_loss_weights[0] ce_loss + kd_loss_weights[1] kd_loss`, times the weight of the output.
+    """For each output, `kd_loss_weights[0] ce_loss + kd_loss_weights[1] kd_loss`, times the output's weight.
 
     Args:
         kd_loss: `loss(student, teacher, targets)`, such as `ChannelWiseKnowledgeDistillationLoss`, or its
             configuration.
         ce_loss: `loss(student, targets)`, or its configuration.
-        weights: factor for each output of the networks. Additional outputs are ignored.
+        weights: one factor for each output of the networks. Additional outputs are ignored.
         kd_loss_weights: factors for `ce_loss` and `kd_loss`, in this order.
 
     Raises:
@@ -214,8 +215,8 @@ class SegKDLoss(nn.Module):
         students, teachers = _several(outputs.student_output), _several(outputs.teacher_output)
         if min(len(students), len(teachers)) < len(self.weights):
             raise ModelError(
-                f"SegKDLoss has {len(self.weights)} weights, but the student has {len(students)} outputs and the "
-                f"teacher {len(teachers)}; set `weights` to one factor per output"
+                f"SegKDLoss requires one output for each of its weights ({len(self.weights)}); the numbers of outputs "
+                f"are {len(students)} (student) and {len(teachers)} (teacher). Set `weights` to one factor per output"
             )
         losses = {}
         for index, weight in enumerate(self.weights):

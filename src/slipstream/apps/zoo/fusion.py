@@ -19,7 +19,7 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 _TOLERANCE = 1e-3
-"""Largest accepted change of an output in float32, relative to the largest absolute value of that output."""
+"""Largest accepted change in an output in float32, relative to the largest absolute value of that output."""
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (N, C, *output_size) for `x` of (N, C, H, W), or (C, *output_size) for (C, H, W)."""
+        """Return (N, C, *output_size) for `x` of shape (N, C, H, W), or (C, *output_size) for (C, H, W)."""
         if not torch.are_deterministic_algorithms_enabled():
             return super().forward(x)
         size = (
@@ -47,7 +47,7 @@ class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
 
 
 def _members(length: int, bins: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a matrix (bins, length) that is 1 where a bin of adaptive pooling contains the element, otherwise 0."""
+    """Return a matrix (bins, length) that is 1 where a bin of adaptive pooling contains the element, else 0."""
     index = torch.arange(bins, device=device)[:, None]
     position = torch.arange(length, device=device)
     inside = (position >= index * length // bins) & (position < -((index + 1) * -length // bins))
@@ -79,7 +79,7 @@ class ConvBlock(nn.Sequential):
 
 
 class ConvBNReLU(nn.Module):
-    """A `ConvBlock` with the name `seq`."""
+    """A `ConvBlock` stored in the submodule `seq`."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ def resize(x: Tensor, like: Tensor, align_corners: bool = False) -> Tensor:
     the gradient is deterministic on all devices. With `align_corners`, the centers of the corner pixels are aligned.
     Otherwise, the edges of the images are aligned.
     """
-    # On CPU, inductor (torch 2.13) may drop the gradient of F.interpolate, so that the network's gradients are zero.
+    # On CPU, inductor (torch 2.13) may drop the gradient of F.interpolate, and the network's gradients are then zero.
     height, width = like.shape[-2:]
     rows = _interpolation(x, x.shape[-2], height, align_corners)
     columns = _interpolation(x, x.shape[-1], width, align_corners)
@@ -144,7 +144,10 @@ def _interpolation(x: Tensor, source: int, target: int, align_corners: bool) -> 
 
 
 def init_weights(model: nn.Module) -> None:
-    """Initialize convolutions with He's normal distribution (fan-out, arXiv 1502.01852), and BatchNorm with 1 and 0."""
+    """Initialize convolutions with He's normal distribution (fan-out, arXiv 1502.01852).
+
+    BatchNorm is initialized with weight 1 and bias 0.
+    """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

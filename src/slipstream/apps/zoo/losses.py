@@ -22,7 +22,7 @@ class CrossEntropy(nn.Module):
 
     Args:
         ignore_index: target value to ignore.
-        label_smoothing: amount of smoothing, from 0 to 1 (arXiv 1512.00567).
+        label_smoothing: amount of smoothing, between 0 and 1 (arXiv 1512.00567).
         weight: weight of each class. The weighted sum of the losses is divided by the sum of the targets' weights.
 
     Raises:
@@ -80,8 +80,8 @@ class MultiHeadCrossEntropy(nn.Module):
     Half-precision logits are summed in float32.
 
     Args:
-        weights: factors of the main and the auxiliary outputs, in the network's order. For a network with fewer
-            outputs, the first factors are used.
+        weights: factors for the main output and the auxiliary outputs, in the network's order. If the network has
+            fewer outputs than there are factors, the last factors are not used.
         ignore_index: target value of ignored pixels.
     """
 
@@ -106,8 +106,8 @@ class MultiHeadCrossEntropy(nn.Module):
             outputs = (outputs,)
         if len(outputs) > len(self.weights):
             raise ModelError(
-                f"MultiHeadCrossEntropy has {len(self.weights)} weights, but the network has {len(outputs)} "
-                "outputs; set `weights` to one factor per output, starting with the main output"
+                f"MultiHeadCrossEntropy requires a weight for each of the network's outputs ({len(outputs)}), but has "
+                f"only {len(self.weights)}; set `weights` to one factor per output, starting with the main output"
             )
         targets = targets.long()
         count = (targets != self.ignore_index).sum().clamp_min(1)

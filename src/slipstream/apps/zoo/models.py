@@ -70,11 +70,11 @@ def get(
     Args:
         name: one of `names()`, or `timm:` and the name of a classification network in timm (`timm:convnext_tiny`).
         num_classes: number of classes. It may also be set in `arch_params`.
-        arch_params: see `options`.
+        arch_params: arguments for the network, as in `options`, which takes precedence.
         checkpoint_path: a checkpoint from Slipstream, MMEngine or SuperGradients, or a plain state dict; see `load`.
         strict_load, load_backbone, checkpoint_sha256: see `load`.
         checkpoint_num_classes: number of classes in the checkpoint. If it differs from `num_classes`, the
-            classification layers are not loaded, and this is logged.
+            classification layers are not loaded, and a message is logged.
         pretrained_weights: must be None, except for timm's networks, for which any name downloads timm's weights.
         options: other arguments for the network, such as `use_aux_heads`.
 
@@ -88,7 +88,7 @@ def get(
     options = {**(arch_params or {}), **options}
     classes = _classes(name, num_classes, options.pop("num_classes", None))
     for key in _RENAMED_OPTIONS.keys() & options.keys():
-        raise ConfigError(f"use {_RENAMED_OPTIONS[key]} instead", f"arch_params.{key}")
+        raise ConfigError(f"is not supported; use {_RENAMED_OPTIONS[key]} instead", f"arch_params.{key}")
     if pretrained_weights is not None:
         options["pretrained"] = True
     network: nn.Module = MODELS.build(network_config(name, {"num_classes": classes, **options}))
@@ -114,8 +114,8 @@ def _check_name(name: str, pretrained_weights: str | None) -> None:
         )
     if pretrained_weights is not None:
         raise ConfigError(
-            f"weights are not downloaded by name ('{pretrained_weights}'); set checkpoint_path to their file or URL "
-            "(and load_backbone=True for backbone weights)",
+            f"weights are not downloaded by name ('{pretrained_weights}'); set checkpoint_path to a file or URL that "
+            "contains them (for backbone weights, also set load_backbone=True)",
             "pretrained_weights",
         )
 
@@ -159,8 +159,8 @@ def load(
         strict_load: if True, all names and shapes must match. If False, mismatches are skipped. If `'no_key_matching'`
             and the names differ, weights are matched by order, and shapes must match. SuperGradients' `StrictLoad` and
             dicts with a `value` key in its recipes are also accepted.
-        load_backbone: whether to load the file into the network's backbone and skip mismatches, for example for a
-            classifier trained on ImageNet.
+        load_backbone: whether to load the file into the network's backbone and skip mismatches, for example if the file
+            contains a classifier trained on ImageNet.
         other_classes: whether the checkpoint has a different number of classes. If True, tensors with different shapes
             (those of the classification layers) are skipped.
         checkpoint_sha256: the SHA-256 checksum of the file.
@@ -209,7 +209,8 @@ def _backbone(network: nn.Module) -> str:
     path = _BACKBONES.get(type(network).__name__, "backbone")
     if path == "backbone" and not isinstance(getattr(network, path, None), nn.Module):
         raise ModelError(
-            f"load_backbone requires a submodule 'backbone', but {type(network).__name__} has none"
+            f"load_backbone requires a submodule 'backbone', but {type(network).__name__} has none; "
+            "remove load_backbone"
         )
     return path
 
@@ -225,14 +226,14 @@ def _in_order(
     if len(state) < len(own) or (len(state) > len(own) and not may_end_earlier):
         raise CheckpointError(
             f"{source} belongs to a different model: it contains {len(state)} tensors, but the model has {len(own)}, "
-            "so they cannot be matched by order"
+            "so they cannot be matched by order. Use a checkpoint of this network"
         )
     for (theirs, value), (mine, wanted) in zip(state.items(), own.items(), strict=False):
-        # Classification layers differ in the number of classes, their first dimension.
+        # The first dimension of a classification layer is the number of classes, which may differ.
         if value.shape[1:] != wanted.shape[1:] if other_classes else value.shape != wanted.shape:
             raise CheckpointError(
                 f"{source} belongs to a different model: matched by order, {theirs} corresponds to {mine}, but their "
-                f"shapes are {tuple(value.shape)} and {tuple(wanted.shape)}"
+                f"shapes are {tuple(value.shape)} and {tuple(wanted.shape)}. Use a checkpoint of this network"
             )
     rest = dict(list(state.items())[len(own) :])
     return {**dict(zip(own, state.values(), strict=False)), **rest}
@@ -248,6 +249,7 @@ def _weights(checkpoint: Mapping[str, Any], source: str) -> dict[str, Tensor]:
     }
     if not tensors:
         raise CheckpointError(
-            f"{source} contains no weights: none of its keys {sorted(checkpoint, key=str)} is the name of a tensor"
+            f"{source} contains no weights: none of its keys {sorted(checkpoint, key=str)} is the name of a tensor; "
+            "use a checkpoint or a state dict"
         )
     return tensors

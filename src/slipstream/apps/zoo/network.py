@@ -39,7 +39,7 @@ class Network(nn.Module):
         image_processor: Sequence[Any] | Mapping[str, Any] | None = None,
         palette: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Set how `predict` transforms images and names classes. None keeps the current value.
+        """Set how `predict` transforms images and names classes. Arguments that are None keep the current values.
 
         `Trainer.train` sets these values from the validation data, and `models.get` from the checkpoint of a recipe.
 
@@ -137,7 +137,7 @@ class Network(nn.Module):
 
         Args:
             input_size: (H, W), (C, H, W) or (N, C, H, W) of an image that the network accepts. Default: 64 x 64, or the
-                input size of timm's network.
+                network's input size if it is from timm.
 
         Raises:
             ConfigError: `input_size` is not a size.
@@ -161,13 +161,16 @@ class Network(nn.Module):
 
 
 def _with_outputs(layer: nn.Module, count: int) -> nn.Module:
-    """Return an untrained layer with `count` outputs; its other options, dtype and device are the same as `layer`'s."""
+    """Return an untrained layer with `count` outputs and the other options, the dtype and the device of `layer`."""
     options: dict[str, Any] = dict(bias=getattr(layer, "bias", None) is not None)
     weight = next(layer.parameters())
     options |= dict(dtype=weight.dtype, device=weight.device)
     if isinstance(layer, nn.Linear):
         return nn.Linear(layer.in_features, count, **options)
     if not isinstance(layer, nn.Conv2d):
-        raise ModelError(f"cannot replace a {type(layer).__name__} as the classification layer")
+        raise ModelError(
+            f"the classification layer is a {type(layer).__name__}, which cannot be replaced; only nn.Linear and "
+            "nn.Conv2d are supported, so create a new network with the new number of classes"
+        )
     sizes: Any = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
     return nn.Conv2d(layer.in_channels, count, *sizes, **options)

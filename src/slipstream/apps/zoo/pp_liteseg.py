@@ -36,14 +36,14 @@ class SPPM(nn.Module):
         self.conv_out = ConvBNReLU(out_channels, out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (N, out_channels, h, w) for `x` of (N, in_channels, h, w)."""
+        """Return (N, out_channels, h, w) for `x` of shape (N, in_channels, h, w)."""
         first, second, third = (resize(branch(x), x) for branch in self.branches)
         out: Tensor = self.conv_out(first + second + third)
         return out
 
 
 class UAFM(nn.Module):
-    """Unified attention fusion with spatial attention, which blends features and skip with a weight for each pixel."""
+    """Unified attention fusion with spatial attention, which blends features and skips with a weight per pixel."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class UAFM(nn.Module):
         self.conv_out = ConvBNReLU(in_channels, out_channels)
 
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:
-        """Return (N, out_channels, h, w) for `x` and `skip` of (N, in_channels, h, w)."""
+        """Return (N, out_channels, h, w) for `x` and `skip` of shape (N, in_channels, h, w)."""
         statistics = [
             reduced
             for features in (x, skip)

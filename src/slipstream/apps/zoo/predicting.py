@@ -121,7 +121,7 @@ def processing_in(meta: Any, task: str) -> Processing | None:
 def _preprocessing(cfg: Mapping[str, Any], task: str) -> Sequence[Mapping[str, Any]] | None:
     """Return the transforms that replace a configuration's data preprocessor, or None if transforms cannot replace it.
 
-    Padding is left out, because the networks accept images of any size.
+    Padding is omitted, because the networks accept images of any size.
     """
     options = dict(cfg["model"].get("data_preprocessor") or cfg.get("data_preprocessor") or {})
     kind = options.pop("type", "BaseDataPreprocessor")
@@ -166,7 +166,9 @@ def _read(images: Any) -> tuple[bool, list[RGB]]:
     if isinstance(images, str | Path) and Path(images).is_dir():
         found = sorted(path for path in Path(images).iterdir() if path.suffix.lower() in _SUFFIXES)
         if not found:
-            raise DataError(f"the folder '{images}' contains no images ({', '.join(_SUFFIXES)})")
+            raise DataError(
+                f"the folder '{images}' contains no images; supported suffixes are {', '.join(_SUFFIXES)}"
+            )
         return True, [read_image(path) for path in found]
     if isinstance(images, Iterable) and not isinstance(images, str | Tensor | np.ndarray):
         return True, [_pixels(image) for image in images]
@@ -180,7 +182,7 @@ def _pixels(image: Any) -> RGB:
     if isinstance(image, Tensor):
         if image.ndim != 3 or len(image) != 3 or image.dtype != torch.uint8:
             raise DataError(
-                f"a tensor must be an image, uint8 (3, H, W), not {tuple(image.shape)} of {image.dtype}"
+                f"an image tensor must be uint8 (3, H, W), not {image.dtype} {tuple(image.shape)}"
             )
         return image.permute(1, 2, 0).cpu().numpy()
     if hasattr(image, "convert"):  # Pillow images
@@ -190,7 +192,7 @@ def _pixels(image: Any) -> RGB:
         array = np.repeat(array[..., None], 3, axis=2)
     if array.ndim != 3 or array.shape[2] != 3 or array.dtype != np.uint8:
         raise DataError(
-            f"an image must be uint8 (H, W, 3) RGB or uint8 (H, W), not {array.shape} of {array.dtype}"
+            f"an image must be uint8 (H, W, 3) RGB or uint8 (H, W), not {array.dtype} {array.shape}"
         )
     return array
 
@@ -305,7 +307,7 @@ def _names(known: Sequence[str] | None, count: int, binary: bool) -> tuple[str, 
     names = ("background", *known) if binary and len(known) == 1 else tuple(known)
     if len(names) < count:
         raise ConfigError(
-            f"the network has {count} classes, but there are {len(names)} names; call "
+            f"the network has {count} classes, but the number of class names is {len(names)}; call "
             "set_dataset_processing_params(class_names=[...])",
             "class_names",
         )

@@ -82,7 +82,7 @@ class ImagePrediction(ABC):
         formats = _formats()
         if path.suffix.lower() not in formats:
             raise ConfigError(
-                f"must end with the suffix of an image format, not {path.name!r}", "output_path"
+                f"must end with the suffix of an image format, such as .png, not {path.name!r}", "output_path"
             )
         with replacing(path) as temporary:
             picture.save(temporary, format=formats[path.suffix.lower()])

@@ -52,7 +52,7 @@ class SqueezeExcitation(nn.Module):
 
 
 class SplitConv(nn.Module):
-    """Splits the channels evenly over the dilations, and applies a 3x3 group convolution to each part."""
+    """Splits the channels evenly among the dilations, and applies a 3x3 group convolution to each part."""
 
     def __init__(self, channels: int, dilations: tuple[int, ...], stride: int) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Decoder(nn.Module):
 class RegSeg(Network):
     """RegSeg with the backbone exp48 and the decoder decoder26 from its paper.
 
-    Parameter names in checkpoints of SuperGradients' `regseg48` are converted when they are loaded.
+    When a checkpoint of SuperGradients' `regseg48` is loaded, its parameter names are converted.
 
     Args:
         num_classes: number of output channels.

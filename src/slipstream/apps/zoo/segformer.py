@@ -69,7 +69,7 @@ class EfficientSelfAttention(nn.Module):
         self.norm = nn.LayerNorm(width) if reduction > 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (N, h, w, C) for `x` of (N, h, w, C) with h and w not less than `reduction`."""
+        """Return (N, h, w, C) for `x` of shape (N, h, w, C) with h and w not less than `reduction`."""
         reduced = x
         if self.sr is not None and self.norm is not None:
             reduced = self.norm(_tokens(self.sr(_image(x))))
@@ -95,7 +95,7 @@ class MixFFN(nn.Module):
         self.fc2 = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (N, h, w, C) for `x` of (N, h, w, C)."""
+        """Return (N, h, w, C) for `x` of shape (N, h, w, C)."""
         out: Tensor = self.fc2(F.gelu(_tokens(self.dwconv(_image(self.fc1(x))))))
         return out
 
@@ -115,7 +115,7 @@ class EncoderBlock(nn.Module):
         self.drop_path = drop_path
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (N, h, w, C) for `x` of (N, h, w, C)."""
+        """Return (N, h, w, C) for `x` of shape (N, h, w, C)."""
         x = x + self._drop(self.attn(self.norm1(x)))
         return x + self._drop(self.mlp(self.norm2(x)))
 
@@ -161,7 +161,7 @@ class FuseConv(nn.Conv2d):
     """
 
     fuses_norm = True
-    """A BatchNorm after this layer can be fused, because the layer has the arguments and the bias of `nn.Conv2d`."""
+    """A BatchNorm after this layer can be fused, because the layer has `nn.Conv2d`'s arguments and bias."""
 
     def forward(self, images: list[Tensor]) -> Tensor:  # type: ignore[override]
         """Return (N, out_channels, h, w) at the size of the last feature map."""
@@ -245,7 +245,7 @@ class SegFormer(Network):
         if height < _MIN_SIZE or width < _MIN_SIZE:
             raise ModelError(
                 f"SegFormer requires images of at least {_MIN_SIZE} x {_MIN_SIZE} pixels, not {height} x {width}; "
-                "enlarge or pad them (pad_size_divisor=32 of ImgDataPreprocessor)"
+                "enlarge or pad them, for example with ImgDataPreprocessor(pad_size_divisor=32)"
             )
         return resize(self.decode_head(self._backbone(x)), x)
 

@@ -120,7 +120,7 @@ class Decoder(Rising):
         self.inconv.requires_grad_(False)
 
     def forward(self, features: list[Tensor]) -> list[Tensor]:
-        """Return the features from the lowest to the highest resolution, for features in the opposite order."""
+        """Return the features from the lowest to the highest resolution; the input has the opposite order."""
         return self.rise(features[-1], features[:-1])
 
 
@@ -135,7 +135,7 @@ class Ladder(Rising):
         )
 
     def forward(self, features: list[Tensor]) -> list[Tensor]:
-        """Return the features from the lowest to the highest resolution, for features in the same order."""
+        """Return the features from the lowest to the highest resolution; the input has the same order."""
         x = self.inconv(features[-1])
         skips = []
         descents = zip(self.down_module_list, self.down_conv_list, reversed(features[1:]), strict=True)
@@ -219,7 +219,7 @@ class ShelfNet(Network):
 
 @torch.no_grad()
 def _init_weights(network: ShelfNet) -> None:
-    """Initialize the convolutions of `ConvBlock`, `AttentionRefinement` and `NetOutput` as the original does."""
+    """Initialize the convolutions of `ConvBlock`, `AttentionRefinement` and `NetOutput` as SuperGradients does."""
     for module in network.modules():
         if isinstance(module, ConvBlock | AttentionRefinement | NetOutput):
             for layer in module.children():

@@ -19,15 +19,15 @@ __all__ = ["OhemCELoss", "STDCLoss", "detail_target"]
 class OhemCELoss(nn.Module):
     """Cross-entropy over hard pixels only (online hard example mining, arXiv 1604.03540).
 
-    Hard pixels are those whose target class has a predicted probability below `threshold`, but at least the
-    k = max(1, floor(mining_percent * n)) pixels with the largest losses, where n is the number of pixels that are not
-    ignored. Pixels with the kth largest loss share the remaining weight equally. The loss is the mean over the hard
-    pixels, or 0 with gradient 0 if all pixels are ignored. The computation
-    does not synchronize with the device.
+    Hard pixels are those whose target class has a predicted probability below `threshold`. If there are fewer than
+    k = max(1, floor(mining_percent * n)) of them, where n is the number of pixels that are not ignored, the k pixels
+    with the largest losses are used instead; pixels with the kth largest loss then share the remaining weight equally.
+    The loss is the mean over the hard pixels, or 0 with gradient 0 if all pixels are ignored. The computation does not
+    synchronize with the device.
 
     Args:
         threshold: probability, greater than 0 and at most 1.
-        mining_percent: minimum fraction of pixels to keep, from 0 to 1.
+        mining_percent: minimum fraction of pixels to keep, between 0 and 1.
         ignore_index: target value of ignored pixels.
 
     Raises:
@@ -72,7 +72,7 @@ def detail_target(targets: Tensor, ignore_index: int, threshold: float = 1.0) ->
     """Return the detail mask of class ids (N, H, W) as a bool tensor (N, 1, H, W).
 
     A pixel is an edge if it is not ignored, and at least `threshold` of its eight neighbors have a different class, are
-    ignored or are outside the image. Details are the edges, and all pixels of 2x2 blocks whose top left pixel is an
+    ignored or are outside the image. Details are the edges, and all pixels of 2x2 blocks whose top-left pixel is an
     edge.
 
     This is equivalent to the paper's pyramid, which applies a Laplacian (8 in the center, -1 around it) to the mask of
@@ -100,14 +100,14 @@ class STDCLoss(nn.Module):
     batch. Half-precision outputs are summed in float32.
 
     Args:
-        num_classes: if set, the required number of channels of the main output.
-        weights: factors of the main output, the auxiliary outputs (s32, s16) and the details, in this order.
+        num_classes: if set, the number of channels that the main output must have.
+        weights: factors for the main output, the auxiliary outputs (s32, s16) and the details, in this order.
         threshold: see `OhemCELoss`.
         mining_percent: see `OhemCELoss`.
         ignore_index: target value of ignored pixels.
         num_detail_heads: number of detail outputs, which are the last outputs.
-        detail_weights: factors of cross-entropy and Dice, in this order.
-        detail_threshold: see `detail_target`, from 1 to 8.
+        detail_weights: factors for cross-entropy and Dice, in this order.
+        detail_threshold: number of neighbors from 1 to 8; see `detail_target`.
 
     Raises:
         ConfigError: if an argument is out of range.
@@ -129,12 +129,13 @@ class STDCLoss(nn.Module):
         super().__init__()
         if len(weights) < 1 + num_detail_heads:
             raise ConfigError(
-                f"must contain factors of the main output, any auxiliary outputs and the details, not {weights!r}",
+                f"must contain factors for the main output, any auxiliary outputs and the details, not {weights!r}",
                 "weights",
             )
         if len(detail_weights) != 2:
             raise ConfigError(
-                f"must contain factors of cross-entropy and Dice, not {detail_weights!r}", "detail_weights"
+                f"must contain two factors, for cross-entropy and Dice, not {detail_weights!r}",
+                "detail_weights",
             )
         if not 1 <= detail_threshold <= 8:
             raise ConfigError(
@@ -181,8 +182,8 @@ class STDCLoss(nn.Module):
     def _check(self, outputs: tuple[Tensor, ...]) -> None:
         if len(outputs) not in (1, len(self.weights)):
             raise ModelError(
-                f"STDCLoss has {len(self.weights)} weights, but the network has {len(outputs)} outputs; set `weights` "
-                "to one factor per output: main output, auxiliary outputs, details"
+                f"STDCLoss requires a weight for each of the network's outputs ({len(outputs)}), but has "
+                f"{len(self.weights)}; set `weights` to one factor per output: main output, auxiliary outputs, details"
             )
         if self.num_classes not in (None, outputs[0].shape[1]):
             raise ModelError(

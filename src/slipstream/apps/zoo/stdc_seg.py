@@ -32,7 +32,7 @@ class AttentionRefinement(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (N, out_channels, h, w) for `x` of (N, in_channels, h, w)."""
+        """Return (N, out_channels, h, w) for `x` of shape (N, in_channels, h, w)."""
         x = self.conv_first(x)
         out: Tensor = x * self.attention_block(x)
         return out
@@ -82,7 +82,7 @@ def _crop(x: Tensor, like: Tensor) -> Tensor:
 
 
 class FeatureFusion(nn.Module):
-    """Fuses details and context, and adds the fused channels scaled by gates, which depend on their global means."""
+    """Fuses the details and the context, and adds the fused channels scaled by gates computed from their means."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()

@@ -138,7 +138,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
     for key in _OWN_SOURCES:
         if key in options:
             raise ConfigError(
-                "is not an option of timm's networks, because timm would load files without checking them; pass a "
+                "is not supported for networks from timm, because timm would load files without checking them; pass a "
                 "file or URL as checkpoint_path of models.get, or checkpoint_params.checkpoint_path in a recipe",
                 key,
             )
@@ -148,7 +148,7 @@ def _timm() -> ModuleType:
     with extra("timm"):
         try:
             import timm
-        except RuntimeError as error:  # torchvision raises it if it was built for another version of torch
+        except RuntimeError as error:  # from torchvision, if it was built for another version of torch
             reason = " ".join(str(error).split())
             raise MissingPackageError(
                 f"timm cannot be imported: {reason}; install the version of torchvision that matches torch "

@@ -126,7 +126,8 @@ class UNet(Network):
         height, width = x.shape[-2:]
         if height < _MIN_SIZE or width < _MIN_SIZE:
             raise ModelError(
-                f"U-Net requires images of at least {_MIN_SIZE} x {_MIN_SIZE} pixels, not {height} x {width}"
+                f"U-Net requires images of at least {_MIN_SIZE} x {_MIN_SIZE} pixels, not {height} x {width}; "
+                "enlarge or pad them"
             )
         logits: Tensor = self.seg_head(self.decoder(self.encoder(x)))
         return logits
@@ -139,10 +140,8 @@ def unet(
     """Return U-Net (13.3 million parameters); see `UNet`.
 
     Raises:
-        ConfigError: if `use_aux_heads` is set, because auxiliary heads are not supported for U-Net.
+        ConfigError: if `use_aux_heads` is set, because U-Net has no auxiliary heads.
     """
     if use_aux_heads:
-        raise ConfigError(
-            "must be False, because auxiliary heads are not supported for U-Net", "use_aux_heads"
-        )
+        raise ConfigError("must be False, because U-Net has no auxiliary heads", "use_aux_heads")
     return UNet(num_classes, in_channels, dropout)

@@ -31,6 +31,9 @@ def pseudo_collate(data_batch: Sequence[Any]) -> Any:
     if isinstance(first, str | bytes) or not isinstance(first, Sequence):
         return list(data_batch)
     if len({len(sample) for sample in data_batch}) > 1:
-        raise DataError(f"cannot collate samples of different lengths: {[len(s) for s in data_batch]}")
+        raise DataError(
+            f"cannot collate samples of different lengths: {[len(s) for s in data_batch]}; "
+            "return the same number of items for every sample"
+        )
     columns = [pseudo_collate(column) for column in zip(*data_batch, strict=True)]
     return type(first)(*columns) if hasattr(first, "_fields") else columns

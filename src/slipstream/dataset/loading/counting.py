@@ -17,8 +17,8 @@ __all__ = ["BatchSizes", "count_samples"]
 class BatchSizes:
     """The number of this rank's samples in each batch of a pass over a loader.
 
-    If the loader has an `EpochBatchSampler`, these are the sizes that it has drawn. For iterable datasets and for
-    datasets whose items are batches, the samples in each batch are counted.
+    If the loader has an `EpochBatchSampler`, these are the sizes of the batches that it has drawn. For iterable
+    datasets and for datasets whose items are batches, the samples in each batch are counted.
 
     Args:
         loader: a loader returned by `build_dataloader`.
@@ -29,7 +29,7 @@ class BatchSizes:
         self._batches = loader.batch_sampler if isinstance(loader.batch_sampler, EpochBatchSampler) else None
 
     def at(self, number: int, batch: Any) -> int:
-        """Return the number of samples in batch `number` (from 0), or 1 if the number is unknown.
+        """Return the number of samples in batch `number` (starting at 0), or 1 if the number is unknown.
 
         Call this method while the pass over the loader is in progress, because the sizes may differ in the next pass.
         """

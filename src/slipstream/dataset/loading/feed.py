@@ -67,10 +67,10 @@ class CopyStream(Protocol):
 class DeviceFeed(Generic[Batch]):
     """A loader that copies its batches to the device, `prefetch` batches ahead of the current step.
 
-    Tensors in dicts, lists, tuples and named tuples are moved and keep their dtype. (uint8 images need a quarter of
-    the bandwidth of float32 images; the data preprocessor converts them on the device.) Other values are returned
-    unchanged. The order of batches and the random draws do not change. If the loader raises an error, the batches
-    drawn before it are returned first. On the CPU, batches are returned unchanged and not drawn ahead.
+    Tensors in dicts, lists, tuples and named tuples are moved and keep their dtype. For example, uint8 images need
+    a quarter of the bandwidth of float32 images, and the data preprocessor converts them on the device. Other values
+    are returned unchanged. The order of batches and the random draws do not change. If the loader raises an error, the
+    batches drawn before it are returned first. On the CPU, batches are returned unchanged and not drawn ahead.
 
     On accelerators, a side stream copies from pinned memory. If the loader does not pin its batches
     (`pin_memory=True`), a thread pins them. Up to `prefetch` + 2 batches are in device memory: the current batch and
@@ -163,8 +163,8 @@ class _SideStream:
     def send(self, batch: Any) -> tuple[Any, torch.Event]:
         """Start copying `batch`; return the copy and an event that marks its end."""
         # The allocator may reuse the memory of a batch whose step has not finished on the device, so the copy waits
-        # for all previously launched steps and overlaps with the next step. (Because the host runs ahead of the device,
-        # `record_stream` would delay the reuse of that memory by up to one log interval.)
+        # for all previously launched steps and overlaps with the next step. `record_stream` would delay the reuse of
+        # that memory by up to one log interval, because the host runs ahead of the device.
         self.stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self.stream:
             moved = _move(batch, self.device)

@@ -39,7 +39,7 @@ def hash_numbers(numbers: Sequence[int]) -> int:
 class IsolatedGenerators:
     """A private random state for code that draws from the global generators.
 
-    The context `with generators:` replaces the global state with the private one and restores it at the end.
+    A `with generators:` block replaces the global state with the private one and restores it at the end.
     NumPy's bit generator object is swapped, which is sixty times faster than copying its state. The only side effect
     is that the legacy function `np.random.randn` loses its cached second value.
     """

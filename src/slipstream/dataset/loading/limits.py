@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from slipstream.dataset.loading.loader import build_dataloader, limited_stream
+from slipstream.dataset.loading.loader import build_dataloader, copied_loader, limited_stream
 from slipstream.dataset.loading.samplers import EpochBatchSampler
 from slipstream.errors import ConfigError
 
@@ -16,10 +17,10 @@ __all__ = ["limit_batches"]
 def limit_batches(
     loader: DataLoader[Any], count: int, option: str, name: str, repeat: bool = False
 ) -> DataLoader[Any]:
-    """Return `loader` with at most `count` batches per epoch.
+    """Return a copy of `loader` with at most `count` batches per epoch.
 
     Args:
-        loader: a loader returned by `build_dataloader`; it may be modified in place.
+        loader: a loader returned by `build_dataloader`; it is not changed.
         count: the number of batches.
         option: name of the option in error messages.
         name: name of the loader in error messages.
@@ -30,20 +31,22 @@ def limit_batches(
     """
     batches, dataset = loader.batch_sampler, _dataset(loader)
     if isinstance(batches, EpochBatchSampler):
-        batches.limit = count if batches.limit is None else min(count, batches.limit)
-        batches.repeats = repeat
-        return loader
+        # Unlike a new sampler, a copy keeps the initial states of the generators if the loader has been used before.
+        limited = copy(batches)
+        limited.limit = count if batches.limit is None else min(count, batches.limit)
+        limited.repeats = repeat
+        return copied_loader(loader, batch_sampler=limited)
     if batches is None and isinstance(dataset, list):
         return build_dataloader(dataset[:count], 0, name, training=False)
     if isinstance(dataset, IterableDataset):
         if repeat:
             raise ConfigError(
-                f"does not support the loader in {name}, whose dataset is iterable and may yield other samples in each "
-                f"epoch; pass a list of batches as {name}",
+                f"does not support the loader in {name}, whose dataset is iterable and may yield different samples in "
+                f"each epoch; pass a list of batches as {name}",
                 option,
             )
-        if (limited := limited_stream(loader, count)) is not None:
-            return limited
+        if (stream := limited_stream(loader, count)) is not None:
+            return stream
     raise ConfigError(
         f"does not support the loader in {name}, a {type(loader).__name__} without a batch sampler; limit the dataset "
         "itself",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from copy import copy
 from functools import partial
-from itertools import islice
 from multiprocessing.context import BaseContext
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from torch.utils.data import (
@@ -30,6 +30,7 @@ from slipstream.dataset.loading.samplers import (
     check_not_empty,
 )
 from slipstream.dataset.loading.samples import SeededDataset
+from slipstream.dataset.loading.streaming import StreamingSamples, by_index
 from slipstream.dataset.loading.waiting import STALL_WARNING, stop_workers
 from slipstream.dataset.loading.worker_init import worker_init
 from slipstream.dataset.loading.workers import check_workers, with_workers
@@ -42,12 +43,15 @@ __all__ = [
     "batch_size",
     "build_dataloader",
     "can_start_inside_batch",
+    "copied_loader",
     "is_infinite",
     "length",
     "limited_stream",
     "samples_per_epoch",
     "set_epoch",
 ]
+
+_Loader = TypeVar("_Loader", bound=DataLoader[Any])
 
 
 def build_dataloader(
@@ -118,8 +122,8 @@ def set_epoch(loader: DataLoader[Any], epoch: int, start: int = 0, used: int = 0
 
     Args:
         loader: a loader.
-        epoch: the epoch, from 0.
-        start: number of the first batch, from 0.
+        epoch: number of the epoch, starting at 0.
+        start: number of the first batch, starting at 0.
         used: number of samples to skip at the beginning of this batch; requires `can_start_inside_batch`.
     """
     if isinstance(loader.batch_sampler, EpochBatchSampler):
@@ -189,31 +193,58 @@ class RunLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         batches = super().__iter__()
-        return batches if self.limit is None else _first(batches, self.limit)
+        return batches if self.limit is None else _FirstBatches(batches, self.limit)
 
     def __len__(self) -> int:
         count = super().__len__()
         return count if self.limit is None else min(count, self.limit)
 
 
-def _first(batches: Iterator[Any], count: int) -> Iterator[Any]:
-    """Yield at most `count` batches, and stop the workers that would draw more, unless they are persistent."""
-    try:
-        yield from islice(batches, count)
-    finally:
-        if not getattr(batches, "_persistent_workers", False):
-            stop_workers(batches)
+class _FirstBatches:
+    """Iterator over the first `count` batches, which then stops the workers, unless they are persistent.
+
+    It has the attributes of the loader's iterator, such as its workers, because `Loading` uses them.
+    """
+
+    def __init__(self, batches: Iterator[Any], count: int) -> None:
+        self._batches, self._left = batches, count
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._left == 0:
+            if not getattr(self._batches, "_persistent_workers", False):
+                stop_workers(self._batches)
+            raise StopIteration
+        self._left -= 1
+        return next(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+
+def copied_loader(loader: _Loader, **attributes: Any) -> _Loader:
+    """Return a shallow copy of a loader with other attributes; it does not share persistent workers.
+
+    A loader that is given to a run may also be used elsewhere, for example by another run, and must not be changed.
+    """
+    copied = copy(loader)
+    vars(copied).update(
+        attributes, _iterator=None
+    )  # `DataLoader` forbids setting attributes such as `batch_sampler`
+    return copied
 
 
 def limited_stream(loader: DataLoader[Any], count: int) -> DataLoader[Any] | None:
-    """Return a loader of at most `count` batches per pass, or None for a subclass of `DataLoader`, which may differ.
+    """Return a loader of at most `count` batches per pass, or None for a subclass of `DataLoader`.
 
     Args:
         loader: a loader of an iterable dataset.
         count: the number of batches.
     """
     if isinstance(loader, RunLoader):
-        limited = loader  # built by `build_dataloader` for this run
+        limited = copied_loader(loader)
     elif type(loader) is DataLoader:
         options = {**_copied_options(loader), "batch_size": loader.batch_size, "drop_last": loader.drop_last}
         limited = RunLoader(loader.dataset, generator=loader.generator, **options)
@@ -254,7 +285,9 @@ def _limit(cfg: Mapping[str, Any], name: str) -> int | None:
     limit: int | None = cfg.get("num_batch_per_epoch")
     check(limit, PositiveInt | None, f"{name}.num_batch_per_epoch")
     ready = cfg["dataloader"]
-    if limit is not None and (isinstance(ready.dataset, IterableDataset) or ready.batch_sampler is None):
+    if limit is not None and (
+        isinstance(by_index(ready.dataset), IterableDataset) or ready.batch_sampler is None
+    ):
         raise ConfigError(
             "requires a DataLoader with a batch sampler; remove this option", f"{name}.num_batch_per_epoch"
         )
@@ -283,7 +316,7 @@ def _check_keys(options: Mapping[str, Any], name: str) -> None:
         if key not in known:
             raise ConfigError(f"a data loader has no option '{key}'{did_you_mean(key, known)}", name)
     if "dataset" not in options:
-        raise ConfigError("the key 'dataset' is missing", name)
+        raise ConfigError("the key 'dataset' is missing; set it to a dataset or its configuration", name)
     for key, annotation in _TYPES.items():
         if key in options:
             check(options[key], annotation, f"{name}.{key}")
@@ -307,7 +340,7 @@ def _check_fault_options(options: Mapping[str, Any], name: str, training: bool) 
 
 
 def _dataset(cfg: Any, name: str) -> Any:
-    dataset = DATASETS.build(cfg) if isinstance(cfg, Mapping) else cfg
+    dataset = by_index(DATASETS.build(cfg) if isinstance(cfg, Mapping) else cfg)
     readable = hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")
     if not readable or isinstance(dataset, str | bytes | Mapping):
         raise ConfigError(
@@ -325,7 +358,7 @@ def _dataset(cfg: Any, name: str) -> Any:
 
 
 def _batch_sampler(options: dict[str, Any], dataset: Any, seed: int, training: bool, name: str) -> Any:
-    shuffle = options.pop("shuffle", False)
+    shuffle = options.pop("shuffle", isinstance(dataset, StreamingSamples) and dataset.stream.shuffle)
     sampler = options.pop("sampler", None) or {"type": "DefaultSampler", "shuffle": shuffle}
     if isinstance(sampler, Mapping):
         defaults = {"dataset": dataset, "data_source": dataset, "seed": seed, "round_up": training}
@@ -375,7 +408,7 @@ def _function(cfg: Any, path: str) -> Any:
         rest = {key: value for key, value in cfg.items() if key != "type"}
         kind = cfg.get("type")
         if kind is None:
-            raise BuildError("the key 'type' is missing", path)
+            raise BuildError("the key 'type' is missing; set it to the name of a function in FUNCTIONS", path)
         function = FUNCTIONS.resolve(kind) if isinstance(kind, str) else kind
         check(function, Callable[..., Any], f"{path}.type")
         _check_function_options(function, rest, path)
@@ -422,7 +455,7 @@ def _check_has_batches(loader: DataLoader[Any], name: str, training: bool) -> Da
     if getattr(batches.batch_sampler, "drop_last", False) and length(loader) == 0:
         per_process = "" if get_world_size() == 1 else " per process"
         raise DataError(
-            f"{name} has no batches: it has {batches.samples} samples{per_process}, fewer than "
+            f"{name} has no batches: its number of samples{per_process} ({batches.samples}) is less than "
             f"batch_size={batch_size(loader)}, and drop_last=True drops the incomplete batch; lower batch_size or set "
             "drop_last=False"
         )
@@ -473,9 +506,13 @@ def _sharded(batches: Any, dataset: Any, seed: int, training: bool) -> Any:
 def _wrap_loader(loader: DataLoader[Any], seed: int, training: bool, limit: int | None) -> DataLoader[Any]:
     """Return a copy of `loader` that can start at any batch and whose order depends only on seed and epoch."""
     batches = loader.batch_sampler
+    options = _copied_options(loader)
+    if isinstance(samples := by_index(loader.dataset), StreamingSamples) and loader.batch_size is not None:
+        sampler = DefaultSampler(samples, samples.stream.shuffle, seed, round_up=training)
+        batches = BatchSampler(sampler, loader.batch_size, loader.drop_last)
+        return _loader(samples, batches, seed, {**options, "num_batch_per_epoch": limit})
     if isinstance(loader.dataset, IterableDataset) or batches is None:
         return loader
-    options = _copied_options(loader)
     if isinstance(batches, EpochBatchSampler):  # built by `build_dataloader`
         if limit is None:
             return loader

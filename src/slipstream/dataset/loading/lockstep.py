@@ -46,7 +46,10 @@ def check_complete(loader: DataLoader[Any], name: str, batches: int, expected: i
     # With `drop_last`, each worker drops the incomplete last batch of its own shard of an iterable dataset.
     uncertain = max(loader.num_workers - 1, 0) if streamed and loader.drop_last else 0
     if is_infinite(loader):
-        raise DataError(f"{name} ended after {batches} batches, but its sampler never ends")
+        raise DataError(
+            f"{name} ended after {_counted(batches)}, but its sampler never ends; fix the "
+            "dataset, transform or collate_fn that raises StopIteration"
+        )
     if expected is None or batches >= expected - uncertain:
         return
     if streamed and batches == 0 and expected == 1:
@@ -82,9 +85,13 @@ def until_one_ends(
         yield batch
     if ahead is not _END:
         warn(
-            f"The epoch ends after {count} batches because another rank has no more data; rank {get_rank()} has unused "
-            "batches. To use all batches, give every rank the same number (for example, with DefaultSampler)"
+            f"The epoch ends after {_counted(count)} because another rank has no more data; rank {get_rank()} has "
+            "unused batches. To use all batches, give every rank the same number (for example, with DefaultSampler)"
         )
+
+
+def _counted(batches: int) -> str:
+    return f"{batches} batch{'es' * (batches != 1)}"
 
 
 def until_all_end(batches: Iterable[Any], loader: DataLoader[Any]) -> Iterator[tuple[Any, bool]]:

@@ -54,7 +54,9 @@ def collate_mixup(
         DataError: the number of samples is odd, the images have color changes, or a class id is out of range.
     """
     if mode != "batch" or cutmix_minmax is not None:
-        raise ConfigError("only mode='batch' without cutmix_minmax is supported", "collate_fn")
+        raise ConfigError(
+            "only mode='batch' without cutmix_minmax is supported; change these arguments", "collate_fn"
+        )
     if max(mixup_alpha, cutmix_alpha) <= 0:
         raise ConfigError("mixup_alpha or cutmix_alpha must be greater than 0", "collate_fn")
     if len(data_batch) % 2:
@@ -96,7 +98,7 @@ def _smoothed(ids: Tensor, num_classes: int, label_smoothing: float) -> Tensor:
     if not 0 <= int(ids.min()) <= int(ids.max()) < num_classes:
         raise DataError(
             f"class ids {int(ids.min())} to {int(ids.max())} are not all between 0 and {num_classes - 1} "
-            "(num_classes - 1)"
+            "(num_classes - 1); correct num_classes or the targets"
         )
     return F.one_hot(ids, num_classes) * (1 - label_smoothing) + label_smoothing / num_classes
 

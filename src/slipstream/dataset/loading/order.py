@@ -28,8 +28,8 @@ def batch_indices(
 
     Args:
         loader: a loader returned by `build_dataloader`. An iteration in progress is not affected.
-        epoch: epoch (pass over the data) of the batch, from 0; 0 for an endless sampler.
-        number: number of the batch in the epoch, from 0.
+        epoch: number of the batch's epoch (pass over the data), starting at 0; always 0 for an endless sampler.
+        number: number of the batch in the epoch, starting at 0.
         order: the order that an earlier call with this loader has drawn. This call continues the order or replaces it.
     """
     batches = loader.batch_sampler
@@ -52,7 +52,7 @@ def _sampled(batches: EpochBatchSampler, epoch: int, number: int, order: EpochOr
         passes = copy.copy(sampler)
         passes.set_epoch(epoch)
         return passes.indices(first, first + inner.batch_size)
-    # Copies, because an iteration in progress reads the epoch and the generator of the originals.
+    # Copy both, because an iteration in progress reads the epoch and the generator of the originals.
     sampler = copy.copy(sampler)
     if isinstance(getattr(sampler, "generator", None), torch.Generator):
         sampler.generator = torch.Generator()
@@ -68,7 +68,7 @@ def _sampled(batches: EpochBatchSampler, epoch: int, number: int, order: EpochOr
 
 
 class EpochOrder:
-    """The order of one epoch. If batches are requested in ascending order, it is drawn only once."""
+    """The order of one epoch, which is drawn only once if batches are requested in ascending order."""
 
     def __init__(self) -> None:
         self._epoch: int | None = None

@@ -16,7 +16,7 @@ __all__ = ["RepeatAugSampler", "RepeatedIndex"]
 
 
 class RepeatedIndex(int):
-    """Index of a sample, and the number of the repetition of this sample in the epoch."""
+    """Index of a sample, with the number of its repetition in the epoch."""
 
     seed_offset: int
     """Value that is added to the run's seed for the random changes of this repetition."""
@@ -40,8 +40,9 @@ class RepeatAugSampler(Sampler[int]):
         dataset: any object with a length.
         shuffle: whether to reshuffle the samples in each epoch.
         num_repeats: number of repetitions, at least 1; it may be a fraction.
-        selected_round: the number of samples of all ranks is rounded down to a multiple of this number; 0: no rounding.
-        selected_ratio: divisor of the number of samples of each rank; 0: the number of ranks.
+        selected_round: the total number of samples is rounded down to a multiple of this number; 0 disables rounding.
+        selected_ratio: the total is divided by this number to obtain the number of samples per rank; 0 means the number
+            of ranks.
         seed: seed of the shuffle; it must be the same on every rank.
 
     Raises:

@@ -17,7 +17,8 @@ _MAX_ROWS = 4096
 class Replacements:
     """The replaced samples of recent epochs.
 
-    Each process writes only to its own rows, so no lock is required. When its rows are full, it overwrites the oldest.
+    Each process writes only to its own rows, so no lock is required. If its rows are full, it overwrites the oldest
+    one.
 
     Args:
         samples: maximum number of different samples that can be replaced.

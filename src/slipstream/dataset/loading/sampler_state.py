@@ -21,8 +21,7 @@ class SamplerState:
 
     Epoch 0 uses the state that a generator has when this object is created. Each later epoch uses a state that is
     computed from this initial state, so an epoch has the same order if it is repeated or if it begins after a resume. A
-    torch generator in the attribute `generator` of a sampler is not included, because it is seeded from the seed of the
-    run.
+    torch generator in a sampler's `generator` attribute is not included, because it is seeded from the run's seed.
 
     Args:
         samplers: a sampler and a batch sampler; objects without attributes are ignored.
@@ -65,7 +64,7 @@ class SamplerState:
         self._generators |= restored
 
     def _found(self) -> dict[str, Any]:
-        """Return the generators in the samplers' attributes, except those that are seeded from the seed of the run."""
+        """Return the generators in the samplers' attributes, except those that are seeded from the run's seed."""
         seeded = [vars(sampler).get("generator") for sampler in self._samplers]
         seeded = [generator for generator in seeded if isinstance(generator, torch.Generator)]
         found = find_generators(self._samplers)

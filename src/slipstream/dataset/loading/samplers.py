@@ -75,7 +75,7 @@ class DefaultSampler(Sampler[int]):
 
     @property
     def total_size(self) -> int:
-        """Number of samples of all ranks in an epoch."""
+        """Total number of samples in an epoch, over all ranks."""
         return len(self) * self.world_size if self.round_up else self.size
 
     def set_epoch(self, epoch: int) -> None:
@@ -199,7 +199,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         return [] if uses_own_generator(self) else self._state.changed()
 
     def differing_state(self, epoch: int) -> list[str]:
-        """Return the names of attributes that the order of an epoch depends on and that cannot be set for the epoch.
+        """Return the names of attributes on which an epoch's order depends, but which cannot be set for the epoch.
 
         The list is empty if two draws of the epoch have the same order. If they differ and the cause is not found, the
         list contains the name of the sampler's class. The attributes of the sampler are restored after the draws. Only

@@ -1,4 +1,4 @@
-"""Read samples with seeded generators, name a sample that raises an error, and replace it on request."""
+"""Read samples with seeded generators, identify samples that raise errors, and replace these samples on request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SeededDataset(Dataset[Any]):
     The generators are seeded from (seed, epoch, index) before each sample. Their state is restored after the batch
     is collated, so a `collate_fn` may also draw random numbers. Other attributes are read from the dataset.
 
-    An error gets a note with the sample's index and, if the dataset lists its files, the file.
+    If reading a sample raises an error, a note with the sample's index and, if known, its file is added to the error.
 
     Args:
         dataset: a map-style dataset.
@@ -98,7 +98,9 @@ class SeededDataset(Dataset[Any]):
             assert self._replacements is not None
             self._replacements.add(other.epoch, int(index), int(other))
             return sample
-        raise DataError(f"all {len(self)} samples of {type(self.dataset).__name__} raise errors")
+        raise DataError(
+            f"every sample of {type(self.dataset).__name__} raises an error; see the warnings in the log"
+        )
 
     def _read(self, index: Any) -> Any:
         if hasattr(index, "__index__"):  # a key that is not an integer cannot seed the generators
@@ -143,7 +145,7 @@ def describe_sample(dataset: Any, index: Any) -> str:
 
 
 def _raise(error: Exception, what: str) -> NoReturn:
-    """Raise `error` with a note that says where it was raised.
+    """Raise `error` with a note that states where it was raised.
 
     A loop would interpret `StopIteration` as the end of the data, so a different error is raised instead.
     """

@@ -84,7 +84,7 @@ class Loading:
             self._stop.set()
 
     def close(self) -> None:
-        """Stop the thread and the worker processes, except persistent ones; the pass cannot continue."""
+        """Stop the thread and the worker processes, except persistent ones. The pass cannot continue afterwards."""
         self._stop.set()
         if not getattr(self.loader, "persistent_workers", False):
             stop_workers(self._iterator)
@@ -110,7 +110,8 @@ class Loading:
                 self.warn(self._warning(waited))
 
     def _warning(self, waited: float) -> str:
-        text = f"{self.name}: no batch for {waited:.3g} s, after {self._count} batches of this pass. "
+        plural = "es" * (self._count != 1)
+        text = f"{self.name}: no batch for {waited:.3g} s, after {self._count} batch{plural} of this pass. "
         workers = getattr(self._iterator, "_workers", None)
         if workers is None:
             frame = sys._current_frames().get(self._waiting_thread)

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import forkserver, parent_process
+from multiprocessing import forkserver, parent_process, resource_tracker
 from multiprocessing.queues import Queue
 from typing import Any
 
@@ -34,10 +34,10 @@ class WorkerInit:
     - Signals are ignored, except SIGTERM from the training process. Terminals, Slurm and torchrun also send signals to
       the workers, but the training process still needs its workers until it has saved a checkpoint after the current
       step.
-    - Processes that a worker starts inherit this treatment of signals, so only SIGKILL ends them.
-    - The worker ends when the training process has died. torch's workers check this only between batches, and therefore
-      not while a sample hangs.
-    - The worker ends when it cannot send a batch, because shared memory is full or because the batch cannot be pickled.
+    - Processes that a worker starts inherit these signal settings, so only SIGKILL terminates them.
+    - The worker exits when the training process has died. torch's workers check this only between batches, and
+      therefore not while a sample hangs.
+    - The worker exits when it cannot send a batch, because shared memory is full or the batch cannot be pickled.
       torch loses such a batch, and the run waits for it forever.
 
     Args:
@@ -75,13 +75,16 @@ def signals_blocked(loader: DataLoader[Any]) -> Iterator[None]:
     """Block signals in this thread while the workers of `loader` start, if a `WorkerInit` prepares them.
 
     New processes inherit the blocked signals. Otherwise, a signal that arrives before `WorkerInit` has run, such as
-    SIGTERM from Slurm, ends the worker and therefore the run.
+    SIGTERM from Slurm, terminates the worker and therefore the run.
     """
     if not isinstance(loader.worker_init_fn, WorkerInit) or not hasattr(signal, "sigtimedwait"):
         yield
         return
-    if loader.num_workers and _start_method(loader) == "forkserver":
-        forkserver.ensure_running()  # the server would otherwise keep the blocked signals, also for other processes
+    method = _start_method(loader) if loader.num_workers else None
+    if method in ("spawn", "forkserver"):
+        resource_tracker.ensure_running()  # if it started later, it would unblock SIGINT and SIGTERM
+    if method == "forkserver":
+        forkserver.ensure_running()  # the server and its processes would otherwise keep the blocked signals
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, [*_IGNORED, signal.SIGTERM])
     try:
         yield
@@ -95,7 +98,7 @@ def _start_method(loader: DataLoader[Any]) -> str:
 
 
 def _end_with_parent() -> None:
-    """End this process when the process that created it dies or sends SIGTERM, which torch uses to end a worker."""
+    """Exit when the process that created this one dies or sends SIGTERM, with which torch stops a worker."""
     parent = parent_process()
     if parent is None:
         return

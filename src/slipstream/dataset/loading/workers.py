@@ -80,7 +80,7 @@ def with_workers(
     Args:
         options: options of the `DataLoader`, with its `collate_fn`.
         dataset: the dataset of the loader.
-        batches: lists of indices, as the batch sampler yields them.
+        batches: lists of indices from the batch sampler.
         name: name of the loader in the log (such as `train_dataloader`).
     """
     chosen = dict(options)
@@ -98,7 +98,9 @@ def with_workers(
         rates = trials.rates(limit)
         chosen["num_workers"] = _choose_num_workers(rates, limit)
         shown = ", ".join(f"{workers}: {rate:.3g}" for workers, rate in rates.items())
-        messages.append(f"num_workers={chosen['num_workers']} of at most {limit} (samples/s: {shown})")
+        messages.append(
+            f"num_workers={chosen['num_workers']} (limit {limit}; samples/s by number of workers: {shown})"
+        )
     if auto_prefetch and chosen["num_workers"]:
         max_batches = (
             _free_bytes() / 4 / get_local_size() / chosen["num_workers"] / max(trials.batch_bytes, 1)
@@ -106,7 +108,7 @@ def with_workers(
         ratio = trials.slowest_batch()
         chosen["prefetch_factor"] = _prefetch_factor(ratio, max_batches)
         messages.append(
-            f"prefetch_factor={chosen['prefetch_factor']} (slow batches take {ratio:.2g} times the mean)"
+            f"prefetch_factor={chosen['prefetch_factor']} (slow batches take {ratio:.2g} times the mean time)"
         )
     print_log("; ".join(messages), "current")
     return chosen
@@ -157,7 +159,7 @@ class _Trials:
             self.batch_seconds = float(np.median([seconds for seconds, _ in self._probe(self.size)]))
 
     def rates(self, limit: int, present: int = 0) -> dict[int, float]:
-        """Return samples/s by number of workers, measured until more workers do not help or time runs out.
+        """Return samples/s by number of workers, measured until more workers do not help or the time limit is reached.
 
         Args:
             limit: the largest number of workers to try.
@@ -239,7 +241,7 @@ def _choose_num_workers(rates: Mapping[int, float], limit: int) -> int:
     """Return the number of workers to use, given the samples/s measured for each number."""
     measured = {workers: rate for workers, rate in rates.items() if workers}
     best, last = max(measured.values()), max(measured)
-    # Without workers, each step waits for its data, so 0 is chosen only if it is much faster.
+    # Without workers, each step waits for its data, so 0 is chosen only if loading is then much faster.
     if rates[0] > 1.5 * best:
         return 0
     # The time limit was reached while each doubling still increased the throughput.
@@ -249,7 +251,7 @@ def _choose_num_workers(rates: Mapping[int, float], limit: int) -> int:
 
 
 def _prefetch_factor(ratio: float, max_batches: float) -> int:
-    """Return how many batches each worker prepares: enough to hide a slow batch, but at most `max_batches`."""
+    """Return how many batches each worker prepares: enough to cover a slow batch, but at most `max_batches`."""
     return max(min(1 + math.ceil(ratio), _MAX_PREFETCH_FACTOR, int(max_batches)), 1)
 
 

@@ -1,4 +1,4 @@
-"""Datasets, one module each; importing this package registers all of them."""
+"""Datasets, each in its own module. Importing this package registers all of them."""
 
 from slipstream.dataset.sources import (
     cifar,
@@ -7,12 +7,13 @@ from slipstream.dataset.sources import (
     coco,
     fashion_mnist,
     image_folder,
+    streaming,
     supervisely,
     webdataset,
     wrappers,
 )
 
 __all__ = [
-    "cifar", "cityscapes", "class_folder", "coco", "fashion_mnist", "image_folder", "supervisely", "webdataset",
-    "wrappers",
+    "cifar", "cityscapes", "class_folder", "coco", "fashion_mnist", "image_folder", "streaming", "supervisely",
+    "webdataset", "wrappers",
 ]  # fmt: skip

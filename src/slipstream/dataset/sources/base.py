@@ -53,7 +53,7 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
             TRANSFORMS.build(t) if isinstance(t, Mapping) else t for t in transforms
         ]
         check_transforms(self.transforms)
-        self.cache = DecodeCache(cache) if cache else None  # `cache=` on a command line sets ''
+        self.cache = DecodeCache(cache) if cache else None  # `cache=` on the command line sets it to ''
         self._cache: dict[int, Sample] | None = {} if cache_in_memory else None
 
     @abstractmethod
@@ -79,7 +79,8 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(
-                f"sample index {int(index)} is out of range for {type(self).__name__}, which has {len(self)} samples"
+                f"sample index {int(index)} is out of range for {type(self).__name__}, which has "
+                f"{len(self)} sample{'s' * (len(self) != 1)}"
             )
         name = f"sample {int(index)} of {type(self).__name__}"
         return apply_transforms(self.transforms, self._loaded(int(index)), sample_rng(index), name)
@@ -128,7 +129,10 @@ def segmentation_metainfo(
     if palette is None:
         palette = default_palette(len(classes))
     if len(palette) != len(classes):
-        raise ConfigError(f"palette has {len(palette)} colors for {len(classes)} classes; pass one per class")
+        raise ConfigError(
+            "palette must have one color per class; the numbers of classes and colors are "
+            f"{len(classes)} and {len(palette)}"
+        )
     return {
         "classes": tuple(classes),
         "palette": [list(color) for color in palette],

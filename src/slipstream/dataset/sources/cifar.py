@@ -104,7 +104,9 @@ class _Cifar(Dataset[dict[str, torch.Tensor]]):
         class_id = archive.label_bytes - 1
         for path, records in zip(self._paths, self._records, strict=True):
             if (label := records[:, class_id].max()) >= count:
-                raise DataError(f"'{path}' contains the label {label}; labels must be 0 to {count - 1}")
+                raise DataError(
+                    f"'{path}' contains the label {label}; labels must be 0 to {count - 1}; download it again"
+                )
         labels = np.concatenate([records[:, class_id] for records in self._records])
         self.targets = torch.from_numpy(labels.astype(np.int64))
         self.metainfo = {"classes": archive.classes, "palette": default_palette(count), "ignore_index": None}
@@ -114,7 +116,9 @@ class _Cifar(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
-            raise IndexError(f"{type(self).__name__} has samples 0 to {len(self) - 1}, not {int(index)}")
+            raise IndexError(
+                f"sample index {int(index)} is out of range for {type(self).__name__}; use 0 to {len(self) - 1}"
+            )
         which = bisect_right(self._starts, index) - 1
         record = self._records[which][int(index) - self._starts[which]]
         image = record[self._archive.label_bytes :].reshape(3, 32, 32)
@@ -127,7 +131,7 @@ class _Cifar(Dataset[dict[str, torch.Tensor]]):
 
     @property
     def draws_nothing_global(self) -> bool:
-        """Whether samples do not use the global random generators, so that the loader does not have to seed them."""
+        """Whether samples never use the global random generators, in which case the loader does not seed them."""
         known = (RandomCrop, RandomHorizontalFlip, Resize)
         own = type(self) in (CIFAR10, CIFAR100)
         return own and all(type(transform) in known for transform in self.transforms)

@@ -148,7 +148,9 @@ def _cached(
 
 def _find_pairs(root: Path, split: str | None) -> list[tuple[Path, Path]]:
     if split is None:
-        raise ConfigError("CityscapesDataset requires a split ('train', 'val' or 'test') or a list_file")
+        raise ConfigError(
+            "CityscapesDataset requires a split ('train', 'val' or 'test') or a list_file; set one of them"
+        )
     folder = root / "gtFine" / split
     try:
         images = files_by_name(root / "leftImg8bit" / split, _IMAGE, "image")
@@ -181,9 +183,12 @@ def _read_list(root: Path, list_file: str, split: str | None) -> list[tuple[Path
     pairs = [(root / words[0], root / words[1]) for _, words in lines if words]
     missing = [str(file) for pair in pairs for file in pair if not file.is_file()]
     if missing:
-        raise DataError(f"{len(missing)} files listed in '{path}' do not exist:\n  " + "\n  ".join(missing))
+        raise DataError(
+            f"files listed in '{path}' do not exist ({len(missing)}); correct the list:\n  "
+            + "\n  ".join(missing)
+        )
     if not pairs:
-        raise DataError(f"the list of samples '{path}' is empty")
+        raise DataError(f"the list of samples '{path}' is empty; write an image and its mask on each line")
     return pairs
 
 

@@ -30,7 +30,7 @@ _LAYOUT = "Expected files are root/CLASS/IMAGE, with one folder for each class"
 
 @DATASETS.register_module()
 class ImageNetDataset(Dataset[dict[str, torch.Tensor]]):
-    """Images in one folder for each class. The sorted names of the folders are the classes 0, 1, ...
+    """Images in folders, one for each class. The sorted names of the folders are the classes 0, 1, ...
 
     A sample is `{"inputs": uint8 (3, H, W) RGB, "targets": int64 ()}`. If the transforms contain `ToTensor`, it also
     contains `"finish"`, the parameters of the device transforms. Augmentation depends only on the (seed, epoch, index)
@@ -82,7 +82,9 @@ class ImageNetDataset(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
-            raise IndexError(f"ImageNetDataset has samples 0 to {len(self) - 1}, not {int(index)}")
+            raise IndexError(
+                f"sample index {int(index)} is out of range for ImageNetDataset; use 0 to {len(self) - 1}"
+            )
         image = read_image(self.image_paths[int(index)], self.max_pixels).transpose(2, 0, 1)
         rng = sample_rng(index)
         for transform in self.transforms:

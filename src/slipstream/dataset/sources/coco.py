@@ -29,9 +29,9 @@ _VOC_CLASSES = (
     (3, "car"), (17, "cat"), (62, "chair"), (21, "cow"), (67, "dining table"), (18, "dog"), (19, "horse"),
     (4, "motorcycle"), (1, "person"), (64, "potted plant"), (20, "sheep"), (63, "couch"), (7, "train"), (72, "tv"),
 )  # fmt: skip
-"""COCO's category ids and names for the classes of PASCAL VOC, in the order of SuperGradients' recipe."""
+"""COCO's ids and names of the categories that correspond to PASCAL VOC's classes, in SuperGradients' order."""
 _MIN_PIXELS = 1000
-"""Images with at most this many pixels of the classes are left out, as in SuperGradients."""
+"""Images are left out if at most this many of their pixels have an id other than 0, as in SuperGradients."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class _Image:
 
 @DATASETS.register_module()
 class CoCoSegmentationDataSet(SegmentationDataset):
-    """Images of COCO, and semantic masks from its instance annotations. Pixels outside the instances have class 0.
+    """COCO's images, with semantic masks made from its instance annotations. Pixels outside the instances have class 0.
 
-    Images with at most 1,000 pixels of the classes are left out. Their selection reads the masks of all images once,
-    which takes minutes for COCO's training data, and is kept in the user's cache.
+    Images are left out if at most 1,000 of their pixels have an id other than 0. To select the images, all masks are
+    read once, which takes minutes for COCO's training data. The selection is stored in the user's cache.
 
     Args:
         root_dir: folder of the dataset.
@@ -71,14 +71,15 @@ class CoCoSegmentationDataSet(SegmentationDataset):
         samples_sub_directory: folder of the images, relative to `root_dir`.
         targets_sub_directory: folder of the annotation file, relative to `root_dir`.
         dataset_classes_inclusion_tuples_list: category id and name of each class, or 'voc' for the 21 classes of
-            PASCAL VOC. Instances of other categories are left out. Default: all categories; class ids are then
-            category ids.
+            PASCAL VOC. Instances of other categories are ignored. The first entry is the class of the pixels outside
+            the instances, so its category id must not occur in the file, except with the name 'background'. Default:
+            all categories; class ids are then category ids.
         transforms, cache: see `SegmentationDataset`.
-        cache_labels, cache_images: keep each image and its mask in memory after the first read, if one is True.
+        cache_labels, cache_images: if either is True, keep each image and its mask in memory after the first read.
         max_pixels: see `ImageMaskFolder`.
 
     Raises:
-        ConfigError: the list of classes is invalid.
+        ConfigError: the list of classes is invalid, or instances would have class 0.
         DataError: the annotation file is missing or invalid, or no image is left; or, when a sample is read, the image
             is corrupt, or its size differs from that in the annotation file.
     """
@@ -107,6 +108,7 @@ class CoCoSegmentationDataSet(SegmentationDataset):
         self.metainfo = {"classes": names, "palette": default_palette(len(names)), "ignore_index": None}
         self._version = _version(path, self._classes)
         images = _read_images(content, [number for number, _ in self._classes], path)
+        _check_background(self._classes, content, path)
         self._images = _selected(images, user_cache("coco") / f"{self._version}.json", path)
 
     def __len__(self) -> int:
@@ -119,19 +121,23 @@ class CoCoSegmentationDataSet(SegmentationDataset):
         if image.shape[:2] != found.shape:
             raise DataError(
                 f"'{self.image_folder / found.name}' is {image.shape[1]} x {image.shape[0]} pixels, but "
-                f"{found.shape[1]} x {found.shape[0]} in the annotation file"
+                f"{found.shape[1]} x {found.shape[0]} in the annotation file; replace the image or correct the file"
             )
         return image, found.mask()
 
     def cache_key(self, index: int) -> tuple[str, str]:
-        """Return a name (reader class and paths) and a version (of the image and of the annotation file)."""
-        path = self.image_folder / self._images[index].name
+        """Return a name (reader class, path, id of the image) and a version (of the image and the annotation file)."""
+        found = self._images[index]
+        path = self.image_folder / found.name
         try:
             stat = path.stat()
         except OSError as error:
             raise DataError(f"cannot read '{path}': {error.strerror}") from error
         reader = f"{type(self).__module__}.{type(self).__qualname__}"
-        return f"{reader}\n{path.absolute()}", f"{stat.st_size}-{stat.st_mtime_ns}-{self._version}"
+        return (
+            f"{reader}\n{path.absolute()}\n{found.number}",
+            f"{stat.st_size}-{stat.st_mtime_ns}-{self._version}",
+        )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -139,7 +145,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(
-            f"cannot read the annotation file '{path}': {error}; set root_dir, targets_sub_directory and list_file"
+            f"cannot read the annotation file '{path}': {error}; check root_dir, "
+            "targets_sub_directory and list_file"
         ) from error
     if not isinstance(content, dict):
         raise DataError(f"the annotation file '{path}' must contain images, annotations and categories")
@@ -176,7 +183,9 @@ def _category_names(content: Mapping[str, Any], path: Path) -> dict[int, str]:
     try:
         return {int(category["id"]): str(category["name"]) for category in content["categories"]}
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"the categories of the annotation file '{path}' are invalid: {error!r}") from error
+        raise DataError(
+            f"the categories of the annotation file '{path}' are invalid: {error!r}; use COCO's format"
+        ) from error
 
 
 def _read_images(content: Mapping[str, Any], categories: list[int], path: Path) -> list[_Image]:
@@ -194,26 +203,46 @@ def _read_images(content: Mapping[str, Any], categories: list[int], path: Path) 
             if (class_id := class_ids.get(entry["category_id"])) is not None and entry["image_id"] in images:
                 outline = read_outline(entry["segmentation"], images[entry["image_id"]].shape)
                 found[entry["image_id"]].append((class_id, outline))
+    except DataError as error:  # from read_outline; DataError is a ValueError
+        raise DataError(
+            f"annotation {entry.get('id')} of image {entry['image_id']} in '{path}': {error}"
+        ) from error
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"the annotation file '{path}' is invalid: {error!r}") from error
+        raise DataError(f"the annotation file '{path}' is invalid: {error!r}; use COCO's format") from error
     return [
         _Image(image.number, image.name, image.shape, tuple(found[number]))
         for number, image in images.items()
     ]
 
 
+def _check_background(classes: list[tuple[int, str]], content: Mapping[str, Any], path: Path) -> None:
+    """Raise a ConfigError if a category of the annotation file gets class 0, which is that of the other pixels."""
+    background = classes[0][0]
+    names = _category_names(content, path) if "categories" in content else {}
+    used = {*names, *(entry["category_id"] for entry in content["annotations"])}
+    if background not in used or names.get(background, "").lower() == "background":
+        return
+    unused = max(number for number in [*used, *dict(classes)] if isinstance(number, int)) + 1
+    name = f" ({names[background]!r})" if background in names else ""
+    raise ConfigError(
+        f"category {background}{name} of '{path}' would have class 0, which is the class of all pixels outside the "
+        f"instances; list the classes, and put [{unused}, 'background'] first (the id {unused} is unused)",
+        "dataset_classes_inclusion_tuples_list",
+    )
+
+
 def _selected(images: list[_Image], kept: Path, path: Path) -> list[_Image]:
-    """Return the images with enough pixels of the classes; their ids are stored in the file `kept`."""
+    """Return the images that are not left out; their ids are stored in the file `kept`."""
     try:
         numbers = set(json.loads(kept.read_bytes()))
     except (OSError, ValueError, TypeError):
-        print_log(f"selecting images of '{path}': reading the masks of {len(images)} images", "current")
+        print_log(f"selecting images from '{path}': reading the masks of {len(images)} images", "current")
         numbers = {image.number for image in images if np.count_nonzero(image.mask()) > _MIN_PIXELS}
         _store(kept, sorted(numbers))
     selected = [image for image in images if image.number in numbers]
     if not selected:
         raise DataError(
-            f"no image of the annotation file '{path}' has more than {_MIN_PIXELS} pixels of the classes; check "
+            f"no image in the annotation file '{path}' has more than {_MIN_PIXELS} pixels in its instances; check "
             "dataset_classes_inclusion_tuples_list"
         )
     return selected

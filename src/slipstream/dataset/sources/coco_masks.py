@@ -1,4 +1,4 @@
-"""Masks of polygons and run lengths, with the same pixels as the COCO API (`pycocotools`)."""
+"""Masks from polygons and run lengths, with the same pixels as masks from the COCO API (`pycocotools`)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def read_outline(value: Any, shape: tuple[int, int]) -> Outline:
         )  # the sum cannot overflow
         valid = possible and counts.sum() == pixels
         if not (valid and tuple(value["size"]) == shape):
-            raise ValueError(f"its run lengths are not those of an image of {shape[1]} x {shape[0]} pixels")
+            raise ValueError(f"its run lengths do not match an image of {shape[1]} x {shape[0]} pixels")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DataError(
             "a segmentation must be a list of polygons [x, y, x, y, ...] or uncompressed run lengths "
@@ -58,13 +58,13 @@ def read_outline(value: Any, shape: tuple[int, int]) -> Outline:
 def fill_polygon(points: NDArray[np.float64], shape: tuple[int, int]) -> NDArray[np.bool_]:
     """Return the pixels inside a polygon, (height, width), by the even-odd rule.
 
-    The outline is drawn on a grid with 5 x 5 cells per pixel. In each column of pixels, the step of the outline to the
-    right of the center cell starts or ends a run of pixels.
+    The outline is drawn on a grid with 5 x 5 cells per pixel. In each column of pixels, a run of pixels starts or
+    ends where the outline steps from the center cell to the cell to its right.
     """
     height, width = shape
     fine = np.trunc(points * _FINE + 0.5).astype(np.int64)
     ends = np.roll(fine, -1, axis=0)
-    flat = np.abs(ends - fine) @ np.array([1, -1]) >= 0  # at least as wide as high
+    flat = np.abs(ends - fine) @ np.array([1, -1]) >= 0  # edges that are at least as wide as they are high
     columns, rows = np.concatenate(
         [_flat(*_ordered(fine[flat], ends[flat], 0)), _steep(*_ordered(fine[~flat], ends[~flat], 1))], axis=1
     )
@@ -85,14 +85,14 @@ def fill_runs(counts: Sequence[int] | Ints, shape: tuple[int, int]) -> NDArray[n
 
 
 def _ordered(first: Ints, last: Ints, axis: int) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return x and y of both ends of the edges, with a start whose coordinate on `axis` is the smaller one."""
+    """Return x and y of the start and of the end of each edge; the start has the smaller coordinate on `axis`."""
     swapped = (first[:, axis] > last[:, axis])[:, None]
     start, end = np.where(swapped, last, first), np.where(swapped, first, last)
     return start[:, 0], start[:, 1], end[:, 0], end[:, 1]
 
 
 def _flat(x0: Ints, y0: Ints, x1: Ints, y1: Ints) -> Ints:
-    """Return columns of pixels and fine rows, (2, steps), where edges that are wider than high pass a center cell."""
+    """Return the pixel columns and fine rows, (2, steps), where edges that are wider than high cross a center cell."""
     low = -((_CENTER - x0) // _FINE)  # the first column whose center cell is not to the left of the edge
     edge, offset = _ragged(np.maximum((x1 - _CENTER - 1) // _FINE - low + 1, 0))
     columns = low[edge] + offset
@@ -104,7 +104,7 @@ def _flat(x0: Ints, y0: Ints, x1: Ints, y1: Ints) -> Ints:
 
 
 def _steep(x0: Ints, y0: Ints, x1: Ints, y1: Ints) -> Ints:
-    """Return columns of pixels and fine rows, (2, steps), where edges that are higher than wide pass a center cell."""
+    """Return the pixel columns and fine rows, (2, steps), where edges that are higher than wide cross a center cell."""
     edge, offset = _ragged(y1 - y0)
     slope = (x1 - x0)[edge] / (y1 - y0)[edge]
     before = np.trunc(x0[edge] + slope * offset + 0.5).astype(np.int64)
@@ -115,6 +115,6 @@ def _steep(x0: Ints, y0: Ints, x1: Ints, y1: Ints) -> Ints:
 
 
 def _ragged(counts: Ints) -> tuple[Ints, Ints]:
-    """Return, for rows of the given lengths, the row and the position in the row of each element."""
+    """Return the row of each element and its position in that row, for rows of the given lengths."""
     rows = np.repeat(np.arange(len(counts)), counts)
     return rows, np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]

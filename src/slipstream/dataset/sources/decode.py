@@ -53,7 +53,7 @@ class ImageBytes:
     data: bytes
 
     def open(self, mode: str = "rb") -> BinaryIO:
-        """Return the contents as a file."""
+        """Return the contents as a file object."""
         return io.BytesIO(self.data)
 
     def __str__(self) -> str:
@@ -238,8 +238,8 @@ def _plain_jpeg(path: Path | ImageBytes, max_pixels: int | None) -> NDArray[np.u
 def _jpeg_decoder() -> Callable[..., Any] | None:
     """Return simplejpeg's decoder, or None if it is not installed or its pixels may differ from Pillow's.
 
-    Both decode with libjpeg-turbo. Builds of Pillow that contain another library, or an older version than simplejpeg
-    does (3), may return other pixels.
+    Both decode with libjpeg-turbo, simplejpeg with version 3. Builds of Pillow with another library or with an older
+    version may return different pixels.
     """
     if importlib.util.find_spec("simplejpeg") is None:
         return None

@@ -18,7 +18,7 @@ def download_data(url: str, target: Path, md5: str, remedy: str) -> None:
         url: the URL.
         target: the file.
         md5: the MD5 checksum of the contents.
-        remedy: what to do if the download fails, for the error.
+        remedy: what the user can do if the download fails; part of the error message.
 
     Raises:
         DataError: the download fails, or the checksum differs. The file is then incomplete or damaged.

@@ -93,7 +93,9 @@ class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
-            raise IndexError(f"FashionMNIST has samples 0 to {len(self) - 1}, not {int(index)}")
+            raise IndexError(
+                f"sample index {int(index)} is out of range for FashionMNIST; use 0 to {len(self) - 1}"
+            )
         image = self.images[int(index)]
         return {
             "inputs": _augmented(image, sample_rng(index)) if self.augment else image,
@@ -102,7 +104,7 @@ class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
 
     @property
     def draws_nothing_global(self) -> bool:
-        """Whether samples do not use the global random generators, so that the loader does not have to seed them."""
+        """Whether samples never use the global random generators, in which case the loader does not seed them."""
         return type(self) is FashionMNIST
 
     def get_cat_ids(self, index: int) -> list[int]:
@@ -160,7 +162,10 @@ def _read_idx(path: Path, ndim: int) -> torch.Tensor:
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read '{path}': {error}; download it again") from error
     if len(data) > _LARGEST:
-        raise DataError(f"'{path}' is larger than the largest file of Fashion-MNIST ({_LARGEST:,} bytes)")
+        raise DataError(
+            f"'{path}' is larger than the largest file of Fashion-MNIST ({_LARGEST:,} bytes); "
+            "download it again"
+        )
     start = 4 + 4 * ndim
     if data[:4] != bytes([0, 0, 8, ndim]) or len(data) < start:
         raise DataError(
@@ -183,7 +188,11 @@ def _check(images: torch.Tensor, targets: torch.Tensor, image_file: Path, label_
         )
     if len(images) != len(targets):
         raise DataError(
-            f"'{image_file}' has {len(images)} images, but '{label_file}' has {len(targets)} labels"
+            f"'{image_file}' has {len(images)} images, but '{label_file}' has {len(targets)} labels; "
+            "download both again"
         )
     if int(targets.max()) >= len(_CLASSES):
-        raise DataError(f"'{label_file}' contains the label {int(targets.max())}; labels must be 0 to 9")
+        raise DataError(
+            f"'{label_file}' contains the label {int(targets.max())}; labels must be 0 to 9; "
+            "download it again"
+        )

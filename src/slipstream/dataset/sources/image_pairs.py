@@ -228,8 +228,9 @@ def check_pairs(images: Mapping[str, Path], masks: Mapping[str, Path], remedy: s
     unpaired = [f"image without a mask: '{images[name]}'" for name in sorted(images.keys() - masks.keys())]
     unpaired += [f"mask without an image: '{masks[name]}'" for name in sorted(masks.keys() - images.keys())]
     if unpaired:
+        count = "1 file has" if len(unpaired) == 1 else f"{len(unpaired)} files have"
         raise DataError(
-            f"{len(unpaired)} files have no counterpart with the same name ({remedy}; "
+            f"{count} no counterpart with the same name ({remedy}; "
             "`slipstream data stats RECIPE` lists such files in all splits):\n  " + "\n  ".join(unpaired)
         )
 
@@ -242,7 +243,7 @@ def _readable(pairs: Sequence[tuple[Path, Path]], max_pixels: int | None) -> lis
         print_log(f"skip_corrupt skips a sample: {fault}", "current", logging.WARNING)
     left = [pair for pair, found in zip(pairs, faults, strict=True) if not found]
     if not left:
-        raise DataError(f"none of the {len(pairs)} samples can be read; first error: {faults[0][0]}")
+        raise DataError(f"no sample can be read ({len(pairs)} in total); first error: {faults[0][0]}")
     return left
 
 

@@ -23,7 +23,7 @@ from slipstream.errors import ConfigError, DataError
 __all__ = ["MAX_BYTES", "TarShards", "decode_field", "shard_paths"]
 
 MAX_BYTES = 2**28
-"""Default maximum size in bytes of a file in a shard. It is read into memory before it is decoded."""
+"""Default limit in bytes for a file in a shard, because a file is read into memory before it is decoded."""
 _IMAGES = ("bmp", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp")
 _PICKLES = ("pickle", "pkl", "pt", "pth", "pyd")
 _URL = re.compile(r"[a-z0-9]+:", re.IGNORECASE)
@@ -32,10 +32,10 @@ _LISTED = 5
 
 
 def shard_paths(shards: str | Path | Sequence[str | Path]) -> list[Path]:
-    """Return the files of one or several patterns: paths with `*`, or with ranges such as `train-{0000..0146}.tar`.
+    """Return the files that match one or more patterns, which may contain `*` or ranges such as `{0000..0146}`.
 
     Raises:
-        DataError: no file matches a pattern, or a file of a range does not exist.
+        DataError: no file matches a pattern, or a file in a range does not exist.
         ConfigError: a pattern is a URL.
     """
     found: list[Path] = []
@@ -47,21 +47,23 @@ def shard_paths(shards: str | Path | Sequence[str | Path]) -> list[Path]:
         for path in _expanded(str(pattern)):
             files = sorted(glob.glob(path)) if glob.has_magic(path) else [path]  # noqa: PTH207  (absolute patterns)
             if missing := [file for file in files if not Path(file).is_file()]:
-                raise DataError(f"the shard '{missing[0]}' does not exist")
+                raise DataError(
+                    f"the shard '{missing[0]}' does not exist; check the path, or the range in it"
+                )
             if not files:
-                raise DataError(f"no file matches '{path}'")
+                raise DataError(f"no file matches '{path}'; check the path")
             found += map(Path, files)
     if not found:
         raise ConfigError("at least one shard is required", "shards")
     resolved = [path.resolve() for path in found]
     if len(set(resolved)) < len(resolved):
         double = next(path for path in resolved if resolved.count(path) > 1)
-        raise ConfigError(f"the shard '{double}' occurs twice; each sample must occur once", "shards")
+        raise ConfigError(f"the shard '{double}' is listed twice; list each shard once", "shards")
     return found
 
 
 def _expanded(pattern: str) -> list[str]:
-    """Return the paths of a pattern with ranges. Numbers are as long as the first one."""
+    """Expand the ranges in a pattern. All numbers in a range have as many digits as the first one."""
     pieces = _RANGE.split(pattern)
     ranges = [
         [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
@@ -78,7 +80,7 @@ class TarShards:
 
     Args:
         paths: the shards.
-        fields: for each name, the extensions of which the first that a sample has is used, such as `"jpg;png"`.
+        fields: for each name, a list of extensions, such as `"jpg;png"`; the first one that a sample has is used.
         index: folder for the positions of the samples; by default, a folder in the user's cache.
         max_bytes: maximum size of a file.
 
@@ -99,7 +101,7 @@ class TarShards:
         if not self.fields:
             raise ConfigError("at least one field is required", "fields")
         shards = [shard_index(path, index) for path in self.paths]
-        # Bytes instead of a list of strings, of which each worker process would get its own copy.
+        # Bytes, because each worker process would get its own copy of a list of strings.
         keys = [os.fsencode(key) for shard in shards for key in shard.keys]
         self._keys, self._ends = b"".join(keys), np.cumsum([0, *map(len, keys)])
         self._versions = [shard.version for shard in shards]
@@ -110,7 +112,9 @@ class TarShards:
             [self._located(shard, path) for shard, path in zip(shards, self.paths, strict=True)]
         )
         if not len(self):
-            raise DataError(f"the shards contain no samples: {', '.join(map(str, self.paths[:_LISTED]))}")
+            raise DataError(
+                f"the shards contain no samples: {', '.join(map(str, self.paths[:_LISTED]))}; check the paths"
+            )
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -132,7 +136,7 @@ class TarShards:
         return self._versions[self._shard(index)]
 
     def name(self, index: int, field: str) -> str:
-        """Return the shard and the name of a file for messages."""
+        """Return the shard and the name of a file, for messages."""
         return f"{self.path(index)}:{self.key(index)}.{self.extension(index, field)}"
 
     def extension(self, index: int, field: str) -> str:
@@ -156,7 +160,7 @@ class TarShards:
                 status = os.fstat(file.fileno())
                 if (status.st_size, status.st_mtime_ns) != self._versions[self._shard(index)]:
                     raise DataError(
-                        f"'{self.path(index)}' has changed after its index was read; start the run again, and do not "
+                        f"'{self.path(index)}' has changed since its index was read; restart the run, and do not "
                         "change shards during a run"
                     )
                 file.seek(offset)
@@ -164,9 +168,12 @@ class TarShards:
                 while len(data) < size and (more := file.read(size - len(data))):
                     data += more
         except OSError as error:
-            raise DataError(f"cannot read '{self.path(index)}': {error.strerror or error}") from error
+            raise DataError(
+                f"cannot read '{self.path(index)}': {error.strerror or error}; "
+                "check the file and its permissions"
+            ) from error
         if len(data) < size:
-            raise DataError(f"'{self.path(index)}' became shorter while it was read; start the run again")
+            raise DataError(f"'{self.path(index)}' became shorter while it was read; restart the run")
         return data
 
     def _shard(self, index: int) -> int:
@@ -176,7 +183,7 @@ class TarShards:
         return list(self.fields).index(field)
 
     def _located(self, shard: ShardIndex, path: Path) -> NDArray[np.int64]:
-        """Return the files of each sample of a shard, int64 (samples, fields, 3)."""
+        """Return the files of each sample in a shard, int64 (samples, fields, 3)."""
         found = np.full((len(shard.keys), len(self.fields), 3), -1, np.int64)
         for position, (name, alternatives) in enumerate(self.fields.items()):
             for extension in reversed([word for word in alternatives if word in shard.extensions]):
@@ -185,10 +192,11 @@ class TarShards:
                 found[rows[:, 0], position, 1:] = rows[:, 2:]
             missing = np.flatnonzero(found[:, position, 0] < 0)
             if len(missing):
+                verb = "has" if len(missing) == 1 else "have"
                 raise DataError(
-                    f"{len(missing)} of {len(shard.keys)} samples in '{path}' have no file for '{name}' "
+                    f"{len(missing)} of {len(shard.keys)} samples in '{path}' {verb} no file for '{name}' "
                     f"({';'.join(alternatives)}); the first is {shard.keys[missing[0]]!r} with the extensions "
-                    f"{', '.join(shard.of(int(missing[0])))}"
+                    f"{', '.join(shard.of(int(missing[0])))}; change fields['{name}'], or create the shard again"
                 )
         return found
 
@@ -197,7 +205,10 @@ def _alternatives(name: str, text: str) -> tuple[str, ...]:
     words = tuple(word.strip().lower().removeprefix(".") for word in text.split(";"))
     for word in words:
         if not word:
-            raise ConfigError(f"'{text}' is not a list of extensions, such as 'jpg;png'", f"fields.{name}")
+            raise ConfigError(
+                f"'{text}' is not a list of extensions separated by semicolons; write, for example, 'jpg;png'",
+                f"fields.{name}",
+            )
         if word.rpartition(".")[2] in _PICKLES:
             raise ConfigError(
                 f"files with the extension '{word}' are pickled, and reading them can execute any code; convert them, "
@@ -211,7 +222,7 @@ def decode_field(name: str, extension: str, data: bytes, max_pixels: int | None)
     """Return the value of a file, which depends on the last part of its extension.
 
     Images are uint8 (3, H, W) RGB tensors; `cls`, `cls2`, `index` and `inx` are int64 () tensors; `npy` is a tensor;
-    `json`, and `txt`, `text` and `transcript` are the values and the text; other files are bytes. Nothing is unpickled.
+    `json` is decoded; `txt`, `text` and `transcript` are strings; other files are bytes. Nothing is unpickled.
 
     Raises:
         DataError: the file is not valid.
@@ -226,7 +237,7 @@ def decode_field(name: str, extension: str, data: bytes, max_pixels: int | None)
     try:
         return decode(data)
     except (ValueError, RecursionError, OverflowError, TypeError, EOFError, MemoryError) as error:
-        raise DataError(f"cannot read '{name}': {error}") from error
+        raise DataError(f"cannot read '{name}': {error}; replace the file") from error
 
 
 def _number(data: bytes) -> torch.Tensor:
@@ -238,7 +249,11 @@ def _text(data: bytes) -> str:
 
 
 def _array(data: bytes) -> torch.Tensor:
-    return torch.from_numpy(np.load(io.BytesIO(data), allow_pickle=False))
+    try:
+        array = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+    except Exception as error:  # NumPy can raise various exceptions for a damaged header
+        raise ValueError(str(error)) from error
+    return torch.from_numpy(array)
 
 
 _DECODERS: Mapping[str, Callable[[bytes], Any]] = {

@@ -33,7 +33,7 @@ class SuperviselyPersonsDataset(ImageMaskPairs):
 
     Raises:
         DataError: the table or files are missing, or a row has no mask; or, when a sample is read, a file is corrupt,
-            sizes differ, or a mask contains a different value.
+            sizes differ, or a mask contains any other value.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ def _read_table(root: Path, list_file: str) -> list[tuple[Path, Path]]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"cannot read the list file '{path}': {error}; set root_dir and list_file") from error
     if not rows:
-        raise DataError(f"the list file '{path}' is empty")
+        raise DataError(f"the list file '{path}' is empty; set list_file to a file that lists images")
     for number, row in enumerate(rows, start=1):
         if len(row) < 2:
             raise DataError(f"row {number} of '{path}' must contain an image and a mask, not {row}")
@@ -73,6 +73,7 @@ def _read_table(root: Path, list_file: str) -> list[tuple[Path, Path]]:
     missing = [str(file) for pair in pairs for file in pair if not file.is_file()]
     if missing:
         raise DataError(
-            f"{len(missing)} files listed in '{path}' do not exist: {', '.join(missing[:_SHOWN])}"
+            f"files listed in '{path}' do not exist: {', '.join(missing[:_SHOWN])} ({len(missing)} in total); set "
+            "root_dir to the folder that contains them"
         )
     return pairs

@@ -1,7 +1,7 @@
 """The files in a tar archive: names, positions and sizes. The archive may be damaged or malicious.
 
-`tarfile` is not used because it ends at a damaged header without an error, and stops for every header to create an
-object, which takes a minute for a million files.
+`tarfile` is not used because it stops at a damaged header without an error, and creates an object for every header,
+which takes a minute for a million files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BLOCK = 512
 _MAX_EXTENDED = 2**20
 """Maximum size in bytes of an extended header, which only contains the name and attributes of the next file."""
 _RECORD = 10_240
-"""Default size in bytes of a record, to a multiple of which writers pad an archive."""
+"""Default size of a record in bytes. Writers pad an archive to a multiple of this size."""
 _FILES = (b"0", b"\0", b"7")
 _LINKS = {b"1": "a hard link", b"2": "a symbolic link"}
 _FOLDER, _LONG_NAME, _ATTRIBUTES = b"5", b"L", b"x"
@@ -54,7 +54,9 @@ def tar_members(path: Path) -> Iterator[TarMember]:
         with path.open("rb") as file:
             yield from _members(file, path, os.fstat(file.fileno()).st_size)
     except OSError as error:
-        raise DataError(f"cannot read '{path}': {error.strerror or error}") from error
+        raise DataError(
+            f"cannot read '{path}': {error.strerror or error}; check the file and its permissions"
+        ) from error
 
 
 def _members(file: BinaryIO, path: Path, end: int) -> Iterator[TarMember]:
@@ -90,7 +92,7 @@ def _members(file: BinaryIO, path: Path, end: int) -> Iterator[TarMember]:
 
 
 def _check_end(file: BinaryIO, path: Path, at: int) -> None:
-    """Raise an error if the rest of a file after the block at `at`, which ends the archive, is not zero.
+    """Raise an error if a file contains nonzero bytes after the block at `at`, which ends the archive.
 
     Writers pad an archive with zeros to a whole record.
     """
@@ -113,7 +115,9 @@ def _parse(block: bytes, path: Path, at: int) -> _Header | None:
     """Return a header, or None for the block of zeros that ends an archive."""
     if len(block) < _BLOCK:
         if at == 0:
-            raise DataError(f"'{path}' is not a tar archive: it has fewer than {_BLOCK} bytes")
+            raise DataError(
+                f"'{path}' is not a tar archive: it has fewer than {_BLOCK} bytes; copy it again, or remove it"
+            )
         raise DataError(f"'{path}' is incomplete: it has no end-of-archive block; copy the file again")
     if not any(block):
         return None
@@ -129,7 +133,9 @@ def _parse(block: bytes, path: Path, at: int) -> _Header | None:
         )
     size = _number(block[124:136])
     if size is None or size < 0:
-        raise DataError(f"'{path}' is damaged: the header at byte {at:,} has an invalid size")
+        raise DataError(
+            f"'{path}' is damaged: the header at byte {at:,} has an invalid size; copy the file again"
+        )
     name = block[:100].partition(b"\0")[0]
     if block[257:263] == b"ustar\0" and (prefix := block[345:500].partition(b"\0")[0]):
         name = prefix + b"/" + name
@@ -137,7 +143,7 @@ def _parse(block: bytes, path: Path, at: int) -> _Header | None:
 
 
 def _number(field: bytes) -> int | None:
-    """Return a number of a header: octal digits or, in GNU's format, a binary number. None if it is invalid."""
+    """Return a number from a header: octal digits or, in GNU's format, a binary number; None if it is invalid."""
     if field[0] in (0x80, 0xFF):
         return int.from_bytes(field[1:], "big", signed=False) if field[0] == 0x80 else -1
     digits = field.strip(b" \0")
@@ -147,7 +153,8 @@ def _number(field: bytes) -> int | None:
 def _extended(file: BinaryIO, path: Path, size: int) -> bytes:
     if size > _MAX_EXTENDED:
         raise DataError(
-            f"'{path}' is damaged: it contains an extended header of {size:,} bytes, more than {_MAX_EXTENDED:,}"
+            f"'{path}' is damaged: it contains an extended header of {size:,} bytes, more than {_MAX_EXTENDED:,}; "
+            "copy the file again"
         )
     return file.read(size)
 
@@ -159,7 +166,9 @@ def _attributes(content: bytes, path: Path, start: int) -> dict[bytes, bytes]:
         length = _decimal(content[at : at + 8].partition(b" ")[0], path, start)
         key, equals, value = content[at : at + length].partition(b" ")[2].partition(b"=")
         if length > len(content) - at or not equals or not value.endswith(b"\n"):
-            raise DataError(f"'{path}' is damaged: the extended header at byte {start:,} is invalid")
+            raise DataError(
+                f"'{path}' is damaged: the extended header at byte {start:,} is invalid; copy the file again"
+            )
         if key.startswith(b"GNU.sparse."):
             raise DataError(
                 f"'{path}' contains a sparse file, which is not supported; write it without holes"
@@ -171,7 +180,9 @@ def _attributes(content: bytes, path: Path, start: int) -> dict[bytes, bytes]:
 
 def _decimal(digits: bytes, path: Path, start: int) -> int:
     if not digits.isdigit() or len(digits) > 18:
-        raise DataError(f"'{path}' is damaged: the extended header at byte {start:,} is invalid")
+        raise DataError(
+            f"'{path}' is damaged: the extended header at byte {start:,} is invalid; copy the file again"
+        )
     return int(digits)
 
 
@@ -182,7 +193,9 @@ def _check_kind(kind: bytes, name: bytes, path: Path) -> None:
             "of the file (tar --dereference --hard-dereference)"
         )
     if kind not in _FILES:
-        raise DataError(f"{_shown(name)} in '{path}' is not a regular file (type {kind!r})")
+        raise DataError(
+            f"{_shown(name)} in '{path}' is not a regular file (type {kind!r}); create the archive without it"
+        )
 
 
 def _shown(name: bytes) -> str:

@@ -30,9 +30,9 @@ class ShardIndex:
     """The samples of a shard. A sample consists of consecutive files with the same key.
 
     Attributes:
-        keys: key of each sample: the name of its files up to the first dot, with the folder.
+        keys: key of each sample: the name of its files up to the first dot, including the folder.
         extensions: the different extensions in this shard, in lower case.
-        parts: int64 (files, 4): for each file the sample, the position in `extensions`, the offset and the size.
+        parts: int64 (files, 4): for each file, the sample, the position in `extensions`, the offset and the size.
         version: size in bytes and modification time in nanoseconds of the shard.
     """
 
@@ -62,7 +62,9 @@ def shard_index(path: Path, folder: str | Path | None = None) -> ShardIndex:
     try:
         status = path.stat()
     except OSError as error:
-        raise DataError(f"cannot read '{path}': {error.strerror}") from error
+        raise DataError(
+            f"cannot read '{path}': {error.strerror}; check the file and its permissions"
+        ) from error
     version = np.array([_FORMAT, status.st_size, status.st_mtime_ns])
     name = hashlib.blake2b(os.fsencode(path.absolute()), digest_size=16).hexdigest()
     cached = (Path(folder) if folder else user_cache("tar_shards")) / f"{name}.npz"
@@ -88,7 +90,8 @@ def _built(path: Path, version: tuple[int, int]) -> ShardIndex:
         kind = extensions.setdefault(match[2].lower(), len(extensions))
         if kind in seen:
             raise DataError(
-                f"the sample {match[1]!r} in '{path}' has two files with the extension {match[2]!r}"
+                f"the sample {match[1]!r} in '{path}' has two files with the extension {match[2]!r}; "
+                "create the shard again with different extensions"
             )
         seen.add(kind)
         parts.append((len(keys) - 1, kind, member.offset, member.size))
@@ -115,7 +118,7 @@ def _store(path: Path, index: ShardIndex, version: NDArray[np.int64]) -> None:
 
 
 def _read(path: Path, version: NDArray[np.int64]) -> ShardIndex | None:
-    """Return the cached index, or None if it is missing, damaged or belongs to another version of the shard."""
+    """Return the cached index, or None if it is missing or damaged, or belongs to another version of the shard."""
     try:
         with np.load(path, allow_pickle=False) as file:
             if not np.array_equal(file["version"], version):

@@ -26,7 +26,7 @@ from slipstream.dataset.transforms.image_transforms import (
     ToTensor,
     read_transforms,
 )
-from slipstream.errors import DataError
+from slipstream.errors import ConfigError, DataError
 from slipstream.registry import DATASETS
 
 __all__ = ["WebDataset", "WebSegmentationDataset"]
@@ -36,7 +36,7 @@ _IMAGE = "jpg;jpeg;png;webp"
 
 @DATASETS.register_module()
 class WebDataset(Dataset[dict[str, Any]]):
-    """Samples of tar shards that the `webdataset` library has written, with random access.
+    """Samples in tar shards that the `webdataset` library has written, with random access.
 
     A sample is a dict with the decoded file of each field (see `decode_field`). With the default fields, it is
     `{"inputs": uint8 (3, H, W) RGB, "targets": int64 ()}`. If the transforms contain `ToTensor`, the sample also
@@ -46,8 +46,8 @@ class WebDataset(Dataset[dict[str, Any]]):
     Args:
         shards: paths of the tar files, which must not be compressed. A path may contain `*`, or ranges such as
             `train-{000000..000146}.tar`.
-        fields: for each key of a sample, the extensions of which the first that a sample has is used. Other files of a
-            sample are not read. Files with pickled contents (`pyd`, `pkl`, `pickle`, `pth`, `pt`) are refused.
+        fields: for each key of a sample, a list of extensions; the first one that a sample has is used. Other files of
+            a sample are not read. Files with pickled contents (`pyd`, `pkl`, `pickle`, `pth`, `pt`) are refused.
         transforms: transforms of the image in `inputs`; see `ImageNetDataset`.
         classes: names of the class ids in `targets`, for the metrics; a target that is not one of them is an error.
         index: folder for the positions of the samples, which are read at the first start; by default, a folder in the
@@ -93,8 +93,26 @@ class WebDataset(Dataset[dict[str, Any]]):
         return sample if self._device_params is None else {**sample, "finish": self._device_params}
 
     def get_cat_ids(self, index: int) -> list[int]:
-        """Return a list that contains the class id of sample `index`."""
-        return [int(self._field(index, "targets"))]
+        """Return a list that contains the class id of sample `index`.
+
+        Raises:
+            ConfigError: there is no field `targets`.
+            DataError: the file of the field does not contain a class id.
+        """
+        if "targets" not in self.shards.fields:
+            raise ConfigError(
+                "is required, because it contains the class ids of the samples; set fields['targets'] to the extension "
+                "of files with a class id, such as 'cls'",
+                "fields.targets",
+            )
+        value = self._field(index, "targets")
+        try:
+            return [int(value)]
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise DataError(
+                f"'{self.shards.name(index, 'targets')}' does not contain a class id; set fields['targets'] to the "
+                "extension of files with a class id, such as 'cls'"
+            ) from error
 
     def _field(self, index: int, field: str) -> Any:
         name, extension = self.shards.name(index, field), self.shards.extension(index, field)
@@ -106,11 +124,17 @@ class WebDataset(Dataset[dict[str, Any]]):
     def _check_class(self, number: int, name: str) -> None:
         classes = self.metainfo.get("classes")
         if classes and not 0 <= number < len(classes):
-            raise DataError(f"'{name}' contains {number}, which is not one of the {len(classes)} classes")
+            raise DataError(
+                f"'{name}' contains {number}, which is not one of the {len(classes)} classes; "
+                "correct `classes` or the file"
+            )
 
     def _transformed(self, image: Any, index: int) -> torch.Tensor:
         if not isinstance(image, torch.Tensor) or image.ndim != 3 or image.dtype != torch.uint8:
-            raise DataError(f"transforms require an image in the field 'inputs', not {type(image).__name__}")
+            raise DataError(
+                f"transforms require an image in the field 'inputs', not {type(image).__name__}; "
+                "set fields['inputs'] to the extensions of the images"
+            )
         pixels, rng = image.numpy(), sample_rng(index)
         for transform in self.transforms:
             pixels = transform(pixels, rng)
@@ -119,7 +143,7 @@ class WebDataset(Dataset[dict[str, Any]]):
 
 @DATASETS.register_module()
 class WebSegmentationDataset(SegmentationDataset):
-    """Images and masks of tar shards that the `webdataset` library has written, with random access.
+    """Images and masks in tar shards that the `webdataset` library has written, with random access.
 
     Masks are 8-bit grayscale or palette files whose pixel values are class ids.
 
@@ -168,12 +192,12 @@ class WebSegmentationDataset(SegmentationDataset):
         if image.shape[:2] != mask.shape:
             raise DataError(
                 f"'{self.shards.name(index, 'image')}' is {image.shape[1]} x {image.shape[0]} pixels, but its mask "
-                f"'{encoded}' is {mask.shape[1]} x {mask.shape[0]}"
+                f"'{encoded}' is {mask.shape[1]} x {mask.shape[0]}; both must have the same size"
             )
         valid = [*range(len(self.metainfo["classes"])), self.metainfo["ignore_index"]]
         if wrong := [i for i in np.unique(mask).tolist() if i not in valid]:
             raise DataError(
-                f"the mask '{encoded}' has invalid label ids: {', '.join(map(str, wrong))}; expected are 0 to "
+                f"the mask '{encoded}' has invalid label ids: {', '.join(map(str, wrong))}; valid ids are 0 to "
                 f"{len(self.metainfo['classes']) - 1} and ignore_index={self.metainfo['ignore_index']}"
             )
         return image, mask

@@ -13,6 +13,7 @@ from torch.utils.data import ConcatDataset as TorchConcatDataset
 from torch.utils.data import Dataset
 
 from slipstream.dataset.loading.sample_index import SampleIndex
+from slipstream.dataset.loading.streaming import by_index
 from slipstream.errors import ConfigError, DataError
 from slipstream.registry import DATASETS
 
@@ -154,7 +155,7 @@ class ClassBalancedDataset(Dataset[Any]):
 
 
 def _built(dataset: Dataset[Any] | Mapping[str, Any]) -> Any:
-    return DATASETS.build(dataset) if isinstance(dataset, Mapping) else dataset
+    return by_index(DATASETS.build(dataset) if isinstance(dataset, Mapping) else dataset)
 
 
 def _metainfo(dataset: Any) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class SegResize(Geometric):
     """Resize the image and the mask to `h` x `w` pixels, without keeping the aspect ratio.
 
     Raises:
-        ConfigError: if a side is less than 1.
+        ConfigError: a side is less than 1.
     """
 
     def __init__(self, h: int, w: int) -> None:
@@ -89,8 +89,8 @@ class SegRescale(Geometric):
         values = [value for value in (scale_factor, short_size, long_size) if value is not None]
         if len(values) != 1 or values[0] <= 0:
             raise ConfigError(
-                "SegRescale requires exactly one of scale_factor, short_size and long_size, greater than 0; got "
-                f"scale_factor={scale_factor}, short_size={short_size}, long_size={long_size}"
+                "SegRescale requires exactly one of scale_factor, short_size and long_size, with a value above 0; "
+                f"got scale_factor={scale_factor}, short_size={short_size}, long_size={long_size}"
             )
         self.scale_factor, self.short_size, self.long_size = scale_factor, short_size, long_size
 
@@ -175,7 +175,7 @@ class SegPadToDivisible(Geometric):
         fill_image: gray value, or [r, g, b], of the padding.
 
     Raises:
-        ConfigError: if a value is out of range.
+        ConfigError: a value is out of range.
     """
 
     def __init__(self, divisible_value: int, fill_mask: int = 0, fill_image: int | Sequence[int] = 0) -> None:
@@ -339,15 +339,15 @@ class SegConvertToTensor:
 
 
 def read_fill(fill_mask: int, fill_image: int | Sequence[int]) -> tuple[int, int, int, int]:
-    """Return red, green, blue and class id of pixels outside the image.
+    """Return the red, green and blue values and the class id of pixels outside the image.
 
     Raises:
-        ConfigError: if a value is not from 0 to 255.
+        ConfigError: a value is not between 0 and 255.
     """
     colors = (fill_image,) * 3 if isinstance(fill_image, int) else tuple(fill_image)
     if len(colors) != 3 or not all(0 <= value <= 255 for value in (fill_mask, *colors)):
         raise ConfigError(
-            "fill_mask must be 0 to 255, and fill_image must be one or three numbers from 0 to 255; "
+            "fill_mask must be between 0 and 255, and fill_image must be one or three numbers between 0 and 255; "
             f"got fill_mask={fill_mask!r}, fill_image={fill_image!r}"
         )
     red, green, blue = colors
@@ -387,5 +387,7 @@ def _factors(name: str, value: float | Sequence[float]) -> tuple[float, float]:
     else:
         bounds = list(value)
     if len(bounds) != 2 or not 0 <= bounds[0] <= bounds[1]:
-        raise ConfigError(f"{name} must be a number of at least 0, or [smallest, largest], got {value!r}")
+        raise ConfigError(
+            f"{name} must be a number that is at least 0, or [smallest, largest], got {value!r}"
+        )
     return bounds[0], bounds[1]

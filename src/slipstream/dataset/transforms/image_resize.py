@@ -18,7 +18,7 @@ __all__ = ["CenterCrop", "RandomResizedCropAndInterpolation", "Resize"]
 _FILTERS = ("bilinear", "bicubic", "lanczos", "hamming", "nearest", "box")
 _RANDOM = ("bilinear", "bicubic")
 _ATTEMPTS = 10
-"""Number of random boxes to try; if none fits into the image, the center of the image is used."""
+"""Number of random boxes to try; if none fits in the image, the center of the image is used."""
 
 Image = NDArray[np.uint8]
 
@@ -51,7 +51,7 @@ class Resize:
 class CenterCrop:
     """Crop the center of an image. Smaller images are padded with zeros first.
 
-    The offset of an odd margin is rounded to the nearest even number, as in torchvision.
+    If a margin is odd, half of it is rounded to the nearest even number, as in torchvision.
 
     Args:
         size: (height, width), or one number for both.
@@ -76,8 +76,7 @@ class RandomResizedCropAndInterpolation:
     """Crop a random box and resize it to a fixed size.
 
     The area of the box is a uniformly random fraction of the image, and the logarithm of its aspect ratio is uniformly
-    random. If none of ten boxes fits into the image, the largest box at the center with an allowed aspect ratio is
-    used.
+    random. If none of ten boxes fits in the image, the largest centered box with an allowed aspect ratio is used.
 
     Args:
         size: (height, width) of the result, or one number for both.

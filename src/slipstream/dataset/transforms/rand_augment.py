@@ -23,7 +23,7 @@ _WEIGHTS = {
 }  # fmt: skip
 """Probability of each operation with `w0`. Without it, all operations have the same probability."""
 _SIGNED = {"Rotate": 30.0, "ShearX": 0.3, "ShearY": 0.3, "TranslateXRel": 0.45, "TranslateYRel": 0.45}
-"""Argument of each operation with a random sign, at the largest magnitude."""
+"""The operations whose argument has a random sign, and its absolute value at the largest magnitude."""
 _ENHANCE = ("Color", "Contrast", "Brightness", "Sharpness")
 
 
@@ -37,7 +37,7 @@ class RandAugmentTransform:
             means uniformly random up to the magnitude), `inc1` for operations that all become stronger with the
             magnitude, and `w0` for fixed probabilities of the operations. Example: `rand-m9-n3-mstd0.5`.
         crop_size: no effect; translations are relative to the size of the image.
-        img_mean: color of the pixels outside the image, three numbers from 0 to 1.
+        img_mean: color of the pixels outside the image, three numbers between 0 and 1.
 
     Raises:
         ConfigError: `config_str` has an unknown section, or `img_mean` is invalid.
@@ -47,7 +47,7 @@ class RandAugmentTransform:
         self, config_str: str, crop_size: int = 224, img_mean: Sequence[float] = (0.5, 0.5, 0.5)
     ) -> None:
         if len(img_mean) != 3 or not all(0 <= value <= 1 for value in img_mean):
-            raise ConfigError(f"must be three numbers from 0 to 1, not {img_mean!r}", "img_mean")
+            raise ConfigError(f"must be three numbers between 0 and 1, not {img_mean!r}", "img_mean")
         red, green, blue = (min(255, round(255 * value)) for value in img_mean)
         self.fill = (red, green, blue)
         sections = _sections(config_str)
@@ -57,7 +57,9 @@ class RandAugmentTransform:
         self.increasing = "inc" in sections
         self.weighted = "w" in sections
         if sections.get("w", "0") != "0":
-            raise ConfigError(f"only the weights w0 are supported, not w{sections['w']}", "config_str")
+            raise ConfigError(
+                f"only the weights w0 are supported, not w{sections['w']}; use w0", "config_str"
+            )
 
     def __call__(self, image: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
         """Return the image, uint8 (3, H, W), after the operations."""

@@ -27,7 +27,7 @@ class SegRandomRotate:
         fill_image: gray value, or [r, g, b], of these pixels.
 
     Raises:
-        ConfigError: if the range is empty, or a fill value is not from 0 to 255.
+        ConfigError: the range is empty, or a fill value is not between 0 and 255.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class SegRandomRotate:
 
 @TRANSFORMS.register_module()
 class SegRandomGaussianBlur:
-    """Blur the image with probability `prob`, with a radius drawn uniformly from 0 to 1.
+    """Blur the image with probability `prob`, with a radius drawn uniformly between 0 and 1.
 
     Raises:
-        ConfigError: if `prob` is not from 0 to 1.
+        ConfigError: `prob` is not between 0 and 1.
     """
 
     def __init__(self, prob: float = 0.5) -> None:
         if not 0 <= prob <= 1:
-            raise ConfigError(f"must be from 0 to 1, not {prob}", "prob")
+            raise ConfigError(f"must be between 0 and 1, not {prob}", "prob")
         self.prob = prob
 
     def __call__(self, sample: Sample, rng: np.random.Generator) -> Sample:

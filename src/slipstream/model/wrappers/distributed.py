@@ -55,7 +55,7 @@ class MMDistributedDataParallel(DistributedDataParallel):
             the results.
         comm_hook: gradient compression: `'bf16'`, `'fp16'`, `'powersgd'`, or
             `dict(type='powersgd', rank=2, start_step=1000)`; see `PowerSGDOptions`.
-        kwargs: other arguments of `DistributedDataParallel`.
+        kwargs: other arguments for `DistributedDataParallel`.
 
     Raises:
         ConfigError: `comm_hook` is invalid.
@@ -192,7 +192,9 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     """Return the model inside any wrappers."""
     while is_model_wrapper(model):
         if not isinstance(inner := getattr(model, "module", None), nn.Module):
-            raise ModelError(f"the wrapper {type(model).__name__} does not store its model as `.module`")
+            raise ModelError(
+                f"the wrapper {type(model).__name__} must store its model in the attribute `module`"
+            )
         model = inner
     return model
 

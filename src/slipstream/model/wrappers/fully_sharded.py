@@ -45,7 +45,7 @@ class FullyShardedOptions:
     """Options of `MMFullyShardedDataParallel` and of `parallel=dict(type='fsdp2', ...)`."""
 
     shard_size: int | Literal["machine"] | None = None
-    """Number of processes that share one copy of the model: all processes (None), those of one machine ('machine'), or
+    """Number of processes that share one copy of the model: all processes (None), those on one machine ('machine'), or
     a number. With fewer than all processes, each group stores a copy and gathers weights within the group (hybrid
     sharding, HSDP)."""
     wrap: list[str] = field(default_factory=list)

@@ -65,20 +65,23 @@ def restored_attributes(scheduler: Any, saved: Any, ignored: Collection[str]) ->
     """
     name, own = type(scheduler).__name__, vars(scheduler)
     if not isinstance(saved, Mapping):
-        raise CheckpointError(f"'attributes' of {name} must be a dict, not a {type(saved).__name__}")
+        raise CheckpointError(
+            f"'attributes' of {name} must be a dict, not {type(saved).__name__}; the checkpoint is damaged"
+        )
     restored = {}
     for key, value in saved.items():
         inherited = isinstance(key, str) and hasattr(type(scheduler), key) and key not in own
         if not isinstance(key, str) or key in ignored or inherited:
             raise CheckpointError(
-                f"'attributes' of {name} contains {key!r}, which is not an attribute that {name} restores"
+                f"'attributes' of {name} contains {key!r}, which is not an attribute that {name} restores; resume with "
+                "the class that wrote the checkpoint"
             )
         current = own.get(key)
         fits, restored[key] = _like(current, copy.deepcopy(value))
         if not fits:
             raise CheckpointError(
-                f"the attribute '{key}' of {name} must be a {type(current).__name__}, not a {type(value).__name__}; "
-                "resume with the class that wrote the checkpoint"
+                f"the attribute '{key}' of {name} must have type {type(current).__name__}, not "
+                f"{type(value).__name__}; resume with the class that wrote the checkpoint"
             )
     return restored
 
@@ -98,7 +101,7 @@ def _like(current: Any, value: Any) -> tuple[bool, Any]:
     if isinstance(current, _SEQUENCES) and isinstance(value, _SEQUENCES):
         return True, deque(value, current.maxlen) if isinstance(current, deque) else type(current)(value)
     if isinstance(current, dict) and isinstance(value, Mapping):
-        restored = copy.copy(current)  # keeps the type, and the default of a defaultdict
+        restored = copy.copy(current)  # keeps the type, and a defaultdict's default_factory
         restored.clear()
         restored.update(value)
         return True, restored

@@ -45,7 +45,7 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
     `self.last_step` is the number of steps since `begin`. The constructor calls `step()` once.
 
     The state contains the attributes of a subclass that have changed since the scheduler was built, if they are
-    tensors, numbers or strings, or lists, tuples, sets, deques and dicts of these. (Inside another container, sets and
+    tensors, numbers or strings, or lists, tuples, sets, deques or dicts of these. (Inside another container, sets and
     deques are not supported.) Attributes that keep the value from the constructor are not part of the state, so a
     resumed run can change them. Attributes of other types are not saved.
 
@@ -54,8 +54,8 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
         param_name: name of the option. Its value is a number, or a 0-dim tensor, which is filled in place.
         begin: first active step.
         end: first step after the active steps.
-        last_step: last step of this scheduler, to resume without a state; -1 starts from the beginning.
-        by_epoch: whether a step is an epoch; otherwise it is an iteration. Only the caller of `step` uses this.
+        last_step: the last completed step, to resume without a state; -1 starts from the beginning.
+        by_epoch: whether a step is an epoch; otherwise it is an iteration. Only code that calls `step` uses this value.
         verbose: whether to log each value.
 
     Raises:
@@ -80,7 +80,7 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
     ) -> None:
         check_int("begin", begin, 0)
         check_int("last_step", last_step, -1)
-        require(matches(end, int) and end > begin, "end", f"an int above begin={begin}", end)
+        require(matches(end, int) and end > begin, "end", f"an int greater than begin={begin}", end)
         self.optimizer = optimizer
         self.param_name = param_name
         self.begin = begin
@@ -88,6 +88,7 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
         self.by_epoch = by_epoch
         self.verbose = verbose
         self.last_step = last_step
+        self._offset = last_step + 1 - begin
         self._global_step = -1
         self._values = self._make_values()
         self.base_values = self._values.initial(resumed=last_step != -1)
@@ -104,8 +105,9 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
         epoch_length: int | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Build a scheduler that steps after each iteration from arguments in epochs, which have `epoch_length`
-        iterations.
+        """Convert arguments from epochs to iterations, and build a scheduler that steps after each iteration.
+
+        An epoch has `epoch_length` iterations.
 
         Raises:
             ConfigError: `epoch_length` is None, or the arguments are already in iterations.
@@ -175,10 +177,13 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
         name = type(self).__name__
         missing = [key for key in self._state_keys if key not in state_dict]
         if missing:
-            raise CheckpointError(f"the state is not from a {name}; the keys {missing} are missing")
-        if len(state_dict["base_values"]) != len(self._values.groups):
             raise CheckpointError(
-                f"the state of {name} has {len(state_dict['base_values'])} parameter groups, but the optimizer has "
+                f"the keys {missing} are missing, so the state does not belong to {name}; load the state of a "
+                "scheduler of the same class"
+            )
+        if (saved := len(state_dict["base_values"])) != len(self._values.groups):
+            raise CheckpointError(
+                f"the state of {name} has {saved} parameter group{'' if saved == 1 else 's'}, but the optimizer has "
                 f"{len(self._values.groups)}; check that paramwise_cfg did not change"
             )
         for key in self._state_keys:
@@ -187,9 +192,23 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
         self._values.restore(self._last_value)
         attributes = self.check_attributes(state_dict)
         for name in own_attributes(self, self._saved_elsewhere):
-            if name not in attributes:  # it was created in a step after the checkpoint
+            if name not in attributes:  # created in a step after the checkpoint was saved
                 delattr(self, name)
         vars(self).update(attributes)
+        if not self.need_val_args:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Take the step that a completed run omitted.
+
+        By default, `end` is the length of the run, and the step after the last epoch is not taken. It is due if the
+        run is resumed with more epochs, and thus with a larger `end`.
+        """
+        due = min(self._global_step, self.end - 1) + self._offset
+        if self.begin <= self._global_step and self.last_step == due - 1:
+            self.last_step += 1
+            self._write([float(value) for value in self._get_value()])
+            self._last_value = self._values.read()
 
     def check_attributes(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Return the attributes to restore from a state; attributes that were not saved have their initial values.

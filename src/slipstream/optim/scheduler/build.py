@@ -13,7 +13,7 @@ from slipstream.optim.scheduler.base import _ParamScheduler
 from slipstream.optim.scheduler.checks import INF
 from slipstream.optim.scheduler.torch_steps import counts_epochs
 from slipstream.registry import PARAM_SCHEDULERS
-from slipstream.typecheck import PositiveInt, check, check_finite, shown
+from slipstream.typecheck import PositiveInt, check, check_finite, is_number, shown
 
 __all__ = ["TorchSchedulerAdapter", "all_schedulers", "build_param_scheduler"]
 
@@ -22,8 +22,8 @@ class TorchSchedulerAdapter:
     """Adapts a scheduler from `torch.optim.lr_scheduler` to this package's scheduler interface.
 
     Args:
-        scheduler: scheduler of the torch optimizer; it is active from step 0.
-        by_epoch: whether a step is an epoch; otherwise it is an iteration. Only the caller of `step` uses this.
+        scheduler: the scheduler, built for the torch optimizer; it is active from step 0.
+        by_epoch: whether a step is an epoch; otherwise it is an iteration. Only code that calls `step` uses this value.
         end: first step after the active steps.
     """
 
@@ -38,6 +38,7 @@ class TorchSchedulerAdapter:
         self.by_epoch = by_epoch
         self.end = end
         self._global_step = 0
+        self._offset = getattr(scheduler, "last_epoch", 0)
         # Suppress torch's warning: a compiled step does not call optimizer.step().
         scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -59,6 +60,9 @@ class TorchSchedulerAdapter:
         """Load the result of `state_dict()`."""
         self._global_step = state_dict["_global_step"]
         self.scheduler.load_state_dict(state_dict["scheduler"])
+        due = min(self._global_step, self.end - 1) + self._offset
+        if getattr(self.scheduler, "last_epoch", due) == due - 1:
+            self.scheduler.step()  # a completed run, which had a smaller `end`, omitted this step
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.scheduler).__name__}, step {self._global_step})"
@@ -111,6 +115,7 @@ def build_param_scheduler(
     for key in ("by_epoch", "convert_to_iter_based"):
         check(cfg.get(key, True), bool, key)
     end = max_epochs if cfg.get("by_epoch", True) else max_iters
+    _check_begin(cfg, end)
     default_args = {"optimizer": optimizer, "end": INF if end is None else end}
     if inspect.isclass(target) and issubclass(target, LRScheduler):
         return _build_torch(cfg, optimizer, (max_epochs, max_iters))
@@ -140,8 +145,20 @@ def _adapt(cfg: Mapping[str, Any], optimizer: Any) -> TorchSchedulerAdapter:
     return adapter
 
 
+def _check_begin(cfg: Mapping[str, Any], length: int | None) -> None:
+    """Check that a scheduler without `end` begins before the end of a run with `length` epochs or iterations."""
+    begin: Any = cfg.get("begin")
+    if cfg.get("end") is None and length is not None and is_number(begin) and begin >= length:
+        unit = "epochs" if cfg.get("by_epoch", True) else "iterations"
+        raise ConfigError(
+            f"is {begin}, but the run has only {length} {unit}; train longer, or reduce begin (and `end` of the "
+            "scheduler before it)",
+            "begin",
+        )
+
+
 def _check_owner(scheduler: Any, optimizer: Any) -> None:
-    """Check that a scheduler object was created for the optimizer of the run."""
+    """Check that a scheduler object was created for the run's optimizer."""
     owner = getattr(scheduler, "optimizer", optimizer)
     if getattr(owner, "optimizer", owner) is not getattr(optimizer, "optimizer", optimizer):
         raise ConfigError(
@@ -154,7 +171,7 @@ def _check_owner(scheduler: Any, optimizer: Any) -> None:
 def _build_torch(
     cfg: Mapping[str, Any], optimizer: Any, ends: tuple[int | None, int | None]
 ) -> TorchSchedulerAdapter:
-    """Build one of torch's schedulers; `ends` contains the numbers of epochs and iterations of the run."""
+    """Build one of torch's schedulers; `ends` contains the run's numbers of epochs and iterations."""
     for key in ("begin", "convert_to_iter_based"):
         if cfg.get(key):
             raise ConfigError(

@@ -83,7 +83,7 @@ class CosineAnnealingParamScheduler(_CosineParamScheduler):
 
 @PARAM_SCHEDULERS.register_module()
 class CosineRestartParamScheduler(_CosineParamScheduler):
-    """Decrease along a half cosine in each of the `periods` (SGDR, arXiv:1608.03983).
+    """Decrease along a half cosine in each period (SGDR, arXiv:1608.03983).
 
     Period i starts at `restart_weights[i]` times the initial value. The value does not change after the last period.
     The lower bound is specified as in `CosineAnnealingParamScheduler`.

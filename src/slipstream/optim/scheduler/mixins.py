@@ -36,7 +36,7 @@ class MomentumSchedulerMixin:
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         groups = getattr(optimizer, "param_groups", [])
-        # Check betas first, because a scheduler adds a mirrored `momentum` to the groups of Adam.
+        # Check betas first, because a scheduler adds a copy of the first beta as `momentum` to the groups of Adam.
         self.use_betas = all("betas" in group for group in groups)
         if not self.use_betas and not all("momentum" in group for group in groups):
             name = type(getattr(optimizer, "optimizer", optimizer)).__name__

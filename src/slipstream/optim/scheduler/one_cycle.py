@@ -26,7 +26,7 @@ class OneCycleParamScheduler(_ParamScheduler):
         param_name: must be `lr`.
         eta_max: peak value, one for all groups or one for each group.
         total_steps: length of the cycle in steps; `end - begin` by default.
-        pct_start: fraction of the cycle in which the value increases.
+        pct_start: fraction of the cycle during which the value increases.
         anneal_strategy: shape of each phase, cosine or linear.
         div_factor: ratio of the peak value to the start value.
         final_div_factor: ratio of the start value to the final value.
@@ -56,7 +56,7 @@ class OneCycleParamScheduler(_ParamScheduler):
         require(param_name == "lr", "param_name", "'lr' for a one-cycle scheduler", param_name)
         if total_steps is None and end == INF:
             raise ConfigError(
-                "total_steps or end must be specified, because they determine the length of the cycle"
+                "total_steps or end must be specified, because one of them determines the length of the cycle"
             )
         if total_steps is not None:
             check_int("total_steps", total_steps, 1)
@@ -68,7 +68,7 @@ class OneCycleParamScheduler(_ParamScheduler):
             require(is_number(divisor) and divisor > 0, name, "a positive number", divisor)
         self.anneal_strategy = anneal_strategy
         self._peaks = self._peak_of_each_group(optimizer, eta_max)
-        # For each phase: its last step, and the factors of the peak value at its start and end.
+        # For each phase: its last step, and the ratios of its first and last values to the peak value.
         low, final = 1 / div_factor, 1 / (div_factor * final_div_factor)
         turn = pct_start * self.total_steps - 1
         back = [(2 * turn, 1.0, low), (self.total_steps - 1.0, low, final)]

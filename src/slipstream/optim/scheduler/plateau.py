@@ -25,8 +25,8 @@ class ReduceOnPlateauParamScheduler(_ParamScheduler):
         param_name: option to reduce.
         monitor: key of the metric in `metrics`.
         rule: `less` if smaller values are better, `greater` if larger values are better.
-        factor: factor of each reduction, below 1.
-        patience: number of consecutive validation runs without improvement that do not cause a reduction.
+        factor: factor by which the value is multiplied in each reduction; less than 1.
+        patience: number of consecutive validation runs without improvement that are tolerated before a reduction.
         threshold: minimum improvement.
         threshold_rule: `rel` if the threshold is relative to the best value, `abs` if it is absolute.
         cooldown: number of validation runs after a reduction that are not counted as runs without improvement.

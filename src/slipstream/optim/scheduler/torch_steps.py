@@ -1,4 +1,4 @@
-"""Whether torch's schedulers step after each epoch or after each iteration, and the lengths of their schedules."""
+"""Determine whether torch's schedulers step after each epoch or iteration, and how long their schedules are."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LAST_CHANGE: Mapping[type, str] = {
     lr_scheduler.PolynomialLR: "total_iters",
     lr_scheduler.CosineAnnealingLR: "T_max",
 }
-"""For each class, the argument that sets the number of steps until the schedule is complete or first changes."""
+"""For each class, the argument that sets the length of the schedule; see `last_change`."""
 
 
 def counts_epochs(scheduler: LRScheduler) -> bool:
@@ -57,7 +57,7 @@ def counts_epochs(scheduler: LRScheduler) -> bool:
 
 
 def _units(scheduler: LRScheduler) -> set[bool | None]:
-    """Return whether `scheduler`, or each scheduler that it combines, steps after each epoch (None: unknown)."""
+    """Return, as a set, whether `scheduler`, or each scheduler that it combines, steps by epoch (None: unknown)."""
     if isinstance(scheduler, lr_scheduler.SequentialLR | lr_scheduler.ChainedScheduler):
         return {unit for part in scheduler._schedulers for unit in _units(part)}
     if isinstance(scheduler, _AFTER_BATCHES):
@@ -66,10 +66,9 @@ def _units(scheduler: LRScheduler) -> set[bool | None]:
 
 
 def last_change(scheduler: Any) -> tuple[str, int] | None:
-    """Return the name and value of the argument that determines after how many steps a schedule is complete, or first
-    changes the learning rate.
+    """Return the name and value of the argument that sets the length of a schedule, or None if it has no such argument.
 
-    The result is None for schedules without such an argument.
+    The length is the number of steps until the schedule is complete or first changes the learning rate.
     """
     name = next((name for kind, name in _LAST_CHANGE.items() if isinstance(scheduler, kind)), None)
     return None if name is None else (name, int(getattr(scheduler, name)))

@@ -61,9 +61,9 @@ class ParamValues:
                 self._store(current, value)
 
     def restore(self, values: Sequence[float]) -> None:
-        """Cache `values` as the values of the tensors if they are equal after rounding to the tensor's dtype.
+        """Cache `values` as the values of the tensors if they are equal after rounding to the tensors' dtypes.
 
-        Without this method, a float32 learning rate would continue from its rounded value after resuming.
+        Without this method, a float32 learning rate would continue from its rounded value after a resume.
         """
         for group, value in zip(self.groups, values, strict=True):
             current = self._get(group)
@@ -122,7 +122,7 @@ class ParamValues:
 
 
 class BetaValues(ParamValues):
-    """The first beta of Adam optimizers, mirrored in the groups as `momentum`."""
+    """The first beta of Adam optimizers, which the groups also contain as `momentum`."""
 
     def __init__(self, optimizer: Any) -> None:
         for group in getattr(optimizer, "param_groups", []):

@@ -1,1 +1,4 @@
-"""A folder for `sys.path`. Worker processes do not inherit the finder, so they import `super_gradients` from it."""
+"""A folder for `sys.path`.
+
+Worker processes do not inherit the finder, so they import `super_gradients` from this folder.
+"""

@@ -1,7 +1,7 @@
 """A simulated Ascend NPU: torch's device `npu` on the CPU, which reports operations that synchronize or copy.
 
-torch loads this package through its entry point `torch.backends`, like the real torch_npu. With the environment
-variable SIMULATED_NPU_HCCL=0 there is no backend `hccl`.
+torch loads this package through its entry point `torch.backends`, like the real torch_npu. If the environment
+variable SIMULATED_NPU_HCCL is 0, the backend `hccl` does not exist.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Count operations and activations with torch's FLOP counter and MMEngine's formula for each operator.
 
 MMEngine traces the model instead, so some results differ. Attention that calls `scaled_dot_product_attention` is
-counted here, but not by MMEngine. Adaptive average pooling to one value per channel is not counted here. Operators are
-named as in torch's dispatcher (`addmm` for a linear layer).
+counted here, but not by MMEngine. Adaptive average pooling to one value per channel is counted by MMEngine, but not
+here. Operators are named as in torch's dispatcher (`addmm` for a linear layer).
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class _Analyzer:
             ConfigError: the model has no module with this name.
         """
         if module_name not in self._counts:
-            raise ConfigError(f"the model has no module '{module_name}'")
+            raise ConfigError(f"the model has no module '{module_name}'; by_module() returns all names")
         return self._counts[module_name]
 
     def by_module(self) -> Counter[str]:

@@ -37,7 +37,7 @@ def get_model_complexity_info(
     show_table: bool = True,
     show_arch: bool = True,
 ) -> dict[str, Any]:
-    """Call a model once, and return its numbers of operations, activations and parameters.
+    """Call a model once, and return the numbers of its operations, activations and parameters.
 
     Args:
         model: the model.
@@ -54,7 +54,7 @@ def get_model_complexity_info(
         ConfigError: both or neither of `input_shape` and `inputs` are set, or `input_shape` is not a tuple of integers.
     """
     if (input_shape is None) == (inputs is None):
-        raise ConfigError("set either input_shape or inputs")
+        raise ConfigError("set exactly one of input_shape and inputs")
     if inputs is None:
         assert input_shape is not None
         inputs = _random_inputs(input_shape, next(model.parameters()).device)

@@ -152,7 +152,11 @@ class Config(OwnConfig):
 
     @staticmethod
     def auto_argparser(description: str | None = None) -> tuple[ArgumentParser, OwnConfig]:
-        """Return a parser with an option for each value of the configuration file named in `sys.argv`, and its path."""
+        """Read the configuration file named in `sys.argv`.
+
+        Returns:
+            A parser with an option for each value in the configuration, and the configuration.
+        """
         parser = ArgumentParser(description=description)
         parser.add_argument("config", help="configuration file")
         known: Namespace = parser.parse_known_args()[0]
@@ -172,7 +176,9 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+        raise ConfigError(
+            f"{path} cannot be read: {error}; check the path and the encoding (UTF-8)"
+        ) from None
 
 
 def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -57,7 +57,7 @@ class LazyConfigDict(ConfigDict):
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Set keys; a dict is merged into an existing dict, and replaces it if it has `_delete_=True`.
 
-        MMEngine stores `_delete_` as a key, for which the class that is built from the dict raises an error.
+        MMEngine stores `_delete_` as a key, and the class that is built from the dict then raises an error.
         """
         new = dict(_stored(args[0]) if args and isinstance(args[0], dict) else dict(*args)) | kwargs
         if self and new.pop(DELETE, False):

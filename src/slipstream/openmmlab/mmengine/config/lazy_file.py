@@ -76,7 +76,10 @@ def load_lazy(path: Path, chain: tuple[Path, ...] = ()) -> LazyFile:
         ConfigParsingError: a file contains an import that is not supported.
     """
     if path.resolve() in [parent.resolve() for parent in chain]:
-        raise ConfigError(f"{path}: a file cannot be its own base: {' -> '.join(map(str, (*chain, path)))}")
+        raise ConfigError(
+            f"{path}: a file cannot be its own base: {' -> '.join(map(str, (*chain, path)))}; "
+            "remove one of these imports"
+        )
     source = _read(path, chain)
     tree = _parsed(source, path)
     bases = {module: load_lazy(file, (*chain, path)) for module, file in _take_bases(tree, path).items()}
@@ -205,7 +208,8 @@ def _base_file(node: ast.ImportFrom, path: Path) -> Path:
         folder = path.parent.joinpath(*[".."] * (node.level - 1))
     elif len(parts) == 1:
         raise ConfigParsingError(
-            f"{path}:{node.lineno}: the package '{parts[0]}' is not a configuration file"
+            f"{path}:{node.lineno}: the package '{parts[0]}' is not a configuration file; import a file in it, for "
+            f"example with `from {parts[0]}.configs.NAME import *`"
         )
     else:
         folder = library_folder(parts.pop(0), f"{path}:{node.lineno}")

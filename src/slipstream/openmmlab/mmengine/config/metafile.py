@@ -31,7 +31,7 @@ def library_of(name: str) -> tuple[str, str]:
 
 
 def repo_or_mim_folder(library: str) -> Path:
-    """Return the folder that contains the `configs` of a library: its source folder, or `.mim` in its package.
+    """Return the folder that contains the `configs` of a library. It is the source folder, or `.mim` in its package.
 
     Raises:
         ConfigError: the library is not installed, or has no configurations.

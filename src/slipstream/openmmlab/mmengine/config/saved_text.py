@@ -13,7 +13,7 @@ __all__ = ["saved_config"]
 
 
 def saved_config(checkpoint: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the configuration in a checkpoint, whose text is YAML (Slipstream) or Python (MMEngine).
+    """Return the configuration in a checkpoint; its text is YAML (Slipstream) or Python (MMEngine).
 
     Python text may only contain assignments of built-in values, because a checkpoint must not execute code.
 
@@ -25,7 +25,7 @@ def saved_config(checkpoint: Mapping[str, Any] | None) -> dict[str, Any]:
     text = (hub.get("runtime_info") or {}).get("cfg") or (content.get("meta") or {}).get("cfg")
     if not isinstance(text, str):
         raise CheckpointError(
-            "the checkpoint does not contain a configuration; pass it as the argument `model`"
+            "the checkpoint does not contain a configuration; pass the configuration file as the argument `model`"
         )
     try:
         body = ast.parse(text).body
@@ -35,10 +35,14 @@ def saved_config(checkpoint: Mapping[str, Any] | None) -> dict[str, Any]:
         if body and all(isinstance(node, ast.Assign) for node in body):
             return {_name(node): _value(node.value) for node in body if isinstance(node, ast.Assign)}
     except (ConfigError, RecursionError) as error:
-        raise CheckpointError(f"the configuration in the checkpoint cannot be read: {error}") from None
+        raise CheckpointError(
+            f"the configuration in the checkpoint cannot be read: {error}; pass the configuration file as the argument "
+            "`model`"
+        ) from None
     if not (values := stored_config({"cfg": text})):
         raise CheckpointError(
-            "the configuration in the checkpoint cannot be read: it is neither YAML nor Python with built-in values"
+            "the configuration in the checkpoint cannot be read, because it is neither YAML nor Python with "
+            "built-in values; pass the configuration file as the argument `model`"
         )
     return values
 
@@ -46,7 +50,7 @@ def saved_config(checkpoint: Mapping[str, Any] | None) -> dict[str, Any]:
 def _name(node: ast.Assign) -> str:
     target = node.targets[0]
     if len(node.targets) > 1 or not isinstance(target, ast.Name):
-        raise ConfigError(f"line {node.lineno} is not an assignment to a name")
+        raise ConfigError(f"line {node.lineno} is not an assignment to a single name")
     return target.id
 
 

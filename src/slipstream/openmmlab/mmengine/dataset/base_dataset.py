@@ -59,7 +59,7 @@ def force_full_init(old_func: Callable[..., Any]) -> Any:
     @functools.wraps(old_func)
     def wrapper(obj: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(obj, "full_init"):
-            raise AttributeError(f"{type(obj).__name__} has no method full_init")
+            raise AttributeError(f"{type(obj).__name__} has no method full_init; define it")
         if not getattr(obj, "_fully_initialized", False):
             print_log(
                 f"{type(obj).__name__} is initialized by the first call to {old_func.__name__}",
@@ -175,7 +175,10 @@ class BaseDataset(Dataset[Any]):
         """Return the description of a sample with the folders of `data_prefix` joined to its paths."""
         for key, prefix in self.data_prefix.items():
             if key not in raw_data_info:
-                raise DataError(f"data_prefix contains '{key}', but the sample {raw_data_info} does not")
+                raise DataError(
+                    f"data_prefix contains '{key}', but the sample {raw_data_info} does not; "
+                    "remove it from data_prefix, or override parse_data_info"
+                )
             raw_data_info[key] = join_path(prefix, raw_data_info[key])
         return raw_data_info
 
@@ -237,11 +240,12 @@ class BaseDataset(Dataset[Any]):
             if self.test_mode:
                 raise DataError(
                     f"the pipeline returned None for sample {idx}, which is not allowed with "
-                    f"test_mode=True; correct the pipeline"
+                    "test_mode=True; correct the pipeline"
                 )
             idx = self._rand_another()
         raise DataError(
-            f"the pipeline returned None for {self.max_refetch + 1} samples; check the paths and the pipeline"
+            f"the pipeline returned None {self.max_refetch + 1} times (max_refetch={self.max_refetch}); "
+            "check the paths and the pipeline"
         )
 
     def _rand_another(self) -> int:

@@ -32,7 +32,7 @@ class ConcatDataset(OwnConcat):
 
 @DATASETS.register_module()
 class RepeatDataset(OwnRepeat):
-    """Slipstream's `RepeatDataset`, with the annotation of each sample."""
+    """Slipstream's `RepeatDataset` with access to the annotation of each sample."""
 
     def get_data_info(self, idx: int) -> dict[str, Any]:
         """Return the annotation of sample `idx`."""
@@ -45,7 +45,7 @@ class RepeatDataset(OwnRepeat):
 
 @DATASETS.register_module()
 class ClassBalancedDataset(OwnClassBalanced):
-    """Slipstream's `ClassBalancedDataset`, with the annotation of each sample."""
+    """Slipstream's `ClassBalancedDataset` with access to the annotation of each sample."""
 
     def get_data_info(self, idx: int) -> dict[str, Any]:
         """Return the annotation of sample `idx`."""

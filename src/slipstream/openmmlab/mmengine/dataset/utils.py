@@ -19,7 +19,7 @@ __all__ = ["default_collate", "pseudo_collate", "worker_init_fn"]
 
 @FUNCTIONS.register_module()
 def pseudo_collate(data_batch: Sequence[Any]) -> Any:
-    """Return a batch with the structure of a sample, in which each leaf is the list of the samples' values."""
+    """Return a batch with the structure of a sample, in which each leaf is a list of the samples' values."""
     return _collate(data_batch, _unchanged)
 
 
@@ -38,7 +38,10 @@ def _collate(batch: Sequence[Any], leaf: Callable[[Sequence[Any]], Any]) -> Any:
     if not isinstance(first, Sequence):
         return leaf(batch)
     if len({len(sample) for sample in batch}) > 1:
-        raise DataError(f"cannot collate samples of different lengths: {[len(sample) for sample in batch]}")
+        raise DataError(
+            f"cannot collate samples of different lengths: {[len(sample) for sample in batch]}; "
+            "return the same number of values for every sample, or use pseudo_collate"
+        )
     columns = [_collate(column, leaf) for column in zip(*batch, strict=True)]
     if hasattr(first, "_fields"):
         return type(first)(*columns)

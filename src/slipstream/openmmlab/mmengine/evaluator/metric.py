@@ -45,7 +45,7 @@ class DumpResults(BaseMetric):
     def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
         """Write the file and return no metrics."""
         dump(results, self.out_file_path)
-        print_log(f"Results are saved to {self.out_file_path}", "current")
+        print_log(f"Saved the results to {self.out_file_path}", "current")
         return {}
 
 

@@ -11,7 +11,7 @@ __all__ = ["get_metric_value"]
 
 
 def get_metric_value(indicator: str, metrics: Mapping[str, Any]) -> Any:
-    """Return the value of `indicator`, a full name (`coco/bbox_mAP`) or a name without prefix.
+    """Return the value of `indicator`, a full name (`coco/bbox_mAP`) or a name without its prefix.
 
     Raises:
         ConfigError: no metric, or several, have this name.

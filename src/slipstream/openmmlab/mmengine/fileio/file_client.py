@@ -17,7 +17,7 @@ class FileClient:
     Args:
         backend: name of the backend; see `get_file_backend`.
         prefix: path prefix that selects the backend.
-        **kwargs: options of the backend.
+        **kwargs: options for the backend.
     """
 
     def __init__(self, backend: str | None = None, prefix: str | None = None, **kwargs: Any) -> None:

@@ -123,7 +123,7 @@ def list_from_file(
     file_client_args: Args = None,
     backend_args: Args = None,
 ) -> list[str]:
-    """Return the lines of a text file, each with `prefix`: skip `offset` lines, and return at most `max_num` if set."""
+    """Return the lines of a text file, each with `prefix`; skip `offset` lines, and return at most `max_num` lines."""
     text = get_text(filename, encoding, backend_args or file_client_args)
     lines = [prefix + line.rstrip("\r\n") for line in io.StringIO(text)]
     return lines[offset : offset + max_num if max_num else None]
@@ -136,7 +136,7 @@ def dict_from_file(
     file_client_args: Args = None,
     backend_args: Args = None,
 ) -> dict[Any, Any]:
-    """Return the entries of a text file in which each line contains a key followed by one or more values."""
+    """Return a dict with the entries of a text file. Each line contains a key followed by one or more values."""
     found: dict[Any, Any] = {}
     for line in list_from_file(filename, encoding=encoding, backend_args=backend_args or file_client_args):
         key, *values = line.split()
@@ -162,7 +162,7 @@ def load(
         file: a path or an open file.
         file_format: `json`, `yaml` or `pkl`; by default, the suffix of the path.
         file_client_args, backend_args: see `get_file_backend`.
-        **kwargs: arguments of `json.loads`.
+        **kwargs: arguments for `json.loads`.
 
     Raises:
         DataError: the format is unknown, or the pickle contains other objects.
@@ -193,7 +193,7 @@ def dump(
         file: a path or an open file.
         file_format: `json`, `yaml` or `pkl`; by default, the suffix of the path.
         file_client_args, backend_args: see `get_file_backend`.
-        **kwargs: arguments of the format's writer.
+        **kwargs: arguments for the format's writer.
 
     Raises:
         DataError: the format is unknown.
@@ -229,4 +229,4 @@ def _jsonable(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, np.generic):
         return value.item()
-    raise DataError(f"an object of type {type(value).__name__} cannot be written as JSON")
+    raise DataError(f"an object of type {type(value).__name__} cannot be written as JSON; convert it first")

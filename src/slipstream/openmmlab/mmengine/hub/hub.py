@@ -31,7 +31,7 @@ def get_config(cfg_path: str, pretrained: bool = False) -> Any:
     folder = library_folder(library, cfg_path) / ".mim"
     file = folder / "configs" / name
     if not file.is_file():
-        raise ConfigError(f"{library} has no configuration '{name}' in {folder / 'configs'}")
+        raise ConfigError(f"{library} has no configuration '{name}'; see the files in {folder / 'configs'}")
     cfg = Config.fromfile(file)
     if pretrained:
         cfg.model_path = _weights(folder, name)
@@ -52,7 +52,7 @@ def get_model(cfg_path: str, pretrained: bool = False, **kwargs: Any) -> nn.Modu
     Args:
         cfg_path: see `get_config`.
         pretrained: download and load the trained weights.
-        **kwargs: default arguments of the model.
+        **kwargs: default arguments for the model.
 
     Raises:
         ConfigError: see `get_config`.

@@ -65,13 +65,13 @@ class InferencerMeta(ABCMeta):
             assert isinstance(names, set), f"{cls.__name__}.{stage}_kwargs must be a set, not {names!r}"
             for name in names:
                 assert name not in owner, (
-                    f"'{name}' is in {owner[name]}_kwargs and {stage}_kwargs of {cls.__name__}"
+                    f"{cls.__name__} has '{name}' in {owner[name]}_kwargs and {stage}_kwargs; remove one"
                 )
                 owner[name] = stage
 
 
 class BaseInferencer(metaclass=InferencerMeta):
-    """Base class for predictions: prepare the inputs, call the model, draw the predictions, and return them.
+    """Base class for inferencers, which prepare inputs, call a model, and draw and return its predictions.
 
     Subclasses define `_init_pipeline`, `visualize` and `postprocess`. The sets `preprocess_kwargs`, `forward_kwargs`,
     `visualize_kwargs` and `postprocess_kwargs` contain the names of the call's arguments that each stage receives.
@@ -80,7 +80,7 @@ class BaseInferencer(metaclass=InferencerMeta):
         model: a configuration or its file, or the name of a model in the metafiles of the installed library `scope`.
             If it is None, the configuration is read from the checkpoint.
         weights: a checkpoint; by default, the one named in the metafile.
-        device: the device; by default, the available one.
+        device: the device; by default, the accelerator if there is one, otherwise the CPU.
         scope: the registry scope to search first; by default, the current one.
         show_progress: show a progress bar.
 
@@ -116,7 +116,7 @@ class BaseInferencer(metaclass=InferencerMeta):
         """Return the configuration and the checkpoint."""
         if model is None:
             if weights is None:
-                raise ConfigError("is required if no model is passed", "weights")
+                raise ConfigError("is required if no model is passed; set it to a checkpoint", "weights")
             return ConfigDict(), weights
         if isinstance(model, OwnConfig | ConfigDict):
             return copy.deepcopy(model), weights
@@ -139,8 +139,8 @@ class BaseInferencer(metaclass=InferencerMeta):
         Args:
             inputs: a path, an array, a tensor, a folder, or a list of them.
             return_datasamples: passed to `postprocess`.
-            batch_size: number of inputs in each call of the model.
-            **kwargs: arguments of the stages.
+            batch_size: number of inputs in each call to the model.
+            **kwargs: arguments for the stages.
 
         Raises:
             ConfigError: an argument belongs to no stage.
@@ -231,7 +231,7 @@ class BaseInferencer(metaclass=InferencerMeta):
 
     @staticmethod
     def list_models(scope: str | None = None, patterns: str = r".*") -> list[str]:
-        """Return the names of the models in the metafiles of a library that match a regular expression, and log them.
+        """Return and log the names in a library's metafiles that match a regular expression.
 
         Raises:
             ConfigError: no scope is set, or no library has this name.
@@ -239,7 +239,7 @@ class BaseInferencer(metaclass=InferencerMeta):
         current = DefaultScope.get_current_instance()
         scope = current.scope_name if scope is None and current is not None else scope
         if scope is None:
-            raise ConfigError("is required, for example 'mmdet'", "scope")
+            raise ConfigError("must be set to the name of a library, for example 'mmdet'", "scope")
         entries = models_in(repo_or_mim_folder(scope))
         found = [name for entry in entries for name in _names(entry) if re.match(patterns, name)]
         print_log("".join(f"model_name: {name}\n" for name in found), "current")
@@ -265,7 +265,7 @@ class BaseInferencer(metaclass=InferencerMeta):
             _load_checkpoint_to_model(model, checkpoint)
         else:
             warnings.warn(
-                "the weights of the model are random, because no checkpoint was passed; pass weights=FILE",
+                "the model's weights are random, because no checkpoint was passed; pass weights=FILE",
                 stacklevel=2,
             )
 
@@ -297,7 +297,7 @@ class BaseInferencer(metaclass=InferencerMeta):
             yield chunk
 
     def _dispatch_kwargs(self, **kwargs: Any) -> tuple[dict[str, Any], ...]:
-        """Return the arguments of each stage."""
+        """Return the arguments for each stage."""
         names = [getattr(self, f"{stage}_kwargs") for stage in _STAGES]
         unknown = set(kwargs).difference(*names)
         if unknown:

@@ -38,7 +38,7 @@ class BaseTTAModel(BaseModel):
 
     @abstractmethod
     def merge_preds(self, data_samples_list: list[Any]) -> list[Any]:
-        """Return one prediction per sample; each item of the argument contains the predictions for one sample."""
+        """Return one prediction per sample; each item in the argument contains the predictions for one sample."""
 
     def test_step(self, data: Any) -> Any:
         """Return the merged predictions for a batch. Each value in the batch is a list with one item per augmentation.
@@ -52,7 +52,9 @@ class BaseTTAModel(BaseModel):
         elif isinstance(data, list | tuple):
             batches = [[value[i] for value in data] for i in range(len(data[0]))]
         else:
-            raise DataError(f"a batch must be a dict, list or tuple, not {type(data).__name__}")
+            raise DataError(
+                f"a batch must be a dict, list or tuple, not {type(data).__name__}; check collate_fn"
+            )
         predictions = [self.module.test_step(batch) for batch in batches]
         return self.merge_preds(list(zip(*predictions, strict=True)))
 

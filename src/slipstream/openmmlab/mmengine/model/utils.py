@@ -50,7 +50,7 @@ def stack_batch(tensor_list: list[Tensor], pad_size_divisor: int = 1, pad_value:
 
 
 def merge_dict(*args: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a single dict with the entries of all dicts."""
+    """Merge the dicts into one."""
     return {key: value for part in args for key, value in part.items()}
 
 

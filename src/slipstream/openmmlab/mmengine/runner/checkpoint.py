@@ -80,7 +80,7 @@ def load_from_local(filename: str, map_location: Any = None) -> Any:
     """
     path = Path(filename).expanduser()
     if not path.is_file():
-        raise FileNotFoundError(f"the checkpoint {path} does not exist")
+        raise FileNotFoundError(f"the checkpoint {path} does not exist; check the path")
     return read_checkpoint(path, "cpu" if map_location is None else map_location)
 
 
@@ -125,7 +125,9 @@ def load_state_dict(
     }
     text = "; ".join(f"{what}: {', '.join(names)}" for what, names in problems.items() if names)
     if text and strict:
-        raise CheckpointError(f"the weights do not match the model: {text}")
+        raise CheckpointError(
+            f"the weights do not match the model: {text}; with strict=False, only the matching weights are loaded"
+        )
     if text:
         print_log(f"The weights do not match the model: {text}", logger, logging.WARNING)
 

@@ -21,7 +21,7 @@ from slipstream.step.background import can_fork
 __all__ = ["Runner"]
 
 _BUDGET = "5m"
-"""Default time limit of compilation. Graphs with OpenMMLab's losses or post-processing can take longer to compile."""
+"""Default time limit for compilation. Graphs with OpenMMLab's losses or post-processing can take longer to compile."""
 
 
 @RUNNERS.register_module()

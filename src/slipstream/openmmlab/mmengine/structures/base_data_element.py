@@ -61,13 +61,16 @@ class BaseDataElement:
         """
         assert field_type in ("metainfo", "data")
         if dtype is not None:
-            assert isinstance(value, dtype), f"{value} must have the type {dtype}, not {type(value)}"
+            assert isinstance(value, dtype), f"'{name}' must have the type {dtype}, not {type(value)}"
         own, other = self._metainfo_fields, self._data_fields
         if field_type == "data":
             own, other = other, own
         if name in other:
             taken = "data" if field_type == "metainfo" else "metainfo"
-            raise AttributeError(f"'{name}' cannot be set as {field_type}, because it is a field of {taken}")
+            raise AttributeError(
+                f"'{name}' cannot be set as {field_type}, because it is already a {taken} field; "
+                "use a different name"
+            )
         own.add(name)
         object.__setattr__(self, name, value)
 
@@ -75,13 +78,13 @@ class BaseDataElement:
         if name not in _PRIVATE:
             self.set_field(value, name)
         elif name in self.__dict__:
-            raise AttributeError(f"'{name}' is a private attribute that cannot be changed")
+            raise AttributeError(f"'{name}' is a private attribute and cannot be changed")
         else:
             object.__setattr__(self, name, value)
 
     def __delattr__(self, item: str) -> None:
         if item in _PRIVATE:
-            raise AttributeError(f"'{item}' is a private attribute that cannot be deleted")
+            raise AttributeError(f"'{item}' is a private attribute and cannot be deleted")
         object.__delattr__(self, item)
         self._metainfo_fields.discard(item)
         self._data_fields.discard(item)
@@ -89,8 +92,10 @@ class BaseDataElement:
     __delitem__ = __delattr__
 
     def update(self, instance: BaseDataElement) -> None:
-        """Set the fields of another element on this one."""
-        assert isinstance(instance, BaseDataElement), f"{type(instance)} is not a BaseDataElement"
+        """Copy the fields from another element to this one."""
+        assert isinstance(instance, BaseDataElement), (
+            f"update requires a BaseDataElement, not {type(instance)}"
+        )
         self.set_metainfo(dict(instance.metainfo_items()))
         self.set_data(dict(instance.items()))
 
@@ -115,7 +120,7 @@ class BaseDataElement:
         return item in self._data_fields or item in self._metainfo_fields
 
     def keys(self) -> list[str]:
-        """Return the names of the data fields, except fields `_name` that store the value of a property `name`."""
+        """Return the names of the data fields, except fields `_name` that store the values of properties `name`."""
         hidden = {
             f"_{key}" for key in self._data_fields if isinstance(getattr(type(self), key, None), property)
         }

@@ -25,10 +25,12 @@ class InstanceData(BaseDataElement):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _PRIVATE:
-            assert isinstance(value, Sized), "the value must have a length, like a tensor or a list"
+            assert isinstance(value, Sized), (
+                f"'{name}' must have a length, like a tensor or a list, but is {type(value)}"
+            )
             if len(self) > 0:
                 assert len(value) == len(self), (
-                    f"the length of the value is {len(value)}, but the InstanceData has length {len(self)}"
+                    f"'{name}' has length {len(value)}, but the InstanceData has length {len(self)}"
                 )
         super().__setattr__(name, value)
 
@@ -59,11 +61,15 @@ class InstanceData(BaseDataElement):
             return slice(item, None, len(self))  # keeps the first dimension
         if isinstance(item, slice):
             return item
-        assert isinstance(item, torch.Tensor), f"an index of type {type(item)} is not supported"
+        assert isinstance(item, torch.Tensor), (
+            f"an index of type {type(item)} is not supported; use an int, a slice, a list, a tensor or an array"
+        )
         assert item.dtype in (torch.bool, torch.int64), (
             f"an index of dtype {item.dtype} is not supported; use an int64 or bool tensor"
         )
-        assert item.dim() == 1, "only the first dimension can be indexed"
+        assert item.dim() == 1, (
+            f"an index must have one dimension, not {item.dim()}, because only the first dimension can be indexed"
+        )
         if item.dtype == torch.bool:
             assert len(item) == len(self), (
                 f"the mask has length {len(item)}, but the InstanceData has length {len(self)}"
@@ -103,7 +109,9 @@ def _select(key: str, value: Any, index: torch.Tensor) -> Any:
         return reduce(add, parts)
     if hasattr(value, "__getitem__") and hasattr(value, "cat"):
         return value.cat(parts)
-    raise ValueError(f"'{key}' cannot be indexed with a tensor, because {type(value)} has no method 'cat'")
+    raise ValueError(
+        f"'{key}' cannot be indexed with a tensor, because {type(value)} has no method 'cat'; define it"
+    )
 
 
 def _joined(key: str, values: list[Any]) -> Any:
@@ -116,4 +124,4 @@ def _joined(key: str, values: list[Any]) -> Any:
         return reduce(add, values)
     if hasattr(first, "cat"):
         return first.cat(values)
-    raise ValueError(f"'{key}' cannot be concatenated, because {type(first)} has no method 'cat'")
+    raise ValueError(f"'{key}' cannot be concatenated, because {type(first)} has no method 'cat'; define it")

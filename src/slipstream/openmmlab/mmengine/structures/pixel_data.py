@@ -14,7 +14,7 @@ __all__ = ["PixelData"]
 
 
 class PixelData(BaseDataElement):
-    """Maps of one value per pixel and channel: tensors or arrays of shape (C, H, W); (H, W) becomes (1, H, W).
+    """Maps with one value per pixel and channel: tensors or arrays of shape (C, H, W); (H, W) becomes (1, H, W).
 
     Indexing with two ints or slices crops the height and width of all maps; an int keeps one row or column.
     """
@@ -24,21 +24,23 @@ class PixelData(BaseDataElement):
             super().__setattr__(name, value)
             return
         assert isinstance(value, torch.Tensor | np.ndarray), (
-            f"must be a tensor or an array, not {type(value)}"
+            f"'{name}' must be a tensor or an array, not {type(value)}"
         )
         size = tuple(value.shape[-2:])
         if self.shape:
-            assert size == self.shape, f"the size is {size}, but the PixelData has size {self.shape}"
-        assert value.ndim in (2, 3), f"the value must have 2 or 3 dimensions, not {value.ndim}"
+            assert size == self.shape, f"'{name}' has size {size}, but the PixelData has size {self.shape}"
+        assert value.ndim in (2, 3), f"'{name}' must have 2 or 3 dimensions, not {value.ndim}"
         if value.ndim == 2:
             value = value[None]
-            warnings.warn(f"a value of shape {size} is stored with shape {tuple(value.shape)}", stacklevel=2)
+            warnings.warn(
+                f"'{name}' has shape {size} and is stored with shape {tuple(value.shape)}", stacklevel=2
+            )
         super().__setattr__(name, value)
 
     def __getitem__(self, item: Any) -> PixelData:
         if not isinstance(item, tuple):
             raise TypeError(f"PixelData must be indexed with two ints or slices, not {type(item)}")
-        assert len(item) == 2, "PixelData must be indexed with two ints or slices"
+        assert len(item) == 2, f"PixelData must be indexed with two ints or slices, not {len(item)}"
         size = self.shape or (None, None)
         rows, columns = (_as_slice(part, length) for part, length in zip(item, size, strict=True))
         new = type(self)(metainfo=self.metainfo)

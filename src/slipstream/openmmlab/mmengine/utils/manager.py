@@ -19,7 +19,9 @@ class ManagerMeta(type):
 
     def __init__(cls, *args: Any) -> None:
         cls._instance_dict: dict[str, Any] = {}
-        assert "name" in inspect.getfullargspec(cls).args, f"the constructor of {cls} has no argument 'name'"
+        assert "name" in inspect.getfullargspec(cls).args, (
+            f"the constructor of {cls} must accept an argument 'name'"
+        )
         super().__init__(*args)
 
 

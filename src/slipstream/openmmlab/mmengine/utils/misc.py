@@ -99,7 +99,7 @@ def slice_list(in_list: list[Any], lens: int | Sequence[int]) -> list[list[Any]]
         ValueError: the lengths do not add up to the length of the list.
     """
     if isinstance(lens, int):
-        assert len(in_list) % lens == 0, f"{len(in_list)} items cannot be split into parts of {lens}"
+        assert len(in_list) % lens == 0, f"{len(in_list)} items cannot be split into parts of {lens} items"
         lens = [lens] * (len(in_list) // lens)
     if sum(lens) != len(in_list):
         raise ValueError(f"the lengths add up to {sum(lens)}, but the list has {len(in_list)} items")
@@ -113,7 +113,7 @@ def concat_list(in_list: Iterable[list[Any]]) -> list[Any]:
 
 
 def apply_to(data: Any, expr: Callable[[Any], bool], apply_func: Callable[[Any], Any]) -> Any:
-    """Apply `apply_func` to each value in nested containers for which `expr` returns True; return the result."""
+    """Apply `apply_func` to each value in nested containers if `expr` returns True for the value; return the result."""
     if expr(data):
         return apply_func(data)
     if isinstance(data, dict):
@@ -128,7 +128,7 @@ def apply_to(data: Any, expr: Callable[[Any], bool], apply_func: Callable[[Any],
 def import_modules_from_strings(
     imports: str | Sequence[str] | None, allow_failed_imports: bool = False
 ) -> Any:
-    """Import modules by name; with `allow_failed_imports`, a failed import returns None with a warning."""
+    """Import modules by name; with `allow_failed_imports`, return None for a failed import and issue a warning."""
     if not imports:
         return None
     if isinstance(imports, str):
@@ -144,7 +144,7 @@ def _import(name: Any, allow_failure: bool) -> Any:
     except ImportError:
         if not allow_failure:
             raise
-        warnings.warn(f"{name} could not be imported and is ignored", stacklevel=3)
+        warnings.warn(f"the module '{name}' cannot be imported and is ignored", stacklevel=3)
         return None
 
 
@@ -243,7 +243,8 @@ def deprecated_function(since: str, removed_in: str, instructions: str) -> Any:
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             warnings.warn(
-                f"{function.__name__} is deprecated since {since} and will be removed in {removed_in}; {instructions}",
+                f"{function.__name__} has been deprecated since {since} and will be removed in "
+                f"{removed_in}; {instructions}",
                 DeprecationWarning,
                 stacklevel=2,
             )

@@ -28,5 +28,5 @@ def get_installed_path(package: str) -> str:
     """
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        raise MissingPackageError(f"the package '{package}' is not installed")
+        raise MissingPackageError(f"the package '{package}' is not installed; install it with pip")
     return str(Path(spec.origin).parent)

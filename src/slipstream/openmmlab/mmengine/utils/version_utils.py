@@ -32,7 +32,7 @@ def digit_version(version_str: str, length: int = 4) -> tuple[int, ...]:
         length: number of digits of the release.
     """
     found = _VERSION.match(version_str.strip())
-    assert found is not None, f"'{version_str}' is not a version"
+    assert found is not None, f"'{version_str}' is not a version such as '1.2.0'"
     release = [int(digit) for digit in found[1].split(".")][:length]
     release += [0] * (length - len(release))
     rank = _RANKS[found[2].lower()] if found[2] else 0

@@ -25,7 +25,9 @@ def color_val_matplotlib(colors: Any) -> Any:
     if not isinstance(colors, tuple):
         raise TypeError(f"a color must be a name or a tuple, not {type(colors)}")
     assert len(colors) == 3, f"a color must have 3 channels, not {len(colors)}"
-    assert all(0 <= channel <= 255 for channel in colors), f"{colors} is not between 0 and 255"
+    assert all(0 <= channel <= 255 for channel in colors), (
+        f"the channels of a color must be between 0 and 255, not {colors}"
+    )
     return tuple(channel / 255 for channel in colors)
 
 

@@ -96,7 +96,7 @@ class Visualizer(OwnVisualizer, ManagerMixin):
 
     def set_image(self, image: Image) -> None:
         """Set the image to draw on, RGB (H, W, 3) or gray (H, W)."""
-        assert image is not None, "set_image requires an image"
+        assert image is not None, "image must be an array, not None"
         self._image = image.astype(np.uint8)
         self.height, self.width = image.shape[:2]
         self._default_font_size = max(np.sqrt(self.height * self.width) // 90, 10)
@@ -114,7 +114,7 @@ class Visualizer(OwnVisualizer, ManagerMixin):
 
     def get_image(self) -> Image:
         """Return the image with everything that was drawn on it, RGB (H, W, 3)."""
-        assert self._image is not None, "call set_image first"
+        assert self._image is not None, "the visualizer has no image; call set_image first"
         return img_from_canvas(self.fig_save_canvas)
 
     def show(
@@ -134,7 +134,9 @@ class Visualizer(OwnVisualizer, ManagerMixin):
 
     def add_datasample(self, name: str, image: Image, data_sample: Any = None, **kwargs: Any) -> None:
         """Draw a data sample; the libraries' visualizers define this method."""
-        raise NotImplementedError(f"{type(self).__name__} does not define add_datasample")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define add_datasample; use a subclass that defines it"
+        )
 
     def add_image(self, name: str, image: Image, step: int = 0, **kwargs: Any) -> None:
         """Store a picture in all backends."""
@@ -291,7 +293,7 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         if channel_reduction == "select_max":
             return _heat(maps[order[0]], overlaid_image, alpha)
         rows, columns = arrangement
-        assert rows * columns >= topk, "`arrangement` must have at least as many cells as `topk`"
+        assert rows * columns >= topk, f"arrangement={arrangement} must have at least topk={topk} cells"
         tiles = [_heat(maps[i], overlaid_image, alpha) for i in order[: topk if topk > 0 else 1]]
         tiles += [np.zeros_like(tiles[0])] * (rows * columns - len(tiles))
         return np.concatenate(
@@ -317,6 +319,7 @@ def _with_folder(backends: Any, save_dir: str | None) -> list[Any]:
     kept = [b for b in found if not isinstance(b, Mapping) or b.get("save_dir") is not None]
     if left_out := [str(b.get("type")) for b in found if isinstance(b, Mapping) and b not in kept]:
         warnings.warn(
-            f"the visualizer has no save_dir, so it does not use {', '.join(left_out)}", stacklevel=4
+            f"the visualizer has no save_dir, so it does not use {', '.join(left_out)}; set save_dir",
+            stacklevel=4,
         )
     return kept

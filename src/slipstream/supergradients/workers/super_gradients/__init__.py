@@ -1,4 +1,4 @@
-"""Replaces itself with Slipstream's `super_gradients` in a process that has not installed the finder yet."""
+"""Replace this module with Slipstream's `super_gradients`, in a process that has not installed the finder yet."""
 
 import importlib
 import sys

@@ -4,4 +4,4 @@ __all__ = ["functional", "transforms"]
 
 
 class RandomResizedCrop:
-    """mmpretrain derives a transform from this class, which no test uses."""
+    """mmpretrain derives a transform from this class. No test uses that transform."""

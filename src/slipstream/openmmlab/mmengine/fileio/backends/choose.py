@@ -28,7 +28,7 @@ def get_file_backend(
 
     Args:
         uri: a path or URL; its prefix (`s3://`) selects a file system supported by fsspec.
-        backend_args: `backend` (`local`, or an fsspec protocol) and the options of the backend.
+        backend_args: `backend` (`local`, or an fsspec protocol) and the options for the backend.
         enable_singleton: has no effect, because the backends of this package have no state.
         backend_key: has no effect.
 

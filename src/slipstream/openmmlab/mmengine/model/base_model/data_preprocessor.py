@@ -85,7 +85,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         non_blocking: bool | None = False,
     ) -> None:
         super().__init__(non_blocking)
-        assert not (bgr_to_rgb and rgb_to_bgr), "bgr_to_rgb and rgb_to_bgr are mutually exclusive"
+        assert not (bgr_to_rgb and rgb_to_bgr), "bgr_to_rgb and rgb_to_bgr are mutually exclusive; remove one"
         assert (mean is None) == (std is None), "specify both mean and std, or neither"
         self._enable_normalize = mean is not None
         for name, values in (("mean", mean), ("std", std)):
@@ -116,7 +116,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         else:
             raise DataError(
                 "the batch must be a dict, and its 'inputs' must be a tensor (N, C, H, W) or a list of tensors (C, H, "
-                "W)"
+                "W); check the dataset's output and collate_fn"
             )
         data["inputs"] = batch
         data.setdefault("data_samples", None)
@@ -133,7 +133,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         kept = 3 if self._channel_conversion else channels
         if self._enable_normalize and len(self.mean) == 3 and kept not in accepted:
             raise DataError(
-                f"mean and std have 3 values, but an image has shape {tuple(image.shape)}; give one value, or load "
+                f"mean and std have 3 values, but an image has shape {tuple(image.shape)}; set one value, or load "
                 "images with 3 channels"
             )
 

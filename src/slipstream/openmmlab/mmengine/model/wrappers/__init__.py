@@ -24,7 +24,7 @@ __all__ = [
 def is_model_wrapper(model: nn.Module, registry: Registry = MODEL_WRAPPERS) -> bool:
     """Return whether a module is an instance of a wrapper that is registered in `registry` or its children.
 
-    The default is MMEngine's registry, which also contains the wrappers of torch and Slipstream.
+    The default is MMEngine's registry, which also contains the wrappers from torch and Slipstream.
     """
     if registry is MODEL_WRAPPERS and is_own_wrapper(model):
         return True
