@@ -53,11 +53,11 @@ def read(loader):
     """Return the batches and the warnings of one pass."""
     warnings = []
     loading = Loading(loader, "train_dataloader", warnings.append)
-    try:
-        with explain_worker_errors("train_dataloader"):
+    with explain_worker_errors("train_dataloader"):
+        try:
             return [batch.tolist() for batch in loading], warnings
-    finally:
-        loading.close()
+        finally:
+            loading.close()  # torch may raise its error about a dead worker here
 
 
 def watchers():
