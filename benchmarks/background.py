@@ -61,7 +61,7 @@ def has_switched(step: TrainStep) -> bool:
 
 
 def train_for(seconds: float, step: TrainStep, batches: list[Any]) -> list[float]:
-    """Return the seconds that each batch takes."""
+    """Return the time that each batch takes, in seconds."""
     times, end = [], perf_counter() + seconds
     while perf_counter() < end:
         times.append(timed(step, batches[len(times) % len(batches)]))

@@ -4,7 +4,7 @@
 
 All contenders run interleaved in one process. The process is bound to one core, because JAX dispatches work to its own
 threads. Ratios are computed within a round. JAX is optional (`pip install jax`, part of the `bench` extra). If it is
-missing, the result states this.
+missing, the result mentions this.
 """
 
 from __future__ import annotations

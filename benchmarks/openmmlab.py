@@ -2,10 +2,10 @@
 
     python benchmarks/openmmlab.py --limit 20m --out benchmarks/results/openmmlab.md
 
-Run it in the environment of `make openmmlab`. Each configuration is trained, validated, saved and resumed with
-Slipstream on small generated data. It is then trained by five engines, each in its own process: MMEngine, Slipstream,
-Slipstream with the option `fused`, with the options `fused` and `channels_last`, and with these options and `compile`.
-The processes take turns, a few steps at a time. The step time includes data loading and hooks.
+Run this script in the environment of `make openmmlab`. Each configuration is trained, validated, saved and resumed
+with Slipstream on small generated data. Five engines then train the configuration, each in its own process: MMEngine,
+Slipstream, Slipstream with the option `fused`, with the options `fused` and `channels_last`, and with these options and
+`compile`. The processes take turns, a few steps at a time. The step time includes data loading and hooks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _RESERVE = 0.4
 
 
 class WorkerError(Exception):
-    """A process failed, or did not answer before the time limit."""
+    """A process failed, or did not respond before the time limit."""
 
 
 class Worker:
@@ -73,7 +73,7 @@ class Worker:
         )
 
     def start(self, steps: int) -> None:
-        """Tell the process to train for `steps` steps, and return immediately."""
+        """Instruct the process to train for `steps` steps, and return immediately."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # `answer` reports the error of a process that has ended
             print(steps, file=self._process.stdin, flush=True)
@@ -82,7 +82,7 @@ class Worker:
         """Return the answer to `start`.
 
         Raises:
-            WorkerError: the process failed, or did not answer within `seconds`.
+            WorkerError: the process failed, or did not respond within `seconds`.
         """
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], max(seconds, 0))[0]:
@@ -97,7 +97,7 @@ class Worker:
         """Train and return the answer.
 
         Raises:
-            WorkerError: the process failed, or did not answer within `seconds`.
+            WorkerError: the process failed, or did not respond within `seconds`.
         """
         self.start(steps)
         return self.answer(seconds)
@@ -246,12 +246,17 @@ def ratios(case: dict[str, Any], engine: str) -> list[float]:
 def summary(cases: Sequence[dict[str, Any]]) -> str:
     """Return the table of all cases, and a line for each case whose step is not a single graph, with the reason."""
     rows, notes = [], []
+    engines = [
+        name
+        for name in ENGINES
+        if any(name in {**c.get("seconds", {}), **c.get("failures", {})} for c in cases)
+    ]
     for case in cases:
         if "missing" in case:
-            rows.append([case["library"], case["name"], case["missing"], *[""] * (2 + len(ENGINES))])
+            rows.append([case["library"], case["name"], case["missing"], *[""] * (2 + len(engines))])
             continue
         cells = []
-        for engine in ENGINES:
+        for engine in engines:
             times = case["seconds"].get(engine)
             cell = f"{1000 * median(times):.1f}" if times else case["failures"].get(engine, "not measured")
             if times and (found := ratios(case, engine)) and engine != "MMEngine":
@@ -263,7 +268,7 @@ def summary(cases: Sequence[dict[str, Any]]) -> str:
         if case["reason"]:
             notes.append(f"- {case['name']}: {case['reason']}")
     header = ["library", "configuration", "trains, validates and saves", "resumes", "compiled"]
-    header += [f"{engine}, ms per step" for engine in ENGINES]
+    header += [f"{engine}, ms per step" for engine in engines]
     text = text_table(header, rows)
     return f"{text}\n\n{chr(10).join(notes)}" if notes else text
 

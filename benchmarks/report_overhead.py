@@ -2,11 +2,11 @@
 
     python benchmarks/report_overhead.py --steps 60 --rounds 15 --out benchmarks/results/report_overhead.md
 
-The difference between runs with and without the report is smaller than the noise in their times. Therefore, the work of
-the report is measured directly: the recipe trains with one thread, and each round repeats many times the work that the
-report does in one step.
+The difference between runs with and without the report is smaller than the noise in their times. Therefore, the
+report's work is measured directly: the recipe trains with one thread, and each round repeats the report's work for one
+step many times.
 
-- The timer: the calls of one step, in the order recorded in the run.
+- The timer: the calls in one step, in the order recorded in the run.
 - The hook: one reading of the losses, with new values of each scalar and of the process's memory. Its time is
   divided by the log interval.
 
@@ -71,7 +71,7 @@ class Clock(Hook):
 
 
 def trained(steps: int, folder: str) -> tuple[Runner, Clock]:
-    """Train the recipe, and return its Runner and the times of its steps."""
+    """Train the recipe, and return its Runner and the hook that recorded its steps."""
     batches = f"train_dataloader.dataset.length={4 * steps}"
     cfg = load_config(RECIPE, ["train_cfg.max_epochs=1", batches, "param_scheduler=null"], None, True).cfg
     for mode in ("val", "test"):

@@ -41,12 +41,12 @@ SEARCH_PART = 0.55
 """Maximum fraction of a recipe's time for the search. The plan is measured again in the remaining time."""
 MEASURED = ("adopted", "slower", "no gain", "inconclusive")
 END_SECONDS = 5.0
-"""Time in seconds that is reserved for ending processes."""
+"""Time in seconds that is reserved for terminating processes."""
 
 
 @dataclass
 class Contender:
-    """A setting to measure: the plan, or one that it is compared with."""
+    """A setting to measure: the plan, or a setting that the plan is compared with."""
 
     name: str
     setting: Setting
@@ -99,7 +99,7 @@ def single_options(result: TuneResult) -> dict[str, Setting]:
 
 
 def contenders(result: TuneResult) -> list[Contender]:
-    """Return the plan and everything it is compared with, excluding settings that are identical to the plan."""
+    """Return the plan and the settings that it is compared with, excluding settings that are identical to the plan."""
     outcome = result.outcome
     plan = Contender(PLAN, outcome.setting)
     others = {BASELINE: Setting(), AUTO: Setting({"auto": True}), **single_options(result)}
@@ -132,7 +132,7 @@ def measure(cfg: Mapping[str, Any], every: Sequence[Contender], end: float) -> N
 
 
 def ratios(plan: Contender, other: Contender) -> dict[str, Any] | None:
-    """Return the time of `other` divided by that of the plan, within each round; above 1, the plan is faster."""
+    """Return the time of `other` divided by the time of the plan, by round. Above 1, the plan is faster."""
     count = min(len(plan.seconds), len(other.seconds))
     found = [b / a for a, b in zip(plan.seconds[:count], other.seconds[:count], strict=True)]
     return asdict(estimate(found)) if found else None

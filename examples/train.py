@@ -60,7 +60,7 @@ def main():
         default_hooks=dict(logger=dict(type="LoggerHook", interval=100)),
         randomness=dict(seed=0),
         launcher=args.launcher,
-        # cfg=dict(compile=True),  # compile the model
+        # cfg=dict(compile=True),  # compile the training step
     )
     runner.train()
 

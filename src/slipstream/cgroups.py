@@ -10,7 +10,7 @@ __all__ = ["available_memory", "memory_limit", "quotas"]
 
 _ROOT = Path("/")
 _UNLIMITED = 2**60
-"""Limits above this number are ignored, because version 1 represents "no limit" by a number close to 2**63."""
+"""Limits above this number are ignored, because version 1 represents "no limit" as a number close to 2**63."""
 
 
 def quotas(root: Path = _ROOT) -> list[float]:
@@ -31,7 +31,7 @@ def memory_limit(root: Path = _ROOT) -> int | None:
 
 
 def available_memory(root: Path = _ROOT) -> int | None:
-    """Return the number of bytes that this process can allocate before a cgroup reaches its limit, or None.
+    """Return the number of bytes that this process can allocate before a cgroup reaches its limit.
 
     The result is None if no cgroup has a limit.
 

@@ -13,7 +13,7 @@ __all__ = ["extra", "is_installed"]
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Replace the error of a failed import inside the block with one that names the extra to install.
+    """Replace the error of a failed import inside the block with an error that specifies the extra to install.
 
     Raises:
         MissingPackageError: a module that the block imports is not installed.

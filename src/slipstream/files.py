@@ -32,7 +32,7 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 
 def check_name(name: str, key: str, folder: str = "the work_dir") -> str:
-    """Return `name`, a path relative to a folder, if it names a file inside the folder.
+    """Return `name`, a path relative to a folder, if it refers to a file inside the folder.
 
     Links are not resolved, because the user created them.
 

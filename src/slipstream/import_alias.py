@@ -1,4 +1,4 @@
-"""Replace a package that other programs import, whether or not it is installed, and run a script with it."""
+"""Replace a package that other programs import, even if it is not installed, and run a script with the replacement."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def install_finder(finder: ReplacementFinder, package: str, workers: str) -> Non
         workers: a folder that contains a package NAME for worker processes; this package imports `package`.
 
     Raises:
-        ConfigError: the package itself is already imported.
+        ConfigError: the original package is already imported.
     """
     name = finder.name
     loaded = sys.modules.get(name)

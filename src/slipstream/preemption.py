@@ -99,7 +99,7 @@ class Preemption:
         self._restore()
 
     def requested(self) -> bool:
-        """Return whether to save the state and stop. Every rank must call this after each step.
+        """Return whether to save the state and stop. Every rank must call this method after each step.
 
         It returns True after the same step on all ranks. Without a signal, a call takes less than a microsecond.
         """
@@ -137,17 +137,17 @@ def _print(text: str) -> None:
 
 
 class _Ranks:
-    """Lets all ranks agree on the call to `requested` that is the first to return True.
+    """Lets all ranks agree on which call to `requested` is the first to return True.
 
-    On each rank, a thread checks for a signal. If there is one, each rank publishes how often it has called
-    `requested`. Training stops at the call that follows the largest of these numbers. No rank can have passed this
-    call, because `requested` waits for the result once `noticed` is True.
+    On each rank, a thread checks for a signal. After a signal, each rank publishes the number of times that it has
+    called `requested`. Training stops at the call that follows the largest of these numbers. No rank can have passed
+    this call, because `requested` waits for the result once `noticed` is True.
     """
 
     def __init__(self, preemption: Preemption) -> None:
         token: list[Any] = [secrets.token_hex(4)]
         broadcast_object_list(token)
-        # The clone has its own connection, because on a shared one, an operation that waits would block all others.
+        # The clone has its own connection. On a shared connection, an operation that waits would block all others.
         default: Any = dist.distributed_c10d._get_default_store()
         self._store = dist.distributed_c10d.PrefixStore(f"slipstream/preemption/{token[0]}", default.clone())
         self._preemption = preemption
@@ -169,7 +169,7 @@ class _Ranks:
         return self._last
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._closed.set()
         self._thread.join()
 

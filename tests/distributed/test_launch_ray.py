@@ -182,7 +182,7 @@ def test_processes_use_the_gpus_that_ray_assigns_and_the_variables_of_the_comman
 
 def test_job_waits_for_nodes_until_it_is_interrupted(nodes, folder):
     with nodes["n1"].running(f"{SUBMIT} --nodes 3", folder) as run:
-        wait_for("waiting for 3 x (1 CPU); the cluster's nodes have in total: 8 CPU; 8 CPU", run)
+        wait_for("waiting for 3 x (1 CPU); total resources of each node: 8 CPU; 8 CPU", run)
         send(signal.SIGINT, run)
         assert run.wait().process.returncode == 130, run.output
     assert "interrupted; all written files are complete" in run.output

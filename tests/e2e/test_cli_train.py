@@ -2,13 +2,16 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from slipstream.cli.train import summary
 from slipstream.config import Config
+from slipstream.logging import MessageHub
 
 SMALL = [
     "train_dataloader.dataset.size=[64, 128]",
@@ -57,6 +60,17 @@ def test_last_line_has_output_paths_and_speed(slipstream, tmp_path):
     for name in ("predictions.png", "epoch_1.pth"):
         assert name in last
         assert (work_dir / name).exists()
+
+
+@pytest.mark.parametrize(("last", "shown"), [(31.0, "mIoU 31.00 (best 37.50)"), (37.5, "mIoU 37.50")])
+def test_last_line_has_the_best_metric_if_it_is_not_the_last(tmp_path, last, shown):
+    hub = MessageHub("run")
+    for value in (37.5, last):
+        hub.update_scalar("val/mIoU", value)
+    hub.update_scalar("val/aAcc", 80)  # no best checkpoint is saved by this metric
+    hub.update_info("best_score/mIoU", 37.5)
+    runner = SimpleNamespace(message_hub=hub, work_dir=str(tmp_path), log_dir=str(tmp_path / "logs"))
+    assert summary(runner).startswith(f"Done: {shown}, aAcc 80.00. In ")
 
 
 def test_val_prints_the_metrics_of_the_last_validation(trained, capsys):

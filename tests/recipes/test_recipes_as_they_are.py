@@ -151,7 +151,7 @@ def test_a_base_recipe_names_the_recipes_that_extend_it(folders):
 )
 def test_a_recipe_for_another_task_raises_an_error_before_its_values_are_read(tmp_path, keys, task, path):
     (tmp_path / "other.yaml").write_text(f"training_hyperparams: {{max_epochs: '???'}}\n{keys}\n")
-    with pytest.raises(ConfigError, match=f"is for {task}, and this task is not supported") as error:
+    with pytest.raises(ConfigError, match=f"is for {task}, which is not supported") as error:
         compose("other", (), tmp_path)
     assert error.value.path == path
     assert "semantic segmentation and image classification" in str(error.value)

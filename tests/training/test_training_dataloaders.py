@@ -305,4 +305,4 @@ def test_padding_without_fill_mask_has_class_0_and_logs_a_warning(capsys):
         found = dataloaders.config("coco_segmentation_train", {"transforms": transforms})["dataset"]
         assert found["transforms"] == [{"type": "SegPadShortToCropSize", "crop_size": 8, "fill_mask": fill}]
         captured = capsys.readouterr()
-        assert ("the padding gets class 0" in captured.out + captured.err) is (fill == 0)
+        assert ("the padding has class 0" in captured.out + captured.err) is (fill == 0)

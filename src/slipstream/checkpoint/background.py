@@ -45,7 +45,7 @@ class BackgroundWriter:
         warn: Callable[[str], None],
         on_saved: Callable[[Path], None],
     ) -> None:
-        """Wait until the previous checkpoint is written, then copy `checkpoint` and start writing the copy.
+        """Wait until the previous checkpoint has been written, then copy `checkpoint` and start writing the copy.
 
         All ranks must call this method.
 
@@ -80,7 +80,7 @@ class BackgroundWriter:
         self._writing = self._pool.submit(run)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written.
+        """Wait until the last checkpoint has been written.
 
         Raises:
             CheckpointError: the checkpoint could not be written.

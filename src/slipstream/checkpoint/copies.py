@@ -32,7 +32,7 @@ def copy_in_threads(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         else:
             chunks += zip(_chunks(target), _chunks(source), strict=True)
     others = max(min(torch.get_num_threads(), _MAX_THREADS) - 1, 0)
-    with ThreadPoolExecutor(max(others, 1)) as pool:  # starts threads when they are needed
+    with ThreadPoolExecutor(max(others, 1)) as pool:  # starts threads on demand
         run_in_threads(lambda pair: np.copyto(*pair), chunks, pool, others)
 
 

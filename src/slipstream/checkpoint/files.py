@@ -110,7 +110,7 @@ def remove_checkpoint(folder: Path, name: str) -> None:
     """Remove the checkpoint `name` (a file, or the folder of a sharded checkpoint) from `folder`, if it exists.
 
     `name` may come from an untrusted checkpoint. Therefore, this function only removes paths inside `folder`, and only
-    folders with the suffix `.sharded`. It does not follow links: it removes a link, but not its target.
+    folders with the suffix `.sharded`. Links are not followed: a link is removed, but not its target.
     """
     path = Path(os.path.normpath(folder / name))
     if not path.is_relative_to(os.path.normpath(folder)):
@@ -126,10 +126,10 @@ def remove_checkpoint(folder: Path, name: str) -> None:
 
 
 def find_latest_checkpoint(folder: str | Path) -> Path | None:
-    """Return the checkpoint named by `last_checkpoint` in `folder`, or None if there is none.
+    """Return the checkpoint that `last_checkpoint` in `folder` refers to, or None if there is none.
 
     Raises:
-        CheckpointError: the checkpoint named by `last_checkpoint` does not exist.
+        CheckpointError: the checkpoint that `last_checkpoint` refers to does not exist.
     """
     pointer = Path(folder) / LAST
     if not pointer.is_file():
@@ -175,12 +175,12 @@ def replaced_name(folder: Path) -> Path:
 
 
 def newest_checkpoints(folder: str | Path) -> tuple[list[Path], str | None]:
-    """Return the checkpoints in `folder`, and a message if `last_checkpoint` does not name one of them.
+    """Return the checkpoints in `folder`, and a message if `last_checkpoint` refers to none of them.
 
-    The checkpoint named by `last_checkpoint` comes first. The others follow, from newest to oldest.
+    The checkpoint that `last_checkpoint` refers to comes first. The others follow, from newest to oldest.
 
     Raises:
-        CheckpointError: `last_checkpoint` names a checkpoint that does not exist, and the folder has no other one.
+        CheckpointError: `last_checkpoint` refers to a missing checkpoint, and the folder contains no other checkpoint.
     """
     folder = Path(folder)
     try:

@@ -29,9 +29,7 @@ except ImportError:
 __all__ = ["verified", "verify"]
 
 _HEADER = 30  # size of an entry's header in bytes, excluding the name and the extra field that follow
-_CHUNK = (
-    2**22
-)  # bytes that a thread reads at once: few enough to still be in a cache when the checksum is computed
+_CHUNK = 2**22  # bytes per read: small enough to remain in a cache until the checksum is computed
 
 
 @contextmanager
@@ -43,7 +41,7 @@ def verified(path: Path, start: int = 0, length: int | None = None) -> Iterator[
     `torch.serialization.set_crc32_options(False)`, which contain zeros instead of checksums.
 
     Raises:
-        CheckpointError: the file is damaged, its entries are compressed, or several of them share the same bytes. This
+        CheckpointError: the file is damaged, its entries are compressed, or its entries overlap. This
             error replaces any error that the damage causes in the block.
     """
     with path.open("rb", buffering=0) as file, _Archive(path, file, start, length) as archive:
@@ -70,14 +68,14 @@ def verify(path: Path, start: int = 0, length: int | None = None) -> None:
 
 
 class _Archive(io.RawIOBase):
-    """A zip archive in a part of a file. An entry that is read as a whole is compared with its checksum.
+    """A zip archive in a part of a file. An entry that is read in full is compared with its checksum.
 
     Several threads read a large entry. Each one computes the checksums of the chunks that it reads.
     """
 
     def __init__(self, path: Path, file: io.FileIO, start: int, length: int | None) -> None:
         self._others = min(cores(), 8) - 1
-        self._pool = ThreadPoolExecutor(max(self._others, 1))  # starts threads when they are needed
+        self._pool = ThreadPoolExecutor(max(self._others, 1))  # starts threads on demand
         self._path, self._file, self._lock = path, file, threading.Lock()
         rest = max(os.fstat(file.fileno()).st_size - start, 0)
         self._start, self._size = start, rest if length is None else min(length, rest)
@@ -90,7 +88,7 @@ class _Archive(io.RawIOBase):
         """Read the list of entries.
 
         Raises:
-            CheckpointError: the archive is incomplete or compressed, or its entries share bytes.
+            CheckpointError: the archive is incomplete or compressed, or its entries overlap.
         """
         if self._size == 0:
             raise self._damaged("it is empty")
@@ -172,7 +170,7 @@ class _Archive(io.RawIOBase):
         if len(target) <= _CHUNK:
             self._fill(target, position)
             return crc32(target)
-        # The first chunk is the short one: `combined` requires that the others have the same length.
+        # Only the first chunk may be shorter, because `combined` requires the other chunks to have the same length.
         ends = range(len(target) % _CHUNK or _CHUNK, len(target) + 1, _CHUNK)
         checksums = [0] * len(ends)
 

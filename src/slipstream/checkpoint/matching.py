@@ -125,7 +125,7 @@ def _different(where: str, text: str, saved: Any, source: Any) -> CheckpointErro
 
 
 def check_like(own: Any, saved: Any, where: str, source: Any) -> None:
-    """Check that `saved` has the structure of `own`, the state of a new object: same keys, lengths and types of values.
+    """Check that `saved` has the structure of `own`, the state of a new object: the same keys, lengths and value types.
 
     None in `own` matches every value. Keys that `own` does not contain are accepted.
 
@@ -226,7 +226,7 @@ def _check_states(
             continue
         if number not in params:
             raise CheckpointError(
-                f"{source}: '{place}' belongs to none of the {len(params)} parameters; use load_from "
+                f"{source}: '{place}' does not belong to any of the {len(params)} parameters; use load_from "
                 "to start a new run from the weights"
             )
         extra = [

@@ -1,4 +1,4 @@
-"""Find the checkpoint at a path or URL: download it, and verify its SHA-256 checksum."""
+"""Resolve the path or URL of a checkpoint: download remote files and verify SHA-256 checksums."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _check(file: Path, sha256: str | None, source: str) -> None:
     if (found := _digest(file)) != sha256:
         raise CheckpointError(
             f"the SHA-256 checksum of {source} is {found}, but checkpoint_params.checkpoint_sha256 is {sha256}; the "
-            "file is damaged or a different version"
+            "file is damaged or is a different version"
         )
 
 
@@ -102,7 +102,7 @@ def download_checkpoint(url: str, target: Path) -> None:
 
 
 def shown_source(path: str | Path) -> str:
-    """Return a path or URL as text; a URL without its password and its query, which may contain a signature."""
+    """Return a path or URL as text. The password and the query of a URL, which may be a signature, are removed."""
     return _shown(path) if isinstance(path, str) and _URL.match(path) else str(path)
 
 

@@ -43,7 +43,7 @@ def check(value: Any, rule: Rule, source: Any, where: str = "") -> None:
         where: location of `value` in the checkpoint.
 
     Raises:
-        CheckpointError: `value` does not match; the message names the key.
+        CheckpointError: `value` does not match; the message contains the key.
     """
     for problem in rule(value, where):
         raise CheckpointError(
@@ -169,7 +169,7 @@ def _anything(value: Any, where: str) -> Iterator[str]:
 def _random_state(value: Any, where: str) -> Iterator[str]:
     yield from _mapping(value, where)
     if (problem := random_state_problem(value)) is not None:
-        yield f"'{where}.{problem[0]}' is not the state of a random generator ({problem[1]})"
+        yield f"'{where}.{problem[0]}' is not the state of a random number generator ({problem[1]})"
 
 
 def _history(value: Any, where: str) -> Iterator[str]:

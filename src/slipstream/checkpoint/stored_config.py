@@ -12,7 +12,7 @@ __all__ = ["stored_config"]
 
 
 def stored_config(meta: Any) -> dict[str, Any]:
-    """Return the configuration in the `meta` of a checkpoint as plain data; an empty dict if it cannot be read.
+    """Return the configuration in the `meta` of a checkpoint as plain data, or an empty dict if it cannot be read.
 
     `_base_` is not followed, nothing is imported, and environment variables are not read: a checkpoint from an
     untrusted source could otherwise insert their values into a file name or a URL.
@@ -20,5 +20,5 @@ def stored_config(meta: Any) -> dict[str, Any]:
     try:
         cfg = yaml.load(meta["cfg"], BoundedLoader)
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError, yaml.YAMLError):
-        return {}  # the configuration contains Python objects, or there is none
+        return {}  # the configuration is missing or contains Python objects
     return cfg if isinstance(cfg, dict) else {}

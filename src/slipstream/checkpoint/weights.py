@@ -60,7 +60,7 @@ def loaded_names(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
 def compare_weights(
     model: nn.Module, state: Mapping[str, Any], strict: bool, source: str = "the checkpoint"
 ) -> tuple[list[str], list[str]]:
-    """Return the lines that `load_weights` returns, and the names with different shapes, without loading anything.
+    """Return the result of `load_weights` and the names of tensors whose shapes differ, without loading anything.
 
     Raises:
         CheckpointError: see `load_weights`.

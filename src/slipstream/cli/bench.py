@@ -34,7 +34,7 @@ _SHORTEST_WARMUP = 3  # a compiled step is captured and verified during the seco
 
 
 def run(args: argparse.Namespace) -> int:
-    """Perform every run in a separate process, and write the table after each run.
+    """Execute each run in a separate process, and write the table after each run.
 
     Returns:
         0 if all runs succeeded, 1 if a run failed, 130 after Ctrl-C.
@@ -98,7 +98,7 @@ def _device_counts() -> list[int]:
 
 
 def _measure(cell: Cell, timeout: float) -> Measured:
-    """Perform a run in a separate process. All runs use the same number of cores in total."""
+    """Execute a run in a separate process. All runs use the same number of cores in total."""
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         spec, result = Path(folder) / "spec.json", Path(folder) / "result.json"
         spec.write_text(json.dumps(asdict(cell)), encoding="utf-8")

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 __all__ = ["Cell", "main"]
 
 _REPLACED = ("precision", "compile", "parallel", "ema", "sync_bn")
-"""The speed options that each run sets itself."""
+"""The speed options that each run overrides."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run, which is one row of the result table: a recipe and the options with which it is measured."""
+    """One run, and one row of the result table: a recipe and the options used for the measurement."""
 
     recipe: str
     compiled: bool
@@ -57,7 +57,7 @@ class Cell:
 
 
 def main(argv: list[str]) -> int:
-    """Perform the run that the file `argv[0]` describes, and return the exit status."""
+    """Execute the run that the file `argv[0]` describes, and return the exit status."""
     from slipstream.errors import SlipstreamError
 
     spec = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
@@ -187,7 +187,7 @@ def _config(cell: Cell, work_dir: str) -> Config:
 
 
 def _other_options(speed: Any, cell: Cell) -> dict[str, Any]:
-    """Return the recipe's speed options that the run does not replace."""
+    """Return the recipe's speed options that the run does not override."""
     from slipstream.tune.jobs import merged_speed
 
     # An eager step cannot be captured as a CUDA graph.
@@ -207,7 +207,7 @@ def _speed(cell: Cell) -> dict[str, Any]:
 
 
 def _repeated(loader: Any) -> Any:
-    """Return a loader that yields the first batch of `loader` as often as `loader` yields batches."""
+    """Return a loader that yields the first batch of `loader` as many times as `loader` yields batches."""
     from torch.utils.data import DataLoader
 
     from slipstream.compare.subject import Batches

@@ -31,7 +31,7 @@ _NOTE = (
     "Each row is measured in its own processes. A step time is the mean of all timed steps. The steps are divided "
     f"into {_BLOCKS} blocks of consecutive steps, and the interval is the range of the means of the blocks. It "
     "contains the median block mean with a probability of at least 95% if the blocks are independent. With fewer than "
-    f"{_BLOCKS} steps, there is no interval. If the machine is slow for a while, whole rows are affected, so repeat "
+    f"{_BLOCKS} steps, there is no interval. A temporary slowdown of the machine affects whole rows, so repeat "
     "the command before you compare rows with similar times. Memory is the peak memory of the first process: the "
     "device memory or, on a CPU, the resident memory of the whole process."
 )

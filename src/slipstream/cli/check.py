@@ -28,7 +28,7 @@ _IN_PROCESS = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was checked. Nothing is written, except to a temporary folder.
+    """Print the results of the checks. Files are written only to a temporary folder.
 
     Raises:
         SlipstreamError: the recipe is invalid, or a batch fails.
@@ -124,7 +124,7 @@ def _sizes(loader: Any) -> Mapping[str, Any]:
 
 
 def _strict(found: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
-    """Return the values with None for metrics that are NaN or infinite, which JSON cannot represent."""
+    """Return the values, with None in place of NaN and infinity, which JSON cannot represent."""
     return {
         part: {
             name: None if isinstance(value, float) and not math.isfinite(value) else value

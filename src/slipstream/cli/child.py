@@ -25,7 +25,7 @@ _GRACE = 20.0
 
 @dataclass(frozen=True)
 class Child:
-    """A process that has ended."""
+    """A process that has exited."""
 
     status: int
     """Exit status, or 128 + the number of the signal that terminated the process."""
@@ -44,14 +44,14 @@ def run_child(
 ) -> Child:
     """Run `python ARGV` and wait for it. Its standard error is copied to the standard error of this process.
 
-    The process and those in its process group have ended when this function returns or raises. If it must be
+    When this function returns or raises, the process and its process group have exited. If the process must be
     terminated, the processes that it started in other sessions are also terminated (Linux only).
 
     Args:
         argv: arguments of the interpreter, such as `["-m", "slipstream", "train", ...]`.
         timeout: seconds after which the process is terminated; None means no limit.
         quiet: whether to discard its output. The reason for a failure is still returned.
-        grace: seconds that the process has to exit by itself after it is interrupted.
+        grace: seconds that the process has to exit on its own after it is interrupted.
         environ: environment variables to set in addition to those of this process.
     """
     start, last = perf_counter(), deque[str](maxlen=50)
@@ -89,7 +89,7 @@ def _copy(stream: IO[str], last: deque[str], quiet: bool) -> None:
 
 
 def _end(process: subprocess.Popen[str], grace: float) -> None:
-    """End the process, and kill the remaining processes in its group and those that it started."""
+    """Terminate the process, and kill the remaining processes in its group and those that it started."""
     started = descendants(process.pid) if process.poll() is None else {}
     try:
         if process.poll() is None:

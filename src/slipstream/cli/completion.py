@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _words(parser: Parser) -> list[str]:
-    """Return the options of a command, and the recipes if the command takes one. Shells add file names themselves."""
+    """Return a command's options and, if it accepts a recipe, the recipe names. The shell completes file names."""
     return [*parser.options(), *(recipes() if parser.takes_recipe else ())]
 
 

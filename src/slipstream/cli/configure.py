@@ -27,7 +27,7 @@ _OPEN = (
     "speed.*",
 )
 
-# An override that names a file written by `slipstream tune`.
+# An override that specifies a file written by `slipstream tune`.
 _TUNED = re.compile(r"\+*speed=.+\.ya?ml['\"]?$")
 
 
@@ -43,7 +43,7 @@ def configure(args: argparse.Namespace) -> Config:
     """Return the configuration of a command, with its overrides applied.
 
     Raises:
-        ConfigError: the recipe, the file, a key or a value is invalid. The message names the location.
+        ConfigError: the recipe, the file, a key or a value is invalid. The message contains the location.
     """
     return read_config(args).cfg
 
@@ -93,7 +93,7 @@ def _load(name: str, overrides: Sequence[str], config_dir: str | None, trust: bo
 
     cfg = _config_class().fromfile(path, trust=trust)
     known = [name for name in inspect.signature(Runner).parameters if name != "cfg"]
-    # Hydra marks a new key with a leading +. An override without a key is not changed, so that the error quotes it.
+    # Hydra marks a new key with a leading +. An override without a key is left unchanged, so that the error quotes it.
     words = [word if (stripped := word.lstrip("+")).startswith("=") else stripped for word in overrides]
     words = runner_overrides(cfg, set_ema(cfg, words))
     cfg.override(words, known=[*known, *CFG_OPTIONS, *_OPEN], hints=hints(cfg))

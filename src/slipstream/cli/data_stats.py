@@ -98,7 +98,7 @@ def _histogram(pixels: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 
 def _faults_of_files(dataset: Any, index: int) -> Iterator[str]:
-    """Yield an error for each broken file of a sample, because `load` stops at the first one."""
+    """Yield an error for each broken file of a sample, because `load` stops at the first broken file."""
     for name in ("load_image", "load_mask"):
         try:
             if read := getattr(dataset, name, None):

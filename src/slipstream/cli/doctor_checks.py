@@ -110,7 +110,7 @@ def _threads(machine: Machine) -> Iterator[Row]:
 
 
 def _workers(machine: Machine) -> Iterator[Row]:
-    """Each process starts its own workers."""
+    """Compare the numbers of processes and workers with the number of cores. Each process starts its own workers."""
     if machine.local_processes > machine.cores:
         yield (
             WARN,

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Deployed(nn.Module):
-    """The path from pixels to scores: normalization, padding, the network, and the resize to the size of the image.
+    """The computation from pixels to scores: normalization, padding, the network, and the resize to the image size.
 
     Args:
         model: the trained model.
@@ -187,7 +187,7 @@ def _largest_difference(
 def _check_predictions(
     model: Any, params: Tensor | None, images: Tensor, found: Tensor, tolerance: float
 ) -> None:
-    """Compare with the predictions in validation, which use the data preprocessor and the model's own resize."""
+    """Compare the scores with validation predictions, which use the data preprocessor and the model's own resize."""
     batch: dict[str, Tensor] = {"inputs": images}
     if params is not None:
         batch["finish"] = params.expand(len(images), -1)

@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         hint = f"; did you mean '{near[0]}'?" if near else ""
         if not hint and takes_overrides and name.startswith("--"):
             key = name.strip("-").replace("-", "_")
-            hint = f"; values of the recipe are set without dashes: {key}={value if equals else 'VALUE'}"
+            hint = f"; recipe values are set without dashes: {key}={value if equals else 'VALUE'}"
         self.error(f"unrecognized arguments: {' '.join(words)}{hint}")
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the parsed command line. `command` is the module of `slipstream.cli` that runs it."""
+    """Return the parsed command line. `command` is the module in `slipstream.cli` that runs the command."""
     parser, commands = build_parser()
     args, rest = parser.parse_known_args(argv)
     # argparse reads overrides only up to the next option, and returns those after an option in `rest`.
@@ -250,7 +250,7 @@ def _add_submit(commands: _Commands) -> None:
     _add_kubernetes(parser.add_argument_group("Kubernetes"))
     ray = parser.add_argument_group("Ray")
     ray.add_argument("--address", type=_one_line, metavar="HOST:PORT",
-                     help="the cluster (default: RAY_ADDRESS, or the cluster of this machine)")  # fmt: skip
+                     help="cluster address (default: RAY_ADDRESS, or the cluster on this machine)")  # fmt: skip
 
 
 def _add_kubernetes(group: argparse._ArgumentGroup) -> None:
@@ -260,7 +260,7 @@ def _add_kubernetes(group: argparse._ArgumentGroup) -> None:
                        help="training runtime of a TrainJob (default: torch-distributed)")  # fmt: skip
     group.add_argument("--image", type=_one_line, help="container image with Python and Slipstream")
     group.add_argument("--volume", type=_one_line, action="append", default=[], metavar="CLAIM:PATH",
-                       help="PersistentVolumeClaim to mount; repeatable. The first one holds the work_dir")  # fmt: skip
+                       help="PersistentVolumeClaim to mount; repeatable. The first contains the work_dir")  # fmt: skip
     group.add_argument("--secret", type=_one_line, action="append", default=[], metavar="NAME",
                        help="Secret whose keys become environment variables; repeatable")  # fmt: skip
     group.add_argument(
@@ -418,7 +418,9 @@ def _add_data(commands: _Commands) -> None:
 def _add_consolidate(commands: _Commands) -> None:
     parser = commands.add_parser("consolidate", help="convert a sharded checkpoint into a single file")
     parser.add_argument("folder", metavar="CHECKPOINT_FOLDER", help="the folder, such as epoch_3.sharded")
-    parser.add_argument("out", nargs="?", metavar="OUT", help="output file (default: epoch_3.pth next to it)")
+    parser.add_argument(
+        "out", nargs="?", metavar="OUT", help="output file (default: epoch_3.pth next to the folder)"
+    )
 
 
 def _add_runs(commands: _Commands) -> None:
@@ -461,7 +463,7 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_trust(parser: argparse.ArgumentParser) -> None:
-    # The default None leaves the option out of `command_args`.
+    # With the default None, `command_args` omits the option.
     parser.add_argument("--trust", action="store_const", const=True, default=None,
                         help="let a YAML, JSON or TOML file import modules, which executes code")  # fmt: skip
 

@@ -154,7 +154,7 @@ class _Job:
         return files
 
     def _video(self, path: Path, stem: Path) -> list[Path]:
-        """Write one mask per frame, because a compressed video does not preserve class ids, and a video of overlays."""
+        """Write one mask file per frame, and a video of overlays. A compressed video would not preserve class ids."""
         files = [Path(f"{stem}_mask"), Path(f"{stem}_overlay.mp4")]
         number = -1
         with ExitStack() as stack:

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def writable(out: Path) -> Path:
-    """Create the output folder and a file in it, so that an error is raised before the steps run."""
+    """Create the output folder and a file in it, so that write errors are raised before the steps run."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):

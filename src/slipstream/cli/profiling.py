@@ -38,7 +38,7 @@ class Synchronizations:
 
     def __init__(self, device: torch.device) -> None:
         self.lines: Counter[str] = Counter()
-        """Number of synchronizations for each source line, whose key is `file:line: code`."""
+        """Number of synchronizations for each source line, keyed by `file:line: code`."""
         module = None if device.type == "cpu" else torch.get_device_module(device)
         self._set_mode: Callable[[str], None] | None = getattr(module, "set_sync_debug_mode", None)
         self._device = device
@@ -77,7 +77,7 @@ class Synchronizations:
 
 
 def source_line() -> str:
-    """Return the innermost line of user code that this package called, or otherwise that of this package."""
+    """Return the innermost line of user code called by this package or, if there is none, of this package."""
     stack = [f for f in traceback.extract_stack() if f.filename not in (__file__, warnings.__file__)]
     stack = [f for f in stack if not Path(f.filename).is_relative_to(_TORCH)]
     ours = [Path(f.filename).is_relative_to(_OURS) for f in stack]
@@ -137,7 +137,7 @@ class StepProfiler(ProfilerHook):
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
-        """Start or end the timed and the recorded steps.
+        """Start and stop the timing and the recording of steps.
 
         Raises:
             Finished: the last step was recorded.

@@ -26,7 +26,7 @@ def recipe_schema() -> dict[str, Any]:
     """Return the schema of both kinds of recipes: those with the Runner's keys, and those in SuperGradients' syntax.
 
     Dicts that `slipstream.config_types` defines are described in full. In other dicts, all keys are allowed, because
-    the keys are the arguments of classes that a recipe names.
+    the keys are the arguments of classes that a recipe specifies.
     """
     hints = _hints(Runner.__init__)
     names = [name for name in inspect.signature(Runner).parameters if name not in _NOT_WRITTEN]

@@ -99,7 +99,7 @@ def _rank(value: Any) -> tuple[bool, float, str]:
 
 
 def _values(rows: Sequence[RunRow], columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the columns of each run. NaN and infinity become text, because JSON has no such numbers."""
+    """Yield the columns of each run. NaN and infinity become text, because JSON cannot represent them."""
     for row in rows:
         found = {key: row.value(key) for key in _keys(rows, columns)}
         finite = {key: str(value) if _has_no_json(value) else value for key, value in found.items()}

@@ -24,7 +24,7 @@ __all__ = ["manifest", "run"]
 
 _GRACE_PERIOD = 120
 _ENDING = 10
-"""Part of the grace period, in seconds, in which the launcher exits after the training processes have exited."""
+"""Seconds of the grace period that are reserved for the launcher to exit after the training processes."""
 
 _LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
@@ -221,7 +221,7 @@ def _in_volume(work_dir: str, volumes: list[_Volume]) -> str:
 
 
 def _job_name(args: argparse.Namespace) -> str:
-    """Return the name of the job. It is so short that the names of its pods have at most 63 characters."""
+    """Return the name of the job, which is short enough that the names of its pods have at most 63 characters."""
     pod = (
         f"-worker-{args.nodes}" if args.api != "v2" else f"-node-0-{args.nodes}-12345"
     )  # suffixes of pods' names

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
                 if not received or status in (0, EXIT_STATUS):
                     return status
     finally:
-        ray.shutdown()  # ends the actors
+        ray.shutdown()  # terminates the actors
     if received[0] == signal.SIGINT:
         raise KeyboardInterrupt
     print(f"stopped by {signal.Signals(received[0]).name}; all written files are complete", file=sys.stderr)
@@ -112,19 +112,19 @@ class _Place:
 
 
 def _resources(args: argparse.Namespace) -> dict[str, float]:
-    """Return the resources that a node must have, by Ray's names."""
+    """Return the resources that a node must have, keyed by Ray's names."""
     tasks = tasks_per_node(args)
     resources: dict[str, float] = {"CPU": tasks * (args.cpus_per_task or 1)}
     if args.gpus_per_node:
         resources["GPU"] = tasks
         kind, _, _ = args.gpus_per_node.rpartition(":")
         if kind:
-            resources[f"accelerator_type:{kind}"] = 0.001  # Ray's nodes have one unit for their type of GPU
+            resources[f"accelerator_type:{kind}"] = 0.001  # a Ray node has one unit of its GPU type
     return resources
 
 
 def _start_nodes(ray: Any, args: argparse.Namespace, received: Sequence[int]) -> list[_Place] | None:
-    """Wait for the nodes and start an actor on each of them. Return None if a signal arrives before they are free."""
+    """Wait for the nodes and start an actor on each of them. Return None if a signal arrives first."""
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -155,13 +155,13 @@ def _waiting(wanted: dict[str, float], count: int, nodes: Sequence[dict[str, Any
         return ", ".join(f"{resources.get(name, 0):g} {name}" for name in wanted)
 
     present = "; ".join(text(node["Resources"]) for node in nodes if node["Alive"])
-    return f"slipstream: waiting for {count} x ({text(wanted)}); the cluster's nodes have in total: {present}"
+    return f"slipstream: waiting for {count} x ({text(wanted)}); total resources of each node: {present}"
 
 
 def _start_training(
     ray: Any, args: argparse.Namespace, work_dir: Path, nodes: Sequence[_Place]
 ) -> dict[Any, _Place]:
-    """Start the launcher on each node. Return the nodes by the streams of their output."""
+    """Start the launcher on each node. Return a dict that maps each output stream to its node."""
     argv = command_args(args, command="train", work_dir=str(work_dir), resume=True)
     argv.append(f"--nproc={tasks_per_node(args)}")
     environ = {"OMP_NUM_THREADS": str(args.cpus_per_task or 1)}
@@ -182,7 +182,7 @@ def _start_training(
 
 
 def _follow(ray: Any, streams: dict[Any, _Place], received: Sequence[int]) -> int:
-    """Print the output until all nodes have ended. Return the status of the first node that failed, or 0.
+    """Print the output until all nodes have finished. Return the status of the first node that failed, or 0.
 
     The other nodes are stopped when a node fails, and all nodes are stopped after a signal.
     """
@@ -200,7 +200,7 @@ def _follow(ray: Any, streams: dict[Any, _Place], received: Sequence[int]) -> in
                 first = status
                 if status != EXIT_STATUS and not received:
                     _report(node, total, item)
-        # If a node has saved its state, so have all others, or will soon.
+        # If one node has saved its state, the others have already saved theirs or will do so soon.
         if not stopped and (received or first not in (0, EXIT_STATUS)):
             stopped = True
             for node in streams.values():
@@ -209,7 +209,7 @@ def _follow(ray: Any, streams: dict[Any, _Place], received: Sequence[int]) -> in
 
 
 def _next(ray: Any, stream: Any) -> str | int | Exception:
-    """Return the next line of a node's output, its exit status, or the error because of which it has none."""
+    """Return the next line of a node's output, its exit status, or the error that prevented an exit status."""
     try:
         item: str | int = ray.get(next(stream))
     except (ray.exceptions.RayError, DistributedError) as error:

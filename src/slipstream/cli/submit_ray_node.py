@@ -22,7 +22,7 @@ class Process(NamedTuple):
     arguments: Sequence[str]
     """Arguments after `slipstream`."""
     environ: Mapping[str, str]
-    """Variables that are added to the actor's environment, in which Ray selects the GPUs."""
+    """Variables added to the actor's environment, which already contains Ray's selection of GPUs."""
     folder: str
     """Working directory."""
 

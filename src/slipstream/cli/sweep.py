@@ -183,7 +183,7 @@ def _train(args: argparse.Namespace, run: Run) -> int:
             argv.append(f"--nproc={args.nproc}")
         if args.max_restarts:
             argv.append(f"--max-restarts={args.max_restarts}")
-        run.status, run.error = 130, "interrupted"  # if the run does not end by itself
+        run.status, run.error = 130, "interrupted"  # remains set if the run is interrupted
         done: Child = run_child(argv)
         if result.is_file():
             run.metrics = json.loads(result.read_text(encoding="utf-8"))

@@ -13,6 +13,7 @@ from slipstream.cli.processes import launch, needs_launch, restarted_with_progre
 
 if TYPE_CHECKING:
     from slipstream.config import Config
+    from slipstream.logging import MessageHub
     from slipstream.runner import Runner
 
 __all__ = ["run", "summary"]
@@ -89,10 +90,10 @@ def _resume(args: argparse.Namespace, cfg: Config) -> None:
 
 
 def summary(runner: Runner) -> str:
-    """Return one line with the last metrics, the speed, and the paths of checkpoints, plots and logs."""
+    """Return one line with the last and best metrics, the speed, and the paths of checkpoints, plots and logs."""
     hub, folder = runner.message_hub, Path(runner.work_dir)
     metrics = [
-        f"{name.removeprefix('val/')} {_shown(history.current())}"
+        _with_best(name.removeprefix("val/"), history.current(), hub)
         for name, history in hub.log_scalars.items()
         if name.startswith("val/") and not name.endswith("time")
     ]
@@ -101,6 +102,13 @@ def summary(runner: Runner) -> str:
     files = sorted(p.name for pattern in ("*.pth", "*.sharded", "*.png") for p in folder.glob(pattern))
     logs = Path(runner.log_dir).relative_to(folder)
     return f"Done: {', '.join(results)}. In {folder}: {', '.join(files)}; logs in {logs}/"
+
+
+def _with_best(name: str, value: float, hub: MessageHub) -> str:
+    best = hub.get_info(
+        f"best_score/{name}"
+    )  # from CheckpointHook, if it saves the best checkpoint by this metric
+    return f"{name} {_shown(value)}" + (f" (best {_shown(best)})" if best not in (None, value) else "")
 
 
 def _shown(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Find the checkpoint of a run, and build its model: for `slipstream predict` and `slipstream export`."""
+"""Find a run's checkpoint and build its model, for `slipstream predict` and `slipstream export`."""
 
 from __future__ import annotations
 

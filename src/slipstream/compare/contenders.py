@@ -38,14 +38,14 @@ class Work:
     folder: str
     """Folder for the files that the framework writes."""
     epochs: int = 1
-    """Number of epochs. Only the last one is timed; compilation takes place in the earlier ones."""
+    """Number of epochs. Only the last one is timed; compilation happens in the earlier epochs."""
     device: torch.device = torch.device("cpu")  # noqa: RUF009  # devices are immutable
     """The device of the network and the batches."""
     observer: Observer | None = None
     """Called after each step."""
 
     def after_step(self, loss: Tensor) -> None:
-        """Call the observer, if there is one, with the detached loss."""
+        """Call the observer, if any, with the detached loss."""
         if self.observer is not None:
             self.observer.after_step(loss.detach())
 
@@ -225,7 +225,7 @@ def _with_runner(work: Work, base_model: Any, base_hook: Any, runner: Any, **opt
 
 
 def _observe(runner: Any, observer: Observer | None) -> None:
-    """Make an observed run wait for its compilation, and tell the observer whether the run uses the compiled code."""
+    """Make an observed run wait for compilation, and report to the observer whether the compiled code is used."""
     if observer is None:
         return
     from slipstream.model import unwrap_model

@@ -47,7 +47,7 @@ class Entry:
     seconds: list[float] = field(default_factory=list)
     """Mean step time of each round."""
     ratio: Estimate | None = None
-    """Step time of the loop divided by the contender's, within each round. Above 1, the contender is faster."""
+    """Step time of the loop divided by that of the contender, in each round. Above 1, the contender is faster."""
     peak_mib: float | None = None
     first_loss: float | None = None
     final_loss: float | None = None
@@ -70,7 +70,7 @@ class Comparison:
     rounds: int
     samples_per_step: int
     stopped: str = ""
-    """The reason why the measurement ended early; empty if it did not."""
+    """The reason why the measurement ended early; empty if the measurement is complete."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def compare(
     """Train the subject with each contender in its own process, and time the contenders in turn.
 
     In each round, every contender runs one untimed and `steps` timed steps, while the others wait. The order rotates
-    from round to round. Ctrl-C ends the measurement; the finished rounds are returned.
+    from round to round. Ctrl-C stops the measurement; the finished rounds are returned.
 
     Args:
         subject: what to train.

@@ -25,7 +25,7 @@ _RESERVED = ("filename", "text", "pretty_text", "env_variables")
 class Config(MutableMapping[str, Any]):
     """A configuration: a mapping with attribute access at every level, together with its source file and text.
 
-    A `.py` file is executed, so load only files that you trust. YAML, JSON and TOML files, the placeholders in them
+    A `.py` file is executed, so load only files that you trust. YAML, JSON and TOML files, their placeholders,
     and overrides are read as data and are not executed or evaluated, unless `fromfile` is called with `trust=True`.
 
     Args:
@@ -136,7 +136,7 @@ class Config(MutableMapping[str, Any]):
         omitted; see `redacted`.
 
         Raises:
-            ConfigError: a value cannot be written; the message names its key.
+            ConfigError: a value cannot be written; the message contains its key.
         """
         return to_text(self.redacted(), ".py")
 
@@ -162,7 +162,7 @@ class Config(MutableMapping[str, Any]):
             secrets: whether to write secrets instead of references to environment variables and `<redacted>`.
 
         Raises:
-            ConfigError: the format does not support a value (None in TOML); the message names its key.
+            ConfigError: the format does not support a value (None in TOML); the message contains its key.
         """
         suffix = Path(file or self._filename or ".py").suffix.lower() or ".py"
         text = to_text(self._cfg_dict if secrets else self.redacted(), suffix)
@@ -206,7 +206,7 @@ class Config(MutableMapping[str, Any]):
         Args:
             overrides: `["optim_wrapper.optimizer.lr=0.1", ...]`; see `parse_override`.
             known: top-level keys that may be set even if the configuration does not contain them.
-            hints: maps words that users may write instead of a key to the word that the error suggests.
+            hints: maps words that users may write instead of a key to the words that the error suggests.
 
         Raises:
             UnknownNameError: a key is not in the configuration. Dicts that are empty or have a `type` accept new keys,
@@ -278,7 +278,7 @@ class Config(MutableMapping[str, Any]):
 
 
 def config_text(cfg: Config, form: str = "yaml") -> str:
-    """Return the configuration as text without secrets, or a comment with the reason if it contains objects."""
+    """Return the configuration as text without secrets, or a comment with the reason if a value cannot be written."""
     import yaml
 
     try:

@@ -17,7 +17,7 @@ class ConfigDict(dict[Any, Any]):
     of a dict method (`items`), `cfg.items` is the method and `cfg["items"]` is the value.
 
     Raises:
-        AttributeError: the attribute is not a key; the message names the nearest key.
+        AttributeError: the attribute is not a key; the message suggests the nearest key.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -86,7 +86,7 @@ def wrap(value: Any) -> Any:
 
 
 def unwrap(value: Any, builtin_text: bool = False) -> Any:
-    """Return `value` with every dict in it, and if `builtin_text` every `Reference`, converted to a built-in type."""
+    """Return `value` with every dict and, if `builtin_text` is True, every `Reference` converted to a built-in type."""
     if isinstance(value, dict):
         return {key: unwrap(item, builtin_text) for key, item in value.items()}
     if type(value) in (list, tuple):

@@ -1,4 +1,4 @@
-"""Configuration files of installed libraries, which a file can name as a base: `_base_ = "mmdet::PATH"`."""
+"""Configuration files of installed libraries, which a file can use as a base: `_base_ = "mmdet::PATH"`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NAME = re.compile(r"(\w+)::([^:]+)")
 
 
 class Base(NamedTuple):
-    """A base file, and the library that contains it, if it belongs to a library."""
+    """A base file, and the library that contains the file, if any."""
 
     path: Path
     scope: str | None
 
 
 def find_base(name: str, path: Path) -> Base:
-    """Return the file that `_base_` in `path` names: a path relative to `path`, or `LIBRARY::PATH`.
+    """Return the file that `_base_` in `path` refers to: a path relative to `path`, or `LIBRARY::PATH`.
 
     The configurations of a library are in the folder `.mim/configs` of its package.
 
@@ -41,7 +41,9 @@ def find_base(name: str, path: Path) -> Base:
     root = library_folder(library, str(path)) / ".mim/configs"
     file = root / relative
     if not file.resolve().is_relative_to(root.resolve()):
-        raise ConfigError(f"{path}: '{name}' is outside the folder {root}; name a file inside it", "_base_")
+        raise ConfigError(
+            f"{path}: '{name}' is outside the folder {root}; use a file in this folder", "_base_"
+        )
     if not file.is_file():
         names = sorted(f.name for f in file.parent.glob("*.py")) if file.parent.is_dir() else []
         raise ConfigError(

@@ -20,7 +20,7 @@ T = TypeVar("T")
 def options(cls: type[T], mapping: Any, path: str) -> T:
     """Return an instance of the dataclass `cls` with the values of `mapping`.
 
-    Fields whose annotation is a dataclass (or a union with one) are built from nested mappings.
+    Fields whose annotation is a dataclass (or a union that contains a dataclass) are built from nested mappings.
 
     Args:
         cls: a dataclass, usually frozen.
@@ -28,7 +28,7 @@ def options(cls: type[T], mapping: Any, path: str) -> T:
         path: config path of the mapping, for error messages.
 
     Raises:
-        UnknownNameError: a key is not a field; the message names the nearest field.
+        UnknownNameError: a key is not a field; the message suggests the nearest field.
         ConfigError: a value does not match the annotation, a field without a default is missing, or `cls`
             rejects the values.
     """

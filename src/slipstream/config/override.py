@@ -52,7 +52,7 @@ def check_override(
     has a `type`, is empty or absent, or is in `known` as `parent.*`. In these cases, a builder checks the key.
 
     Raises:
-        UnknownNameError: the key is unknown; the message names the nearest valid key in the configuration.
+        UnknownNameError: the key is unknown; the message suggests the nearest valid key in the configuration.
         ConfigError: a segment is below a value that has no keys.
     """
     known = set(known)

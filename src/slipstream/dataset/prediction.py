@@ -1,4 +1,4 @@
-"""Prepare images for prediction with the transforms of the validation data."""
+"""Prepare images for prediction with the validation transforms."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PreparedImage:
     """An image after the transforms."""
 
     sample: Mapping[str, Tensor]
-    """The sample of a batch, with `inputs`, (3, H, W)."""
+    """The transformed sample, with `inputs`, (3, H, W)."""
     box: tuple[int, int, int, int]
     """The left, top, right and bottom edges of the image in `inputs`, without padding."""
     size: tuple[int, int]
@@ -43,7 +43,7 @@ class PreparedImage:
 def prepare_image(image: NDArray[np.uint8], transforms: Sequence[Transform]) -> PreparedImage:
     """Apply the transforms for segmentation to an image, uint8 (H, W, 3).
 
-    The sample contains an empty mask as `targets`, so that a model crops its padding. Crops are left out, because the
+    The sample contains an empty mask as `targets`, so that a model crops its padding. Crops are omitted, because the
     prediction must cover the whole image.
     """
     transforms = [transform for transform in transforms if not isinstance(transform, SegCropImageAndMask)]
@@ -55,7 +55,7 @@ def prepare_image(image: NDArray[np.uint8], transforms: Sequence[Transform]) -> 
 
 
 def validation_transforms(cfg: Mapping[str, Any]) -> list[Any] | None:
-    """Return the transforms of the validation data in a Runner's configuration, or None if it has none.
+    """Return the validation transforms from a Runner's configuration, or None if the configuration has none.
 
     A wrapper dataset uses the transforms of its inner datasets.
     """

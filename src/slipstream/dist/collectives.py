@@ -58,7 +58,7 @@ def all_reduce(data: Tensor, op: str = "sum", group: dist.ProcessGroup | None = 
 def traceable_sum(data: Tensor) -> Tensor:
     """Return the sum of `data` over all processes of the default group, which must exist.
 
-    Unlike `all_reduce`, this is differentiable, and `torch.compile(fullgraph=True)` can trace it.
+    Unlike `all_reduce`, this function is differentiable, and `torch.compile(fullgraph=True)` can trace it.
     """
     # Import here, because this import is slow and a run with a single process does not need it.
     from torch.distributed import _functional_collectives

@@ -1,4 +1,4 @@
-"""Failure detection, which ends all processes of a job when one fails, so that none of them hangs in a collective.
+"""Failure detection: terminate all processes of a job when one fails, so that none of them hangs in a collective.
 
 Rank 0 keeps one connection to every other rank, and a thread in each process waits for messages on it. A process
 sends "bye" when it exits normally and "failed" with its error when it fails. If a connection closes without a
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 PATIENCE = 5.0  # seconds that the other processes wait for a failed process to exit, before they also exit
-GRACE = 1.0  # seconds for a process to print its own error before the failure of another rank ends it
+GRACE = 1.0  # seconds that a process has to print its own error before another rank's failure terminates it
 EXIT_TIMEOUT = 30.0  # seconds until a failed process is killed; a broken accelerator can block its exit
 
 # A process has one default group, so it has one failure detector and one current position.
@@ -74,7 +74,7 @@ def another_rank_failed() -> bool:
 
 
 def start_failure_detection() -> None:
-    """Start failure detection in the default group; every rank must call this. A single process needs no detection."""
+    """Start failure detection in the default group. All ranks must call this function. A single process needs none."""
     global _detector
     rank, world_size = get_dist_info()
     Finalize(None, _at_exit, exitpriority=-100)  # at exit, and at the end of a multiprocessing child
@@ -168,7 +168,7 @@ class FailureDetector:
                 )
 
     def leave(self) -> None:
-        """End the thread and send "bye"; the peers then close their connections."""
+        """Stop the thread and send "bye"; the peers then close their connections."""
         self._wake.send(b"x")
         self._thread.join()
         self._send("bye")
@@ -242,7 +242,7 @@ class FailureDetector:
                         peer.sock.sendall(f"{line}\n".encode())
 
     def _exit(self, rank: int, failure: str, source: Peer | None = None) -> None:
-        """End this process because another rank failed; rank 0 first forwards the failure to the other ranks."""
+        """Terminate this process because another rank failed; rank 0 first forwards the failure to the other ranks."""
         if self.failed:
             return
         self._failure = failure

@@ -75,7 +75,7 @@ def gather_named_tensors(
 
 
 def own_or_mean(of_ranks: Sequence[Mapping[str, Tensor]], rank: int, world_size: int) -> dict[str, Tensor]:
-    """Return the tensors of `rank`, or the mean over the former ranks if the number of ranks has changed.
+    """Return the tensors of `rank`, or the mean over the previous ranks if the number of ranks has changed.
 
     `of_ranks` is a result of `gather_named_tensors`.
     """

@@ -80,7 +80,7 @@ def placement(launcher: str, environ: Mapping[str, str], port: int | str | None 
 
 
 def infer_launcher(environ: Mapping[str, str] | None = None) -> Launcher:
-    """Return the launcher whose environment variables are set; `none` if there is none."""
+    """Return the launcher whose environment variables are set, or `none` if no such variables are set."""
     environ = os.environ if environ is None else environ
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return "pytorch"

@@ -38,7 +38,7 @@ def expand_nodelist(nodelist: str) -> list[str]:
 
 
 def first_host(nodelist: str) -> str:
-    """Return the first host in a Slurm node list, from `scontrol` if it is installed."""
+    """Return the first host in a Slurm node list, using `scontrol` if it is installed."""
     try:
         shown = subprocess.run(
             ["scontrol", "show", "hostnames", nodelist],
@@ -53,7 +53,7 @@ def first_host(nodelist: str) -> str:
 
 
 def slurm_placement(environ: Mapping[str, str], port: str | None) -> Placement:
-    """Read the placement of a task; a step that uses only some of the job's nodes has its own node list."""
+    """Read the placement of a task. A step that uses only some of the job's nodes has its own node list."""
     size = first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     world = number(environ, size, "slurm")
     if "SLURM_STEP_ID" not in environ and world > 1:

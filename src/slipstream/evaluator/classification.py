@@ -34,8 +34,8 @@ class Accuracy(CountingMetric):
         collect_device, prefix, collect_dir: see `BaseMetric`.
 
     Raises:
-        ConfigError: `topk` is empty or contains a value below 1, or `num_classes` is below 1.
-        DataError: the shapes do not match, there are fewer classes than k, or (in `evaluate`) class ids are out of
+        ConfigError: if `topk` is empty or contains a value below 1, or `num_classes` is below 1.
+        DataError: if the shapes do not match, there are fewer classes than k, or (in `evaluate`) class ids are out of
             range.
     """
 
@@ -129,7 +129,7 @@ class Accuracy(CountingMetric):
         """Return the accuracies in percent from the counts, and set `confusion`; NaN if there are no samples.
 
         Raises:
-            DataError: ids out of range were counted.
+            DataError: if ids out of range were counted.
         """
         right, (total, bad, *cells) = results[: len(self.topk)], results[len(self.topk) :]
         if bad:

@@ -18,9 +18,9 @@ __all__ = ["CountingMetric"]
 class CountingMetric(BaseMetric):
     """A metric computed from a vector of int64 counts.
 
-    Counts are updated on the device of the predictions, without synchronizing with it. At the end, `evaluate` sums the
+    Counts are updated on the device of the predictions, without a synchronization. At the end, `evaluate` sums the
     counts over the ranks and reads them once. Every processed sample counts, so a sampler must not repeat samples to
-    give all ranks the same number (Slipstream's sampler does not do this during evaluation).
+    make their number equal on all ranks (Slipstream's sampler does not do this during evaluation).
 
     Subclasses implement `num_counts`, `count` and `compute_metrics`, which receives the counts as a list.
     """
@@ -40,14 +40,14 @@ class CountingMetric(BaseMetric):
         """Add one batch to `counts` in place, without synchronizing with the device.
 
         Raises:
-            DataError: the shapes do not match.
+            DataError: if the shapes do not match.
         """
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
         """Count one batch; `data_samples` contains `preds` and `targets` in any form that `read_tensors` accepts.
 
         Raises:
-            DataError: `data_samples` is invalid (see `read_tensors`), or the shapes do not match.
+            DataError: if `data_samples` is invalid (see `read_tensors`), or the shapes do not match.
         """
         preds, targets = read_tensors(data_samples, type(self).__name__)
         if self._counts is None:
@@ -62,7 +62,7 @@ class CountingMetric(BaseMetric):
         """Return the metric's values over all ranks (the same on every rank), and reset the counts.
 
         Raises:
-            DataError: labels out of range were counted.
+            DataError: if labels out of range were counted.
         """
         counts = self._zeros(torch.device("cpu")) if self._counts is None else self._counts
         self._counts = None
@@ -72,7 +72,7 @@ class CountingMetric(BaseMetric):
         """Sum the counts over all ranks in place and return the metric's values; synchronizes with the device.
 
         Raises:
-            DataError: labels out of range were counted.
+            DataError: if labels out of range were counted.
         """
         all_reduce(counts)
         return self._named(self.compute_metrics(counts.tolist()))

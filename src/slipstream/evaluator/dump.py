@@ -35,8 +35,8 @@ class DumpResults(BaseMetric):
         collect_device, collect_dir: see `BaseMetric`.
 
     Raises:
-        ConfigError: `out_file_path` has a different suffix.
-        DataError: predictions contain objects other than tensors, arrays and built-in Python values.
+        ConfigError: if `out_file_path` has a different suffix.
+        DataError: if predictions contain objects other than tensors, arrays and built-in Python values.
     """
 
     def __init__(

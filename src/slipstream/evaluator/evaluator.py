@@ -24,7 +24,7 @@ class Evaluator:
             num_classes=10)`).
 
     Raises:
-        ConfigError: an entry has a different type.
+        ConfigError: if an entry has a different type.
     """
 
     def __init__(self, metrics: Any) -> None:
@@ -34,7 +34,7 @@ class Evaluator:
 
     @property
     def dataset_meta(self) -> Mapping[str, Any] | None:
-        """The dataset's `metainfo`, or None before it is set. Setting it also sets it on every metric."""
+        """The dataset's `metainfo`, or None before it is set. Setting it also sets the value for every metric."""
         return self._dataset_meta
 
     @dataset_meta.setter
@@ -65,7 +65,7 @@ class Evaluator:
             size: number of samples in the dataset.
 
         Raises:
-            ConfigError: two metrics report the same name.
+            ConfigError: if two metrics report the same name.
         """
         values: dict[str, float] = {}
         sources: dict[str, str] = {}
@@ -91,7 +91,7 @@ class Evaluator:
             chunk_size: number of samples in each call to `process`.
 
         Raises:
-            DataError: `data` and `data_samples` differ in length.
+            DataError: if `data` and `data_samples` differ in length.
         """
         if data is not None and len(data) != len(data_samples):
             raise DataError(

@@ -1,4 +1,4 @@
-"""A metric that reports the mean losses in an evaluation."""
+"""A metric that reports the mean losses of an evaluation."""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ class BaseMetric(ABC):
 
     Args:
         collect_device: `cpu` or `gpu`, the device used to exchange results between ranks.
-        prefix: prefix of the metrics' names, as in `prefix/name`; the default is the class attribute
-            `default_prefix`, which may be None.
+        prefix: prefix of the metric names, as in `prefix/name`. Default: the class attribute `default_prefix`,
+            which may be None.
         collect_dir: a folder shared by all ranks; only with `collect_device='cpu'`.
 
     Raises:
-        ConfigError: `collect_device` is unknown, or `collect_dir` is set without `collect_device='cpu'`.
+        ConfigError: if `collect_device` is unknown, or `collect_dir` is set without `collect_device='cpu'`.
     """
 
     default_prefix: str | None = None
@@ -80,10 +80,10 @@ class BaseMetric(ABC):
 
         Args:
             size: number of samples in the dataset. Results beyond this number are dropped; they are from samples that
-                were repeated to give all ranks the same number.
+                were repeated to make their number equal on all ranks.
 
         Raises:
-            DistributedError: `compute_metrics` failed on rank 0 (rank 0 raises the original error).
+            DistributedError: if `compute_metrics` failed on rank 0 (rank 0 raises the original error).
         """
         results = collect_results(_to_cpu(self.results), size, self.collect_device, self.collect_dir)
         self.results.clear()

@@ -24,7 +24,7 @@ def read_pair(data_samples: Any, reader: str) -> Pair:
         reader: name of the metric, for error messages.
 
     Raises:
-        DataError: `data_samples` has a different structure.
+        DataError: if `data_samples` has a different structure.
     """
     if isinstance(data_samples, list) and data_samples and all(_is_sample(s) for s in data_samples):
         preds, targets = zip(*(_split(sample) for sample in data_samples), strict=True)
@@ -41,8 +41,8 @@ def read_tensors(data_samples: Any, reader: str) -> tuple[Tensor, Tensor]:
     """Return `(preds, targets)` like `read_pair`, detached. Both must be tensors on the same device.
 
     Raises:
-        DataError: `data_samples` has a different structure, contains values that are not tensors, or contains tensors
-            on different devices, or the targets are not integers.
+        DataError: if `data_samples` has a different structure, contains values that are not tensors, or contains
+            tensors on different devices, or if the targets are not integers.
     """
     preds, targets = read_pair(data_samples, reader)
     for name, value in (("preds", preds), ("targets", targets)):

@@ -25,9 +25,9 @@ _COPIES = 64  # at least the warp size of the GPU (32, or 64 on AMD)
 class IoUMetric(CountingMetric):
     """Intersection over union and related metrics, in percent (0 to 100), over all pixels in the dataset.
 
-    For each class, TP is the number of correctly predicted pixels, and T and P are the numbers of its pixels in the
-    targets and in the predictions. The metric always reports `aAcc`, the fraction of correct pixels, and `mAcc`, the
-    mean of TP / T. Each entry of `iou_metrics` adds values:
+    For each class, TP is the number of correctly predicted pixels, T is the number of pixels in the targets, and P is
+    the number of pixels in the predictions. The metric always reports `aAcc`, the fraction of correct pixels, and
+    `mAcc`, the mean of TP / T. Each entry of `iou_metrics` adds values:
 
     - `mIoU`: the mean of TP / (T + P - TP);
     - `mDice`: the mean of 2 TP / (T + P);
@@ -41,15 +41,15 @@ class IoUMetric(CountingMetric):
 
     Args:
         iou_metrics: which of `mIoU`, `mDice` and `mFscore` to report.
-        ignore_index: target id of ignored pixels; by default, `ignore_index` in the dataset's metainfo (None: no
-            ignored pixels), or 255 if the metainfo does not contain this key.
-        num_classes: number of classes; by default, the length of the dataset's `classes`.
+        ignore_index: target id of ignored pixels. Default: `ignore_index` in the dataset's metainfo (None: no ignored
+            pixels), or 255 if the metainfo does not contain this key.
+        num_classes: number of classes. Default: the length of the dataset's `classes`.
         per_class: also report `IoU/<class name>` for every class.
         collect_device, prefix, collect_dir: see `BaseMetric`.
 
     Raises:
-        ConfigError: `iou_metrics` contains an unknown name, or the number of classes is unknown.
-        DataError: the shapes do not match, or (in `evaluate`) class ids are out of range.
+        ConfigError: if `iou_metrics` contains an unknown name, or the number of classes is unknown.
+        DataError: if the shapes do not match, or (in `evaluate`) class ids are out of range.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class IoUMetric(CountingMetric):
         classes = (self.dataset_meta or {}).get("classes")
         if not classes:
             raise ConfigError(
-                "IoUMetric does not know the number of classes; set num_classes, "
+                "the number of classes is unknown to IoUMetric; set num_classes, "
                 "or set 'classes' in the dataset's metainfo"
             )
         return len(classes)
@@ -132,7 +132,7 @@ class IoUMetric(CountingMetric):
         """Return the metrics in percent from the counts.
 
         Raises:
-            DataError: targets or predictions out of range were counted.
+            DataError: if targets or predictions out of range were counted.
         """
         matrix = self.matrix(results)
         hit, truth, predicted = matrix.diagonal(), matrix.sum(axis=1), matrix.sum(axis=0)
@@ -154,7 +154,7 @@ class IoUMetric(CountingMetric):
         """Return the confusion matrix from the counts; rows are targets, columns are predictions.
 
         Raises:
-            DataError: targets or predictions out of range were counted.
+            DataError: if targets or predictions out of range were counted.
         """
         classes = self.num_classes
         bad_targets, bad_preds = results[-2:]
@@ -197,6 +197,6 @@ def _percent(part: npt.ArrayLike, whole: npt.ArrayLike) -> npt.NDArray[np.float6
 
 
 def _mean(values: npt.NDArray[np.float64]) -> float:
-    """Return the mean of the values that are not NaN; NaN if there are none."""
+    """Return the mean of the values that are not NaN, or NaN if there are none."""
     valid = values[~np.isnan(values)]
     return float(valid.mean()) if valid.size else float("nan")

@@ -28,17 +28,17 @@ class TorchMetric(BaseMetric):
     `<name>/1` and so on. The values of a collection keep their names.
 
     The values are reduced over the ranks by torchmetrics. Every processed sample counts, so a sampler must not repeat
-    samples to give all ranks the same number (Slipstream's sampler does not do this during evaluation). Many
+    samples to make their number equal on all ranks (Slipstream's sampler does not do this during evaluation). Many
     torchmetrics classes validate each batch on the host, which synchronizes with the device; `validate_args=False`
     prevents this.
 
     Args:
         metric: the object, or a dict whose `type` is its class.
-        name: name of the value, by default the class name. For a collection, a prefix of the names, by default none.
+        name: name of the value (default: the class name) or, for a collection, a prefix of the names (default: none).
         prefix: prefix of the name, as in `prefix/name`.
 
     Raises:
-        ConfigError: `metric` is not a torchmetrics object.
+        ConfigError: if `metric` is not a torchmetrics object.
     """
 
     def __init__(self, metric: Any, name: str | None = None, prefix: str | None = None) -> None:
@@ -57,7 +57,7 @@ class TorchMetric(BaseMetric):
         """Update the metric with `preds` and `targets` from `data_samples`, in any form that `read_pair` accepts.
 
         Raises:
-            DataError: `data_samples` has a different structure.
+            DataError: if `data_samples` has a different structure.
         """
         preds, targets = read_pair(data_samples, self.name or "MetricCollection")
         if not self._on_device:

@@ -158,7 +158,10 @@ class AverageBestHook(Hook):
 
 
 def _mean(paths: Sequence[Path]) -> dict[str, Any]:
-    """Return the mean weights of the checkpoints, read one at a time, with non-float tensors from the first one."""
+    """Return the mean weights of the checkpoints, which are read one at a time.
+
+    Tensors that are not floating-point are copied from the first checkpoint.
+    """
     first = weights_in(load_checkpoint(paths[0]), paths[0])
     sums = {key: value.double() for key, value in first.items() if _is_float(value)}
     for path in paths[1:]:

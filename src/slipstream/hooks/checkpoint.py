@@ -30,7 +30,7 @@ __all__ = ["CheckpointHook", "warn_without_checkpoints"]
 
 
 _LONGEST_NAME = 100
-"""The maximum number of characters in the name of a metric that `auto` chooses."""
+"""Maximum number of characters in the name of a metric that `auto` can select."""
 
 
 @HOOKS.register_module()
@@ -41,7 +41,7 @@ class CheckpointHook(Hook):
 
     Args:
         interval: epochs (`by_epoch`) or steps between two checkpoints; -1 saves only the last one.
-        by_epoch: whether `interval` counts epochs rather than steps; by default as in the training loop.
+        by_epoch: whether `interval` counts epochs rather than steps; by default, the same as in the training loop.
         save_optimizer, save_param_scheduler: whether to save the states of the optimizer and the schedulers, which
             a resumed run requires.
         out_dir: parent folder for checkpoints, which are saved to a subfolder with the work_dir's name; by default
@@ -50,7 +50,7 @@ class CheckpointHook(Hook):
             checkpoints that were kept with a higher limit.
         save_last: save a checkpoint at the end of training, regardless of `interval`.
         save_best: one or more metrics, or `auto` for the first metric that validation returns. If its name does not
-            indicate whether higher values are better and `rule` is not set, `auto` saves none and logs a warning.
+            indicate whether higher values are better and `rule` is not set, a warning is logged instead.
         rule: `greater` if higher values are better for all metrics, `less` if lower values are; by default inferred
             from the metrics' names.
         filename_tmpl: file name with `{}` in place of the number. Without `{}`, each checkpoint overwrites the
@@ -173,7 +173,7 @@ class CheckpointHook(Hook):
         self._replaced.load(runner, self._folder, self._owns_files)
 
     def after_rollback(self, runner: Runner) -> None:
-        """Restore the kept and the best checkpoints that the restored checkpoint lists."""
+        """Restore the kept and the best checkpoints that are listed in the restored checkpoint."""
         self._restore_kept(runner)
         saved = self._saved_best
         best = {key: runner.message_hub.get_info(f"best_ckpt/{key}") for key in saved}
@@ -347,10 +347,10 @@ class CheckpointHook(Hook):
                 runner.call_hook("after_new_best", metrics=metrics)
 
     def _automatic(self, runner: Runner, metrics: Mapping[str, Any]) -> str | None:
-        """Return the metric for `auto`, or None, with a warning if the user can correct the reason.
+        """Return the metric for `auto`, or None. Log a warning if the user can fix the cause.
 
-        The first validation run determines the metric. This method raises no errors, because a user cannot know the
-        metrics before training.
+        The first validation run determines the metric. This method raises no errors, because the metrics are not known
+        before training.
         """
         key = runner.message_hub.get_info(self._automatic_key)  # also in a resumed run
         if not isinstance(key, str):
@@ -361,7 +361,7 @@ class CheckpointHook(Hook):
             runner.message_hub.update_info(self._automatic_key, key)
         try:
             better(key, self.rule)
-            problem = None if _is_number(key, metrics.get(key)) else "has no value that is a number"
+            problem = None if _is_number(key, metrics.get(key)) else "does not have a numeric value"
         except ConfigError:
             problem = "has a name that does not indicate whether higher values are better"
         if problem is not None and not self._warned:
@@ -438,6 +438,6 @@ def warn_without_checkpoints(runner: Runner, option: str) -> None:
     hooks = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
     if not any(hook.interval > 0 and hook.is_complete for hook in hooks):
         runner.logger.warning(
-            f"{option} goes back to the last checkpoint, but no CheckpointHook saves complete checkpoints during "
+            f"{option} rolls back to the last checkpoint, but no CheckpointHook saves complete checkpoints during "
             "training; set default_hooks.checkpoint.interval"
         )

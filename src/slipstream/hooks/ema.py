@@ -73,13 +73,13 @@ class EMAHook(Hook):
         return average
 
     def before_run(self, runner: Runner) -> None:
-        """Copy the model, or keep the existing average if it belongs to this model."""
+        """Create the average, or keep the existing average if it belongs to this model."""
         if self.ema_model is None or self.model is not unwrap_model(runner.model):
             self.model = unwrap_model(runner.model)
             self.ema_model = self._new_average(self.model)
 
     def before_train(self, runner: Runner) -> None:
-        """Initialize the average from the model's weights, unless it was resumed; add it to the training step."""
+        """Initialize the average from the model's weights, unless resumed, and add it to the training step."""
         self._show(average=False)
         if self.begin_epoch and not runner.by_epoch:
             raise self.wrong("counts epochs, but training is iteration-based; use begin_iter", "begin_epoch")
@@ -106,7 +106,7 @@ class EMAHook(Hook):
         # Remove the part of an earlier training run with the same optimizer.
         if self._in_step and self._part is not None:
             optim.parts.remove(self._part)
-        # The NaN guard restores the buffers after a non-finite step, so they can only be averaged after it has run.
+        # The NaN guard restores the buffers after a non-finite step, so they can only be averaged after the guard runs.
         # Sharded weights may get new storage when they are first gathered.
         guarded = getattr(optim, "guard", None) is not None
         self._part = AveragePart(
@@ -149,7 +149,7 @@ class EMAHook(Hook):
 
     def _check_without_length(self, average: BaseAveragedModel) -> None:
         """Check that the average can be computed without knowing the number of training steps."""
-        remedy = "give the dataset a length, or train by iterations (train_cfg.by_epoch=False)"
+        remedy = "use a dataset with a length, or train by iterations (train_cfg.by_epoch=False)"
         if isinstance(average, ScheduledEMA) and average.schedule.decay_type == "exp":
             raise self.wrong(
                 f"'exp' depends on the number of training steps, but the training loader has no length; {remedy}, or "

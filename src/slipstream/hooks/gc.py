@@ -1,4 +1,4 @@
-"""Run Python's garbage collector at fixed steps."""
+"""Run Python's garbage collector at fixed intervals."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["GcHook"]
 class GcHook(Hook):
     """Run garbage collection every `interval` steps, at the same steps on every rank.
 
-    By default, Python runs a collection when enough objects have been allocated. Different ranks reach this number at
+    By default, Python runs a collection when enough objects have been allocated. Ranks reach this threshold at
     different steps, and each collection makes the other ranks wait in the next gradient reduction. After `warmup`
     steps, this hook disables automatic collection and freezes the existing objects (modules, optimizer, compiled code),
-    which later collections skip. At the end of training, or when `close` is called, the hook restores the previous
+    which later collections skip. At the end of training, or when `release` is called, the hook restores the previous
     state.
 
     Args:

@@ -52,7 +52,7 @@ class Hook:
 
     `_before_epoch`, `_after_epoch`, `_before_iter` and `_after_iter` run in all three modes (`mode` is `train`, `val`
     or `test`), unless the method for that mode is overridden. The outputs of a training step are device tensors.
-    Reading one synchronizes with the device.
+    Reading an output synchronizes with the device.
     """
 
     priority: int | str = "NORMAL"
@@ -61,7 +61,7 @@ class Hook:
     reads_phases: ClassVar[bool] = False
     """Whether the hook reads `runner.phases`. The times are measured only if a hook reads them."""
     source: Mapping[str, Any] | None = None
-    """The configuration that the hook was built from, used to locate errors in the user config."""
+    """The configuration from which the hook was built, used to locate errors in the user config."""
     stages: ClassVar[tuple[str, ...]] = (
         "before_run", "after_load_checkpoint", "before_train", "before_train_epoch", "before_train_iter",
         "after_train_iter", "after_train_epoch", "before_val", "before_val_epoch", "before_val_iter",
@@ -89,10 +89,10 @@ class Hook:
         """Called after validation."""
 
     def before_test(self, runner: Runner) -> None:
-        """Called before the test."""
+        """Called before testing."""
 
     def after_test(self, runner: Runner) -> None:
-        """Called after the test."""
+        """Called after testing."""
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
         """Called before `checkpoint` is written; may modify it."""

@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 __all__ = ["LiveValues"]
 
 _LOSSES = 10
-"""Number of losses that are averaged, which is also the default for log lines."""
+"""Number of losses to average; the same as the default for log lines."""
 
 
 class LiveValues:
     """The newest loss, learning rate, metric, training speed and fraction of time spent waiting for data, as text.
 
-    Reading the values does not synchronize the device. They change when the Runner reads the losses, and after each
-    validation run.
+    Reading the values does not synchronize with the device. The values are updated when the Runner reads the losses,
+    and after each validation run.
     """
 
     def __init__(self) -> None:
         self._metric: tuple[str, str] | None = None
 
     def add_metrics(self, runner: Runner, metrics: dict[str, float] | None) -> None:
-        """Store one metric of a validation run: the one that `CheckpointHook.save_best` names, or the first one."""
+        """Store one validation metric: the metric in `CheckpointHook.save_best`, or otherwise the first metric."""
         values = {name: value for name, value in (metrics or {}).items() if isinstance(value, int | float)}
         monitored = (
             name for hook in runner.hooks if isinstance(hook, CheckpointHook) for name in hook.monitors

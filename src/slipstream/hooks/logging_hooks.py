@@ -123,8 +123,8 @@ class ProgressBarHook(Hook):
     """Show a progress bar below the log lines. The Runner registers this hook on rank 0 if its output is a terminal.
 
     In addition to the progress, the bar shows the loss, the learning rate, a metric, the training speed, and the
-    fraction of time spent waiting for data. These values change when the Runner reads the losses, and after each
-    validation run.
+    fraction of time spent waiting for data. These values are updated when the Runner reads the losses, and after
+    each validation run.
     """
 
     priority = "LOWEST"

@@ -1,4 +1,4 @@
-"""Detect losses far above their recent values, and warn or go back to a checkpoint."""
+"""Detect losses far above their recent values, and warn or roll back to a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ spikes."""
 
 @HOOKS.register_module()
 class LossSpikeHook(Hook):
-    """Warn if the loss rises far above its recent values, or go back to a checkpoint.
+    """Warn, or roll back to a checkpoint, if the loss rises far above its recent values.
 
-    The loss of a step is a spike if it is above
+    The loss of a step is a spike if it exceeds
 
         median + threshold * scale,  scale = max(1.4826 * MAD, 0.01 * |median|)
 
     where MAD is the median of the absolute deviations from the median. Both are computed over the newest `window`
-    losses before the step. This is the modified z-score (B. Iglewicz and D. Hoaglin, *How to Detect and Handle
-    Outliers*, 1993), which proposes a threshold of 3.5 for normal values. The losses of single batches have heavier
-    tails, so the default is higher. Unlike the mean and the standard deviation, both medians change little if up to
-    half of the values are spikes.
+    losses before the step. This is the modified z-score of B. Iglewicz and D. Hoaglin (*How to Detect and Handle
+    Outliers*, 1993), who propose a threshold of 3.5 for normally distributed values. The losses of single batches have
+    heavier tails, so the default is higher. Unlike the mean and the standard deviation, both medians change little if
+    up to half of the values are spikes.
 
-    Training steps do not wait for the device: the hook uses values that are read for the log, at log intervals and
+    Training steps do not wait for the device: the hook uses values that are read for logging, at log intervals and
     before checkpoints. With several processes, it uses the mean of their losses.
 
     `rollback` works as in `nan_guard`: the run continues from its last good checkpoint, and skips the batches from the
@@ -53,14 +53,13 @@ class LossSpikeHook(Hook):
     500 batches.
 
     Args:
-        action: `warn` logs one warning for each spike. `rollback` goes back to a checkpoint.
+        action: `warn` logs one warning for each spike. `rollback` restores a checkpoint.
         monitor: name of the loss to compare, as returned by the model.
         window: number of losses in the medians.
         threshold: factor for the scale in the formula above.
         min_history: number of losses that must be available before a loss is compared; at most `window`.
         patience: number of consecutive steps whose loss must be above the limit.
-        max_rollbacks: maximum number of times that a run goes back to a checkpoint; at the next spike, the run stops
-            with `LossSpikeError`.
+        max_rollbacks: maximum number of rollbacks in a run; at the next spike, the run stops with `LossSpikeError`.
         skip_before: number of additional batches to skip before the spike.
     """
 
@@ -99,7 +98,7 @@ class LossSpikeHook(Hook):
         self._names: set[str] = set()
 
     def before_run(self, runner: Runner) -> None:
-        """Subscribe to the losses that are read for the log."""
+        """Subscribe to the losses that are read for logging."""
         self.release(runner)
         if runner.optim_wrapper is None:
             return
@@ -143,7 +142,7 @@ class LossSpikeHook(Hook):
 
         Raises:
             LossSpikeError: there is a spike, and the action is `rollback`.
-            ConfigError: the model returns no such loss.
+            ConfigError: the model does not return the monitored loss.
         """
         if self._names and self.monitor not in self._names:
             hint = did_you_mean(self.monitor, self._names)
@@ -193,7 +192,7 @@ class LossSpikeHook(Hook):
 
 
 def _mean_by_step(ranks: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float]]:
-    """Return each step's mean loss over the ranks, in step order; losses that are not finite are left out."""
+    """Return each step's mean loss over the ranks, in step order; non-finite losses are excluded."""
     losses: dict[int, list[float]] = {}
     for rank in ranks:
         for number, loss in rank:

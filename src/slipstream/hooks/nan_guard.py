@@ -1,4 +1,4 @@
-"""Skip training steps with a non-finite loss or gradient, or go back to a checkpoint; report the faulty module."""
+"""Skip training steps with a non-finite loss or gradient, or roll back to a checkpoint; report the faulty module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LOGGED = 10
 
 @HOOKS.register_module()
 class NanGuardHook(Hook):
-    """If a loss or gradient is not finite, skip the training step, stop training, or go back to a checkpoint.
+    """If a loss or gradient is not finite, skip the training step, stop training, or roll back to a checkpoint.
 
     Args:
         action, locate, max_skipped, max_rollbacks, skip_before: see `NanGuardOptions`.
@@ -47,7 +47,7 @@ class NanGuardHook(Hook):
         """Number of skipped steps, as of the last `read_logs`."""
 
     def before_train(self, runner: Runner) -> None:
-        """Warn if the run saves no checkpoint to go back to."""
+        """Warn if the run does not save a checkpoint to roll back to."""
         if self.options.action == "rollback":
             warn_without_checkpoints(runner, "nan_guard")
 

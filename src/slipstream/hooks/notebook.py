@@ -25,7 +25,7 @@ _CHARTS = 4
 
 
 def in_notebook() -> bool:
-    """Return whether this process is the kernel of a Jupyter notebook. In other processes, nothing is imported."""
+    """Return whether this process is the kernel of a Jupyter notebook. This function does not import any module."""
     if "ipykernel" not in sys.modules or "IPython" not in sys.modules:
         return False
     shell = sys.modules["IPython"].get_ipython()
@@ -36,7 +36,7 @@ def in_notebook() -> bool:
 class NotebookHook(Hook):
     """Show the newest values of a run, and the curves of its loss and metrics, below the cell of a notebook.
 
-    The Runner registers this hook on rank 0 if it runs in a notebook. The output is updated when the Runner reads the
+    The Runner registers this hook on rank 0 in a notebook. The output is updated when the Runner reads the
     losses, at most twice per second, and after each validation.
     """
 

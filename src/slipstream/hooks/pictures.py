@@ -47,7 +47,7 @@ class SegVisualizationHook(Hook):
     def before_val_epoch(self, runner: Runner) -> None:
         """Clear the samples from the previous validation run, and select batches spread over the data."""
         self._rows = []
-        batches = length(runner.val_dataloader) or self.num_samples  # if it is unknown, use the first batches
+        batches = length(runner.val_dataloader) or self.num_samples  # without a length, use the first batches
         self._every = max(1, batches // self.num_samples)
         self._from_each = math.ceil(self.num_samples / batches)
 

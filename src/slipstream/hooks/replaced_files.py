@@ -1,4 +1,4 @@
-"""Keep replaced files as long as a run can go back to a checkpoint that names them."""
+"""Keep replaced files as long as a run can roll back to a checkpoint that refers to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["ASIDE", "ReplacedFiles"]
 
 ASIDE = "_until_iter_"
-"""The text before the step number in the name of a copy that `ReplacedFiles.set_aside` creates."""
+"""The text before the step number in the name of a copy created by `ReplacedFiles.set_aside`."""
 
 
 class _File(NamedTuple):
@@ -32,14 +32,14 @@ class _File(NamedTuple):
 class ReplacedFiles:
     """The files of a run (such as best checkpoints) that newer files have replaced.
 
-    If rollbacks are disabled, these files are removed at once. Otherwise, a replaced file is kept until every
-    checkpoint to which the run can go back is newer than the replacement. After a rollback, the files named in the
-    restored checkpoint exist again, and the files that were written after it are removed. The list is part of each
+    If rollbacks are disabled, these files are removed immediately. Otherwise, a replaced file is kept until every
+    checkpoint to which the run can roll back is newer than the replacement. A rollback restores the files listed in
+    the restored checkpoint, and removes the files that were written after this checkpoint. The list is part of each
     checkpoint, so a resumed run removes the files that it no longer needs. Only rank 0 changes files.
 
     Args:
         key: name of the list in the message hub.
-        is_own: `is_own(name)` returns whether a file in the list can have this name. Names in a checkpoint may be
+        is_own: `is_own(name)` returns whether a file in the list may have this name. Names in a checkpoint can be
             untrusted.
     """
 
@@ -58,7 +58,7 @@ class ReplacedFiles:
         self.remove_unused(runner)
 
     def add(self, runner: Runner, name: str) -> None:
-        """Add a file that is being replaced by one with a different name."""
+        """Add a file that is being replaced by a file with a different name."""
         self._add(runner, _File(name, runner.iter, name))
 
     def set_aside(self, runner: Runner, name: str) -> None:
@@ -79,10 +79,10 @@ class ReplacedFiles:
         if not self._files:
             return []
         if runner.rollback.faults:
-            runner.wait_for_checkpoint()  # the run can also go back to a checkpoint that is being written
+            runner.wait_for_checkpoint()  # the run can also roll back to a checkpoint that is being written
         oldest = runner.rollback.oldest
         unused = [file for file in self._files if oldest is None or file.iteration < oldest]
-        # A file stays in the list until it is removed, because the run may be killed before that.
+        # A file remains in the list until it is removed, because the run may be killed before the removal.
         self._files = [
             file for file in self._files if file not in unused or (self._folder / file.name).exists()
         ]
@@ -101,7 +101,7 @@ class ReplacedFiles:
         self._remove(file.name for file in self._files)
 
     def restore(self, runner: Runner, abandoned: Iterable[str], current: Iterable[str]) -> None:
-        """Restore the files that a checkpoint names, after the run has gone back to it.
+        """Restore the files that are listed in a checkpoint, after the run has rolled back to this checkpoint.
 
         Args:
             runner: the run, which has restored the message hub from the checkpoint.

@@ -57,7 +57,7 @@ class ReportHook(Hook):
         peak_tflops: the peak speed of the device in 10^12 operations per second at the precision of the run, for the
             model FLOPs utilization; None looks it up in `slipstream.speed.flops.PEAKS`.
         probe_workers: at the end of a run that has waited for data, measure for a few seconds how fast batches load
-            with other numbers of workers. Worker processes read samples from the training dataset.
+            with different numbers of workers. Worker processes read samples from the training dataset.
     """
 
     priority = "VERY_LOW"
@@ -81,7 +81,7 @@ class ReportHook(Hook):
         self._measured: tuple[Compute, list[LoadingRate], list[TunedOptions]] | None = None
 
     def before_train(self, runner: Runner) -> None:
-        """Store where training starts, and skip the values that a resumed run has loaded."""
+        """Store the first iteration, and skip the values that a resumed run has loaded."""
         self._start, self._training = runner.iter, True
         self._speed_at = runner.phases.samples, _seconds_of_steps(runner.phases)
         self._seen = {key: history.total for key, history in runner.message_hub.log_scalars.items()}
@@ -143,7 +143,7 @@ class ReportHook(Hook):
             record = self._record(runner)
             self._add_measurements(runner, record)
             write_report(record, Path(runner.log_dir))
-        except Exception as error:  # the run itself must neither fail nor lose its own error
+        except Exception as error:  # a report failure must neither fail the run nor mask its error
             runner.logger.warning(f"The report cannot be written: {type(error).__name__}: {error}")
             runner.logger.debug("The report cannot be written", exc_info=True)
         self._training = False
@@ -151,13 +151,13 @@ class ReportHook(Hook):
     # ---- curves --------------------------------------------------------------------------------------
 
     def _read(self, runner: Runner) -> None:
-        """Add the values since the last call to the curves. All values are on the host."""
+        """Add the values recorded since the last call to the curves. All values are on the host."""
         at = runner.meter.newest or self._start or 0
         for key, history in runner.message_hub.log_scalars.items():
             new = history.total - self._seen.get(key, 0)
             if new and key.startswith("train/"):
-                # Learning rates are also recorded before checkpoints and at the end of a run, so take only the newest
-                # one.
+                # Learning rates are also recorded before checkpoints and at the end of a run, so add only the newest
+                # value.
                 values = history.newest(1 if is_rate(key) else new)
                 self._curve(key).add(at, reversed(values))  # in the order of the steps
             self._seen[key] = history.total
@@ -189,7 +189,7 @@ class ReportHook(Hook):
         # A user-defined loop may have no evaluator.
         for metric in getattr(getattr(loop, "evaluator", None), "metrics", ()):
             matrix: Any = getattr(metric, "confusion", None)
-            # A user's metric may use these attribute names for other values.
+            # A user-defined metric may use these attribute names for other values.
             if not matches(matrix, list[list[int]]) or len(matrix) > _MOST_CLASSES:
                 continue
             if self._known(mode, runner.iter, matrix):
@@ -223,7 +223,7 @@ class ReportHook(Hook):
 
     def _set_status(self, runner: Runner) -> None:
         if self._status is not None and not self._training:
-            return  # the status of training is more important than that of a later test
+            return  # the training status is more important than the status of a later test
         error = runner.error
         if error is None:
             self._status = "finished", ""
@@ -278,7 +278,7 @@ class ReportHook(Hook):
 
 
 def _attempt(runner: Runner, measure: Callable[[Runner], list[T]]) -> list[T]:
-    """Return the result of `measure`, or an empty list if it fails: the report is useful without the result."""
+    """Return the result of `measure`, or an empty list if it fails. The report is still useful without the result."""
     try:
         return measure(runner)
     except Exception:
@@ -335,7 +335,7 @@ def _settings(runner: Runner) -> dict[str, Any]:
 def _uses_fused(optim: OptimWrapper | OptimWrapperDict | None) -> bool | None:
     """Return whether the optimizer uses torch's fused kernels.
 
-    Return None if the optimizer has no option `fused`, or if there is not exactly one optimizer.
+    Return None if the optimizer has no `fused` option, or if there is not exactly one optimizer.
     """
     if optim is None or isinstance(optim, OptimWrapperDict):
         return None

@@ -30,7 +30,7 @@ class ComputeCount:
     work to later steps.
 
     Args:
-        peak_tflops: the peak speed of the device in 10^12 operations per second; None looks it up by the device's name.
+        peak_tflops: the peak speed of the device in 10^12 operations per second; None looks it up by device name.
     """
 
     def __init__(self, peak_tflops: float | None) -> None:
@@ -42,7 +42,7 @@ class ComputeCount:
         self._precision: Precision = "fp32"
 
     def begin(self, runner: Runner) -> None:
-        """Observe the first batch of training."""
+        """Observe the first training batch."""
         self._precision = _precision(runner)
         preprocessor = runner.interface.preprocessor
         if self._inputs is not None or self._handle is not None or not isinstance(preprocessor, nn.Module):

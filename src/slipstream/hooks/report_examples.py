@@ -43,10 +43,10 @@ class _Candidate:
 
 
 class ExampleSelection:
-    """The samples of one validation run that the report shows: confident errors, then uncertain correct predictions.
+    """The samples of a validation run to show in the report: confident errors, then uncertain correct predictions.
 
     Args:
-        batches: number of validation batches; None if it is unknown, so that the first batches are read.
+        batches: number of validation batches; None if unknown, in which case the first batches are read.
     """
 
     def __init__(self, batches: int | None) -> None:

@@ -22,7 +22,7 @@ class RuntimeInfoHook(Hook):
     Losses and learning rates are not read at every step. `Runner.read_logs` records them at log intervals. If the
     parameter groups of an optimizer have different learning rates, this hook also records each rate as `train/lr/NAME`,
     or as `train/lr/0`, `train/lr/1` and so on for groups without a name. With several optimizers, the scalars are
-    called `train/OPTIMIZER.lr/NAME`. If several unnamed groups have equal rates, only the first one is recorded.
+    named `train/OPTIMIZER.lr/NAME`. If several unnamed groups have equal rates, only the first one is recorded.
     """
 
     priority = "VERY_HIGH"
@@ -91,7 +91,7 @@ class RuntimeInfoHook(Hook):
 
 
 def _rates_of(wrapper: OptimWrapper, prefix: str) -> dict[str, float]:
-    """Return the learning rate of each group as `PREFIX/NAME`, or nothing if all groups have the same rates."""
+    """Return the learning rate of each group as `PREFIX/NAME`, or an empty dict if all groups have the same rates."""
     rates: dict[str, float] = {}
     seen = set()
     for index, group in enumerate(wrapper.param_groups):

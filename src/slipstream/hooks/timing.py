@@ -40,7 +40,7 @@ class IterTimerHook(Hook):
         self._last = perf_counter()
 
     def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
-        """Store the time at which the batch arrived."""
+        """Record when the batch arrived."""
         self._ready = perf_counter()
 
     def after_train_iter(

@@ -84,7 +84,7 @@ class HistoryBuffer:
 
     @property
     def data(self) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-        """The kept values and their counts, oldest first, as two arrays of the same length."""
+        """The stored values and their counts, oldest first, as two arrays of the same length."""
         return np.array(self._values), np.array(self._counts, dtype=np.int64)
 
     @classmethod
@@ -128,7 +128,7 @@ class HistoryBuffer:
         return max(self._newest(self._values, window_size))
 
     def newest(self, count: int) -> list[Number]:
-        """Return the newest `count` values that are kept, newest first."""
+        """Return the newest `count` stored values, newest first."""
         return list(islice(reversed(self._values), max(count, 0)))
 
     def current(self) -> Number:

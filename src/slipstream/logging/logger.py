@@ -118,7 +118,7 @@ class _ConsoleHandler(logging.Handler):
 
 
 class _FileHandler(logging.FileHandler):
-    """Write records to the log file. A file that cannot be written is reported once and does not end the run."""
+    """Write records to the log file. A file that cannot be written is reported once and does not stop the run."""
 
     def __init__(self, path: str | Path, console: Console) -> None:
         super().__init__(path, encoding="utf-8")

@@ -30,15 +30,15 @@ class Meter:
         self.hub = hub
         self.max_pending = max_pending
         self.tolerant = False
-        """Drop non-finite values instead of raising an error; set if steps with such a loss are skipped."""
+        """Whether to drop non-finite values instead of raising an error, because steps with such a loss are skipped."""
         self.dropped: list[int] = []
         """Numbers of the steps whose loss was not finite and was dropped. The code that reads this list clears it."""
         self.locate: Callable[[], str] | None = None
         """Function that returns the location in the model where a loss became non-finite."""
         self.agree: Callable[[NonFiniteLossError | None], NonFiniteLossError | None] | None = None
-        """Function that returns an error on all ranks if there is one on any rank; every `flush` calls it."""
+        """Function that returns an error on all ranks if any rank has an error; every `flush` calls the function."""
         self.on_read: list[Callable[[Sequence[tuple[int, Mapping[str, float]]]], None]] = []
-        """Functions that `flush` calls with the number and the outputs of each step that it has read."""
+        """Functions that `flush` calls with the number and the outputs of each step that was read."""
         self.newest = 0
         """Iteration of the newest recorded step; 0 if there is none."""
         self._pending: list[tuple[int, dict[str, Tensor]]] = []

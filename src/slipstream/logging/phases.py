@@ -57,7 +57,7 @@ class PhaseTimes:
         self._since = None
 
     def switch(self, phase: Phase) -> None:
-        """End the current phase and begin another one."""
+        """End the current phase and begin another phase."""
         if self._since is None:
             return
         now = perf_counter()

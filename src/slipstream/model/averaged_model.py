@@ -43,8 +43,8 @@ class BaseAveragedModel(nn.Module):
 
     Args:
         model: the model to average (unwrapped).
-        interval: number of updates between two changes to the average.
-        device: device of the averages; by default the model's device.
+        interval: number of updates between changes to the average.
+        device: device of the averages. Default: the model's device.
         update_buffers: also average the buffers in `state_dict` that contain finite floating-point values. Other
             buffers are copied from the model. By default all buffers are copied, because BatchNorm statistics are
             already averages.
@@ -91,14 +91,14 @@ class BaseAveragedModel(nn.Module):
         return self.weight(step) if step else 1.0
 
     def mean_update(self) -> float:
-        """Return the average update number (counted from 1), weighting each update by its share of the final average.
+        """Return the mean update number (counted from 1), weighted by each update's contribution to the final average.
 
         For a plain mean of the weights after each update, the result is the middle of training.
         """
         assert self.total_steps is not None, "total_steps must be set"
         last = self.weight(self.total_steps - 1)
         if self.total_steps * last > 4 * self.interval:
-            # The coefficients decrease over time. Using the last one for all updates gives a lower bound for the mean.
+            # The coefficients decrease, so using the last one for all updates gives a lower bound for the mean.
             return self.total_steps - self.interval / last
         mean = 1.0
         for step in range(self.interval, self.total_steps, self.interval):
@@ -118,7 +118,7 @@ class BaseAveragedModel(nn.Module):
 
     @torch.no_grad()
     def copy_buffers(self, model: nn.Module) -> None:
-        """Copy the model's buffers that are not averaged; call this before using or saving this copy."""
+        """Copy the model's buffers that are not averaged. Call this method before using or saving the average."""
         averaged = {id(t) for t in self._averaged(self.module).tensors()}
         for mine, theirs in zip(self.module.buffers(), model.buffers(), strict=True):
             if id(mine) not in averaged:
@@ -261,7 +261,7 @@ def _check_precision(model: nn.Module, weight: float, key: str) -> None:
 
 
 def _sharded_copy(model: nn.Module, copied: dict[Any, Any] | None = None) -> nn.Module:
-    """Return a module that has no `forward` and holds copies of a sharded model's tensors.
+    """Return a module without a `forward` method that contains copies of a sharded model's tensors.
 
     `deepcopy` does not support sharded tensors.
     """
@@ -331,7 +331,7 @@ class DecaySchedule:
     decay_type: str = "exp"
     """One of `types`."""
     beta: float | None = None
-    """Rate at which a decay of type `exp` approaches its maximum; None means 15. Only for `exp`."""
+    """Rate at which a decay of type `exp` approaches its maximum. Default: 15. Only for `exp`."""
 
     types: ClassVar[tuple[str, ...]] = ("constant", "threshold", "exp")
 
@@ -360,7 +360,7 @@ class DecaySchedule:
         `decay * (1 - exp(-beta * step / total_steps))`.
 
         Raises:
-            ConfigError: the type is `exp`, and `total_steps` is None.
+            ConfigError: if the type is `exp`, and `total_steps` is None.
         """
         if self.decay_type == "constant":
             return self.decay

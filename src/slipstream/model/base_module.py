@@ -15,7 +15,7 @@ __all__ = ["BaseModule", "ModuleDict", "ModuleList", "Sequential"]
 
 
 class BaseModule(nn.Module):
-    """An `nn.Module` with an `init_cfg`, which `init_weights` applies once, before the `init_cfg` of its children.
+    """An `nn.Module` with an `init_cfg`, which `init_weights` applies once, before the `init_cfg` of child modules.
 
     Pretrained weights are loaded last, so the `init_cfg` of a child does not overwrite them.
     """

@@ -56,7 +56,7 @@ class BaseDataPreprocessor(nn.Module):
         return data.to(self._device) if hasattr(data, "to") else data
 
     def _apply(self, fn: Any, recurse: bool = True) -> BaseDataPreprocessor:
-        # The module has no parameters from which to read its device, so it tracks every call to .to().
+        # The module has no parameters, so the device is determined by applying each conversion to an empty tensor.
         super()._apply(fn, recurse)
         self._device = fn(torch.empty(0, device=self._device)).device
         return self
@@ -72,8 +72,8 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
     """Stack, pad and normalize images on the device: `inputs` (uint8 or float) become float32 (N, C, H, W).
 
     Args:
-        mean, std: one value, or one per channel, on the scale of the inputs (0..255 for uint8). Specify both or
-            neither. Specify neither if the dataset's transforms normalize the images.
+        mean, std: a single value, or one value per channel, on the scale of the inputs (0..255 for uint8). Specify both
+            or neither. Specify neither if the dataset's transforms normalize the images.
         pad_size_divisor: pad the images at the right and bottom, so that height and width are multiples of this number.
         pad_value: value of the padding, applied after normalization.
         bgr_to_rgb, rgb_to_bgr: reverse the order of the channels.

@@ -1,4 +1,4 @@
-"""Find targets that are outside the network's classes."""
+"""Detect targets that are not among the network's classes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["check_labels", "wrong_label"]
 def check_labels(loss: nn.Module, scores: Any, targets: Tensor) -> None:
     """Raise a DataError if a target is neither one of the network's classes nor the ignored value.
 
-    On an accelerator, an invalid target would end the process without an error that names it. This check synchronizes
-    with the device, so it is only used for one batch. Losses that are not part of torch may use targets in a different
-    way, so their targets are checked only if they set `takes_class_ids = True`.
+    On an accelerator, an invalid target would terminate the process without an error that shows its value. This check
+    synchronizes with the device, so it is only used for one batch. Losses that are not part of torch may use targets in
+    a different way, so their targets are checked only if they set `takes_class_ids = True`.
 
     Args:
         loss: the loss module.
@@ -40,7 +40,7 @@ def check_labels(loss: nn.Module, scores: Any, targets: Tensor) -> None:
 
 
 def wrong_label(loss: nn.Module, scores: Tensor, found: str) -> DataError:
-    """Return the error for targets that are outside the network's classes."""
+    """Return the error for targets that are not among the network's classes."""
     ignored = getattr(loss, "ignore_index", None)
     ignores = f", and the loss ignores {ignored}" if ignored is not None else ""
     return DataError(

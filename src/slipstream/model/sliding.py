@@ -58,7 +58,7 @@ def slide(network: Callable[[Tensor], Any], images: Tensor, window: SlidingWindo
         window: size and stride of the windows.
 
     Raises:
-        DataError: the logits do not have four dimensions.
+        DataError: if the logits do not have four dimensions.
     """
     (width, height), (step_x, step_y) = window.crop_size, window.stride
     size = images.shape[-2:]

@@ -18,7 +18,7 @@ from slipstream.errors import ModelError
 
 __all__ = ["SyncBatchNorm", "average_batchnorm", "convert_sync_batchnorm", "revert_sync_batchnorm", "summing"]
 
-_ONE_MESSAGE = 2**18  # number of values up to which one larger collective is faster than two smaller ones
+_ONE_MESSAGE = 2**18  # maximum number of values for which one large collective is faster than two small ones
 
 _Send = Callable[[Tensor], Tensor]
 
@@ -105,8 +105,8 @@ def _saving(low: Tensor, instead_of: Tensor) -> Iterator[None]:
             return saved
         if low._version != version:
             raise ModelError(
-                "the input of a SyncBatchNorm was changed in place after the forward pass, but the backward pass needs "
-                "the original values; use an operation that is not in place"
+                "the input of a SyncBatchNorm was changed in place after the forward pass, but the backward pass "
+                "requires the original values; use an operation that is not in place"
             )
         return low.float()
 
@@ -119,7 +119,7 @@ def _global_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dims = [0, *range(2, x.ndim)]
     if x.numel():
         var, mean = torch.var_mean(x, dims, correction=0)
-    else:  # depend on x, because the other ranks' backward passes wait for this rank's backward pass
+    else:  # keep the dependency on x, because the other ranks' backward passes wait for this rank's backward pass
         var = mean = x.sum(dims)
     count = torch.full((1,), x.numel() // x.shape[1], dtype=x.dtype, device=x.device)
     if get_world_size() * (2 * len(mean) + 1) <= _ONE_MESSAGE:

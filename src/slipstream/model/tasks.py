@@ -41,7 +41,7 @@ class Task(BaseModel):
         """Return the losses computed by the loss module.
 
         Raises:
-            DataError: there are no targets, or a target is not one of the network's classes. On an accelerator, only
+            DataError: if there are no targets, or a target is not one of the network's classes. On an accelerator, only
                 the first batch is checked.
         """
         if targets is None:
@@ -63,7 +63,7 @@ class Task(BaseModel):
         """Check that the main output has one channel per class in the dataset.
 
         Raises:
-            ModelError: the number of channels is different.
+            ModelError: if the number of channels is different.
         """
         if self.num_classes is None or not isinstance(scores, Tensor):
             return

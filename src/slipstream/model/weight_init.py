@@ -196,7 +196,7 @@ class Caffe2XavierInit(KaimingInit):
 
 @WEIGHT_INITIALIZERS.register_module(name=["Pretrained", "PretrainedInit"])
 class PretrainedInit:
-    """Load the weights of a checkpoint or, with `prefix`, those of its submodule `prefix`."""
+    """Load the weights from a checkpoint or, if `prefix` is set, only those of the submodule `prefix`."""
 
     def __init__(self, checkpoint: str, prefix: str | None = None, map_location: str = "cpu") -> None:
         self.checkpoint, self.prefix, self.map_location = checkpoint, prefix, map_location

@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> None:
     """Run a script with its arguments: `[--speed OPTION=VALUE ...] SCRIPT [ARGUMENTS]`.
 
     Raises:
-        ConfigError: the script does not exist, or a speed option is invalid.
+        ConfigError: if the script does not exist, or a speed option is invalid.
     """
     speed, arguments = split_speed(arguments)
     if speed:

@@ -31,7 +31,7 @@ class _AliasLoader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system has replaced the spec, which relative imports in the module use.
+        # Restore the spec that the import system replaced, because relative imports in the module use it.
         module.__spec__ = self._spec
 
 
@@ -64,6 +64,6 @@ def install() -> None:
     """Make `import mmengine` import `slipstream.openmmlab.mmengine`; see `install_finder`.
 
     Raises:
-        ConfigError: the real MMEngine has already been imported.
+        ConfigError: if the real MMEngine has already been imported.
     """
     install_finder(_Finder(), "slipstream.openmmlab", _WORKERS)

@@ -1,7 +1,7 @@
 """Speed options for scripts that do not use Slipstream directly: `--speed compile=True precision=bf16 ema=True`.
 
-`python -m slipstream.openmmlab` passes them to the Runner in the environment variable SLIPSTREAM_SPEED, which processes
-that the script starts also inherit.
+`python -m slipstream.openmmlab` passes them to the Runner in the environment variable SLIPSTREAM_SPEED, which is also
+inherited by processes that the script starts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def split_speed(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the speed options at the start of the arguments, and the other arguments.
 
     Raises:
-        ConfigError: `--speed` has no option, or an option is invalid.
+        ConfigError: if no option follows `--speed`, or an option is invalid.
     """
     if not arguments or arguments[0] != "--speed":
         return [], list(arguments)
@@ -42,14 +42,14 @@ def with_environment(speed: Any) -> Any:
     """Return a Runner's `speed` with the options from the environment variable, which take precedence.
 
     Raises:
-        ConfigError: an option in the environment variable is invalid.
+        ConfigError: if an option in the environment variable is invalid.
     """
     options = shlex.split(os.environ.get(VARIABLE, ""))
     if not options:
         return speed
     own = speed if isinstance(speed, Mapping) else {} if speed is None else {speed: True}
     found = _read(options)
-    # A dict such as compile.budget=5m replaces compile=True.
+    # Options such as compile.budget=5m replace compile=True.
     kept = {key: value for key, value in own.items() if isinstance(value, dict) or key not in found}
     return merge(kept, found)
 

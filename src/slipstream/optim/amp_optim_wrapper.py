@@ -1,4 +1,4 @@
-"""Mixed precision: autocast for forward and loss, and loss scaling for float16."""
+"""Mixed precision: autocast for the forward pass and loss, and loss scaling for float16."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LossScale:
 
 @OPTIM_WRAPPERS.register_module()
 class AmpOptimWrapper(OptimWrapper):
-    """An `OptimWrapper` that runs forward and loss under `torch.autocast`, on any device.
+    """An `OptimWrapper` that runs the forward pass and loss under `torch.autocast`, on any device.
 
     If a gradient overflows, fused kernels skip the step without synchronizing with the host. Therefore, with float16 on
     an accelerator, optimizers that have fused kernels use them, unless they were built with `fused=` or `foreach=`.
@@ -70,8 +70,8 @@ class AmpOptimWrapper(OptimWrapper):
         self._fixed_scale = float(loss_scale) if isinstance(loss_scale, int | float) else None
         _make_scaler("cpu", loss_scale)  # validate the options for all dtypes and devices
 
-    # These properties are read at the first step, because the wrapper may be created before its model is moved to the
-    # device.
+    # These properties are evaluated in the first step, because the wrapper may be created before its model is moved to
+    # the device.
 
     @cached_property
     def device_type(self) -> str:
@@ -94,7 +94,7 @@ class AmpOptimWrapper(OptimWrapper):
         return _make_scaler(self.device_type, self._loss_scale)
 
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
-        """Return the context manager for forward and loss: autocast, and `no_sync` unless the batch ends a window."""
+        """Return the context manager for forward and loss: autocast, plus `no_sync` unless the batch ends a window."""
         autocast = self.autocast()
         if self._accumulative_counts == 1 and self.guard is None:
             return autocast

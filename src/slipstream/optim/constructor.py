@@ -21,7 +21,7 @@ from slipstream.typecheck import NonNegative, check, check_optimizer_options
 __all__ = ["NORMS", "DefaultOptimWrapperConstructor", "ParamwiseOptions", "build_optim_wrapper"]
 
 NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # _NormBase: batch norms, instance norms
-_DEFORMABLE = {"DeformConv2d", "ModulatedDeformConv2d"}  # names, because the classes are in other libraries
+_DEFORMABLE = {"DeformConv2d", "ModulatedDeformConv2d"}  # names, because these classes are in other libraries
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ParamwiseOptions:
     """`paramwise_cfg`: factors for the optimizer's `lr` and `weight_decay` for individual parameters.
 
     If the name of a parameter contains one of `custom_keys`, only this key applies. If it contains several keys, the
-    longest one applies; among keys of equal length, the first one in alphabetical order applies.
+    longest key applies; among keys of equal length, the first key in alphabetical order applies.
     """
 
     custom_keys: dict[str, dict[str, Any]] = field(
@@ -80,8 +80,8 @@ class DefaultOptimWrapperConstructor:
     parameters (`requires_grad=False`) are not in any group. To train them later, unfreeze them before this call, or
     add them with `optimizer.add_param_group`.
 
-    A subclass may override `add_params` to set the options for every parameter (layer-wise decay). It can read
-    additional keys from `self.paramwise_cfg`.
+    A subclass may override `add_params` to set the options of every parameter (for example, for layer-wise decay). The
+    override can read additional keys from `self.paramwise_cfg`.
 
     Args:
         optim_wrapper_cfg: arguments for the wrapper (`type` is `OptimWrapper` by default), including `optimizer`, which
@@ -290,7 +290,7 @@ def _path(key: str, name: str = "") -> str:
 
 
 def _prefixes(names: Iterable[str]) -> set[str]:
-    """Return all components and prefixes of the names, which are suggestions for a misspelled custom key."""
+    """Return all components and prefixes of the names, as suggestions for a misspelled custom key."""
     found: set[str] = set()
     for name in names:
         parts = name.split(".")

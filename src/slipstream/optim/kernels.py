@@ -1,4 +1,4 @@
-"""Selection of optimizer kernels: fused kernels, which update many tensors at a time, or torch's defaults."""
+"""Selection of optimizer kernels: fused kernels, which update many tensors at once, or torch's defaults."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def kernels_chosen(optimizer: Optimizer) -> bool:
 
 
 def why_not_fused(optimizer: Optimizer) -> str | None:
-    """Return why `optimizer` cannot run fused kernels, or None if it can."""
+    """Return the reason why `optimizer` cannot use fused kernels, or None if it can."""
     name, kernel = type(optimizer).__name__, _fused_kernel(type(optimizer))
     if kernel is None or "fused" not in optimizer.defaults:
         having = (other for other in dir(torch.optim) if hasattr(torch, f"_fused_{other.lower()}_"))
@@ -48,7 +48,7 @@ def why_not_fused(optimizer: Optimizer) -> str | None:
 def use_fused(optimizer: Optimizer) -> None:
     """Switch an optimizer to fused kernels, as if it had been built with `fused=True`.
 
-    Requires that `why_not_fused` returns None.
+    Call this function only if `why_not_fused` returns None.
     """
     for options in (optimizer.defaults, *optimizer.param_groups):
         options.update(fused=True, foreach=None)
@@ -87,7 +87,8 @@ def with_own_kernels(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dic
     groups, kept = list(state_dict["param_groups"]), ("fused", "foreach", "capturable")
     for index, own in enumerate(optimizer.param_groups[: len(groups)]):
         groups[index] = {**groups[index], **{key: own[key] for key in kept if key in own}}
-    # Kernels that are neither fused nor capturable count steps on the host; reading a count on the device synchronizes.
+    # Kernels that are neither fused nor capturable read the step count on the host, which synchronizes if it is on the
+    # device.
     on_host = {number for group in groups if _counts_on_host(group) for number in group["params"]}
     state = {
         key: _with_count_on_host(values) if key in on_host else values
@@ -112,7 +113,7 @@ def _fused_kernel(kind: type) -> str | None:
 
 
 def _runs_on(kernel: str, device: torch.device) -> bool:
-    # torch lists the devices with fused kernels, but not which kernels each device's backend has.
+    # torch lists the devices with fused kernels, but not which kernels each device supports.
     if device.type == "meta":
         return False
     key = torch._C._dispatch_key_for_device(device.type)

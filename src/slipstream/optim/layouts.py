@@ -38,7 +38,7 @@ class FusedLayouts:
     """Converts gradients and states to the strides of their parameters before each step with fused kernels.
 
     Autograd creates gradients with these strides, and the optimizer creates its states with them. The strides may
-    differ if other code sets `p.grad`, loads or replaces states, or changes the memory format of the model between two
+    differ if other code sets `p.grad`, loads or replaces states, or changes the model's memory format between two
     steps. The check for replaced states covers only parameters with four or more dimensions, because only these have
     memory formats. A step pre-hook can also set `p.grad`. Therefore, if the optimizer has step pre-hooks, the gradients
     are converted again after the last hook.
@@ -94,7 +94,7 @@ class FusedLayouts:
                 param.grad = torch.empty_like(param, dtype=grad.dtype, requires_grad=False).copy_(grad)
 
     def _replaced(self) -> bool:
-        """Return whether states were added or replaced. The comparison runs in C, because it runs before each step."""
+        """Return whether states were added or replaced. The comparison loop runs in C, because this runs each step."""
         state = self._optimizer.state
         if state is not self._states:  # `Optimizer.load_state_dict` replaces the dict
             return True

@@ -133,7 +133,7 @@ class OptimWrapper:
         """Called before each update, when `p.grad` contains the gradients of the whole accumulation window."""
         self.grad_norm: Tensor | None = None
         self.logs: Mapping[str, Tensor] = {}
-        """Values that the parts returned for logging in the last update."""
+        """Values returned by the parts for logging in the last update."""
         self.guard: _Guard | None = None
         """Checks on the device whether the loss and gradients of a step are finite; None disables the check."""
         self.finite: Tensor | None = None
@@ -262,7 +262,7 @@ class OptimWrapper:
         return self.ends_window(self._inner_count)
 
     def should_sync(self) -> bool:
-        """Return whether the next batch ends its accumulation window, so that its backward must sync gradients."""
+        """Return whether the next batch ends its accumulation window, so that backward must sync gradients."""
         return self.ends_window(self._inner_count + 1)
 
     def claim_gradients(self) -> None:
@@ -289,7 +289,7 @@ class OptimWrapper:
         return self._inner_count == self._window_start
 
     def ends_window(self, count: int) -> bool:
-        """Return whether batch number `count` (from 1) ends an accumulation window."""
+        """Return whether batch number `count` (counted from 1) ends an accumulation window."""
         in_epoch = count % self.batches_per_epoch if self.batches_per_epoch else count
         return in_epoch % self._accumulative_counts == 0 or count == self._max_counts
 
@@ -339,7 +339,7 @@ class OptimWrapper:
         """Return the context manager for autocast, which has no effect in this class."""
         return _NO_CONTEXT
 
-    # ---- for steps that implement these features themselves --------------------------------------------
+    # ---- for training steps that implement these features themselves ------------------------------------
 
     @property
     def loss_scaler(self) -> torch.amp.GradScaler | None:
@@ -390,7 +390,7 @@ class OptimWrapper:
         return {"lr": [float(group["lr"]) for group in self.param_groups]}
 
     def get_momentum(self) -> dict[str, list[float]]:
-        """Return the momentum or the first beta of each group, or 0 if it has neither."""
+        """Return the momentum or the first beta of each group, or 0 for groups that have neither."""
         values = (group.get("momentum", group.get("betas", (0.0,))) for group in self.param_groups)
         return {"momentum": [float(v[0] if isinstance(v, tuple | list) else v) for v in values]}
 
@@ -421,7 +421,7 @@ class OptimWrapper:
 
 
 def _unsupported_reason(optimizer: Optimizer) -> str | None:
-    """Return why the optimizer is not supported, and a remedy; return None if it is supported."""
+    """Return why the optimizer is not supported, with a remedy, or None if it is supported."""
     closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return (

@@ -80,7 +80,7 @@ class OptimWrapperDict(OptimWrapper):
         return {name: wrapper.state_dict() for name, wrapper in self.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore each wrapper by its name."""
+        """Restore each wrapper by name."""
         if state_dict.keys() != self.optim_wrappers.keys():
             raise ConfigError(
                 f"the optimizers are {sorted(self.keys())}, but the state contains {sorted(state_dict)}; load the "

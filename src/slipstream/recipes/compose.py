@@ -41,7 +41,7 @@ _SHORTCUTS = {
         "dataset_params.val_dataloader_params.num_workers",
     ],
 }
-# The names of the shortcuts in other tools.
+# Names that other tools use for the shortcuts.
 _SYNONYMS = {"learning_rate": "lr", "initial_lr": "lr", "max_epochs": "epochs", "num_epochs": "epochs",
              "workers": "num_workers"}  # fmt: skip
 # Keys that all recipes accept without a +, even if they do not list them.
@@ -59,9 +59,9 @@ _SUPERGRADIENTS = "super_gradients"
 def compose(
     name: str, overrides: Iterable[str] = (), config_dir: str | Path | None = None, trust: bool = False
 ) -> dict[str, Any]:
-    """Return a recipe as built-in Python values. Nothing is built, and none of the modules that it names is imported.
+    """Return a recipe as built-in Python values. No object is built, and no module in the recipe is imported.
 
-    The defaults list is followed, overrides are applied and interpolations are resolved. In the file and in overrides,
+    The defaults list is processed, overrides are applied and interpolations are resolved. In the file and in overrides,
     `training_params` is a synonym for `training_hyperparams`. The shortcuts lr, batch_size, val_batch_size, ema,
     epochs, resume and num_workers are expanded. Hydra's global state is restored, so this function also works inside a
     Hydra job.
@@ -69,8 +69,8 @@ def compose(
     Args:
         name: name of a recipe, or path of a YAML file.
         overrides: Hydra overrides: `key=value`, `group=option`, `+key=value`, `~key`.
-        config_dir: folder with your own recipes and groups, which take precedence over the built-in ones.
-        trust: whether the recipe's `hydra.searchpath` may name any package (`pkg://`), which Hydra imports.
+        config_dir: folder with your own recipes and groups, which take precedence over built-in recipes and groups.
+        trust: whether the recipe's `hydra.searchpath` may contain any package (`pkg://`), which Hydra imports.
 
     Raises:
         UnknownNameError: if a recipe, group option or key does not exist. The message suggests the nearest name.
@@ -156,7 +156,7 @@ def load(
 def _searchpath(
     path: Path, overrides: Sequence[str], config_dir: str | Path | None, trust: bool
 ) -> list[str]:
-    """Return the override that adds our folders to the recipe's search path and removes SuperGradients' package."""
+    """Return an override that adds `search_folders` to the search path and removes SuperGradients' package."""
     value = next(
         (override.partition("=")[2] for override in overrides if override.startswith("hydra.searchpath=")), ""
     )
@@ -173,7 +173,7 @@ def _searchpath(
 def hydra_overrides(
     path: Path, overrides: Iterable[str], config_dir: str | Path | None = None, trust: bool = False
 ) -> list[str]:
-    """Return the overrides with which `hydra.main` reads a recipe without creating output folders.
+    """Return overrides that make `hydra.main` read a recipe without creating output folders.
 
     The overrides that shortcuts expand to are added, so that `--cfg job` shows their effect.
 
@@ -267,7 +267,7 @@ def _check_base(raw: Mapping[str, Any], path: Path, config_dir: str | Path | Non
 
 
 def _with_references(value: Any, raw: Any) -> Any:
-    """Return `value`, in which text with environment variables (`${oc.env:NAME}` in `raw`) becomes a `Reference`."""
+    """Return `value`, with strings that contain environment variables (`${oc.env:NAME}` in `raw`) as `Reference`s."""
     if isinstance(value, dict) and isinstance(raw, dict):
         return {key: _with_references(item, raw.get(key)) for key, item in value.items()}
     if isinstance(value, list) and isinstance(raw, list):

@@ -37,7 +37,7 @@ def find_recipe(name: str, config_dir: str | Path | None = None) -> Path:
 
     Args:
         name: name of a recipe, or a path with its extension.
-        config_dir: folder with your own recipes, which take precedence over the built-in ones.
+        config_dir: folder with your own recipes, which take precedence over built-in recipes.
 
     Raises:
         UnknownNameError: if no such recipe or file exists.
@@ -86,7 +86,7 @@ def is_composed(path: Path) -> bool:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the values of one file without resolving anything, or an empty dict if it is not a mapping.
+    """Return the values in a file without resolving anything, or an empty dict if the file is not a mapping.
 
     Raises:
         ConfigError: if the file cannot be read or parsed, or exceeds the limits of `BoundedLoader`. The

@@ -16,12 +16,12 @@ _Key = tuple[Any, ...]
 
 
 def check_interpolations(tree: Mapping[str, Any], source: str) -> None:
-    """Check how many values OmegaConf would read to resolve every interpolation in `tree`.
+    """Limit the number of values that OmegaConf reads to resolve every interpolation in `tree`.
 
     Every key in the text of an interpolation counts, even in a resolver's arguments (`${oc.select:key}`).
 
     Raises:
-        ConfigError: there are more than 10,000 values; the message names `source` and the key.
+        ConfigError: if there are more than 10,000 values. The message contains `source` and the key.
     """
     costs: dict[_Key, int] = {}
 

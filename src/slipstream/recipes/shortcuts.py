@@ -29,7 +29,7 @@ _SYNONYMS = {
     "workers": "num_workers",
     "data_root": "data_root_dir",
 }
-"""The names of the shortcuts in other tools."""
+"""Names that other tools use for the shortcuts."""
 
 
 def runner_overrides(cfg: Config, overrides: Iterable[str]) -> list[str]:
@@ -40,7 +40,7 @@ def runner_overrides(cfg: Config, overrides: Iterable[str]) -> list[str]:
     configuration sets no dataset folder, `data_root_dir` is removed, and a warning is logged.
 
     Raises:
-        ConfigError: the configuration does not have the section that a shortcut sets.
+        ConfigError: if the configuration does not have the section that a shortcut sets.
     """
     replaced = []
     for override in overrides:
@@ -65,7 +65,7 @@ def runner_overrides(cfg: Config, overrides: Iterable[str]) -> list[str]:
 
 
 def hints(cfg: Config) -> dict[str, str]:
-    """Return a dict that maps all names of the shortcuts that apply to the configuration to these shortcuts."""
+    """Return a dict that maps each name of an applicable shortcut, including synonyms, to the shortcut."""
     words = {word: word for word, keys in _KEYS.items() if any(_applies(cfg, key, False) for key in keys)}
     return {**words, "ema": "ema", **{other: word for other, word in _SYNONYMS.items() if word in words}}
 
@@ -74,7 +74,7 @@ def set_ema(cfg: Config, overrides: Iterable[str]) -> list[str]:
     """Apply the shortcut `ema=True` or `ema=False`, and return the other overrides.
 
     `False` removes each `EMAHook` from the recipe. `True` enables the speed option `ema` if the recipe has no
-    `EMAHook`. Any other value is not applied, so it later causes the error for unknown keys.
+    `EMAHook`. Overrides with other values are returned unchanged, and later cause the error for unknown keys.
     """
     rest = []
     for override in overrides:
@@ -93,7 +93,7 @@ def set_ema(cfg: Config, overrides: Iterable[str]) -> list[str]:
 
 
 def _applies(cfg: Mapping[str, Any], key: str, must_exist: bool) -> bool:
-    """Return whether the section that contains the dotted `key` exists and, if `must_exist`, also the key."""
+    """Return whether the section that contains the dotted `key` exists and, if `must_exist`, whether `key` exists."""
     *parents, last = key.split(".")
     node: Any = cfg
     for parent in parents:

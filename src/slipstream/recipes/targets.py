@@ -19,7 +19,7 @@ def without_targets(value: Any, path: str = "") -> Any:
     Other `_target_` dicts configure components, and are not changed.
 
     Raises:
-        ConfigError: the arguments of a range are invalid, or the range has more than 100,000 numbers.
+        ConfigError: if the arguments of a range are invalid, or the range has more than 100,000 numbers.
     """
     if isinstance(value, list):
         return [without_targets(item, f"{path}[{index}]") for index, item in enumerate(value)]

@@ -1,4 +1,4 @@
-"""Checks of recipes before Hydra reads them: recipes are data and must not execute code or exhaust memory."""
+"""Check recipes before Hydra reads them. Recipes are data and must not execute code or exhaust memory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _CALLED = ("_target_", "()", "class", "factory")
 
 
 def check_files(path: Path, overrides: Iterable[str], folders: Iterable[Path]) -> None:
-    """Check that a recipe and the files in its defaults lists are within limits, because Hydra itself sets none.
+    """Check that a recipe and the files in its defaults lists are within limits, because Hydra itself has none.
 
     Raises:
-        ConfigError: a file is not valid YAML, or exceeds the limits on depth, aliases and interpolations.
+        ConfigError: if a file is not valid YAML, or exceeds the limits on depth, aliases and interpolations.
     """
     folders = list(folders)
     todo, seen = [(path, "")], set()
@@ -72,7 +72,7 @@ def check_search_path(entries: Iterable[str], path: Path) -> None:
     """Check the entries of a recipe's `hydra.searchpath`.
 
     Raises:
-        ConfigError: an entry makes Hydra import a package.
+        ConfigError: if an entry makes Hydra import a package.
     """
     for entry in entries:
         own = any(entry == package or entry.startswith(f"{package}.") for package in _PACKAGES)
@@ -80,7 +80,7 @@ def check_search_path(entries: Iterable[str], path: Path) -> None:
             own or entry.startswith("file://") or "://" not in entry
         ):
             raise ConfigError(
-                f"{entry} is refused, because {path} is a data file and this entry makes Hydra import code. {_TRUST}",
+                f"{entry} is rejected, because {path} is a data file and this entry makes Hydra import code. {_TRUST}",
                 "hydra.searchpath",
             )
 
@@ -89,14 +89,14 @@ def check_hydra(settings: Mapping[str, Any], path: Path) -> None:
     """Check the `hydra` section of a composed recipe before its interpolations are resolved.
 
     Raises:
-        ConfigError: the section makes Hydra import or call something, or set environment variables.
+        ConfigError: if the section makes Hydra import or call code, or set environment variables.
     """
     for key, value in _leaves(settings, "hydra"):
         called = key.rpartition(".")[2] in _CALLED and not str(value).startswith(_TARGETS)
         imported = re.search(r"ext://(?!sys\.std(?:out|err)$)", str(value)) is not None
         if called or imported or key.startswith("hydra.job.env_set."):
             raise ConfigError(
-                f"{value!r} is refused, because {path} is a data file and this key makes Hydra execute code. {_TRUST}",
+                f"{value!r} is rejected, because {path} is a data file and this key makes Hydra execute code. {_TRUST}",
                 key,
             )
 

@@ -28,7 +28,7 @@ _IMPORTABLE = (*LIBRARIES, "mmcv", "mmengine", "slipstream", "torch", "torchmetr
 
 
 def import_registered(name: str, is_registered: Callable[[Any], bool]) -> Any | None:
-    """Return the object that an import string names, or None if it does not exist or is not registered.
+    """Return the object that an import string refers to, or None if it does not exist or is not registered.
 
     The import string may come from an untrusted configuration, so objects that are not registered are not returned.
     """

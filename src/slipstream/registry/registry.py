@@ -107,7 +107,7 @@ class Registry:
 
     @contextmanager
     def switch_scope_and_registry(self, scope: str | None) -> Iterator[Registry]:
-        """Yield the registry of `scope`, or this one if none exists; the `with` block searches `scope` first.
+        """Yield the registry of `scope`, or this registry if none exists; the `with` block searches `scope` first.
 
         Args:
             scope: a library's scope; None keeps the current default scope.
@@ -181,7 +181,7 @@ class Registry:
         return self.root.holds(obj) or self._find_in_parents(name) is obj
 
     def holds(self, obj: Any) -> bool:
-        """Return whether `obj` is registered here or in a child registry, under any name, without imports."""
+        """Return whether `obj` is registered here or in a child registry, under any name, without importing modules."""
         here = any(obj is registered for registered in self.module_dict.values())
         return here or any(child.holds(obj) for child in self.children.values())
 
@@ -206,7 +206,7 @@ class Registry:
         """Return the object registered as `key`.
 
         Raises:
-            UnknownNameError: the name is neither registered nor importable; the message names the nearest entry.
+            UnknownNameError: the name is neither registered nor importable; the message suggests the nearest entry.
         """
         found = self.get(key)
         if found is None:

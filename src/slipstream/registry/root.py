@@ -51,7 +51,7 @@ def _build_model(cfg: Any, registry: Registry, default_args: Any = None) -> Any:
 
 
 def _build_optimizer(cfg: Any, registry: Registry, default_args: Any = None) -> Any:
-    """Check the options and build an optimizer. torch's optimizers accept NaN, and their errors do not name the key."""
+    """Check the options and build an optimizer. torch's optimizers accept NaN, and their errors omit the key."""
     if isinstance(cfg, Mapping):
         try:
             check_optimizer_options(cfg)

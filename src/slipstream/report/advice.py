@@ -24,7 +24,7 @@ OUTSIDE = ("other", "test")
 _WAITS = 0.05
 """Minimum fraction of time spent waiting for data that leads to a recommendation."""
 _FEWEST_STEPS = 10
-"""Minimum number of steps for recommendations; the time split of a shorter run says little about longer runs."""
+"""Minimum number of steps for recommendations; the time split of a shorter run is a poor predictor of longer runs."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Advice:
 
     @property
     def bound(self) -> float:
-        """The largest possible speedup: the training time divided by what remains of it if `share` is saved."""
+        """The largest possible speedup: the training time divided by the time that remains if `share` is saved."""
         return 1 / (1 - self.share)
 
     @property

@@ -16,7 +16,7 @@ MOST_CHARTS = 24
 
 
 def curve_charts(record: RunRecord) -> str:
-    """Return the charts of a run, or an empty string if it recorded nothing."""
+    """Return the charts of a run, or an empty string if the run recorded nothing."""
     groups = list(_groups(record))
     charts = [
         chart for title, unit, names in groups[:MOST_CHARTS] if (chart := _chart(record, title, unit, names))
@@ -63,7 +63,7 @@ def _groups(record: RunRecord) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def is_rate(name: str) -> bool:
-    """Return whether a scalar is a learning rate: `train/lr` or `train/<optimizer>.lr`, with `/<group>` or without."""
+    """Return whether a scalar is a learning rate: `train/lr` or `train/<optimizer>.lr`, optionally with `/<group>`."""
     kind, _, rest = name.partition("/")
     optimizer = rest.partition("/")[0]
     return kind == "train" and (optimizer == "lr" or optimizer.endswith(".lr"))

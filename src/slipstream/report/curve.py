@@ -70,7 +70,7 @@ class Curve:
             del getattr(self, name)[kept:]
 
     def points(self, most: int) -> Curve:
-        """Return a curve with at most `most` points (at least 2), merged from this one."""
+        """Return a curve with at most `most` points (at least 2), merged from this curve."""
         merged = Curve(max(self.limit, len(self) + 1), **{name: list(getattr(self, name)) for name in _LISTS})
         while len(merged) > max(most, 2):
             merged._merge()
@@ -97,7 +97,7 @@ class Curve:
         """Return the curve written by `to_json`.
 
         Raises:
-            DataError: `data` has a different structure; the message names `path`.
+            DataError: `data` has a different structure; the message contains `path`.
         """
         if not isinstance(data, Mapping):
             raise DataError(f"{path} must be an object, not {type(data).__name__}")

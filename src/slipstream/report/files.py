@@ -19,13 +19,13 @@ _LARGEST = 64 * 2**20
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Return the record of a run: its `report.json`, or what its log files contain if there is none.
+    """Return the record of a run, read from `report.json` or, if this file does not exist, from the log files.
 
     A record with the status `incomplete` is read again from the log files, because the run may have continued.
 
     Raises:
-        DataError: a file is damaged, is not a regular file, or is not readable. The message names the file and the
-            remedy.
+        DataError: a file is damaged, is not a regular file, or is not readable. The message contains the file and
+            the remedy.
     """
     path = folder / JSON
     check_file(path)

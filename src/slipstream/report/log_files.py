@@ -192,5 +192,5 @@ def _add_line(record: RunRecord, line: dict[str, Any]) -> None:
 
 
 def _count(value: Any) -> int | None:
-    """Return a number of steps or epochs, or None if `value` is not one."""
+    """Return `value` if it is a valid number of steps or epochs, otherwise None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53 else None

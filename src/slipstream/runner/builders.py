@@ -62,7 +62,7 @@ def build_optim(model: nn.Module, cfg: Any) -> OptimWrapper:
 
     Raises:
         ConfigError: `cfg` is none of these, or the optimizer was created before the model was sharded.
-        ModelError: the model has no trainable parameter.
+        ModelError: the model has no trainable parameters.
     """
     optim = _optim(model, cfg)
     if mesh_of(model) is not None and not any(is_sharded(p) for g in optim.param_groups for p in g["params"]):
@@ -100,7 +100,7 @@ def build_schedulers(cfg: Any, optim: OptimWrapper, loop: BaseLoop, scaled: bool
     """Return the list of schedulers, or a dict of lists for an `OptimWrapperDict`.
 
     Args:
-        cfg: one or several schedulers or configurations, or a dict from the names of optimizers to schedulers.
+        cfg: one or more schedulers or configurations, or a dict that maps optimizer names to schedulers.
         optim: the optimizer wrapper.
         loop: the training loop.
         scaled: whether `auto_scale_lr` has changed the learning rates.
@@ -129,7 +129,7 @@ def _check_created_later(cfg: Any) -> None:
         if part is not None and (not isinstance(part, Mapping) or "scheduler" in part):
             raise ConfigError(
                 "a scheduler object was created before auto_scale_lr scaled the learning rates, so it would restore "
-                "the unscaled ones; pass a configuration (a dict with a 'type'), or scale the learning rates yourself",
+                "the unscaled rates; pass a configuration (a dict with a 'type'), or scale the learning rates yourself",
                 "param_scheduler",
             )
         if isinstance(part, Mapping) and "type" not in part:

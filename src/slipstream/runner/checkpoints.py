@@ -40,7 +40,7 @@ __all__ = ["Checkpoints"]
 
 
 class Checkpoints:
-    """Saves, loads and resumes the state of a run. The Runner's methods document the arguments.
+    """Saves, loads and resumes the state of a run. The arguments are documented in the Runner's methods.
 
     Args:
         runner: the run.
@@ -64,7 +64,7 @@ class Checkpoints:
         self.resuming = False
         """Whether the run is being resumed from a checkpoint, so that hooks restore their state from it."""
         self.resumed_from: Path | None = None
-        """The checkpoint that the run was resumed from."""
+        """The checkpoint from which the run was resumed, or None."""
         self.random_state: dict[str, Any] | None = None
         """The random state to restore just before the next step."""
 
@@ -309,6 +309,6 @@ class Checkpoints:
             )
 
     def close(self) -> None:
-        """Wait for the last checkpoint. A failure is only logged, so that it does not replace the run's own error."""
+        """Wait for the last checkpoint. A failure is only logged, so that it does not mask an error of the run."""
         self._wait_or_log()
         self._writer.close()

@@ -33,7 +33,7 @@ _NOTES = {
     ),
     "device-side assert triggered": (
         "(an index on the device is out of range, often a target that is not one of the network's classes; to "
-        "see the target in the error message, run on the CPU, with CUDA_VISIBLE_DEVICES='')"
+        "see the target in the error message, run on the CPU with CUDA_VISIBLE_DEVICES='')"
     ),
 }
 """Maps a part of torch's error message to a note for errors with this message."""
@@ -76,7 +76,7 @@ def warn_of_single_sample(model: nn.Module, loader: DataLoader[Any], warn: Calla
 
 
 def warn_of_unknown_length(runner: Runner) -> None:
-    """Warn if the end of the run, which is not known in advance, affects accumulation or checkpoints."""
+    """Warn if accumulation or checkpoints depend on the length of the run, and the length is unknown."""
     if runner.knows_length:
         return
     counts = runner.optim_wrapper.accumulative_counts if runner.optim_wrapper is not None else 1

@@ -91,7 +91,7 @@ class FolderLock:
 
 
 def _unlock(file: IO[str]) -> None:
-    """Release the lock, also for the child processes that share it."""
+    """Release the lock, including for child processes that share it."""
     import fcntl
 
     fcntl.flock(file, fcntl.LOCK_UN)
@@ -112,9 +112,9 @@ def _holder() -> str:
 
 
 def _is_running(holder: str) -> bool:
-    """Return whether the process that the text from `_holder` names may still be running."""
+    """Return whether the process described by `holder` (from `_holder`) may still be running."""
     words = holder.split(" ")
-    if len(words) < 4:  # the holder has not yet written its text
+    if len(words) < 4:  # the lock holder has not written this text yet
         return False
     if words[3] != socket.gethostname():
         return True

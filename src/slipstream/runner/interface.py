@@ -20,7 +20,7 @@ from slipstream.step.eager import Losses, sum_losses
 __all__ = ["LossArgument", "ModelInterface", "PlainModel", "build_interface"]
 
 LossArgument = LossFunction | Mapping[str, Any] | Literal["model"] | None
-"""The Runner's argument `loss_fn`."""
+"""The Runner's `loss_fn` argument."""
 
 
 class ModelInterface:
@@ -163,12 +163,12 @@ class PlainModel(ModelInterface):
 def build_interface(
     model: nn.Module, loss_fn: LossArgument, preprocessor: Any, device: torch.device
 ) -> ModelInterface:
-    """Return the interface of the Runner's model, which `build_model` has accepted.
+    """Return the interface of the Runner's model, which `build_model` has validated.
 
     Args:
         model: the model, wrapped if there are several processes.
         loss_fn: a function or its configuration; `'model'` for a model that returns its loss, None for a `BaseModel`.
-        preprocessor: the Runner's argument `data_preprocessor`.
+        preprocessor: the Runner's `data_preprocessor` argument.
         device: the device of the model.
 
     Raises:

@@ -46,7 +46,7 @@ class LazyLoops:
             raise ConfigError(f"{call} requires {', '.join(others)} and {last}", "Runner")
 
     def get(self, mode: str) -> Any:
-        """Return the loop for `mode`, or None if the arguments do not define it; the first call builds it."""
+        """Return the loop for `mode`, or None if the arguments do not define the loop. The first call builds it."""
         loop = self._loops[mode]
         if isinstance(loop, Mapping):
             try:

@@ -29,7 +29,7 @@ class Limits:
     """The Runner's arguments that set the two limits."""
 
     def apply(self, loader: DataLoader[Any], mode: str, name: str) -> DataLoader[Any]:
-        """Return `loader`, limited to the number of batches that is set for the mode of its loop.
+        """Return `loader`, limited to the maximum number of batches for this mode.
 
         Raises:
             ConfigError: the loader does not support a limit.

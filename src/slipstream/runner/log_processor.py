@@ -102,7 +102,7 @@ class LogProcessor:
             parts.append(f"memory: {memory}")
         if mode == "val":
             histories = dict(_of_mode(runner.message_hub.log_scalars.items(), mode))
-            # The values of metrics, and those from a checkpoint, belong to an earlier validation.
+            # Metric values, and values restored from a checkpoint, belong to an earlier validation.
             old = [name for name, history in histories.items() if not (history.averaged and history.total)]
             shown = {k: v for k, v in shown.items() if k.startswith("loss") and k not in old}
         if mode != "test":
@@ -186,7 +186,7 @@ class LogProcessor:
 def _unique(histories: Mapping[str, HistoryBuffer], mode: str, name: str) -> str:
     """Return the name of a metric with its mode if training records a scalar with the same name, such as `loss`.
 
-    Otherwise, a tracker shows both in one curve, although one is logged per epoch and the other per step.
+    Otherwise, a tracker would show both in one curve, although one is logged per epoch and the other per step.
     """
     metric = histories.get(f"{mode}/{name}")
     collides = metric is not None and not metric.averaged and f"train/{name}" in histories

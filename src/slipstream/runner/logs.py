@@ -82,7 +82,7 @@ def open_logs(
 
     Args:
         name: the name of the run.
-        arguments: the Runner's arguments, of which `log_level`, `log_processor` and `visualizer` are read.
+        arguments: the Runner's arguments; only `log_level`, `log_processor` and `visualizer` are read.
         by_epoch: whether training is epoch-based.
         redactor: removes secrets from the log.
     """

@@ -78,7 +78,7 @@ class BaseLoop:
 
     @property
     def _name(self) -> str:
-        """The name of the Runner's argument that sets the loader."""
+        """Name of the Runner argument that specifies the loader."""
         return f"{self.mode}_dataloader"
 
     def run(self) -> Any:
@@ -163,7 +163,7 @@ class _TrainLoop(BaseLoop):
 
     @property
     def val_interval(self) -> int:
-        """Number of epochs or iterations between two validation runs, at the current progress."""
+        """Number of epochs or iterations between two validation runs, at the current point in training."""
         return self._intervals[bisect.bisect_right(self._milestones, self._progress) - 1]
 
     @property
@@ -291,12 +291,12 @@ class _TrainLoop(BaseLoop):
         phases.end_step()
 
     def _run_missed_validation(self) -> None:
-        """Validate if validation was due but not complete when the run stopped or wrote the resumed checkpoint."""
+        """Validate if validation was due but incomplete when the run stopped or wrote the resumed checkpoint."""
         if not self._validated:
             self._runner.checkpoints.restore_random_state()
             self._validate()
-            # In the middle of an epoch, the loader had drawn its random numbers before the checkpoint was written. When
-            # it starts again, it draws them again, so restore this state after the loader has started.
+            # In the middle of an epoch, the loader had drawn its random numbers before the checkpoint was written. A
+            # restarted loader draws them again, so restore this state after the loader has started.
             self._runner.checkpoints.random_state = get_random_state()
 
     def _validate(self) -> None:
@@ -360,7 +360,7 @@ class _TrainLoop(BaseLoop):
 
 @LOOPS.register_module()
 class EpochBasedTrainLoop(_TrainLoop):
-    """Train for `max_epochs` passes over the data. Without a length, an epoch ends when the loader ends.
+    """Train for `max_epochs` passes over the data. If the loader has no length, an epoch ends when it is exhausted.
 
     Args:
         runner: the Runner that owns the loop.
@@ -517,7 +517,7 @@ class _EvalLoop(BaseLoop):
     Args:
         runner: the Runner that owns the loop.
         dataloader: a loader or its configuration.
-        evaluator: an `Evaluator`, the metrics to build one from, or `'loss'` for the mean losses.
+        evaluator: an `Evaluator`, its metrics, or `'loss'` for the mean losses.
         fp16: run under autocast with the device's default lower-precision dtype.
     """
 

@@ -46,7 +46,7 @@ def read_plan(arguments: Mapping[str, Any], cfg: Mapping[str, Any]) -> SpeedPlan
 
 
 def _check_params(params: Any) -> None:
-    """Check that `training_params` has only speed options, because a Runner ignores SuperGradients' other keys."""
+    """Check that `training_params` contains only speed options, because a Runner ignores SuperGradients' other keys."""
     for key in params if isinstance(params, Mapping) else ():
         if key not in PARAMS_OPTIONS:
             raise UnknownNameError(
@@ -58,7 +58,7 @@ def _check_params(params: Any) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A Runner's model, to which the speed options have been applied, and the plan."""
+    """A Runner's model with the speed options applied, and the plan."""
 
     capabilities: Capabilities
     plan: SpeedPlan

@@ -115,7 +115,7 @@ def _latest(work_dir: str) -> tuple[list[Path], str | None]:
 
 
 def _intact(path: Path) -> tuple[dict[str, Any], CheckpointError | None]:
-    """Return the checkpoint's `meta` entry, or the reason why the checkpoint is not intact; the same on all ranks."""
+    """Return, identically on all ranks, the checkpoint's `meta` entry or the reason why it is not intact."""
     found: list[Any] = [{}, None]
     try:
         _check_access(path)
@@ -140,7 +140,7 @@ def _check_access(path: Path) -> None:
 def read_if_intact(
     model: nn.Module, path: Path
 ) -> tuple[dict[str, Any], None] | tuple[None, CheckpointError]:
-    """Return a checkpoint for the unwrapped `model`, or the reason why a rank cannot read it; the same on all ranks."""
+    """Return a checkpoint for the unwrapped `model`, or, on all ranks, the reason why a rank cannot read it."""
     problem = checkpoint = None
     try:
         _check_access(path)
@@ -160,7 +160,7 @@ def init_weights(model: nn.Module, call: bool = True) -> None:
 
     Args:
         model: the unwrapped model.
-        call: whether to call the model's method `init_weights`, if it has one.
+        call: whether to call the model's `init_weights` method, if it has one.
     """
     call = call and hasattr(model, "init_weights")
     if not call and not needs_pretrained(model):
@@ -169,7 +169,7 @@ def init_weights(model: nn.Module, call: bool = True) -> None:
         if call:
             model.init_weights()  # type: ignore[operator]
         load_pretrained(model)
-        # Broadcast again, because the wrapper did this before the initialization.
+        # Broadcast again, because the wrapper broadcast the weights before they were initialized.
         for tensor in chain(model.parameters(), model.buffers()):
             broadcast(tensor.detach())
 
@@ -252,8 +252,8 @@ def sampler_states(loader: Any) -> dict[str, Any]:
 def restore_samplers(loader: DataLoader[Any], meta: Mapping[str, Any], source: Any) -> None:
     """Restore the generators of the loader's sampler.
 
-    The checkpoint contains what `sampler_states` has returned on each rank. If the number of processes has changed, all
-    processes use the states of rank 0.
+    The checkpoint contains the states that `sampler_states` returned on each rank. If the number of processes has
+    changed, all processes use the states of rank 0.
 
     Raises:
         CheckpointError: a state does not belong to its generator; no generator is changed.

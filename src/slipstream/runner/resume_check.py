@@ -33,10 +33,10 @@ _DEFAULTS = ("seed", "inner_samples", "samples_per_step", "validated", "random_s
 
 
 def check_content(checkpoint: Mapping[str, Any], source: Any) -> None:
-    """Check the types and ranges of the entries, and that there is a training position.
+    """Check the types and ranges of the entries, and that the checkpoint contains a training position.
 
     Raises:
-        CheckpointError: an entry does not match; the message names its key.
+        CheckpointError: an entry does not match; the message contains its key.
     """
     check(checkpoint, RESUMED, source)
     meta = checkpoint.get("meta", {})
@@ -86,7 +86,7 @@ def check_matches(
             for name in gradients:
                 if name not in parameters:
                     raise CheckpointError(
-                        f"{source}: '{where}.{name}' belongs to no parameter of the model; resume with the same model"
+                        f"{source}: '{where}.{name}' matches no parameter of the model; resume with the same model"
                     )
             check_tensors(parameters, gradients, where, source, warn, layouts=False)
         check_comm_hook_state(model, checkpoint.get("comm_hook", {}), source)
@@ -151,7 +151,7 @@ def _check_schedulers(own: Any, saved: Any, where: str, source: Any) -> None:
             f"configuration has {len(own)}; resume with the same param_scheduler, or start a new run with load_from"
         )
     for index, (scheduler, state) in enumerate(zip(own, saved, strict=True)):
-        # Not compared, because different attributes have changed at different steps.
+        # Exclude `attributes`, because different attributes may have changed at different steps.
         form = {key: value for key, value in scheduler.state_dict().items() if key != "attributes"}
         check_like(form, state, f"{where}[{index}]", source)
         if hasattr(scheduler, "check_attributes"):

@@ -1,4 +1,4 @@
-"""Go back to the last good checkpoint of a run after a fault, and skip the batches that caused the fault."""
+"""Roll back to the last good checkpoint of a run after a fault, and skip the batches that caused the fault."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _REMEMBERED = 100
 _LISTED = 1000
 """Maximum number of sample indices in a message."""
 _DESCRIBED = 20
-"""Maximum number of left-out batches whose samples are logged."""
+"""Maximum number of skipped batches whose samples are logged."""
 
 
 class Passes:
@@ -84,16 +84,16 @@ class Rollback:
 
     A checkpoint is written only after all losses up to its step have been read and all weights have been checked, so a
     checkpoint from before the first bad loss is usually good. A non-finite or high loss can be caused by its own batch,
-    or by the previous update. Therefore, the run leaves out the batches of the step with the bad loss and of the step
-    before it. With gradient accumulation, it leaves out the accumulation window that contains the bad loss, and the
-    window before it.
+    or by the previous update. Therefore, the run skips the batches of the step with the bad loss and of the
+    preceding step. With gradient accumulation, the run skips the accumulation window that contains the bad loss, and
+    the preceding window.
 
     A checkpoint that was written between the bad update and the bad loss contains weights that are large but finite. In
-    this case, the next loss after the rollback is also bad. Therefore, if a fault occurs directly after left-out steps,
-    the run also leaves out the update before these steps, and goes back to a checkpoint from before this update. If
-    there is no such checkpoint, the newest one is used again, until `max_rollbacks` is reached.
+    this case, the next loss after the rollback is also bad. Therefore, if a fault occurs directly after skipped steps,
+    the run also skips the update before these steps, and rolls back to a checkpoint from before this update. If no
+    such checkpoint exists, the newest checkpoint is used again, until `max_rollbacks` is reached.
 
-    A batch that is left out still counts as a step: iterations, epochs, schedules and the order of the data stay the
+    A skipped batch still counts as a step: iterations, epochs, schedules and the order of the data stay the
     same as in a run without a fault. The accumulation window that contains it makes no update.
 
     Args:
@@ -108,7 +108,7 @@ class Rollback:
         self._count = 0
         self._ranges: list[tuple[int, int]] = []
         self.left_out: frozenset[int] = frozenset()
-        """Numbers of the steps (from 1) whose batches are left out."""
+        """Numbers of the steps (from 1) whose batches are skipped."""
 
     # ---- what to recover from --------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class Rollback:
 
     @property
     def oldest(self) -> int | None:
-        """The iteration of the oldest checkpoint to which the run can go back, or None if there is no checkpoint."""
+        """The iteration of the oldest checkpoint to which the run can roll back, or None if there is no checkpoint."""
         if not self._policies:
             return None
         return min((iteration for iteration, path in self._saved if path.exists()), default=None)
@@ -146,7 +146,7 @@ class Rollback:
         self._saved = deque((*kept, (iteration, path)), maxlen=_REMEMBERED)
 
     def agree(self, error: NonFiniteLossError | None) -> NonFiniteLossError | None:
-        """Return the earliest error among all ranks, the same on every rank. All ranks must call this method."""
+        """Return the earliest error on any rank, which is the same for all ranks. All ranks must call this method."""
         if get_world_size() == 1:
             return error
         own = None if error is None else (error.iteration or 0, str(error), error.located)
@@ -159,10 +159,10 @@ class Rollback:
     # ---- recover -----------------------------------------------------------------------------------------
 
     def recover(self, error: Fault) -> None:
-        """Restore the last good checkpoint, and leave out the batches that caused `error`. All ranks must call this.
+        """Restore the last good checkpoint, and skip the batches that caused `error`. All ranks must call this method.
 
         Raises:
-            NonFiniteLossError, LossSpikeError: there is no good checkpoint, or the run was rolled back too often.
+            NonFiniteLossError, LossSpikeError: there is no good checkpoint, or the run has been rolled back too often.
             CheckpointError: a checkpoint cannot be restored.
         """
         runner, policy = self._runner, self._policies[type(error)]
@@ -182,7 +182,7 @@ class Rollback:
         target = self._choose(error.iteration - 1, first - 1 if earlier else error.iteration - 1)
         if target is None:
             error.args = (
-                f"{error}. The run cannot go back, because no complete checkpoint from before iteration "
+                f"{error}. The run cannot be rolled back, because no complete checkpoint from before iteration "
                 f"{error.iteration} exists; save checkpoints more often (default_hooks.checkpoint.interval)",
             )
             raise error
@@ -199,11 +199,11 @@ class Rollback:
         runner.call_hook("after_rollback")
 
     def _range(self, error: Fault, skip_before: int) -> tuple[int, int, bool]:
-        """Return the first and the last step to leave out, and whether the fault directly follows left-out steps.
+        """Return the first and the last step to skip, and whether the fault directly follows skipped steps.
 
-        A fault that follows left-out steps may be caused by the update before them, if it made the weights large but
-        finite. In this case, a checkpoint from after this update is not good, so the run goes back further, and also
-        leaves out this update.
+        A fault that follows skipped steps may be caused by the update before them, if that update made the weights
+        large but finite. In this case, a checkpoint from after this update is not good, so the run rolls back further
+        and also skips this update.
         """
         assert error.iteration is not None
         optim = self._runner.optim_wrapper
@@ -277,7 +277,7 @@ class Rollback:
             if is_main_process():  # if the run is killed now, it must not resume from a newer checkpoint
                 mark_last_checkpoint(runner.work_dir, path)
 
-    # ---- batches that are left out ----------------------------------------------------------------------
+    # ---- skipped batches ---------------------------------------------------------------------------------
 
     def _set(self, ranges: Sequence[tuple[int, int]], count: int) -> None:
         self._ranges, self._count = list(ranges), count
@@ -297,13 +297,12 @@ class Rollback:
             if info is not None:
                 runner.logger.warning(
                     "The checkpoint's list of rollbacks is damaged and is ignored, so the batches that the rollbacks "
-                    "left out are used again"
+                    "skipped are used again"
                 )
             return
         if info["samples_per_step"] != runner.samples_per_step and info["left_out"]:
             runner.logger.warning(
-                "The batch size has changed since the run was rolled back, so the batches that were left out are used "
-                "again"
+                "The batch size has changed since the run was rolled back, so the skipped batches are used again"
             )
             info = {**info, "left_out": []}
         self._set([(first, last) for first, last in info["left_out"]], info["count"])

@@ -1,4 +1,4 @@
-"""The context managers in which a Runner is built, trains and evaluates, and the release of resources after a run."""
+"""Context managers for building, training and evaluating with a Runner, and for releasing resources after a run."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["RunContext"]
 
 
 class RunContext:
-    """The context managers in which a Runner is built, trains and evaluates.
+    """Context managers for building, training and evaluating with a Runner.
 
     Each Runner keeps its own random state, so several Runners in one process do not affect each other.
 
     Args:
         runner: the Runner.
-        user_cfg: the configuration to which the paths in errors refer.
+        user_cfg: the configuration that paths in errors refer to.
         scope: the registry scope to search first.
         redactor: removes secrets from errors.
     """
@@ -47,17 +47,17 @@ class RunContext:
 
     @contextmanager
     def constructing(self) -> Iterator[None]:
-        """The context of the Runner's constructor; on exit, it stores the random state."""
+        """Context manager for the Runner's constructor; stores the random state on exit."""
         with self._building():
             yield
         self._random_state = get_random_state()
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """The context of a training run.
+        """Context manager for a training run.
 
         Raises:
-            ConfigError: this Runner is already running, or an earlier training run ended inside an epoch.
+            ConfigError: this Runner is already running, or an earlier training run ended in the middle of an epoch.
         """
         if self._active:
             raise ConfigError("train() cannot be called by a hook while its Runner is running", "Runner")
@@ -79,9 +79,9 @@ class RunContext:
 
     @contextmanager
     def evaluating(self) -> Iterator[bool]:
-        """The context of validation or testing; on exit, it restores the random state.
+        """Context manager for validation or testing; restores the random state on exit.
 
-        Inside another run, it also restores the modules' modes and the averaged weights, even after an error.
+        Inside another run, the modules' modes and the averaged weights are also restored, even after an error.
 
         Returns:
             False inside another run; see `running`.
@@ -106,7 +106,7 @@ class RunContext:
         """Activate the run's logger, hub and options; close log files and hooks on exit, even after an error.
 
         Returns:
-            False inside another run of this Runner, where this context has no effect.
+            False inside another run of this Runner, where this context manager has no effect.
         """
         if self._active:
             yield False
@@ -154,7 +154,7 @@ class RunContext:
             yield
 
     def _close(self) -> None:
-        """Release everything that a run holds, even if one of the calls fails."""
+        """Release all resources of a run, even if one of the calls fails."""
         runner = self._runner
         with ExitStack() as stack:  # calls the functions in reverse order
             stack.callback(runner.logger.close)

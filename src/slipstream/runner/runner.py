@@ -270,7 +270,7 @@ class Runner:
 
     @property
     def max_iters(self) -> int:
-        """Total number of training steps, which is very large if it is not known (see `knows_length`)."""
+        """Total number of training steps; a very large number if it is unknown (see `knows_length`)."""
         return self.loops.count("max_iters", 1)
 
     @property
@@ -318,7 +318,7 @@ class Runner:
         """Train and return the model. First, initialize all weights that have not been loaded.
 
         Raises:
-            ConfigError: an earlier call has ended inside an epoch, or a hook of this Runner calls this method.
+            ConfigError: an earlier call ended in the middle of an epoch, or a hook of this Runner calls this method.
         """
         self.loops.require("train")
         with self._context.training():
@@ -362,21 +362,22 @@ class Runner:
         To use the result, build a new Runner with `speed=result.speed`.
 
         Args:
-            budget: time limit: a number of seconds, or a text such as `5m` or `1h30m`.
+            budget: time limit: a number of seconds, or a string such as `5m` or `1h30m`.
             options: names of `slipstream.tune.OPTIONS` to measure; None means all.
-            cache: whether to return the stored result of an equal configuration on an equal machine.
+            cache: whether to return the stored result of an identical configuration on an identical machine.
             report: called with each row as soon as it is measured.
 
         Raises:
-            ConfigError: the budget is too short for one trial, an argument is invalid, or this Runner does not train.
-            SlipstreamError: the configuration does not train.
+            ConfigError: the budget is too short for one trial, an argument is invalid, or this Runner is not
+                set up for training.
+            SlipstreamError: training fails with this configuration.
         """
         from slipstream.tune.api import tune_config
 
         return tune_config(self._user_cfg, budget, options, self.model_name, cache, report)
 
     def stored_tuning(self) -> TuneResult | None:
-        """Return the stored result of `tune` for this configuration and machine; None if nothing was adopted."""
+        """Return the stored result of `tune` for this configuration and machine; None if no option was adopted."""
         from slipstream.tune.api import stored_result
 
         return stored_result(self._user_cfg)
@@ -384,7 +385,7 @@ class Runner:
     def val(self) -> dict[str, float]:
         """Validate and return the metrics. The Runner's random state does not change.
 
-        Inside a hook, this method does not call `before_run` and `after_run`.
+        When called from a hook, this method does not call `before_run` and `after_run`.
         """
         return self._evaluate("val")
 
@@ -416,7 +417,7 @@ class Runner:
             self.scale_lr(self.optim_wrapper, self._training["auto_scale_lr"])
             schedulers, scaled = self._training["param_scheduler"], self._training["auto_scale_lr"].enable
             self.param_schedulers = builders.build_schedulers(schedulers, self.optim_wrapper, loop, scaled)
-        self.loops.get("val")  # this call builds the validation loop
+        self.loops.get("val")  # builds the validation loop
 
     def scale_lr(
         self, optim_wrapper: OptimWrapper, auto_scale_lr: AutoScaleLr | Mapping[str, Any] | None
@@ -460,11 +461,11 @@ class Runner:
         """Resume training with the step after the checkpoint.
 
         Before `train`, this method builds the optimizer, the schedulers and the loops, and calls `before_run`. As with
-        the argument `resume`, the run then uses the checkpoint's seed.
+        the `resume` argument, the run then uses the checkpoint's seed.
 
         Raises:
             CheckpointError: an entry of the checkpoint is missing, invalid, or belongs to a different run. The message
-                names its key. Nothing is changed in the run, unless the message says so.
+                contains its key. The run is unchanged unless the message states otherwise.
         """
         self.loops.require("train")
         with self._context.running() as outermost:

@@ -42,9 +42,9 @@ __all__ = [
 ]
 
 LoaderArgument = DataLoader[Any] | DataLoaderCfg | LimitedLoaderCfg | AnyMapping | Sequence[Any] | None
-"""The Runner's arguments `train_dataloader`, `val_dataloader` and `test_dataloader`."""
+"""The Runner's `train_dataloader`, `val_dataloader` and `test_dataloader` arguments."""
 OptimArgument = OptimWrapper | Optimizer | OptimWrapperCfg | Mapping[str, OptimWrapper] | AnyMapping | None
-"""The Runner's argument `optim_wrapper`."""
+"""The Runner's `optim_wrapper` argument."""
 
 DEFAULT_HOOKS: Mapping[str, Mapping[str, Any]] = {
     "runtime_info": {"type": "RuntimeInfoHook"},
@@ -83,7 +83,7 @@ _TYPES: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class AutoScaleLr:
-    """Options of the Runner's argument `auto_scale_lr`."""
+    """Options of the Runner's `auto_scale_lr` argument."""
 
     enable: bool = False
     """Whether to scale the learning rates."""
@@ -151,7 +151,7 @@ def _is_checkpoint_hook(hook: Any) -> bool:
 
 
 def display_hooks(logger: MMLogger) -> list[Hook]:
-    """Return a list with the hook that shows a run on rank 0 in a notebook or on a terminal; elsewhere, it is empty."""
+    """Return a list with the hook that displays a run in a notebook or terminal on rank 0; otherwise an empty list."""
     if not is_main_process():
         return []
     if in_notebook():
@@ -170,7 +170,7 @@ def unread_keys(cfg: Iterable[str], known: list[str]) -> Iterator[str]:
 
 
 def loop_options(mode: str, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the configuration of the loop for `mode`, or None if `arguments` defines no such loop.
+    """Return the configuration of the loop for `mode`, or None if `arguments` do not define this loop.
 
     Raises:
         ConfigError: only some of the mode's three arguments are set, or the loop's type is ambiguous.
@@ -215,7 +215,7 @@ def _train_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_loop_path(error: ConfigError, mode: str) -> None:
-    """Prefix `error.path` with the name of the Runner's argument to which the loop option belongs."""
+    """Prefix `error.path` with the name of the Runner argument that the loop option belongs to."""
     loader, cfg_name, third = TRIPLES[mode]
     head = re.split(r"[.\[]", error.path)[0]
     if head == "metrics":  # the Evaluator's name for the argument `evaluator`

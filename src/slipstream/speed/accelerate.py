@@ -90,7 +90,7 @@ def accelerate(
             of an epoch then ends with the epoch. If this window is smaller, its losses are divided by its own size. By
             default, a window continues with the first batches of the next epoch.
         compute_loss: `compute_loss(model, batch)`, for other losses, such as those that use several models. This
-            function must call the model that it receives. It returns the same values as `loss_fn`.
+            function must call the model that it receives. Its return value has the same form as that of `loss_fn`.
 
     Raises:
         ConfigError: an option is invalid or not supported by this function, or there are several processes and the
@@ -116,8 +116,8 @@ def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Check that `optimizer` is a torch optimizer for the model's parameters.
 
     Raises:
-        ConfigError: `optimizer` has a different type, or contains none of the model's parameters. With several
-            processes, it contains a parameter that is not in the model.
+        ConfigError: `optimizer` has a different type, contains none of the model's parameters, or, with several
+            processes, contains a parameter that is not in the model.
     """
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
@@ -175,7 +175,7 @@ def _check_devices(optimizer: Optimizer, model: nn.Module, device: torch.device)
 
 
 def _move_state(optimizer: Optimizer) -> None:
-    """Move the optimizer state to the devices of its parameters, in case the model was moved after optimizer steps."""
+    """Move the optimizer state to the devices of the parameters, in case the model was moved after optimizer steps."""
     for param, values in optimizer.state.items():
         for name, value in values.items():
             if isinstance(value, Tensor) and value.ndim:  # step counts (0-dim) may be on the CPU
@@ -231,7 +231,7 @@ class TrainStep:
         if isinstance(self._step, GraphStep):
             self._exit.callback(self._step.close)
         self.average: BaseAveragedModel | None = None
-        """The averaged weights, if the plan has `ema`."""
+        """The averaged weights, if the plan sets `ema`."""
         if isinstance(plan.ema, EmaOptions):
             self._add_average(plan.ema, total_steps)
 
@@ -298,7 +298,7 @@ class TrainStep:
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
-        """Swap the averaged weights into the unwrapped model inside the context, if the plan has `ema`."""
+        """Swap the averaged weights into the unwrapped model inside the context, if the plan sets `ema`."""
         core = unwrap_model(self.model)
         with ExitStack() as stack:
             if self.average is not None and self.average.steps:
@@ -324,7 +324,7 @@ class TrainStep:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state from `state_dict`, including the gradients of an unfinished accumulation window.
+        """Load a state returned by `state_dict`, including the gradients of an unfinished accumulation window.
 
         Raises:
             CheckpointError: an entry is missing, invalid, or belongs to a different model or optimizer. Nothing is
@@ -346,7 +346,7 @@ class TrainStep:
         self.optim.unfinished = state.get("unfinished", self.optim.unfinished)
 
     def _other_tensors(self) -> list[Tensor]:
-        """Return the tensors outside the model that training can change: of the optimizer and of `loss_fn`."""
+        """Return the tensors of the optimizer and `loss_fn` that training can change and that are not in the model."""
         found: list[Tensor] = list(self.optim.parameters())
         if self._loss_module is not None:
             found += [*self._loss_module.parameters(), *self._loss_module.buffers()]
@@ -354,7 +354,7 @@ class TrainStep:
         return [tensor for tensor in dict.fromkeys(found) if tensor not in inside]
 
     def save(self, path: str | Path, **values: Any) -> None:
-        """Save everything that `load` needs to continue training in one file. All processes must call this method.
+        """Save all state that is required to resume training to one file. All processes must call this method.
 
         This includes the model, the state of `state_dict`, and the random states of torch, NumPy and Python. The file
         is written atomically, and its entry `state_dict` contains the model's weights.
@@ -371,7 +371,7 @@ class TrainStep:
         save_step(self, path, values)
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Load a file that `save` wrote, and return its `values`. No code in the file is executed.
+        """Load a file written by `save`, and return its `values`. No code in the file is executed.
 
         Raises:
             CheckpointError: the file is damaged, or belongs to a different model or optimizer. Nothing is changed.
@@ -382,7 +382,7 @@ class TrainStep:
         """Check that `state` belongs to this step.
 
         Args:
-            state: a state from `state_dict`.
+            state: a state returned by `state_dict`.
             source: name of the state in error messages.
 
         Raises:

@@ -76,7 +76,7 @@ def checkpoint_activations(model: nn.Module, how: ActivationCheckpointingOptions
             repeated blocks.
     """
     chosen = _outermost(model, _chosen(model, how.modules))
-    # torch warns that in-place operations may change stored results, but here they do not; a test checks this.
+    # torch warns that in-place operations may change stored results. They do not in this case, as a test verifies.
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_about_context_fn)
     for module in chosen.values():
         if not is_recomputed(module):
@@ -126,7 +126,7 @@ def is_recomputed(module: nn.Module) -> bool:
 def _recomputed(
     module: nn.Module, forward: Callable[..., Any], offload: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    """Checkpoint a call to `forward`, which is replaced by a `partial` of this function, because it can be pickled."""
+    """Checkpoint a call to `forward`, which is replaced by a `partial` of this function (a partial can be pickled)."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     # Pass keyword arguments as positional inputs, because torch searches only these for tensors to offload and for
@@ -149,7 +149,7 @@ def _recomputed(
 
 
 def _without_first(block: Callable[..., Any], first: Tensor | None, *inputs: Any) -> Any:
-    """Call `block` without the argument `first`, which only tells torch which device's random state to save."""
+    """Call `block` without `first`, which is passed only so that torch saves the random state of its device."""
     return block(*inputs)
 
 

@@ -81,8 +81,8 @@ def prepare_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn
 def to_device(model: nn.Module, device: torch.device) -> nn.Module:
     """Move a model in place, and keep its Parameter objects, which optimizers and tied modules reference.
 
-    On some devices, such as NPUs, `Module.to` replaces the Parameter objects, because the device's tensors cannot
-    become the `data` of a CPU tensor.
+    On some devices, such as NPUs, `Module.to` replaces the Parameter objects, because a tensor on the
+    device cannot be assigned to the `data` of a CPU tensor.
 
     Raises:
         ModelError: a parameter cannot be kept, because weak references or an autograd graph refer to it.
@@ -120,7 +120,7 @@ def _refuse_wrapped(model: nn.Module, plan: SpeedPlan) -> None:
 
 
 def wrap_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Module:
-    """Return the model in the multi-process wrapper that the plan selects."""
+    """Return the model, wrapped for multi-process training as the plan specifies."""
     # A model that overrides train_step calls its submodules directly, so each submodule is wrapped separately.
     default = MMSeparateDistributedDataParallel if overrides_train_step(model) else MMDistributedDataParallel
     cfg: dict[str, Any] = {"type": default, **(plan.parallel.wrapper if plan.parallel else {})}
@@ -204,8 +204,8 @@ class _MakesPart(Protocol):
 def add_parts(plan: SpeedPlan, model: nn.Module, optim: OptimWrapper) -> None:
     """Insert the step parts for the plan's options at the start of `optim.parts`, in the order of the plan's fields.
 
-    Gradients are centralized, then clipped by unit, then clipped by `clip_grad`. Each of several optimizers has its own
-    parts. A part replaces an existing part of the same class, so a second call has no effect.
+    Gradients are centralized, then clipped by unit, then clipped by `clip_grad`. With several optimizers, each has its
+    own parts. A part replaces an existing part of the same class, so a second call has no effect.
 
     Raises:
         ConfigError: an option does not support the model or the optimizer.

@@ -66,7 +66,7 @@ class CompileOptions:
     Linux). By default, steps run eagerly during compilation, so the number of eager steps depends on how long the
     compilation takes."""
     budget: float | str | None = None
-    """Time limit for the compilation in each scope: a number of seconds, or text such as `90s` or `5m`. If it is
+    """Time limit for the compilation in each scope: a number of seconds, or a string such as `90s` or `5m`. If it is
     exceeded, a smaller scope is compiled, if there is one. None means no limit (two hours in the background)."""
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ def compile_model(
     """Compile `model`, or with scope 'block' its blocks, in place, for training and evaluation.
 
     The keys of the state dict do not change. Call this function before the model is wrapped in DDP, and before
-    `fully_shard` shards the blocks. The modules are compiled in their first calls. If a module cannot be compiled, all
+    `fully_shard` shards the blocks. Each module is compiled on its first call. If a module cannot be compiled, all
     blocks of its class run eagerly, and `warn` is called once with the reason.
 
     Args:
@@ -147,7 +147,7 @@ def _limit_time(
     switch: Switch,
     warn: Callable[[str], None],
 ) -> None:
-    """Compile a model within a time limit; if it is exceeded, compile only the repeated blocks, or nothing."""
+    """Compile a model within a time limit. If the limit is exceeded, compile only the repeated blocks, or nothing."""
     name = type(model).__name__
 
     def exceeded(trains: bool) -> None:
@@ -226,13 +226,13 @@ def backend_options(how: CompileOptions) -> dict[str, Any]:
 
 
 def backend_problem(model: nn.Module, how: CompileOptions) -> str | None:
-    """Return why the backend cannot compile for the model's device, or None."""
+    """Return the reason why the backend cannot compile for the model's device, or None."""
     param = next(model.parameters(), None)
     return None if param is None or how.backend != "inductor" else inductor_problem(param.device.type)
 
 
 def inductor_problem(device_type: str) -> str | None:
-    """Return why inductor cannot compile for this device type, or None."""
+    """Return the reason why inductor cannot compile for this device type, or None."""
     from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
 
     init_backend_registration()
@@ -368,5 +368,5 @@ class _Guarded:
 def _is_compiler_error(error: Exception) -> bool:
     """Return whether the error was raised by torch's compiler rather than by the model."""
     kinds = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
-    # With fullgraph=True, torch 2.13 raises the second error after the call if it has not compiled any code.
+    # With fullgraph=True, torch 2.13 raises the second error after the call if no code was compiled.
     return isinstance(error, kinds) or "found no compiled frames" in str(error)

@@ -167,7 +167,7 @@ class Budgeted:
 
 
 def _is_in_checkpoint() -> bool:
-    """Return whether autograd calls hooks for saved tensors, as it does in a checkpoint and its recomputation."""
+    """Return whether saved-tensor hooks are active, as in a checkpoint and its recomputation."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 

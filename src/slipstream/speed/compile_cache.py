@@ -24,7 +24,7 @@ from slipstream.version import __version__
 __all__ = ["cache_folder", "folder_now", "use_cache"]
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-_TAG = "CACHEDIR.TAG"  # tells backup programs that the folder is a cache; see bford.info/cachedir
+_TAG = "CACHEDIR.TAG"  # marks the folder as a cache for backup programs; see bford.info/cachedir
 _TAG_TEXT = """Signature: 8a477f597d28d172789f06886806bc55
 # Slipstream caches compiled code in this folder. The folder may be deleted at any time.
 """
@@ -124,7 +124,7 @@ def _make(folder: Path) -> None:
         found = folder.stat()
         if found.st_uid != os.getuid():
             raise ConfigError(
-                f"{folder} belongs to another user; refusing to load compiled code from it; choose your own folder"
+                f"{folder} belongs to another user; refusing to load compiled code from it. Choose your own folder"
             )
         if found.st_mode & 0o022:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Report torch.compile's graph breaks, recompiles and skipped CUDA graphs, with lines of the user's code."""
+"""Report torch.compile's graph breaks, recompiles and skipped CUDA graphs, with the lines of user code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ and different widths."""
 
 
 def explain_failure(error: BaseException) -> str:
-    """Return why torch could not compile, with the line of user code if torch reports it.
+    """Return the reason why torch could not compile, with the line of user code if torch reports it.
 
     Args:
         error: the exception raised by the compiled function.
@@ -103,7 +103,7 @@ def _limit_hit(record: Any) -> str:
 
 
 def _recompile_reason(record: Any) -> str:
-    """Return the reason without the graph's number: `tensor 'x' size mismatch at index 0. expected 2, actual 3`."""
+    """Return the reason without the graph number: `tensor 'x' size mismatch at index 0. expected 2, actual 3`."""
     reason = (getattr(record, "recompile_reason", None) or "").strip().splitlines()
     return re.sub(r"^\S+/\S+: ", "", reason[0]) if reason else ""
 
@@ -132,7 +132,7 @@ class CompileSummary:
 
     @property
     def troubled(self) -> bool:
-        """Whether an entry reduces speed, so that `text()` should be logged as a warning."""
+        """Whether any entry reduces speed. If so, `text()` should be logged as a warning."""
         return bool(self.breaks or self.unexpected or self.eager or self.skipped)
 
     def text(self) -> str:

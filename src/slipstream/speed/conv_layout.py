@@ -23,7 +23,7 @@ _BY_STRIDES = {
 }  # fmt: skip
 """Operators whose results depend on the strides of their operands."""
 _HEAVY = 8
-"""A convolution stays contiguous if the ratio of its weight elements to its activation elements exceeds this number."""
+"""A convolution remains contiguous if its ratio of weight elements to activation elements exceeds this number."""
 
 
 class LayOutConvolutions(CustomGraphPass):
@@ -60,7 +60,7 @@ def lay_out_convolutions(graph: fx.Graph) -> None:
 
 
 def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, tuple[Any, ...]]:
-    """Return input, weight and `(bias, stride, padding, dilation, transposed, output_padding, groups)`."""
+    """Return the input, the weight and `(bias, stride, padding, dilation, transposed, output_padding, groups)`."""
     image, weight, *others = node.args[1 if node.target is _BACKWARD else 0 :]
     return cast(fx.Node, image), cast(fx.Node, weight), tuple(others[:7])
 
@@ -88,7 +88,7 @@ class _Layouts:
                     self._convolution(node)
                     continue
                 if _needs_eager_strides(node):
-                    self._restore(node)  # with eager operands, the result has the eager strides
+                    self._restore(node)  # with operands in eager strides, the result also has eager strides
                 else:
                     _update_strides(node)
 

@@ -26,7 +26,7 @@ class Accelerator:
     """The peak speed of an accelerator, from its manufacturer's data sheet."""
 
     words: str
-    """The words that a device's name must contain, such as `H100 PCIe`."""
+    """The words that the device name must contain, such as `H100 PCIe`."""
     teraflops: Mapping[Precision, float]
     """Peak speed of dense matrix products in 10^12 operations per second, by precision; unknown values are omitted."""
     source: str
@@ -58,16 +58,16 @@ PEAKS = (
     Accelerator("MI300X", {"fp8": 2615, "bf16": 1307, "fp16": 1307, "tf32": 653.7, "fp32": 163.4},
                 "AMD Instinct MI300X data sheet"),
 )  # fmt: skip
-"""Known accelerators. If several entries match a name, the one with the most words applies. For GeForce cards, the
-16-bit and 8-bit values are those with accumulation in float32, which PyTorch uses."""
+"""Known accelerators. If several entries match a name, the entry with the most words applies. For GeForce cards, the
+16-bit and 8-bit values assume accumulation in float32, which PyTorch uses."""
 
 _DIFFERENT = {"laptop", "mobile", "max", "mig", "d", "ti", "super", "ada"}
-"""If a device's name contains one of these words, it may be a variant with a different peak speed, so its peak speed is
-unknown."""
+"""If a device name contains one of these words, the device may be a variant with a different peak speed, so the peak
+speed is unknown."""
 
 
 def peak_flops(device_name: str, precision: Precision) -> tuple[float, str] | None:
-    """Return the peak speed of a device in operations per second, and its source; None if it is unknown.
+    """Return the peak speed of a device in operations per second, and its source, or None if unknown.
 
     Args:
         device_name: the name that torch reports, such as `NVIDIA H100 80GB HBM3`.
@@ -130,7 +130,7 @@ def training_flops(model: nn.Module, inputs: Any, loss_of: Callable[[nn.Module, 
     Raises:
         ModelError: the parameters are sharded, or the model or the loss reads values of tensors, for example to select
             pixels.
-        Exception: the model cannot be copied or run without data for a different reason.
+        Exception: the model cannot be copied, or cannot run without data, for another reason.
     """
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,

@@ -37,7 +37,7 @@ class LayerDecayOptions:
     """`layer_decay=dict(...)`; True selects the defaults, and a number sets the decay."""
 
     decay: float = 0.75
-    """Ratio of the learning rate of a layer to that of the next layer, in (0, 1]."""
+    """Ratio of a layer's learning rate to that of the next layer, in (0, 1]."""
     layers: list[str] | None = None
     """The layers from input to output, by name (with `*` and `?`) or class; each matching module is one layer. The
     default is the outermost repeated blocks of the model."""
@@ -105,9 +105,9 @@ def layer_factors(model: nn.Module, how: LayerDecayOptions) -> dict[str, float]:
     """Return the learning rate factor of each parameter by name.
 
     As in BEiT, the factor of the last layer is `decay`, that of the layer before it is `decay ** 2`, and so on.
-    Parameters before the first layer (an embedding) have the smallest factor. Parameters after the last layer (a head)
-    have the factor 1. A parameter between two layers belongs to the layer before it. Parameters are in the order of
-    `model.named_parameters()`.
+    Parameters before the first layer (such as an embedding) have the smallest factor. Parameters after the last layer
+    (such as a head) have the factor 1. A parameter between two layers belongs to the layer before it. The result is in
+    the order of `model.named_parameters()`.
 
     Raises:
         ConfigError: the model has no repeated blocks, or a pattern matches no module.
@@ -141,7 +141,7 @@ def _layers(model: nn.Module, patterns: list[str] | None) -> list[nn.Module]:
 
 
 def scales_with_lr(optimizer: Optimizer) -> bool:
-    """Return whether the update of an optimizer, with its settings, is proportional to its learning rate.
+    """Return whether an optimizer's update, with the current settings, is proportional to the learning rate.
 
     This function runs an optimizer of the same class on a small float64 weight, with a typical and a large learning
     rate, because some classes (Adafactor, Rprop) limit the size of an update. It returns False for a class that cannot

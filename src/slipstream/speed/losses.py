@@ -1,4 +1,4 @@
-"""Compute a batch's losses: with `loss_fn(outputs, targets)`, with `compute_loss(model, batch)`, or with the model."""
+"""Compute the losses of a batch with `loss_fn(outputs, targets)`, `compute_loss(model, batch)` or the model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Reduce = Callable[[Losses], tuple[Tensor, dict[str, Tensor]]]
 def read_losses(
     loss_fn: LossFunction | None, compute_loss: BatchLoss | None
 ) -> tuple[ModelLosses, Reduce | None]:
-    """Return the function that computes the losses of a batch, and the function that reduces them (None: the sum).
+    """Return the function that computes the losses of a batch, and the function that reduces them (None for the sum).
 
     Raises:
         ConfigError: both arguments are set, or one of them is not a function.
@@ -138,7 +138,7 @@ def _as_dict(loss: Tensor | Mapping[str, Tensor]) -> Losses:
 
 
 def _reduce_own(losses: Losses) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the entry `loss`, which includes the other losses; if it does not exist, return the sum of the losses."""
+    """Return the entry `loss`, which includes the other losses, or the sum of the losses if there is no such entry."""
     if "loss" not in losses:
         return sum_losses(losses)
     loss, logs = sum_losses({"loss": losses["loss"]})

@@ -1,4 +1,4 @@
-"""Speed option: `channels_last` memory format for the weights of convolutions and for images."""
+"""Speed option: `channels_last` memory format for convolution weights and images."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def to_channels_last(model: nn.Module, weights: bool = True) -> None:
-    """Convert the weights of convolutions in place, and add a hook that converts each batch before forward.
+    """Convert convolution weights in place, and add a hook that converts each batch before forward.
 
     The Parameter objects do not change, and loading a state dict preserves their format. The hook runs in training and
     validation. It does not copy batches that already have the format.

@@ -1,4 +1,4 @@
-"""Speed option: if a loss or gradient is not finite, skip the step, stop or roll back, without a sync in each step."""
+"""Speed option: skip the step, stop or roll back if a loss or gradient is not finite, without a sync in each step."""
 
 from __future__ import annotations
 
@@ -33,17 +33,16 @@ class NanGuardOptions:
     """`nan_guard=dict(...)`."""
 
     action: Literal["stop", "skip", "rollback"] = "stop"
-    """`stop` ends the run the next time that losses are read for the log. `skip` skips the step, which then does not
-    change the weights. `rollback` continues from the last checkpoint of the run and skips the batches that caused the
-    value."""
+    """`stop` ends the run the next time losses are read for logging. `skip` skips the step without updating weights.
+    `rollback` continues from the last checkpoint of the run and skips the batches that caused the non-finite value."""
     locate: bool = False
     """Whether to report the first module with a non-finite output. This runs a few small kernels after every module."""
     max_skipped: PositiveInt = 50
-    """Maximum number of consecutive skipped steps (`skip`); if it is exceeded, the run stops."""
+    """Maximum number of consecutive skipped steps (`skip`). If the limit is exceeded, the run stops."""
     max_rollbacks: PositiveInt = 3
-    """Maximum number of times that a run goes back to a checkpoint (`rollback`); after that, the run stops."""
+    """Maximum number of rollbacks to a checkpoint in a run (`rollback`); after that, the run stops."""
     skip_before: NonNegativeInt = 0
-    """Number of additional batches to skip before those that caused the value (`rollback`)."""
+    """Number of additional batches to skip before those that caused the non-finite value (`rollback`)."""
 
     def __post_init__(self) -> None:
         check(self.max_skipped, PositiveInt, "max_skipped")
@@ -58,7 +57,7 @@ class NanGuardOptions:
 def read_nan_guard(value: Any) -> NanGuardOptions | None:
     """Read `nan_guard`: `'stop'`, `'skip'`, `'rollback'`, a dict, True (`'stop'`), None or False.
 
-    With None and False, a loss that is not finite still stops the run the next time that losses are read for the log.
+    With None and False, a non-finite loss still stops the run the next time losses are read for logging.
 
     Raises:
         ConfigError: the value has an unsupported type, or an option is unknown.
@@ -79,7 +78,7 @@ def poison(loss: Tensor) -> Tensor:
 
 
 def _poison_a_parameter(loss: Tensor) -> None:
-    """Set the gradient of one parameter to NaN in the next backward, before DDP reduces it, if `loss` is not finite."""
+    """If `loss` is not finite, set one parameter's gradient to NaN in the next backward pass, before DDP reduces it."""
     stack: list[Any] = [loss.grad_fn]
     seen = set(stack)
     while stack and not isinstance(getattr(stack[-1], "variable", None), nn.Parameter):
@@ -162,8 +161,8 @@ class StepGuard:
     def poison(self, loss: Tensor) -> Tensor:
         """Return the loss for `backward`; see the function `poison`.
 
-        A loss can be NaN while all gradients are zero (a mean over zero pixels), so this method also sets the gradient
-        of one parameter to NaN.
+        A loss can be NaN while all gradients are zero (for example, a mean over zero pixels), so this method also sets
+        the gradient of one parameter to NaN.
         """
         _poison_a_parameter(loss)
         return poison(loss)
@@ -202,7 +201,7 @@ class StepGuard:
         self.count.add(finite)
 
     def reset(self) -> None:
-        """Discard the unfinished accumulation window and the counts, after the run has gone back to a checkpoint."""
+        """Discard the unfinished accumulation window and the counts, after a rollback to a checkpoint."""
         self._before = {}
         self.count.tensor.zero_()
 
@@ -228,7 +227,7 @@ def guard_step(optimizer: Optimizer, step: Callable[[], Any], finite: Tensor) ->
 
     Weights and state are restored bit for bit, without synchronization. Fused kernels skip the update themselves. For
     other optimizers, weights and state are copied before the step. State that is a Python number or on a different
-    device than `finite` is not restored. Every parameter with a gradient must already have its state.
+    device than `finite` is not restored. Every parameter with a gradient must already have optimizer state.
     """
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     fused = getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -342,8 +341,8 @@ class Locator:
         self.modules = list(model.named_modules())
         device = next(model.parameters()).device
         self._clock = torch.zeros((), dtype=torch.int64, device=device)
-        # For each module: the clock at its first non-finite output (0 if there is none), and whether an input of this
-        # call was not finite.
+        # For each module: the clock at its first non-finite output (0 if there is none), and whether that call had a
+        # non-finite input.
         self._found = torch.zeros(len(self.modules), 2, dtype=torch.int64, device=device)
         self._hooks = [
             module.register_forward_hook(partial(self._check, index), with_kwargs=True)

@@ -40,7 +40,7 @@ def send_early(graph: fx.Graph) -> None:
         if node.target in packing and early.issuperset(node.users):
             early.add(node)
     order = {node: (i, 0) for i, node in enumerate(nodes)}
-    # Maps a node's index to the last node that was moved behind it, and to the number of nodes moved behind it.
+    # Maps a node's index to the last node that was moved after it, and to the number of nodes moved after it.
     behind: dict[int, tuple[fx.Node, int]] = {}
     for node in nodes:
         if node in early and node.all_input_nodes:

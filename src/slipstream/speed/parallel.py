@@ -19,7 +19,7 @@ _SHARDED = "MMFullyShardedDataParallel"
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """The model's wrapper in a run with several processes."""
+    """Options of the model wrapper in a run with several processes."""
 
     kind: str
     """`ddp`, `fsdp2`, `hsdp`, or `custom` for a wrapper from the user config."""

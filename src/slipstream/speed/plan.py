@@ -222,7 +222,7 @@ def _reads_auto(speed: Mapping[str, Any], path: str) -> bool:
 
 
 def _shown(path: str) -> str:
-    """Return a config path as the user writes it: keys of `cfg` are at the top level of a configuration."""
+    """Return a config path as written by the user: keys of `cfg` are at the top level of a configuration."""
     return path.removeprefix("cfg.")
 
 

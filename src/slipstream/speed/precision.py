@@ -64,7 +64,7 @@ def read_precision(value: Any) -> PrecisionOptions | None:
 def tf32() -> Iterator[None]:
     """Enable TF32 (10 stored bits of mantissa) for float32 matrix products and convolutions inside the context.
 
-    It has no effect on devices other than NVIDIA GPUs. PyTorch has two interfaces for this setting. If it was changed
+    TF32 has no effect on devices other than NVIDIA GPUs. PyTorch has two interfaces for this setting. If it was changed
     through one interface, reading it through the other raises an error. Inductor uses the older interface, so this
     function also uses it, unless the newer interface (`fp32_precision`) is already in use.
     """

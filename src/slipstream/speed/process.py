@@ -68,8 +68,8 @@ def cudnn_benchmark() -> Iterator[None]:
 def expandable_segments(warn: Callable[[str], None]) -> Iterator[None]:
     """Enable the allocator's expandable segments inside the context, to reduce memory fragmentation.
 
-    Only new allocations are affected; `warn` is called if memory is already reserved. The other settings of
-    PYTORCH_ALLOC_CONF do not change. The previous setting is restored on exit.
+    Only new allocations are affected; `warn` is called if memory is already reserved. The other settings in
+    PYTORCH_ALLOC_CONF are unchanged. The previous setting is restored on exit.
     """
     before = _allocator_settings()
     # Pass all settings, because torch resets some missing settings to their defaults.

@@ -41,7 +41,7 @@ def save_step(step: TrainStep, path: str | Path, values: Mapping[str, Any]) -> N
 
 
 def load_step(step: TrainStep, path: str | Path) -> dict[str, Any]:
-    """Load a file that `save_step` wrote, and return `values`; see `TrainStep.load`."""
+    """Load a file written by `save_step`, and return `values`; see `TrainStep.load`."""
     source = str(path)
     content = load_checkpoint(path)
     check(content, ACCELERATED_FILE, source)

@@ -71,7 +71,7 @@ def build_step(
         training: the model, the optimizer and the losses.
         plan: the options; they determine the scope of compilation, and whether to use a CUDA graph.
         warn: called with a message if the step cannot be compiled as requested.
-        info: called with messages about the compiled step, for example when it replaces the eager one.
+        info: called with messages about the compiled step, for example when it replaces the eager step.
 
     Raises:
         ConfigError: scope 'step' is set explicitly, but the step cannot be compiled as one graph.
@@ -108,7 +108,7 @@ def compiled_scope(step: Step, model: nn.Module) -> str | None:
 
 
 def why_not_one_graph(model: nn.Module, optim: OptimWrapper) -> str | None:
-    """Return why the whole step cannot be compiled as one graph, or None."""
+    """Return the reason why the whole step cannot be compiled as one graph, or None."""
     if isinstance(optim, OptimWrapperDict):
         return "there are several optimizers"
     for name, module in model.named_modules():
@@ -232,7 +232,7 @@ def _backend(how: CompileOptions, device_type: str, cuda_graph: bool) -> tuple[C
 
             with folder_now(folder):
                 made = compile_fx(graph, inputs, config_patches=options)
-            # Remove the wrapper with which torch disables Dynamo, because the callers already disable it.
+            # Remove torch's wrapper that disables Dynamo, because the callers already disable Dynamo.
             return cast("Callable[..., Any]", getattr(made, "_torchdynamo_orig_callable", made))
         chosen = how.backend if callable(how.backend) else torch._dynamo.lookup_backend(how.backend)
         kwargs = {name: value for name, value in {"mode": how.mode, "options": options}.items() if value}
@@ -243,7 +243,7 @@ def _backend(how: CompileOptions, device_type: str, cuda_graph: bool) -> tuple[C
 
 
 class _OnlyEvaluation:
-    """A model that uses its compiled code only in evaluation, because training uses the step's graph."""
+    """Calls a model's compiled code only in evaluation, because training uses the step's graph."""
 
     def __init__(self, model: nn.Module, compiled: Callable[..., Any]) -> None:
         self.model, self.compiled = model, compiled

@@ -2,11 +2,11 @@
 
 - `eager`: the step without compilation.
 - `graph`: the compiled step; it captures, compiles, verifies and runs graphs.
-- `parts`, `average`: operations around the optimizer's update, in both the eager and the compiled step.
-- `update`, `numerics`, `sync`: the optimizer, the loss scale and the gradient sync inside a graph.
+- `parts`, `average`: operations around the optimizer update, shared by the eager and the compiled step.
+- `update`, `numerics`, `sync`: the optimizer update, loss scale and gradient sync inside a graph.
 - `captured`, `class_changes`: the state shared by a step's graphs, and checks for changes that invalidate them.
 - `verification`, `reference`: comparison of a new graph with the eager step and a float64 reference.
-- `direct`, `cuda_graph`: calls to compiled code without Dynamo, and their replay as CUDA graphs.
+- `direct`, `cuda_graph`: calls to compiled code that bypass Dynamo, and their replay as CUDA graphs.
 - `background`: compilation in a forked process.
 - `dynamo`, `leaves`: Dynamo settings for the capture, and the leaves of nested batches.
 """

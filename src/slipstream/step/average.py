@@ -26,10 +26,10 @@ class _Average(Protocol):
         """Whether every batch counts as an update, not only the last batch of an accumulation window."""
 
     def next_weight(self) -> float:
-        """Count an update, and return the weight that it gives to the current parameters."""
+        """Count an update, and return the weight of the current parameters in the new average."""
 
     def pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the averages and the model's tensors that are averaged, in the same order."""
+        """Return the averages and the corresponding model tensors, in the same order."""
 
 
 def update_count(batches: int, skipped: int, window: int) -> int:
@@ -50,7 +50,7 @@ class AveragePart(StepPart):
     On the host, `before_batch` writes the weight given to the new parameters into a tensor with one element. This
     weight is 1 for the first update, 0 if the batch does not count, and 1 - decay otherwise. Because the weight is a
     tensor, a change in the decay does not require a new graph. `after_batch` computes
-    `average.lerp(parameters, weight)`. The graph of a compiled step contains this operation, unless
+    `average.lerp(parameters, weight)`. The graph of a compiled step contains this operation, unless:
 
     - the average has an `interval` above 1, or is on a different device than the parameters,
     - the caller sets `on_host`, or
@@ -78,7 +78,7 @@ class AveragePart(StepPart):
         self._done, self._ends_window, self._begun = done, ends_window, begun
         averages, currents = average.pairs(model)
         self._weight = Scalar(0.0, averages[0].device, precise_dtype(averages[0].device))
-        # With an interval, a graph reads and writes the average even in steps that do not change it.
+        # With an interval above 1, a graph would read and write the average even in steps that do not change it.
         self._on_other_device = any(a.device != c.device for a, c in zip(averages, currents, strict=True))
         self.on_host = on_host or average.interval > 1 or self._on_other_device
         self._counted = (0, 0)

@@ -38,8 +38,8 @@ _POLL = 0.05
 def can_fork(device_type: str) -> bool:
     """Return whether a forked process can compile for a device and share the result through torch's cache.
 
-    Only the CPU on Linux is supported: inductor queries the properties of an accelerator, which is not possible in a
-    forked process, and macOS system libraries do not work after a fork.
+    Only the CPU on Linux is supported: inductor queries accelerator properties, which is not possible in a forked
+    process, and macOS system libraries do not work after a fork.
     """
     caches = torch._inductor.config.fx_graph_cache and not torch.compiler.config.force_disable_caches
     return sys.platform == "linux" and device_type == "cpu" and bool(caches)
@@ -49,8 +49,8 @@ class BackgroundCompiler:
     """Runs one function at a time in a forked process, and keeps only the files that the function writes.
 
     Args:
-        limit: timeout of a function in seconds; two hours by default.
-        waits: whether `start` waits until the function ends.
+        limit: timeout in seconds for each function; two hours by default.
+        waits: whether `start` blocks until the function has returned.
     """
 
     def __init__(self, limit: float | None = None, waits: bool = False) -> None:
@@ -66,7 +66,7 @@ class BackgroundCompiler:
 
     @property
     def started(self) -> bool:
-        """Whether a process has been started, and neither `done` nor `stop` has detected its end."""
+        """Whether a process was started and has not yet been reaped by `done` or `stop`."""
         return self._pid is not None
 
     def start(self, work: Callable[[], object]) -> None:

@@ -32,7 +32,7 @@ _GLOBAL_HOOKS = (
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _MIN_BATCHES = 2
-"""A graph is not worth compiling if it is used for this number of batches or fewer."""
+"""A graph that is used for at most this many batches is not worth compiling."""
 _REBUILDS = 8
 """Maximum number of changes that may invalidate the graph; equal to torch's recompile limit."""
 _SETTING_CHANGES = 2
@@ -47,7 +47,7 @@ class CapturedStep:
         model: the model, unwrapped.
         optim: the optimizer wrapper.
         params: the parameters that receive a gradient.
-        updates_inside: whether the graph may contain the optimizer's step.
+        updates_inside: whether the graph may contain the optimizer step.
         called: the functions that compute and reduce the losses.
     """
 
@@ -59,7 +59,7 @@ class CapturedStep:
     cuda_graphs: CapturedCalls | None = None
     """Replays direct calls as CUDA graphs."""
     logged_no_replay = False
-    """Whether it was logged that direct calls cannot be replayed as CUDA graphs."""
+    """Whether a message has been logged that direct calls cannot be replayed as CUDA graphs."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class CapturedStep:
         """Kinds of batches whose graph was compiled in the background. A kind is a tuple: whether the batch is the last
         of its accumulation window, followed by its shapes, or by whether they differ from the first batch's."""
         self.slow_kinds: set[tuple[Any, ...]] = set()
-        """Kinds of batches that run eagerly, because the compilation of their graph exceeded its time limit."""
+        """Kinds of batches that run eagerly, because compiling their graph exceeded the time limit."""
         self.only_compiles = False
         """Whether this process only compiles the code, and must not run it."""
         self._hooked = is_hooked(optim.optimizer)
@@ -104,15 +104,15 @@ class CapturedStep:
         self._wasted = 0
 
     def find_change(self) -> str | None:
-        """Return the change that invalidates the graph, or None; called at each step."""
+        """Return the change that invalidates the graph, or None. This method is called in each step."""
         optim = self.optim
         if optim.parts != self.parts:
             return "the step parts"
         now = list(optim.parameters())
         if not (_same_objects(optim.param_groups, self._groups) and _same_objects(now, self._owned)):
             return "the parameter groups"
-        # No graph is captured while parameters have hooks, so any hook is a change. If a hook was removed, an empty
-        # dict remains.
+        # No graph is captured while parameters have hooks, so any hook is a change. Removing a hook leaves an empty
+        # dict.
         if list(map(_REQUIRES_GRAD, self._owned)) != self._seen or any(map(any, map(_HOOKS, self._owned))):
             return "hooks or requires_grad of parameters"
         if _global_hooks() != self._global_hooks:
@@ -198,12 +198,12 @@ class CapturedStep:
         }
 
     def after_graph(self) -> set[int]:
-        """Return the ids of the tensors that change after the graph has run, if it does not contain the update."""
+        """Return the ids of the tensors that change after the graph runs, if the graph does not contain the update."""
         averages = (tensor for part in self.parts for tensor in part.state().values())
         return {id(tensor) for tensor in (*self._owned, *averages)}
 
     def own_tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that belong to the step itself, and that neither the model nor the user replaces."""
+        """Yield the tensors that the step itself owns. Neither the model nor the user replaces them."""
         yield self.window.tensor
         if self.scale is not None:
             yield from self.scale.state
@@ -340,5 +340,5 @@ class Changes:
 
     @property
     def allow_update_inside(self) -> bool:
-        """Whether the next graph may contain the optimizer's update, and with it some settings as constants."""
+        """Whether the next graph may contain the optimizer update, which includes some settings as constants."""
         return self._of_settings < _SETTING_CHANGES

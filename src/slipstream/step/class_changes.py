@@ -25,7 +25,7 @@ _CODE = attrgetter("__code__")
 class ClassChanges:
     """Detects changes to the classes of all objects that are reachable from a step.
 
-    The compared attributes of a class are its methods, its properties, and the values that methods read.
+    For each class, methods, properties and the attributes that methods read are compared.
 
     Args:
         roots: modules, functions and objects that the step calls.
@@ -39,7 +39,7 @@ class ClassChanges:
         self._watched = [_Watched(base, read) for base in classes]
 
     def find(self) -> str | None:
-        """Return the name of a class that has changed, or None; called at each step."""
+        """Return the name of a class that has changed, or None. This method is called in each step."""
         return next((watched.kind.__qualname__ for watched in self._watched if watched.changed()), None)
 
 
@@ -153,7 +153,7 @@ def _references(value: Any) -> Iterable[Any]:
 
 
 def _is_own(value: Any) -> bool:
-    """Return whether a class or function belongs to the user, not to a library, torch or Slipstream."""
+    """Return whether a class or function is user code, rather than part of a library, torch or Slipstream."""
     return (value.__module__ or "").partition(".")[0] not in {*_LIBRARIES, "torch", "slipstream"}
 
 

@@ -1,4 +1,4 @@
-"""Replay a compiled step as one CUDA graph, which the host starts with a single launch."""
+"""Replay a compiled step as one CUDA graph, which requires only a single launch from the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 __all__ = ["CapturedCalls", "CudaCapture"]
 
 _WARM_UPS = 3  # as torch recommends; the warm-up runs select kernels and allocate workspaces
-_MAX_GRAPHS = 16  # a limit, because each graph takes time to capture and memory for its inputs and outputs
+_MAX_GRAPHS = 16  # capturing a graph takes time, and its inputs and outputs require memory
 
 
 class Capture(Protocol):
@@ -76,9 +76,9 @@ class CapturedCalls:
         self._calls: dict[Any, int] = {}
         self._graphs: dict[Any, _Graph] = {}
         self._failed = False
-        # A graph with collectives must be released before its process group. At exit, functions that were registered
-        # later, such as this one, run earlier. At the end of a multiprocessing child, only finalizers run, and the
-        # finalizer that destroys the process group (`dist/failure_detection.py`) has a lower priority.
+        # A graph with collectives must be released before its process group. At exit, functions run in reverse order
+        # of registration. When a multiprocessing child exits, only finalizers run, and the finalizer that destroys the
+        # process group (`dist/failure_detection.py`) has a lower priority.
         release = self._graphs.clear
         atexit.register(release)
         Finalize(self, _release, (release,), exitpriority=0)

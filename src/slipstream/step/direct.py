@@ -29,7 +29,7 @@ _VALUES = methodcaller("values")
 
 
 class DirectCalls:
-    """Calls the code of each graph without Dynamo, except for the graph's first call.
+    """Calls the code of each graph without Dynamo, except on the first call.
 
     Args:
         function: the step that Dynamo compiles, `function(inputs, grad_buffers, ends_window)`.
@@ -123,11 +123,11 @@ class _Call:
     ) -> None:
         self.check, self.structure, self.compiled = check, structure, compiled
         self.shared = shared
-        """Pairs of positions in the arguments that must contain the same tensor, because it is unknown which of the two
-        positions the code reads. The guards do not check tensors that the step does not read."""
+        """Pairs of argument positions that must contain the same tensor, because the code may read either position. The
+        guards do not check tensors that the step does not read."""
         self.one_device = one_device
-        """Whether all inputs are on one device. If not, the call is not replayed, because the replay of a CUDA graph
-        does not read the current values of tensors on the host."""
+        """Whether all inputs are on one device. Otherwise, the call is not replayed, because the replay of a CUDA graph
+        does not read the current values of host tensors."""
         self._fixed, self._positions = fixed, positions
         self._logs, self._finite = logs, finite
 

@@ -42,7 +42,7 @@ def needs_autograd_engine() -> bool:
 
 
 def _translator() -> Any:
-    """Return Dynamo's instruction translator for the current capture; call this only from a backend."""
+    """Return Dynamo's instruction translator for the current capture; call this function only from a backend."""
     return torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
 
 
@@ -59,7 +59,7 @@ def has_side_effects() -> bool:
 
 
 def refuse_uncompiled() -> None:
-    """Check, inside the step, that Dynamo traces it and has not skipped it.
+    """Check, from inside the step, that Dynamo is tracing the step rather than skipping it.
 
     Raises:
         NotCapturedError: the step runs without compilation.
@@ -79,7 +79,7 @@ def refuse_python_random() -> None:
         OnlyEagerError: the step uses a `random.Random` object.
     """
     output = _translator().output
-    # Compare names: torch has two such classes, whose modules change between versions.
+    # Compare class names, because torch has two classes with this name, whose modules change between versions.
     if any(type(value).__name__ == "RandomVariable" for value in output.side_effects.id_to_variable.values()):
         # Dynamo draws different numbers from such an object, even if it compiles only the model.
         raise OnlyEagerError("the step uses a random.Random object; use torch's random numbers")
@@ -88,7 +88,7 @@ def refuse_python_random() -> None:
 
 
 def why_not_recomputed() -> str | None:
-    """Return why torch does not recompute checkpointed activations in a step's graph, or None."""
+    """Return the reason why torch does not recompute checkpointed activations in a step's graph, or None."""
     if _recomputes():
         return None
     return (

@@ -37,7 +37,7 @@ class Step(Protocol):
 class EagerStep:
     """The training step without compilation.
 
-    It is also the fallback of a compiled step, which prepares the inputs and calls `train`.
+    This step is also the fallback of a compiled step, which prepares the inputs and calls `train`.
 
     Args:
         forward: `forward(inputs) -> losses`, a dict of scalar tensors; may call a DDP-wrapped model.
@@ -157,7 +157,7 @@ class EagerStep:
         return logs
 
     def _backward_kwargs(self, loss: Tensor, batch: Any) -> dict[str, Any]:
-        """Return arguments that restrict `backward` to this optimizer's parameters, or none if this is not possible."""
+        """Return arguments that restrict `backward` to this optimizer's parameters, or {} if that is not possible."""
         if self._restricts is None:
             # DDP and FSDP wait for the gradients of all parameters; reentrant checkpoints do not support `inputs`.
             wrapped = isinstance(self.model, DistributedDataParallel)

@@ -69,10 +69,10 @@ class GraphStep:
     Each new graph is verified in the same way. The user's Python code therefore runs exactly as often as without
     compilation, and a failure before the end of the verification has no side effects.
 
-    On a single rank, the eager step also runs on batches whose shape differs from that of the first batch, until they
-    are frequent enough for a graph with dynamic shapes. With several ranks, every shape uses a graph: the ranks'
-    batches may differ in shape, but all ranks must take the same path. If one rank cannot capture the step, all ranks
-    run it eagerly.
+    On a single rank, the eager step also runs on batches whose shape differs from that of the first batch, until these
+    batches are frequent enough to justify a graph with dynamic shapes. With several ranks, every shape uses a graph:
+    the ranks' batches may differ in shape, but all ranks must take the same path. If one rank cannot capture the step,
+    all ranks run the step eagerly.
 
     Args:
         loss_of: `loss_of(inputs) -> losses` for inputs on the device; must be traceable and call the unwrapped model.
@@ -183,7 +183,7 @@ class GraphStep:
     # ---- the step --------------------------------------------------------------------------------------
 
     def _define(self, captured: CapturedStep, compiled: bool = True) -> Callable[..., Outputs]:
-        """Return the step as a function; if `compiled` is true, it raises an error unless Dynamo traces it."""
+        """Return the step as a function that, if `compiled` is true, raises an error unless Dynamo traces it."""
         optim, loss_of, reduce, sync = self.optim, self.loss_of, self.reduce, self.sync
         params, update, scale, window = captured.params, captured.update, captured.scale, captured.window
         parts, guard, adds = captured.parts, optim.guard, captured.adds_gradients
@@ -391,7 +391,7 @@ class GraphStep:
             self._compiled_in = self.background.seconds
             if self._compiled_in is None:
                 self.info(
-                    "Compilation in the background failed. Training waits while the step is compiled in the foreground"
+                    "Background compilation failed. Training waits while the step is compiled in the foreground"
                 )
             if not self.verify:
                 self._log_switch()
@@ -414,7 +414,7 @@ class GraphStep:
         captured.slow_kinds.add(kind)
         self._compiling = None
         self.info(
-            "Batches that need another graph run eagerly, because compiling it takes longer than compile.budget "
+            "Batches that need another graph run eagerly, because compilation takes longer than compile.budget "
             f"({seconds:g} s)"
         )
         return True
@@ -432,7 +432,7 @@ class GraphStep:
             self.info(f"The step runs as one graph from batch {self.optim.batches + 1} on{how}")
 
     def _capture(self) -> CapturedStep:
-        """Create the state that the graphs share; the graphs are compiled at their first call.
+        """Create the state that the graphs share; each graph is compiled on its first call.
 
         Raises:
             NotCapturedError: the model has hooks or parameters that a graph does not support.
@@ -570,7 +570,7 @@ class GraphStep:
     # ---- invalidate the graph ----------------------------------------------------------------------------
 
     def _reset(self) -> None:
-        if self._step is not None:  # torch does not release a function's compiled code by itself
+        if self._step is not None:  # torch does not release a function's compiled code automatically
             torch._C._dynamo.eval_frame.reset_code(self._step.function.__code__)
         self.pause()
         self._step, self._trained, self._inferred = None, [], False

@@ -69,7 +69,7 @@ def cloned(tree: Any) -> Any:
             changed.add(id(leaf))
             for name, value in _attributes(leaf).items():
                 if (new := tree_map(clone, value)) is not value:
-                    object.__setattr__(leaf, name, new)  # also of a frozen dataclass
+                    object.__setattr__(leaf, name, new)  # also works for frozen dataclasses
         return leaf
 
     return tree_map(clone, tree)

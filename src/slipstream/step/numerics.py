@@ -58,8 +58,8 @@ def precise_dtype(device: torch.device) -> torch.dtype:
 
 
 class Scalar:
-    """A number that the host sets and a graph reads. It is stored in a tensor, which is written only if the number
-    changes.
+    """A number that is set on the host and read by a graph. It is stored in a tensor, which is written only when the
+    number changes.
 
     The tensor has shape (1,), because Dynamo treats a 0-dim float64 CPU tensor as a Python number.
     """

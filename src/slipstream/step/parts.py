@@ -1,4 +1,4 @@
-"""`StepPart`: operations around the optimizer's update, such as gradient clipping.
+"""`StepPart`: operations around the optimizer update, such as gradient clipping.
 
 `OptimWrapper.parts` is the ordered list of parts. The eager step (`EagerStep`) calls them, and the compiled step
 (`GraphStep`) traces the same calls, so each part is implemented only once. The methods must be traceable, except
@@ -20,7 +20,7 @@ __all__ = ["StepPart", "apply_update", "has_gradients"]
 
 
 class StepPart:
-    """Base class for operations around the optimizer's update; subclasses override the methods they need.
+    """Base class for operations around the optimizer update; subclasses override the methods they need.
 
     The step calls the methods in this order. It calls each method for all parts, in the order of the list:
 
@@ -90,7 +90,8 @@ def apply_update(
 ) -> dict[str, Tensor]:
     """Run the parts around `update(grads)`, which updates `params`; return the values that the parts log.
 
-    Both the eager and the compiled step call this under `torch.no_grad()` at the end of an accumulation window.
+    The eager and the compiled step both call this function under `torch.no_grad()` at the end of an accumulation
+    window.
 
     Args:
         finite: a 0-dim bool tensor on the device. If it is false, `update` must not change any tensor, and the parts'

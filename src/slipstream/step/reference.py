@@ -60,7 +60,7 @@ def _extent(tensor: Tensor) -> int:
 
 
 def interpret(graph: fx.GraphModule, inputs: Sequence[Any], double: bool = False) -> None:
-    """Run a graph captured by Dynamo, operator by operator. This changes the tensors in `inputs`.
+    """Run a graph captured by Dynamo, operator by operator. Tensors in `inputs` are modified in place.
 
     Args:
         graph: the graph that `torch.compile` passes to a backend.

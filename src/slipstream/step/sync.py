@@ -1,4 +1,4 @@
-"""Average gradients over the processes, in buckets, as a part of a step's graph."""
+"""Average gradients over the processes, in buckets, as part of a step's graph."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _UNSUPPORTED = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
 def can_trace(optimizer: Optimizer) -> bool:
-    """Return whether `GraphUpdate` supports the optimizer: its class is a supported torch class, without step hooks."""
+    """Return whether `GraphUpdate` supports the optimizer: a supported torch class without step hooks."""
     kind = type(optimizer)
     from_torch = kind.__module__.startswith("torch.optim") and hasattr(kind, "_init_group")
     supported = from_torch and kind.__name__ not in _UNSUPPORTED
@@ -49,7 +49,7 @@ def infer_trained(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[
 
 
 def call_after_load(optimizer: Optimizer, method: Callable[[], None]) -> None:
-    """Call a bound method each time the optimizer has loaded a state dict, as long as the method's object exists."""
+    """Call a bound method whenever the optimizer has loaded a state dict, as long as the method's object is alive."""
     found = weakref.WeakMethod(method)
 
     def loaded(_: Any) -> None:
@@ -168,7 +168,7 @@ class _Group:
         own = sources[0]
         self.tensor_settings = {name: _copied(own[name]) for name in _as_tensors(optimizer, own)}
         self.from_tensors: set[str] = set()  # names of the settings whose last value was a tensor
-        # The number of elements of each setting, 0 for a scalar.
+        # The number of elements in each setting; 0 for a scalar.
         self.layout = [
             (name, len(value) if isinstance(value, tuple | list) else 0)
             for name, value in self.tensor_settings.items()
@@ -285,7 +285,7 @@ def _sgd(optimizer: _OptimizerView) -> None:
 
 
 class _Scratch:
-    """Discards an optimizer's writes to `self.state[param]`, because the state tensors are changed in place."""
+    """Discards the optimizer's writes to `self.state[param]`; the state tensors are updated in place instead."""
 
     def __getitem__(self, key: Any) -> dict[str, Any]:
         return {}
@@ -294,7 +294,7 @@ class _Scratch:
 def _group_by_settings(
     optimizer: Optimizer, params: Sequence[Tensor]
 ) -> list[tuple[list[dict[str, Any]], list[int]]]:
-    """Return lists of groups with identical settings, each with the indices of the groups' tensors in `params`."""
+    """Return lists of groups with identical settings, each with the indices in `params` of the groups' tensors."""
     index = {param: i for i, param in enumerate(params)}
     found: list[tuple[dict[str, Any], list[dict[str, Any]], list[int]]] = []
     for group in optimizer.param_groups:

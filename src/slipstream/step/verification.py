@@ -4,9 +4,9 @@ The verification computes the step for one batch four times on copies of the gra
 the compiled code. The other three interpret the captured graph: in float64, with eager kernels, and with eager kernels
 and weights that are perturbed by the machine epsilon. The eager step then trains on the original inputs. The network's
 rounding error is the larger of the distances between the two eager interpretations and the float64 result. The compiled
-code and the eager step may differ from float64 by a small multiple of this error. A larger error in the eager step
-indicates that the captured graph does not contain the whole step. A larger error in the compiled code indicates a
-compiler bug.
+code and the eager step may differ from the float64 result by a small multiple of this error. A larger error in the
+eager step indicates that the captured graph does not contain the whole step. A larger error in the compiled code
+indicates a compiler bug.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _MULTIPLE = 4.0
-"""Tolerated distance from float64, as a multiple of the rounding error of the captured graph."""
+"""Tolerated distance from the float64 result, as a multiple of the captured graph's rounding error."""
 _FLOOR = 3e-5
 """Relative errors below this value are always tolerated."""
 _WITHOUT_REFERENCE = 0.2
@@ -62,7 +62,7 @@ class UnstableGraphError(OnlyEagerError):
 
 
 class BudgetExceededError(NotCapturedError):
-    """The compilation of a step takes longer than its time limit.
+    """Compiling a step takes longer than the time limit.
 
     Args:
         seconds: the time limit.
@@ -194,7 +194,7 @@ class Verification:
         Args:
             results: results of the eager step, by input id, for the inputs that the eager step does not change in
                 place.
-            updated: ids of the inputs that the update of the captured step changes.
+            updated: ids of the inputs that the captured step's update changes.
             ignored: ids of the inputs that the eager step changes outside the captured part.
 
         Returns:
@@ -259,7 +259,7 @@ class _Row:
     moved: bool
     """Whether the captured graph changes the tensor."""
     noise: float
-    """Rounding error: the larger of the errors of the two eager interpretations of the captured graph."""
+    """Rounding error: the larger error of the two eager interpretations of the captured graph."""
     eager: float
     """Error of the eager step."""
     compiled: float

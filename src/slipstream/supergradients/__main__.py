@@ -15,7 +15,7 @@ def main(arguments: list[str]) -> None:
     """Run the script `arguments[0]` with the other arguments.
 
     Raises:
-        ConfigError: the script is missing or does not exist.
+        ConfigError: if the script is missing or does not exist.
     """
     run_script(arguments, "python -m slipstream.supergradients", slipstream.supergradients.install)
 

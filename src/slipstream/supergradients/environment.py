@@ -44,16 +44,17 @@ def get_logger(logger_name: str = "slipstream", log_level: Any = None) -> loggin
 
 
 def setup_device(multi_gpu: Any = None, num_gpus: int | None = None, device: str | None = "cuda") -> None:
-    """Check that the process runs on the requested devices; the machine and the launcher determine the devices that it
-    uses.
+    """Check that the process runs on the requested devices.
+
+    The devices are determined by the machine and the launcher, not by this function.
 
     Args:
         multi_gpu: a `MultiGPUMode` or its name; or a device, as in `setup_device('cpu')`.
         num_gpus: number of devices; -1 for all, 0 for the CPU.
-        device: 'cuda' for the accelerator of this machine, if there is one, or 'cpu'.
+        device: 'cuda' for the accelerator of this machine, if available, or 'cpu'.
 
     Raises:
-        ConfigError: the script must be started in another way; the message contains the command.
+        ConfigError: if the script must be started differently. The message contains the command.
     """
     import torch
 

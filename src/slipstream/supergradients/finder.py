@@ -1,4 +1,4 @@
-"""Import of `super_gradients` and its submodules, which are created from the table in `names.py`."""
+"""Import `super_gradients` and its submodules, which are created from the table in `names.py`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Finder(ReplacementFinder):
 
     def spec_of(self, fullname: str) -> ModuleSpec:
         if fullname not in MODULES:
-            # `from MODULE import NAME` would replace a ModuleNotFoundError with an error that names no remedy.
+            # `from MODULE import NAME` would replace a ModuleNotFoundError with an error that suggests no remedy.
             raise ImportError(missing(fullname), name=fullname)
         return ModuleSpec(fullname, _Loader(), is_package=True)
 
@@ -66,6 +66,6 @@ def install() -> None:
     """Make `import super_gradients` import Slipstream; see `install_finder`.
 
     Raises:
-        ConfigError: SuperGradients itself is already imported.
+        ConfigError: if SuperGradients itself is already imported.
     """
     install_finder(_Finder(), "slipstream.supergradients", _WORKERS)

@@ -189,11 +189,11 @@ _TOPICS = (
     ),
     (
         r"lr_?callback|lr_?scheduler|lr_?warmup",
-        "derive a schedule from LRCallbackBase, set lr_mode='FunctionLRScheduler', or name a scheduler from torch",
+        "subclass LRCallbackBase, set lr_mode='FunctionLRScheduler', or set lr_mode to a torch scheduler",
     ),
     (
         r"decay",
-        "set ema_params.decay_type to 'constant', 'threshold' or 'exp', or derive a schedule from IDecayFunction",
+        "set ema_params.decay_type to 'constant', 'threshold' or 'exp', or subclass IDecayFunction",
     ),
     (r"sg_?logger", "set sg_logger by name ('wandb_sg_logger'), or use a hook from slipstream.hooks"),
     (
@@ -208,7 +208,7 @@ _TOPICS = (
         r"processing",
         "pass a list of transforms to the network's method set_dataset_processing_params(image_processor=[...])",
     ),
-    (r"media", "a network's predict method reads paths, Pillow images, arrays and tensors"),
+    (r"media", "a network's predict method accepts paths, Pillow images, arrays and tensors"),
     (r"checkpoints_dir", "use Trainer(...).checkpoints_dir_path; an experiment has a single folder"),
     (r"\bmodules\b", "use modules from torch.nn or timm, or networks from models.get"),
     (r"visual", "use `slipstream predict`, or slipstream.visualization"),
@@ -220,7 +220,7 @@ _TOPICS = (
 
 
 def missing(fullname: str) -> str:
-    """Return why a module or name from SuperGradients cannot be imported, and what to use instead."""
+    """Return the reason why a module or name from SuperGradients cannot be imported, and what to use instead."""
     parent, _, name = fullname.rpartition(".")
     where = [module for module, names in MODULES.items() if name in names]
     if where:

@@ -15,7 +15,7 @@ class MissingNetworkError(SlipstreamError, AttributeError):
 
 
 class _Networks(type):
-    """The names of all networks as attributes in capital letters."""
+    """The names of all networks as uppercase attributes."""
 
     def __getattr__(cls, name: str) -> str:
         known = {network.upper(): network for network in models.names()}

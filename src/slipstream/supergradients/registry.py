@@ -29,7 +29,7 @@ def _register_in(target: registry.Registry) -> Register[Any]:
         """Return a decorator that registers a class under `name` (default: its own name) and `deprecated_name`.
 
         Raises:
-            UnknownNameError: another class is registered under one of the names.
+            UnknownNameError: if another class is registered under one of the names.
         """
 
         def decorate(kind: T) -> T:

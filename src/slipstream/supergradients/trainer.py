@@ -50,7 +50,7 @@ class Trainer(SlipstreamTrainer):
         """Resume an experiment from its latest checkpoint; see `slipstream.Trainer.resume_experiment`.
 
         Raises:
-            ConfigError: `run_id` is set.
+            ConfigError: if `run_id` is set.
         """
         if run_id is not None:
             raise ConfigError("must be None, because an experiment has a single folder", "run_id")

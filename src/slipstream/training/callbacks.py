@@ -66,7 +66,7 @@ _INSIDE_THE_STEP = ("on_train_batch_backward_end", "on_train_batch_gradient_step
 
 
 def stage_of(phase: Phase) -> str:
-    """Return the stage of a hook at which callbacks for this phase are called."""
+    """Return the hook stage at which callbacks for this phase are called."""
     return next(stage for stage, events in _EVENTS_AT.items() if EVENT_OF[phase] in events)
 
 
@@ -105,7 +105,7 @@ class CallbackHook(Hook):
     """Call a callback's methods at their events.
 
     Args:
-        callback: a `Callback`, or the configuration of one whose class is registered in HOOKS.
+        callback: a `Callback`, or the configuration of a `Callback` class that is registered in HOOKS.
 
     Raises:
         ConfigError: if `callback` is not a callback, or defines an event inside the training step.
@@ -265,7 +265,7 @@ class SlidingWindowValidationCallback(Hook):
         self._undo = ExitStack()
 
     def before_val(self, runner: Runner) -> None:
-        """Enable sliding windows and full-size images, if due."""
+        """Enable sliding windows and full-size images, except during training before the last epoch is complete."""
         if runner.is_training and runner.iter < runner.max_iters:
             return
         model, loop = unwrap_model(runner.model), runner.val_loop
@@ -312,8 +312,8 @@ def _transformed(dataset: Any, transforms: Sequence[Any]) -> Any:
         return changed
     if not isinstance(dataset, SegmentationDataset):
         raise ConfigError(
-            f"SlidingWindowValidationCallback cannot replace the transforms of {type(dataset).__name__}; derive the "
-            "validation dataset from slipstream.dataset.SegmentationDataset"
+            f"SlidingWindowValidationCallback cannot replace the transforms of {type(dataset).__name__}; use a "
+            "validation dataset that subclasses slipstream.dataset.SegmentationDataset"
         )
     own = [t for t in dataset.transforms if isinstance(t, Affine | SegConvertToTensor)]
     changed.transforms = list(transforms) or own

@@ -12,7 +12,7 @@ from slipstream.errors import BuildError, ConfigError
 __all__ = ["LAST_OWN_HOOK", "at_user_paths"]
 
 LAST_OWN_HOOK = "LrPlotHook"
-"""The last of the hooks that the translation inserts before `phase_callbacks`."""
+"""The last hook that the translation inserts before `phase_callbacks`."""
 
 _PATHS = (
     (r"training_params\.ema\.type", "training_params.ema_params.decay_type"),
@@ -36,7 +36,7 @@ _NAMED = {
     "model.loss": ("training_params.loss", "training_params.criterion_params"),
     "model.network": ("architecture", "arch_params"),
 }
-"""Config path of a component's name, and of its arguments."""
+"""Config paths of each component's name and arguments."""
 
 
 @contextmanager

@@ -211,8 +211,8 @@ def _with_current_names(transform: Any) -> Any:
     kind = _OLD_TRANSFORMS.get(kind, kind) if isinstance(kind, str) else kind
     if kind == "SegPadShortToCropSize" and transform.get("fill_mask") is None:
         print_log(
-            "SegPadShortToCropSize has no fill_mask: the padding gets class 0, as in SuperGradients. If class 0 is not "
-            "the background, set fill_mask to the ignore_index of the loss",
+            "SegPadShortToCropSize has no fill_mask, so the padding has class 0, as in SuperGradients. If class 0 is "
+            "not the background, set fill_mask to the ignore_index of the loss",
             "current",
             logging.WARNING,
         )
@@ -227,7 +227,7 @@ def _loader_options(loader: dict[str, Any], training: bool) -> dict[str, Any]:
             "batch_sampler"
         ]  # SuperGradients' flag for torch's BatchSampler, which the Runner always uses
     if loader.get("pin_memory") is True:
-        del loader["pin_memory"]  # the Runner enables it if the device needs it
+        del loader["pin_memory"]  # the Runner enables pinned memory if the device requires it
     if "collate_fn" in loader:
         loader["collate_fn"] = configuration(loader["collate_fn"], "dataloader_params.collate_fn")
     return {

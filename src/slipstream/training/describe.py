@@ -36,7 +36,7 @@ def describe_data(network: nn.Module, dataset: Any) -> None:
 
 
 def _inner(dataset: Any) -> Dataset[Any] | None:
-    """Return the dataset inside a wrapper (the first one, if there are several), or None."""
+    """Return the dataset inside a wrapper (if there are several, the first dataset), or None."""
     inner = getattr(dataset, "dataset", None)
     several = getattr(dataset, "datasets", None)
     if inner is None and isinstance(several, list | tuple) and several:

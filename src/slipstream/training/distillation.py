@@ -27,7 +27,7 @@ __all__ = ["DistillationModel", "TeacherHook"]
 
 
 class _Teacher:
-    """Holds the teacher without registering it as a submodule.
+    """Stores the teacher without registering it as a submodule.
 
     A deep copy of the model that contains this object shares the teacher until the copy is converted, for example to
     another dtype.
@@ -98,7 +98,7 @@ class DistillationModel(SupervisedModel):
     Args:
         network: the student.
         teacher: the teacher, a module or its configuration.
-        teacher_pretrained: arguments of `zoo.models.load`, with which `load_teacher` loads the teacher's weights.
+        teacher_pretrained: arguments that `load_teacher` passes to `zoo.models.load` to load the teacher's weights.
         teacher_input_adapter: module for the teacher's images, or its configuration, such as `NormalizationAdapter`.
         kd_module: contains `network` and `teacher`; its forward method returns the outputs for the loss. Default: the
             outputs of both networks.
@@ -107,7 +107,7 @@ class DistillationModel(SupervisedModel):
 
     Raises:
         ConfigError: if the loss does not use the teacher.
-        ModelError: in the loss, if the teacher's weights have not been loaded.
+        ModelError: when the loss is computed, if the teacher's weights have not been loaded.
     """
 
     _kd_module: KDModule | None
@@ -173,7 +173,7 @@ class DistillationModel(SupervisedModel):
             )
         if self._kd_module is not None:
             found: KDOutput = self._kd_module(inputs)
-            return found  # unchanged, because a subclass may return other tensors than class scores
+            return found  # unchanged, because a subclass may return tensors other than class scores
         with torch.no_grad():
             taught = self._teacher.module(inputs)
         student, teacher = (

@@ -67,7 +67,7 @@ EMA_DECAY_FUNCTIONS = _Functions()
 
 
 def split_decay(params: TrainingParams) -> tuple[TrainingParams, EMAHook | None]:
-    """Return the parameters without `ema`, and an EMA hook with the user's schedule, if there is one.
+    """Return the parameters without `ema`, and an EMA hook with the user's schedule, if any.
 
     Raises:
         ConfigError: if the schedule does not accept the keys of `ema_params`.

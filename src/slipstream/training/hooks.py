@@ -71,7 +71,7 @@ class TestLoadersHook(Hook):
 
     Args:
         loaders: data loaders by name.
-        interval: number of epochs between two evaluations.
+        interval: number of epochs between evaluations.
     """
 
     __test__ = False  # tells pytest that this is not a test class
@@ -87,7 +87,7 @@ class TestLoadersHook(Hook):
             self.loaders[name] = build_dataloader(loader, runner.seed, f"test_loaders.{name}", training=False)
 
     def after_train_epoch(self, runner: Runner) -> None:
-        """Evaluate all loaders, if an evaluation is due after this epoch."""
+        """Evaluate all loaders every `interval` epochs."""
         if not self.every_n_epochs(runner, self.interval):
             return
         loop = runner.test_loop

@@ -20,8 +20,8 @@ class KDModule(nn.Module):
     """A student and a teacher for `KDTrainer.train(model=...)`.
 
     A subclass may override `forward` to pass other outputs of the networks to the loss, which receives them unchanged.
-    It cannot have parameters of its own. Only the student is trained, validated and saved; the teacher always runs in
-    evaluation mode. A deep copy shares the teacher.
+    The subclass cannot have parameters of its own. Only the student is trained, validated and saved; the teacher always
+    runs in evaluation mode. A deep copy shares the teacher.
 
     Args:
         arch_params: `teacher_input_adapter`, a module for the teacher's images or its configuration.

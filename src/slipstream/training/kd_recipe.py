@@ -42,7 +42,7 @@ def teacher_of(
 
     Args:
         recipe: a recipe for knowledge distillation.
-        read: returns the network and its pretrained weights for a recipe that trains a single network.
+        read: function that returns the network and its pretrained weights for a recipe with a single network.
 
     Raises:
         ConfigError: if a key is missing, invalid or not supported.

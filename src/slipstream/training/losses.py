@@ -79,7 +79,7 @@ class CrossEntropyLoss(CrossEntropy):
         super().__init__(ignore_index, smooth_eps or 0.0, weight)
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss, 0-dim; see `CrossEntropy.forward`."""
+        """Return the loss as a 0-dim tensor; see `CrossEntropy.forward`."""
         smoothing = self.label_smoothing
         if not (smoothing and isinstance(outputs, Tensor)):
             return super().forward(outputs, targets)

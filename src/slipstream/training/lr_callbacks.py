@@ -29,7 +29,7 @@ _KEY = "lr_callback"
 
 
 class LRCallbackBase(PhaseCallback):
-    """Base class for learning-rate schedules; pass a subclass, or the name it is registered under, as `lr_mode`.
+    """Base class for learning-rate schedules; pass a subclass, or its registered name, as `lr_mode`.
 
     Subclasses define `is_lr_scheduling_enabled` and `perform_scheduling`, which sets `lr` and calls `update_lr`. Their
     other arguments are keys of `training_params`.
@@ -106,7 +106,7 @@ class LRCallbackHook(Hook):
         """Build the schedule.
 
         Raises:
-            ModelError: the model has no attribute `network`.
+            ModelError: if the model has no attribute `network`.
         """
         model: Any = unwrap_model(runner.model)
         if not hasattr(model, "network"):

@@ -37,9 +37,9 @@ class LRSchedule:
 
     `LinearEpochLRWarmup` increases the rate every epoch from `warmup_initial_lr` (default: i / (W + 1)) to i in epoch
     W. `LinearBatchLRWarmup` increases it every batch (default: from 0) to i at the last of min(`lr_warmup_steps`, L)
-    batches. If this is a single batch, the rate stays at its first value until `lr_mode` changes it. An initial rate of
-    0 stays 0. One behavior differs from SuperGradients, where a cosine schedule after a batch-based warm-up rises again
-    during the cool-down.
+    batches. If the warm-up is a single batch, the rate stays at its first value until `lr_mode` changes it. An initial
+    rate of 0 stays 0. One behavior differs from SuperGradients, where a cosine schedule after a batch-based warm-up
+    rises again during the cool-down.
 
     Raises:
         ConfigError, UnknownNameError: if a key is invalid or missing, or conflicts with another key.
@@ -94,7 +94,7 @@ class LRSchedule:
         if self.warmup_epochs:
             start = initial / (self.warmup_epochs + 1) if start is None else start
             return _between(start, initial, step // self.epoch_length, self.warmup_epochs)
-        # A warm-up of one step ends at its start.
+        # A warm-up of one step ends at its start rate.
         return (start or 0.0) if self.warmup_batches == 1 else initial
 
     @property

@@ -315,7 +315,7 @@ def metric_config(
 
 
 def known_names(entry: Any) -> tuple[str, ...]:
-    """Return the names of the metric's values, or an empty tuple if the object determines them itself."""
+    """Return the names of the metric's values, or an empty tuple if the object determines its own names."""
     binary: dict[str, type[_Binary]] = {"BinaryIOU": BinaryIOU, "BinaryDice": BinaryDice}
     if isinstance(entry, str | Mapping):
         name = read_factory(entry, "training_params.valid_metrics_list")[0]

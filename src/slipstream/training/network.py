@@ -107,7 +107,7 @@ class SupervisedModel(Segmentor, PretrainedWeights):
     def forward(
         self, inputs: Tensor, targets: Tensor | None = None, *others: Any, mode: str = "tensor"
     ) -> Any:
-        """Return the losses, `{"preds", "targets"}` or the network's output.
+        """Return the losses, a dict with `preds` and `targets`, or the network's output.
 
         Args:
             inputs: images (N, C, H, W), of a float dtype or uint8. Pixels of dtype uint8 are converted to floats from

@@ -43,7 +43,7 @@ _PLAN = "SpeedPlan"
 
 @dataclass(frozen=True)
 class TrainingParams:
-    """A field for each key, with SuperGradients' default.
+    """One field for each key of SuperGradients, with the same default value.
 
     The annotation of a field describes its translation: an argument of the `Runner`, a hook, or an option.
     A `Refused` key only supports its default.

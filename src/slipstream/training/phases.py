@@ -180,7 +180,7 @@ class Callback:
         """Called after a training step, with its losses."""
 
     def on_train_batch_gradient_step_end(self, context: PhaseContext) -> None:
-        """Called after a training step that updated the weights (with accumulation, after the window's last batch)."""
+        """Called after a training step that updated the weights (with accumulation, the last step of each window)."""
 
     def on_train_batch_end(self, context: PhaseContext) -> None:
         """Called after a training step."""

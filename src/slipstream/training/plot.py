@@ -124,7 +124,7 @@ def draw(
 
 
 def _simulated_rates(runner: Runner, points: Sequence[int]) -> dict[str, list[float]] | str:
-    """Return the learning rates of each distinct curve at iterations `points`, or why they are not available."""
+    """Return the learning rates of each distinct curve at `points`, or the reason why they are not available."""
     if isinstance(runner.optim_wrapper, OptimWrapperDict):
         return "several optimizers are not supported"
     schedules = runner._training["param_scheduler"]
@@ -154,7 +154,7 @@ def _simulated_rates(runner: Runner, points: Sequence[int]) -> dict[str, list[fl
 
 
 class _OptimizerStub(torch.optim.Optimizer):
-    """An optimizer with the initial parameter groups and defaults of another, but with dummy parameters."""
+    """A copy of an optimizer's initial parameter groups and defaults, with dummy parameters."""
 
     def __init__(self, original: torch.optim.Optimizer) -> None:
         plain = []
@@ -168,7 +168,7 @@ class _OptimizerStub(torch.optim.Optimizer):
 def _values(
     schedulers: Sequence[Any], optimizer: _OptimizerStub, points: Sequence[int], epoch_length: int
 ) -> list[list[float]] | None:
-    """Return the learning rates of the groups at each of the points, or None if the simulation takes too long."""
+    """Return the learning rates of the groups at each point, or None if the simulation takes too long."""
     if len(schedulers) == 1 and isinstance(schedulers[0], RecipeLR):
         return [schedulers[0].rates(point) for point in points]
     by_epoch = [scheduler for scheduler in schedulers if scheduler.by_epoch]

@@ -219,5 +219,5 @@ def _test_loader(recipe: Mapping[str, Any]) -> dict[str, Any] | None:
     several = loaders.values() if isinstance(loaders, Mapping) else loaders
     names = [loaders] if isinstance(loaders, str) else list(several)
     if len(names) != 1:
-        raise ConfigError(f"must name one test dataset, not {len(names)}: {names}", "test_dataloaders")
+        raise ConfigError(f"must contain one test data loader, not {len(names)}: {names}", "test_dataloaders")
     return _loader(recipe, "test", names[0])

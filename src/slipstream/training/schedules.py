@@ -20,7 +20,7 @@ from slipstream.training.watched import watched_value
 __all__ = ["RecipeLR", "TorchLR", "lr_schedules"]
 
 _BY_EPOCH = {"TRAIN_EPOCH_END": True, "TRAIN_BATCH_END": False, "TRAIN_BATCH_STEP": False}
-"""Phases at which a torch scheduler may step, and whether a step is an epoch."""
+"""Phases at which a torch scheduler may step, and whether each step corresponds to an epoch."""
 
 _PLATEAU = {"threshold_mode": "threshold_rule", "min_lr": "min_value"}
 """Argument names of torch's `ReduceLROnPlateau` that differ from those of Slipstream's `ReduceOnPlateauLR`."""
@@ -37,7 +37,7 @@ class RecipeLR(_ParamScheduler):
         schedule: an `LRSchedule` or a dict of its fields.
 
     Raises:
-        ConfigError, UnknownNameError: if a field is invalid. The message names the field.
+        ConfigError, UnknownNameError: if a field is invalid. The message contains its name.
     """
 
     def __init__(self, optimizer: Any, schedule: LRSchedule | Mapping[str, Any]) -> None:

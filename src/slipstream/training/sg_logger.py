@@ -55,7 +55,7 @@ class SGLogger:
             global_step: step of the image.
 
         Raises:
-            DataError: `data_format` is unknown, or the image does not have three dimensions.
+            DataError: if `data_format` is unknown, or the image does not have three dimensions.
         """
         pixels = image.detach().cpu().numpy() if isinstance(image, Tensor) else np.asarray(image)
         if data_format not in ("CHW", "HWC") or pixels.ndim != 3:

@@ -1,4 +1,4 @@
-"""Raise an error that names the task if a recipe's task is not supported, before any other file is read."""
+"""Reject recipes for unsupported tasks before any other file is read."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def check_task(recipe: Mapping[str, Any]) -> None:
         recipe: a recipe; its interpolations may be unresolved.
 
     Raises:
-        ConfigError: the task is pose estimation, object detection or quantization.
+        ConfigError: if the task is pose estimation, object detection or quantization.
     """
     for path, name in _names(recipe):
         for task, pattern in _TASKS.items():
             if pattern.search(name):
                 remedy = f"; {_REMEDIES[task]}" if task in _REMEDIES else ""
                 raise ConfigError(
-                    f"'{name}' is for {task}, and this task is not supported. Recipes train networks for {SUPPORTED}"
+                    f"'{name}' is for {task}, which is not supported. Recipes train networks for {SUPPORTED}"
                     f"{remedy}",
                     path,
                 )

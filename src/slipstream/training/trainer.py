@@ -260,8 +260,8 @@ class Trainer:
         files that the configuration refers to are never read.
 
         Raises:
-            CheckpointError: if there is no checkpoint, or the configuration contained objects that cannot be stored, or
-                references to environment variables.
+            CheckpointError: if there is no checkpoint, or if the configuration contained objects that cannot be stored
+                or references to environment variables.
         """
         trainer = cls(experiment_name, ckpt_root_dir=ckpt_root_dir)
         path = find_latest_checkpoint(trainer.checkpoints_dir_path)

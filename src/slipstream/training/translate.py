@@ -28,14 +28,14 @@ from slipstream.training.watched import Watched, watched_value
 __all__ = ["runner_config", "work_dir"]
 
 _PRECISE = 1024
-"""Default of `precise_bn_batch_size`: number of samples for precise BatchNorm statistics."""
+"""Default for `precise_bn_batch_size`: number of samples for precise BatchNorm statistics."""
 
 
 def work_dir(experiment_name: str, ckpt_root_dir: str | Path | None) -> str:
     """Return the folder of an experiment: `ckpt_root_dir/experiment_name`. The default root is `work_dirs`.
 
     Raises:
-        ConfigError: `experiment_name` is a path outside `ckpt_root_dir`.
+        ConfigError: if `experiment_name` is a path outside `ckpt_root_dir`.
     """
     check_name(experiment_name, "experiment_name", "ckpt_root_dir")
     return str(Path(ckpt_root_dir or "work_dirs").expanduser() / experiment_name)
@@ -221,7 +221,7 @@ def _rule(params: TrainingParams, watched: Watched) -> str:
 
 
 def _validated_losses(params: TrainingParams, best: Watched | None, callbacks: Sequence[Any]) -> list[str]:
-    """Return the names of the losses that the best checkpoint, the schedules or `EarlyStop` need.
+    """Return the names of the losses that the best checkpoint, the schedules or `EarlyStop` require.
 
     Raises:
         UnknownNameError: if `EarlyStop` monitors a value that does not exist.

@@ -43,12 +43,12 @@ class Watched:
 
 
 def watched_value(wanted: str, params: TrainingParams, config_path: str) -> Watched:
-    """Return the metric or the loss with this name. Upper case and punctuation do not matter.
+    """Return the metric or the loss with this name, ignoring case and punctuation.
 
     The name of a loss is that of its class, or `class/component`. The component alone is also accepted.
 
     Raises:
-        UnknownNameError: if there is no such value, unless a metric object determines its names itself.
+        UnknownNameError: if there is no such value, unless a metric object determines its own names.
     """
     found = [known_names(entry) for entry in params.valid_metrics_list]
     names = [name for several in found for name in several]
@@ -64,7 +64,7 @@ def watched_value(wanted: str, params: TrainingParams, config_path: str) -> Watc
     if not all(found):
         return Watched(wanted)  # other metric objects choose their names in the first validation run
     raise UnknownNameError(
-        f"no metric of valid_metrics_list and no loss is named '{wanted}'{did_you_mean(wanted, [*names, *losses])} "
+        f"no metric in valid_metrics_list and no loss is named '{wanted}'{did_you_mean(wanted, [*names, *losses])} "
         f"(available: {', '.join([*names, *losses]) or 'none'})",
         config_path,
     )
@@ -116,7 +116,7 @@ class ValidationLoss(LossMetric):
         self.names = tuple(names)
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
-        """Keep the losses of a batch, still on the device, and its number of samples."""
+        """Store the losses of a batch, which remain on the device, and its number of samples."""
         losses = {name: data_samples[KEY][name] for name in self.names}
         super().process(data_batch, (losses, len(data_samples["targets"])))
 
@@ -125,7 +125,7 @@ def _titles(loss: Mapping[str, Any] | Callable[..., Any]) -> list[str]:
     """Return the names of a loss: its class, and the components that it declares."""
     try:
         built: Any = MODELS.build(loss) if isinstance(loss, Mapping) else loss
-    except SlipstreamError:  # the Runner raises this error again, with the path of the key
+    except SlipstreamError:  # the Runner raises this error again, with the config path
         return []
     own = getattr(built, "__name__", type(built).__name__)
     components = getattr(built, "component_names", None) or ([_TOTALS[own]] if own in _TOTALS else [])

@@ -41,7 +41,7 @@ class BatchSizes:
 
     rows: list[BatchSizeRow]
     stopped: str = ""
-    """Why the search ended before the limit was found; empty if it was found."""
+    """Why the search ended before the limit was found; empty if the limit was found."""
 
     @property
     def largest(self) -> int:

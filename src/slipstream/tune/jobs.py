@@ -228,7 +228,7 @@ class _StepHook(Hook):
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
         self.shapes: set[Any] = set()
-        """The different shapes of the batches."""
+        """The distinct shapes of the batches."""
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Call the observer before the step."""
@@ -325,7 +325,7 @@ class ObjectsJob:
 
 
 def changed_loader(loader: Any, setting: Setting) -> Any:
-    """Return the loader, or a new one with the batch size and the number of workers of `setting`.
+    """Return the loader, or a new loader with the batch size and the number of workers of `setting`.
 
     Raises:
         ConfigError: the loader is not a plain `DataLoader` with a map-style dataset.
@@ -381,7 +381,7 @@ def _divisible_size(loader: Any) -> int | None:
 def _detach_workers(loader: Any) -> None:
     """Make a loader with persistent workers start new workers instead of using those of the parent process."""
     if isinstance(loader, DataLoader) and loader._iterator is not None:
-        # Deleting the iterator would end the parent process's workers.
+        # Deleting the iterator would terminate the parent process's workers.
         loader._iterator_of_parent = loader._iterator
         loader._iterator = None
 

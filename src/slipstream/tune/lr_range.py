@@ -74,7 +74,7 @@ class LrRange:
         return f"{text} ({len(self.rates)} steps from {self.rates[0]:.2g} to {self.rates[-1]:.2g})."
 
     def plot(self, path: str | Path) -> Path:
-        """Write a PNG file that shows the losses against the learning rate, atomically.
+        """Atomically write a PNG plot of the losses against the learning rate.
 
         Raises:
             MissingPackageError: matplotlib is not installed.

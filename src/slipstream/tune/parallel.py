@@ -48,7 +48,7 @@ class _Averaged(Observer):
 def launch(train: Train, observer: Observer, folder: Path, processes: int) -> None:
     """Train in this process as rank 0, and in `processes` - 1 other processes on the same cores.
 
-    The other processes are descendants of this one, so they are killed at the end of the trial.
+    The other processes are descendants of this process, so they are killed at the end of the trial.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

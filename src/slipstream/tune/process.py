@@ -247,7 +247,7 @@ def _main(connection: Connection, work: Any, folder: Path, threads: int, forked:
 
 
 def _isolate(log: Path) -> None:
-    """Start a session, write all output to `log`, and end with the parent process."""
+    """Start a session, redirect all output to `log`, and (on Linux) exit when the parent process exits."""
     os.setsid()
     faulthandler.disable()  # otherwise, it would write to the parent's stderr
     if sys.platform == "linux":

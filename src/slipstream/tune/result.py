@@ -71,7 +71,7 @@ class TuneResult:
         return make_table(header, [("baseline", "", "1.00", "", *first, "", ""), *map(_cells, self.rows)])
 
     def summary(self) -> str:
-        """Return the speedup, the time per epoch before and after, and the steps that offset the compilation time."""
+        """Return the speedup, the time per epoch before and after, and the steps to offset the compilation time."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:

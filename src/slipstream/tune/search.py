@@ -25,9 +25,9 @@ __all__ = ["Outcome", "Row", "Search"]
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 24
 _LONGEST_ROUND = 2.0
 _MARGIN, _LONGEST_MARGIN = 0.02, 5.0
-"""Time reserved for ending processes and writing files: a fraction of the budget, and the maximum in seconds."""
+"""Time reserved for terminating processes and writing files: a fraction of the budget, and the maximum in seconds."""
 _MAX_PROCESSES = 3
-"""Maximum number of processes to end at the deadline: those of the baseline, the plan and a trial."""
+"""Maximum number of processes to terminate at the deadline: those of the baseline, the plan and a trial."""
 _MIN_GAIN = 1.01
 """Smallest ratio for which an option is adopted."""
 _LIKELY = 0.85
@@ -58,7 +58,7 @@ class Row:
     loss_difference: tuple[float, float] | None = None
     """Relative differences of the first loss and the mean loss from those of the baseline."""
     setting: Setting = field(default_factory=Setting)
-    """The changes of this trial, without those of the plan."""
+    """The changes that this trial makes, without the changes in the plan."""
 
 
 @dataclass
@@ -152,7 +152,7 @@ class Search:
         self._report = report
         self._start = time.monotonic() if start is None else start
         self._slowest_end = 0.0
-        self._kept: ExitStack | None = None  # ends the process of the current plan
+        self._kept: ExitStack | None = None  # terminates the process of the current plan
         self._working: set[str] = set()
         self._auto: Mapping[str, int] = {}
         self.outcome = Outcome(budget=budget)
@@ -197,7 +197,7 @@ class Search:
 
     @property
     def _remaining(self) -> float:
-        """Seconds until the deadline, which is early enough to end the running processes within the budget."""
+        """Seconds until the deadline, which is early enough to terminate the running processes within the budget."""
         margin = min(_MARGIN * self._budget, _LONGEST_MARGIN) + _MAX_PROCESSES * self._slowest_end
         return self._budget - margin - (time.monotonic() - self._start)
 
@@ -271,7 +271,7 @@ class Search:
         return _Running(process, warm, time.monotonic() - began, setting.split)
 
     def _time_end(self, process: Process) -> None:
-        """End a process, and store the longest time that ending a process has taken."""
+        """Terminate a process, and store the longest time that termination has taken so far."""
         began = time.monotonic()
         process.end()
         self._slowest_end = max(self._slowest_end, time.monotonic() - began)
@@ -400,7 +400,7 @@ class Search:
         self._current = trial
 
     def _keep(self, stack: ExitStack) -> None:
-        """End the previous plan's process, unless it is the baseline, and keep the new one."""
+        """Terminate the previous plan's process, unless it is the baseline, and keep the new process."""
         previous, self._kept = self._kept, stack
         self._exit.push(stack)
         if previous is not None:
@@ -432,7 +432,7 @@ class Search:
 
 
 class _PlanFailedError(Exception):
-    """The process that runs the current plan has ended."""
+    """The process that runs the current plan has exited."""
 
 
 def _how_to_launch(setting: Setting, own: Any) -> str:

@@ -47,7 +47,7 @@ class BaseVisBackend:
 
     @property
     def experiment(self) -> Any:
-        """The backend's writer or client, which is created on first use; by default, the backend itself."""
+        """The backend's writer or client, which is created on first use. The default is the backend itself."""
         return self
 
     def add_config(self, config: Any) -> None:
@@ -67,7 +67,7 @@ class BaseVisBackend:
         """Record an RGB image, uint8 (H, W, 3)."""
 
     def flush(self) -> None:
-        """Write buffered data; the backend stays usable."""
+        """Write buffered data. The backend can still be used afterwards."""
 
     def close(self) -> None:
         """Write buffered data and close files and connections."""
@@ -80,11 +80,11 @@ class LocalVisBackend(BaseVisBackend):
     Args:
         save_dir: the output folder.
         img_save_dir: the folder for images, relative to `save_dir`.
-        config_save_file: file name of the configuration, `*.py`.
-        scalar_save_file: file name of the scalars, `*.json`.
+        config_save_file: file name of the configuration, ending in `.py`.
+        scalar_save_file: file name of the scalars, ending in `.json`.
 
     Raises:
-        ConfigError: a file name has a different suffix.
+        ConfigError: if a file name has a different suffix.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class TensorboardVisBackend(BaseVisBackend):
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
     ) -> None:
         """Write one point per curve as a single event; `SummaryWriter.add_scalar` would write one event per curve."""
-        writer = self.experiment  # if this fails, the error names the missing package
+        writer = self.experiment  # reports a missing package before the import below
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [

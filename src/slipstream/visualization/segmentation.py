@@ -31,7 +31,7 @@ def colorize(mask: npt.NDArray[Any], palette: Palette, ignore_index: int | None 
     """Convert `mask`, integer class ids (H, W), to an RGB image, uint8 (H, W, 3); ignored pixels are black.
 
     Raises:
-        DataError: `mask` is not an integer array (H, W), or contains a class id without a color in `palette`.
+        DataError: if `mask` is not an integer array (H, W), or contains a class id without a color in `palette`.
     """
     _check_mask(mask)
     ignored = np.zeros(mask.shape, bool) if ignore_index is None else mask == ignore_index
@@ -62,7 +62,7 @@ def overlay(
         ignore_index: class id of pixels that keep the image's color.
 
     Raises:
-        DataError: the sizes differ, `alpha` is out of range, or the mask is invalid (see `colorize`).
+        DataError: if the sizes differ, `alpha` is out of range, or the mask is invalid (see `colorize`).
     """
     if image.shape != (*mask.shape, 3):
         raise DataError(
@@ -90,7 +90,7 @@ def contact_sheet(
         legend: names and RGB colors of the classes.
 
     Raises:
-        DataError: there are no rows, or the numbers of titles, images and captions do not match.
+        DataError: if there are no rows, or the numbers of titles, images and captions do not match.
     """
     with extra("images"):
         from PIL import Image, ImageDraw

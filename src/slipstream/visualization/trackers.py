@@ -31,10 +31,10 @@ class WandbVisBackend(BaseVisBackend):
         define_metric_cfg: a dict that maps metrics to summaries (`{"val/mIoU": "max"}`), or a list of dicts with the
             arguments of `Run.define_metric`.
         commit: whether every call completes a W&B step.
-        log_code_name: name under which to upload the source code; by default it is not uploaded.
+        log_code_name: name under which to upload the source code. By default, the code is not uploaded.
 
     Raises:
-        ConfigError: the package wandb is not installed; raised on first use.
+        ConfigError: on first use, if the wandb package is not installed.
     """
 
     def __init__(
@@ -100,16 +100,16 @@ class MLflowVisBackend(BaseVisBackend):
     Args:
         save_dir: folder of the run.
         exp_name: name of the experiment.
-        run_name: name of the run; by default MLflow generates one.
+        run_name: name of the run. By default, MLflow generates a name.
         tags: tags of the run.
         params: parameters to record in addition to the configuration.
-        tracking_uri: URI of the server or store; by default MLflow's setting (environment variable
+        tracking_uri: URI of the server or store. Default: MLflow's setting (environment variable
             MLFLOW_TRACKING_URI).
         artifact_suffix: suffixes of the files in `save_dir` to upload at the end of the run.
-        tracked_config_keys: top-level keys of the configuration to record; by default all keys.
+        tracked_config_keys: top-level keys of the configuration to record. Default: all keys.
 
     Raises:
-        ConfigError: the package mlflow is not installed; raised on first use.
+        ConfigError: on first use, if the mlflow package is not installed.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ def check_image(name: str, image: Any) -> npt.NDArray[np.uint8]:
     """Check that `image` is an RGB image, and return it unchanged.
 
     Raises:
-        DataError: `image` is not a uint8 array of shape (H, W, 3).
+        DataError: if `image` is not a uint8 array of shape (H, W, 3).
     """
     if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3:
         return image

@@ -1,4 +1,4 @@
-"""The visualizer passes scalars, images and the configuration to all backends of a run."""
+"""A visualizer that passes scalars, images and the configuration to all backends of a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Visualizer:
         save_dir: parent folder of `vis_data`, the default `save_dir` of backends.
 
     Raises:
-        ConfigError: two backends have the same name, or a backend has no `save_dir`.
+        ConfigError: if two backends have the same name, or a backend has no `save_dir`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Visualizer:
         """Return the backend `name`. By default, a backend has the name of its class.
 
         Raises:
-            UnknownNameError: there is no such backend.
+            UnknownNameError: if there is no such backend.
         """
         if name not in self._backends:
             hint = did_you_mean(name, self._backends)
@@ -95,7 +95,7 @@ class Visualizer:
         """Record an RGB image, uint8 (H, W, 3).
 
         Raises:
-            DataError: `image` has a different type or shape.
+            DataError: if `image` has a different type or shape.
         """
         for backend in self._backends.values():
             backend.add_image(name, image, step)

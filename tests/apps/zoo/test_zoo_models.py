@@ -132,7 +132,7 @@ def test_old_option_raises_error_with_the_current_name(key, replacement):
 def test_number_of_classes_is_required_exactly_once():
     with pytest.raises(ConfigError, match="num_classes: is required for"):
         models.get("resnet18")
-    with pytest.raises(ConfigError, match="is 10, but 19 in arch_params"):
+    with pytest.raises(ConfigError, match="is 10, but arch_params sets 19"):
         models.get("resnet18", 10, arch_params={"num_classes": 19})
 
 

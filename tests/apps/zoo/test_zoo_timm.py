@@ -179,9 +179,12 @@ def test_zoo_methods_work_on_timm_networks(timm):
     network.prep_model_for_conversion([8, 8])
     assert isinstance(network.model.norm, nn.Identity)
     torch.testing.assert_close(network(x), expected)
+    network.set_dataset_processing_params(class_names=["a", "b", "c"])
     network.replace_head(5)
     assert network(x).shape == (2, 5)
     assert len(network.predict(np.zeros((8, 8, 3), np.uint8)).class_names) == 5
+    network.describe_data(list("abcde"), [], None)  # the parameters of the old head do not take precedence
+    assert network.predict(np.zeros((8, 8, 3), np.uint8)).class_names == tuple("abcde")
 
 
 def test_a_recipe_can_specify_a_timm_network(timm):

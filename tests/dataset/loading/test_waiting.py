@@ -129,9 +129,9 @@ def test_timeout_ends_the_worker_and_raises_an_error_that_names_the_option(monke
     [
         (
             signal.SIGKILL,
-            r"out of memory.*Lower num_workers|died while it sent a batch",
+            r"out of memory.*Lower num_workers|died while sending a batch",
         ),
-        (signal.SIGABRT, r"num_workers=0 to see the error|died while it sent a batch"),
+        (signal.SIGABRT, r"num_workers=0 to see the error|died while sending a batch"),
     ],
 )
 def test_error_for_a_dead_worker_contains_a_remedy(number, message):
@@ -187,7 +187,7 @@ def test_only_lost_connections_to_workers_are_explained():
             read(build(Offline(), num_workers=workers))
     loading = Loading(build(Slow(), num_workers=1), "train_dataloader", print)
     loading._iterator._next_data = lambda: (_ for _ in ()).throw(ConnectionResetError("[Errno 104]"))
-    with pytest.raises(DataLoaderError, match="a worker process died while it sent a batch"):
+    with pytest.raises(DataLoaderError, match="a worker process died while sending a batch"):
         next(iter(loading))
     loading.close()
 
@@ -205,10 +205,10 @@ def test_workers_of_a_limited_stream_are_watched_and_stopped():
     limited = limit_batches(stream, 5, "limit_train_batches", "train_dataloader")
     loading = Loading(limited, "train_dataloader", print)
     assert next(iter(loading)).tolist() == [0]
-    with pytest.raises(DataLoaderError, match="a worker process died while it sent a batch"):
+    with pytest.raises(DataLoaderError, match="a worker process died while sending a batch"):
         loading._check_connection(EOFError())
     (worker,) = loading._iterator._workers
-    assert f"A worker process (pid {worker.pid}) is slow or hangs" in loading._warning(60)
+    assert f"A worker process (pid {worker.pid}) is slow or has hung" in loading._warning(60)
     loading.close()
     assert not worker.is_alive()
 
@@ -328,7 +328,7 @@ def test_error_reports_that_shared_memory_is_too_small(tmp_path):
         assert "/dev/shm has 1 MB" in line
         assert "num_workers=0" in line
     assert "no shared memory left for their batches" in collated
-    assert "a batch does not fit into shared memory" in lost
+    assert "a batch may not fit in shared memory" in lost
     assert "no shared memory left" in full
     assert re.search(r"of which 0(\.\d+)? MB are free", full)
 

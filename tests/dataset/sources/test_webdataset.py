@@ -90,7 +90,7 @@ def test_samples_have_the_order_of_the_shards(shards, tmp_path):
         assert int(sample["targets"]) == index % 3
     assert dataset.metainfo["classes"] == tuple(CLASSES)
     assert dataset.get_cat_ids(4) == [1]
-    with pytest.raises(IndexError, match="samples 0 to 10, not 11"):
+    with pytest.raises(IndexError, match="sample index 11 is out of range for WebDataset; use 0 to 10"):
         dataset[11]
     assert not list(tmp_path.glob("data/*.png")), "nothing is extracted"
 

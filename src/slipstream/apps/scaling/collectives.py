@@ -3,7 +3,7 @@
 Each function describes a collective of `n` bytes among `machines` x `local` GPUs. For reduce-scatter and all-gather,
 `n` is the size of the whole buffer. Sources: Hockney 1994 (alpha + n beta); Thakur, Rabenseifner and Gropp 2005
 (ring); Sanders, Speck and Träff 2009 (two trees); NVIDIA/nccl, src/graph/tuning.cc (a chain within a node, trees
-between nodes, latencies by type of hop).
+between nodes, latencies by hop type).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class _Part:
 
 @dataclass
 class _Observer:
-    """Assigns FLOPs and saved tensors to the last executed module with parameters."""
+    """Attributes FLOPs and saved tensors to the most recently executed module with parameters."""
 
     count_flops: Any
     seen: set[int]
@@ -61,9 +61,9 @@ class _Observer:
 def describe(network: nn.Module, input_shape: tuple[int, ...], name: str | None = None) -> Model:
     """Return the blocks of a network in training mode, one for each module with its own parameters.
 
-    Operations without parameters (activations, pooling, resizing) are assigned to the preceding block. FLOPs include
-    only matrix products and convolutions (`torch.utils.flop_counter`). Activations are the storages that autograd
-    saves, counted as float32.
+    Operations without parameters (activations, pooling, resizing) are attributed to the preceding block. FLOPs include
+    only matrix multiplications and convolutions (`torch.utils.flop_counter`). Activations are the storages that
+    autograd saves, counted as float32.
 
     Args:
         network: the network. This function analyzes a copy and does not change the network.
@@ -110,8 +110,8 @@ def _observe(network: nn.Module, copy: nn.Module, observer: _Observer) -> None:
 
     owned: set[int] = set()
     for (name, module), copied in zip(network.named_modules(), copy.modules(), strict=True):
-        # Shared parameters belong to the first module that uses them. In the copy on the meta device, they are not
-        # shared.
+        # Count shared parameters for the first module that uses them. They are no longer shared in the copy on the meta
+        # device, so compare the parameters of the original network.
         new = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in owned]
         owned.update(map(id, new))
         if new:

@@ -56,7 +56,7 @@ class Link:
     alpha: float
     beta: float
     quick_alpha: float | None = None
-    """Alpha of a second protocol for small messages with twice the beta (NCCL's LL), or None."""
+    """Alpha of a second protocol for small messages (NCCL's LL), whose beta is twice as large, or None."""
 
     def quick(self) -> Link:
         """Return the link with its second protocol."""
@@ -74,7 +74,7 @@ class Gamma:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A homogeneous cluster of nodes with GPUs (on CPUs, processes).
+    """A homogeneous cluster of nodes with GPUs. On a CPU cluster, each process counts as a GPU.
 
     Raises:
         ConfigError: if the number of GPUs is not a multiple of the GPUs per node.
@@ -136,10 +136,10 @@ class Strategy:
     bucket_bytes: int = 25 * 2**20
     """DDP's `bucket_cap_mb`."""
     unit_parameters: int = 2**18
-    """FSDP2 and HSDP gather consecutive blocks in units of at least this many parameters. The default is the same as
-    for `MMFullyShardedDataParallel`."""
+    """FSDP2 and HSDP gather consecutive blocks in units of at least this many parameters. The default matches
+    `MMFullyShardedDataParallel`."""
     noise: float = 0.02
-    """Standard deviation of one GPU's computing time over steps, relative to its mean."""
+    """Standard deviation of one GPU's compute time over steps, relative to its mean."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Prediction:
     batch: int
     """Samples per GPU per step."""
     compute: float
-    """Time of forward, backward and optimizer without communication."""
+    """Time of the forward pass, the backward pass and the optimizer step, excluding communication."""
     exposed: float
     """Communication time that does not overlap with computation."""
     waiting: float
@@ -167,7 +167,7 @@ class Prediction:
 
     @property
     def samples_per_second(self) -> float:
-        """Throughput of all GPUs together."""
+        """Combined throughput of all GPUs."""
         return self.batch * self.cluster.gpus / self.step_time
 
     @property
@@ -177,5 +177,5 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits in the memory of a GPU."""
+        """Whether the step fits in GPU memory."""
         return self.memory <= self.cluster.memory

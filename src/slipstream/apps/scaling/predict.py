@@ -21,8 +21,8 @@ def predict(
         cluster: the hardware.
         strategy: the parallel strategy.
         batch: number of samples per GPU.
-        step_time: measured duration of a step in seconds, on one GPU with this batch. The estimated computing times of
-            the blocks are scaled to this total.
+        step_time: measured step time in seconds, on one GPU with this batch size. The estimated compute times of the
+            blocks are scaled to this total.
     """
     work = work_of(model, cluster, strategy, batch, step_time)
     schedule = simulate(model, cluster, strategy, work)
@@ -47,7 +47,7 @@ def best(predictions: list[Prediction]) -> Prediction:
 def work_of(
     model: Model, cluster: Cluster, strategy: Strategy, batch: int, step_time: float | None = None
 ) -> Work:
-    """Return the computing time of each block, which is the maximum of its FLOP time and its memory time.
+    """Return the compute time of each block, which is the maximum of its FLOP time and its memory time.
 
     This is a roofline model (Williams, Waterman and Patterson 2009). The forward pass writes and reads each saved value
     once. The backward pass has twice the FLOPs and twice the memory traffic. The optimizer is memory-bound: it reads
@@ -77,7 +77,7 @@ def memory_per_gpu(model: Model, cluster: Cluster, strategy: Strategy, batch: in
     """Return the memory used per GPU in bytes (Rajbhandari et al. 2020): parameters, gradients, state and activations.
 
     Sharded strategies partition the first three, and store the two largest units unsharded, for gathering and
-    reduction. DDP also stores the parameters that are cast for the forward pass, if any.
+    reduction. DDP also stores the parameters cast to a lower precision for the forward pass, if any.
     """
     activations = batch * model.activations * strategy.activation_bytes
     kept = model.parameters * (4 + 4 + strategy.state_bytes) / shards(cluster, strategy)

@@ -1,4 +1,4 @@
-"""Hardware presets, and networks described by formulas."""
+"""Hardware presets, and profiles of neural networks computed from formulas."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Network:
-    """Network between nodes."""
+    """The network between nodes."""
 
     bandwidth: float
-    """Bandwidth of one card, in bytes per second per direction."""
+    """Bandwidth of one network card, in bytes per second per direction."""
     per_gpu: bool
     """Whether each GPU has its own network card. If False, each node has a single card."""
     alpha: tuple[float, float]
@@ -54,7 +54,7 @@ class Network:
 # Sources: NVIDIA's data sheets "V100 Tensor Core GPU" (2020, SXM2 32GB), "A100" (2022, SXM 80GB), "H100" (2023, SXM),
 # "H200" (2024, SXM), and the Ada whitepaper (RTX 4090). Their NVLink figures are the sum of both directions.
 # Latencies per hop: NCCL's table (src/graph/tuning.cc) for rings with its protocols LL128 and LL: NVLink 1.9
-# and 0.6 us, PCI 2.5 and 1.0 us, network 4.0 and 2.7 us. TCP over Ethernet: 30 us, an assumption.
+# and 0.6 us, PCI 2.5 and 1.0 us, network 4.0 and 2.7 us. TCP over Ethernet: 30 us (assumed).
 GPUS = {
     "v100": Gpu(125e12, 0.9e12, 32e9, 150e9),
     "a100": Gpu(312e12, 2.039e12, 80e9, 300e9),
@@ -78,7 +78,7 @@ def make_cluster(gpu: Gpu, network: Network, gpus: int, gpus_per_node: int) -> C
         ConfigError: if the number of GPUs is not a multiple of the GPUs per node.
     """
     cards = gpus_per_node if network.per_gpu else 1
-    # FSDP2 copies values out of gathered buffers and into buffers for reduction.
+    # FSDP2 copies values out of all-gather buffers and into reduce-scatter buffers.
     copy = 2 / (SUSTAINED_LINK * gpu.memory_bandwidth)
     return Cluster(
         gpus,

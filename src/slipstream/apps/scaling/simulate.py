@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 FIRST_BUCKET_BYTES = 2**20
-"""Size of the first bucket of torch's DDP, which is small so that the reduction starts early."""
+"""Size of the first bucket in torch's DDP, which is small so that the reduction starts early."""
 SYNC_BN_ONE_MESSAGE = 2**18
 """Maximum number of values for which `slipstream.model.SyncBatchNorm` runs one collective instead of two."""
 _STATISTICS_BYTES = 4
@@ -53,7 +53,7 @@ class Event:
 
 @dataclass
 class Schedule:
-    """Timeline of one GPU in a step, which is the same for all GPUs."""
+    """Timeline of one GPU during a step. All GPUs have the same timeline."""
 
     cluster: Cluster
     now: float = 0.0
@@ -80,7 +80,7 @@ class Schedule:
 
 
 def simulate(model: Model, cluster: Cluster, strategy: Strategy, work: Work) -> Schedule:
-    """Return the timeline of one step; its `now` is the end of the step."""
+    """Return the timeline of one step. Its `now` attribute is the end time of the step."""
     schedule = Schedule(cluster)
     run = _replicated if strategy.kind == "ddp" else _sharded
     run(model, cluster, strategy, work, schedule)
@@ -146,15 +146,15 @@ def _sharded(model: Model, cluster: Cluster, strategy: Strategy, work: Work, sch
         n = sizes[number] * strategy.gradient_bytes
         schedule.send("reduce-scatter", reduce_scatter(n, *group), volume(n, ranks))
         if ranks < cluster.gpus:
-            # All GPUs of a node reduce their partitions over shared network cards at once, n bytes in total.
+            # All GPUs of a node reduce their partitions concurrently over shared network cards, n bytes in total.
             seconds = all_reduce(n, cluster, cluster.machines, 1)
             schedule.send("all-reduce", seconds, 2 * volume(n / ranks, cluster.machines))
 
 
 def _sync_norm(block: Block, strategy: Strategy, schedule: Schedule, seconds: float) -> None:
-    """Compute a block; in each pass, a SyncBN first waits for one or two small all-reduces.
+    """Compute a block. In each pass, SyncBN first waits for one or two small all-reduces.
 
-    A single all-reduce sends a buffer with one row per GPU, which contains the moments and the count of this GPU. If
+    A single all-reduce sends a buffer with one row per GPU, which contains that GPU's moments and sample count. If
     the buffer is too large, the means and counts are reduced first, then the squared deviations. The backward pass
     reduces the gradients of these values in the same way.
     """

@@ -42,13 +42,13 @@ def write_street_folder(
 ) -> None:
     """Write street scenes in the Cityscapes folder layout: images, masks with label ids, and the folder `lists`.
 
-    `lists` contains the files that SuperGradients' recipes require: `train.lst`, `val.lst` and `labels.csv`. If
-    there are many scenes, several processes draw them, so a calling script requires `if __name__ == "__main__":`.
+    `lists` contains the files that SuperGradients' recipes require: `train.lst`, `val.lst` and `labels.csv`. Several
+    processes draw the scenes if there are many, so the calling script requires an `if __name__ == "__main__":` guard.
 
     Args:
         root: the folder, which is created if necessary. Existing files are replaced.
         train: number of training scenes. Scene i is the same as scene i of `StreetScenes` with this seed.
-        val: number of validation scenes, from the series `seed + 1`.
+        val: number of validation scenes, from the series with seed `seed + 1`.
         size: height and width in pixels.
         seed: seed of the series of scenes.
 

@@ -71,7 +71,7 @@ def crown(
 
 
 def draw_tree(canvas: Canvas, r: Random, x: float, z: float, leaves: tuple[Color, Color]) -> None:
-    """Draw a leafy, conical or sparse tree with its trunk and boughs."""
+    """Draw a leafy, conical or sparse tree with its trunk and branches."""
     canvas.place(OBJECTS, z)
     high, stem = r.uniform(4.0, 9.5), r.uniform(1.6, 3.0)
     bark = tint(some_color(r, 0.4, 0.6, 0.0), 0.42)

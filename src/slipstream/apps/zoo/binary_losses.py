@@ -70,16 +70,16 @@ class FocalLoss(nn.Module):
 
     For the predicted probability p and the target t, let `p_t = t p + (1 - t)(1 - p)` and
     `alpha_t = t alpha + (1 - t)(1 - alpha)`. The loss of an element is `alpha_t (1 - p_t)^gamma` times its binary
-    cross-entropy. The result is reduced as `loss_fcn` would reduce it.
+    cross-entropy. The `reduction` of `loss_fcn` is then applied.
 
     Args:
-        loss_fcn: an `nn.BCEWithLogitsLoss` or its configuration. It is copied, not changed. Default:
+        loss_fcn: an `nn.BCEWithLogitsLoss` or its configuration. The loss is copied, not modified. Default:
             `nn.BCEWithLogitsLoss()`.
         gamma: exponent of the factor.
         alpha: factor for elements whose target is 1; the factor for other elements is 1 - alpha.
 
     Raises:
-        ConfigError: if `loss_fcn` is a different loss.
+        ConfigError: if `loss_fcn` is any other loss.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The loss of the PP-LiteSeg and DDRNet recipes: Dice, and cross-entropy with a higher weight near edges."""
+"""The loss in the PP-LiteSeg and DDRNet recipes: Dice, and cross-entropy with a higher weight near edges."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class DiceCEEdgeLoss(nn.Module):
             targets: class ids (N, H, W) of any integer dtype.
 
         Raises:
-            ModelError: if the number of outputs or of their channels is wrong.
+            ModelError: if the number of outputs or the number of channels is wrong.
         """
         outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
         self._check(outputs)

@@ -26,7 +26,7 @@ Configured = Callable[..., Any] | Mapping[str, Any]
 
 
 class KDOutput(NamedTuple):
-    """The outputs of both networks, which a distillation loss takes as its first argument."""
+    """The outputs of both networks, passed to a distillation loss as the first argument."""
 
     student_output: Any
     teacher_output: Any
@@ -67,7 +67,7 @@ class NormalizationAdapter(nn.Module):
 class KDklDivLoss(nn.Module):
     """The Kullback-Leibler divergence of the student's probabilities from the teacher's, divided by the batch size.
 
-    For logits (N, classes, H, W), it is summed over all pixels, as in SuperGradients.
+    For logits (N, classes, H, W), the divergence is summed over all pixels, as in SuperGradients.
     """
 
     def forward(self, student: Tensor, teacher: Tensor) -> Tensor:

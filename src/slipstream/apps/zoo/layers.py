@@ -1,6 +1,6 @@
 """Layers shared by several networks in the zoo.
 
-Parameter names follow SuperGradients' checkpoints (`seq.conv`, `seq.bn`, `seg_head`), so their weights can be loaded.
+Parameter names match SuperGradients' checkpoints (`seq.conv`, `seq.bn`, `seg_head`), so checkpoints can be loaded.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = [
 
 
 class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
-    """`nn.AdaptiveAvgPool2d`, computed as matrix products if only deterministic algorithms are allowed.
+    """`nn.AdaptiveAvgPool2d`, computed as matrix products if deterministic algorithms are enabled.
 
-    On CUDA, torch has no deterministic kernel for its gradient.
+    On CUDA, torch has no deterministic kernel for the gradient of this operation.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
 
 
 def _members(length: int, bins: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a matrix (bins, length) that is 1 where a bin of adaptive pooling contains the element, else 0."""
+    """Return a matrix (bins, length) that is 1 where an adaptive pooling bin contains the element, and 0 elsewhere."""
     index = torch.arange(bins, device=device)[:, None]
     position = torch.arange(length, device=device)
     inside = (position >= index * length // bins) & (position < -((index + 1) * -length // bins))
@@ -144,7 +144,7 @@ def _interpolation(x: Tensor, source: int, target: int, align_corners: bool) -> 
 
 
 def init_weights(model: nn.Module) -> None:
-    """Initialize convolutions with He's normal distribution (fan-out, arXiv 1502.01852).
+    """Initialize convolutions with He normal initialization (fan-out, arXiv 1502.01852).
 
     BatchNorm is initialized with weight 1 and bias 0.
     """

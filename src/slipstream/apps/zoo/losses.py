@@ -81,7 +81,7 @@ class MultiHeadCrossEntropy(nn.Module):
 
     Args:
         weights: factors for the main output and the auxiliary outputs, in the network's order. If the network has
-            fewer outputs than there are factors, the last factors are not used.
+            fewer outputs than there are factors, the remaining factors are not used.
         ignore_index: target value of ignored pixels.
     """
 
@@ -127,7 +127,7 @@ def _sum_of_cross_entropy(
 ) -> Tensor:
     """Return the sum over all pixels.
 
-    If only deterministic algorithms are allowed, the sum is computed separately, because `F.cross_entropy` computes a
+    If deterministic algorithms are enabled, the sum is computed separately, because `F.cross_entropy` computes a
     nondeterministic sum on CUDA.
     """
     reduction = "none" if torch.are_deterministic_algorithms_enabled() else "sum"

@@ -70,12 +70,12 @@ def get(
     Args:
         name: one of `names()`, or `timm:` and the name of a classification network in timm (`timm:convnext_tiny`).
         num_classes: number of classes. It may also be set in `arch_params`.
-        arch_params: arguments for the network, as in `options`, which takes precedence.
+        arch_params: arguments for the network. `options` take precedence over these arguments.
         checkpoint_path: a checkpoint from Slipstream, MMEngine or SuperGradients, or a plain state dict; see `load`.
         strict_load, load_backbone, checkpoint_sha256: see `load`.
         checkpoint_num_classes: number of classes in the checkpoint. If it differs from `num_classes`, the
             classification layers are not loaded, and a message is logged.
-        pretrained_weights: must be None, except for timm's networks, for which any name downloads timm's weights.
+        pretrained_weights: must be None, except for timm networks, where any name downloads timm's weights.
         options: other arguments for the network, such as `use_aux_heads`.
 
     Raises:
@@ -127,7 +127,7 @@ def _classes(name: str, num_classes: int | None, arch_classes: int | None) -> in
         )
     if None not in (num_classes, arch_classes) and num_classes != arch_classes:
         raise ConfigError(
-            f"is {num_classes}, but {arch_classes} in arch_params; remove one of them", "num_classes"
+            f"is {num_classes}, but arch_params sets {arch_classes}; remove one of them", "num_classes"
         )
     return num_classes if num_classes is not None else arch_classes  # type: ignore[return-value]
 
@@ -147,11 +147,11 @@ def load(
     other_classes: bool = False,
     checkpoint_sha256: str | None = None,
 ) -> None:
-    """Load weights from a file into a network, and log weights that are skipped.
+    """Load weights from a file into a network, and log the skipped weights.
 
-    From a checkpoint of a `SupervisedModel`, only its network is loaded. From a SuperGradients checkpoint, `ema_net` is
-    loaded if it exists, otherwise `net`. Name prefixes that DDP (`module.`) and `torch.compile` (`_orig_mod.`) add are
-    removed.
+    If the checkpoint contains a `SupervisedModel`, only its network is loaded. From a SuperGradients checkpoint,
+    `ema_net` is loaded if it exists, otherwise `net`. The name prefixes added by DDP (`module.`) and `torch.compile`
+    (`_orig_mod.`) are removed.
 
     Args:
         network: the unwrapped network.
@@ -249,7 +249,7 @@ def _weights(checkpoint: Mapping[str, Any], source: str) -> dict[str, Tensor]:
     }
     if not tensors:
         raise CheckpointError(
-            f"{source} contains no weights: none of its keys {sorted(checkpoint, key=str)} is the name of a tensor; "
+            f"{source} contains no weights: none of its keys {sorted(checkpoint, key=str)} contains a tensor; "
             "use a checkpoint or a state dict"
         )
     return tensors

@@ -22,7 +22,10 @@ _EXAMPLE_SIDE = 64
 
 
 class Network(nn.Module):
-    """A network in the zoo. A subclass defines `_classifiers`, and removes its auxiliary heads."""
+    """Base class of the zoo's networks.
+
+    A subclass defines `_classifiers`. If it has auxiliary heads, it also overrides `_remove_auxiliary_heads`.
+    """
 
     task: ClassVar[str] = "segmentation"
     """`segmentation` or `classification`."""
@@ -41,11 +44,11 @@ class Network(nn.Module):
     ) -> None:
         """Set how `predict` transforms images and names classes. Arguments that are None keep the current values.
 
-        `Trainer.train` sets these values from the validation data, and `models.get` from the checkpoint of a recipe.
+        `Trainer.train` sets these values from the validation data. `models.get` sets them from a recipe's checkpoint.
 
         Args:
             class_names: names of the classes.
-            image_processor: transforms of the validation data, as in recipes: names, `{Name: {arguments}}` or objects.
+            image_processor: validation transforms, as in recipes: names, `{Name: {arguments}}` or objects.
                 SuperGradients' `{ComposeProcessing: {processings: [...]}}` is also accepted.
             palette: an RGB color for each class, for pictures of masks.
 
@@ -62,7 +65,7 @@ class Network(nn.Module):
         )
 
     def describe(self, meta: Any) -> None:
-        """Set the processing parameters from the `meta` of a checkpoint, if it contains them."""
+        """Set the processing parameters from a checkpoint's `meta` entry, if the entry contains them."""
         if (found := processing_in(meta, self.task)) is not None:
             self._processing = found
 
@@ -99,8 +102,8 @@ class Network(nn.Module):
             images: a path, a folder, a Pillow image, a uint8 array (H, W, 3) in RGB or (H, W), a uint8 tensor
                 (3, H, W), or a list of these.
             batch_size: maximum number of images in a batch. All images in a batch have the same size.
-            fuse_model: use a copy of the network that is prepared by `prep_model_for_conversion`.
-            fp16: use float16 where autocast allows it; only on accelerators.
+            fuse_model: use a copy of the network that is prepared with `prep_model_for_conversion`.
+            fp16: use float16 where autocast allows it. This option has no effect on the CPU.
 
         Raises:
             DataError: a file cannot be read, or an image has an unsupported dtype or shape.
@@ -127,20 +130,20 @@ class Network(nn.Module):
             reset: Any = getattr(module, "reset_parameters", None)
             if reset is not None and name.split(".")[0] in self._replaced_heads:
                 reset()
-        # The parameters describe the classes of the replaced head.
+        # The processing parameters describe the classes of the old head.
         self._processing, self._is_set_by_user = None, False
 
     def prep_model_for_conversion(self, input_size: Sequence[int] | None = None, **_: Any) -> None:
         """Prepare the network for export, in place: remove auxiliary heads, and fuse BatchNorm with convolutions.
 
-        The network is in evaluation mode afterwards, and should not be trained further. Other arguments have no effect.
+        The network is in evaluation mode afterwards, and should not be trained further. Other arguments are ignored.
 
         Args:
             input_size: (H, W), (C, H, W) or (N, C, H, W) of an image that the network accepts. Default: 64 x 64, or the
                 network's input size if it is from timm.
 
         Raises:
-            ConfigError: `input_size` is not a size.
+            ConfigError: `input_size` is invalid.
         """
         self._remove_auxiliary_heads()
         first = next(self.parameters())
@@ -161,7 +164,7 @@ class Network(nn.Module):
 
 
 def _with_outputs(layer: nn.Module, count: int) -> nn.Module:
-    """Return an untrained layer with `count` outputs and the other options, the dtype and the device of `layer`."""
+    """Return an untrained layer with `count` outputs, and otherwise the same options, dtype and device as `layer`."""
     options: dict[str, Any] = dict(bias=getattr(layer, "bias", None) is not None)
     weight = next(layer.parameters())
     options |= dict(dtype=weight.dtype, device=weight.device)

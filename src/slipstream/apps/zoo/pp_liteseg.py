@@ -83,7 +83,7 @@ class Encoder(nn.Module):
 class Decoder(nn.Module):
     """The flexible lightweight decoder, which fuses the skips from deep to shallow with decreasing width.
 
-    The output of each fusion has the width of the next skip. The last output has the width `out_channels`.
+    The output of each fusion has the width of the next skip. The last output has `out_channels` channels.
     """
 
     def __init__(self, skip_channels: tuple[int, int, int], out_channels: int) -> None:

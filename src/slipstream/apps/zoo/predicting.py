@@ -1,4 +1,4 @@
-"""Prediction for images: read them, apply the validation transforms, and resize the class ids to the image size."""
+"""Run inference on images: read them, apply the validation transforms, and resize the class ids to the image size."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _PROCESSINGS: Mapping[str, Mapping[str, str]] = {
         "SegmentationPadShortToCropSize": "SegPadShortToCropSize",
     },
 }
-"""SuperGradients' image processings, and the transforms that replace them."""
+"""SuperGradients' image processing classes, and the transforms that replace them."""
 _PADDING = ("non_blocking", "pad_size_divisor", "pad_value")
 """Arguments of a data preprocessor that do not change the pixels of the image."""
 
@@ -66,8 +66,8 @@ class Processing:
 
     Attributes:
         class_names: names of the classes. Default: their ids.
-        transforms: transforms of the validation data, or None for the normalization of ImageNet.
-        palette: an RGB color for each class. Default: the colors of PASCAL VOC.
+        transforms: validation transforms, or None for the ImageNet normalization.
+        palette: an RGB color for each class. Default: the PASCAL VOC colors.
     """
 
     class_names: Sequence[str] | None = None
@@ -82,7 +82,7 @@ class Processing:
         transforms: Any,
         palette: Sequence[Sequence[int]] | None,
     ) -> Processing:
-        """Return checked values; see `Network.set_dataset_processing_params`.
+        """Return the validated parameters; see `Network.set_dataset_processing_params`.
 
         Raises:
             ConfigError: the transforms are invalid.
@@ -98,7 +98,7 @@ class Processing:
 
 
 def processing_in(meta: Any, task: str) -> Processing | None:
-    """Return the classes and validation transforms in the `meta` of a checkpoint, or None if it lacks one of them.
+    """Return the classes and validation transforms from a checkpoint's `meta` entry, or None if either is missing.
 
     The transforms include the normalization of the data preprocessor. If the data preprocessor changes the images in
     any other way, the result has no transforms, and `predict` logs a warning.
@@ -223,7 +223,7 @@ def _built(transforms: Iterable[Any], task: str) -> list[Any]:
 
 
 def _renamed(entry: Mapping[str, Any], task: str) -> dict[str, Any]:
-    """Return the configuration of the transform that replaces one of SuperGradients' processings."""
+    """Return the configuration of the transform that replaces a SuperGradients processing class."""
     kind = entry.get("type")
     renamed = {**entry, "type": _PROCESSINGS[task].get(kind, kind) if isinstance(kind, str) else kind}
     if renamed["type"] == "ToTensor" and renamed.get("max_value") == 255:
@@ -259,7 +259,7 @@ def _predictions(
     batch_size: int,
     fp16: bool,
 ) -> list[ImagePrediction]:
-    """Return the prediction for each image. Successive images of the same size are in one batch.
+    """Return the prediction for each image. Consecutive images of the same size are batched together.
 
     The transformed images and the scores are released after each batch.
     """
@@ -284,7 +284,7 @@ def _predictions(
 
 def _result(image: RGB, prepared: PreparedImage, scores: Tensor, processing: Processing) -> ImagePrediction:
     height, width = image.shape[:2]
-    # With a single channel, there are two classes, and the channel contains the logits of the second one.
+    # With a single channel, there are two classes, and the channel contains the logits of the second class.
     binary = scores.ndim == 3 and len(scores) == 1
     count = 2 if binary else len(scores)
     names = _names(processing.class_names, count, binary)

@@ -1,4 +1,4 @@
-"""Results of `network.predict`: class ids, their names, and pictures of them."""
+"""Results of `network.predict`: class ids, class names and visualizations."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ class ImagePrediction(ABC):
         _picture(self.draw()).show()
 
     def save(self, output_path: str | Path) -> None:
-        """Write the picture to a file, in the format that the suffix indicates.
+        """Write the picture to a file, in the format indicated by the suffix.
 
         Raises:
-            ConfigError: the suffix is not the name of an image format.
+            ConfigError: the suffix does not belong to a supported image format.
         """
         path = Path(output_path)
         picture = _picture(self.draw())
@@ -100,7 +100,7 @@ class ImageClassificationPrediction(ImagePrediction):
         return self.class_names[self.prediction.label]
 
     def draw(self) -> RGB:
-        """Return the image above a line with the name of the class and its probability."""
+        """Return the image, with the class name and its probability on a line below the image."""
         with extra("images"):
             from PIL import Image, ImageDraw, ImageFont
 
@@ -121,7 +121,7 @@ class ImageSegmentationPrediction(ImagePrediction):
     palette: Sequence[Sequence[int]]
 
     def draw(self, alpha: float = 0.6) -> RGB:
-        """Return the image blended with the class colors, which have the weight `alpha`."""
+        """Return the image blended with the class colors, weighted by `alpha`."""
         return overlay(self.image, self.prediction.segmentation_map, self.palette, alpha)
 
 
@@ -146,7 +146,7 @@ class ImagesPredictions:
             prediction.show()
 
     def save(self, output_folder: str | Path) -> None:
-        """Write the pictures `pred_0.jpg`, `pred_1.jpg` and so on to a folder, which is created."""
+        """Write the pictures `pred_0.jpg`, `pred_1.jpg` and so on to a folder, which is created if necessary."""
         folder = Path(output_folder)
         folder.mkdir(parents=True, exist_ok=True)
         for index, prediction in enumerate(self):

@@ -46,7 +46,7 @@ class SqueezeExcitation(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x`, scaled."""
+        """Return `x` with scaled channels."""
         out: Tensor = x * self.se_block(x)
         return out
 
@@ -144,14 +144,14 @@ class Decoder(nn.Module):
         self.out_channels = middle // 2 + _PROJECTIONS[0]
 
     def forward(self, features: list[Tensor]) -> Tensor:
-        """Return (N, out_channels, h, w) at the resolution of the first of the three features."""
+        """Return (N, out_channels, h, w) at the resolution of the first of the three feature maps."""
         shallow, middle, deep = (project(x) for project, x in zip(self.projections, features, strict=True))
         middle = self.conv_bn_relu(middle + resize(deep, middle, align_corners=True))
         return torch.cat([resize(middle, shallow, align_corners=True), shallow], dim=1)
 
 
 class RegSeg(Network):
-    """RegSeg with the backbone exp48 and the decoder decoder26 from its paper.
+    """RegSeg with the backbone exp48 and the decoder decoder26 from the paper.
 
     When a checkpoint of SuperGradients' `regseg48` is loaded, its parameter names are converted.
 

@@ -58,7 +58,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 1x1, a 3x3 and a 1x1 convolution with a shortcut. The stride is that of the 3x3 convolution (ResNet v1.5)."""
+    """A 1x1, a 3x3 and a 1x1 convolution with a shortcut. The 3x3 convolution applies the stride (ResNet v1.5)."""
 
     expansion = 4
 

@@ -30,7 +30,7 @@ _REDUCTIONS = (8, 4, 2, 1)
 _STRIDES = (4, 2, 2, 2)
 _MIN_SIZE = 32
 
-# Tokens always have the shape (N, h, w, C). Viewed as (N, C, h, w) for convolutions, they are in channels_last.
+# Tokens always have the shape (N, h, w, C). Their (N, C, h, w) views for convolutions use the channels_last format.
 
 
 def _image(tokens: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class EfficientSelfAttention(nn.Module):
         self.norm = nn.LayerNorm(width) if reduction > 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (N, h, w, C) for `x` of shape (N, h, w, C) with h and w not less than `reduction`."""
+        """Return (N, h, w, C) for `x` of shape (N, h, w, C), where h and w are at least `reduction`."""
         reduced = x
         if self.sr is not None and self.norm is not None:
             reduced = self.norm(_tokens(self.sr(_image(x))))
@@ -174,7 +174,7 @@ class FuseConv(nn.Conv2d):
 
 
 class DecodeHead(nn.Module):
-    """The all-MLP decoder: projections of all stages to one width, resizing to 1/4, fusion and a classifier."""
+    """The all-MLP decoder: projections of all stages to the same width, resizing to 1/4, fusion and a classifier."""
 
     def __init__(self, widths: tuple[int, ...], width: int, num_classes: int, dropout: float) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class DecodeHead(nn.Module):
         self.dropout = nn.Dropout2d(dropout)
 
     def forward(self, features: list[Tensor]) -> Tensor:
-        """Return logits (N, num_classes, h, w) at the resolution of the first of the features."""
+        """Return logits (N, num_classes, h, w) at the resolution of the first feature map."""
         images = [_image(getattr(self, f"linear_c{n}")(tokens)) for n, tokens in enumerate(features, start=1)]
         logits: Tensor = self.linear_pred(self.dropout(self.linear_fuse(images[::-1])))
         return logits

@@ -21,7 +21,7 @@ _DROPOUT = 0.25
 
 
 class ShelfBlock(nn.Module):
-    """A residual block whose two 3x3 convolutions share their weights, with dropout of channels between them."""
+    """A residual block whose two 3x3 convolutions share their weights, with channel dropout between them."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Decoder(Rising):
         self.inconv.requires_grad_(False)
 
     def forward(self, features: list[Tensor]) -> list[Tensor]:
-        """Return the features from the lowest to the highest resolution; the input has the opposite order."""
+        """Return the features from the lowest to the highest resolution; the input is in the opposite order."""
         return self.rise(features[-1], features[:-1])
 
 
@@ -135,7 +135,7 @@ class Ladder(Rising):
         )
 
     def forward(self, features: list[Tensor]) -> list[Tensor]:
-        """Return the features from the lowest to the highest resolution; the input has the same order."""
+        """Return the features from the lowest to the highest resolution; the input is in the same order."""
         x = self.inconv(features[-1])
         skips = []
         descents = zip(self.down_module_list, self.down_conv_list, reversed(features[1:]), strict=True)

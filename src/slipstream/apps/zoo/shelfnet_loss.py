@@ -1,4 +1,4 @@
-"""The loss of the ShelfNet recipes: cross-entropy over the hard pixels of each output."""
+"""The loss used in the ShelfNet recipes: cross-entropy over the hard pixels of each output."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def detail_target(targets: Tensor, ignore_index: int, threshold: float = 1.0) ->
 class STDCLoss(nn.Module):
     """`OhemCELoss` of the main and the auxiliary outputs, plus a detail loss.
 
-    The detail loss is the binary cross-entropy, averaged over all pixels, plus 1 - Dice, each times its factor in
+    The detail loss is the binary cross-entropy, averaged over all pixels, plus 1 - Dice, each weighted by its factor in
     `detail_weights`. Dice = (2 sum(p t) + 1) / (sum(p) + sum(t) + 1) for probabilities p and `detail_target` t of the
     batch. Half-precision outputs are summed in float32.
 

@@ -43,12 +43,12 @@ class TimmClassifier(Network, PretrainedWeights):
     Checkpoints with timm's own parameter names can be loaded.
 
     Args:
-        name: timm's name of the network, such as `convnext_tiny` or `resnet50.a1_in1k`.
+        name: timm's name for the network, such as `convnext_tiny` or `resnet50.a1_in1k`.
         num_classes: number of classes.
         in_channels: number of image channels.
         pretrained: download timm's weights, which are read without unpickling objects. By default, weights are random.
-            `models.get` and `init_weights` load the weights. A Runner loads them before training, except in a resumed
-            run.
+            `models.get` and `init_weights` load the weights. A Runner loads them before training, unless the run is
+            resumed.
         options: additional arguments for `timm.create_model`, such as `drop_path_rate`.
 
     Raises:
@@ -108,7 +108,7 @@ class TimmClassifier(Network, PretrainedWeights):
         model: Any = self.model
         model.reset_classifier(new_num_classes)
         self._arguments["num_classes"] = new_num_classes
-        self._processing = None
+        self._processing, self._is_set_by_user = None, False
 
     def prep_model_for_conversion(self, input_size: Sequence[int] | None = None, **options: Any) -> None:
         """Merge timm's parallel branches into single convolutions, and prepare the network; see `Network`."""

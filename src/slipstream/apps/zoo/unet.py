@@ -80,7 +80,7 @@ class Decoder(nn.Module):
         )
 
     def forward(self, features: list[Tensor]) -> Tensor:
-        """Return (N, _UP_WIDTHS[-1], h, w) at the resolution of the first of the features."""
+        """Return (N, _UP_WIDTHS[-1], h, w) at the resolution of the first feature map."""
         *skips, x = features
         for stage, skip in zip(self.up_stages, reversed(skips), strict=True):
             x = stage(x, skip)

@@ -17,7 +17,7 @@ FUNCTIONS.register_module(name="default_collate", module=default_collate)
 
 @FUNCTIONS.register_module()
 def pseudo_collate(data_batch: Sequence[Any]) -> Any:
-    """Return a batch with the structure of a sample, in which each leaf is the list of the samples' values.
+    """Return a batch with the structure of a sample, in which each leaf is a list with one value per sample.
 
     Values are not stacked or converted, so they may differ in shape. Mappings, lists and named tuples keep
     their type; tuples become lists, as in torch's `default_collate`.

@@ -40,7 +40,7 @@ class BatchSizes:
 
 
 def count_samples(batch: Any) -> int | None:
-    """Return the number of samples in a collated batch, or None if its structure does not show it.
+    """Return the number of samples in a collated batch, or None if the batch structure does not determine the number.
 
     If the batch or one of its fields is a tensor, the number of samples is the tensor's first dimension. Otherwise, it
     is the length of the first field that is a list or a tuple.

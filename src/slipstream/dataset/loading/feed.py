@@ -47,7 +47,7 @@ def can_draw_ahead(loader: Any) -> bool:
     """Return whether drawing a batch from `loader` leaves the global random generators unchanged.
 
     Worker processes have separate generators, and loaders returned by `build_dataloader` restore the global state. An
-    iterable dataset without workers may draw from the global generators, so drawing its batches ahead could change the
+    iterable dataset without workers may draw from the global generators, so drawing its batches early could change the
     random numbers of a resumed run.
     """
     restores_state = isinstance(getattr(loader, "batch_sampler", None), EpochBatchSampler)
@@ -70,7 +70,7 @@ class DeviceFeed(Generic[Batch]):
     Tensors in dicts, lists, tuples and named tuples are moved and keep their dtype. For example, uint8 images need
     a quarter of the bandwidth of float32 images, and the data preprocessor converts them on the device. Other values
     are returned unchanged. The order of batches and the random draws do not change. If the loader raises an error, the
-    batches drawn before it are returned first. On the CPU, batches are returned unchanged and not drawn ahead.
+    batches drawn before it are returned first. On the CPU, batches are returned unchanged and without prefetching.
 
     On accelerators, a side stream copies from pinned memory. If the loader does not pin its batches
     (`pin_memory=True`), a thread pins them. Up to `prefetch` + 2 batches are in device memory: the current batch and
@@ -79,7 +79,7 @@ class DeviceFeed(Generic[Batch]):
     Args:
         loader: any iterable.
         device: target device; None means the accelerator, or the CPU if there is none.
-        prefetch: number of batches to copy ahead; 0 copies each batch on request.
+        prefetch: number of batches to copy ahead; 0 copies each batch on demand.
         copy_stream: object that copies the batches; by default a side stream, if the device supports streams.
     """
 

@@ -18,7 +18,7 @@ __all__ = ["GeneratorKind", "find_generators", "generator_kind"]
 
 _MAX_DEPTH = 5
 _MAX_ITEMS = 100
-"""Maximum length of a container to search; longer containers contain samples rather than generators."""
+"""Maximum length of a searched container. A longer container is assumed to contain samples rather than generators."""
 _MAX_OBJECTS = 1000
 
 
@@ -69,7 +69,7 @@ def find_generators(roots: Sequence[Any]) -> dict[str, Any]:
     """Return the generators in the attributes of `roots`, with names such as `Wrapper.inner.rng`.
 
     The search includes attributes of instances and of their classes, nested objects and short containers. It does not
-    include datasets, slots and the local variables of functions.
+    include datasets, slots or the local variables of functions.
     """
     found: dict[str, Any] = {}
     seen: set[int] = set()
@@ -87,7 +87,7 @@ def find_generators(roots: Sequence[Any]) -> dict[str, Any]:
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    """Return the attributes and items of a value that can hold generators, with the last part of their names."""
+    """Return the attributes and items of a value that may contain generators, with the last part of their names."""
     children: Iterable[tuple[str, Any]]
     if isinstance(value, list | tuple | deque):
         children = ((f"[{number}]", item) for number, item in enumerate(value))

@@ -1,4 +1,4 @@
-"""Use the global random generators of Python, NumPy and torch (CPU) temporarily."""
+"""Temporarily use the global random generators of Python, NumPy and torch (CPU)."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def limit_batches(
 
     Args:
         loader: a loader returned by `build_dataloader`; it is not changed.
-        count: the number of batches.
+        count: maximum number of batches per epoch.
         option: name of the option in error messages.
         name: name of the loader in error messages.
         repeat: whether every epoch uses the batches of the first epoch, with the same augmentation.

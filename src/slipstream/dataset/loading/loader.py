@@ -153,13 +153,13 @@ def last_batch_size(loader: DataLoader[Any]) -> int | None:
 
 
 def can_start_inside_batch(loader: DataLoader[Any]) -> bool:
-    """Return whether an iteration can start after some of the samples of a batch."""
+    """Return whether an iteration can start in the middle of a batch."""
     batches = loader.batch_sampler
     return isinstance(batches, EpochBatchSampler) and type(batches.batch_sampler) is BatchSampler
 
 
 def samples_per_epoch(loader: DataLoader[Any]) -> int | None:
-    """Return the number of samples that all ranks use in an epoch, or None if it is unknown or infinite."""
+    """Return the total number of samples per epoch over all ranks, or None if the number is unknown or infinite."""
     batches = loader.batch_sampler
     if is_infinite(loader) or not can_start_inside_batch(loader):
         return None
@@ -203,7 +203,7 @@ class RunLoader(DataLoader[Any]):
 class _FirstBatches:
     """Iterator over the first `count` batches, which then stops the workers, unless they are persistent.
 
-    It has the attributes of the loader's iterator, such as its workers, because `Loading` uses them.
+    Other attributes, such as the workers, are read from the loader's iterator, because `Loading` uses them.
     """
 
     def __init__(self, batches: Iterator[Any], count: int) -> None:
@@ -225,9 +225,9 @@ class _FirstBatches:
 
 
 def copied_loader(loader: _Loader, **attributes: Any) -> _Loader:
-    """Return a shallow copy of a loader with other attributes; it does not share persistent workers.
+    """Return a shallow copy of a loader with the given attributes. The copy does not share persistent workers.
 
-    A loader that is given to a run may also be used elsewhere, for example by another run, and must not be changed.
+    A loader that is passed to a run may also be used elsewhere, for example by another run, and must not be changed.
     """
     copied = copy(loader)
     vars(copied).update(
@@ -237,11 +237,11 @@ def copied_loader(loader: _Loader, **attributes: Any) -> _Loader:
 
 
 def limited_stream(loader: DataLoader[Any], count: int) -> DataLoader[Any] | None:
-    """Return a loader of at most `count` batches per pass, or None for a subclass of `DataLoader`.
+    """Return a loader that yields at most `count` batches per pass, or None for a subclass of `DataLoader`.
 
     Args:
-        loader: a loader of an iterable dataset.
-        count: the number of batches.
+        loader: a loader for an iterable dataset.
+        count: maximum number of batches per pass.
     """
     if isinstance(loader, RunLoader):
         limited = copied_loader(loader)

@@ -66,10 +66,10 @@ def check_complete(loader: DataLoader[Any], name: str, batches: int, expected: i
 def until_one_ends(
     batches: Iterable[Any], loader: DataLoader[Any], warn: Callable[[str], None]
 ) -> Iterator[Any]:
-    """Yield this rank's batches while every rank has one.
+    """Yield this rank's batches until any rank has no more batches.
 
-    While the current batch is in use, the next one is drawn, and an asynchronous all-reduce checks that every rank
-    has one. Loaders that are known to have the same length on every rank need no all-reduce.
+    While the current batch is in use, the next batch is drawn, and an asynchronous all-reduce checks that every rank
+    has a next batch. Loaders that are known to have the same length on every rank need no all-reduce.
     """
     if get_world_size() == 1 or _known_equal(loader):
         yield from batches

@@ -44,7 +44,7 @@ def collate_mixup(
         prob: probability of mixing a batch.
         switch_prob: probability of CutMix if both are enabled.
         correct_lam: whether CutMix computes l from the part of the rectangle that is inside the image.
-        label_smoothing: probability that is distributed evenly over all classes.
+        label_smoothing: probability mass that is distributed evenly over all classes.
         num_classes: number of classes.
         mode: must be 'batch'.
         cutmix_minmax: must be None.
@@ -104,7 +104,7 @@ def _smoothed(ids: Tensor, num_classes: int, label_smoothing: float) -> Tensor:
 
 
 def _mixed(values: Tensor, factor: float) -> Tensor:
-    """Return `factor` times each item plus `1 - factor` times its counterpart, counted from the end."""
+    """Return `factor` times each item plus `1 - factor` times the item at the same position from the end."""
     return values * factor + values.flip(0) * (1 - factor)
 
 

@@ -21,7 +21,7 @@ def batch_indices(
 ) -> list[int] | None:
     """Return the indices of this rank's samples in a batch, or None if the order cannot be recomputed.
 
-    If `skip_errors` has replaced a sample of the batch, its replacement is returned.
+    If `skip_errors` has replaced a sample of the batch, the index of the replacement is returned.
 
     The order is a function of (seed, epoch, index) for `DefaultSampler`, `InfiniteSampler` and torch's samplers in a
     `BatchSampler`. Other samplers and iterable datasets may depend on state that a second iteration would change.
@@ -30,7 +30,7 @@ def batch_indices(
         loader: a loader returned by `build_dataloader`. An iteration in progress is not affected.
         epoch: number of the batch's epoch (pass over the data), starting at 0; always 0 for an endless sampler.
         number: number of the batch in the epoch, starting at 0.
-        order: the order that an earlier call with this loader has drawn. This call continues the order or replaces it.
+        order: the order drawn by an earlier call with this loader. This call continues or replaces the order.
     """
     batches = loader.batch_sampler
     if not isinstance(batches, EpochBatchSampler) or not uses_own_generator(batches):

@@ -1,4 +1,4 @@
-"""The sampler for repeated augmentation: each sample occurs several times, with different random changes each time."""
+"""The sampler for repeated augmentation: each sample occurs several times, with a different augmentation each time."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["RepeatAugSampler", "RepeatedIndex"]
 
 
 class RepeatedIndex(int):
-    """Index of a sample, with the number of its repetition in the epoch."""
+    """Index of a sample, with its repetition number in the epoch."""
 
     seed_offset: int
-    """Value that is added to the run's seed for the random changes of this repetition."""
+    """Value that is added to the run's seed to augment this repetition."""
 
     def __new__(cls, index: int, repeat: int) -> RepeatedIndex:
         """Create the index."""
@@ -34,7 +34,7 @@ class RepeatAugSampler(Sampler[int]):
 
     In the shuffled dataset, each sample is repeated `num_repeats` times in a row. Rank r of R reads items r, r + R and
     so on, so the repetitions of a sample are on different ranks. An epoch has about as many samples as the dataset.
-    The random changes of a sample depend on (seed, epoch, index, repetition).
+    The augmentation of a sample depends on (seed, epoch, index, repetition).
 
     Args:
         dataset: any object with a length.

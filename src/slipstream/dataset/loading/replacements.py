@@ -17,8 +17,8 @@ _MAX_ROWS = 4096
 class Replacements:
     """The replaced samples of recent epochs.
 
-    Each process writes only to its own rows, so no lock is required. If its rows are full, it overwrites the oldest
-    one.
+    Each process writes only to its own rows, so no lock is required. If all rows of a process are full, the process
+    overwrites the oldest row.
 
     Args:
         samples: maximum number of different samples that can be replaced.

@@ -139,7 +139,7 @@ _COMPARED = 10_000
 
 
 class EpochBatchSampler(Sampler[list[int]]):
-    """Batch sampler wrapper that can start at any batch of any epoch, and yields `SampleIndex` with the epoch.
+    """Batch sampler wrapper that can start at any batch of any epoch, and yields `SampleIndex` objects with the epoch.
 
     If an iteration starts in the middle of an epoch, the skipped indices are drawn, but their samples are not loaded.
     The `generator` of a sampler is seeded from the seed and the epoch. If a sampler draws from the global generators,
@@ -187,7 +187,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         return {} if uses_own_generator(self) else self._state.initial_states()
 
     def restore_generators(self, states: Mapping[str, Any]) -> None:
-        """Restore the states that `generator_states` has returned in another process.
+        """Restore the states that `generator_states` returned in another process.
 
         Raises:
             ValueError: a state does not belong to its generator.
@@ -203,7 +203,7 @@ class EpochBatchSampler(Sampler[list[int]]):
 
         The list is empty if two draws of the epoch have the same order. If they differ and the cause is not found, the
         list contains the name of the sampler's class. The attributes of the sampler are restored after the draws. Only
-        the first `_COMPARED` samples are drawn; a sampler that keeps an iterator is not drawn at all.
+        the first `_COMPARED` samples are drawn. Nothing is drawn from a sampler that keeps an iterator.
         """
         if uses_own_generator(self):
             return []
@@ -255,7 +255,7 @@ class EpochBatchSampler(Sampler[list[int]]):
                 yield [self._stamped(index, epoch) for index in batch] if self.stamp else batch
 
     def size_of(self, number: int) -> int | None:
-        """Return the number of samples in a batch that the latest iteration has drawn; None if it has drawn none."""
+        """Return the number of samples in a batch of the latest iteration, or None if no batch has been drawn."""
         position = bisect.bisect_right(self._sizes, number, key=itemgetter(0))
         return self._sizes[position - 1][1] if position else None
 

@@ -137,7 +137,7 @@ def skipped_samples(dataset: Any) -> str:
 
 
 def describe_sample(dataset: Any, index: Any) -> str:
-    """Return `sample 3 of ImageFolder ('cats/b.png')`; without the file if the dataset does not list its files."""
+    """Return `sample 3 of ImageFolder ('cats/b.png')`. The file is omitted if the dataset does not list its files."""
     with contextlib.suppress(Exception):  # user code, which may fail
         if file := _file(dataset, index):
             return f"sample {index} of {type(dataset).__name__} ('{file}')"

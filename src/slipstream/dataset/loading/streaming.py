@@ -42,7 +42,7 @@ class StreamingSamples(Dataset[Any]):
 def by_index(dataset: Any) -> Any:
     """Return `StreamingSamples` for a MosaicML `StreamingDataset`, and other datasets unchanged.
 
-    A `StreamingDataset` whose epochs differ from its samples is also returned unchanged, with a warning.
+    A `StreamingDataset` with unsupported options is also returned unchanged, with a warning.
     """
     kind = getattr(sys.modules.get("streaming"), "StreamingDataset", None)
     if not isinstance(kind, type) or not isinstance(dataset, kind):
@@ -60,7 +60,7 @@ def by_index(dataset: Any) -> Any:
 
 
 def _unsupported(stream: Any) -> str:
-    """Return the options that a sampler of single samples ignores, or an empty string."""
+    """Return the options that would be ignored if samples were read by index, or an empty string."""
     if stream.replication not in (None, 1):
         return "`replication`"
     chosen = [part.choose for part in stream.streams]

@@ -44,7 +44,7 @@ class Loading:
     Args:
         loader: the loader. Its worker processes start immediately.
         name: name of the loader's option in the configuration (such as `train_dataloader`).
-        warn: logs a warning; called in the thread.
+        warn: function that logs a warning; called from the thread.
     """
 
     def __init__(self, loader: DataLoader[Any], name: str, warn: Callable[[str], None]) -> None:
@@ -94,7 +94,7 @@ class Loading:
         in_worker = str(error).startswith("Caught ")  # torch's text for an error raised in a worker
         if hasattr(self._iterator, "_workers") and not in_worker:
             raise DataLoaderError(
-                f"{self.name}: a worker process died while it sent a batch; set num_workers=0 to see the error in the "
+                f"{self.name}: a worker process died while sending a batch; set num_workers=0 to see the error in the "
                 "training process"
             ) from error
 
@@ -123,7 +123,7 @@ class Loading:
             )
         pids = ", ".join(str(worker.pid) for worker in workers)
         return text + (
-            f"A worker process (pid {pids}) is slow or hangs; `py-spy dump --pid PID` prints its current stack"
+            f"A worker process (pid {pids}) is slow or has hung; `py-spy dump --pid PID` prints its current stack"
             f"{_scarce_shared_memory()}. To end the run with an error instead, set {self.name}.timeout=SECONDS"
         )
 
@@ -136,7 +136,7 @@ def stop_workers(iterator: Any) -> None:
 
 @contextmanager
 def explain_worker_errors(name: str) -> Iterator[None]:
-    """Replace torch's errors about worker processes with errors that name the loader's option and a remedy.
+    """Replace torch's errors about worker processes with errors that include the loader's option and a remedy.
 
     When a worker dies, torch raises an error in the training process at whatever line it is executing.
 
@@ -155,8 +155,8 @@ def explain_worker_errors(name: str) -> Iterator[None]:
 def _explain(text: str, name: str) -> str | None:
     if timed_out := _TIMED_OUT.search(text):
         return (
-            f"no batch arrived within {timed_out[1]} s ({name}.timeout): a worker process is slow or hangs"
-            f"{_scarce_shared_memory()}. Set num_workers=0 to find the sample that takes so long, or raise the timeout"
+            f"no batch arrived within {timed_out[1]} s ({name}.timeout): a worker process is slow or has hung"
+            f"{_scarce_shared_memory()}. Set num_workers=0 to find the slow sample, or increase the timeout"
         )
     if _SHARED_MEMORY.search(text):
         return _out_of_shared_memory(name)
@@ -197,4 +197,4 @@ def _scarce_shared_memory() -> str:
         return ""
     usage = shutil.disk_usage(_SHM)
     scarce = usage.free < 2**24 or usage.total <= 2**26
-    return f"; perhaps a batch does not fit into shared memory{_shared_memory()}" if scarce else ""
+    return f"; a batch may not fit in shared memory{_shared_memory()}" if scarce else ""

@@ -35,10 +35,10 @@ class WorkerInit:
       the workers, but the training process still needs its workers until it has saved a checkpoint after the current
       step.
     - Processes that a worker starts inherit these signal settings, so only SIGKILL terminates them.
-    - The worker exits when the training process has died. torch's workers check this only between batches, and
-      therefore not while a sample hangs.
+    - The worker exits when the training process dies. torch's workers check for this only between batches, so they do
+      not exit while a sample hangs.
     - The worker exits when it cannot send a batch, because shared memory is full or the batch cannot be pickled.
-      torch loses such a batch, and the run waits for it forever.
+      torch's workers would lose the batch, and the run would wait for the batch forever.
 
     Args:
         user_init: the user's `worker_init_fn`, or None.
@@ -84,7 +84,7 @@ def signals_blocked(loader: DataLoader[Any]) -> Iterator[None]:
     if method in ("spawn", "forkserver"):
         resource_tracker.ensure_running()  # if it started later, it would unblock SIGINT and SIGTERM
     if method == "forkserver":
-        forkserver.ensure_running()  # the server and its processes would otherwise keep the blocked signals
+        forkserver.ensure_running()  # the server and its processes would otherwise keep these signals blocked
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, [*_IGNORED, signal.SIGTERM])
     try:
         yield
@@ -98,7 +98,7 @@ def _start_method(loader: DataLoader[Any]) -> str:
 
 
 def _end_with_parent() -> None:
-    """Exit when the process that created this one dies or sends SIGTERM, with which torch stops a worker."""
+    """Exit when the parent process dies or sends SIGTERM, which is how torch stops a worker."""
     parent = parent_process()
     if parent is None:
         return

@@ -1,4 +1,4 @@
-"""Choose `num_workers` and `prefetch_factor` of a data loader by measurement."""
+"""Choose `num_workers` and `prefetch_factor` of a data loader based on measurements."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TRIAL_BATCHES = 64
 """Number of the run's batches whose samples are used in the trials."""
 _MAX_PREFETCH_FACTOR = 8
 _MOST = 1024
-"""Largest valid `num_workers` and `prefetch_factor`; a larger number is a mistake that would exhaust the machine."""
+"""Largest valid `num_workers` and `prefetch_factor`; a larger number is a mistake that would exhaust resources."""
 
 
 def check_workers(options: Mapping[str, Any], name: str, streamed: bool) -> None:
@@ -69,12 +69,12 @@ def end_workers(loader: DataLoader[Any]) -> None:
 def with_workers(
     options: Mapping[str, Any], dataset: Any, batches: Iterable[Sequence[Any]], name: str
 ) -> dict[str, Any]:
-    """Return a loader's options with a number in place of each `auto`, and log the measurements.
+    """Return a loader's options with each `auto` replaced by a number, and log the measurements.
 
     The throughput is measured for 1, 2, 4, ... workers, up to the number of cores available to this process divided
     by the number of processes on the machine. The result is the smallest number of workers whose throughput is within
     5% of the best. It is 0 if loading without workers is more than 1.5 times as fast, because most of the time is then
-    spent on transferring batches between processes. No trial starts after five seconds. Samples are read only in worker
+    spent transferring batches between processes. No trial starts after five seconds. Samples are read only in worker
     processes, so the generators and caches of this process do not change.
 
     Args:
@@ -117,7 +117,7 @@ def with_workers(
 def loading_rates(loader: DataLoader[Any]) -> dict[int, float]:
     """Return the samples/s of a loader by number of workers, or an empty dict if they cannot be measured.
 
-    The numbers of workers are those that `with_workers` measures, and the loader's own number. Randomly drawn samples
+    The worker counts are those that `with_workers` measures, and the loader's `num_workers`. Randomly drawn samples
     are read in worker processes, so the generators, the sampler and the caches of this process do not change.
     """
     dataset: Any = loader.dataset
@@ -159,11 +159,11 @@ class _Trials:
             self.batch_seconds = float(np.median([seconds for seconds, _ in self._probe(self.size)]))
 
     def rates(self, limit: int, present: int = 0) -> dict[int, float]:
-        """Return samples/s by number of workers, measured until more workers do not help or the time limit is reached.
+        """Return samples/s by number of workers, measured until more workers no longer help or the time runs out.
 
         Args:
             limit: the largest number of workers to try.
-            present: a number of workers that is always measured.
+            present: a worker count that is always measured.
         """
         chunk = min(max(round(self.size * _TARGET_BATCH_TIME / self.batch_seconds), 1), self.size)
         found = {0: self.size / self.batch_seconds}

@@ -95,7 +95,7 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
             if self._cache is not None:  # mapped files stay open, and the number of open files is limited
                 image, mask = image.copy(), mask.copy()
         if self._cache is not None:
-            # Prevents transforms from modifying the cached arrays.
+            # Prevent transforms from modifying the cached arrays.
             image.flags.writeable = mask.flags.writeable = False
             self._cache[index] = {"image": image, "mask": mask}
         return {"image": image, "mask": mask}

@@ -62,7 +62,7 @@ class CityscapesDataset(ImageMaskPairs):
     Raises:
         ConfigError: both or neither of `split` and `list_file` are set, or `ignore_label` is a class.
         DataError: folders or files are missing (the message lists them), or the table is invalid; or, when a sample
-            is read, a file is corrupt, the sizes of image and mask differ, or a mask contains an unknown id.
+            is read, a file is corrupt, the image and mask sizes differ, or a mask contains an unknown id.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class CityscapesDataset(ImageMaskPairs):
 
 @DATASETS.register_module()
 class CityscapesConcatDataset(ConcatDataset):
-    """Cityscapes images from several lists of files, such as the training images and automatically labelled images.
+    """Cityscapes images from several list files, such as the training images and automatically labeled images.
 
     Args:
         root_dir: see `CityscapesDataset`.

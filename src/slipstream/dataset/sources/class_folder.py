@@ -30,7 +30,7 @@ _LAYOUT = "Expected files are root/CLASS/IMAGE, with one folder for each class"
 
 @DATASETS.register_module()
 class ImageNetDataset(Dataset[dict[str, torch.Tensor]]):
-    """Images in folders, one for each class. The sorted names of the folders are the classes 0, 1, ...
+    """Images in folders, one for each class. The sorted folder names correspond to the classes 0, 1, ...
 
     A sample is `{"inputs": uint8 (3, H, W) RGB, "targets": int64 ()}`. If the transforms contain `ToTensor`, it also
     contains `"finish"`, the parameters of the device transforms. Augmentation depends only on the (seed, epoch, index)

@@ -1,4 +1,4 @@
-"""The masks of COCO's instance annotations, with the arguments of SuperGradients."""
+"""Semantic masks from COCO's instance annotations, with SuperGradients' arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _VOC_CLASSES = (
 )  # fmt: skip
 """COCO's ids and names of the categories that correspond to PASCAL VOC's classes, in SuperGradients' order."""
 _MIN_PIXELS = 1000
-"""Images are left out if at most this many of their pixels have an id other than 0, as in SuperGradients."""
+"""Images are excluded if at most this many of their pixels have an id other than 0, as in SuperGradients."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class _Image:
 
 @DATASETS.register_module()
 class CoCoSegmentationDataSet(SegmentationDataset):
-    """COCO's images, with semantic masks made from its instance annotations. Pixels outside the instances have class 0.
+    """COCO images, with semantic masks made from the instance annotations. Pixels outside the instances have class 0.
 
-    Images are left out if at most 1,000 of their pixels have an id other than 0. To select the images, all masks are
+    Images are excluded if at most 1,000 of their pixels have an id other than 0. To select the images, all masks are
     read once, which takes minutes for COCO's training data. The selection is stored in the user's cache.
 
     Args:
@@ -80,7 +80,7 @@ class CoCoSegmentationDataSet(SegmentationDataset):
 
     Raises:
         ConfigError: the list of classes is invalid, or instances would have class 0.
-        DataError: the annotation file is missing or invalid, or no image is left; or, when a sample is read, the image
+        DataError: the annotation file is missing or invalid, or no image remains; or, when a sample is read, the image
             is corrupt, or its size differs from that in the annotation file.
     """
 
@@ -189,7 +189,7 @@ def _category_names(content: Mapping[str, Any], path: Path) -> dict[int, str]:
 
 
 def _read_images(content: Mapping[str, Any], categories: list[int], path: Path) -> list[_Image]:
-    """Return the images of the annotation file, with the instances of these categories."""
+    """Return the images in the annotation file, with the instances of these categories."""
     class_ids = {number: class_id for class_id, number in enumerate(categories)}
     try:
         images = {
@@ -216,7 +216,7 @@ def _read_images(content: Mapping[str, Any], categories: list[int], path: Path) 
 
 
 def _check_background(classes: list[tuple[int, str]], content: Mapping[str, Any], path: Path) -> None:
-    """Raise a ConfigError if a category of the annotation file gets class 0, which is that of the other pixels."""
+    """Raise a ConfigError if a category of the annotation file gets class 0, which is the background class."""
     background = classes[0][0]
     names = _category_names(content, path) if "categories" in content else {}
     used = {*names, *(entry["category_id"] for entry in content["annotations"])}
@@ -232,7 +232,7 @@ def _check_background(classes: list[tuple[int, str]], content: Mapping[str, Any]
 
 
 def _selected(images: list[_Image], kept: Path, path: Path) -> list[_Image]:
-    """Return the images that are not left out; their ids are stored in the file `kept`."""
+    """Return the images that are not excluded; their ids are stored in the file `kept`."""
     try:
         numbers = set(json.loads(kept.read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -255,7 +255,7 @@ def _store(kept: Path, numbers: list[int]) -> None:
             temporary.write_text(json.dumps(numbers))
     except OSError as error:
         print_log(
-            f"cannot write '{kept}' ({error.strerror or error}); the next run selects the images again",
+            f"cannot write '{kept}' ({error.strerror or error}); the next run will select the images again",
             "current",
             logging.WARNING,
         )

@@ -20,7 +20,7 @@ _FINE = 5
 """The COCO API rounds points to a grid with this many cells per pixel."""
 _CENTER = _FINE // 2
 _MAX_COORDINATE = 100_000
-"""Limits the memory of an outline, which grows with its length."""
+"""Limits the memory usage of an outline, which grows with the length of the outline."""
 
 
 def read_outline(value: Any, shape: tuple[int, int]) -> Outline:
@@ -56,7 +56,7 @@ def read_outline(value: Any, shape: tuple[int, int]) -> Outline:
 
 
 def fill_polygon(points: NDArray[np.float64], shape: tuple[int, int]) -> NDArray[np.bool_]:
-    """Return the pixels inside a polygon, (height, width), by the even-odd rule.
+    """Return a mask of the pixels inside a polygon, (height, width), by the even-odd rule.
 
     The outline is drawn on a grid with 5 x 5 cells per pixel. In each column of pixels, a run of pixels starts or
     ends where the outline steps from the center cell to the cell to its right.
@@ -79,7 +79,7 @@ def fill_polygon(points: NDArray[np.float64], shape: tuple[int, int]) -> NDArray
 
 
 def fill_runs(counts: Sequence[int] | Ints, shape: tuple[int, int]) -> NDArray[np.bool_]:
-    """Return the pixels of alternating runs of 0 and 1, (height, width); runs go down the columns."""
+    """Return a mask of alternating runs of 0 and 1, (height, width), in column-major order."""
     values = np.arange(len(counts)) % 2 == 1
     return np.repeat(values, counts).reshape(shape[1], shape[0]).T
 

@@ -120,7 +120,7 @@ def check_readable(path: Path, max_pixels: int | None = MAX_PIXELS) -> None:
 
 @contextmanager
 def open_image(path: Path | ImageBytes, max_pixels: int | None = MAX_PIXELS) -> Iterator[ImageFile]:
-    """Open an image with Pillow, which reads its pixels later.
+    """Open an image with Pillow, which loads the pixels lazily.
 
     If `max_pixels` exceeds Pillow's own limit, Pillow's limit is raised for the process.
 
@@ -172,7 +172,7 @@ def _plain_png(path: Path | ImageBytes, max_pixels: int | None, *kinds: int) -> 
 
 @functools.cache
 def _formats() -> dict[int, Any] | None:
-    """Return the settings of pywuffs for each color type, or None if it is not installed."""
+    """Return the pywuffs settings for each color type, or None if pywuffs is not installed."""
     if importlib.util.find_spec("pywuffs") is None:
         return None
     from pywuffs import ImageDecoderQuirks, ImageDecoderType, PixelFormat
@@ -238,7 +238,7 @@ def _plain_jpeg(path: Path | ImageBytes, max_pixels: int | None) -> NDArray[np.u
 def _jpeg_decoder() -> Callable[..., Any] | None:
     """Return simplejpeg's decoder, or None if it is not installed or its pixels may differ from Pillow's.
 
-    Both decode with libjpeg-turbo, simplejpeg with version 3. Builds of Pillow with another library or with an older
+    Both decode with libjpeg-turbo; simplejpeg uses version 3. Pillow builds with another library or with an older
     version may return different pixels.
     """
     if importlib.util.find_spec("simplejpeg") is None:
@@ -286,7 +286,7 @@ def _by_pillow(path: Path | ImageBytes, max_pixels: int | None) -> tuple[Image.I
 
 
 def _oriented(image: Image.Image) -> Image.Image:
-    """Return the image as viewers display it. Cameras store the pixels in the order of the sensor."""
+    """Return the image as viewers display it. Cameras store the pixels in sensor order."""
     from PIL import Image
 
     orientation = _orientation(image)
@@ -297,6 +297,6 @@ def _orientation(image: Image.Image) -> int | None:
     """Return the EXIF orientation, 2 to 8, or None if the pixels are stored as they are displayed."""
     try:
         orientation = image.getexif().get(_ORIENTATION, 1)
-    except Exception:  # viewers ignore damaged metadata, too; Pillow raises many types of errors
+    except Exception:  # viewers also ignore damaged metadata; Pillow raises many types of errors
         return None
     return orientation if orientation in range(2, 9) else None

@@ -1,4 +1,4 @@
-"""Download a file of a dataset, and verify its published checksum."""
+"""Download a dataset file, and verify its published checksum."""
 
 from __future__ import annotations
 

@@ -54,13 +54,13 @@ _LARGEST = 16 + 60_000 * 28 * 28
 
 @DATASETS.register_module()
 class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
-    """60,000 training and 10,000 test images of clothes in ten classes.
+    """60,000 training and 10,000 test images of clothing in ten classes.
 
     A sample is `{"inputs": uint8 (1, 28, 28), "targets": int64 ()}`. The attributes `images`, uint8 (N, 1, 28, 28), and
     `targets`, int64 (N,), contain the whole split; samples without augmentation are views of them.
 
     Args:
-        data_root: folder of the IDX files, plain or with `.gz`; by default the folder of the Debian package
+        data_root: folder that contains the IDX files, optionally gzipped; by default, the folder of the Debian package
             `dataset-fashion-mnist`.
         split: 'train' or 'test'.
         download: if `data_root` does not contain the files, use those of the Debian package; otherwise download

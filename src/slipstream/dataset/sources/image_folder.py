@@ -40,18 +40,18 @@ class ImageMaskFolder(ImageMaskPairs):
         classes: names of the class ids 0, 1, ...
         ignore_index: id of pixels without a class, or None if every pixel has a class.
         palette: one [r, g, b] per class; by default, PASCAL VOC's colors.
-        image_suffix: end of the image names, such as `_leftImg8bit.png`; by default, any image extension. Other files
+        image_suffix: end of image file names, such as `_leftImg8bit.png`; by default, any image extension. Other files
             are ignored. The path without the suffix is the name of the pair.
-        mask_suffix: end of the mask names, such as `_gtFine_labelIds.png`; by default, any lossless extension.
+        mask_suffix: end of mask file names, such as `_gtFine_labelIds.png`; by default, any lossless extension.
         label_map: maps ids in the files to class ids (or `ignore_index`); other ids do not change.
         transforms, cache_in_memory, cache: see `SegmentationDataset`.
-        skip_corrupt: read every file once at construction, and skip samples with unreadable files. Each is logged
-            as a warning.
+        skip_corrupt: read every file once at construction, and skip samples with unreadable files. Each unreadable
+            file is logged as a warning.
         max_pixels: maximum number of pixels in a file; None for no limit. Even a small file can describe a huge image.
 
     Raises:
         DataError: a folder is missing or has no images, or a file has no counterpart; or, when a sample is read, a file
-            is corrupt, the sizes of image and mask differ, or a label id is neither a class nor `ignore_index`.
+            is corrupt, the image and mask sizes differ, or a label id is neither a class nor `ignore_index`.
         ConfigError: `palette`, `label_map` or `ignore_index` does not match the classes.
     """
 

@@ -55,8 +55,8 @@ class ImageMaskPairs(SegmentationDataset):
         pairs: image and mask file of each sample.
         metainfo: see `SegmentationDataset`.
         transforms, cache_in_memory, cache: see `SegmentationDataset`.
-        skip_corrupt: read every file once at construction, and skip samples with unreadable files. Each is logged
-            as a warning. Otherwise, an unreadable sample raises an error when it is accessed.
+        skip_corrupt: read every file once at construction, and skip samples with unreadable files. Each unreadable
+            file is logged as a warning. Otherwise, an unreadable sample raises an error when it is accessed.
         max_pixels: maximum number of pixels in a file; None for no limit.
 
     Raises:
@@ -122,7 +122,7 @@ class ImageMaskPairs(SegmentationDataset):
         return [i for i in ids if i != self.metainfo["ignore_index"]]
 
     def cache_key(self, index: int) -> tuple[str, str]:
-        """Return a name (reader class and paths) and a version (file sizes and times, and the mapping of ids)."""
+        """Return a name (reader class and paths) and a version (file sizes, modification times and the id mapping)."""
         files = (self.image_paths[index], self.mask_paths[index])
         try:
             stats = [path.stat() for path in files]
@@ -204,7 +204,7 @@ def _files_below(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator
 
 
 def check_folder(folder: Path, what: str) -> None:
-    """Raise a DataError that names the first missing folder and any similar folder, if `folder` does not exist."""
+    """Raise a DataError that reports the first missing folder and any similar folder, if `folder` does not exist."""
     if folder.is_dir():
         return
     missing = folder
@@ -240,7 +240,7 @@ def _readable(pairs: Sequence[tuple[Path, Path]], max_pixels: int | None) -> lis
     with ThreadPoolExecutor(cores()) as pool:
         faults = list(pool.map(partial(_faults, max_pixels=max_pixels), pairs))
     for fault in (fault for found in faults for fault in found):
-        print_log(f"skip_corrupt skips a sample: {fault}", "current", logging.WARNING)
+        print_log(f"skip_corrupt: skipping a sample: {fault}", "current", logging.WARNING)
     left = [pair for pair, found in zip(pairs, faults, strict=True) if not found]
     if not left:
         raise DataError(f"no sample can be read ({len(pairs)} in total); first error: {faults[0][0]}")

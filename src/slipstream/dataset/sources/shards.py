@@ -81,12 +81,12 @@ class TarShards:
     Args:
         paths: the shards.
         fields: for each name, a list of extensions, such as `"jpg;png"`; the first one that a sample has is used.
-        index: folder for the positions of the samples; by default, a folder in the user's cache.
+        index: folder that stores the sample positions; by default, a folder in the user's cache.
         max_bytes: maximum size of a file.
 
     Raises:
         DataError: a shard cannot be read, or a sample lacks a field.
-        ConfigError: a field names an extension of pickled files.
+        ConfigError: a field specifies an extension for pickled files.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class TarShards:
         if not self.fields:
             raise ConfigError("at least one field is required", "fields")
         shards = [shard_index(path, index) for path in self.paths]
-        # Bytes, because each worker process would get its own copy of a list of strings.
+        # Keys are stored as bytes, because each worker process would get its own copy of a list of strings.
         keys = [os.fsencode(key) for shard in shards for key in shard.keys]
         self._keys, self._ends = b"".join(keys), np.cumsum([0, *map(len, keys)])
         self._versions = [shard.version for shard in shards]
@@ -147,7 +147,7 @@ class TarShards:
         """Return the contents of a file.
 
         Raises:
-            DataError: the shard cannot be read, has changed, or the file has more than `max_bytes` bytes.
+            DataError: the shard cannot be read or has changed, or the file has more than `max_bytes` bytes.
         """
         _, offset, size = map(int, self._parts[index, self._column(field)])
         if size > self.max_bytes:
@@ -173,7 +173,7 @@ class TarShards:
                 "check the file and its permissions"
             ) from error
         if len(data) < size:
-            raise DataError(f"'{self.path(index)}' became shorter while it was read; restart the run")
+            raise DataError(f"'{self.path(index)}' was truncated while it was being read; restart the run")
         return data
 
     def _shard(self, index: int) -> int:
@@ -206,20 +206,20 @@ def _alternatives(name: str, text: str) -> tuple[str, ...]:
     for word in words:
         if not word:
             raise ConfigError(
-                f"'{text}' is not a list of extensions separated by semicolons; write, for example, 'jpg;png'",
+                f"'{text}' is not a list of extensions separated by semicolons; use, for example, 'jpg;png'",
                 f"fields.{name}",
             )
         if word.rpartition(".")[2] in _PICKLES:
             raise ConfigError(
-                f"files with the extension '{word}' are pickled, and reading them can execute any code; convert them, "
-                "for example to .npy or .json",
+                f"files with the extension '{word}' are pickled, and reading them can run arbitrary code; convert "
+                "them, for example to .npy or .json",
                 f"fields.{name}",
             )
     return words
 
 
 def decode_field(name: str, extension: str, data: bytes, max_pixels: int | None) -> Any:
-    """Return the value of a file, which depends on the last part of its extension.
+    """Return the decoded contents of a file. The last part of its extension determines the format.
 
     Images are uint8 (3, H, W) RGB tensors; `cls`, `cls2`, `index` and `inx` are int64 () tensors; `npy` is a tensor;
     `json` is decoded; `txt`, `text` and `transcript` are strings; other files are bytes. Nothing is unpickled.

@@ -1,4 +1,4 @@
-"""Datasets of MosaicML's `streaming` package."""
+"""Datasets from MosaicML's `streaming` package."""
 
 from __future__ import annotations
 

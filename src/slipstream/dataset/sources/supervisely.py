@@ -21,7 +21,7 @@ _SHOWN = 5
 
 @DATASETS.register_module()
 class SuperviselyPersonsDataset(ImageMaskPairs):
-    """Images of persons, with masks. The pixels of a mask are 0 (background) or 1 (person).
+    """Images of people, with masks. The pixels of a mask are 0 (background) or 1 (person).
 
     Args:
         root_dir: folder of the dataset.
@@ -33,7 +33,7 @@ class SuperviselyPersonsDataset(ImageMaskPairs):
 
     Raises:
         DataError: the table or files are missing, or a row has no mask; or, when a sample is read, a file is corrupt,
-            sizes differ, or a mask contains any other value.
+            the image and mask sizes differ, or a mask contains any other value.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SuperviselyPersonsDataset(ImageMaskPairs):
         super().__init__(pairs, metainfo, transforms, in_memory, cache, skip_corrupt, max_pixels)
 
     def mask_ids(self, path: Path) -> MaskIds:
-        """Return the values of masks, which are class ids."""
+        """Return the mapping, which leaves pixel values unchanged because they are class ids."""
         return MaskIds(None, "they must be 0 (background) or 1 (person)")
 
 

@@ -171,7 +171,7 @@ def _attributes(content: bytes, path: Path, start: int) -> dict[bytes, bytes]:
             )
         if key.startswith(b"GNU.sparse."):
             raise DataError(
-                f"'{path}' contains a sparse file, which is not supported; write it without holes"
+                f"'{path}' contains a sparse file, which is not supported; store it as a regular file"
             )
         found[key] = value[:-1]
         at += length
@@ -189,8 +189,8 @@ def _decimal(digits: bytes, path: Path, start: int) -> int:
 def _check_kind(kind: bytes, name: bytes, path: Path) -> None:
     if kind in _LINKS:
         raise DataError(
-            f"{_shown(name)} in '{path}' is {_LINKS[kind]}, which is not followed; write the archive with the contents "
-            "of the file (tar --dereference --hard-dereference)"
+            f"{_shown(name)} in '{path}' is {_LINKS[kind]}, which is not followed; create the archive with the "
+            "contents of the file (tar --dereference --hard-dereference)"
         )
     if kind not in _FILES:
         raise DataError(

@@ -47,7 +47,7 @@ class ShardIndex:
 
 
 def shard_index(path: Path, folder: str | Path | None = None) -> ShardIndex:
-    """Return the index of a shard from the cache, or read the headers of the shard and store its index in the cache.
+    """Return the index of a shard from the cache, or read the shard headers and store the index in the cache.
 
     The index is created again if the size or the modification time of the shard changes. If the folder is not writable,
     this function warns and does not store the index.
@@ -111,8 +111,8 @@ def _store(path: Path, index: ShardIndex, version: NDArray[np.int64]) -> None:
             )
     except OSError as error:
         warnings.warn(
-            f"cannot write to the cache '{path.parent}' ({error.strerror or error}); the headers of the shards are "
-            "read at each start. Free disk space, or set `index` to another folder",
+            f"cannot write to the cache '{path.parent}' ({error.strerror or error}); the shard headers will be "
+            "read again at each start. Free disk space, or set `index` to another folder",
             stacklevel=4,
         )
 

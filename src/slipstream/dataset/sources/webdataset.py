@@ -1,4 +1,4 @@
-"""Datasets in WebDataset's format: tar files in which consecutive files with the same key are a sample."""
+"""Datasets in WebDataset's format: tar files in which consecutive files with the same key form a sample."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _IMAGE = "jpg;jpeg;png;webp"
 
 @DATASETS.register_module()
 class WebDataset(Dataset[dict[str, Any]]):
-    """Samples in tar shards that the `webdataset` library has written, with random access.
+    """Samples in tar shards written by the `webdataset` library, with random access.
 
     A sample is a dict with the decoded file of each field (see `decode_field`). With the default fields, it is
     `{"inputs": uint8 (3, H, W) RGB, "targets": int64 ()}`. If the transforms contain `ToTensor`, the sample also
@@ -47,10 +47,10 @@ class WebDataset(Dataset[dict[str, Any]]):
         shards: paths of the tar files, which must not be compressed. A path may contain `*`, or ranges such as
             `train-{000000..000146}.tar`.
         fields: for each key of a sample, a list of extensions; the first one that a sample has is used. Other files of
-            a sample are not read. Files with pickled contents (`pyd`, `pkl`, `pickle`, `pth`, `pt`) are refused.
+            a sample are not read. Files with pickled contents (`pyd`, `pkl`, `pickle`, `pth`, `pt`) are rejected.
         transforms: transforms of the image in `inputs`; see `ImageNetDataset`.
-        classes: names of the class ids in `targets`, for the metrics; a target that is not one of them is an error.
-        index: folder for the positions of the samples, which are read at the first start; by default, a folder in the
+        classes: names of the class ids in `targets`, for the metrics. Any other target raises an error.
+        index: folder that stores the sample positions, which are read at the first start; by default, a folder in the
             user's cache.
         max_pixels: maximum number of pixels in an image; None for no limit.
         max_bytes: maximum size of a file in a shard.
@@ -86,7 +86,9 @@ class WebDataset(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < len(self):
-            raise IndexError(f"WebDataset has samples 0 to {len(self) - 1}, not {int(index)}")
+            raise IndexError(
+                f"sample index {int(index)} is out of range for WebDataset; use 0 to {len(self) - 1}"
+            )
         sample = {field: self._field(int(index), field) for field in self.shards.fields}
         if self.transforms or self._device_params is not None:
             sample["inputs"] = self._transformed(sample.get("inputs"), index)
@@ -143,21 +145,21 @@ class WebDataset(Dataset[dict[str, Any]]):
 
 @DATASETS.register_module()
 class WebSegmentationDataset(SegmentationDataset):
-    """Images and masks in tar shards that the `webdataset` library has written, with random access.
+    """Images and masks in tar shards written by the `webdataset` library, with random access.
 
     Masks are 8-bit grayscale or palette files whose pixel values are class ids.
 
     Args:
         shards, index, max_pixels, max_bytes: see `WebDataset`.
         classes: names of the class ids 0, 1, ...
-        image: extensions of the images; the first that a sample has is used.
+        image: extensions of the images; the first one that a sample has is used.
         mask: extensions of the masks.
         ignore_index: id of pixels without a class, or None if every pixel has a class.
         palette: one [r, g, b] per class; by default, PASCAL VOC's colors.
         transforms, cache_in_memory, cache: see `SegmentationDataset`.
 
     Raises:
-        DataError: see `WebDataset`; or, when a sample is read, the sizes of image and mask differ, or a label id is
+        DataError: see `WebDataset`; or, when a sample is read, the image and mask sizes differ, or a label id is
             neither a class nor `ignore_index`.
     """
 

@@ -113,7 +113,7 @@ class AtLeast(RepeatDataset):
 class ClassBalancedDataset(Dataset[Any]):
     """A dataset that repeats samples with rare classes (Gupta et al. 2019, LVIS).
 
-    If f(c) is the fraction of samples that contain class c, and t the threshold, a sample occurs
+    If f(c) is the fraction of samples that contain class c, and t is the threshold, a sample occurs
     `ceil(max over its classes c of max(1, sqrt(t / f(c))))` times. Repeats are consecutive and augmented
     differently.
 

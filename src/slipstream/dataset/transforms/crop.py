@@ -36,7 +36,7 @@ class CropRegion:
     offset: Pair
     """Position (left, top) of the box on the canvas."""
     fill: tuple[int, int, int, int] | None = None
-    """Red, green, blue and class id of the padding around the box; None without padding."""
+    """Red, green, blue and class id of the padding around the box; None if there is no padding."""
     mirrored: bool = False
     """Whether the canvas is mirrored left to right at the end."""
     mirrored_first: bool = False
@@ -79,7 +79,7 @@ class CropRegion:
         return replace(self, canvas=size, offset=(self.offset[0] + left, self.offset[1] + top), fill=fill)
 
     def cropped(self, left: int, top: int, size: Pair) -> CropRegion:
-        """Return a rectangle of the region."""
+        """Return the region, cropped to a rectangle."""
         if self.mirrored:
             left = self.canvas[0] - size[0] - left
         x, box_left, box_right = _crop_axis(self.offset[0], self.box[0], self.box[2], left, size[0])

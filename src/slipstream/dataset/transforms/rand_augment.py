@@ -1,4 +1,4 @@
-"""RandAugment (arXiv 1909.13719): random Pillow operations, selected by SuperGradients' configuration string."""
+"""RandAugment (arXiv 1909.13719): random Pillow operations, configured by a string in SuperGradients' format."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RandAugmentTransform:
             number of operations (default: 2), `mstd` and the standard deviation of the magnitude (default: 0; `inf`
             means uniformly random up to the magnitude), `inc1` for operations that all become stronger with the
             magnitude, and `w0` for fixed probabilities of the operations. Example: `rand-m9-n3-mstd0.5`.
-        crop_size: no effect; translations are relative to the size of the image.
+        crop_size: ignored; translations are relative to the size of the image.
         img_mean: color of the pixels outside the image, three numbers between 0 and 1.
 
     Raises:
@@ -122,7 +122,9 @@ def _sections(text: str) -> dict[str, str]:
     for section in rest:
         match = re.fullmatch(r"(mstd|inc|m|n|w)(\d+(?:\.\d+)?|inf)", section)
         if match is None:
-            raise ConfigError(f"'{section}' is not one of m, n, mstd, inc and w with a number", "config_str")
+            raise ConfigError(
+                f"'{section}' is not one of m, n, mstd, inc and w, followed by a number", "config_str"
+            )
         found[match[1]] = match[2]
     if first != "rand":
         raise ConfigError(f"must start with 'rand', not '{first}'", "config_str")

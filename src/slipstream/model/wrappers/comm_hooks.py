@@ -1,7 +1,7 @@
 """Communication hooks for DDP that compress gradients: half precision and low-rank factors (PowerSGD).
 
-The hooks in PyTorch are not used: its bfloat16 hook requires a CUDA build, and its PowerSGD hook waits inside callbacks
-on gloo's threads, which deadlocks with several buckets. The PowerSGD hook also stores its state by bucket, so the state
+PyTorch's hooks are not used: the bfloat16 hook requires a CUDA build, and the PowerSGD hook waits inside callbacks on
+gloo's threads, which deadlocks with several buckets. The PowerSGD hook also stores its state by bucket, so the state
 cannot be saved in a checkpoint.
 """
 
@@ -157,8 +157,8 @@ class PowerSGD:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`. Factors with a different number of columns are reinitialized.
 
-        If the number of processes has changed, each process gets the mean of the errors, which does not change the sum
-        of the corrected gradients.
+        If the number of processes has changed, each process receives the mean of the errors, which does not change the
+        sum of the corrected gradients.
         """
         self.step = state_dict["step"]
         self.errors = own_or_mean(state_dict["errors"], self.group.rank(), self.group.size())
@@ -172,15 +172,15 @@ class PowerSGD:
         """Check that the errors and factors in `state_dict` belong to this model.
 
         Raises:
-            CheckpointError: no parameter has one of the names, or a shape differs.
+            CheckpointError: if no parameter has one of the names, or a shape differs.
         """
         errors = [(name, tensor, 0) for of_rank in state_dict["errors"] for name, tensor in of_rank.items()]
         for name, tensor, first in [*errors, *((*item, 1) for item in state_dict["factors"].items())]:
             size = self._shapes.get(name, ())[first:]
             if not size or tuple(tensor.shape)[: len(size)] != size or tensor.dim() != 2:
                 raise CheckpointError(
-                    f"{source}: the tensor of '{name}' in '{where}' has shape {tuple(tensor.shape)} and belongs to "
-                    "no parameter of the model; resume with the same model, or use load_from"
+                    f"{source}: the tensor of '{name}' in '{where}' has shape {tuple(tensor.shape)} and does "
+                    "not match any parameter of the model; resume with the same model, or use load_from"
                 )
 
 
@@ -190,7 +190,7 @@ def make_comm_hook(
     """Return the hook for `comm_hook`: `'bf16'`, `'fp16'`, `'powersgd'`, or a dict with one of these as its `type`.
 
     Raises:
-        ConfigError: the type or an option is unknown.
+        ConfigError: if the type or an option is unknown.
     """
     user_config: Mapping[str, Any] = comm_hook if isinstance(comm_hook, Mapping) else {"type": comm_hook}
     kind = user_config.get("type")

@@ -58,7 +58,7 @@ class MMDistributedDataParallel(DistributedDataParallel):
         kwargs: other arguments for `DistributedDataParallel`.
 
     Raises:
-        ConfigError: `comm_hook` is invalid.
+        ConfigError: if `comm_hook` is invalid.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ def check_comm_hook_state(model: nn.Module, states: Mapping[str, Any], source: A
     """Check that the communication hooks of a model can load `states`.
 
     Raises:
-        CheckpointError: a tensor belongs to no parameter, or its shape differs.
+        CheckpointError: if a tensor does not belong to any parameter, or its shape differs.
     """
     for name, hook in _stateful_hooks(model):
         if name in states:

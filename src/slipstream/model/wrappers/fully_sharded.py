@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_MIN_UNIT_SIZE = 1 << 18  # number of parameters; below it, latency dominates an all-gather
+_MIN_UNIT_SIZE = 1 << 18  # number of parameters; latency dominates smaller all-gathers
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # these modules are never called, so they cannot gather weights
 
 
@@ -146,7 +146,7 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
     """Replace the sharded parameters of a model with full plain parameters inside the context, then shard them again.
 
     Use this context manager for code that sets weights, such as `init_weights`, because random values drawn for a shard
-    differ from those of a single process. A model that is not sharded does not change.
+    differ from those of a single process. A model that is not sharded is not changed.
     """
     owners = [
         (module, name, param)
@@ -222,7 +222,7 @@ def _per_machine() -> int:
     """Return the number of processes on each machine.
 
     Raises:
-        DistributedError: LOCAL_WORLD_SIZE is not set, or differs between machines.
+        DistributedError: if LOCAL_WORLD_SIZE is not set, or differs between machines.
     """
     sizes = set(all_gather_object(os.environ.get("LOCAL_WORLD_SIZE", "")))
     text = sizes.pop()

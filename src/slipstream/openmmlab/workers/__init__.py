@@ -1,1 +1,4 @@
-"""A folder for `sys.path`. Worker processes do not inherit the finder, so they import `mmengine` from this folder."""
+"""A folder to add to `sys.path`.
+
+Worker processes do not inherit the finder, so they import `mmengine` from this folder.
+"""

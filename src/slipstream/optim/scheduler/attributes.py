@@ -21,11 +21,11 @@ _SEQUENCES = (list, tuple, set, frozenset, deque)
 _NESTED = (
     list,
     tuple,
-)  # checkpoints contain sets and deques as lists, so only attributes can have these types
+)  # checkpoints store sets and deques as lists, so only top-level attributes can have these types
 
 
 def own_attributes(scheduler: Any, ignored: Collection[str]) -> dict[str, Any]:
-    """Return copies of the attributes that a checkpoint can contain, without those in `ignored`."""
+    """Return copies of the attributes that a checkpoint can contain, except those in `ignored`."""
     kind = type(scheduler)
     return {
         name: copy.deepcopy(value.detach() if isinstance(value, Tensor) else value)
@@ -61,7 +61,7 @@ def restored_attributes(scheduler: Any, saved: Any, ignored: Collection[str]) ->
     """Return the saved attributes, converted to the types of the scheduler's attributes.
 
     Raises:
-        CheckpointError: a name is not an attribute that a scheduler can have, or a value has a different type.
+        CheckpointError: a name is not a valid scheduler attribute, or a value has a different type.
     """
     name, own = type(scheduler).__name__, vars(scheduler)
     if not isinstance(saved, Mapping):
@@ -89,7 +89,7 @@ def restored_attributes(scheduler: Any, saved: Any, ignored: Collection[str]) ->
 def _like(current: Any, value: Any) -> tuple[bool, Any]:
     """Return whether `value` can replace `current`, and `value` converted to the type of `current`.
 
-    A checkpoint contains sets and deques as lists.
+    Checkpoints store sets and deques as lists.
     """
     if current is None or value is None or type(value) is type(current):
         device = current.device if isinstance(current, Tensor) else None

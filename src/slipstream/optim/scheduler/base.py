@@ -37,9 +37,9 @@ class _RemembersAttributes(ABCMeta):
 class _ParamScheduler(metaclass=_RemembersAttributes):
     """Base class for schedulers of one option of the parameter groups.
 
-    A scheduler is active in the steps `begin <= step < end`, counted in epochs or iterations. It does not change the
-    value in other steps. It computes each value from the current value, so schedulers of the same option can be
-    chained (a warm-up, then a decay) or combined (their factors multiply).
+    A scheduler is active in the steps `begin <= step < end`, counted in epochs or iterations. In other steps, the
+    value does not change. A scheduler computes each value from the current value, so schedulers of the same option can
+    be chained (a warm-up, then a decay) or combined (their factors multiply).
 
     A subclass defines `_next(value, base)` for one group, or `_get_value()` for all groups. In these methods,
     `self.last_step` is the number of steps since `begin`. The constructor calls `step()` once.
@@ -54,7 +54,7 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
         param_name: name of the option. Its value is a number, or a 0-dim tensor, which is filled in place.
         begin: first active step.
         end: first step after the active steps.
-        last_step: the last completed step, to resume without a state; -1 starts from the beginning.
+        last_step: the last completed step, for resuming without a state; -1 starts from the beginning.
         by_epoch: whether a step is an epoch; otherwise it is an iteration. Only code that calls `step` uses this value.
         verbose: whether to log each value.
 
@@ -63,7 +63,7 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
     """
 
     need_val_args: ClassVar[bool] = False  # whether step(metrics) requires validation results
-    _in_epochs: ClassVar[tuple[str, ...]] = ()  # arguments in steps, which can be converted
+    _in_epochs: ClassVar[tuple[str, ...]] = ()  # arguments that are counted in steps and can be converted
     _state_keys: ClassVar[tuple[str, ...]] = ("last_step", "_global_step", "base_values", "_last_value")
 
     _initial: dict[str, Any]  # the attributes after the constructor
@@ -172,7 +172,7 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
         Load the optimizer state first, because it contains the current values. Unknown keys are ignored.
 
         Raises:
-            CheckpointError: the state is from a different scheduler, or has a different number of groups.
+            CheckpointError: the state belongs to a different scheduler, or has a different number of groups.
         """
         name = type(self).__name__
         missing = [key for key in self._state_keys if key not in state_dict]
@@ -199,10 +199,10 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
             self._catch_up()
 
     def _catch_up(self) -> None:
-        """Take the step that a completed run omitted.
+        """Perform the step that a completed run omitted.
 
-        By default, `end` is the length of the run, and the step after the last epoch is not taken. It is due if the
-        run is resumed with more epochs, and thus with a larger `end`.
+        By default, `end` is the length of the run, and no step is performed after the last epoch. This step is due if
+        the run is resumed with more epochs, and therefore with a larger `end`.
         """
         due = min(self._global_step, self.end - 1) + self._offset
         if self.begin <= self._global_step and self.last_step == due - 1:

@@ -24,7 +24,7 @@ class OneCycleParamScheduler(_ParamScheduler):
     Args:
         optimizer: see `_ParamScheduler` for this and the other common arguments.
         param_name: must be `lr`.
-        eta_max: peak value, one for all groups or one for each group.
+        eta_max: peak value, either one number for all groups or one for each group.
         total_steps: length of the cycle in steps; `end - begin` by default.
         pct_start: fraction of the cycle during which the value increases.
         anneal_strategy: shape of each phase, cosine or linear.

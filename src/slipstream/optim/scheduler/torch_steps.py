@@ -66,7 +66,7 @@ def _units(scheduler: LRScheduler) -> set[bool | None]:
 
 
 def last_change(scheduler: Any) -> tuple[str, int] | None:
-    """Return the name and value of the argument that sets the length of a schedule, or None if it has no such argument.
+    """Return the name and value of the argument that sets the length of a schedule, or None if there is none.
 
     The length is the number of steps until the schedule is complete or first changes the learning rate.
     """

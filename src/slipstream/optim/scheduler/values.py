@@ -122,7 +122,7 @@ class ParamValues:
 
 
 class BetaValues(ParamValues):
-    """The first beta of Adam optimizers, which the groups also contain as `momentum`."""
+    """The first beta of Adam optimizers, which is also stored in the groups as `momentum`."""
 
     def __init__(self, optimizer: Any) -> None:
         for group in getattr(optimizer, "param_groups", []):

@@ -115,7 +115,7 @@ def _activations() -> dict[Any, Handle]:
 
 
 class _Analyzer:
-    """Base class: calls the model once, without gradients, and counts by module and operator.
+    """Base class that calls the model once without gradients, and counts by module and operator.
 
     Args:
         model: the model.
@@ -136,7 +136,7 @@ class _Analyzer:
         """Return the count of each operator in a module.
 
         Raises:
-            ConfigError: the model has no module with this name.
+            ConfigError: if the model has no module with this name.
         """
         if module_name not in self._counts:
             raise ConfigError(f"the model has no module '{module_name}'; by_module() returns all names")
@@ -189,7 +189,7 @@ class FlopAnalyzer(_Analyzer):
 
 
 class ActivationAnalyzer(_Analyzer):
-    """Count the values in the outputs of convolutions and matrix products.
+    """Count the elements in the outputs of convolutions and matrix products.
 
     Args:
         model: the model.
@@ -202,10 +202,10 @@ class ActivationAnalyzer(_Analyzer):
 def flop_count(
     model: nn.Module, inputs: tuple[Any, ...], supported_ops: Mapping[str, Any] | None = None
 ) -> tuple[defaultdict[str, float], Counter[str]]:
-    """Return the operations by operator, in units of 10^9, and an empty Counter.
+    """Return the operation count of each operator, in units of 10^9, and an empty Counter.
 
     Raises:
-        ConfigError: `supported_ops` is set. Its functions process MMEngine's trace, which is not created here.
+        ConfigError: if `supported_ops` is set, because its functions require a trace of the model.
     """
     return _scaled(FlopAnalyzer(model, inputs), 1e9, supported_ops), Counter()
 
@@ -213,7 +213,7 @@ def flop_count(
 def activation_count(
     model: nn.Module, inputs: tuple[Any, ...], supported_ops: Mapping[str, Any] | None = None
 ) -> tuple[defaultdict[str, float], Counter[str]]:
-    """Return the activations by operator, in units of 10^6, and an empty Counter.
+    """Return the activation count of each operator, in units of 10^6, and an empty Counter.
 
     Raises:
         ConfigError: see `flop_count`.
@@ -230,7 +230,7 @@ def _scaled(
 
 
 def parameter_count(model: nn.Module) -> defaultdict[str, int]:
-    """Return the number of values in each parameter, in each module, and (under the key "") in the model."""
+    """Return the number of elements in each parameter, in each module and, under the key "", in the whole model."""
     counts: defaultdict[str, int] = defaultdict(int)
     for name, parameter in model.named_parameters():
         parts = name.split(".")
@@ -240,7 +240,7 @@ def parameter_count(model: nn.Module) -> defaultdict[str, int]:
 
 
 def parameter_count_table(model: nn.Module, max_depth: int = 3) -> str:
-    """Return a table with the shapes of the parameters and the number of values in the modules.
+    """Return a table with the shape of each parameter and the number of parameter elements in each module.
 
     Args:
         model: the model.

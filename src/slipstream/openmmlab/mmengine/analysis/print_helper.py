@@ -37,7 +37,7 @@ def get_model_complexity_info(
     show_table: bool = True,
     show_arch: bool = True,
 ) -> dict[str, Any]:
-    """Call a model once, and return the numbers of its operations, activations and parameters.
+    """Count the operations, activations and parameters of a model.
 
     Args:
         model: the model.
@@ -51,7 +51,8 @@ def get_model_complexity_info(
         `out_table` and `out_arch`.
 
     Raises:
-        ConfigError: both or neither of `input_shape` and `inputs` are set, or `input_shape` is not a tuple of integers.
+        ConfigError: if both or neither of `input_shape` and `inputs` are set, or if `input_shape` is not a tuple of
+            integers.
     """
     if (input_shape is None) == (inputs is None):
         raise ConfigError("set exactly one of input_shape and inputs")

@@ -31,7 +31,7 @@ class Config(OwnConfig):
     """Slipstream's `Config`, with MMEngine's signatures, additional methods and Python-style configurations.
 
     A file that contains `with read_base():`, or imports modules outside the standard library, is a Python-style
-    configuration. The objects that it imports are values of the configuration. They are imported only when they are
+    configuration. The objects in its import statements are configuration values, which are imported only when they are
     read.
 
     Args:
@@ -72,12 +72,12 @@ class Config(OwnConfig):
             filename: the file.
             use_predefined_variables, use_environment_variables, format_python_code: accepted and ignored.
             import_custom_modules: import the modules listed in `custom_imports`.
-            lazy_import: whether the file is a Python-style configuration; None detects it.
+            lazy_import: whether the file is a Python-style configuration. Default: detected automatically.
             trust: whether a YAML, JSON or TOML file may execute code.
 
         Raises:
             ConfigError: see `slipstream.config.Config.fromfile`.
-            ConfigParsingError: a Python-style configuration contains an import that is not supported.
+            ConfigParsingError: if a Python-style configuration contains an import that is not supported.
         """
         path = Path(filename).expanduser()
         if lazy_import is None:
@@ -96,7 +96,7 @@ class Config(OwnConfig):
             super().merge_from_dict(options, allow_list_keys)
             return
         merged = as_plain(self._cfg_dict)
-        # `model._delete_` comes before the other keys of `model`.
+        # Process `model._delete_` before the other keys of `model`.
         for key, value in sorted(options.items(), key=lambda item: item[0].rpartition(".")[2] != DELETE):
             merged = merge(merged, nest(key, as_plain(value)), list_keys=allow_list_keys)
         self._replace(merged)
@@ -152,7 +152,7 @@ class Config(OwnConfig):
 
     @staticmethod
     def auto_argparser(description: str | None = None) -> tuple[ArgumentParser, OwnConfig]:
-        """Read the configuration file named in `sys.argv`.
+        """Read the configuration file specified in `sys.argv`.
 
         Returns:
             A parser with an option for each value in the configuration, and the configuration.

@@ -14,8 +14,8 @@ __all__ = ["FileDict", "LazyConfigDict", "as_plain", "as_written", "contains_laz
 
 
 class LazyConfigDict(ConfigDict):
-    """A `ConfigDict` that can contain objects to import. Reading such a value imports the object; copying and writing
-    to a file do not.
+    """A `ConfigDict` that can contain objects to import. Reading such a value imports the object. Copying the dict, or
+    writing it to a file, does not.
 
     As in MMEngine, objects in a list are not imported when the list is read, and `update` merges dicts recursively.
     """
@@ -55,9 +55,9 @@ class LazyConfigDict(ConfigDict):
         return self[key]
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Set keys; a dict is merged into an existing dict, and replaces it if it has `_delete_=True`.
+        """Set keys. A dict value is merged into an existing dict, or replaces it if the value contains `_delete_=True`.
 
-        MMEngine stores `_delete_` as a key, and the class that is built from the dict then raises an error.
+        In contrast, MMEngine stores `_delete_` as a key, so building an object from the dict raises an error.
         """
         new = dict(_stored(args[0]) if args and isinstance(args[0], dict) else dict(*args)) | kwargs
         if self and new.pop(DELETE, False):
@@ -73,7 +73,7 @@ class LazyConfigDict(ConfigDict):
                 self[key] = value
 
     def merge(self, other: Mapping[str, Any]) -> None:
-        """Merge a dict into this one; a dict with `_delete_=True` replaces the value."""
+        """Merge another dict into this dict. A nested dict with `_delete_=True` replaces the existing value."""
         merged = _merged(as_plain(deepcopy(other)), as_plain(self))
         self.clear()
         for key, value in merged.items():

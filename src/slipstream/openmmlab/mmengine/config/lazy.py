@@ -70,7 +70,7 @@ class LazyObject(_Lazy):
         location: file and line of the import statement.
 
     Raises:
-        TypeError: an argument has the wrong type.
+        TypeError: if an argument has the wrong type.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class LazyObject(_Lazy):
         """Import and return the module or the name in it.
 
         Raises:
-            LazyImportError: the module cannot be imported, or does not contain the name.
+            LazyImportError: if the module cannot be imported, or does not contain the name.
         """
         for name in [self._module] if isinstance(self._module, str) else self._module:
             _imported(name, self.location)
@@ -130,7 +130,7 @@ class LazyAttr(_Lazy):
         """Import the object and return its attribute.
 
         Raises:
-            LazyImportError: the object cannot be imported, or does not have the attribute.
+            LazyImportError: if the object cannot be imported, or does not have the attribute.
         """
         return _attribute(self.source.build(), self.name, self.location)
 

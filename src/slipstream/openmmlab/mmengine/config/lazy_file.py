@@ -1,7 +1,7 @@
 """Read Python-style configurations: `with read_base():` imports base files, and other imports become lazy objects.
 
-The files are executed, like all Python configuration files, but the objects that they name in `import` statements are
-not imported.
+The files are executed, like all Python configuration files, but the objects in their other `import` statements are not
+imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["LazyFile", "is_lazy", "load_lazy"]
 
 _BASE = "_base_"
 _LAZY = "__lazy_object__"  # the name under which rewritten files call `LazyObject`
-# Types of objects that a file may define or import from the standard library, but that are not values.
+# A file may define objects of these types, or import them from the standard library. They are not configuration values.
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 
@@ -37,7 +37,7 @@ class LazyFile:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The variables that are values of the configuration, which excludes modules, functions and classes."""
+        """The configuration values: all variables except modules, functions and classes."""
         return {
             name: as_plain(value)
             for name, value in self.variables.items()
@@ -50,7 +50,7 @@ def is_lazy(source: str, path: Path) -> bool:
     """Return whether a Python file has no `_base_`, and imports base files or modules outside the standard library.
 
     Raises:
-        ConfigError: the file has a syntax error.
+        ConfigError: if the file has a syntax error.
     """
     tree = _parsed(source, path)
     if any(_assigns_base(node) for node in ast.walk(tree)):
@@ -72,8 +72,8 @@ def load_lazy(path: Path, chain: tuple[Path, ...] = ()) -> LazyFile:
     """Read a file and its bases; `chain` lists the files that use it as a base, outermost first.
 
     Raises:
-        ConfigError: a file is missing or its own base, or raises an error.
-        ConfigParsingError: a file contains an import that is not supported.
+        ConfigError: if a file is missing, is its own base, or raises an error.
+        ConfigParsingError: if a file contains an import that is not supported.
     """
     if path.resolve() in [parent.resolve() for parent in chain]:
         raise ConfigError(
@@ -99,7 +99,7 @@ def load_lazy(path: Path, chain: tuple[Path, ...] = ()) -> LazyFile:
 
 
 def _located(error: Exception, path: Path) -> ConfigError:
-    """Return an error that names the line of the configuration in which `error` was raised."""
+    """Return an error that contains the line number in the configuration at which `error` was raised."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)][-1:]
     location = ":".join([str(path), *map(str, lines)])
     kind = ConfigParsingError if isinstance(error, ConfigParsingError) else ConfigError

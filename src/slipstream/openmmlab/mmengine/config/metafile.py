@@ -19,7 +19,7 @@ def library_of(name: str) -> tuple[str, str]:
     """Split a name such as `mmdet::retinanet/NAME.py` into the library and the configuration.
 
     Raises:
-        ConfigError: the name does not have this form, or the library is not one of OpenMMLab's.
+        ConfigError: if the name does not have this form, or the library is not an OpenMMLab library.
     """
     match = re.fullmatch(r"(\w+)::([^:/]+/[^:]+)", name)
     if match is None:
@@ -31,10 +31,10 @@ def library_of(name: str) -> tuple[str, str]:
 
 
 def repo_or_mim_folder(library: str) -> Path:
-    """Return the folder that contains the `configs` of a library. It is the source folder, or `.mim` in its package.
+    """Return the folder that contains a library's `configs` folder: its source folder, or `.mim` in its package.
 
     Raises:
-        ConfigError: the library is not installed, or has no configurations.
+        ConfigError: if the library is not installed, or has no configurations.
     """
     if library not in MODULE2PACKAGE:
         raise ConfigError(f"'{library}' is not one of {', '.join(MODULE2PACKAGE)}", "scope")

@@ -18,7 +18,7 @@ def saved_config(checkpoint: Mapping[str, Any] | None) -> dict[str, Any]:
     Python text may only contain assignments of built-in values, because a checkpoint must not execute code.
 
     Raises:
-        CheckpointError: the checkpoint does not contain a configuration, or it contains other code.
+        CheckpointError: if the checkpoint does not contain a configuration, or the configuration contains other code.
     """
     content = checkpoint or {}
     hub: Any = content.get("message_hub") or {}

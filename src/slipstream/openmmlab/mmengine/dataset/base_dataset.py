@@ -155,7 +155,7 @@ class BaseDataset(Dataset[Any]):
         """Return the descriptions in the annotation file, and add its metainfo to this dataset's.
 
         Raises:
-            DataError: the file has a different structure.
+            DataError: if the file has a different structure.
         """
         annotations = load(self.ann_file)
         if not isinstance(annotations, dict) or not {"data_list", "metainfo"} <= set(annotations):
@@ -183,7 +183,7 @@ class BaseDataset(Dataset[Any]):
         return raw_data_info
 
     def filter_data(self) -> list[Any]:
-        """Return the descriptions to use; by default, all."""
+        """Return the descriptions of the samples to keep. By default, all samples are kept."""
         return self.data_list
 
     def get_cat_ids(self, idx: int) -> list[int]:
@@ -219,7 +219,7 @@ class BaseDataset(Dataset[Any]):
 
     @force_full_init
     def get_data_info(self, idx: int) -> dict[str, Any]:
-        """Return a copy of the description of a sample, with its number as `sample_idx`."""
+        """Return a copy of the description of a sample, with its index as `sample_idx`."""
         if self.serialize_data:
             info = pickle.loads(self.data_bytes[self._span(idx)].tobytes())
         else:

@@ -27,7 +27,7 @@ class DumpResults(BaseMetric):
         collect_device, collect_dir: see `BaseMetric`.
 
     Raises:
-        ConfigError: `out_file_path` has a different suffix.
+        ConfigError: if `out_file_path` has a different suffix.
     """
 
     def __init__(

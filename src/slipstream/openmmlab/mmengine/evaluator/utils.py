@@ -14,7 +14,7 @@ def get_metric_value(indicator: str, metrics: Mapping[str, Any]) -> Any:
     """Return the value of `indicator`, a full name (`coco/bbox_mAP`) or a name without its prefix.
 
     Raises:
-        ConfigError: no metric, or several, have this name.
+        ConfigError: if no metric, or more than one metric, has this name.
     """
     found = [name for name in metrics if indicator in (name, name.split("/")[-1])]
     if len(found) != 1:

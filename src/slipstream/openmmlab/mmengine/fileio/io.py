@@ -100,11 +100,11 @@ def list_dir_or_file(
     recursive: bool = False,
     backend_args: Args = None,
 ) -> Iterator[str]:
-    """Yield the paths of the files and folders in a folder, relative to it.
+    """Yield the paths, relative to the folder, of the files and subfolders in a folder.
 
     Args:
         dir_path: the folder.
-        list_dir: yield folders.
+        list_dir: yield subfolders.
         list_file: yield files, except hidden ones.
         suffix: an ending, or a tuple of endings, of the file names; requires `list_dir=False`.
         recursive: also yield the contents of subfolders.
@@ -123,7 +123,7 @@ def list_from_file(
     file_client_args: Args = None,
     backend_args: Args = None,
 ) -> list[str]:
-    """Return the lines of a text file, each with `prefix`; skip `offset` lines, and return at most `max_num` lines."""
+    """Skip `offset` lines of a text file, and return at most `max_num` lines, with `prefix` prepended to each line."""
     text = get_text(filename, encoding, backend_args or file_client_args)
     lines = [prefix + line.rstrip("\r\n") for line in io.StringIO(text)]
     return lines[offset : offset + max_num if max_num else None]
@@ -160,12 +160,12 @@ def load(
 
     Args:
         file: a path or an open file.
-        file_format: `json`, `yaml` or `pkl`; by default, the suffix of the path.
+        file_format: `json`, `yaml` or `pkl`. Default: the suffix of the path.
         file_client_args, backend_args: see `get_file_backend`.
         **kwargs: arguments for `json.loads`.
 
     Raises:
-        DataError: the format is unknown, or the pickle contains other objects.
+        DataError: if the format is unknown, or the pickle contains other objects.
     """
     kind = _format(file, file_format)
     if hasattr(file, "read"):
@@ -191,12 +191,12 @@ def dump(
     Args:
         obj: the object; for JSON, it may contain NumPy arrays and numbers, sets and ranges.
         file: a path or an open file.
-        file_format: `json`, `yaml` or `pkl`; by default, the suffix of the path.
+        file_format: `json`, `yaml` or `pkl`. Default: the suffix of the path.
         file_client_args, backend_args: see `get_file_backend`.
-        **kwargs: arguments for the format's writer.
+        **kwargs: arguments for `json.dumps`, `yaml.safe_dump` or `pickle.dumps`.
 
     Raises:
-        DataError: the format is unknown.
+        DataError: if the format is unknown.
     """
     kind = _format(file, file_format)
     content: str | bytes

@@ -34,7 +34,7 @@ def load_plain(content: bytes) -> Any:
     """Return the object in a pickle.
 
     Raises:
-        DataError: the pickle contains an object of a different type.
+        DataError: if the pickle contains an object of a different type.
     """
     return _PlainUnpickler(io.BytesIO(content)).load()
 

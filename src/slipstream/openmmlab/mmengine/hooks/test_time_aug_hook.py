@@ -41,7 +41,7 @@ def build_runner_with_tta(cfg: Any) -> Runner:
         cfg: the configuration; the pipeline of its test dataset is replaced.
 
     Raises:
-        ConfigError: `tta_model` or `tta_pipeline` is missing.
+        ConfigError: if `tta_model` or `tta_pipeline` is missing.
     """
     for key in ("tta_model", "tta_pipeline"):
         if key not in cfg:

@@ -25,7 +25,7 @@ def get_config(cfg_path: str, pretrained: bool = False) -> Any:
         pretrained: set `model_path` to the URL of the trained weights.
 
     Raises:
-        ConfigError: the library is not installed, the configuration does not exist, or its weights are unknown.
+        ConfigError: if the library is not installed, the configuration does not exist, or its weights are unknown.
     """
     library, name = library_of(cfg_path)
     folder = library_folder(library, cfg_path) / ".mim"

@@ -1,4 +1,4 @@
-"""`BaseInferencer`, predictions for files and arrays."""
+"""`BaseInferencer`, the base class for predicting on files and arrays."""
 
 from __future__ import annotations
 
@@ -74,18 +74,18 @@ class BaseInferencer(metaclass=InferencerMeta):
     """Base class for inferencers, which prepare inputs, call a model, and draw and return its predictions.
 
     Subclasses define `_init_pipeline`, `visualize` and `postprocess`. The sets `preprocess_kwargs`, `forward_kwargs`,
-    `visualize_kwargs` and `postprocess_kwargs` contain the names of the call's arguments that each stage receives.
+    `visualize_kwargs` and `postprocess_kwargs` contain the names of the call arguments that each stage receives.
 
     Args:
         model: a configuration or its file, or the name of a model in the metafiles of the installed library `scope`.
-            If it is None, the configuration is read from the checkpoint.
-        weights: a checkpoint; by default, the one named in the metafile.
-        device: the device; by default, the accelerator if there is one, otherwise the CPU.
-        scope: the registry scope to search first; by default, the current one.
+            If None, the configuration is read from the checkpoint.
+        weights: a checkpoint. Default: the checkpoint listed in the metafile.
+        device: the device. Default: the accelerator if one is available, otherwise the CPU.
+        scope: the registry scope to search first. Default: the current scope.
         show_progress: show a progress bar.
 
     Raises:
-        ConfigError: the model is unknown, or neither `model` nor `weights` is set.
+        ConfigError: if the model is unknown, or neither `model` nor `weights` is set.
     """
 
     preprocess_kwargs: ClassVar[set[str]] = set()
@@ -134,7 +134,7 @@ class BaseInferencer(metaclass=InferencerMeta):
     def __call__(
         self, inputs: InputsType, return_datasamples: bool = False, batch_size: int = 1, **kwargs: Any
     ) -> Any:
-        """Predict for the inputs, and return the result of `postprocess`.
+        """Run inference on the inputs, and return the result of `postprocess`.
 
         Args:
             inputs: a path, an array, a tensor, a folder, or a list of them.
@@ -143,7 +143,7 @@ class BaseInferencer(metaclass=InferencerMeta):
             **kwargs: arguments for the stages.
 
         Raises:
-            ConfigError: an argument belongs to no stage.
+            ConfigError: if an argument does not belong to any stage.
         """
         prepare, call, draw, finish = self._dispatch_kwargs(**kwargs)
         items = self._inputs_to_list(inputs)
@@ -173,13 +173,13 @@ class BaseInferencer(metaclass=InferencerMeta):
 
     @abstractmethod
     def visualize(self, inputs: list[Any], preds: Any, show: bool = False, **kwargs: Any) -> Any:
-        """Return pictures of the predictions.
+        """Return visualizations of the predictions.
 
         Args:
             inputs: the list of inputs.
             preds: the predictions.
-            show: display the pictures.
-            **kwargs: the arguments of the call that are in `visualize_kwargs`.
+            show: display the visualizations.
+            **kwargs: the call arguments in `visualize_kwargs`.
         """
 
     @abstractmethod
@@ -192,7 +192,7 @@ class BaseInferencer(metaclass=InferencerMeta):
             preds: the predictions.
             visualization: the return value of `visualize`.
             return_datasample: return data elements instead of built-in values.
-            **kwargs: the arguments of the call that are in `postprocess_kwargs`.
+            **kwargs: the call arguments in `postprocess_kwargs`.
         """
 
     @abstractmethod
@@ -234,7 +234,7 @@ class BaseInferencer(metaclass=InferencerMeta):
         """Return and log the names in a library's metafiles that match a regular expression.
 
         Raises:
-            ConfigError: no scope is set, or no library has this name.
+            ConfigError: if no scope is set, or no library has this name.
         """
         current = DefaultScope.get_current_instance()
         scope = current.scope_name if scope is None and current is not None else scope
@@ -270,7 +270,7 @@ class BaseInferencer(metaclass=InferencerMeta):
             )
 
     def _init_collate(self, cfg: Any) -> Callable[[Any], Any]:
-        """Return the collate function of the test loader, by default `pseudo_collate`."""
+        """Return the collate function of the test loader. The default is `pseudo_collate`."""
         loader = cfg.get("test_dataloader") or {}
         name = loader.get("collate_fn")
         if name is None:

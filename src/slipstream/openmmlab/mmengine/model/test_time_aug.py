@@ -24,7 +24,7 @@ class BaseTTAModel(BaseModel):
         data_preprocessor: the model's data preprocessor, if the model is built from a configuration.
 
     Raises:
-        ConfigError: `module` is neither a model nor a configuration, or has no `test_step`.
+        ConfigError: if `module` is neither a model nor a configuration, or has no `test_step`.
     """
 
     def __init__(self, module: Any, data_preprocessor: Any = None) -> None:
@@ -44,7 +44,7 @@ class BaseTTAModel(BaseModel):
         """Return the merged predictions for a batch. Each value in the batch is a list with one item per augmentation.
 
         Raises:
-            DataError: the batch has a different type.
+            DataError: if the batch has a different type.
         """
         if isinstance(data, Mapping):
             count = len(next(iter(data.values())))

@@ -73,7 +73,7 @@ def convert_sync_batchnorm(module: nn.Module, implementation: str = "torch") -> 
     """Replace every BatchNorm in a module with a `SyncBatchNorm`, and return the module.
 
     Raises:
-        ConfigError: `implementation` is neither `torch` nor `mmcv`. (Both select Slipstream's `SyncBatchNorm`.)
+        ConfigError: if `implementation` is neither `torch` nor `mmcv`. (Both select Slipstream's `SyncBatchNorm`.)
     """
     if implementation not in ("torch", "mmcv"):
         raise ConfigError(f"must be 'torch' or 'mmcv', not {implementation!r}", "implementation")

@@ -1,4 +1,4 @@
-"""The constructor of optimizer wrappers for configurations from OpenMMLab's libraries."""
+"""The optimizer wrapper constructor for configurations from OpenMMLab's libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MMEngine's root registries: children of Slipstream's registries, in which OpenMMLab's libraries register.
+"""MMEngine's root registries: children of Slipstream's registries, for the classes of OpenMMLab's libraries.
 
 A name is looked up here first, then in Slipstream's registry. Therefore, classes from the libraries and from this
 package take precedence over Slipstream's classes of the same name, such as `Normalize`. Slipstream's own registries do

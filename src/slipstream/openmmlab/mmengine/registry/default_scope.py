@@ -13,7 +13,7 @@ __all__ = ["DefaultScope"]
 
 
 class DefaultScope:
-    """A default scope by name. Creating one with `get_instance` makes it the current default scope.
+    """A named default scope. `get_instance` creates an instance and makes its scope the current default scope.
 
     Args:
         name: name of the instance; has no effect.

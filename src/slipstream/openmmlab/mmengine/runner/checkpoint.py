@@ -35,7 +35,7 @@ Loader = Callable[..., Any]
 
 
 class CheckpointLoader:
-    """Read checkpoints with the function that is registered for the prefix of the path."""
+    """Read checkpoints with the function that is registered for the path prefix."""
 
     _schemes: ClassVar[dict[str, Loader]] = {}
 
@@ -43,10 +43,10 @@ class CheckpointLoader:
     def register_scheme(
         cls, prefixes: str | Sequence[str], loader: Loader | None = None, force: bool = False
     ) -> Any:
-        """Register `loader(filename, map_location)` for prefixes of paths, as a call or as a decorator.
+        """Register `loader(filename, map_location)` for path prefixes, as a function call or as a decorator.
 
         Raises:
-            CheckpointError: a prefix is already registered and `force` is not set.
+            CheckpointError: if a prefix is already registered and `force` is not set.
         """
 
         def register(function: Loader) -> Loader:
@@ -76,7 +76,7 @@ def load_from_local(filename: str, map_location: Any = None) -> Any:
     """Read a local file without loading pickled objects.
 
     Raises:
-        FileNotFoundError: the file does not exist.
+        FileNotFoundError: if the file does not exist.
     """
     path = Path(filename).expanduser()
     if not path.is_file():
@@ -111,7 +111,7 @@ def load_state_dict(
     """Load weights into a module, which may be wrapped; log the names that do not match.
 
     Raises:
-        CheckpointError: names or shapes do not match, and `strict` is set.
+        CheckpointError: if names or shapes do not match, and `strict` is set.
     """
     core: Any = unwrap_model(module)
     own = core.state_dict()

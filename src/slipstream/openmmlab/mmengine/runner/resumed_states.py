@@ -14,7 +14,7 @@ __all__ = ["ConvertSchedulerStates"]
 
 
 class ConvertSchedulerStates(Hook):
-    """Remove the value for the additional group in which MMEngine's optimizer wrapper keeps the base learning rate.
+    """Remove the value for the additional group in which MMEngine's optimizer wrapper stores the base learning rate.
 
     MMEngine adds this group, which contains no parameters of the model, if the optimizer has several groups.
     """

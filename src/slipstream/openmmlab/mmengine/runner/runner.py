@@ -29,8 +29,8 @@ class Runner(OwnRunner):
     """Slipstream's Runner with MMEngine's defaults.
 
     Batches are lists of samples (`pseudo_collate`), and names without a scope refer to MMEngine's registries. The
-    logger and the message hub of the newest Runner are the current ones, even before and after a run. Compilation has a
-    time limit. The speed options in SLIPSTREAM_SPEED take precedence over those in the configuration.
+    logger and the message hub of the newest Runner are the current instances, even before and after a run. Compilation
+    has a time limit. The speed options in SLIPSTREAM_SPEED take precedence over those in the configuration.
     """
 
     @classmethod

@@ -15,7 +15,7 @@ _PRIVATE = ("_metainfo_fields", "_data_fields")
 
 
 class BaseDataElement:
-    """Attributes of a sample in two groups: metainfo, such as `img_shape`, and data, such as labels.
+    """Attributes of a sample, divided into two groups: metainfo, such as `img_shape`, and data, such as labels.
 
     Setting an attribute sets a data field; `set_metainfo` sets metainfo. A name belongs to only one group. The tensor
     methods (`to`, `cpu`, `detach`, ...) return a new element with converted data.
@@ -57,7 +57,7 @@ class BaseDataElement:
             field_type: `data` or `metainfo`.
 
         Raises:
-            AttributeError: the name belongs to the other group.
+            AttributeError: if the name belongs to the other group.
         """
         assert field_type in ("metainfo", "data")
         if dtype is not None:
@@ -120,7 +120,7 @@ class BaseDataElement:
         return item in self._data_fields or item in self._metainfo_fields
 
     def keys(self) -> list[str]:
-        """Return the names of the data fields, except fields `_name` that store the values of properties `name`."""
+        """Return the names of the data fields, except fields `_name` that store the value of a property `name`."""
         hidden = {
             f"_{key}" for key in self._data_fields if isinstance(getattr(type(self), key, None), property)
         }
@@ -178,7 +178,7 @@ class BaseDataElement:
     # ---- copies ----------------------------------------------------------------------------------------
 
     def new(self, *, metainfo: dict[str, Any] | None = None, **kwargs: Any) -> Self:
-        """Return a new element with the same fields; `metainfo` and `kwargs`, if set, replace their whole group."""
+        """Return a new element with the same fields. If set, `metainfo` and `kwargs` each replace the whole group."""
         new = type(self)()
         new.set_metainfo(self.metainfo if metainfo is None else metainfo)
         new.set_data(kwargs or dict(self.items()))
@@ -204,27 +204,27 @@ class BaseDataElement:
         return new
 
     def cpu(self) -> Self:
-        """Move the data's tensors to the CPU."""
+        """Move the tensors in the data fields to the CPU."""
         return self._map(lambda value: value.cpu())
 
     def cuda(self) -> Self:
-        """Move the data's tensors to the current CUDA device."""
+        """Move the tensors in the data fields to the current CUDA device."""
         return self._map(lambda value: value.cuda())
 
     def npu(self) -> Self:
-        """Move the data's tensors to the current NPU."""
+        """Move the tensors in the data fields to the current NPU."""
         return self._map(lambda value: value.npu())
 
     def detach(self) -> Self:
-        """Detach the data's tensors."""
+        """Detach the tensors in the data fields."""
         return self._map(lambda value: value.detach())
 
     def numpy(self) -> Self:
-        """Convert the data's tensors to NumPy arrays."""
+        """Convert the tensors in the data fields to NumPy arrays."""
         return self._map(lambda value: value.detach().cpu().numpy())
 
     def to_tensor(self) -> Self:
-        """Convert the data's NumPy arrays to tensors."""
+        """Convert the NumPy arrays in the data fields to tensors."""
 
         def convert(value: Any) -> Any:
             return torch.from_numpy(value) if isinstance(value, np.ndarray) else value.to_tensor()

@@ -81,7 +81,7 @@ class InstanceData(BaseDataElement):
         """Concatenate the instances of elements that have the same fields.
 
         Raises:
-            ValueError: a value cannot be concatenated.
+            ValueError: if a value cannot be concatenated.
         """
         assert all(isinstance(part, InstanceData) for part in instances_list)
         assert len(instances_list) > 0

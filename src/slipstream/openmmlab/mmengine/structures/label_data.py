@@ -14,10 +14,10 @@ class LabelData(BaseDataElement):
 
     @staticmethod
     def onehot_to_label(onehot: torch.Tensor) -> torch.Tensor:
-        """Return the class ids at which a 1-dim tensor of zeros and ones contains a one.
+        """Return the class ids of a 1-dim tensor of zeros and ones, which are the indices of the ones.
 
         Raises:
-            ValueError: the tensor has more than one dimension, or values outside [0, 1].
+            ValueError: if the tensor has more than one dimension, or values outside [0, 1].
         """
         assert isinstance(onehot, torch.Tensor)
         if onehot.ndim != 1 or onehot.max().item() > 1 or onehot.min().item() < 0:

@@ -50,7 +50,7 @@ class PixelData(BaseDataElement):
 
     @property
     def shape(self) -> tuple[int, int] | None:
-        """Height and width, or None without data."""
+        """Height and width, or None if there are no data fields."""
         return tuple(self.values()[0].shape[-2:]) if self._data_fields else None
 
 

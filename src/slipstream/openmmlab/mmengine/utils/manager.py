@@ -26,7 +26,7 @@ class ManagerMeta(type):
 
 
 class ManagerMixin(metaclass=ManagerMeta):
-    """Base class for classes with named instances that any code can look up.
+    """Base class for classes with named instances that can be looked up by name.
 
     Args:
         name: the name of the instance; it must not be empty.
@@ -39,7 +39,7 @@ class ManagerMixin(metaclass=ManagerMeta):
 
     @classmethod
     def get_instance(cls, name: str, **kwargs: Any) -> Self:
-        """Return the instance `name`; the first call creates it with `kwargs`."""
+        """Return the instance named `name`. The first call creates this instance with `kwargs`."""
         assert isinstance(name, str), f"the name must be a string, not {type(name)}"
         with _lock:
             if name not in cls._instance_dict:
@@ -57,7 +57,7 @@ class ManagerMixin(metaclass=ManagerMeta):
         """Return the instance that was created last.
 
         Raises:
-            RuntimeError: no instance exists.
+            RuntimeError: if no instance exists.
         """
         with _lock:
             if not cls._instance_dict:

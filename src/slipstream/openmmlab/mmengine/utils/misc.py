@@ -76,7 +76,7 @@ def iter_cast(inputs: Iterable[Any], dst_type: Callable[[Any], Any], return_type
     """Convert each item with `dst_type`, and the result with `return_type` if it is set.
 
     Raises:
-        TypeError: `inputs` is not iterable.
+        TypeError: if `inputs` is not iterable.
     """
     items = map(dst_type, iter(inputs))
     return items if return_type is None else return_type(items)
@@ -96,7 +96,7 @@ def slice_list(in_list: list[Any], lens: int | Sequence[int]) -> list[list[Any]]
     """Split a list into parts with the lengths `lens`; an int is the length of every part.
 
     Raises:
-        ValueError: the lengths do not add up to the length of the list.
+        ValueError: if the lengths do not add up to the length of the list.
     """
     if isinstance(lens, int):
         assert len(in_list) % lens == 0, f"{len(in_list)} items cannot be split into parts of {lens} items"

@@ -24,7 +24,7 @@ def get_installed_path(package: str) -> str:
     """Return the folder of an installed package.
 
     Raises:
-        MissingPackageError: the package is not installed.
+        MissingPackageError: if the package is not installed.
     """
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:

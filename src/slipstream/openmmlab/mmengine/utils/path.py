@@ -32,7 +32,7 @@ def check_file_exist(filename: str | Path, msg_tmpl: str = 'file "{}" does not e
 
 
 def mkdir_or_exist(dir_name: str | Path, mode: int = 0o777) -> None:
-    """Create a folder and its parents, unless it exists."""
+    """Create a folder and its parents if they do not exist."""
     if str(dir_name):
         Path(dir_name).expanduser().mkdir(mode, parents=True, exist_ok=True)
 
@@ -50,7 +50,7 @@ def scandir(
     recursive: bool = False,
     case_sensitive: bool = True,
 ) -> Iterator[str]:
-    """Yield the paths of the files in a folder, relative to it, except hidden files.
+    """Yield the paths, relative to the folder, of the files in a folder, except hidden files.
 
     Args:
         dir_path: the folder.

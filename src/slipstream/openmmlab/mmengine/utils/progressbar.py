@@ -17,8 +17,8 @@ class ProgressBar:
     Args:
         task_num: number of tasks; 0 if it is unknown.
         bar_width: width of the bar in characters.
-        start: whether to start measuring the time now.
-        file: where to print.
+        start: whether to start measuring time immediately.
+        file: the output stream.
     """
 
     def __init__(
@@ -31,12 +31,12 @@ class ProgressBar:
             self.start()
 
     def start(self) -> None:
-        """Start measuring the time."""
+        """Start measuring time."""
         self.start_time = time.monotonic()
         self._print()
 
     def update(self, num_tasks: int = 1) -> None:
-        """Count completed tasks."""
+        """Add to the number of completed tasks."""
         assert num_tasks > 0, f"the number of tasks must be positive, not {num_tasks}"
         self.completed += num_tasks
         self._print()

@@ -35,7 +35,7 @@ class Timer:
         return self._is_running
 
     def start(self) -> None:
-        """Start the timer, unless it is running."""
+        """Start the timer if it is not running."""
         if not self._is_running:
             self._start, self._is_running = time.monotonic(), True
         self._last = time.monotonic()

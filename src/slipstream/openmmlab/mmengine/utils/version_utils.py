@@ -25,11 +25,11 @@ _RANKS = {
 
 
 def digit_version(version_str: str, length: int = 4) -> tuple[int, ...]:
-    """Return a version as a tuple, such that tuples compare like versions: `1.2rc1` is `(1, 2, 0, 0, -1, 1)`.
+    """Return a version as a tuple, so that tuples compare in version order: `1.2rc1` is `(1, 2, 0, 0, -1, 1)`.
 
     Args:
         version_str: the version; a local part (`+cpu`) is ignored.
-        length: number of digits of the release.
+        length: number of components in the release part.
     """
     found = _VERSION.match(version_str.strip())
     assert found is not None, f"'{version_str}' is not a version such as '1.2.0'"

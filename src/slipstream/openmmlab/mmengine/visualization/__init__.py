@@ -1,4 +1,4 @@
-"""Pictures, and the backends that store them."""
+"""Image visualization, and the backends that store images."""
 
 from slipstream.openmmlab.mmengine.visualization.visualizer import Visualizer
 from slipstream.visualization import (

@@ -31,14 +31,14 @@ Image = npt.NDArray[np.uint8]
 class Visualizer(OwnVisualizer, ManagerMixin):
     """Draw on an image, and pass scalars, images and the configuration to all visualization backends.
 
-    The newest visualizer, of any subclass, is the current instance. `set_image` sets the image, methods whose names
-    start with `draw_` draw on it, and `get_image` returns the resulting picture.
+    The most recently created visualizer, including instances of subclasses, is the current instance. `set_image` sets
+    the image, methods whose names start with `draw_` draw on it, and `get_image` returns the result.
 
     Args:
         name: name of the instance.
         image: an RGB image, uint8 (H, W, 3).
         vis_backends: the backends or their configurations.
-        save_dir: parent folder of the backends' files; if it is not set, backends that require a folder are left out.
+        save_dir: parent folder of the backends' files; if it is not set, backends that require a folder are omitted.
         fig_save_cfg: options for matplotlib's figure.
         fig_show_cfg: has no effect.
     """
@@ -120,7 +120,7 @@ class Visualizer(OwnVisualizer, ManagerMixin):
     def show(
         self, drawn_img: Image | None = None, win_name: str = "image", wait_time: float = 0.0, **kwargs: Any
     ) -> None:
-        """Show a picture in a matplotlib window for `wait_time` seconds (0: until the window is closed)."""
+        """Show an image in a matplotlib window for `wait_time` seconds (0: until the window is closed)."""
         from matplotlib import pyplot
 
         figure = pyplot.figure(win_name)
@@ -139,7 +139,7 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         )
 
     def add_image(self, name: str, image: Image, step: int = 0, **kwargs: Any) -> None:
-        """Store a picture in all backends."""
+        """Store an image in all backends."""
         super().add_image(name, image, step)
 
     # ---- shapes ----------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         resize_shape: tuple[int, int] | None = None,
         alpha: float = 0.5,
     ) -> Image:
-        """Return a picture of a feature map (C, H, W), optionally blended with an image.
+        """Return an RGB image of a feature map (C, H, W), optionally blended with another image.
 
         Args:
             featmap: the feature map.
@@ -280,7 +280,7 @@ class Visualizer(OwnVisualizer, ManagerMixin):
                 for a grid of the strongest channels.
             topk: number of channels in the grid.
             arrangement: rows and columns of the grid.
-            resize_shape: height and width of the picture of a channel.
+            resize_shape: height and width of the image of each channel.
             alpha: weight of the feature map in the blend.
         """
         maps = featmap.detach().cpu().float()
@@ -312,7 +312,7 @@ def _heat(values: torch.Tensor, image: Image | None, alpha: float) -> Image:
 
 
 def _with_folder(backends: Any, save_dir: str | None) -> list[Any]:
-    """Return the backends, except configurations without a required `save_dir`, which a warning names."""
+    """Return the backends. Without `save_dir`, omit configurations that do not set their own, and issue a warning."""
     found = list(backends) if isinstance(backends, list | tuple) else [backends]
     if save_dir is not None:
         return found

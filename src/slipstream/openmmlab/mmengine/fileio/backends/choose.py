@@ -24,7 +24,7 @@ def get_file_backend(
     enable_singleton: bool = False,
     backend_key: str | None = None,
 ) -> Any:
-    """Return the backend for a path, or the one that `backend_args["backend"]` names.
+    """Return the backend for a path, or the backend that `backend_args["backend"]` specifies.
 
     Args:
         uri: a path or URL; its prefix (`s3://`) selects a file system supported by fsspec.
@@ -33,7 +33,7 @@ def get_file_backend(
         backend_key: has no effect.
 
     Raises:
-        ConfigError: only MMEngine supports the backend.
+        ConfigError: if the backend is supported only by MMEngine.
     """
     options = dict(backend_args or {})
     prefix = str(uri).split("://")[0] if uri is not None and "://" in str(uri) else "local"

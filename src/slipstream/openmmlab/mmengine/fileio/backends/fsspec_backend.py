@@ -22,7 +22,7 @@ class FsspecBackend(BaseStorageBackend):
         **options: options for fsspec's file system.
 
     Raises:
-        MissingPackageError: fsspec is not installed.
+        MissingPackageError: if fsspec is not installed.
     """
 
     def __init__(self, protocol: str, **options: Any) -> None:
@@ -88,7 +88,7 @@ class FsspecBackend(BaseStorageBackend):
         suffix: str | tuple[str, ...] | None = None,
         recursive: bool = False,
     ) -> Iterator[str]:
-        """Yield the paths in a folder, relative to it; see `mmengine.fileio.list_dir_or_file`."""
+        """Yield the paths in a folder, relative to the folder; see `mmengine.fileio.list_dir_or_file`."""
         root = self.fs._strip_protocol(dir_path).rstrip("/")
         found = self.fs.find(dir_path, maxdepth=None if recursive else 1, withdirs=True, detail=True)
         for path, info in found.items():

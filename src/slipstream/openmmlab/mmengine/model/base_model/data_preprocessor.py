@@ -20,7 +20,7 @@ __all__ = ["BaseDataPreprocessor", "ImgDataPreprocessor"]
 
 
 def _contiguous(value: Any) -> Any:
-    """Return tensors (or an element's tensors) as contiguous, with default strides even in dimensions of size 1."""
+    """Make a tensor (or an element's tensors) contiguous, with default strides even in dimensions of size 1."""
     if isinstance(value, BaseDataElement):
         return value._map(_contiguous)
     if type(value) is not Tensor or value.layout is not torch.strided:
@@ -45,7 +45,7 @@ class BaseDataPreprocessor(OwnPreprocessor):
     def cast_data(self, data: Any) -> Any:
         """Move all tensors to the device, and make the tensors of data elements contiguous.
 
-        A compiled step is specialized for the strides of its inputs, but transforms such as flips change them.
+        A compiled step is specialized for the strides of its inputs, which transforms such as flips change.
         """
         moved = super().cast_data(data)
         return _contiguous(moved) if isinstance(moved, BaseDataElement) else moved
@@ -100,8 +100,8 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         """Return the batch on the device, with one tensor of images, and `data_samples` (None if there are none).
 
         Raises:
-            DataError: the images are neither a 4-dim tensor nor a sequence of tensors, or their number of channels does
-                not match the options.
+            DataError: if the images are neither a 4-dim tensor nor a sequence of tensors, or if their number of
+                channels does not match the options.
         """
         data = self.cast_data(data)
         images = data["inputs"] if isinstance(data, Mapping) else None
