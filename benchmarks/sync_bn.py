@@ -1,4 +1,4 @@
-"""Step time of SyncBN with one or two collectives in each of the forward and backward passes, in 2 gloo processes.
+"""Measure SyncBN with one or two collectives in each of the forward and backward passes, in two gloo processes.
 
     python benchmarks/sync_bn.py --rounds 15 --out benchmarks/results/sync_bn.md
 

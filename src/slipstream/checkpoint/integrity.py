@@ -58,7 +58,7 @@ def verified(path: Path, start: int = 0, length: int | None = None) -> Iterator[
 
 
 def verify(path: Path, start: int = 0, length: int | None = None) -> None:
-    """Compare each entry of the zip archive in a part of the file with its checksum.
+    """Verify each entry of the zip archive in a part of the file against its checksum.
 
     Raises:
         CheckpointError: see `verified`.
@@ -68,7 +68,7 @@ def verify(path: Path, start: int = 0, length: int | None = None) -> None:
 
 
 class _Archive(io.RawIOBase):
-    """A zip archive in a part of a file. An entry that is read in full is compared with its checksum.
+    """A zip archive in a part of a file. An entry that is read in full is verified against its checksum.
 
     Several threads read a large entry. Each one computes the checksums of the chunks that it reads.
     """

@@ -102,7 +102,7 @@ def download_checkpoint(url: str, target: Path) -> None:
 
 
 def shown_source(path: str | Path) -> str:
-    """Return a path or URL as text. The password and the query of a URL, which may be a signature, are removed."""
+    """Return a path or URL as text, without a URL's password and query. The query may contain a signature."""
     return _shown(path) if isinstance(path, str) and _URL.match(path) else str(path)
 
 

@@ -119,7 +119,7 @@ def load_sharded(
     Args:
         folder: folder of the checkpoint, written by any number of processes.
         map_location: device of tensors that are not sharded.
-        mesh: device mesh over which to shard the tensors; each rank then reads its own rows. By default every process
+        mesh: device mesh over which to shard the tensors; each rank then reads its own rows. By default, every process
             reads the full tensors.
 
     Raises:
@@ -158,9 +158,9 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def verify_checkpoint(path: Path, part: int = 0, of: int = 1) -> None:
-    """Compare a checkpoint with its checksums.
+    """Verify a checkpoint against its checksums.
 
-    For a sharded checkpoint, only every `of`-th shard is compared, beginning with shard `part`.
+    For a sharded checkpoint, only every `of`-th shard is verified, beginning with shard `part`.
 
     Raises:
         CheckpointError: the checkpoint is damaged or incomplete.

@@ -1,1 +1,1 @@
-"""The commands of the `slipstream` command line."""
+"""The subcommands of the `slipstream` command."""

@@ -1,4 +1,4 @@
-"""`slipstream bench`: training speed of recipes, eager and compiled, on one and two devices, with and without AMP."""
+"""`slipstream bench`: measure training speed, eager and compiled, on one and two devices, with and without AMP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The results of `slipstream bench` as JSON, Markdown and a picture."""
+"""Write the results of `slipstream bench` as JSON, Markdown and a plot."""
 
 from __future__ import annotations
 

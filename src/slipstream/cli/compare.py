@@ -1,4 +1,4 @@
-"""`slipstream compare`: the training step of a hand-written loop, Slipstream and other frameworks."""
+"""`slipstream compare`: time the training step of a hand-written loop, Slipstream and other frameworks."""
 
 from __future__ import annotations
 

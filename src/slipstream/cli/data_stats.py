@@ -1,4 +1,4 @@
-"""`slipstream data stats`: dataset statistics, broken files and loading times of a recipe."""
+"""`slipstream data stats`: report a recipe's dataset statistics, broken files and loading times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables for the statistics of a dataset."""
+"""Print dataset statistics as tables."""
 
 from __future__ import annotations
 

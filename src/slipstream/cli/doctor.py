@@ -1,4 +1,4 @@
-"""`slipstream doctor`: machine, versions, devices, options and misconfigurations."""
+"""`slipstream doctor`: report the machine, versions, devices, options and misconfigurations."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _setting(name: str) -> str:
 
 
 def _autocast_problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Run one matrix product under autocast. Return the error message, or None on success."""
+    """Compute a matrix product under autocast. Return the error message, or None on success."""
     try:
         with torch.autocast(device.type, dtype=dtype):
             a = torch.ones(8, 8, device=device)

@@ -1,4 +1,4 @@
-"""`slipstream explain`: the options of a run, their sources, and the options this machine does not support."""
+"""`slipstream explain`: show a run's options, their sources, and the options this machine does not support."""
 
 from __future__ import annotations
 

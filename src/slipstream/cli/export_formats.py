@@ -1,4 +1,4 @@
-"""The formats of `slipstream export`: how a file is written and loaded."""
+"""Write and load files in the formats of `slipstream export`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pictures and videos of `slipstream predict`: finding, reading and writing them."""
+"""Find, read and write the pictures and videos of `slipstream predict`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _matching(name: str, out: Path) -> Iterator[Input]:
             )
         yield from (Input(p, p.relative_to(path).with_suffix("")) for p in inside)
     elif glob.has_magic(name) and not path.exists():
-        if not (matching := sorted(glob.glob(name, recursive=True))):  # noqa: PTH207  (Path.glob takes no absolute pattern)
+        if not (matching := sorted(glob.glob(name, recursive=True))):  # noqa: PTH207  (Path.glob rejects absolute patterns)
             raise DataError(f"no file matches {name}; check the pattern")
         for match in matching:
             yield from _matching(match, out)

@@ -228,7 +228,7 @@ def _report(node: _Place, total: int, ended: int | Exception) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return the last line of an error. The other lines of Ray's errors are a traceback, or ids."""
+    """Return the last line of an error. The other lines of Ray's errors contain a traceback or ids."""
     cause = getattr(error, "cause", None) or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

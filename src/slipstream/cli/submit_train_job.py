@@ -25,7 +25,7 @@ def train_job(
     A TrainJob contains only the fields of the pods that differ from those of its training runtime.
 
     Raises:
-        ConfigError: an option has no field in a TrainJob.
+        ConfigError: an option has no corresponding field in a TrainJob.
     """
     if args.secret:
         raise ConfigError(

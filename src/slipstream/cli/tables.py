@@ -1,4 +1,4 @@
-"""Tables on the terminal."""
+"""Print tables to the terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def printable(text: str) -> str:
 def print_table(
     header: Sequence[str], rows: Iterable[Sequence[str]], width: int = 100, right: Collection[str] = ()
 ) -> None:
-    """Print a table, at least `width` characters wide if the terminal is narrower; see `make_table`."""
+    """Print a table with the width of the terminal or `width` columns, whichever is larger; see `make_table`."""
     from rich.console import Console
 
     from slipstream.tables import make_table

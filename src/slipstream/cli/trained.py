@@ -36,7 +36,7 @@ class Trained:
 
     path: Path
     description: str
-    """Text with the path, the metrics for which this checkpoint is the best one, and the epoch."""
+    """The path, the metrics for which this checkpoint is the best, and the epoch, as text."""
     model: Any
     transforms: Sequence[Any]
     """Transforms of the validation data."""

@@ -74,7 +74,7 @@ def another_rank_failed() -> bool:
 
 
 def start_failure_detection() -> None:
-    """Start failure detection in the default group. All ranks must call this function. A single process needs none."""
+    """Start failure detection in the default group if it has several processes. All ranks must call this function."""
     global _detector
     rank, world_size = get_dist_info()
     Finalize(None, _at_exit, exitpriority=-100)  # at exit, and at the end of a multiprocessing child

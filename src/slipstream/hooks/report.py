@@ -81,7 +81,7 @@ class ReportHook(Hook):
         self._measured: tuple[Compute, list[LoadingRate], list[TunedOptions]] | None = None
 
     def before_train(self, runner: Runner) -> None:
-        """Store the first iteration, and skip the values that a resumed run has loaded."""
+        """Store the start iteration, and skip the values that a resumed run has loaded."""
         self._start, self._training = runner.iter, True
         self._speed_at = runner.phases.samples, _seconds_of_steps(runner.phases)
         self._seen = {key: history.total for key, history in runner.message_hub.log_scalars.items()}

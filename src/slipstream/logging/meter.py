@@ -30,7 +30,7 @@ class Meter:
         self.hub = hub
         self.max_pending = max_pending
         self.tolerant = False
-        """Whether to drop non-finite values instead of raising an error, because steps with such a loss are skipped."""
+        """Whether to drop non-finite values instead of raising an error; set if the affected steps are skipped."""
         self.dropped: list[int] = []
         """Numbers of the steps whose loss was not finite and was dropped. The code that reads this list clears it."""
         self.locate: Callable[[], str] | None = None

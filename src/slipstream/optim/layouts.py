@@ -94,7 +94,7 @@ class FusedLayouts:
                 param.grad = torch.empty_like(param, dtype=grad.dtype, requires_grad=False).copy_(grad)
 
     def _replaced(self) -> bool:
-        """Return whether states were added or replaced. The comparison loop runs in C, because this runs each step."""
+        """Return whether states were added or replaced. The loops run in C, because this method runs in each step."""
         state = self._optimizer.state
         if state is not self._states:  # `Optimizer.load_state_dict` replaces the dict
             return True

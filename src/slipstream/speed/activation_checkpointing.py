@@ -76,7 +76,7 @@ def checkpoint_activations(model: nn.Module, how: ActivationCheckpointingOptions
             repeated blocks.
     """
     chosen = _outermost(model, _chosen(model, how.modules))
-    # torch warns that in-place operations may change stored results. They do not in this case, as a test verifies.
+    # torch warns that in-place operations may change stored results. That is not the case here; a test checks this.
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_about_context_fn)
     for module in chosen.values():
         if not is_recomputed(module):

@@ -19,7 +19,7 @@ __all__ = ["Finished", "LrSweep", "Observer", "Timer", "largest_loss", "shapes_o
 
 
 class Finished(BaseException):
-    """Ends a trial. Not derived from `Exception`, so that no handler in the training loop suppresses it."""
+    """Ends a trial. It derives from `BaseException`, so that no handler in the training loop suppresses it."""
 
 
 class Observer:
