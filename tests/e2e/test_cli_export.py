@@ -80,9 +80,21 @@ class ScaledByWidth(torch.nn.Module):
         return self.conv(images) * float(images.shape[-1])
 
 
+class Pooled(torch.nn.Module):
+    """A network with adaptive pooling, which ONNX only has for known sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 4, 1)
+
+    def forward(self, images):
+        context = torch.nn.functional.adaptive_avg_pool2d(images, 3)
+        return self.conv(torch.nn.functional.interpolate(context, images.shape[-2:]) + images)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _registered():
-    classes = (Strided, OneChannel, Vector, ScaledByWidth)
+    classes = (Strided, OneChannel, Vector, ScaledByWidth, Pooled)
     for cls in classes:
         MODELS.register_module(module=cls)
     yield
@@ -229,14 +241,18 @@ def test_networks_are_exported_with_dynamic_sizes(name, write_run):
     assert export("onnx") == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["pp_lite_t_seg", pytest.param("ddrnet_23_slim", marks=pytest.mark.exhaustive)]
+    "name",
+    [
+        "Pooled",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("pp_lite_t_seg", "ddrnet_23_slim")),
+    ],
 )
 def test_a_network_that_onnx_cannot_resize_is_exported_with_a_fixed_size(name, write_run, tmp_path, capsys):
     """Exported adaptive pooling is only valid for the size of the example input. A check at another size detects
     this."""
-    write_run(dict(type="Segmentor", network=dict(type=name, num_classes=4)))
+    options = {} if name == "Pooled" else dict(num_classes=4)
+    write_run(dict(type="Segmentor", network=dict(type=name, **options)))
     assert export("onnx") == 1
     assert "Try --fixed-size" in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.onnx"))

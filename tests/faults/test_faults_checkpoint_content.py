@@ -182,7 +182,7 @@ def test_invalid_meta_in_the_newest_checkpoint_falls_back_to_the_previous_checkp
     other = run(tmp_path, resume=True, log_level="WARNING")
     assert other.iter == 10
     text = " ".join(capsys.readouterr().out.split())
-    assert "'meta.epoch' must be an integer of at least 0, not -7" in text
+    assert "'meta.epoch' must be a non-negative integer, not -7" in text
 
 
 @pytest.mark.parametrize("value", [[1], {3: torch.zeros(1)}, None, torch.zeros(2)], ids=str)
@@ -205,7 +205,7 @@ def test_load_from_reads_only_weights(tmp_path):
 @pytest.mark.parametrize("first", [0, pytest.param(1000, marks=pytest.mark.slow)])
 def test_random_changes_raise_errors_that_name_them_or_resume_exactly(valid, tmp_path, first):
     problems = []
-    for seed in range(first, first + (40 if first == 0 else 300)):
+    for seed in range(first, first + (40 if first == 0 else 150)):
         content, path, change = fuzz.mutated(valid, random.Random(seed))
         problem, _ = fuzz.outcome_of(content, path, tmp_path)
         if problem is not None:

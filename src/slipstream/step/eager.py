@@ -113,7 +113,7 @@ class EagerStep:
             losses = self.forward(inputs)
         return self.reduce(losses)
 
-    def _repeated(self, batch: Any, part: StepPart) -> dict[str, Tensor]:
+    def _repeated(self, inputs: Any, part: StepPart) -> dict[str, Tensor]:
         """Train with a part that computes the gradients of a batch more than once."""
         optim = self.optim
         params = [param for param in optim.parameters() if param.requires_grad]
@@ -127,12 +127,12 @@ class EagerStep:
         def run() -> None:
             # Synchronize in every pass, because the part requires the same gradients in all processes.
             with optim.autocast():
-                losses = self.forward(batch)
+                losses = self.forward(inputs)
             loss, values = self.reduce(losses)
             logs.update({} if logs else values)
             for param in params:
                 param.grad = None
-            optim.backward_only(optim.scale_loss(loss), **self._backward_kwargs(loss, batch))
+            optim.backward_only(optim.scale_loss(loss), **self._backward_kwargs(loss, inputs))
 
         def gradients() -> list[Tensor]:
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]

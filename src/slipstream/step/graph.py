@@ -183,7 +183,7 @@ class GraphStep:
     # ---- the step --------------------------------------------------------------------------------------
 
     def _define(self, captured: CapturedStep, compiled: bool = True) -> Callable[..., Outputs]:
-        """Return the step as a function that, if `compiled` is true, raises an error unless Dynamo traces it."""
+        """Return the function to compile. If `compiled` is true, calling it without Dynamo raises an error."""
         optim, loss_of, reduce, sync = self.optim, self.loss_of, self.reduce, self.sync
         params, update, scale, window = captured.params, captured.update, captured.scale, captured.window
         parts, guard, adds = captured.parts, optim.guard, captured.adds_gradients
@@ -203,7 +203,7 @@ class GraphStep:
                 grads[0] = torch.where(finite, grads[0], torch.nan)
             return grads, logs
 
-        def average(grads: list[Tensor]) -> list[Tensor]:
+        def over_processes(grads: list[Tensor]) -> list[Tensor]:
             return grads if sync is None else sync(grads)
 
         def step(inputs: Any, grad_buffers: list[Tensor] | None, ends_window: bool) -> Outputs:
@@ -212,13 +212,13 @@ class GraphStep:
                 refuse_uncompiled()
             grads, logs = gradients(inputs)
             if repeats is not None:
-                grads = repeats.gradients(params, lambda: average(gradients(inputs)[0]), average(grads))
+                grads = repeats.gradients(params, lambda: over_processes(gradients(inputs)[0]), over_processes(grads))
             finite = None
             with torch.no_grad():
                 if adds and grad_buffers is not None:
                     grads = list(torch._foreach_add(grad_buffers, grads))
                 if ends_window and repeats is None:
-                    grads = average(grads)
+                    grads = over_processes(grads)
                 if ends_window and update is not None:
                     if scale is not None:
                         grads = scale.unscale(grads)
