@@ -2,10 +2,10 @@
 
 python benchmarks/background.py --out benchmarks/results/background.md
 
-For each network, with one thread per core and with one thread fewer, a fresh process starts with an empty cache
-and trains. While its step is being compiled, the compilation is repeatedly paused and resumed (SIGSTOP, SIGCONT), so
-that the speed of training is measured with and without the compilation during the same period. The run continues until
-the graph is used or `--limit` is reached.
+Each network is trained in a fresh process with an empty cache, once with one thread per core and once with one thread
+fewer. While the training step is being compiled, the compilation is repeatedly paused and resumed (SIGSTOP, SIGCONT),
+so that training speed is measured with and without compilation over the same period. Training continues until the graph
+is used or `--limit` is reached.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def has_switched(step: TrainStep) -> bool:
 
 
 def train_for(seconds: float, step: TrainStep, batches: list[Any]) -> list[float]:
-    """Return the time that each batch takes, in seconds."""
+    """Train for `seconds`, and return the duration of each step in seconds."""
     times, end = [], perf_counter() + seconds
     while perf_counter() < end:
         times.append(timed(step, batches[len(times) % len(batches)]))
@@ -75,7 +75,7 @@ def timed(step: TrainStep, batch: Any) -> float:
 
 
 def in_background(case: Case, limit: float) -> dict[str, Any]:
-    """Train with background compilation."""
+    """Train with background compilation, and return the measurements."""
     step, batches = step_of(case, wait=False), case.batches(8)
     begun = perf_counter()
     first = timed(step, batches[0])
@@ -116,7 +116,7 @@ def in_background(case: Case, limit: float) -> dict[str, Any]:
 
 
 def waiting(case: Case) -> dict[str, Any]:
-    """Train with compilation before the second batch."""
+    """Train with `wait=True`, which compiles before the second batch, and return the measurements."""
     step, batches = step_of(case, wait=True), case.batches(8)
     begun = perf_counter()
     for number in range(8):
@@ -129,7 +129,7 @@ def waiting(case: Case) -> dict[str, Any]:
 
 
 def fresh(name: str, threads: int, limit: float, wait: bool) -> dict[str, Any]:
-    """Return the measurements of a separate process with an empty cache."""
+    """Measure in a separate process with an empty cache, and return the measurements."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "SLIPSTREAM_CACHE": folder, "OMP_NUM_THREADS": str(threads)}
         environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
@@ -196,8 +196,8 @@ def main() -> None:
     ]
     text = table(header, rows) + (
         f"\n\nA dash means that the graph was not compiled within {args.limit:.0f} s. Compilation runs with a nice "
-        "value of 12. With threads on every core, it therefore gets 6 to 7% of a core. With a free core, it takes "
-        "about as much time as with wait=True."
+        "value of 12. If training uses all cores, compilation therefore gets 6 to 7% of a core. If one core is free, "
+        "compilation takes about as long as with wait=True."
     )
     print(text)
     if args.out:

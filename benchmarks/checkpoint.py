@@ -1,4 +1,4 @@
-"""Measure how long training waits while a checkpoint is saved, and the additional time to verify a loaded checkpoint.
+"""Measure how long training waits while a checkpoint is saved, and how much time verification adds to loading.
 
 python benchmarks/checkpoint.py --rounds 5 --out benchmarks/results/checkpoint.md
 """
@@ -24,11 +24,11 @@ from report import circumstances, table, write_result
 from slipstream.checkpoint import BackgroundWriter, load_checkpoint, write_checkpoint
 
 LAYERS, WIDTH = 24, 2048
-"""Size of the model: 24 layers of 2048 x 2048 have 100.7 million parameters, and 806 MB with momentum."""
+"""Model size: 24 layers of 2048 x 2048, with 100.7 million parameters (806 MB with momentum)."""
 
 
 def model_and_state(sharded: bool) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a model and the checkpoint of its run: weights and momentum."""
+    """Return a model and a checkpoint of its weights and momentum."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     if sharded:
         from torch.distributed.fsdp import fully_shard
@@ -52,11 +52,11 @@ def timed(action: Callable[[], Any]) -> float:
 
 
 def save_times(folder: Path, rounds: int, sharded: bool) -> dict[str, list[float]]:
-    """Return the duration in seconds of each synchronous save, and of each call that saves in the background."""
+    """Return the duration in seconds of synchronous saves, of starting background saves, and of completing them."""
     _, state = model_and_state(sharded)
     writer = BackgroundWriter()
     times: dict[str, list[float]] = {"synchronous": [], "stall": [], "background": []}
-    for number in range(-1, rounds):  # the first round allocates the copies and is not counted
+    for number in range(-1, rounds):  # the first round allocates buffers and is not counted
         path = folder / f"{number}.pth"
         synchronous = timed(lambda path=path: write_checkpoint(state, path, print))
         stall = timed(lambda path=path: writer.write(state, path, print, lambda _: None))
@@ -69,7 +69,7 @@ def save_times(folder: Path, rounds: int, sharded: bool) -> dict[str, list[float
 
 
 def load_times(folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Return the duration in seconds of each load without and with verification."""
+    """Return the duration in seconds of each load, without and with verification."""
     path = folder / "whole.pth"
     write_checkpoint(model_and_state(sharded=False)[1], path, print)
     times: dict[str, list[float]] = {"torch.load": [], "verified": []}
@@ -80,7 +80,7 @@ def load_times(folder: Path, rounds: int) -> dict[str, list[float]]:
 
 
 def rank(index: int, port: int, folder: str, rounds: int, results: Any) -> None:
-    """Measure a model that is sharded over two gloo processes."""
+    """Measure saving a model that is sharded across two gloo processes."""
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(index)}
     dist.init_process_group("gloo", rank=index, world_size=2)
@@ -119,7 +119,7 @@ def main() -> None:
         ratio = median(s / w for s, w in zip(times["stall"], times["synchronous"], strict=True))
         rows.append([name, f"{whole:.2f}", f"{stall:.3f}", f"{ratio:.1%}", f"{rest:.2f}"])
     text = table(
-        ["saving", "synchronous (s)", "training waits (s)", "ratio", "writing in the thread (s)"], rows
+        ["saving", "synchronous (s)", "training waits (s)", "ratio", "writing in the background (s)"], rows
     )
     plain, verified = (median(seconds) for seconds in loads.values())
     extra = median(v / p for v, p in zip(loads["verified"], loads["torch.load"], strict=True)) - 1

@@ -31,7 +31,7 @@ SCOPES = ("model", "block")
 
 
 class ConvNet(nn.Module):
-    """Residual blocks of convolution, BatchNorm and ReLU, in two widths."""
+    """Residual blocks of convolution, BatchNorm and ReLU, with two widths."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 def start(depth: int, how: CompileOptions | None) -> dict[str, Any]:
-    """Return the seconds until the first step and validation have finished, and inductor's cache hits."""
+    """Return the seconds until the first step and validation have finished, the loss, and inductor's cache hits."""
     torch.manual_seed(0)
     net, inputs, targets = ConvNet(depth), torch.randn(4, 3, 64, 64), torch.arange(4)
     report = CompileReport()
@@ -83,7 +83,7 @@ def start(depth: int, how: CompileOptions | None) -> dict[str, Any]:
 
 
 def measure(depth: int, scope: str, rounds: int, threads: int) -> dict[str, list[dict[str, Any]]]:
-    """Measure each start in a fresh process, one after the other. The first start of each round has an empty cache."""
+    """Measure each start in a fresh process, one after the other. Each round begins with an empty cache."""
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in STARTS}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
@@ -133,9 +133,9 @@ def main() -> None:
     ]
     text = table(header, [row for scope in SCOPES for row in rows(scope, measured[scope])])
     text += (
-        "\n\nThe time runs from the model's creation to the end of its first training step and validation. It"
-        " includes tracing, compilation and the steps, but not the import of torch. The second start traces again and"
-        " loads compiled code from the cache."
+        "\n\nTimes are measured from the creation of the model to the end of its first training step and validation."
+        " They include tracing, compilation and the steps, but not importing torch. The second start traces the model"
+        " again and loads the compiled code from the cache."
     )
     print(text)
     if args.out:

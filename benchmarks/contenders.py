@@ -1,4 +1,4 @@
-"""The contenders from `slipstream.compare` that `overhead.py` measures, keyed by their names in its results."""
+"""The contenders from `slipstream.compare` that `overhead.py` measures, keyed by the names used in its results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONTENDERS: dict[str, tuple[str, Callable[[Work], float]]] = {
         "Slipstream": "slipstream",
     }.items()
 }
-"""The contenders, and the package that each requires."""
+"""Maps each contender's name to the package that it requires and its training function."""
 
 
 COMPILED: dict[str, Callable[[Work], float]] = {
@@ -33,7 +33,7 @@ COMPILED: dict[str, Callable[[Work], float]] = {
 
 
 def installed() -> dict[str, Callable[[Work], float]]:
-    """Return the contenders whose packages are installed, and print the names of the others."""
+    """Return the contenders whose packages are installed, and print which ones are skipped."""
     found = {}
     for name, (package, contender) in CONTENDERS.items():
         if find_spec(package) is None:

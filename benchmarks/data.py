@@ -1,8 +1,8 @@
-"""Measure the images per second on one core: pairs of 2048 x 1024 PNG files, transforms of cityscapes_pplite_seg75.
+"""Measure data loading on one core, in images per second: 2048 x 1024 PNG pairs, cityscapes_pplite_seg75 transforms.
 
 python benchmarks/data.py --rounds 5 --out benchmarks/results/data.md
 
-The contenders produce the same batch of 8 crops of 768 x 768. They take turns, each in a separate process with one
+All contenders produce batches of eight 768 x 768 crops. They take turns, each in a separate process with one
 thread:
 
 - PIL: each transform runs on the whole image with Pillow, as was typical of training code around 2020.
@@ -11,12 +11,12 @@ thread:
   are decoded by Pillow or pywuffs, or read from the decode cache.
 
 Slipstream runs color transforms and normalization on the training device. It is measured twice: once with only the work
-of a data worker (`worker`), and once with the device transforms on the same core (`all`), as on a machine without an
-accelerator. The other contenders have no device transforms. Contenders that are not installed are skipped.
+of a data loader worker (`worker`), and once with the device transforms on the same core (`all`), as on a machine
+without an accelerator. The other contenders have no device transforms. Contenders that are not installed are skipped.
 
 Speeds are per second of CPU time, so other programs on the machine affect the result only through shared caches and
-hyper-threads. `time waiting` is the fraction of wall time during which other programs used the core. Files are in the
-page cache, and the decode cache's checksums have already been verified. `added MB` is the increase in the process's
+hyper-threads. `time waiting` is the fraction of wall time during which other programs used the core. All files are in
+the page cache, and the decode cache's checksums have already been verified. `added MB` is the increase in the process's
 private memory during the batches.
 """
 
@@ -65,7 +65,7 @@ Pipeline = Callable[[int, int], Any]
 
 
 def pil(root: Path) -> Pipeline:
-    """Return the pipeline with one Pillow call per transform."""
+    """Return a pipeline that applies one transform after the other with Pillow."""
     data = CityscapesDataset(root, split="train", ignore_label=IGNORED)
     table = label_table()
 
@@ -97,7 +97,7 @@ def pil(root: Path) -> Pipeline:
 
 
 def albumentations(root: Path) -> Pipeline:
-    """Return the pipeline with albumentations on OpenCV."""
+    """Return a pipeline that uses albumentations with OpenCV."""
     import albumentations as A
     import cv2
     from albumentations.pytorch import ToTensorV2
@@ -129,7 +129,7 @@ def albumentations(root: Path) -> Pipeline:
 
 
 def slipstream(root: Path, cache: Path | None = None) -> Pipeline:
-    """Return the part of Slipstream's pipeline that runs in a data worker."""
+    """Return the part of Slipstream's pipeline that runs in a data loader worker."""
     data = CityscapesDataset(root, split="train", ignore_label=IGNORED, transforms=TRANSFORMS, cache=cache)
     return lambda index, epoch: data[SampleIndex(index, seed=0, epoch=epoch)]
 
@@ -209,7 +209,7 @@ def private_mb() -> float:
 
 
 def in_a_process(name: str, root: Path, epoch: int, batches: int) -> dict[str, float] | None:
-    """Return the measurements of a fresh process with one thread, or None if the contender is not installed."""
+    """Measure a contender in a fresh process with one thread. Return None if the contender is not installed."""
     words = [
         sys.executable,
         __file__,
@@ -233,14 +233,14 @@ def in_a_process(name: str, root: Path, epoch: int, batches: int) -> dict[str, f
 
 
 def rounds(root: Path, count: int, batches: int) -> Iterator[dict[str, dict[str, float]]]:
-    """Yield the measurements of each round by contender."""
+    """Yield the measurements of each round, keyed by contender."""
     for epoch in range(1, count + 1):
         found = {name: in_a_process(name, root, epoch, batches) for name in CONTENDERS}
         yield {name: result for name, result in found.items() if result is not None}
 
 
 def summary(results: list[dict[str, dict[str, float]]]) -> str:
-    """Return a table of medians over the rounds: speeds, and their ratios to PIL within a round."""
+    """Return a table of medians over the rounds: the speeds, and their per-round ratios to PIL."""
     rows = []
     for name in results[0]:
         for part in ("worker", "all"):
@@ -261,8 +261,10 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5, help="number of measurements of each contender")
     parser.add_argument("--images", type=int, default=24, help="number of image pairs to generate")
-    parser.add_argument("--batches", type=int, default=6, help="number of batches of 8 per measurement")
-    parser.add_argument("--size", default="1024x2048", help="HxW of the images")
+    parser.add_argument(
+        "--batches", type=int, default=6, help="number of batches (of 8 images) per measurement"
+    )
+    parser.add_argument("--size", default="1024x2048", help="image size as HxW")
     parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     parser.add_argument("--measure", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

@@ -1,10 +1,10 @@
-"""Write the measured figures of README.md and docs/ from the JSON files in benchmarks/results/.
+"""Write the measured figures in README.md and docs/ from the JSON files in benchmarks/results/.
 
     python benchmarks/figures.py            # rewrite the regions
     python benchmarks/figures.py --check    # exit with status 1 if a region differs from the results
 
 A region starts with `<!-- figures: NAME -->` and ends with `<!-- end -->`. NAME selects a function in
-REGIONS. Each function returns every case of its measurement, including the cases in which Slipstream is slower.
+REGIONS. Each function reports all cases of its benchmark, including those in which Slipstream is slower.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ def within_rounds(ours: Iterable[float], other: Iterable[float]) -> list[float]:
 
 
 def ratio(ours: Iterable[float], other: Iterable[float], digits: int = 2) -> str:
-    """Return the median, minimum and maximum of the ratios within a round."""
+    """Return the median, minimum and maximum of the per-round ratios."""
     found = within_rounds(ours, other)
     return f"{median(found):.{digits}f} ({min(found):.{digits}f} to {max(found):.{digits}f})"
 
 
 def added(ours: Iterable[float], other: Iterable[float]) -> float:
-    """Return the median of the differences within a round."""
+    """Return the median of the per-round differences."""
     return median(a - b for a, b in zip(ours, other, strict=True))
 
 
@@ -147,7 +147,7 @@ def readme() -> str:
 
 
 def overhead_note() -> str:
-    """Return a note about overhead that the results of overhead.py do not include."""
+    """Return a note about overhead that is not included in the results of overhead.py."""
     return (
         "The overhead was measured before reports were added; their timer adds about "
         f"{median(result('report_overhead')['timer_us']):.0f} µs per step ({machine('report_overhead')})."
@@ -469,17 +469,17 @@ def rendered(text: str, page: str) -> str:
     """Return a page with its regions regenerated.
 
     Raises:
-        ValueError: a region has an unknown name or no end.
+        ValueError: a region has an unknown name or no end marker.
     """
     if len(MARK.findall(text)) != text.count("<!-- figures:"):
         raise ValueError(
-            f"A region of {page} has no end. End it with <!-- end --> before the next region starts."
+            f"A region in {page} has no end marker. Add <!-- end --> before the next region starts."
         )
 
     def write(match: re.Match[str]) -> str:
         if match[1] not in REGIONS:
             raise ValueError(
-                f"{page} has a region named {match[1]!r}. The regions are: {', '.join(REGIONS)}."
+                f"{page} contains the unknown region {match[1]!r}. Valid regions: {', '.join(REGIONS)}."
             )
         return f"<!-- figures: {match[1]} -->\n\n{REGIONS[match[1]]()}\n\n<!-- end -->"
 

@@ -62,7 +62,7 @@ def make(kind: str, kernels: str) -> Optimizer:
 
 
 def measure(kind: str, rounds: int) -> dict[str, list[float]]:
-    """Return the milliseconds per step. The contenders take turns, so that the machine load is the same for all."""
+    """Return the milliseconds per step. The contenders take turns, so machine load affects all of them equally."""
     optimizers = {kernels: make(kind, kernels) for kernels in KERNELS}
     for optimizer in optimizers.values():
         optimizer.step()

@@ -2,11 +2,11 @@
 
     python benchmarks/gpu.py --out benchmarks/results/gpu.md
 
-All contenders of a network train in bf16 on batches that are already on the device, so only the step is measured.
-They are created one after the other and then measured in turn. The results are written after every contender, so they
-are kept if a run is stopped. A later run on the same GPU, for example with other `--networks`, adds its results to
-these files. `--minutes` is divided evenly among the networks; when a network's time has elapsed, its remaining
-contenders are skipped. (Smoke test: `--device cpu --size 64 --batch-size 2 --steps 2`.)
+All contenders of a network train in bf16 on batches that are already on the device, so only the step is measured. They
+are created one after the other and then measured in turn. The results are written after every contender, so they are
+kept if the benchmark is interrupted. A later run on the same GPU, for example with different `--networks`, adds its
+results to the same files. `--minutes` is divided evenly among the networks; when a network's time has elapsed, its
+remaining contenders are skipped. (Smoke test: `--device cpu --size 64 --batch-size 2 --steps 2`.)
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ GUIDE = {
     "segformer_b0": 18.7,
     "ddrnet_23": 23.1,
 }
-"""Percentage by which torch.compile reduces the epoch time in SuperGradients' guide, without SyncBN and EMA."""
+"""Reduction in epoch time by torch.compile, in percent, according to SuperGradients' guide (without SyncBN and EMA)."""
 IMAGES = 2975
 """Number of images in a Cityscapes epoch."""
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "hipLaunch", "hipModuleLaunch", "hipGraphLaunch")
 SAME = ("device", "torch", "backend", "steps", "rounds", "crop", "batch size")
-"""Fields that must be equal before new results are added to earlier ones."""
+"""Fields that must match for new results to be added to earlier ones."""
 TOO_LATE = "not measured (time limit)"
 Figures = dict[str, Any]
 
 
 class Device:
-    """Measurements on the device; NaN if the device does not support the measurement."""
+    """Measurements on a device. Measurements that the device does not support are NaN."""
 
     def __init__(self, name: str) -> None:
         self.device = torch.device(name)
@@ -78,11 +78,11 @@ class Device:
         return int(torch.accelerator.memory_reserved())
 
     def peak_bytes(self) -> float:
-        """Return the reserved bytes, which include the memory of CUDA graphs, unlike the allocated bytes."""
+        """Return the peak reserved memory in bytes. Unlike allocated memory, it includes the memory of CUDA graphs."""
         return math.nan if self.is_cpu else torch.accelerator.max_memory_reserved()
 
     def host_reads(self, train: Train, steps: int) -> float:
-        """Return how many times the host waits for the device in one step, as counted by torch."""
+        """Return how many times the host waits for the device in one step, as reported by torch."""
         if self.device.type != "cuda":
             return math.nan
         torch.cuda.set_sync_debug_mode("warn")
@@ -226,7 +226,7 @@ def describe(name: str, network: Figures) -> str:
     header += ["launches per step", "time / kernel time", "FLOPs utilization", "s for the first four steps"]
     errors = [f"- {contender}: {values['error']}" for contender, values in found.items() if "error" in values]
     guide = (
-        f"In SuperGradients' guide, compilation reduces the time per epoch by {GUIDE[name]}%, without SyncBN"
+        f"According to SuperGradients' guide, compilation reduces the time per epoch by {GUIDE[name]}%, without SyncBN"
         " and EMA."
     )
     return "\n\n".join([f"## {name}", table(header, rows), *(["\n".join(errors)] if errors else []), guide])
@@ -252,7 +252,7 @@ def _row(network: Figures, values: Figures, eager: float) -> list[str]:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Exit with a message if an argument cannot be used."""
+    """Exit with an error message if an argument is invalid."""
     for name in ("steps", "rounds", "size", "batch_size"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -279,9 +279,11 @@ def main() -> int:
     parser.add_argument("--backend", default="inductor", help="compiler (default: inductor)")
     parser.add_argument("--steps", type=int, default=10, help="number of steps per measurement")
     parser.add_argument("--rounds", type=int, default=5, help="number of measurements of each contender")
-    parser.add_argument("--size", type=int, help="crop size (default: the recipe's)")
-    parser.add_argument("--batch-size", type=int, help="batch size (default: the recipe's)")
-    parser.add_argument("--minutes", type=float, default=8, help="do not start a contender after this time")
+    parser.add_argument("--size", type=int, help="crop size (default: the recipe's crop size)")
+    parser.add_argument("--batch-size", type=int, help="batch size (default: the recipe's batch size)")
+    parser.add_argument(
+        "--minutes", type=float, default=8, help="minutes after which no contender is started"
+    )
     parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     args = parser.parse_args()
     check(args)

@@ -1,4 +1,4 @@
-"""The contenders for benchmarks/gpu.py. Each trains the same network in bf16 on batches that are on the device."""
+"""The contenders for benchmarks/gpu.py. All train the same network in bf16 on batches that are on the device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Step = Callable[[Batch], Tensor]
 
 
 class Clock:
-    """Time between two events on the device; on the CPU, the elapsed time."""
+    """Measures the time between two events on the device; on a CPU, the elapsed wall time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -99,7 +99,7 @@ def loop(setting: Setting, compiled: bool = False, fused: bool = False) -> Train
 
 
 def cuda_graph_loop(setting: Setting) -> Train:
-    """Return the loop captured as one CUDA graph, as described in PyTorch's notes on CUDA graphs."""
+    """Return a loop that replays its step as one CUDA graph, as described in PyTorch's notes on CUDA graphs."""
     net, optimizer = setting.network(fused=True)
     static = [tensor.clone() for tensor in setting.batches[0]]
 
@@ -215,7 +215,7 @@ EAGER = "eager loop"
 
 
 def contenders(device: torch.device) -> dict[str, Callable[[Setting], Train]]:
-    """Return the contenders that this machine supports, the most important ones first."""
+    """Return the contenders that this machine supports, in order of importance."""
     graphs = device.type == "cuda"
     found: dict[str, Callable[[Setting], Train] | None] = {
         EAGER: loop,

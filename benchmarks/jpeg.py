@@ -2,18 +2,17 @@
 
 python benchmarks/jpeg.py --rounds 7 --folder data/camvid/train --out benchmarks/results/jpeg.md
 
-Each contender reads every file from the page cache and decodes it to an array, uint8 (H, W, 3). The contenders take
-turns within each round, in one process with one thread. The large files are generated street scenes; `--folder` adds
-the first 64 JPEG files of a folder, such as photos. Times are CPU time, so other programs on the machine affect the
-result only through shared caches and hyper-threads.
+Each contender reads every file from the page cache and decodes it to a uint8 array of shape (H, W, 3). The contenders
+take turns within each round, in one process with one thread. The large files are generated street scenes; `--folder`
+adds the first 64 JPEG files of a folder, such as photos. Times are CPU time, so other programs on the machine affect
+the result only through shared caches and hyper-threads.
 
-- Pillow, and Pillow with `Image.draft` at the full size, which changes nothing for RGB files.
-- simplejpeg, imagecodecs, PyTurboJPEG, OpenCV and pyvips, called directly with the settings that keep all detail.
+- Pillow, and Pillow with `Image.draft` at full size, which has no effect on RGB files.
+- simplejpeg, imagecodecs, PyTurboJPEG, OpenCV and pyvips, called directly, with the settings that preserve all detail.
 - Slipstream: `read_image`, which also applies the EXIF orientation and reports damaged files with Pillow's errors; with
   and without `slipstream[jpeg]`.
 
-Contenders that are not installed are skipped. PyTurboJPEG also requires a C library, which its package does not
-contain.
+Contenders that are not installed are skipped. PyTurboJPEG also requires a C library that its package does not contain.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ def installed() -> dict[str, Decoder]:
             OSError,
             RuntimeError,
         ) as error:  # a package, or the library that it loads, is missing
-            print(f"{name} is skipped: {type(error).__name__}")
+            print(f"skipping {name}: {type(error).__name__}")
     return found
 
 
@@ -146,7 +145,7 @@ def file_sets(folder: Path | None, count: int) -> Iterator[dict[str, list[Path]]
 
 
 def measure(decoders: dict[str, Decoder], files: Sequence[Path], rounds: int) -> dict[str, Any]:
-    """Return the milliseconds per file in each round, and the number of files with the same pixels as Pillow's."""
+    """Return the milliseconds per file in each round, and the number of files whose pixels equal Pillow's."""
     equal = {
         name: sum(np.array_equal(get(path), pillow(path)) for path in files) for name, get in decoders.items()
     }
@@ -161,7 +160,7 @@ def measure(decoders: dict[str, Decoder], files: Sequence[Path], rounds: int) ->
 
 
 def summary(cases: dict[str, dict[str, Any]]) -> str:
-    """Return a table of median times, and speeds relative to Pillow within a round."""
+    """Return a table of median times and of median per-round speeds relative to Pillow."""
     rows = []
     for case, found in cases.items():
         base = found["milliseconds"]["Pillow"]
@@ -188,7 +187,7 @@ def main() -> None:
     text = summary(cases)
     print(text)
     if args.out:
-        title = "Milliseconds of CPU time to decode a JPEG file"
+        title = "CPU time to decode a JPEG file, in milliseconds"
         write_result(args.out, title, facts, text, {"cases": cases})
 
 

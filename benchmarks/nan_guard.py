@@ -2,8 +2,8 @@
 
     python benchmarks/nan_guard.py --rounds 21 --clock cpu --out benchmarks/results/nan_guard.md
 
-The guard checks all gradients. Fused optimizers can skip a step themselves; for other optimizers, the guard copies
-weights and state.
+The guard checks all gradients. Fused optimizers can skip a step themselves; for other optimizers, the guard copies the
+weights and the optimizer state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CLOCKS: dict[str, Callable[[], float]] = {"wall": perf_counter, "cpu": process_t
 
 
 def steps(case: str) -> dict[str, Callable[[], None]]:
-    """Return the contenders, each of which has already taken its first step."""
+    """Return the contenders after two warm-up steps each."""
     plain, guarded = (OptimWrapper(make(*CASES[case])) for _ in range(2))
     guard = StepGuard(nn.Module(), torch.device("cpu"))
 

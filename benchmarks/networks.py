@@ -1,4 +1,4 @@
-"""The networks of six recipes with their losses, and with crops small enough for a CPU."""
+"""The networks and losses of six recipes, with crops that are small enough for a CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Case:
     classes: int
     batch_size: int
     dense: bool = False
-    """Whether there is one class per pixel instead of one per image."""
+    """Whether the targets contain one class per pixel instead of one class per image."""
     learning_rate: float = 0.01
     tolerance: float = 1e-3
     """Relative tolerance for the losses of the first steps. BatchNorm over few values amplifies rounding errors."""

@@ -1,13 +1,13 @@
-"""Compare the training step as one graph with hand-written loops.
+"""Compare the training step, compiled as one graph, with hand-written loops.
 
     python benchmarks/one_graph.py --rounds 7 --out benchmarks/results/one_graph.md
 
-There are three parts: (1) tiny networks in one process and (2) in two gloo processes, both compared with an eager loop
-and with `torch.compile(model)`; (3) the recipes' networks with their losses and small crops, compared with an eager
-loop and a channels_last loop. Contenders run interleaved in rotating order, and ratios are computed within a round.
-Before timing, the losses of the first steps must equal the loop's, except for channels_last, where dropout draws its
-random numbers in a different order. On a shared machine, use `--clock cpu --threads 1` to measure the CPU time of this
-process.
+The benchmark has three parts: (1) tiny networks in one process and (2) in two gloo processes, both compared with an
+eager loop and with `torch.compile(model)`; (3) the recipes' networks with their losses and small crops, compared with
+an eager loop and a channels_last loop. The contenders are interleaved in rotating order, and ratios are computed within
+a round. Before timing, the losses of the first steps must match the loop's losses, except for channels_last, where
+dropout draws its random numbers in a different order. On a shared machine, use `--clock cpu --threads 1` to measure the
+CPU time of this process.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ OF_RECIPES = ("loop", "loop, channels_last", "Slipstream, one graph")
 def measure(
     case: Case, rounds: int, seconds: float, names: Sequence[str], clock: Callable[[], float] = perf_counter
 ) -> dict[str, list[float]]:
-    """Return the milliseconds per step for each named contender and round."""
+    """Return the milliseconds per step for each contender in `names` and each round."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     batches = case.batches(16, seed=rank)
     steps = {}

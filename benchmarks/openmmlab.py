@@ -2,10 +2,11 @@
 
     python benchmarks/openmmlab.py --limit 20m --out benchmarks/results/openmmlab.md
 
-Run this script in the environment of `make openmmlab`. Each configuration is trained, validated, saved and resumed
-with Slipstream on small generated data. Five engines then train the configuration, each in its own process: MMEngine,
-Slipstream, Slipstream with the option `fused`, with the options `fused` and `channels_last`, and with these options and
-`compile`. The processes take turns, a few steps at a time. The step time includes data loading and hooks.
+Run this script in the environment of `make openmmlab`. Each configuration is trained, validated, saved and resumed with
+Slipstream on a small generated dataset. Five engines then train the configuration, each in its own process: MMEngine,
+Slipstream without options, and Slipstream with `fused`, with `fused` and `channels_last`, and with `fused`,
+`channels_last` and `compile`. The processes take turns, a few steps at a time. The step time includes data loading and
+hooks.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ ENGINES: dict[str, tuple[str, Sequence[str]]] = {
     "Slipstream, fused and channels_last": ("slipstream", _FUSED),
     COMPILED: ("slipstream", (*_FUSED, "speed.compile.wait=True")),
 }
-"""The module and the options of each contender."""
+"""Worker engine and options of each contender."""
 WARMUP = 12
 """Number of untimed steps, in which a second graph is compiled after eight batches of a different shape."""
 ROUNDS = 7
@@ -53,7 +54,7 @@ _RESERVE = 0.4
 
 
 class WorkerError(Exception):
-    """A process failed, or did not respond before the time limit."""
+    """A worker process failed, or did not respond before the time limit."""
 
 
 class Worker:
@@ -73,13 +74,13 @@ class Worker:
         )
 
     def start(self, steps: int) -> None:
-        """Instruct the process to train for `steps` steps, and return immediately."""
+        """Request `steps` training steps from the process, and return immediately."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # `answer` reports the error of a process that has ended
+        with suppress(BrokenPipeError):  # `answer` reports the error of a process that has exited
             print(steps, file=self._process.stdin, flush=True)
 
     def answer(self, seconds: float) -> dict[str, Any]:
-        """Return the answer to `start`.
+        """Wait for the response to `start`, and return it.
 
         Raises:
             WorkerError: the process failed, or did not respond within `seconds`.
@@ -94,7 +95,7 @@ class Worker:
         return answer
 
     def train(self, steps: int, seconds: float) -> dict[str, Any]:
-        """Train and return the answer.
+        """Train for `steps` steps, and return the response.
 
         Raises:
             WorkerError: the process failed, or did not respond within `seconds`.
@@ -120,7 +121,7 @@ def last_error(log: Path) -> str:
 
 
 def checked(case: Case, work: Path, data: Path, resume: bool, seconds: float) -> str:
-    """Train, validate and save with the library's own script; return 'yes' or the reason why it failed."""
+    """Train, validate and save with the library's own script; return 'yes' or the reason for the failure."""
     first, last = (2, 4) if case.iterations else (1, 2)
     command = [sys.executable, "-m", "slipstream.openmmlab", folder(case.library) / ".mim/tools/train.py"]
     command += [work / "config.py", "--work-dir", work / "checked", *(["--resume"] if resume else [])]
@@ -160,7 +161,7 @@ def started(case: Case, work: Path, data: Path, budget: float) -> dict[str, Work
 
 
 def timed(workers: dict[str, Worker], end: float) -> dict[str, Any]:
-    """Return the seconds per step in each round by engine, the scope of the compiled code, and failures."""
+    """Return the seconds per step in each round for each engine, the scope of the compiled code, and failures."""
     failures: dict[str, str] = {}
     scope, steps = None, 0
     reserve = _RESERVE * (end - time.monotonic())  # time reserved for the rounds
@@ -205,7 +206,7 @@ def why_not_one_graph(log: Path) -> str | None:
 
 
 def run(name: str, limit: float, budget: float | None) -> dict[str, Any]:
-    """Return the result of a case within `limit` seconds. If no budget is set, do not measure times."""
+    """Run a case within `limit` seconds, and return its result. If `budget` is None, times are not measured."""
     case = CASES[name]
     if (reason := missing(case)) is not None:
         return {"library": case.library, "name": name, "config": case.config, "missing": reason}
@@ -244,7 +245,7 @@ def ratios(case: dict[str, Any], engine: str) -> list[float]:
 
 
 def summary(cases: Sequence[dict[str, Any]]) -> str:
-    """Return the table of all cases, and a line for each case whose step is not a single graph, with the reason."""
+    """Return a table of all cases, and the reason for each case whose step is not a single graph."""
     rows, notes = [], []
     engines = [
         name
@@ -277,7 +278,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("cases", nargs="*", help=f"configurations: {', '.join(CASES)} (default: all)")
     parser.add_argument("--limit", default="20m", help="time limit for the whole command (default: 20m)")
-    parser.add_argument("--budget", default="40s", help="compile.budget of each scope (default: 40s)")
+    parser.add_argument(
+        "--budget", default="40s", help="value of compile.budget for each scope (default: 40s)"
+    )
     parser.add_argument(
         "--only-check", action="store_true", help="train and resume, but do not measure times"
     )

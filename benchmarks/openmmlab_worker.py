@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def on_command(answers: TextIO) -> Any:
-    """Return a hook that reads numbers of steps to train from standard input, and writes their times to `answers`."""
+    """Return a hook that reads step counts from standard input, and writes the step times to `answers`."""
     from mmengine.hooks import Hook
 
     class OnCommand(Hook):

@@ -1,8 +1,8 @@
-"""Compare the step times of tiny networks, where framework overhead dominates, with those of a plain loop.
+"""Compare step times of frameworks and a plain loop for tiny networks, where framework overhead dominates.
 
     python benchmarks/overhead.py --steps 1500 --rounds 5 --out benchmarks/results/overhead.md
 
-In each round, each contender trains a fresh copy of the network for one epoch. The order rotates between rounds,
+In each round, every contender trains a fresh copy of the network for one epoch. The order rotates between rounds,
 and differences are computed within a round, so that changes in machine speed affect all contenders equally.
 """
 
@@ -135,7 +135,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-_NOWHERE = Path(os.devnull).open("w")  # noqa: SIM115  # MMEngine's loggers use it until the process ends
+_NOWHERE = Path(os.devnull).open("w")  # noqa: SIM115  # MMEngine's loggers use this file until the process ends
 
 
 def check_same_training(contenders: Contenders, network: str, kind: str) -> dict[str, float]:
@@ -204,9 +204,9 @@ def measure(
 
 
 def summary(times: dict[str, list[float]]) -> str:
-    """Return the table for a case, and the number of rounds in which Slipstream meets each goal.
+    """Return the table of a case, and the number of rounds in which Slipstream meets each goal.
 
-    The goals are that Slipstream is faster than Accelerate, and at most `GOAL_MS` slower than the loop.
+    The goals are to be faster than Accelerate, and at most `GOAL_MS` slower than the loop.
     """
     above = {
         name: [a - b for a, b in zip(values, times["loop"], strict=True)] for name, values in times.items()

@@ -19,7 +19,7 @@ from slipstream.cores import cpu_name
 
 
 def circumstances(packages: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the date, command and machine of this process. `load` is the 1-minute load average."""
+    """Return the command, date, machine and package versions. `load` is the 1-minute load average."""
     return {
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),

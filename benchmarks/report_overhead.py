@@ -6,9 +6,9 @@ The difference between runs with and without the report is smaller than the nois
 report's work is measured directly: the recipe trains with one thread, and each round repeats the report's work for one
 step many times.
 
-- The timer: the calls in one step, in the order recorded in the run.
-- The hook: one reading of the losses, with new values of each scalar and of the process's memory. Its time is
-  divided by the log interval.
+- The timer: the calls in one step, in the order recorded during training.
+- The hook: one call that reads the losses, with new values for each scalar and for the process's memory. The time of
+  this call is divided by the log interval.
 
 All times are CPU times, because other programs may use the machine.
 """
@@ -35,7 +35,7 @@ RECIPE = "street_scenes_pp_lite_t"
 
 
 class Recorder(PhaseTimes):
-    """A timer that stores the phases of the current step and those of the last finished step."""
+    """A timer that stores the phases of the current step and those of the last completed step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def trained(steps: int, folder: str) -> tuple[Runner, Clock]:
 
 
 def timer_us(step: tuple[str, ...], repeats: int) -> float:
-    """Return the microseconds of CPU time that the calls of one step take."""
+    """Return the CPU time of the timer calls in one step, in microseconds."""
     phases: Any = PhaseTimes()
     phases.start()
     start = process_time()
@@ -101,7 +101,7 @@ def timer_us(step: tuple[str, ...], repeats: int) -> float:
 
 
 def reading_us(runner: Runner, hook: ReportHook, interval: int, repeats: int) -> float:
-    """Return the microseconds of CPU time that one call to `read_logs` takes after `interval` steps."""
+    """Return the CPU time of one `read_logs` call after `interval` steps, in microseconds."""
     histories = [
         history for key, history in runner.message_hub.log_scalars.items() if key.startswith("train/")
     ]
@@ -111,9 +111,8 @@ def reading_us(runner: Runner, hook: ReportHook, interval: int, repeats: int) ->
         for history in histories:
             for value in range(interval):
                 history.update(float(value))
-        hook._memory_at = float(
-            "-inf"
-        )  # training takes longer than the time between two readings of the memory
+        # Force a memory reading, because training takes longer than the interval between readings.
+        hook._memory_at = float("-inf")
         runner.phases.samples += interval * runner.samples_per_step
         start = process_time()
         hook.read_logs(runner)
@@ -152,7 +151,7 @@ def main() -> None:
 
 
 def summary(data: dict[str, Any]) -> str:
-    """Return the table of the result."""
+    """Return the result table."""
     interval, step = data["interval"], 1e3 * median(data["step_ms"])
     per_step = [value / interval for value in data["reading_us"]]
     both = [a + b for a, b in zip(data["timer_us"], per_step, strict=True)]

@@ -2,11 +2,11 @@
 
     python benchmarks/scaling.py --rounds 3 --out benchmarks/results/scaling.md
 
-Each round measures one process while the others wait, then all processes independently (side by side), then
-distributed training. `slipstream.apps.scaling` predicts the times using only the single-process step times and the
-microbenchmarks of collectives. Side-by-side steps do not communicate, so they show which part of the error comes from
-the machine model and which from the communication model. The minimum over the rounds is used, because other programs
-can only increase the times.
+Each round measures one process while the others wait, then all processes independently (side by side), then distributed
+training. `slipstream.apps.scaling` predicts the times from only the single-process step times and the collective
+microbenchmarks. Side-by-side steps do not communicate, so they show which part of the error comes from the machine
+model and which from the communication model. The minimum over the rounds is used, because other programs can only
+increase the times.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from slipstream.model import sync_batchnorm
 from slipstream.model.sync_batchnorm import convert_sync_batchnorm
 
 SIZES = [2**16, 2**18, 2**20, 2**22, 2**24]
-"""Sizes, in bytes, of the collective microbenchmarks, similar to the sizes of buckets and units."""
+"""Message sizes of the collective microbenchmarks in bytes, similar to the sizes of DDP buckets and FSDP2 units."""
 PROCESSES = (2, 4)
 CORES = len(os.sched_getaffinity(0))
 
@@ -181,7 +181,7 @@ def pings(rank: int, pair: Any) -> dict[str, Any]:
 
 
 def process(rank: int, processes: int, rounds: int, folder: str) -> None:
-    """Run all measurements in one of the processes. Rank 0 writes the results."""
+    """Run all measurements in this process. Rank 0 writes the results."""
     torch.set_num_threads(1)
     store = f"file://{folder}/store{processes}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes)
@@ -224,9 +224,9 @@ def measure(rounds: int) -> dict[int, dict[str, Any]]:
 
 
 def cluster_of(pings_of_rounds: list[dict[str, Any]], processes: int) -> Cluster:
-    """Return the machine as a cluster of processes that share its cores and are slowed down equally.
+    """Model the machine as a cluster whose processes share the cores and slow down equally.
 
-    Between two processes, an all-reduce takes `2 alpha + n beta`. Gathers and scatters send half as much. Their
+    An all-reduce between two processes takes `2 alpha + n beta`. Gathers and scatters send half as much data; any
     additional time is local work.
     """
     least = {
@@ -238,15 +238,15 @@ def cluster_of(pings_of_rounds: list[dict[str, Any]], processes: int) -> Cluster
     beta = slopes["all_reduce"]
     gather, scatter = (max(0.0, slopes[name] - beta / 2) for name in ("all_gather", "reduce_scatter"))
     alpha = least["all_reduce"][0] / 2
-    # Use the median, because the minimum of the difference between two times is too small.
+    # Use the median, because the minimum of the differences of two measured times is too small.
     smallest, hops = median(ping["smallest"] for ping in pings_of_rounds), 2 * (processes - 1)
-    alpha = min(alpha, smallest / hops)  # the smallest all-reduce consists only of its hops and its launch
+    alpha = min(alpha, smallest / hops)  # the smallest all-reduce consists only of hops and a launch
     return Cluster(
         gpus=processes,
         gpus_per_node=processes,
         intra=Link(alpha, share * beta),
         inter=Link(alpha, share * beta),
-        # This line and the next only determine how the measured step time is divided among the blocks.
+        # The next two values only determine how the measured step time is divided among the blocks.
         flops=100e9,
         memory_bandwidth=10e9,
         memory=1e12,
@@ -264,7 +264,7 @@ def seconds_per_byte(seconds: list[float]) -> float:
 
 
 def model_of(case: Case, grouped: bool) -> Model:
-    """Return the network's blocks, or the units of FSDP2: the wrapped modules and the rest."""
+    """Return the network's blocks, or the FSDP2 units: the wrapped modules and the rest."""
     net = case.network()
     model = describe(net, case.shape)
     if not grouped:
@@ -359,7 +359,7 @@ def summary(rows: list[dict[str, Any]], found: dict[int, dict[str, Any]]) -> str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--rounds", type=int, default=4, help="number of measurements of each step, at least 2"
+        "--rounds", type=int, default=4, help="number of measurements of each step (at least 2)"
     )
     parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     args = parser.parse_args()

@@ -1,11 +1,11 @@
-"""Measure the plans of `slipstream tune` again, and compare them with single options and `speed="auto"`.
+"""Measure the plans found by `slipstream tune` again, and compare them with single options and `speed="auto"`.
 
     python benchmarks/tune.py --limit 25m --budget 4m --out benchmarks/results/tune.md
 
-For each recipe, the search runs once, without its cache. Then the plan, the baseline, `speed="auto"` and each
+For each recipe, the search runs once, without using its cache. Then the plan, the baseline, `speed="auto"` and each
 option that the search measured run in separate processes that take turns. The order rotates between rounds, and ratios
-are computed within a round. Each recipe gets an equal part of the remaining time. Anything that cannot be
-measured in that time is listed without a result.
+are computed within a round. Each recipe gets an equal part of the remaining time. Contenders that cannot be measured in
+that time are listed without a result.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def measure(cfg: Mapping[str, Any], every: Sequence[Contender], end: float) -> N
     with ExitStack() as stack:
         cache = stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-tune-"))
         for number, contender in enumerate(every):
-            # For each contender, reserve the time that it needs in five rounds.
+            # For each contender, reserve the time that it needs for five rounds.
             reserve = 5 * 1.5 * ROUND_SECONDS * (number + 1)
             contender.setting = replace(contender.setting, compile_cache=cache)
             contender.start(cfg, stack, end - reserve)
@@ -132,7 +132,7 @@ def measure(cfg: Mapping[str, Any], every: Sequence[Contender], end: float) -> N
 
 
 def ratios(plan: Contender, other: Contender) -> dict[str, Any] | None:
-    """Return the time of `other` divided by the time of the plan, by round. Above 1, the plan is faster."""
+    """Estimate the ratio of the time of `other` to that of the plan. If it is above 1, the plan is faster."""
     count = min(len(plan.seconds), len(other.seconds))
     found = [b / a for a, b in zip(plan.seconds[:count], other.seconds[:count], strict=True)]
     return asdict(estimate(found)) if found else None
@@ -194,7 +194,7 @@ def describe(case: dict[str, Any]) -> str:
             [other["name"], *cells, other["plan is"] + (f" ({other['problem']})" if other["problem"] else "")]
         )
     plan = " + ".join(case["adopted"]) or "no option"
-    stopped = f" The search is not complete: {case['stopped']}." if case["stopped"] else ""
+    stopped = f" The search did not finish: {case['stopped']}." if case["stopped"] else ""
     within = "within" if case["search seconds"] <= case["budget"] else "LONGER than"
     return (
         f"## {case['recipe']}\n\nPlan: {plan}. The search took {case['search seconds']:.0f} s, {within} its budget of "

@@ -79,7 +79,10 @@ def test_ratio_is_computed_within_rounds():
     [
         ("<!-- figures: fused -->\n", "a.md has no end"),
         ("<!-- figures: fused -->\n<!-- figures: data -->\n<!-- end -->", "a.md has no end"),
-        ("<!-- figures: fuse -->\n<!-- end -->", "a.md has a region named 'fuse'. The regions are: readme, "),
+        (
+            "<!-- figures: fuse -->\n<!-- end -->",
+            "a.md contains the unknown region 'fuse'. Valid regions: readme,  ",
+        ),
     ],
 )
 def test_wrong_region_raises_an_error(text, message):

@@ -80,7 +80,7 @@ Runner(
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "epoch_1.pth").exists()
     assert (
-        "TensorBoard is not installed. To log to it, run: pip install 'slipstream[tensorboard]'"
+        "TensorBoard is not installed. To log to TensorBoard, run: pip install 'slipstream[tensorboard]'"
         in done.stderr + done.stdout
     )
 

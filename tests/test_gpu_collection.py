@@ -27,7 +27,7 @@ def test_gpu_tests_are_collected_without_optional_libraries(tmp_path, monkeypatc
     ]
     command = [
         sys.executable,
-        *"-m pytest -p blocker -p no:hydra_pytest --collect-only -m gpu".split(),
+        *["-m", "pytest", "-p", "blocker", "-p", "no:hydra_pytest", "--collect-only", "-m", "gpu"],
         *files,
     ]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600)

@@ -181,7 +181,7 @@ def test_runner_that_was_stopped_cannot_train_again(tmp_path):
     runner = Runner(**training(tmp_path, custom_hooks=[Signal(3)]))
     with pytest.raises(Preempted):
         runner.train()
-    with pytest.raises(ConfigError, match="build a new one with resume=True"):
+    with pytest.raises(ConfigError, match=r"interrupted by a signal.*create a new Runner with resume=True"):
         runner.train()
 
 

@@ -1,4 +1,4 @@
-"""The limits that Linux control groups (cgroups) set for this process."""
+"""Resource limits that Linux control groups (cgroups) impose on this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["available_memory", "memory_limit", "quotas"]
 
 _ROOT = Path("/")
 _UNLIMITED = 2**60
-"""Limits above this number are ignored, because version 1 represents "no limit" as a number close to 2**63."""
+"""Limits of this size or larger are ignored, because version 1 represents "no limit" as a number close to 2**63."""
 
 
 def quotas(root: Path = _ROOT) -> list[float]:
@@ -33,16 +33,16 @@ def memory_limit(root: Path = _ROOT) -> int | None:
 def available_memory(root: Path = _ROOT) -> int | None:
     """Return the number of bytes that this process can allocate before a cgroup reaches its limit.
 
-    The result is None if no cgroup has a limit.
+    Returns None if no cgroup has a limit.
 
-    Cached files count as available, because the kernel drops them first.
+    Cached files count as available, because the kernel evicts them first.
     """
     found = []
     for version, folder in _folders(root, "memory"):
         limit = _limit(version, folder)
         with suppress(OSError, ValueError):
             used = int((folder / ("memory.current" if version == 2 else "memory.usage_in_bytes")).read_text())
-            # In version 1, the values without this prefix exclude child cgroups.
+            # In version 1, the entries without this prefix exclude child cgroups.
             prefix = "" if version == 2 else "total_"
             names = (f"{prefix}inactive_file", f"{prefix}active_file")
             lines = [line.split() for line in (folder / "memory.stat").read_text().splitlines()]
@@ -58,7 +58,7 @@ def _limit(version: int, folder: Path) -> int | None:
 
 
 def _folders(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
-    """Yield `(version, folder)` for each of this process's cgroups with the controller, and for their parents."""
+    """Yield `(version, folder)` for each of this process's cgroups that has the controller, and for their parents."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The processor's name and features, and the number of cores that are available to this process."""
+"""The name and features of the CPU, and the number of cores available to this process."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def cores() -> int:
 
 
 def cpu_name() -> str:
-    """Return the name of the processor, or its architecture if the name is unknown."""
+    """Return the name of the CPU, or its architecture if the name is unknown."""
     names = (line.partition(":")[2].strip() for line in _cpu_lines() if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
 
 
 def cpu_features() -> list[str]:
-    """Return lines that identify the processor's model and instruction set; the list is empty if they are unknown."""
+    """Return lines that identify the CPU model and instruction set; the list is empty if they are unknown."""
     names = ("model name", "flags", "Features", "CPU part")
     return sorted({line for line in _cpu_lines() if line.startswith(names)})
 

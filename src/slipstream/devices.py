@@ -22,6 +22,6 @@ def device_type() -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, on the device or in main memory."""
-    # torch raises a RuntimeError if main memory cannot be allocated.
+    """Return whether `error` reports a failed memory allocation on the device or the host."""
+    # torch raises a RuntimeError if host memory cannot be allocated.
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

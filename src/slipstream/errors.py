@@ -37,7 +37,7 @@ class SlipstreamError(Exception):
         name, text = type(self).__name__, str(args[0]) if args else ""
         if text.startswith(f"Caught {name} in "):
             lines = re.split(rf"^(?:\S+\.)?{name}: ", text, flags=re.MULTILINE)[-1].strip().splitlines()
-            # The traceback ends with the notes, which this package writes in parentheses.
+            # The traceback ends with the notes, which Slipstream writes in parentheses.
             while len(lines) > 1 and lines[-1].startswith("(") and lines[-1].endswith(")"):
                 self.add_note(lines.pop())
             self.args = ("\n".join(lines),)
@@ -86,8 +86,8 @@ class LossError(SlipstreamError, TypeError, ValueError):
 class NonFiniteLossError(SlipstreamError, FloatingPointError):
     """A loss, a weight or a running statistic became NaN or infinite.
 
-    `iteration` is the number (from 1) of the first step with such a value, or None if it is unknown. If `located` is
-    False, any batch since the last checkpoint may have caused the value.
+    `iteration` is the number (counted from 1) of the first step in which this happened, or None if it is unknown. If
+    `located` is False, any batch since the last checkpoint may have caused the value.
     """
 
     def __init__(self, message: str, iteration: int | None = None, located: bool = True) -> None:
@@ -98,7 +98,7 @@ class NonFiniteLossError(SlipstreamError, FloatingPointError):
 class LossSpikeError(SlipstreamError, FloatingPointError):
     """A loss rose far above its recent values, and the run could not continue from an earlier checkpoint.
 
-    `iteration` is the number (from 1) of the first step with such a loss, and `last` is the number of the last step
+    `iteration` is the number (counted from 1) of the first step of the spike, and `last` is the number of the last step
     whose loss was checked.
     """
 

@@ -13,7 +13,7 @@ __all__ = ["extra", "is_installed"]
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Replace the error of a failed import inside the block with an error that specifies the extra to install.
+    """Raise an error that specifies the extra to install if an import inside the block fails.
 
     Raises:
         MissingPackageError: a module that the block imports is not installed.

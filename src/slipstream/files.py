@@ -1,4 +1,4 @@
-"""Atomic file writes, reasons for failed writes, downloads, and checks of file names."""
+"""Atomic file writes, causes of failed writes, downloads, and file name checks."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 def check_name(name: str, key: str, folder: str = "the work_dir") -> str:
     """Return `name`, a path relative to a folder, if it refers to a file inside the folder.
 
-    Links are not resolved, because the user created them.
+    Symlinks are not resolved, because the user created them.
 
     Args:
         name: the relative path; it may contain subfolders.
-        key: config path of the name, for the error.
-        folder: description of the folder, for the error.
+        key: config path of the name, for the error message.
+        folder: description of the folder, for the error message.
 
     Raises:
         ConfigError: the path is empty, absolute, or outside the folder.
@@ -80,7 +80,7 @@ def write_text(path: Path, text: str, errors: str = "strict") -> None:
 
 
 def download(url: str, target: Path) -> None:
-    """Write the contents of a URL to a file. After an error, the file is incomplete; see `replacing`.
+    """Write the contents of a URL to a file. If an error occurs, the file may be incomplete; see `replacing`.
 
     Args:
         url: an http or https URL, or another URL that fsspec supports.
@@ -102,7 +102,7 @@ def download(url: str, target: Path) -> None:
             opened = fsspec.open(url, "rb")
         with opened as source, target.open("wb") as file:
             shutil.copyfileobj(source, file, 1 << 20)
-            # After the last byte, Python does not compare the size with the Content-Length.
+            # At end of file, Python does not check the size against the Content-Length.
             missing = source.length if isinstance(source, http.client.HTTPResponse) else None
     except http.client.HTTPException as error:
         raise OSError(f"the transfer failed: {error}") from error
@@ -123,15 +123,16 @@ def check_space(path: Path) -> None:
 
 
 def disk_problem(error: BaseException, folder: Path) -> str | None:
-    """Return a description if `error` reports that the disk with `folder` is full, otherwise None."""
+    """Return a description if `error` reports a full disk or an exceeded quota in `folder`, otherwise None."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
+    if error.errno == errno.EDQUOT:  # the disk can have free space in this case
+        return f"the disk quota for {folder} is exceeded"
     free = ""
     if folder.is_dir():
         usage = shutil.disk_usage(folder)
         free = f" ({usage.free / 2**20:.0f} MiB of {usage.total / 2**20:.0f} MiB are free)"
-    what = "the disk quota is exceeded" if error.errno == errno.EDQUOT else "the disk is full"
-    return f"{what} in {folder}{free}"
+    return f"the disk containing {folder} is full{free}"
 
 
 def sync_folder(folder: Path) -> None:
@@ -146,7 +147,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_temporary_files(folder: Path) -> None:
-    """Remove the temporary files in `folder` from processes that were killed inside `replacing`.
+    """Remove the temporary files in `folder` that were left by processes killed inside `replacing`.
 
     The caller must ensure that no other process writes to this folder.
     """

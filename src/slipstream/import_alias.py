@@ -32,10 +32,10 @@ class ReplacementFinder(MetaPathFinder, ABC):
 
     @abstractmethod
     def spec_of(self, fullname: str) -> ModuleSpec:
-        """Return the spec of the module `fullname`, whose first part is `name`.
+        """Return the spec of the module `fullname`, whose top-level package is `name`.
 
         Raises:
-            ImportError: the replacement has no such module.
+            ImportError: if the replacement does not contain this module.
         """
 
     @abstractmethod
@@ -44,18 +44,18 @@ class ReplacementFinder(MetaPathFinder, ABC):
 
 
 def install_finder(finder: ReplacementFinder, package: str, workers: str) -> None:
-    """Make `import NAME` import the replacement that `finder` provides. A second call for this name has no effect.
+    """Make `import NAME` import the replacement that `finder` provides. Further calls for the same name have no effect.
 
     Processes that are started with `spawn` or `forkserver` inherit `sys.path`, but not the finder. Therefore `workers`
-    is inserted into `sys.path` after the folder of the script.
+    is inserted into `sys.path` after the script's folder.
 
     Args:
-        finder: the finder.
-        package: the package that calls this function, for messages.
+        finder: finds the modules of the replacement.
+        package: the package that calls this function, used in messages.
         workers: a folder that contains a package NAME for worker processes; this package imports `package`.
 
     Raises:
-        ConfigError: the original package is already imported.
+        ConfigError: if the original package is already imported.
     """
     name = finder.name
     loaded = sys.modules.get(name)
@@ -70,19 +70,19 @@ def install_finder(finder: ReplacementFinder, package: str, workers: str) -> Non
     if workers not in sys.path:
         sys.path.insert(1, workers)
     if parent_process() is None:  # log this only in the main process
-        print_log(f"import {name} now imports Slipstream ({package})", "current")
+        print_log(f"`import {name}` now imports Slipstream ({package})", "current")
 
 
 def run_script(arguments: Sequence[str], command: str, install: Callable[[], None]) -> None:
-    """Run the script `arguments[0]` with the other arguments, after `install`.
+    """Call `install`, then run the script `arguments[0]` with the remaining arguments.
 
     Args:
-        arguments: the script, and its arguments.
-        command: the command before the script, for messages.
-        install: called before the script.
+        arguments: the script and its arguments.
+        command: the command that precedes the script, used in messages.
+        install: function to call before running the script.
 
     Raises:
-        ConfigError: the script is missing or does not exist.
+        ConfigError: if no script is given or the file does not exist.
     """
     install()
     if not arguments or not Path(arguments[0]).is_file():

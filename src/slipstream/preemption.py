@@ -24,7 +24,7 @@ CHECKPOINT_NAME = "preempted"
 """Name, without suffix, of the checkpoint that a Runner saves after a signal."""
 
 EXIT_STATUS = 75
-"""Exit status of a run that saved its state after a signal (`EX_TEMPFAIL` of sysexits.h: try again)."""
+"""Exit status of a run that saved its state after a signal (`EX_TEMPFAIL` in sysexits.h: try again)."""
 SIGNALS = tuple(
     getattr(signal, name)
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -35,20 +35,20 @@ _SAME_REQUEST = 1.0
 """Signals that arrive within this many seconds of the first one are ignored: launchers and terminals can send a signal
 twice."""
 _POLL_INTERVAL = 0.25
-"""Seconds between two checks for a signal on another rank."""
+"""Seconds between checks for a signal on another rank."""
 _TIMEOUT = timedelta(seconds=30)
 """Time limit within which every rank must report its step after a signal."""
 
 
 class Preempted(SystemExit):
-    """A run saved its state after a signal. If it is not caught, Python exits with status `EXIT_STATUS`."""
+    """Raised when a run has saved its state after a signal. If not caught, Python exits with status `EXIT_STATUS`."""
 
     def __init__(self) -> None:
         super().__init__(EXIT_STATUS)
 
 
 class Interrupted(Preempted, KeyboardInterrupt):
-    """A run saved its state after SIGINT (Ctrl-C)."""
+    """Raised when a run has saved its state after SIGINT (Ctrl-C)."""
 
 
 class Preemption:
@@ -63,15 +63,15 @@ class Preemption:
                     torch.save(...)
                     sys.exit(slipstream.preemption.EXIT_STATUS)
 
-    A second signal, at least one second after the first, has its default effect and terminates the process. The
-    handling of signals that the process ignores (`nohup`) or already handles itself is not changed. Outside the main
-    thread, where Python cannot handle signals, this process only reacts to signals that other ranks receive. All ranks
-    must enter the block.
+    A second signal, at least one second after the first, has its default effect and terminates the process. Signals
+    that the process ignores (`nohup`) or for which it has already installed a handler are left unchanged. Outside the
+    main thread, where Python cannot handle signals, this process reacts only to signals that other ranks receive. All
+    ranks must enter the block.
     """
 
     def __init__(self) -> None:
         self.signal: str | None = None
-        """Name of the signal that a rank received."""
+        """Name of the signal that a rank received, or None if there was none."""
         self._calls, self._owner = 0, os.getpid()
         self._received: float | None = None
         self._previous: dict[signal.Signals, Any] = {}
@@ -101,7 +101,7 @@ class Preemption:
     def requested(self) -> bool:
         """Return whether to save the state and stop. Every rank must call this method after each step.
 
-        It returns True after the same step on all ranks. Without a signal, a call takes less than a microsecond.
+        All ranks return True after the same step. Without a signal, a call takes less than a microsecond.
         """
         self._calls += 1
         if self._ranks is None:
@@ -118,7 +118,7 @@ class Preemption:
                 return  # the launcher stops the other ranks with SIGTERM
             _print(
                 f"\n{self.signal} received: training will stop after one of the next steps; "
-                "send it again to exit immediately\n"
+                "send the signal again to exit immediately\n"
             )
         elif now - self._received > _SAME_REQUEST:
             self._restore()
@@ -140,14 +140,14 @@ class _Ranks:
     """Lets all ranks agree on which call to `requested` is the first to return True.
 
     On each rank, a thread checks for a signal. After a signal, each rank publishes the number of times that it has
-    called `requested`. Training stops at the call that follows the largest of these numbers. No rank can have passed
-    this call, because `requested` waits for the result once `noticed` is True.
+    called `requested`. If the largest of these numbers is n, training stops at call n + 1. No rank can have passed this
+    call, because `requested` waits for the result once `noticed` is True.
     """
 
     def __init__(self, preemption: Preemption) -> None:
         token: list[Any] = [secrets.token_hex(4)]
         broadcast_object_list(token)
-        # The clone has its own connection. On a shared connection, an operation that waits would block all others.
+        # The clone has its own connection. On a shared connection, a blocking operation would delay all others.
         default: Any = dist.distributed_c10d._get_default_store()
         self._store = dist.distributed_c10d.PrefixStore(f"slipstream/preemption/{token[0]}", default.clone())
         self._preemption = preemption
@@ -181,14 +181,14 @@ class _Ranks:
                 if self._store.check(["signal"]):
                     self._agree()
                     return
-            self._publish()  # otherwise, ranks that wait for this rank would wait forever
-        except Exception as error:  # the store belongs to another process, which may have ended
+            self._publish()  # otherwise, ranks that wait for this rank would time out
+        except Exception as error:  # the store runs in another process, which may have exited
             self._failure = error
         finally:
             self._agreed.set()
 
     def _agree(self) -> None:
-        self.noticed = True  # set before the calls are counted, because `requested` then waits for the result
+        self.noticed = True  # set before the count is published, so that `requested` waits for the result
         self._preemption.signal = self._store.get("signal").decode()
         self._publish()
         keys = [f"calls/{rank}" for rank in range(get_world_size())]

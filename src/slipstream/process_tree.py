@@ -12,9 +12,9 @@ __all__ = ["descendants", "end_group", "kill"]
 
 
 def descendants(pid: int) -> dict[int, str]:
-    """Return the start times of a process's descendants by process id (only on Linux; elsewhere, an empty dict).
+    """Return a dict from the ids of a process's descendants to their start times (empty except on Linux).
 
-    The start time distinguishes a process from a later one with the same id.
+    The start time distinguishes a process from a later process with the same id.
     """
     found: dict[int, str] = {}
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -35,11 +35,11 @@ def kill(started: Mapping[int, str]) -> None:
 
 
 def end_group(group: int, started: Mapping[int, str]) -> None:
-    """Kill a process group, and descendants of its leader that are in other groups, such as inductor's workers.
+    """Kill a process group and its leader's descendants in other groups, such as Inductor's workers.
 
     Args:
-        group: id of the group, which may no longer exist.
-        started: the descendants, found while the leader was running.
+        group: id of the process group, which may no longer exist.
+        started: the leader's descendants, collected while the leader was running.
     """
     with suppress(OSError):
         os.killpg(group, signal.SIGKILL)

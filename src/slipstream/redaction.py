@@ -1,7 +1,7 @@
 """Remove secrets from text that is written to files and logs.
 
 Secrets are the values of environment variables and configuration keys whose names indicate a secret (`WANDB_API_KEY`,
-`password`), and text in the format of a known token (`ghp_...`).
+`password`), and strings in the format of known tokens (`ghp_...`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAME = re.compile(
     r"(?:^|_)(?:(?:api|access|private|secret|signing|encryption|account|auth)_?keys?(?:_id)?|secrets?|passphrase|pass"
     r"|pwd|credentials?|auth|authorization|bearer|connection_string|webhook_url|token)$|passw(?:or)?d$"
 )
-# Special tokens of a tokenizer, which are not secrets.
+# Special tokenizer tokens, which are not secrets.
 _VOCABULARY = re.compile(r"(?:class|cls|pad|mask|bos|eos|unk|sep|start|end|image|dist|prompt|special)_token$")
 _TOKEN = re.compile(
     r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|hf_[A-Za-z0-9]{20,}|wandb_v1_\w{20,}"
@@ -42,10 +42,10 @@ _SHORTEST = 8  # characters; a shorter value could be an ordinary word
 
 
 class Reference(str):
-    """Text in which references to environment variables have been replaced by their values.
+    """A string in which references to environment variables have been replaced by their values.
 
     Attributes:
-        reference: the original text with `{{ $NAME }}` instead of the values. Only this text is written to files.
+        reference: the original string, with `{{ $NAME }}` instead of the values. Only this string is written to files.
     """
 
     reference: str
@@ -67,7 +67,7 @@ def is_secret_name(name: Any) -> bool:
 
 
 class Redactor(logging.Filter):
-    """Replaces secrets in text: secrets from a configuration and from the environment, and known tokens.
+    """Replaces secrets in strings: values from a configuration and from the environment, and known tokens.
 
     When used as a logging filter, it replaces secrets in log records and their tracebacks.
 
@@ -83,7 +83,7 @@ class Redactor(logging.Filter):
             for name, value in os.environ.items()
             if len(value) >= _SHORTEST and is_secret_name(name) and name != "PWD"  # the working directory
         }
-        # A secret may be part of a longer secret.
+        # Replace longer secrets first, because a secret may be part of a longer secret.
         self._replaced = sorted(found.items(), key=lambda item: -len(item[0]))
 
     def __call__(self, text: str) -> str:
@@ -93,7 +93,7 @@ class Redactor(logging.Filter):
         return _TOKEN.sub(REDACTED, text)
 
     def tree(self, value: Any) -> Any:
-        """Return nested dicts and lists of built-in values, with the secrets in all text replaced."""
+        """Return nested dicts and lists of built-in values, with the secrets in all strings replaced."""
         if isinstance(value, dict):
             return {key: self.tree(item) for key, item in value.items()}
         if type(value) in (list, tuple):
@@ -118,7 +118,7 @@ def redact_text(text: str) -> str:
 def redact(tree: Any) -> Any:
     """Return a copy of nested dicts and lists without secrets.
 
-    A `Reference` is replaced by its `reference` text. If the name of a key indicates a secret, its value is replaced by
+    A `Reference` is replaced by its `reference` string. If a key's name indicates a secret, the value is replaced by
     `<redacted>`.
     """
     return _redacted(tree, Redactor(), secret=False)
@@ -140,7 +140,7 @@ def _redacted(value: Any, redactor: Redactor, secret: bool) -> Any:
 
 
 def _secrets(tree: Any, secret: bool = False) -> Iterator[str]:
-    """Yield the secrets of a configuration as text."""
+    """Yield the secrets in a configuration as strings."""
     if isinstance(tree, Mapping):
         for key, item in tree.items():
             yield from _secrets(item, secret or is_secret_name(key))

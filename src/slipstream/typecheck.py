@@ -1,4 +1,4 @@
-"""Check option values from files and command lines against type annotations."""
+"""Check option values from configuration files and the command line against type annotations."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Rule:
 
     accepts: Callable[[Any], bool]
     text: str
-    """The condition as text that follows the type in an error message, such as `of at least 1`."""
+    """The condition, worded to follow the type in an error message, such as `of at least 1`."""
 
 
 PositiveInt = Annotated[int, Rule(lambda value: value >= 1, "of at least 1")]
@@ -71,7 +71,7 @@ def check(value: Any, annotation: Any, path: str) -> None:
 
 
 def check_finite(value: Any, path: str = "") -> None:
-    """Raise a `ConfigError` if nested dicts and lists contain NaN or infinity; the error contains the key."""
+    """Raise a `ConfigError` if nested dicts and lists contain NaN or infinity; the error includes the key."""
     if isinstance(value, float) and not is_number(value):
         raise ConfigError(f"must be a finite number, not {value!r}", path)
     if isinstance(value, Mapping):
@@ -110,7 +110,7 @@ def matches(value: Any, annotation: Any) -> bool:
 
     An int matches `float`. A bool matches neither `int` nor `float`, and NaN and infinity do not match `float`. Lists
     and tuples are interchangeable, because YAML and JSON have no tuples. Elements of lists, tuples and dicts are also
-    checked. `Annotated` adds a `Rule`. `Mapping`, `Callable` and `Path` are checked without their contents; `Sequence`
+    checked. `Annotated` adds a `Rule`. `Mapping`, `Callable` and `Path` are matched by type only; `Sequence`
     matches any value with items, except strings and dicts.
     """
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
@@ -160,7 +160,7 @@ def _elements_match(values: Any, kind: type, args: tuple[Any, ...]) -> bool:
 
 
 def described(annotation: Any) -> str:
-    """Return the annotation as text with an article, such as `an int or None`, to follow `must be`."""
+    """Describe the annotation with an article, such as `an int or None`, for use after `must be`."""
     text = describe(annotation)
     if text.startswith(("'", "None", "a ")) or not text[0].isalpha():
         return text
@@ -168,7 +168,7 @@ def described(annotation: Any) -> str:
 
 
 def describe(annotation: Any) -> str:
-    """Return the annotation as text for an error message: `int`, `str or None`, `'a' or 'b'`, `list[int]`."""
+    """Describe the annotation for an error message: `int`, `str or None`, `'a' or 'b'`, `list[int]`."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         rules = [rule.text for rule in args[1:] if isinstance(rule, Rule)]
@@ -189,6 +189,6 @@ def describe(annotation: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return the start of `value`'s representation, for an error message."""
+    """Return the `repr` of `value` for an error message, truncated if it is long."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:197]}..."

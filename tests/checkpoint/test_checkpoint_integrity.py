@@ -66,7 +66,7 @@ def test_two_archives_in_one_file_are_detected(saved, tmp_path):
     damaged = bytearray(good)
     damaged[len(good) // 2] ^= 1
     (tmp_path / "a.pth").write_bytes(bytes(damaged) + good)
-    with pytest.raises(CheckpointError, match="does not start at its first byte"):
+    with pytest.raises(CheckpointError, match="other data precedes the first entry"):
         load_checkpoint(tmp_path / "a.pth")
 
 

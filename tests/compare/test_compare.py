@@ -245,7 +245,7 @@ def test_ctrl_c_keeps_the_finished_rounds(tmp_path, monkeypatch):
 
 def test_a_loop_that_does_not_train_raises_an_error(tmp_path, monkeypatch):
     monkeypatch.setitem(CONTENDERS, "loop", Contender("loop", "torch", broken))
-    with pytest.raises(SlipstreamError, match=r"loop does not train \(failed\): ValueError: no such method"):
+    with pytest.raises(SlipstreamError, match=r"hand-written loop \(failed\): ValueError: no such method"):
         compare(subject(tmp_path), [], **SHORT)
 
 

@@ -106,7 +106,7 @@ def test_integer_keys_are_kept_if_the_format_supports_them():
 
 
 def test_none_in_toml_raises_an_error_that_names_the_key():
-    with pytest.raises(ConfigError, match=r"^a\.0\.b: TOML has no None"):
+    with pytest.raises(ConfigError, match=r"^a\.0\.b: TOML does not support None"):
         reloaded({"a": [{"b": None}]}, ".toml")
 
 

@@ -81,7 +81,9 @@ def test_unknown_key_error_names_path_and_nearest_key():
 
 
 def test_missing_field_error_names_the_field():
-    with pytest.raises(ConfigError, match=r"^part\.name: the required key is missing; it must be a str$"):
+    with pytest.raises(
+        ConfigError, match=r"^part\.name: the required key is missing; its value must be a str$"
+    ):
         options(Required, {}, "part")
     assert options(Required, {"name": "x"}, "") == Required("x")
     with pytest.raises(ConfigError, match=r"^name: must be a str, not 3$"):

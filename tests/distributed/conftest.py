@@ -1,4 +1,4 @@
-"""Machines for launcher tests: this machine, two machines built from namespaces, and a Slurm cluster."""
+"""Machines for launcher tests: this machine, two machines simulated with namespaces, and a Slurm cluster."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from cluster.slurm import PROGRAMS, slurm
 
 
 def require_programs(packages, *programs):
-    """Skip the test if programs are missing. In continuous integration, which installs them, fail instead."""
+    """Skip the test if programs are missing. In continuous integration, where they are installed, fail instead."""
     path = environment()["PATH"]
     if missing := [program for program in programs if shutil.which(program, path=path) is None]:
         how = pytest.fail if os.environ.get("SLIPSTREAM_CI") else pytest.skip
@@ -19,7 +19,7 @@ def require_programs(packages, *programs):
 
 @pytest.fixture
 def folder(tmp_path):
-    """An empty folder with access to the examples. Its checkpoints are removed after the test."""
+    """A folder that contains only a symlink to the examples. Its checkpoints are removed after the test."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     yield tmp_path
     for work_dir in ("work_dirs", "work_dir", "faulty"):
@@ -28,7 +28,7 @@ def folder(tmp_path):
 
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory):
-    """Two machines with separate networks, by their names n1 and n2."""
+    """Two machines with separate networks, keyed by their names n1 and n2."""
     require_programs("iproute2 util-linux", "ip", "unshare", "nsenter")
     with contextlib.ExitStack() as stack:
         try:
@@ -40,7 +40,7 @@ def machines(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def machine(request):
-    """A machine with a separate network if possible, and otherwise this machine."""
+    """A machine with a separate network if possible; otherwise, this machine."""
     try:
         yield request.getfixturevalue("machines")["n1"]
     except pytest.skip.Exception:
@@ -57,6 +57,6 @@ def cluster(machines, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mpi_machine(machines):
-    """A machine whose environment lets Open MPI and MPICH run as root and with fewer cores than processes."""
+    """A machine whose environment allows Open MPI and MPICH to run as root, and with fewer cores than processes."""
     require_programs("openmpi-bin mpich", "mpirun", "mpiexec.hydra")
     return machines["n1"]

@@ -141,13 +141,13 @@ def test_failure_of_one_process_ends_the_job_with_its_status(nodes, folder, how,
     run = nodes["n1"].run(f"{SUBMIT} --tasks-per-node 2 {on_rank_1(how)}", folder)
     assert run.process.returncode == status, run.output
     assert message in run.output
-    assert f"ended with status {status}; see the messages above" in error(run)
+    assert f"exited with status {status}; see the messages above" in error(run)
     ended(nodes, folder)
 
 
 def test_failure_on_one_node_ends_the_processes_of_the_other_node(nodes, folder):
     run = nodes["n1"].run(f"{SUBMIT} --nodes 2 {on_rank_1('kill')}", folder).failed()
-    assert "(one of 2) ended with status " in error(run)
+    assert "(one of 2) exited with status " in error(run)
     assert "Traceback" not in run.output
     ended(nodes, folder)
 

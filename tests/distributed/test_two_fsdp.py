@@ -206,7 +206,7 @@ def test_optimizer_built_before_sharding_raises_an_error(answers):
 def test_errors_for_invalid_options_suggest_a_remedy(answers):
     for found in answers["invalid_options"]:
         assert len(found) == 3, found
-        assert "no module of the class 'Blok'; did you mean 'Block'?" in found[0]
+        assert "no module of class 'Blok'; did you mean 'Block'?" in found[0]
         assert found[1].startswith(
             "shard_size: must be at least 2 and divide the number of processes (2), but is 3"
         )

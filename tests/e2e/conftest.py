@@ -13,13 +13,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def root() -> Path:
-    """Return the project's folder."""
+    """Return the root folder of the repository."""
     return ROOT
 
 
 @pytest.fixture(scope="session")
 def python() -> Iterator[ForkedPython]:
-    """Return a server that runs Python commands."""
+    """Yield a server that runs Python commands."""
     server = ForkedPython()
     yield server
     server.close()
@@ -27,7 +27,7 @@ def python() -> Iterator[ForkedPython]:
 
 @pytest.fixture
 def run(tmp_path: Path, python: ForkedPython) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `python ARGS` in the test's folder, check the exit status and return the output.
+    """Return a function that runs `python ARGS` in the test's folder, checks the exit status and returns the output.
 
     With `forked=False`, a new interpreter runs the command, for tests that check which modules are imported.
     """
@@ -46,5 +46,5 @@ def run(tmp_path: Path, python: ForkedPython) -> Callable[..., subprocess.Comple
 
 @pytest.fixture
 def slipstream(run):
-    """Run `slipstream ARGS`."""
+    """Return a function that runs `slipstream ARGS`."""
     return lambda *args, **kwargs: run("-m", "slipstream", *args, **kwargs)

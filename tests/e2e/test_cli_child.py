@@ -62,7 +62,7 @@ def test_standard_error_is_copied_unless_quiet(capsys):
 def test_timeout_ends_the_process(ignored):
     script = f"import signal, time; {ignored} time.sleep(60)"
     done = run_child(["-c", script], timeout=1.0, grace=0.5, quiet=True)
-    assert (done.status != 0, done.reason) == (True, "did not end within 1 s")
+    assert (done.status != 0, done.reason) == (True, "did not finish within 1 s")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -87,7 +87,7 @@ def test_timeout_ends_processes_with_their_own_session(tmp_path, ignored):
     path = tmp_path / "pid"
     script = WITH_CHILD.format(path=str(path)).replace('(60)"])', '(60)"], start_new_session=True)')
     done = run_child(["-c", ignored + script], timeout=2.0, grace=0.5, quiet=True)
-    assert done.reason == "did not end within 2 s"
+    assert done.reason == "did not finish within 2 s"
     assert ends(int(path.read_text()))
 
 

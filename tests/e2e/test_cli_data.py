@@ -212,7 +212,7 @@ def test_insufficient_disk_space_raises_an_error_before_caching(folder, capsys, 
     [
         (["cache", "recipe.yaml", "--prune", "--split", "val"], "cannot be combined with `--split`"),
         (["cache", "street_scenes_pp_lite_t"], "set `--folder`"),
-        (["stats", "recipe.yaml", "--split", "test"], "no test_dataloader (its splits: train, val)"),
+        (["stats", "recipe.yaml", "--split", "test"], "no test_dataloader (available splits: train, val)"),
         (["stats", "recipe.yaml", "train_dataloader.dataset.imags=x"], "did you mean 'images'"),
         (["show", "recipe.yaml", "--epoch", "-1"], "`--epoch` must be at least 0"),
         (["cache", "recipe.yaml", "--folder", "recipe.yaml"], "cannot write to"),

@@ -222,7 +222,7 @@ def test_predictions_of_one_channel_are_compared_by_their_sign():
 def test_a_file_that_differs_from_the_model_is_not_kept(write_run, tmp_path, capsys):
     write_run(dict(type="Segmentor", network=dict(type="ScaledByWidth")))
     assert export("torchscript", "--shape", "3x32x48") == 1
-    assert "differs from the model for an input of shape (1, 3, 160, 112)" in capsys.readouterr().err
+    assert "differs from the model's for an input of shape (1, 3, 160, 112)" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"run.pth"}
     assert export("torchscript", "--shape", "3x32x48", "--fixed-size") == 0
     assert (tmp_path / "run.pt").is_file()

@@ -212,7 +212,7 @@ def test_runs_with_equal_names_are_labeled_by_their_folders(tmp_path):
     text = text_of(out.read_text(encoding="utf-8"))
     assert str(one) in text
     assert str(two) in text
-    assert "The recorded settings are equal" in text
+    assert "The recorded settings are identical" in text
 
 
 def test_formulas_in_names_are_text_in_the_csv_file(tmp_path):
@@ -268,7 +268,7 @@ def test_run_without_a_configuration_has_no_differing_settings(tmp_path):
     logged(tmp_path)
     out = tmp_path / "both.html"
     assert main(["report", str(tmp_path / "one"), str(tmp_path / "killed"), "--out", str(out)]) == 0
-    assert "The recorded settings are equal" in text_of(out.read_text(encoding="utf-8"))
+    assert "The recorded settings are identical" in text_of(out.read_text(encoding="utf-8"))
 
 
 def test_newest_run_in_a_work_dir_is_the_one_that_started_last(tmp_path, capsys):

@@ -63,7 +63,7 @@ def test_accuracy_of_zero_samples_is_nan():
 def test_invalid_targets_raise_an_error_with_their_count():
     metric = Accuracy()
     metric.process(None, (torch.eye(3), torch.tensor([0, 3, -1])))
-    with pytest.raises(DataError, match="2 of 3 targets are not classes"):
+    with pytest.raises(DataError, match="2 of 3 targets are not valid class ids"):
         metric.evaluate(3)
 
 

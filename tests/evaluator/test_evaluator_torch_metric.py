@@ -108,8 +108,8 @@ def test_inference_mode_batches_can_be_evaluated_in_normal_mode():
     ("data_samples", "words"),
     [
         ({"logits": SCORES}, r"a dict with the keys \['logits'\]"),
-        (SCORES, r"a tensor \(4, 4\) of torch.float32"),
-        ((SCORES, TARGETS, TARGETS), r"a tuple of 3 \(Tensor\)"),
+        (SCORES, r"a torch.float32 tensor of shape \(4, 4\)"),
+        ((SCORES, TARGETS, TARGETS), r"a tuple of length 3 \(Tensor\)"),
         (None, "an object of type NoneType"),
     ],
 )

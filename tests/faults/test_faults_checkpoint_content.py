@@ -158,7 +158,7 @@ def test_error_names_a_missing_entry_and_nothing_changes(valid, tmp_path, path):
         (("meta", "inner_samples"), "has no 'meta.inner_samples'"),
         (("optimizer", "loss_scaler"), "has no 'optimizer.loss_scaler'"),
         (("optimizer", "state", 1), "'optimizer.state' has no entries for the parameters [1]"),
-        (("rank_gradients",), "has no 'gradients', but iteration 7 is inside an accumulation window"),
+        (("rank_gradients",), "has no 'gradients', but iteration 7 is in the middle of an accumulation"),
     ],
     ids=str,
 )

@@ -1,5 +1,6 @@
-"""A run on a full disk ends with an error that names the disk, and resumes with the results of an uninterrupted run."""
+"""A run on a full disk ends with an error that identifies the disk. Its results after resuming are unchanged."""
 
+import errno
 import json
 import os
 import shutil
@@ -37,8 +38,8 @@ def test_run_on_a_full_disk_names_the_disk_and_resumes_after_space_is_free(tmp_p
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr
     for found in json.loads(done.stdout.splitlines()[-1]):
-        assert "epoch_3.pth cannot be written: the disk is full" in found["error"]
-        assert f"in {found['folder']} (0 MiB of 8 MiB are free)" in found["error"]
+        assert "epoch_3.pth cannot be written: the disk containing" in found["error"]
+        assert f"{found['folder']} is full (0 MiB of 8 MiB are free)" in found["error"]
         assert found["kept"] == ["epoch_1.pth", "epoch_2.pth"]
         assert found["temporary"] == []
         assert found["resumed_from"] == "epoch_2.pth"
@@ -51,9 +52,10 @@ def test_only_a_full_disk_is_reported_as_such(tmp_path):
     file.write_bytes(b"x")
     check_space(file)
     assert file.stat().st_size > 1
-    assert disk_problem(OSError(28, "No space left on device"), tmp_path).startswith("the disk is full in")
-    assert disk_problem(OSError(122, "Disk quota exceeded"), tmp_path).startswith(
-        "the disk quota is exceeded in"
-    )
+    full = disk_problem(OSError(errno.ENOSPC, "No space left on device"), tmp_path)
+    assert full.startswith(f"the disk containing {tmp_path} is full (")
+    assert full.endswith(" MiB are free)")
+    quota = disk_problem(OSError(errno.EDQUOT, "Disk quota exceeded"), tmp_path)
+    assert quota == f"the disk quota for {tmp_path} is exceeded"
     assert disk_problem(OSError(13, "Permission denied"), tmp_path) is None
     assert disk_problem(ValueError(28), tmp_path) is None

@@ -21,67 +21,75 @@ ROOT = Path(__file__).resolve().parents[2]
 START, END = "<!-- tested faults: start -->", "<!-- tested faults: end -->"
 
 ROWS: dict[tuple[str, str], tuple[str, ...]] = {
-    ("damaged bits, sectors or ends of checkpoints and shards", "an error that names the file and the entry"): (
+    ("checkpoints and shards with damaged bits, sectors or ends",
+     "an error that identifies the file and the entry"): (
         "checkpoint/test_checkpoint_integrity.py",
         "distributed/test_two_sharded_checkpoints.py::test_flipped_bits_in_shards_raise_an_error",
         "distributed/test_two_sharded_checkpoints.py::test_shards_that_do_not_fill_a_tensor_raise_an_error",
     ),
-    ("newest checkpoint or `last_checkpoint` damaged or missing", "resumes from the newest intact checkpoint"): (
+    ("newest checkpoint or `last_checkpoint` is damaged or missing",
+     "the run resumes from the newest intact checkpoint"): (
         "runner/test_runner_resume.py::test_resume_uses_the_newest_intact_checkpoint",
         "runner/test_runner_resume.py::test_damaged_last_checkpoint_is_skipped",
     ),
-    ("SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2", "a checkpoint; the resumed run ends bitwise identical"): (
+    ("SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2",
+     "a checkpoint is saved; the results after resuming are bitwise identical"): (
         "test_preemption.py",
         "distributed/test_two_preemption.py",
     ),
-    ("two runs in one `work_dir`", "the second run is refused"): (
+    ("two runs in one `work_dir`", "the second run ends with an error"): (
         "runner/test_folder_lock.py::test_second_run_is_refused_until_the_first_is_killed",
         "runner/test_folder_lock.py::test_lock_waits_for_the_remaining_processes_of_a_killed_run",
     ),
-    ("two `CheckpointHook`s in one run", "neither removes the files of the other"): (
+    ("two `CheckpointHook`s in one run", "neither hook removes the other hook's files"): (
         "hooks/test_hooks_checkpoint.py::test_files_of_another_run_are_not_removed",
         "hooks/test_hooks_checkpoint.py::test_two_hooks_with_the_same_file_names_raise_an_error",
     ),
-    ("kill while a sharded checkpoint is replaced", "the previous one is kept until the new one is complete"): (
+    ("run killed while it replaces a sharded checkpoint",
+     "the previous checkpoint is kept until the new one is complete"): (
         "runner/test_folder_lock.py::test_run_removes_temporary_files_of_killed_runs",
         "distributed/test_two_sharded_checkpoints.py::test_sharded_checkpoints_are_kept_removed_and_found_like_files",
     ),
-    ("stop within an accumulation window, in one or two processes", "the resumed run ends bitwise identical"): (
+    ("run stopped within an accumulation window, in one or two processes",
+     "the results after resuming are bitwise identical"): (
         "runner/test_runner_resume.py::test_gradients_of_an_unfinished_accumulation_window_are_restored",
         "distributed/test_two_preemption.py::test_signal_on_one_rank_stops_all_and_the_run_resumes_bitwise_identically",
         "distributed/test_two_sharded_checkpoints.py::test_accumulated_gradients_are_restored",
     ),
-    ("`StopIteration` in a dataset, and epochs that end early", "an error that names the sample or both lengths"): (
+    ("`StopIteration` in a dataset, and epochs that end early",
+     "an error that identifies the sample or reports both lengths"): (
         "dataset/loading/test_samples.py::test_stop_iteration_of_a_sample_does_not_end_the_epoch",
         "runner/test_runner_data_faults.py::test_stop_iteration_from_a_sample_ends_the_run_and_names_the_sample",
         "runner/test_runner_data_faults.py::test_epoch_with_fewer_batches_than_the_loaders_length_raises_an_error",
         "runner/test_runner_data_faults.py::test_short_evaluation_raises_an_error",
     ),
-    ("wrong contents of a checkpoint", "an error that names the key; the run is not changed"): (
+    ("invalid checkpoint contents", "an error that identifies the key; the run is not changed"): (
         "faults/test_faults_checkpoint_content.py",
     ),
-    ("full disk", "one error that names the disk; resumes when there is space"): (
+    ("full disk", "one error that identifies the disk; the run resumes once space is available"): (
         "faults/test_faults_disk_full.py",
     ),
-    ("changed configurations, files and overrides", "an error that names the key or the file"): (
+    ("changed configurations, files and overrides", "an error that identifies the key or the file"): (
         "faults/test_faults_fuzz.py",
     ),
-    ("invalid or unknown options", "an error that starts with the path of the key"): (
+    ("invalid or unknown options", "an error that starts with the key's path"): (
         "runner/test_runner_strict.py",
     ),
-    ("temporary files of killed runs", "removed by the next run; files and folders are synced"): (
+    ("temporary files left by killed runs", "the next run removes them; files and folders are synced"): (
         "runner/test_folder_lock.py::test_run_removes_temporary_files_of_killed_runs",
         "test_files.py",
     ),
-    ("workers that hang or exit, failing samples, small `/dev/shm`", "a warning or an error that names the cause"): (
+    ("workers that hang or exit, samples that raise errors, small `/dev/shm`",
+     "a warning or an error that states the cause"): (
         "dataset/loading/test_waiting.py",
         "dataset/loading/test_samples.py",
     ),
-    ("batches of one sample, targets out of range, orphaned workers",
-     "named with a remedy; no worker outlives its run"): (
+    ("batches with one sample, targets out of range, orphaned workers",
+     "a warning or an error with a remedy; no worker outlives its run"): (
         "runner/test_runner_data_faults.py",
     ),
-    ("secrets, paths outside the `work_dir`, YAML aliases, pickles, imports", "redacted or refused"): (
+    ("secrets, paths outside the `work_dir`, YAML aliases, pickles, imports",
+     "secrets are redacted; the others are rejected"): (
         "runner/test_runner_secrets.py",
         "test_redaction.py",
         "config/test_config_untrusted.py",
@@ -89,7 +97,8 @@ ROWS: dict[tuple[str, str], tuple[str, ...]] = {
         "checkpoint/test_checkpoint_untrusted.py",
         "hooks/test_hooks_checkpoint.py::test_invalid_file_names_are_rejected_at_construction",
     ),
-    ("non-finite losses, weights and metrics; loss spikes", "reported, skipped or rolled back as configured"): (
+    ("non-finite losses, weights and metrics; loss spikes",
+     "reported, skipped or rolled back, depending on the configuration"): (
         "runner/test_runner_rollback.py",
         "distributed/test_two_rollback.py",
         "hooks/test_hooks_replaced_files.py",
@@ -134,7 +143,7 @@ def outcomes(logs: Iterable[Path]) -> dict[str, Counter[str]]:
 
 def markdown(found: Mapping[str, Counter[str]]) -> str:
     """Return the table."""
-    lines = ["| fault | required result | cases tested | not as required |", "|---|---|---:|---:|"]
+    lines = ["| fault | required result | cases tested | failed |", "|---|---|---:|---:|"]
     for (fault, required), names in ROWS.items():
         counts = sum((found.get(name, Counter()) for name in names), Counter())
         lines.append(

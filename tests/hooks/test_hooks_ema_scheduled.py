@@ -176,4 +176,4 @@ def test_mean_update_matches_the_average_of_update_numbers(average, total):
 def test_slow_average_logs_a_warning_at_the_start(tmp_path, options, warned):
     ema_run(tmp_path, custom_hooks=[{**SCHEDULED, **options}], log_level="WARNING")
     (log,) = tmp_path.rglob("*.log")
-    assert ("the EMA decay is too slow for" in log.read_text(encoding="utf-8")) == warned
+    assert ("the EMA decay is too high for" in log.read_text(encoding="utf-8")) == warned

@@ -82,7 +82,8 @@ def test_patience_is_the_number_of_consecutive_steps():
     losses = [*noisy(60), 9.0, 9.0, 2.0, 9.0, 9.0, 9.0, 2.0]
     warnings = watched(losses, patience=3)
     assert len(warnings) == 1
-    assert "at iteration 66 for 3 steps" in warnings[0]
+    assert "at iteration 66, above" in warnings[0]
+    assert "for 3 consecutive steps (" in warnings[0]
 
 
 def test_history_continues_after_a_resume():
@@ -195,7 +196,7 @@ def test_action_warn_does_not_change_the_run(tmp_path, capsys):
 
 def test_recurring_spikes_end_the_run(tmp_path):
     with pytest.raises(
-        LossSpikeError, match=r"rose to .*used all of its rollbacks .max_rollbacks=1"
+        LossSpikeError, match=r"rose to .*number of rollbacks has been reached .max_rollbacks=1"
     ) as raised:
         train(tmp_path, range(31, 100), action="rollback", max_rollbacks=1)
     assert raised.value.last >= raised.value.iteration > 28
@@ -203,7 +204,7 @@ def test_recurring_spikes_end_the_run(tmp_path):
 
 def test_unknown_loss_is_rejected(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"custom_hooks\[0\].monitor: the model returns no 'los'; did you mean 'loss'"
+        ConfigError, match=r"custom_hooks\[0\].monitor: the model does not return 'los'; did you mean 'loss'"
     ):
         train(tmp_path, monitor="los")
 

@@ -64,7 +64,7 @@ def test_early_stopping_infers_the_rule_from_the_name(tmp_path):
 def test_missing_metric_logs_a_warning_unless_strict(tmp_path, capsys):
     changes = dict(**validation(Scripted([0.1, 0.2])), log_level="WARNING")
     run(tmp_path, custom_hooks=[dict(type="EarlyStoppingHook", monitor="top1")], **changes)
-    assert "no metric 'top1'" in capsys.readouterr().out
+    assert "did not return the metric 'top1'" in capsys.readouterr().out
 
 
 def test_patience_is_restored_in_a_resumed_run(tmp_path):

@@ -104,8 +104,8 @@ def test_utilization_is_unknown_without_a_peak(tmp_path):
     record = made(runner)
     assert utilization(record) is None
     assert record.compute.flops_per_sample == 0
-    assert "the peak speed of the CPU for fp32 is not in the table of accelerators" in record.compute.problem
-    assert "Model FLOPs utilization: unknown, because the peak speed of the CPU" in page(runner)
+    assert "the peak throughput of the CPU in fp32 is not in the accelerator table" in record.compute.problem
+    assert "Model FLOPs utilization: unknown, because the peak throughput of the CPU" in page(runner)
 
 
 def test_counting_does_not_change_the_run(tmp_path):
@@ -144,7 +144,7 @@ def test_loss_that_reads_values_makes_the_utilization_unknown(tmp_path):
 
     record = made(classifying(tmp_path, dict(peak_tflops=1.0), model=Classifier(network(), Selective())))
     assert record.status == "finished"
-    problem = "the operations cannot be counted: the model or the loss reads values of tensors"
+    problem = "the operations cannot be counted: the model or the loss depends on tensor values"
     assert problem in record.compute.problem
 
 

@@ -167,5 +167,7 @@ def test_log_file_on_a_full_disk_is_reported_once(capsys):
     logger.close()
     captured = capsys.readouterr()
     assert captured.out.count("a line") == 3
-    assert captured.out.count("The log file /dev/full cannot be written: the disk is full in /dev") == 1
+    assert (
+        captured.out.count("The log file /dev/full cannot be written: the disk containing /dev is full") == 1
+    )
     assert "Traceback" not in captured.err

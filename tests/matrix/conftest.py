@@ -1,4 +1,4 @@
-"""The matrix starts its two processes in the same way as tests/distributed."""
+"""Add tests/distributed to the path, because the matrix uses its helpers to start two processes."""
 
 import sys
 from pathlib import Path

@@ -43,7 +43,7 @@ def matrix(rank, seed=1):
         ("powersdg", "comm_hook: must be 'bf16', 'fp16', 'powersgd' .*; did you mean 'powersgd'?"),
         (True, "comm_hook: must be .*, not True"),
         (dict(rank=2), "comm_hook: must be"),
-        (dict(type="bf16", rank=2), r"comm_hook: 'bf16' has no options, but got \['rank'\]"),
+        (dict(type="bf16", rank=2), r"comm_hook: 'bf16' accepts no options, but got \['rank'\]"),
         (dict(type="powersgd", ranks=2), r"comm_hook\.ranks: no such option; did you mean 'rank'?"),
         (dict(type="powersgd", rank=0), r"comm_hook\.rank: must be at least 1, not 0"),
         (dict(type="powersgd", start_step=-1), r"comm_hook\.start_step: must not be negative"),

@@ -44,7 +44,7 @@ def test_wrap_matches_class_and_base_class_names():
 
 
 def test_unknown_class_error_names_the_nearest_class():
-    with pytest.raises(ConfigError, match="no module of the class 'block'; did you mean 'Block'"):
+    with pytest.raises(ConfigError, match="no module of class 'block'; did you mean 'Block'"):
         units(Net(), wrap=["block"])
 
 
@@ -55,7 +55,7 @@ def test_min_params_selects_the_smallest_modules_above_the_size():
 
 def test_module_list_is_not_a_unit():
     assert units(Net(), min_params=30) == []
-    with pytest.raises(ConfigError, match="no module of the class 'ModuleList'"):
+    with pytest.raises(ConfigError, match="no module of class 'ModuleList'"):
         units(Net(), wrap=["ModuleList"])
 
 

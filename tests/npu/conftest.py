@@ -1,11 +1,11 @@
-"""Tests on an accelerator named `npu`: the simulated one (`make npu`), or an Ascend device."""
+"""Tests on an `npu` accelerator: the simulated NPU (`make npu`) or an Ascend device."""
 
 import pytest
 import torch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all tests of this package, and skip them if there is no NPU."""
+    """Mark all tests in this folder, and skip them if there is no NPU."""
     device = torch.accelerator.current_accelerator(check_available=True)
     for item in items:
         if "/tests/npu/" not in str(item.path):

@@ -168,7 +168,7 @@ def test_unsupported_python_raises_an_error_with_its_line(tmp_path, text, messag
 
 
 def test_a_base_file_with_a_text_style_base_raises_an_error(tmp_path):
-    with pytest.raises(ConfigParsingError, match="cannot have _base_"):
+    with pytest.raises(ConfigParsingError, match="cannot use _base_"):
         config(tmp_path, "with read_base():\n    from .base import *\n", base="_base_ = 'other.py'\n")
 
 

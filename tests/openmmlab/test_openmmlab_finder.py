@@ -35,7 +35,7 @@ def test_the_package_replaces_an_installed_mmengine_and_prints_a_message(tmp_pat
     )
     done = run("-c", program, path=[fake_mmengine(tmp_path)])
     assert done.stdout.split()[-1] == "0.10.7"
-    assert (done.stdout + done.stderr).count("import mmengine now imports Slipstream") == 1
+    assert (done.stdout + done.stderr).count("`import mmengine` now imports Slipstream") == 1
 
 
 def test_importing_only_slipstream_does_not_replace_mmengine(tmp_path):
@@ -128,5 +128,5 @@ def test_the_command_requires_the_environment_variable(tmp_path, monkeypatch, op
         code=0 if opt_in else 2,
     )
     text = done.stdout + done.stderr
-    assert ("import mmengine now imports Slipstream" in text) == opt_in
+    assert ("`import mmengine` now imports Slipstream" in text) == opt_in
     assert ("Saved checkpoint" in text) == opt_in

@@ -76,7 +76,7 @@ MODEL = dict(model=dict(type="Brightness", scale=2.0, pretrained="unused.pth"))
 
 
 def inferencer(**kwargs):
-    with pytest.warns(UserWarning, match="the model's weights are random"):
+    with pytest.warns(UserWarning, match="the model's weights are randomly initialized"):
         return BrightnessInferencer(model=MODEL, scope="mmengine", show_progress=False, **kwargs)
 
 

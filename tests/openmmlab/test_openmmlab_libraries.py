@@ -48,7 +48,7 @@ def test_a_stock_configuration_trains_validates_and_resumes(name, tmp_path):
     case, data = prepared(name, tmp_path)
     first, last = (2, 4) if case.iterations else (1, 2)
     log = run(case, tmp_path, "--cfg-options", *case.options(data, first))
-    assert "import mmengine now imports Slipstream" in log
+    assert "`import mmengine` now imports Slipstream" in log
     assert case.metric in log
     assert "Saved checkpoint" in log
     log = run(case, tmp_path, "--resume", "--cfg-options", *case.options(data, last))

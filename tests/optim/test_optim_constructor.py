@@ -192,7 +192,7 @@ def test_shared_parameter_with_equal_options_is_in_the_optimizer_once():
 def test_shared_parameter_with_different_options_raises_an_error_unless_bypassed():
     model = tied()
     rules = {"custom_keys": {"second": {"lr_mult": 0.1}}}
-    with pytest.raises(ModelError, match=r"'first.weight' occurs in the model twice.*bypass_duplicate=True"):
+    with pytest.raises(ModelError, match=r"'first.weight' occurs twice in the model.*bypass_duplicate=True"):
         build(model, rules)
     found = options_by_name(model, build(model, {**rules, "bypass_duplicate": True}), "lr")
     assert found["first.weight"] == (LR,)

@@ -131,7 +131,7 @@ def test_type_must_be_callable():
             {"first": {"type": "Refuses", "error": TypeError("A() got an unexpected keyword argument 'b'")}},
             "first: Refuses: there is no parameter 'b'",
         ),
-        ({"first": {"type": "Point", 3: 1}}, "first: the names of parameters must be strings, not 3"),
+        ({"first": {"type": "Point", 3: 1}}, "first: parameter names must be strings, not 3"),
         ({"steps": [{"x": 1}]}, "steps[0]: a part needs a 'type'"),
         (
             {"first": {"type": "Refuses", "error": ConfigError("must be even", "size[1]")}},

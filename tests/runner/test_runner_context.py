@@ -156,7 +156,7 @@ def test_training_again_after_an_error_inside_an_epoch_raises_an_error(tmp_path,
     with pytest.raises(error):
         runner.train()
     steps = len(losses)
-    text = f"stopped by {error.__name__} inside an epoch.*build a new one with resume=True"
+    text = rf"stopped in the middle of an epoch \({error.__name__}\).*create a new Runner with resume=True"
     for _ in range(2):
         with pytest.raises(ConfigError, match=text):
             runner.train()

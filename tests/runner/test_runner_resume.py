@@ -327,7 +327,8 @@ def test_resume_uses_the_newest_intact_checkpoint(tmp_path, problem):
     named = "last_checkpoint" if "deleted" in problem else str(newest)
     assert named in log
     assert (
-        f"Resuming from {folder}/epoch_{epoch}.pth; all steps after iteration {iteration} are repeated" in log
+        f"Resuming from {folder}/epoch_{epoch}.pth; all steps after iteration {iteration} will be repeated"
+        in log
     )
     assert_same(weights(whole), weights(resumed))
     assert before <= {path.name for path in folder.glob("*.pth")}

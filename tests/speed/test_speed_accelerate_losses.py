@@ -246,7 +246,7 @@ def test_errors_describe_what_is_wrong():
         DataError, match=r"the batch has the keys \['image', 'label'\], but Linear.forward accepts"
     ):
         failing(nn.Linear(2, 2), {"image": torch.ones(1, 2), "label": torch.zeros(1)}, loss_fn=F.mse_loss)
-    with pytest.raises(LossError, match="the model returned no loss, but a Output"):
+    with pytest.raises(LossError, match="the model returned an object of type Output, but no loss"):
         failing(model_of(NoLoss), torch.ones(1, 2, dtype=torch.float64))
     with pytest.raises(LossError, match=r"'loss' has shape \(1, 2\)"):
         failing(nn.Linear(2, 2), torch.ones(1, 2))

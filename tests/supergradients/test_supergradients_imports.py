@@ -57,7 +57,7 @@ def test_names_are_imported_in_all_forms(tmp_path):
     )
     done = run("-c", program, path=[tmp_path])
     assert done.stdout.split()[-1] == "3.7.1"
-    assert (done.stdout + done.stderr).count("import super_gradients now imports Slipstream") == 1
+    assert (done.stdout + done.stderr).count("`import super_gradients` now imports Slipstream") == 1
 
 
 @pytest.mark.parametrize(

@@ -429,5 +429,5 @@ def test_unsupported_logger_methods_and_image_formats_are_rejected():
         AttributeError, match=r"context\.sg_logger\.add_histogram is not supported; use context"
     ):
         logger.add_histogram("a", [1])
-    with pytest.raises(DataError, match=r"not \(2, 2\) in the format 'CHW'"):
+    with pytest.raises(DataError, match=r"of shape \(2, 2\) in 'CHW' format"):
         logger.add_image("a", torch.zeros(2, 2))

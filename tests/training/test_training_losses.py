@@ -68,7 +68,7 @@ def test_modules_and_functions_are_returned_unchanged():
         (None, "a loss is required"),
         (3, "not 3"),
         ({"A": {}, "B": {}}, "must be a name"),
-        ({"STDCLoss": {"weights": [1, 1]}}, r"must be 4 numbers.* not \[1, 1\]"),
+        ({"STDCLoss": {"weights": [1, 1]}}, r"must contain 4 numbers.* not \[1, 1\]"),
         ({"STDCLoss": {"ohem_criteria": "OhemBCELoss"}}, "must be None, not"),
         ({"CrossEntropyLoss": {"reduction": "sum"}}, "must be 'mean', not"),
     ],
@@ -146,7 +146,7 @@ def test_half_precision_is_summed_in_float32():
 
 
 def test_several_outputs_and_invalid_smoothing_are_rejected():
-    with pytest.raises(ModelError, match=r"network has 2 in training.*use_aux_heads=False"):
+    with pytest.raises(ModelError, match=r"network returns 2 in training.*use_aux_heads=False"):
         CrossEntropy()((torch.zeros(1, 3), torch.zeros(1, 3)), torch.zeros(1, dtype=torch.long))
     with pytest.raises(ConfigError, match=r"must be between 0 and 1, not 1\.5"):
         CrossEntropy(label_smoothing=1.5)

@@ -334,13 +334,13 @@ def test_hook_requires_a_model_with_train_metrics(tmp_path):
 @pytest.mark.parametrize(
     ("targets", "remedy"),
     [
-        (torch.zeros(2, 6, 5), r"\(2, 6, 5\) of torch.float32 .*\(2, 4, 6, 5\).*\.long\(\)"),
-        (torch.zeros(2, 1, 6, 5, dtype=torch.int64), r"\(2, 1, 6, 5\) of torch.int64 .*squeeze\(1\)"),
+        (torch.zeros(2, 6, 5), r"torch.float32 tensor of shape \(2, 6, 5\).*\(2, 4, 6, 5\).*\.long\(\)"),
+        (torch.zeros(2, 1, 6, 5, dtype=torch.int64), r"int64 tensor of shape \(2, 1, 6, 5\).*squeeze\(1\)"),
         (
             torch.zeros(2, dtype=torch.int64),
-            r"\(2,\) of torch.int64 .*class ids \(N, H, W\).*check the dataset",
+            r"torch.int64 tensor of shape \(2,\).*class ids \(N, H, W\).*check the dataset",
         ),
-        (torch.zeros(2, 3, 6, 5), r"\(2, 3, 6, 5\) of torch.float32"),
+        (torch.zeros(2, 3, 6, 5), r"torch.float32 tensor of shape \(2, 3, 6, 5\)"),
         (torch.zeros(2, 3, 5, dtype=torch.int64), r"\(2, 3, 5\) .*\(2, 4, 6, 5\).*the dataset's transforms"),
     ],
 )

@@ -128,7 +128,7 @@ def test_long_run_is_plotted_with_at_most_2000_points(tmp_path: Path, drawn: dic
 @pytest.mark.parametrize(
     ("reason", "changes"),
     [
-        ("follows a metric", dict(param_scheduler=dict(type="ReduceOnPlateauLR", monitor="acc"))),
+        ("depends on a metric", dict(param_scheduler=dict(type="ReduceOnPlateauLR", monitor="acc"))),
         ("takes more than 0 s", dict(param_scheduler=MMENGINE)),
     ],
 )
@@ -138,7 +138,7 @@ def test_unknown_rates_are_logged_instead_of_plotted(
     monkeypatch.setattr(plot, "_SECONDS", 0.0)
     runner, _ = trained(tmp_path, log_level="INFO", **changes)
     logs = "".join(path.read_text() for path in Path(runner.log_dir).glob("*.log"))
-    assert "lr_schedule.png is not written: " in logs
+    assert "lr_schedule.png was not saved: " in logs
     assert reason in logs
     assert not (tmp_path / "lr_schedule.png").exists()
 

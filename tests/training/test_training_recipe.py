@@ -64,7 +64,7 @@ def test_misspelled_section_raises_an_error(key):
 def test_unknown_recipe_variable_logs_a_warning(caplog):
     caplog.set_level(logging.WARNING, "slipstream")
     recipe_config(recipe(my_dataset_params=dict(a=1), training_parms="text", other=dict(a=1)))
-    assert "'my_dataset_params' is unknown" in caplog.text
+    assert "unknown recipe key 'my_dataset_params'" in caplog.text
     assert "'other'" not in caplog.text
 
 

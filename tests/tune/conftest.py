@@ -10,7 +10,7 @@ from slipstream.tune import batch_size, search
 
 @pytest.fixture
 def fake_process(monkeypatch):
-    """Replace trial processes with scripts, and check that each process has been ended."""
+    """Replace trial processes with scripted fakes, and check that each of them has been terminated."""
 
     class Counted(FakeProcess):
         requests: ClassVar = []
@@ -23,7 +23,7 @@ def fake_process(monkeypatch):
 
 @pytest.fixture
 def clocked_process(monkeypatch):
-    """Replace trial processes with scripts on a simulated clock, and check that each process has been ended."""
+    """Replace trial processes with scripted fakes on a simulated clock, and check that each has been terminated."""
 
     class Clocked(ClockedProcess):
         now: ClassVar = [0.0]
@@ -37,6 +37,6 @@ def clocked_process(monkeypatch):
 
 @pytest.fixture
 def short_rounds(monkeypatch):
-    """Measure for a short time, regardless of the budget. The budget is large because the machine may be busy."""
+    """Shorten the measurements. The tests use large budgets, because the machine may be busy."""
     monkeypatch.setattr(search, "_LONGEST_ROUND", 0.02)
     monkeypatch.setattr(search, "_ROUNDS_FRACTION", 0.0)

@@ -106,7 +106,7 @@ def test_a_loader_that_can_be_iterated_only_once_raises_an_error_with_the_remedy
 def test_a_model_that_cannot_train_raises_an_error_with_its_message(own):
     model, _, optimizer, loss = own
     with pytest.raises(
-        SlipstreamError, match=r"the baseline does not train \(failed\): RuntimeError: .*shape"
+        SlipstreamError, match=r"training the baseline failed \(failed\): RuntimeError: .*shape"
     ):
         tune(model, [(torch.zeros(2, 7), torch.zeros(2).long())], optimizer, loss, budget=100, cache=False)
 
@@ -128,7 +128,7 @@ def test_errors_name_wrong_arguments(own, index, value, message):
 
 def test_error_for_several_processes_names_the_remedy(own, monkeypatch):
     monkeypatch.setattr("slipstream.tune.api.get_world_size", lambda: 4)
-    message = r"measures a single process, but the world size is 4\. Start it without torchrun or srun"
+    message = r"must run in a single process, but the world size is 4; start it without torchrun or srun"
     with pytest.raises(ConfigError, match=message):
         find_lr(*own)
 
@@ -466,7 +466,9 @@ def test_the_row_names_a_missing_compiler_as_the_reason(own, monkeypatch, short_
 
 
 def test_a_configuration_without_training_is_rejected():
-    with pytest.raises(ConfigError, match="train_dataloader: is required, because training is measured"):
+    with pytest.raises(
+        ConfigError, match="train_dataloader: is required, because tuning measures training steps"
+    ):
         tune_config({"model": dict(type=tiny_runs.Net)})
 
 

@@ -47,7 +47,7 @@ def test_summary_reports_epoch_times_and_when_compilation_pays_off():
         in text
     )
     assert "One epoch of 100 steps: 10 s before, 5 s after" in text
-    assert "takes 30 s. The faster plan saves this time within 600 steps" in text
+    assert "takes 30 s. The faster plan saves this much time within 600 steps" in text
 
 
 def test_summary_names_faster_options_that_are_not_part_of_the_plan():

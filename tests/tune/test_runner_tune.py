@@ -112,5 +112,7 @@ def test_a_runner_trains_identically_after_tuning(tmp_path, short_rounds):
 
 def test_a_runner_that_does_not_train_is_rejected(tmp_path):
     runner = Runner(tiny_runs.Net(), str(tmp_path), log_level="ERROR")
-    with pytest.raises(ConfigError, match="train_dataloader: is required, because training is measured"):
+    with pytest.raises(
+        ConfigError, match="train_dataloader: is required, because tuning measures training steps"
+    ):
         runner.tune(60)

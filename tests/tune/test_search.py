@@ -86,7 +86,11 @@ class NoisyProcess(FakeProcess):
     ("seconds", "status", "reason"),
     [
         # 16 of 24 rounds are faster; an interval of 90% that does not contain 1 would require 17.
-        ((0.13, 0.09, 0.09), "adopted", "likely: the interval contains 1 after 24 rounds"),
+        (
+            (0.13, 0.09, 0.09),
+            "adopted",
+            "probably faster: after 24 rounds, the confidence interval still includes 1",
+        ),
         ((0.13, 0.09), "inconclusive", ""),
     ],
 )
@@ -106,7 +110,7 @@ def test_a_plan_that_is_slower_than_the_baseline_is_not_adopted(monkeypatch):
     )
     assert (outcome.setting, outcome.adopted, outcome.total) == (Setting(), [], None)
     assert [row.status for row in outcome.rows] == ["inconclusive"] * 2
-    assert outcome.rows[0].reason == "channels_last + fused together: 0.91 times the speed of the baseline"
+    assert outcome.rows[0].reason == "channels_last + fused combined: 0.91 times the speed of the baseline"
 
 
 def test_no_option_is_adopted_if_none_is_faster(fake_process):
@@ -144,7 +148,7 @@ def test_a_budget_that_ends_during_a_round_does_not_count_as_a_failure_of_the_pl
     late = TrialError("timed out", "no measurement in 0 s")
     outcome = search({"": Script(fail_when_timed=late), "fused": Script()}, ["fused"])
     assert outcome.rows[0].status == "not measured"
-    assert outcome.rows[0].reason == "the budget ended during a round"
+    assert outcome.rows[0].reason == "the time budget ran out during a round"
 
 
 def test_nan_losses_are_rejected(fake_process):
@@ -205,7 +209,7 @@ def test_interrupt_ends_all_processes_and_keeps_the_rows_measured_so_far(fake_pr
 def test_a_plan_whose_process_dies_ends_the_search_with_the_reason(fake_process):
     dead = TrialError("out of memory", "killed")
     outcome = search({"": Script(fail_when_timed=dead)}, ["fused"])
-    assert outcome.stopped == "the process of the current plan ended: out of memory: killed"
+    assert outcome.stopped == "the process running the current plan exited: out of memory: killed"
     assert outcome.setting.speed == {}
 
 
@@ -233,7 +237,7 @@ def test_a_real_trial_that_hangs_is_ended_at_the_deadline_and_appears_in_the_tab
     monkeypatch.setattr("slipstream.tune.search.Process", Recorded)
     jobs = lambda setting: Steps(1000 if setting.speed else 0.001)  # noqa: E731
     outcome = Search(jobs, None, ["channels_last", "fused"], 12).run()
-    assert outcome.stopped == "the budget is used up"
+    assert outcome.stopped == "the time budget ran out"
     assert [row.status for row in outcome.rows] == ["timed out", "not measured"]
     assert "only 0 steps finished" in outcome.rows[0].reason
     assert len(started) == 2
@@ -259,7 +263,7 @@ def test_error_reports_a_step_longer_than_the_budget(fake_process):
 
 
 def test_a_baseline_that_does_not_train_raises_an_error(fake_process):
-    with pytest.raises(SlipstreamError, match=r"the baseline does not train \(out of memory\): why"):
+    with pytest.raises(SlipstreamError, match=r"training the baseline failed \(out of memory\): why"):
         search({"": Script(error=TrialError("out of memory", "why"))})
     with pytest.raises(NonFiniteLossError, match="losses of the baseline are not finite"):
         search({"": Script(losses=(1.0, float("inf")))})
@@ -275,7 +279,7 @@ def test_trials_that_do_not_fit_in_the_budget_are_listed_with_a_reason(fake_proc
     assert rows["channels_last"].status == "adopted"
     assert rows["precision=bf16"].status == "not measured"
     assert "this trial needs about" in rows["precision=bf16"].reason
-    assert outcome.stopped == "the budget is used up"
+    assert outcome.stopped == "the time budget ran out"
 
 
 @pytest.mark.parametrize("budget", [40, 60, 100, 300, 1000])
@@ -326,7 +330,7 @@ def test_a_measured_compilation_is_not_repeated_if_it_cannot_end_within_the_budg
 @pytest.mark.parametrize(
     ("script", "stopped"),
     [
-        (Script(error=TrialError("timed out", "6 steps")), "the budget is used up"),
+        (Script(error=TrialError("timed out", "6 steps")), "the time budget ran out"),
         (Script(error=TrialError("failed", "why")), ""),
         (Script(), ""),
     ],
@@ -423,7 +427,7 @@ def test_data_parallelism_is_skipped_if_it_is_not_possible(fake_process, monkeyp
     [
         (Script(batch_size=5), "requires an even batch size that can be changed, not 5"),
         (Script(batch_size=None), "requires an even batch size that can be changed, not None"),
-        (Script(counted=True), "the run or its learning rate schedule counts steps"),
+        (Script(counted=True), "the run length or the learning rate schedule is specified in steps"),
         (Script(sources={"accumulate": "speed.accumulate"}), "already set by the run"),
     ],
 )

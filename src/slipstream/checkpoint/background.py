@@ -1,4 +1,4 @@
-"""Write checkpoints in a thread while training continues."""
+"""Write checkpoints in a background thread while training continues."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _WITHOUT_EVENTS = ("cpu", "mps")
 
 
 class BackgroundWriter:
-    """Write one checkpoint at a time in a thread, from copies of its tensors.
+    """Write one checkpoint at a time in a background thread, from copies of its tensors.
 
     The copies use as much host memory as the tensors. They are kept until `close` and reused for the next checkpoint,
-    because allocating them takes longer than copying. Tensors that are sharded over accelerators are copied on their
+    because allocating them takes longer than copying. Tensors that are sharded across accelerators are copied on their
     device; these copies are freed after the checkpoint has been written. With several processes, the threads
     communicate through their own gloo group.
     """
@@ -53,7 +53,7 @@ class BackgroundWriter:
             checkpoint: the values to write; see `write_checkpoint`.
             path: path of the checkpoint.
             warn: called with a message for each value that cannot be saved.
-            on_saved: called in the thread with the path of the complete checkpoint.
+            on_saved: called in the background thread with the path of the complete checkpoint.
 
         Raises:
             CheckpointError: the previous checkpoint could not be written.
@@ -66,7 +66,7 @@ class BackgroundWriter:
 
         def run() -> None:
             for device, event in copied.items():
-                # A new thread starts with device 0, and torch's shard writer waits only for the current device.
+                # A new thread uses device 0 by default, and torch's shard writer waits only for the current device.
                 torch.accelerator.set_device_index(device)
                 event.synchronize()
             written = write_checkpoint(content, path, warn, group=self._group)
@@ -90,7 +90,7 @@ class BackgroundWriter:
             writing.result()
 
     def close(self) -> None:
-        """Wait for the last checkpoint, and free the copies."""
+        """Wait until the last checkpoint has been written, and free the copies."""
         try:
             self.wait()
         finally:
@@ -105,13 +105,13 @@ class BackgroundWriter:
     def _copy(
         self, checkpoint: Mapping[str, Any], warn: Callable[[str], None]
     ) -> tuple[dict[str, Any], dict[torch.device, torch.Event]]:
-        """Return a copy of the checkpoint and, for each device, an event that marks the end of the device's copies."""
+        """Return a copy of the checkpoint and, for each device, an event recorded after the device's copies."""
         buffers: dict[str, Tensor] = {}
         devices: set[torch.device] = set()
         on_host: list[tuple[Tensor, Tensor]] = []
 
         def buffered(name: str, tensor: Tensor) -> Tensor:
-            # `pop`, because different keys (1 and "1") can have the same name.
+            # Use `pop`, because different keys (1 and "1") can have the same name.
             buffers[name] = buffer = _buffer_for(tensor, self._buffers.pop(name, None))
             if tensor.device.type == "cpu":
                 on_host.append((buffer, tensor))

@@ -1,4 +1,4 @@
-"""Copy tensors in host memory in several threads."""
+"""Copy tensors in host memory with several threads."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MAX_THREADS = 8
 
 
 def copy_in_threads(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second tensor of each pair to the first one. Both are in host memory and have the same shape and dtype.
+    """Copy the second tensor of each pair to the first. Both must be in host memory and have the same shape and dtype.
 
     `Tensor.copy_` divides each tensor into one part per thread and waits for the slowest part. If other processes, such
-    as loader workers, use the same cores, this takes several times as long as with `run_in_threads`.
+    as loader workers, use the same cores, `copy_` takes several times as long as `run_in_threads`.
     """
     chunks: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = []
     for target, source in pairs:

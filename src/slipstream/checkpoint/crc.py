@@ -13,7 +13,7 @@ _ONE, _X_TO_8 = 1 << 31, 1 << 23
 def combined(checksums: Sequence[int], length: int) -> int:
     """Return the CRC-32 of a sequence of chunks, given the CRC-32 of each chunk.
 
-    All chunks except the first have a size of `length` bytes.
+    All chunks except the first are `length` bytes long.
 
     The CRC of a sequence `a + b` is `crc(a) * x^(8 * len(b)) + crc(b)`, as polynomials modulo the CRC-32 polynomial.
     """

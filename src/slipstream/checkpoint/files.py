@@ -72,7 +72,7 @@ def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str,
         raise CheckpointError(f"the checkpoint {path} does not exist{did_you_mean(path.name, siblings)}")
     if not _is_torch_file(path):
         raise CheckpointError(
-            f"{path} is not a checkpoint: torch.save did not write it; pass a different file"
+            f"{path} is not a checkpoint: it was not written by torch.save; pass a different file"
         )
     try:
         with verified(path) as file, torch.serialization.safe_globals(safe_globals()):
@@ -88,7 +88,7 @@ def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str,
         ) from error
     except Exception as error:  # a damaged file can raise any exception
         raise CheckpointError(
-            f"{path} cannot be read: {error}. If it is damaged, use another checkpoint"
+            f"{path} cannot be read: {error}. If the file is damaged, use another checkpoint"
         ) from error
     if not isinstance(checkpoint, Mapping):
         raise CheckpointError(f"{path} must contain a dict, not a {type(checkpoint).__name__}")
@@ -96,7 +96,7 @@ def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str,
 
 
 def _is_torch_file(path: Path) -> bool:
-    """Return whether the file starts like a zip archive or like a pickle (the old format of `torch.save`)."""
+    """Return whether the first byte is that of a zip archive or a pickle (the old format of `torch.save`)."""
     with path.open("rb") as file:
         return file.read(1) in (b"P", b"\x80")
 
@@ -110,7 +110,7 @@ def remove_checkpoint(folder: Path, name: str) -> None:
     """Remove the checkpoint `name` (a file, or the folder of a sharded checkpoint) from `folder`, if it exists.
 
     `name` may come from an untrusted checkpoint. Therefore, this function only removes paths inside `folder`, and only
-    folders with the suffix `.sharded`. Links are not followed: a link is removed, but not its target.
+    folders with the suffix `.sharded`. Symlinks are not followed: a symlink is removed, but not its target.
     """
     path = Path(os.path.normpath(folder / name))
     if not path.is_relative_to(os.path.normpath(folder)):
@@ -126,7 +126,7 @@ def remove_checkpoint(folder: Path, name: str) -> None:
 
 
 def find_latest_checkpoint(folder: str | Path) -> Path | None:
-    """Return the checkpoint that `last_checkpoint` in `folder` refers to, or None if there is none.
+    """Return the checkpoint that `last_checkpoint` in `folder` refers to, or None if this file does not exist.
 
     Raises:
         CheckpointError: the checkpoint that `last_checkpoint` refers to does not exist.
@@ -136,8 +136,8 @@ def find_latest_checkpoint(folder: str | Path) -> Path | None:
         return None
     try:
         latest = Path(pointer.read_text(encoding="utf-8").strip())
-        # The second candidate supports a work_dir that was moved. The third one supports a run that was killed while
-        # it replaced a folder.
+        # The second candidate handles a work_dir that was moved. The third handles a run that was killed while it was
+        # replacing a folder.
         for candidate in (latest, Path(folder) / latest.name, replaced_name(Path(folder) / latest.name)):
             if candidate.exists():
                 return candidate
@@ -151,7 +151,7 @@ def find_latest_checkpoint(folder: str | Path) -> Path | None:
 
 
 def checkpoint_of(path: Path) -> Path:
-    """Return a checkpoint from the folder of a run; return other paths, such as sharded checkpoints, unchanged.
+    """Return a checkpoint from a run's folder; other paths, such as sharded checkpoints, are returned unchanged.
 
     The result is the newest best checkpoint, or the latest checkpoint if no best checkpoint was saved.
 
@@ -170,12 +170,12 @@ def checkpoint_of(path: Path) -> Path:
 
 
 def replaced_name(folder: Path) -> Path:
-    """Return the name under which a sharded checkpoint is kept while a new one replaces it."""
+    """Return the path to which a sharded checkpoint is moved while a new one replaces it."""
     return folder.with_name(f".{folder.name}.old")
 
 
 def newest_checkpoints(folder: str | Path) -> tuple[list[Path], str | None]:
-    """Return the checkpoints in `folder`, and a message if `last_checkpoint` refers to none of them.
+    """Return the checkpoints in `folder`, and a message if `last_checkpoint` does not refer to any of them.
 
     The checkpoint that `last_checkpoint` refers to comes first. The others follow, from newest to oldest.
 
@@ -202,7 +202,7 @@ def _by_age(folders: Iterable[Path], patterns: Sequence[str] = ("*.pth", "*.shar
     """Return the checkpoints in the folders whose names match a pattern, from newest to oldest."""
     ages: dict[Path, float] = {}
     for path in (path for folder in folders for pattern in patterns for path in folder.glob(pattern)):
-        with contextlib.suppress(OSError):  # a dangling link, or a file that was just removed
+        with contextlib.suppress(OSError):  # a dangling symlink, or a file that was just removed
             if not path.name.startswith("."):
                 ages[path] = path.stat().st_mtime
     return sorted(ages, key=lambda path: ages[path], reverse=True)
@@ -221,10 +221,10 @@ def plain(
         warn: called with a message for each omitted value.
         where: name of `value` in messages.
         copy: called with the name of each tensor and the tensor; its result replaces the tensor. By default, tensors
-            that are not sharded are moved to the CPU, so that a machine without this device can load them.
+            that are not sharded are moved to the CPU, so that they can be loaded on a machine without their device.
     """
     if isinstance(value, Tensor) and not is_sharded(value) and not hasattr(value, "__tensor_flatten__"):
-        # Classes and attributes of tensors would be pickled as objects.
+        # The subclass and the attributes of a tensor would be pickled as objects.
         value = value.detach().as_subclass(Tensor)
     copy = tied(_on_cpu) if copy is None else copy
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Verify checkpoint files with the checksums that `torch.save` writes.
+"""Verify checkpoint files against the checksums that `torch.save` writes.
 
 A file written by `torch.save` is a zip archive that contains a CRC-32 checksum of each entry. `torch.load` does not
 verify these checksums.
@@ -29,7 +29,7 @@ except ImportError:
 __all__ = ["verified", "verify"]
 
 _HEADER = 30  # size of an entry's header in bytes, excluding the name and the extra field that follow
-_CHUNK = 2**22  # bytes per read: small enough to remain in a cache until the checksum is computed
+_CHUNK = 2**22  # bytes per read: small enough to stay in the CPU cache until the checksum is computed
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def verify(path: Path, start: int = 0, length: int | None = None) -> None:
 class _Archive(io.RawIOBase):
     """A zip archive in a part of a file. An entry that is read in full is verified against its checksum.
 
-    Several threads read a large entry. Each one computes the checksums of the chunks that it reads.
+    Large entries are read by several threads. Each thread computes the checksums of the chunks that it reads.
     """
 
     def __init__(self, path: Path, file: io.FileIO, start: int, length: int | None) -> None:
@@ -99,7 +99,7 @@ class _Archive(io.RawIOBase):
             raise self._damaged(f"the archive cannot be read ({error})") from error
         if entries and min(entry.header_offset for entry in entries) > 0:
             # `ZipFile` and torch would read different bytes.
-            raise self._damaged("the archive does not start at its first byte")
+            raise self._damaged("other data precedes the first entry")
         self._check_sizes(entries)
         has_checksums = any(entry.CRC for entry in entries)
         for entry in entries if has_checksums else ():
@@ -150,17 +150,17 @@ class _Archive(io.RawIOBase):
         super().close()
 
     def _check_sizes(self, entries: list[ZipInfo]) -> None:
-        """Check that the entries are not compressed, and not larger than the file.
+        """Check that the entries are neither compressed nor larger than the file.
 
-        `torch.save` does not compress entries. `torch.load` also reads compressed entries, and a small archive can
-        contain any amount of compressed zeros.
+        `torch.save` does not compress entries. `torch.load` also accepts compressed entries, and a small
+        compressed archive can expand to any size.
         """
         compressed = next((entry.filename for entry in entries if entry.compress_type != ZIP_STORED), None)
         if compressed is not None:
             raise CheckpointError(
                 f"{self._path} is not loaded: its entry {compressed} is compressed, so it could expand to any size. "
-                "torch.save does not compress; if you trust the file, load it with torch.load and save it again with "
-                "torch.save"
+                "torch.save does not compress entries; if you trust the file, load it with torch.load and save it "
+                "again with torch.save"
             )
         if sum(entry.file_size for entry in entries) > self._size:
             raise self._damaged("its entries are larger than the file")
@@ -178,7 +178,7 @@ class _Archive(io.RawIOBase):
             number, end = chunk
             part = target[max(end - _CHUNK, 0) : end]
             self._fill(part, position + end - len(part))
-            checksums[number] = crc32(part)  # while the chunk is in the cache of this core
+            checksums[number] = crc32(part)  # while the chunk is in this core's cache
 
         run_in_threads(read, list(enumerate(ends)), self._pool, self._others)
         return combined(checksums, _CHUNK)
@@ -196,7 +196,7 @@ class _Archive(io.RawIOBase):
         return checksum == entry.CRC
 
     def _bytes(self, position: int, count: int) -> bytes:
-        """Return up to `count` bytes, fewer at the end of the archive."""
+        """Return `count` bytes, or fewer at the end of the archive."""
         found = bytearray(max(min(count, self._size - position), 0))
         self._fill(memoryview(found), position)
         return bytes(found)

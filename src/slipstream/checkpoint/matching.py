@@ -1,4 +1,4 @@
-"""Compare the entries of a checkpoint with the objects of a run, before these objects are changed."""
+"""Check the entries of a checkpoint against the objects of a run before these objects are modified."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["check_like", "check_optimizer", "check_tensors", "restoring"]
 Warn = Callable[[str], None]
 
 _SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
-"""Entries in the states of torch's optimizers that have a single element."""
+"""Entries in the state of torch's optimizers that have a single element."""
 _STATES: Mapping[str, tuple[str, ...]] = {
     "ASGD": ("step", "eta", "mu", "ax"),
     "Adadelta": ("step", "square_avg", "acc_delta"),
@@ -35,7 +35,7 @@ _STATES: Mapping[str, tuple[str, ...]] = {
     "Rprop": ("step", "prev", "step_size"),
     "SGD": (),
 }
-"""The entries that torch's optimizers require in the state of a parameter."""
+"""The entries that torch's optimizers require in a parameter's state."""
 _STATES_OF_OPTIONS = {
     ("Adam", "amsgrad"): "max_exp_avg_sq",
     ("AdamW", "amsgrad"): "max_exp_avg_sq",
@@ -44,7 +44,7 @@ _STATES_OF_OPTIONS = {
 }
 """The entries that torch's optimizers additionally require if an option is set."""
 _SHAPED = frozenset({"momentum_buffer", *chain(*_STATES.values(), _STATES_OF_OPTIONS.values())}) - _SCALARS
-"""Entries in the states of torch's optimizers that have the shape of the parameter."""
+"""Entries in the state of torch's optimizers that have the shape of the parameter."""
 _NOT_NEGATIVE = ("lr", "initial_lr", "weight_decay", "momentum", "eps")
 _REPLACED = ("params", "fused", "foreach", "capturable")
 """Keys of a parameter group whose saved values are replaced with the run's values."""
@@ -53,7 +53,7 @@ _COUNTERS = ("_global_step", "_step_count", "num_bad_epochs", "cooldown_counter"
 
 @contextmanager
 def restoring(key: str, source: Any) -> Iterator[None]:
-    """Convert an error that is raised while `key` is restored into a CheckpointError."""
+    """Convert an error raised while `key` is being restored to a CheckpointError."""
     try:
         yield
     except CheckpointError:
@@ -61,7 +61,7 @@ def restoring(key: str, source: Any) -> Iterator[None]:
     except Exception as error:  # the entry can have any structure
         raise CheckpointError(
             f"{source}: '{key}' cannot be restored ({type(error).__name__}: {error}). The run may be partly restored; "
-            "build it again before training"
+            "create a new Runner before training"
         ) from error
 
 
@@ -98,7 +98,7 @@ def check_tensors(
 def _check_tensor(
     own: Tensor, saved: Any, where: str, source: Any, shape: bool = True, layout: bool = True
 ) -> None:
-    text = f"a tensor of {own.dtype}" + f" with shape {tuple(own.shape)}" * shape
+    text = f"a {own.dtype} tensor" + f" of shape {tuple(own.shape)}" * shape
     fits = (
         isinstance(saved, Tensor)
         and (saved.layout is own.layout or not layout)
@@ -119,15 +119,15 @@ def _kind(tensor: Tensor) -> str:
 
 def _different(where: str, text: str, saved: Any, source: Any) -> CheckpointError:
     return CheckpointError(
-        f"{source}: '{where}' must be {text} in this run, not {shown(saved)}. Resume with the configuration that wrote "
-        "the checkpoint, or start a new run with load_from"
+        f"{source}: '{where}' must be {text} in this run, not {shown(saved)}. Resume with the configuration of the "
+        "original run, or start a new run with load_from"
     )
 
 
 def check_like(own: Any, saved: Any, where: str, source: Any) -> None:
     """Check that `saved` has the structure of `own`, the state of a new object: the same keys, lengths and value types.
 
-    None in `own` matches every value. Keys that `own` does not contain are accepted.
+    None in `own` matches any value. Keys that `own` does not contain are accepted.
 
     Raises:
         CheckpointError: the structures differ.
@@ -158,7 +158,7 @@ def check_like(own: Any, saved: Any, where: str, source: Any) -> None:
 def _check_counter(key: Any, own: Any, saved: Any, where: str, source: Any) -> None:
     low = {"last_step": -1, "last_epoch": -1}.get(key, 0 if key in _COUNTERS else None)
     if low is not None and isinstance(own, int) and not (isinstance(saved, int) and low <= saved < 2**63):
-        raise _different(where, f"an integer of at least {low}", saved, source)
+        raise _different(where, f"an integer greater than or equal to {low}", saved, source)
 
 
 def _is_number_tensor(value: Any) -> TypeGuard[Tensor]:
@@ -179,7 +179,7 @@ def check_optimizer(
 ) -> None:
     """Check that `saved` is a valid state for `optimizer`.
 
-    The states of the parameters are only checked for the optimizers in `torch.optim` and their subclasses, because
+    Parameter states are only checked for the optimizers in `torch.optim` and their subclasses, because
     the structure of other states is unknown. For the checked optimizers, `warn` is called if parameters have no state.
 
     Raises:
@@ -190,8 +190,8 @@ def check_optimizer(
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if [len(group["params"]) for group in groups] != sizes:
         raise CheckpointError(
-            f"{source}: the numbers of parameters in the groups of '{where}.param_groups' are "
-            f"{[len(group['params']) for group in groups]}, but those in the optimizer's groups are "
+            f"{source}: the groups in '{where}.param_groups' contain "
+            f"{[len(group['params']) for group in groups]} parameters, but the optimizer's groups contain "
             f"{sizes}. Resume with the same optimizer and paramwise_cfg, or start a new run with load_from"
         )
     for index, (own, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
@@ -200,7 +200,7 @@ def check_optimizer(
     numbers = list(chain.from_iterable(group["params"] for group in groups))
     if sorted(numbers) != numbers or len({*numbers}) != len({*map(id, params)}):
         raise CheckpointError(
-            f"{source}: '{where}.param_groups' must number the parameters in ascending order, not {numbers[:20]}; "
+            f"{source}: '{where}.param_groups' must contain parameter numbers in ascending order, not {numbers[:20]}; "
             "use load_from to start a new run from the weights"
         )
     _check_states(optimizer, dict(zip(numbers, params, strict=True)), saved, where, source, warn)
@@ -246,7 +246,7 @@ def _check_states(
     if warn is not None and stateless and stateful:
         warn(
             f"{source}: '{where}.state' has no entries for the parameters {stateless[:5]}: either their gradients were "
-            "None, or the entries were lost. The optimizer will initialize them again"
+            "None, or the entries were lost. The optimizer will initialize new entries"
         )
 
 
@@ -257,7 +257,7 @@ def _check_state(param: Tensor, state: Mapping[str, Any], may_be_none: bool, whe
             number = value.reshape(()) if is_readable(value) and value.numel() == 1 else value
             exact = is_readable(number) and number.dim() == 0 and _kind(number) == "int"
             if not (exact or _is_numeric(number)) or not 0 <= float(number) < math.inf:
-                raise _different(place, "a number of at least 0", value, source)
+                raise _different(place, "a finite, non-negative number", value, source)
         elif name in _SHAPED and not (value is None and may_be_none):
             _check_tensor(param, value, place, source)
 
@@ -275,7 +275,7 @@ def _check_group(
     for key in _NOT_NEGATIVE:
         value = group.get(key, 0)
         if _is_numeric(value) and not 0 <= float(value) < math.inf:
-            raise _different(f"{where}.{key}", "a number of at least 0", value, source)
+            raise _different(f"{where}.{key}", "a finite, non-negative number", value, source)
     betas = group.get("betas", ())
     if not all(0 <= float(beta) <= 1 for beta in betas):
         raise _different(f"{where}.betas", "numbers between 0 and 1", str(betas), source)

@@ -34,7 +34,7 @@ def _statistic(owner: Any, name: str) -> None:
 
 def safe_globals() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
     """Return the classes and functions that MMEngine's checkpoints refer to, with their names in the files."""
-    # These functions are in a private module, whose name depends on the version of NumPy.
+    # These functions are in a private module whose name depends on the NumPy version.
     scalar: Any = np.float64(0).__reduce__()[0]
     reconstruct: Any = np.zeros(0).__reduce__()[0]
     return [
@@ -59,7 +59,7 @@ def translated(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return an MMEngine checkpoint with its message hub and `meta` converted, so that Slipstream can resume from it.
 
     NumPy numbers become built-in numbers. Only the newest values of each scalar history are kept. `path`, the
-    checkpoint's file, is only used in messages.
+    path of the checkpoint, is only used in messages.
 
     Raises:
         CheckpointError: the message hub is damaged.

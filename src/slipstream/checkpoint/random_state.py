@@ -39,7 +39,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def random_state_problem(state: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the key of the first entry that is not a random state, and the reason, or None if all entries are valid.
+    """Return the key of the first invalid entry and the reason why it is invalid, or None if all entries are valid.
 
     The entries are loaded into new generators, so the random state of the process does not change.
     """
@@ -62,7 +62,7 @@ def random_state_problem(state: Mapping[str, Any]) -> tuple[str, str] | None:
 def _try_python(value: Any) -> None:
     version, words, gauss = value
     if gauss is not None and not isinstance(gauss, float):
-        raise TypeError(f"the third entry is a {type(gauss).__name__}")
+        raise TypeError(f"the third entry must be a float or None, not a {type(gauss).__name__}")
     random.Random().setstate((version, tuple(words), gauss))
 
 
@@ -70,9 +70,9 @@ def _try_numpy(value: Any) -> None:
     kind, keys, position, has_gauss, cached = value
     words = keys.numpy()
     if words.dtype != np.int64 or words.min() < 0 or words.max() >= 2**32:
-        raise ValueError("the words are not 32-bit integers")
+        raise ValueError("the state words are not unsigned 32-bit integers")
     if type(position) is not int or not 0 <= position <= len(words):
-        raise ValueError(f"the position is {position!r}")
+        raise ValueError(f"the position {position!r} is invalid")
     if has_gauss not in (0, 1) or not isinstance(cached, float):
         raise ValueError("the stored Gaussian value is not a number")
     np.random.RandomState().set_state((kind, words.astype(np.uint32), position, has_gauss, cached))
@@ -80,7 +80,7 @@ def _try_numpy(value: Any) -> None:
 
 def _try_accelerator(value: Any) -> None:
     if value.dtype is not torch.uint8 or value.dim() != 1:
-        raise TypeError("it is not a vector of bytes")
+        raise TypeError("it is not a 1-dim uint8 tensor")
 
 
 def _device_module() -> Any | None:

@@ -26,13 +26,13 @@ def local_checkpoint(path: str | Path, sha256: str | None = None) -> Iterator[Pa
 
     Args:
         path: a file; a URL that fsspec supports, such as `hf://ORG/REPO/FILE.pth` or `https://HOST/FILE.pth`; the
-            folder of a sharded checkpoint; or the folder of a run, which selects its best checkpoint or, if there is
-            none, its latest checkpoint.
-        sha256: the file's SHA-256 checksum. A download with a checksum is kept in the user's cache and reused. A
-            download without a checksum is removed after the block.
+            folder of a sharded checkpoint; or the folder of a run, for which the best checkpoint is used or, if none
+            was saved, the latest checkpoint.
+        sha256: the file's SHA-256 checksum. If it is set, a download is stored in the user's cache and reused.
+            Otherwise, the download is removed at the end of the `with` block.
 
     Raises:
-        ConfigError: `sha256` is not a checksum.
+        ConfigError: `sha256` is not a SHA-256 checksum.
         CheckpointError: the download fails, the checksum differs, or the folder contains no checkpoint.
     """
     if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", str(sha256)):
@@ -85,7 +85,7 @@ def download_checkpoint(url: str, target: Path) -> None:
     """Write the contents of a URL to a file.
 
     Raises:
-        CheckpointError: the download fails. The file is then incomplete.
+        CheckpointError: the download fails. In this case, the file may be incomplete.
     """
     print_log(f"downloading {_shown(url)}", "current")
     try:
@@ -102,7 +102,7 @@ def download_checkpoint(url: str, target: Path) -> None:
 
 
 def shown_source(path: str | Path) -> str:
-    """Return a path or URL as text, without a URL's password and query. The query may contain a signature."""
+    """Return a path or URL as a string, without a URL's password and query. The query may contain a signature."""
     return _shown(path) if isinstance(path, str) and _URL.match(path) else str(path)
 
 

@@ -36,7 +36,7 @@ _LARGEST = 2**63 - 1
 
 
 def check(value: Any, rule: Rule, source: Any, where: str = "") -> None:
-    """Compare `value` with `rule`.
+    """Check `value` against `rule`.
 
     Args:
         source: name of the checkpoint in the message.
@@ -65,7 +65,7 @@ def weights_in(checkpoint: Mapping[Any, Any], source: Any) -> dict[str, Any]:
 def shown(value: Any) -> str:
     """Return a short description of `value` for a message."""
     if isinstance(value, Tensor):
-        return f"a tensor of {value.dtype} with shape {tuple(value.shape)}"
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     if isinstance(value, bool | int | float | str) or value is None:
         text = repr(value)
         return text if len(text) <= 40 else f"{text[:40]}..."
@@ -123,7 +123,7 @@ def _by_name(rule: Rule) -> Rule:
         yield from _mapping(value, where)
         for key, element in value.items():
             if not isinstance(key, str):
-                yield f"'{where}' must have strings as keys, not {shown(key)}"
+                yield f"'{where}' must have string keys, not {shown(key)}"
             yield from rule(element, f"{where}.{key}")
 
     return by_name
@@ -177,7 +177,7 @@ def _history(value: Any, where: str) -> Iterator[str]:
     if unknown := sorted(value.keys() - _HISTORY_KEYS.keys()):
         yield f"'{where}' must not have the keys {unknown[:5]}"
     if len(value["log_history"]) != len(value["count_history"]):
-        yield f"'{where}' must have as many entries in 'log_history' as in 'count_history'"
+        yield f"'log_history' and 'count_history' in '{where}' must have the same length"
 
 
 def _message_hub(value: Any, where: str) -> Iterator[str]:
@@ -209,16 +209,16 @@ _text = _must_be("a string", lambda v: isinstance(v, str))
 _file = _must_be("a file name", lambda v: isinstance(v, str) and 0 < len(v) < 256 and "\0" not in v)
 _boolean = _must_be("True or False", lambda v: isinstance(v, bool))
 _number = _must_be("a number", is_real)
-_count = _must_be("an integer of at least 0", _is_integer)
-_step = _must_be("an integer of at least 0", _is_step)
-_positive = _must_be("an integer of at least 1", lambda v: _is_integer(v, 1))
+_count = _must_be("a non-negative integer", _is_integer)
+_step = _must_be("a non-negative integer", _is_step)
+_positive = _must_be("a positive integer", lambda v: _is_integer(v, 1))
 _seed = _must_be("an integer", lambda v: _is_integer(v, -_LARGEST))
 _not_nan = _must_be("a number other than NaN", lambda v: is_real(v) and not math.isnan(v))
 _tensors = _by_name(_tensor)
 
 
 def _rates(value: Any, where: str) -> Iterator[str]:
-    """Accept a number, or a dict of numbers by name."""
+    """Accept a number, or a dict that maps names to numbers."""
     yield from (_by_name(_number) if isinstance(value, Mapping) else _number)(value, where)
 
 
@@ -283,7 +283,7 @@ ACCELERATED_FILE = _entries(
     {"state_dict": _by_name(_anything), "step": ACCELERATED},
     {"random_state": _each(_random_state), "values": _by_name(_anything)},
 )
-"""A file that a training step from `slipstream.accelerate` saves."""
+"""A file saved by a training step from `slipstream.accelerate`."""
 META: Rule = _meta
 """The `meta` entry of a checkpoint that a run resumes from."""
 OPTIMIZER = _entries({"state": _mapping, "param_groups": _each(_entries({"params": _each(_count)}))})

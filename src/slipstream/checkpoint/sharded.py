@@ -2,7 +2,8 @@
 
 `torch.distributed.checkpoint` writes and reads the tensors. The file `plain.pth` contains the rest: the checkpoint with
 None in place of each sharded tensor, and an index of the shards. torch also writes its own index (`.metadata`), for
-other tools. This module never reads `.metadata`, because it is a pickle and can make torch unpickle other objects.
+other tools. This module never reads `.metadata`, because it is a pickle file that can make torch unpickle other
+objects.
 """
 
 from __future__ import annotations
@@ -62,18 +63,18 @@ def write_checkpoint(
 ) -> Path:
     """Write a checkpoint and return its path. All ranks must call this function.
 
-    Without sharded tensors, rank 0 writes the file `path`. With sharded tensors, every rank writes its shards to the
-    folder `sharded_name(path.name)`. If `consolidate` is True, rank 0 instead gathers one tensor at a time into CPU
-    memory and writes the file `path`. The ranks communicate through `group`, except to gather tensors.
+    If the checkpoint contains no sharded tensors, rank 0 writes the file `path`. Otherwise, every rank writes its
+    shards to the folder `sharded_name(path.name)`. If `consolidate` is True, rank 0 instead gathers one tensor at a
+    time into CPU memory and writes the file `path`. `group` is used for all communication except gathering tensors.
 
     Raises:
-        CheckpointError: a rank could not write; raised on every rank.
+        CheckpointError: a rank failed to write; raised on every rank.
     """
     tensors: dict[str, Tensor] = {}
     paths: dict[str, list[Any]] = {}
 
     def extract(path: tuple[Any, ...], tensor: Tensor) -> None:
-        # The number makes keys unique, because different path elements (1 and "1") can have the same text.
+        # The number makes the keys unique, because different path elements (1 and "1") can have the same string form.
         key = f"{len(tensors)}/" + "/".join(map(str, path))
         tensors[key], paths[key] = tensor, list(path)
 
@@ -97,12 +98,12 @@ def write_checkpoint(
 def load_checkpoint(
     path: str | Path, map_location: str | torch.device = "cpu", mesh: DeviceMesh | None = None
 ) -> dict[str, Any]:
-    """Read a checkpoint, which is a file or the folder of a sharded checkpoint, without executing code from it.
+    """Read a checkpoint file or the folder of a sharded checkpoint, without executing code from the checkpoint.
 
     Args:
         path: path of the checkpoint.
-        map_location: device of the loaded tensors.
-        mesh: device mesh over which to shard the tensors of a sharded checkpoint; by default they are not sharded.
+        map_location: device on which to load the tensors.
+        mesh: device mesh over which to shard the tensors of a sharded checkpoint; by default, they are not sharded.
 
     Raises:
         CheckpointError: the checkpoint does not exist, is damaged, or contains pickled objects.
@@ -114,11 +115,11 @@ def load_checkpoint(
 def load_sharded(
     folder: Path, map_location: str | torch.device = "cpu", mesh: DeviceMesh | None = None
 ) -> dict[str, Any]:
-    """Read a sharded checkpoint. This function requires neither a process group nor communication.
+    """Read a sharded checkpoint. No process group or communication is required.
 
     Args:
-        folder: folder of the checkpoint, written by any number of processes.
-        map_location: device of tensors that are not sharded.
+        folder: checkpoint folder, written by any number of processes.
+        map_location: device on which to load tensors that are not sharded.
         mesh: device mesh over which to shard the tensors; each rank then reads its own rows. By default, every process
             reads the full tensors.
 
@@ -160,7 +161,7 @@ def read_meta(path: Path) -> dict[str, Any]:
 def verify_checkpoint(path: Path, part: int = 0, of: int = 1) -> None:
     """Verify a checkpoint against its checksums.
 
-    For a sharded checkpoint, only every `of`-th shard is verified, beginning with shard `part`.
+    For a sharded checkpoint, only every `of`-th shard is verified, starting at shard `part`.
 
     Raises:
         CheckpointError: the checkpoint is damaged or incomplete.
@@ -188,7 +189,7 @@ def remove_partial_checkpoints(folder: Path) -> None:
 
 
 def consolidate(folder: str | Path, out: str | Path, warn: Warn = warnings.warn) -> None:
-    """Convert a sharded checkpoint into a single file, in one process and in CPU memory.
+    """Convert a sharded checkpoint into a single file, using a single process and CPU memory.
 
     Raises:
         CheckpointError: `folder` is not a sharded checkpoint, or it is damaged.
@@ -241,7 +242,7 @@ def _write_folder(
     temporary = folder.with_name(f".{folder.name}.tmp")
 
     class Writer(FileSystemWriter):
-        """Store the file positions of the shards, which some versions of torch do not add to the returned metadata."""
+        """Record where each shard is stored, because some versions of torch do not add this to the metadata."""
 
         places: Mapping[Any, Any] = {}
 
@@ -274,7 +275,7 @@ def _write_folder(
         )
     try:
         metadata = save(tensors, storage_writer=writer, process_group=group)
-    except CheckpointException as error:  # raised on every rank if one of them failed
+    except CheckpointException as error:  # raised on every rank if any rank failed
         if is_main_process():
             shutil.rmtree(temporary, ignore_errors=True)  # free the space, because the disk may be full
         raise CheckpointError(f"{folder} cannot be written: {_reason(error, folder.parent)}") from error
@@ -319,7 +320,7 @@ def _reason(error: CheckpointException, folder: Path) -> str:
 def _described(error: BaseException, folder: Path) -> str:
     if (problem := disk_problem(error, folder)) is None:
         return repr(error)
-    return f"{problem}. Earlier checkpoints are kept. Free space, and continue with resume=True"
+    return f"{problem}. Earlier checkpoints are kept. Free some space, then continue with resume=True"
 
 
 # ---- reading --------------------------------------------------------------------------------------------
@@ -370,9 +371,7 @@ def _metadata(index: Mapping[str, Any]) -> Metadata:
 
 def _file_name(name: str) -> str:
     if name in ("", "..") or Path(name).name != name:
-        raise CheckpointError(
-            f"the index of the shards refers to the file {name!r}, which is outside the checkpoint"
-        )
+        raise CheckpointError(f"the shard index refers to the file {name!r}, which is outside the checkpoint")
     return name
 
 
@@ -402,7 +401,7 @@ def _reader(folder: Path, metadata: Metadata) -> FileSystemReader:
 
 
 def _check_parts(key: str, entry: Mapping[str, Any]) -> None:
-    """Check that the shards of a tensor cover it without gaps, which torch would leave uninitialized."""
+    """Check that a tensor's shards cover it without gaps, which torch would leave uninitialized."""
     shape, parts = entry["shape"], [(offsets, sizes) for offsets, sizes, *_ in entry["parts"]]
     inside = all(
         len(offsets) == len(sizes) == len(shape)

@@ -12,10 +12,10 @@ __all__ = ["stored_config"]
 
 
 def stored_config(meta: Any) -> dict[str, Any]:
-    """Return the configuration in the `meta` of a checkpoint as plain data, or an empty dict if it cannot be read.
+    """Return the configuration in a checkpoint's `meta` entry as plain data, or an empty dict if it cannot be read.
 
-    `_base_` is not followed, nothing is imported, and environment variables are not read: a checkpoint from an
-    untrusted source could otherwise insert their values into a file name or a URL.
+    This function does not follow `_base_`, import modules or read environment variables. Otherwise, an untrusted
+    checkpoint could insert the values of environment variables into a file name or a URL.
     """
     try:
         cfg = yaml.load(meta["cfg"], BoundedLoader)

@@ -1,4 +1,4 @@
-"""Run a list of short tasks in several threads."""
+"""Run a list of short tasks in multiple threads."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 
 def run_in_threads(action: Callable[[T], object], items: Sequence[T], pool: Executor, others: int) -> None:
-    """Call `action` for each item, in this thread and in up to `others` threads of `pool`.
+    """Call `action` for each item, in the calling thread and in up to `others` threads from `pool`.
 
     Each thread takes the next item, so a thread whose core is busy with another process delays only one item. When this
     function returns or raises, no thread is still running `action`.
 
     Raises:
-        Exception: an exception that `action` has raised.
+        Exception: an exception raised by `action`.
     """
     rest = iter(list(items))  # shared by the threads
 

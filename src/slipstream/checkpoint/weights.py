@@ -30,16 +30,16 @@ def load_weights(
 
     Args:
         model: the model.
-        state: tensors by name.
+        state: mapping from names to tensors.
         strict: require that all names and shapes match. If False, tensors that do not match (such as a head with
             a different number of classes) are skipped and reported.
-        source: name of the checkpoint in error messages.
+        source: how error messages refer to the checkpoint.
 
     Returns:
         One line per kind of mismatch; empty if everything matches.
 
     Raises:
-        CheckpointError: names or shapes differ and `strict` is True, most shapes differ, or no name matches.
+        CheckpointError: `strict` is True and names or shapes differ; most shapes differ; or no name matches.
     """
     state = _renamed(model, state)
     lines, shapes = compare_weights(model, state, strict, source)
@@ -60,7 +60,7 @@ def loaded_names(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
 def compare_weights(
     model: nn.Module, state: Mapping[str, Any], strict: bool, source: str = "the checkpoint"
 ) -> tuple[list[str], list[str]]:
-    """Return the result of `load_weights` and the names of tensors whose shapes differ, without loading anything.
+    """Return what `load_weights` would return and the names of tensors whose shapes differ, without loading anything.
 
     Raises:
         CheckpointError: see `load_weights`.

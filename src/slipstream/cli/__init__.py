@@ -1,1 +1,1 @@
-"""The subcommands of the `slipstream` command."""
+"""Subcommands of the `slipstream` command."""

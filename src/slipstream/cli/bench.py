@@ -1,4 +1,4 @@
-"""`slipstream bench`: measure training speed, eager and compiled, on one and two devices, with and without AMP."""
+"""`slipstream bench`: measure eager and compiled training speed on one and two devices, with and without AMP."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cells(args: argparse.Namespace) -> Iterator[Cell]:
-    """Yield the runs that the options select. A recipe's eager runs come before its compiled runs."""
+    """Yield the runs selected by the options. A recipe's eager runs come before its compiled runs."""
     modes = [False, True] if args.mode is None else [args.mode == "compiled"]
     devices = _device_counts() if args.devices is None else [args.devices]
     precisions = [False, True] if args.precision is None else [args.precision == "amp"]
@@ -89,7 +89,7 @@ def _cells(args: argparse.Namespace) -> Iterator[Cell]:
 
 
 def _device_counts() -> list[int]:
-    """Return the numbers of devices to measure by default. Two processes can share the CPU, but not a GPU."""
+    """Return the device counts to measure by default. Two processes can share the CPU, but not a GPU."""
     import torch
 
     from slipstream.devices import default_device
@@ -107,14 +107,15 @@ def _measure(cell: Cell, timeout: float) -> Measured:
         done = run_child(argv, timeout=timeout, quiet=True, grace=2.0, environ={"OMP_NUM_THREADS": threads})
         if done.status or not result.is_file():
             return Measured(
-                cell, error=done.reason or "the process wrote no result; train the recipe to see its log"
+                cell,
+                error=done.reason or "the process did not write a result; train the recipe and check its log",
             )
         values: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     return Measured(cell, values["seconds"], values["samples_per_step"], values["memory"], values["threads"])
 
 
 def _environment(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the command, the date, the machine and the versions."""
+    """Return the command, the date, the machine details and the package versions."""
     from slipstream.runner.environment import collect_env
     from slipstream.version import __version__
 

@@ -1,7 +1,7 @@
 """One run of `slipstream bench`: time the training steps of one recipe with one set of options.
 
-`python -m slipstream.cli.bench_cell SPEC RESULT` reads a `Cell` from the JSON file SPEC and writes its measurement to
-the JSON file RESULT. It exits with status 1 if the options did not take effect.
+`python -m slipstream.cli.bench_cell SPEC RESULT` reads a `Cell` from the JSON file SPEC and writes the measurement to
+the JSON file RESULT. The exit status is 1 if the options did not take effect.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Cell:
 
     @property
     def options(self) -> str:
-        """The options of this run, without the recipe."""
+        """A description of this run's options, without the recipe name."""
         parallel = "1 device" if self.processes == 1 else f"{self.processes} devices"
         words = ["compiled" if self.compiled else "eager", parallel, "AMP" if self.amp else "float32"]
         return ", ".join([*words, *(["SyncBN + EMA"] if self.averaging else [])])
 
 
 def main(argv: list[str]) -> int:
-    """Execute the run that the file `argv[0]` describes, and return the exit status."""
+    """Execute the run described in the file `argv[0]`, and return the exit status."""
     from slipstream.errors import SlipstreamError
 
     spec = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
 
 
 def _spawn(cell: Cell, result: str) -> None:
-    """Measure in several processes. Raise the error of the first process that fails."""
+    """Measure in multiple processes. Raise the error from the first process that fails."""
     import socket
 
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
@@ -109,13 +109,14 @@ def _measure(rank: int, cell: Cell, result: str, port: int | None) -> None:
     device = default_device()
     if device.type != "cpu" and torch.accelerator.device_count() < cell.processes:
         raise ConfigError(
-            f"requires {cell.processes} devices; this machine has {torch.accelerator.device_count()}. Use `--devices 1`"
+            f"the run requires {cell.processes} devices, but this machine has {torch.accelerator.device_count()}; use "
+            "`--devices 1`"
         )
     cfg = _config(cell, str(Path(result).parent))
     timer = StepTimer(cell.warmup, cell.steps, device)
     with at_user_paths(cfg):
         runner = Runner.from_cfg(cfg)
-        first_batch = runner.samples_per_step  # the loader of the repeated batch has no batch size
+        first_batch = runner.samples_per_step  # the repeated-batch loader has no batch size
         if cell.synthetic:
             runner.train_loop.dataloader = _repeated(runner.train_loop.dataloader)
         runner.register_hook(timer)
@@ -130,11 +131,11 @@ def _measure(rank: int, cell: Cell, result: str, port: int | None) -> None:
     graph = isinstance(runner.step, GraphStep) and timer.used_graph
     if cell.compiled and not graph:
         raise ConfigError(
-            "the timed steps did not run as one graph; see the log of `slipstream train` with compile=True"
+            "the timed steps did not run as one graph; run `slipstream train` with compile=True, and check its log"
         )
     if not timer.finite:
         raise ConfigError(
-            "the loss of a timed step is not finite; run `slipstream train` with the recipe, and see its log"
+            "the loss of a timed step is not finite; run `slipstream train` with the recipe, and check its log"
         )
     if rank == 0:
         samples = first_batch if cell.synthetic else timer.samples / cell.steps
@@ -145,7 +146,7 @@ def _measure(rank: int, cell: Cell, result: str, port: int | None) -> None:
 
 
 def _config(cell: Cell, work_dir: str) -> Config:
-    """Return the recipe's configuration with the run's options, and without validation, hooks or files."""
+    """Return the recipe's configuration with the run's options, and without validation, hooks or output files."""
     from slipstream.cli.configure import load_config
     from slipstream.errors import ConfigError
     from slipstream.tune.measured_config import keep_training_only

@@ -26,13 +26,13 @@ _COLUMNS = (
     "memory, MiB",
 )
 _BLOCKS = 6
-"""The smallest number of independent values whose range contains the median with a probability of at least 95%."""
+"""Smallest number of independent values whose range contains the median with a probability of at least 95%."""
 _NOTE = (
-    "Each row is measured in its own processes. A step time is the mean of all timed steps. The steps are divided "
-    f"into {_BLOCKS} blocks of consecutive steps, and the interval is the range of the means of the blocks. It "
+    "Each row is measured in separate processes. The step time is the mean of all timed steps. The steps are divided "
+    f"into {_BLOCKS} blocks of consecutive steps, and the interval is the range of the block means. It "
     "contains the median block mean with a probability of at least 95% if the blocks are independent. With fewer than "
-    f"{_BLOCKS} steps, there is no interval. A temporary slowdown of the machine affects whole rows, so repeat "
-    "the command before you compare rows with similar times. Memory is the peak memory of the first process: the "
+    f"{_BLOCKS} steps, no interval is reported. A temporary slowdown of the machine affects whole rows, so repeat "
+    "the command before comparing rows with similar times. Memory is the peak memory of the first process: the "
     "device memory or, on a CPU, the resident memory of the whole process."
 )
 
@@ -53,7 +53,7 @@ class Measured:
 
     @property
     def seconds_per_step(self) -> float:
-        """Mean duration of the timed steps. It includes waits and optimizer updates that occur only in some steps."""
+        """Mean duration of the timed steps, including waits and optimizer updates that occur only in some steps."""
         return fmean(self.seconds)
 
     def milliseconds(self) -> str:
@@ -71,15 +71,15 @@ class Measured:
 
 
 def block_interval(seconds: Sequence[float]) -> tuple[float, float] | None:
-    """Return the range of the means of 6 blocks of consecutive steps. Together, the blocks contain all steps.
+    """Return the range of the means of 6 blocks of consecutive steps, which together contain all steps.
 
-    The lengths of the blocks differ by at most one step.
+    The block lengths differ by at most one step.
 
     Args:
         seconds: duration of each step.
 
     Returns:
-        The interval in seconds, or None with fewer than 6 steps.
+        The interval in seconds, or None if there are fewer than 6 steps.
     """
     if len(seconds) < _BLOCKS:
         return None
@@ -93,7 +93,7 @@ def write_report(
     """Write `bench.json`, `bench.md` and, if `picture` is True and matplotlib is installed, `bench.png`.
 
     Returns:
-        The paths of the files.
+        The paths of the written files.
     """
     files = [out / "bench.json", out / "bench.md"]
     cells = [{**asdict(m), "interval": block_interval(m.seconds)} for m in found]
@@ -107,7 +107,7 @@ def write_report(
         if is_installed("matplotlib"):
             files.append(_draw(out / "bench.png", environment, found))
         else:
-            print("No picture, because matplotlib is not installed; run: pip install 'slipstream[plots]'")
+            print("No plot was written: matplotlib is not installed. Run: pip install 'slipstream[plots]'")
     return files
 
 
@@ -136,7 +136,7 @@ def _is_base(cell: Cell) -> bool:
 
 
 def _draw(path: Path, environment: Mapping[str, Any], found: Sequence[Measured]) -> Path:
-    """Draw the samples per second of each successful run with their interval."""
+    """Plot the samples per second of each successful run, with the interval."""
     from matplotlib.figure import Figure
 
     measured = [m for m in found if m.seconds]

@@ -28,12 +28,12 @@ _IN_PROCESS = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the results of the checks. Files are written only to a temporary folder.
+    """Print the results of the checks. This command writes files only to a temporary folder.
 
     Raises:
         SlipstreamError: the recipe is invalid, or a batch fails.
     """
-    with redirect_stdout(sys.stderr):  # the log must not be part of the JSON
+    with redirect_stdout(sys.stderr):  # keep log lines out of the JSON output
         found = _checked(configure(args))
     if args.json:
         print(json.dumps(_strict(found), indent=1, allow_nan=False))
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Finished(Exception):  # noqa: N818 (not an error)
-    """Ends training after the first step."""
+    """Raised to end training after the first step."""
 
 
 class _OneStep(Hook):
@@ -94,7 +94,7 @@ def _checked(cfg: Config) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _finite_loss(loss: float | None) -> Mapping[str, float]:
-    """Return the loss as a dict that is empty if the step returns no loss.
+    """Return a dict that contains the loss, or an empty dict if the step returns no loss.
 
     Raises:
         NonFiniteLossError: the loss is NaN or infinite.
@@ -103,20 +103,20 @@ def _finite_loss(loss: float | None) -> Mapping[str, float]:
         return {}
     if not math.isfinite(loss):
         raise NonFiniteLossError(
-            f"the loss of the first training batch is {loss}; check the data for NaN and wrong labels, and the initial "
-            "weights, or use bf16 instead of fp16",
+            f"the loss of the first training batch is {loss}; check the data for NaN and wrong labels, check the "
+            "initial weights, or use bf16 instead of fp16",
             1,
         )
     return {"loss": loss}
 
 
 def _in_process(loader: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return loader options that load the same batches in this process, without workers."""
+    """Return data loader options that load the same batches in this process, without workers."""
     return {key: value for key, value in _IN_PROCESS.items() if key in loader}
 
 
 def _sizes(loader: Any) -> Mapping[str, Any]:
-    """Return the number of samples, if it is known."""
+    """Return the number of samples, if known."""
     try:
         return {"samples": len(loader.dataset)}
     except (AttributeError, TypeError):

@@ -42,16 +42,16 @@ def run_child(
     grace: float = _GRACE,
     environ: Mapping[str, str] | None = None,
 ) -> Child:
-    """Run `python ARGV` and wait for it. Its standard error is copied to the standard error of this process.
+    """Run `python ARGV` and wait for it to exit. Its standard error is copied to this process's standard error.
 
     When this function returns or raises, the process and its process group have exited. If the process must be
     terminated, the processes that it started in other sessions are also terminated (Linux only).
 
     Args:
-        argv: arguments of the interpreter, such as `["-m", "slipstream", "train", ...]`.
+        argv: arguments for the Python interpreter, such as `["-m", "slipstream", "train", ...]`.
         timeout: seconds after which the process is terminated; None means no limit.
-        quiet: whether to discard its output. The reason for a failure is still returned.
-        grace: seconds that the process has to exit on its own after it is interrupted.
+        quiet: whether to discard the process's output. The reason for a failure is still returned.
+        grace: seconds to wait for the process to exit after it is interrupted.
         environ: environment variables to set in addition to those of this process.
     """
     start, last = perf_counter(), deque[str](maxlen=50)
@@ -62,7 +62,7 @@ def run_child(
         env={**os.environ, **(environ or {})},
         text=True,
         errors="replace",
-        start_new_session=True,  # so that Ctrl-C reaches it only through this process
+        start_new_session=True,  # so that Ctrl-C reaches the new process only through this process
     )
     assert process.stderr is not None
     reader = threading.Thread(target=_copy, args=(process.stderr, last, quiet), daemon=True)
@@ -71,7 +71,7 @@ def run_child(
     try:
         process.wait(timeout)
     except subprocess.TimeoutExpired:
-        ended = f"did not end within {timeout:g} s"
+        ended = f"did not finish within {timeout:g} s"
     finally:
         _end(process, grace)
         reader.join(timeout=5)
@@ -89,14 +89,14 @@ def _copy(stream: IO[str], last: deque[str], quiet: bool) -> None:
 
 
 def _end(process: subprocess.Popen[str], grace: float) -> None:
-    """Terminate the process, and kill the remaining processes in its group and those that it started."""
+    """Terminate the process, then kill the remaining processes that it started or that belong to its group."""
     started = descendants(process.pid) if process.poll() is None else {}
     try:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
             process.wait(grace)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)  # on this signal, a launcher ends its processes
+        process.send_signal(signal.SIGTERM)  # on SIGTERM, a launcher terminates its processes
         with suppress(subprocess.TimeoutExpired):
             process.wait(grace)
     finally:
@@ -107,7 +107,7 @@ def _end(process: subprocess.Popen[str], grace: float) -> None:
 
 
 def _reason(returncode: int, lines: Sequence[str]) -> str:
-    """Return the error of a process on one line, given the end of its standard error."""
+    """Return a process's error on one line, given the last lines of its standard error."""
     if returncode == 0:
         return ""
     if returncode < 0:
@@ -122,7 +122,7 @@ def _reason(returncode: int, lines: Sequence[str]) -> str:
 
 @contextmanager
 def ending_on_sigterm() -> Iterator[None]:
-    """Raise SystemExit inside the `with` block on SIGTERM, so that the processes that it started are terminated."""
+    """Raise SystemExit in the `with` block on SIGTERM, so that processes started in the block are terminated."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

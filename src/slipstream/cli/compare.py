@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: a name is unknown, or the output folder is not writable.
-        SlipstreamError: the hand-written loop does not train.
+        SlipstreamError: the hand-written loop cannot be measured.
     """
     from slipstream.compare import CONTENDERS, compare
     from slipstream.compare.result import HEADER, rows, write
@@ -77,7 +77,7 @@ def _print_line(line: str) -> None:
 
 
 def _environment(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the command, the date, the machine and the versions."""
+    """Return the command, the date, the machine details and the package versions."""
     from slipstream.runner.environment import collect_env
     from slipstream.version import __version__
 

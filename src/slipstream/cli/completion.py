@@ -1,4 +1,4 @@
-"""`slipstream completion`: a script that completes commands, options and recipe names in a shell."""
+"""`slipstream completion`: print a shell completion script for commands, options and recipe names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ complete -o default -F _slipstream slipstream
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the script. It contains the commands of the installed version, so completion does not start Python."""
+    """Print the script. It contains the installed version's commands, so completion does not need to start Python."""
     commands = dict(build_parser()[1].choices)
     if args.shell == "fish":
         print("\n".join(_fish(commands)))

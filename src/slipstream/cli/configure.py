@@ -1,4 +1,4 @@
-"""Convert command line arguments to a configuration, and back."""
+"""Convert command-line arguments to a configuration, and back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TUNED = re.compile(r"\+*speed=.+\.ya?ml['\"]?$")
 
 
 class Configured(NamedTuple):
-    """The configuration of a command and the number of devices."""
+    """The configuration for a command, and the number of devices."""
 
     cfg: Config
     gpus: int | None
@@ -40,16 +40,16 @@ class Configured(NamedTuple):
 
 
 def configure(args: argparse.Namespace) -> Config:
-    """Return the configuration of a command, with its overrides applied.
+    """Return the configuration for a command, with its overrides applied.
 
     Raises:
-        ConfigError: the recipe, the file, a key or a value is invalid. The message contains the location.
+        ConfigError: the recipe, the file, a key or a value is invalid. The message includes the location.
     """
     return read_config(args).cfg
 
 
 def read_config(args: argparse.Namespace) -> Configured:
-    """Return the configuration of a command, with its overrides applied, and the number of devices.
+    """Return the configuration for a command, with its overrides applied, and the number of devices.
 
     Raises:
         ConfigError: see `configure`.
@@ -93,7 +93,7 @@ def _load(name: str, overrides: Sequence[str], config_dir: str | None, trust: bo
 
     cfg = _config_class().fromfile(path, trust=trust)
     known = [name for name in inspect.signature(Runner).parameters if name != "cfg"]
-    # Hydra marks a new key with a leading +. An override without a key is left unchanged, so that the error quotes it.
+    # Hydra marks a new key with a leading +. An override without a key is unchanged, so that the error can quote it.
     words = [word if (stripped := word.lstrip("+")).startswith("=") else stripped for word in overrides]
     words = runner_overrides(cfg, set_ema(cfg, words))
     cfg.override(words, known=[*known, *CFG_OPTIONS, *_OPEN], hints=hints(cfg))
@@ -101,7 +101,7 @@ def _load(name: str, overrides: Sequence[str], config_dir: str | None, trust: bo
 
 
 def _config_class() -> type[Config]:
-    """Return the configuration class; with SLIPSTREAM_OPENMMLAB=1, it supports Python-style configurations."""
+    """Return the configuration class. With SLIPSTREAM_OPENMMLAB=1, the class supports Python-style configurations."""
     if os.environ.get("SLIPSTREAM_OPENMMLAB") == "1":
         from slipstream.openmmlab.mmengine.config import Config as WithLazyImports
 
@@ -121,16 +121,16 @@ def _composed(name: str, overrides: Sequence[str], config_dir: str | None, trust
 
 
 def _tuned_file(overrides: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the file of an override `speed=FILE.yaml`, written by `slipstream tune`, and the other overrides."""
+    """Return the file (written by `slipstream tune`) from an override `speed=FILE.yaml`, and the other overrides."""
     files = [word for word in overrides if _TUNED.match(word)]
     if len(files) > 1:
-        raise ConfigError(f"only one file can be set; remove all but one of {' '.join(files)}", "speed")
+        raise ConfigError(f"only one file can be specified; remove all but one of {' '.join(files)}", "speed")
     file = files[0].partition("=")[2].strip("'\"") if files else None
     return file, [word for word in overrides if word not in files]
 
 
 def _apply_tuned(cfg: Config, file: str, overrides: Sequence[str]) -> None:
-    """Set the options in a file that `slipstream tune` has written.
+    """Apply the options from a file written by `slipstream tune`.
 
     Raises:
         ConfigError: the file is invalid, or an override sets one of its options.

@@ -28,7 +28,9 @@ _ROOTS = ("data_root", "root_dir", "root")  # arguments for the data folder in t
 def run(args: argparse.Namespace) -> int:
     """Fill the caches of all splits. Return 1 if a sample cannot be read."""
     if args.prune and args.split:
-        raise ConfigError("`--prune` removes files that no split uses; it cannot be combined with `--split`")
+        raise ConfigError(
+            "`--prune` removes files that no split uses, so it cannot be combined with `--split`"
+        )
     cfg = configure(args)
     caches = [
         (part, DecodeCache(_folder(args.folder, part, cfg)))
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _missing_overrides(args: argparse.Namespace, caches: list[tuple[Part, DecodeCache]]) -> list[str]:
-    """Return the overrides that enable the caches not yet used by the recipe."""
+    """Return the overrides that enable caches that the recipe does not use yet."""
     composed = is_composed(find_recipe(args.config, args.config_dir))
     new = [(p, c) for p, c in caches if p.dataset.cache is None or p.dataset.cache.folder != c.folder]
     key = "+dataset_params.{0.split}_dataset_params.cache" if composed else "{0.config_path}.cache"
@@ -94,7 +96,7 @@ def _check_disk_space(folder: Path, parts: list[Part]) -> None:
     """Print the disk space required by the missing samples and the free disk space.
 
     Raises:
-        DataError: the free disk space is not sufficient.
+        DataError: there is not enough free disk space.
     """
     need = sum(_needed(part.dataset, DecodeCache(folder)) for part in parts)
     existing = next(path for path in (folder, *folder.parents) if path.exists())

@@ -1,4 +1,4 @@
-"""Datasets of a recipe, and parallel iteration over their samples."""
+"""A recipe's datasets, and parallel iteration over their samples."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Part:
 
     @property
     def title(self) -> str:
-        """The split, or the config path if the split has several datasets."""
+        """The split name, or the config path if the split has several datasets."""
         return self.split if self.config_path.count(".") == 1 else self.config_path
 
 
@@ -60,7 +60,7 @@ def split_names(cfg: Config, only: str | None) -> list[str]:
         return found
     if only not in found:
         known = ", ".join(found) or "none"
-        raise ConfigError(f"the recipe has no {only or 'train'}_dataloader (its splits: {known})")
+        raise ConfigError(f"the recipe has no {only or 'train'}_dataloader (available splits: {known})")
     return [only]
 
 
@@ -68,7 +68,7 @@ def parts_of(cfg: Config, split: str) -> list[Part]:
     """Return the datasets of a split.
 
     Raises:
-        SlipstreamError: a dataset cannot be built or is iterable-style. The message contains its config path.
+        SlipstreamError: a dataset cannot be built or is iterable-style. The message includes its config path.
     """
     loader = cfg[f"{split}_dataloader"]
     dataset = loader.dataset if isinstance(loader, DataLoader) else loader.get("dataset")
@@ -91,7 +91,7 @@ def check_numbered(dataset: Any, config_path: str) -> None:
 
 @contextmanager
 def config_context(cfg: Config) -> Iterator[None]:
-    """Set the registry scope of the configuration, and add config paths to errors."""
+    """Use the configuration's registry scope, and add config paths to error messages."""
     with add_config_path(cfg), default_scope(cfg.get("default_scope", "slipstream")):
         yield
 
@@ -108,7 +108,7 @@ def image_and_target(sample: Any) -> tuple[Tensor, Tensor]:
     """Return the image (C, H, W) and the class ids of a sample: `inputs` and `targets`, or the first two tuple items.
 
     Raises:
-        ConfigError: the sample has neither form.
+        ConfigError: the sample has neither of these forms.
     """
     if isinstance(sample, Mapping):
         pair: tuple[Any, ...] = (sample.get("inputs"), sample.get("targets"))
@@ -130,7 +130,7 @@ def map_samples(
 
     Args:
         function: a module-level function, so that it can be pickled.
-        workers: number of processes. Default: one per core.
+        workers: number of processes; by default, one per core.
     """
     from rich.console import Console
     from rich.progress import track
@@ -143,7 +143,7 @@ def map_samples(
         collate_fn=_identity,
     )
     console = Console(stderr=True)
-    # rich 13.0 prints an empty line for a disabled bar.
+    # rich 13.0 prints an empty line for a disabled progress bar.
     shown = console.is_terminal
     yield from track(calls, title, len(dataset), console=console, transient=True) if shown else calls
 

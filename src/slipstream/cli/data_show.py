@@ -26,7 +26,7 @@ __all__ = ["run"]
 
 _ALPHA = 0.55
 _PALE = (228, 230, 234)
-_ACROSS = 3  # images per row if they have no masks
+_ACROSS = 3  # images per row if the samples have no masks
 
 RGB = NDArray[np.uint8]
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     indices = list(islice(chain.from_iterable(loader.batch_sampler or ()), args.count))
     if not indices:
         raise ConfigError(
-            "the data loader returns no batches to show; check the length of the dataset and drop_last",
+            "the data loader yields no batches to show; check the dataset length and drop_last",
             f"{split}_dataloader",
         )
     samples = [loader.dataset[index] for index in indices]
@@ -56,12 +56,12 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:  # ValueError: Pillow does not support the file extension
         raise ConfigError(f"cannot write '{out}': {error}; choose a different file", "--out") from error
     count = f"{len(samples)} sample{'s' * (len(samples) != 1)}"
-    print(f"{out}: {count} of {split}, as a single process loads them in epoch {args.epoch}")
+    print(f"{out}: {count} of {split}, as loaded by a single process in epoch {args.epoch}")
     return 0
 
 
 def _loader(cfg: Config, split: str) -> DataLoader[Any]:
-    """Return the data loader of the split without worker processes, which do not affect the samples."""
+    """Return the split's data loader without worker processes. Worker processes do not affect the samples."""
     loader = cfg[f"{split}_dataloader"]
     if isinstance(loader, Mapping):
         loader = {**loader, "num_workers": 0, "multiprocessing_context": None}
@@ -90,7 +90,7 @@ def _sheet(samples: Sequence[Any], captions: Sequence[str], meta: Mapping[str, A
 
 
 def _labeled(pairs: Sequence[tuple[RGB, Any]], captions: Sequence[str], classes: Sequence[str]) -> Any:
-    """Return a contact sheet of images, each with its class name below."""
+    """Return a contact sheet of images, each with its class name below it."""
     blank = np.full_like(pairs[0][0], 255)
     images = [image for image, _ in pairs] + [blank] * (-len(pairs) % _ACROSS)
     names = [
@@ -103,7 +103,7 @@ def _labeled(pairs: Sequence[tuple[RGB, Any]], captions: Sequence[str], classes:
 
 
 def _displayed(sample: Any) -> RGB:
-    """Return the image (uint8, H x W x 3) with the device's color transforms applied, but not normalized."""
+    """Return the image (uint8, H x W x 3) with on-device color transforms applied, but without normalization."""
     image, params = image_and_target(sample)[0], None
     if isinstance(sample, Mapping):
         params = sample.get("finish")

@@ -98,7 +98,7 @@ def _histogram(pixels: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 
 def _faults_of_files(dataset: Any, index: int) -> Iterator[str]:
-    """Yield an error for each broken file of a sample, because `load` stops at the first broken file."""
+    """Yield an error for each broken file of a sample. `load` stops at the first broken file."""
     for name in ("load_image", "load_mask"):
         try:
             if read := getattr(dataset, name, None):
@@ -147,7 +147,7 @@ def _moments(values: list[NDArray[np.int64]]) -> dict[str, list[float] | None]:
 
 
 def _costs(part: Part, batch: int | None) -> dict[str, Any]:
-    """Return the median seconds per sample in one process, and the size of a batch of tensors in bytes."""
+    """Return the median loading times per sample in one process, in seconds, and the size of a batch in bytes."""
     dataset, sizes = part.dataset, []
     seconds = defaultdict[str, list[float]](list)
     for index in np.linspace(0, len(dataset) - 1, min(_TIMED, len(dataset))).astype(int).tolist():

@@ -22,7 +22,7 @@ def print_statistics(found: Mapping[str, Any]) -> None:
 
 
 def written_size(size: float) -> str:
-    """Return a number of bytes with its unit: `25.3 MB`."""
+    """Return a size in bytes as a string with a unit, such as `25.3 MB`."""
     unit, larger = "B", ["TB", "GB", "MB", "kB"]
     while size >= 1000 and larger:
         size, unit = size / 1000, larger.pop()

@@ -71,7 +71,7 @@ def _named(row: Row) -> dict[str, str]:
 
 
 def _recipe_workers(args: argparse.Namespace) -> dict[str, int]:
-    """Return each `num_workers` in the recipe by its config path, or an empty dict if no recipe is given."""
+    """Return the recipe's `num_workers` values by config path, or an empty dict if no recipe is given."""
     if args.config is None:
         return {}
     cfg = load_config(args.config, args.overrides, args.config_dir, bool(args.trust)).cfg
@@ -125,7 +125,7 @@ def _distributed(device: torch.device) -> Iterator[Row]:
     if backends:
         yield OK, "backends", ", ".join(backends)
     else:
-        yield NO, "backends", "this build of torch has no torch.distributed"
+        yield NO, "backends", "this build of torch does not include torch.distributed"
     yield _launcher()
     yield OK, "threads", f"{torch.get_num_threads()} on {cores()} cores, {_setting('OMP_NUM_THREADS')}"
 
@@ -155,7 +155,7 @@ def _setting(name: str) -> str:
 
 
 def _autocast_problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Compute a matrix product under autocast. Return the error message, or None on success."""
+    """Multiply two matrices under autocast. Return the error message, or None on success."""
     try:
         with torch.autocast(device.type, dtype=dtype):
             a = torch.ones(8, 8, device=device)

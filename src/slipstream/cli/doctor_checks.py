@@ -1,4 +1,4 @@
-"""The checks of `slipstream doctor`: misconfigurations of the machine, each with its remedy."""
+"""The checks of `slipstream doctor`: misconfigurations of the machine, and how to fix them."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ class Machine:
     cores: int = 1
     """Cores that this process may use."""
     cpu_quota: float | None = None
-    """Smallest CPU quota of the cgroups, in cores."""
+    """Smallest cgroup CPU quota, in cores."""
     threads: int = 1
-    """Torch threads."""
+    """Number of torch threads."""
     local_processes: int = 1
     """Number of processes that the launcher started on this machine."""
     launcher: str = "none"
     memory: int | None = None
     """Memory of the machine in bytes."""
     memory_limit: int | None = None
-    """Smallest memory limit of the cgroups in bytes."""
+    """Smallest cgroup memory limit, in bytes."""
     shm_total: int | None = None
     """Size of /dev/shm in bytes."""
     shm_speed: float | None = None
-    """Measured speed of writing to /dev/shm in bytes per second."""
+    """Measured write speed of /dev/shm, in bytes per second."""
     temporary: str = "/tmp"
     temporary_free: int = 2**40
     nvidia_smi: bool = False
@@ -63,11 +63,11 @@ class Machine:
     """Path of a C++ compiler."""
     inductor_problem: str | None = None
     native_bf16: bool | None = None
-    """Whether the CPU has instructions for bfloat16."""
+    """Whether the CPU has bfloat16 instructions."""
     bf16_ratio: float | None = None
-    """Measured time of a matrix product in bfloat16 relative to float32 on the CPU."""
+    """Measured time of a bfloat16 matrix multiplication on the CPU, relative to float32."""
     tf32: bool | None = None
-    """Whether float32 matrix products use TF32, on a device that supports it."""
+    """Whether float32 matrix multiplications use TF32, on a device that supports it."""
     workers: Mapping[str, int] = field(default_factory=dict)
     """`num_workers` of a recipe by config path."""
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -110,12 +110,13 @@ def _threads(machine: Machine) -> Iterator[Row]:
 
 
 def _workers(machine: Machine) -> Iterator[Row]:
-    """Compare the numbers of processes and workers with the number of cores. Each process starts its own workers."""
+    """Compare the process and worker counts with the number of cores. Each process starts its own workers."""
     if machine.local_processes > machine.cores:
         yield (
             WARN,
             "cores",
-            f"{machine.local_processes} processes share {_counted(machine.cores)}: start fewer, or request more cores",
+            f"{machine.local_processes} processes share {_counted(machine.cores)}: start fewer processes, or request "
+            "more cores",
         )
     for path, count in machine.workers.items():
         total = count * machine.local_processes
@@ -123,7 +124,7 @@ def _workers(machine: Machine) -> Iterator[Row]:
             yield (
                 WARN,
                 path,
-                f"{total} workers on {_counted(machine.cores)}: set num_workers=auto, which measures the best number, "
+                f"{total} workers on {_counted(machine.cores)}: set num_workers=auto, which measures the best value, "
                 "or request more cores (sbatch --cpus-per-task)",
             )
 
@@ -155,7 +156,7 @@ def _cgroup(machine: Machine) -> Iterator[Row]:
         yield (
             NO,
             "cgroup cpu.max",
-            f"{quota:g} cores, so {machine.cores} busy threads are paused part of the time: request a whole number "
+            f"{quota:g} cores, so {machine.cores} busy threads are throttled: request a whole number "
             "of cores (docker run --cpus, resources.limits.cpu)",
         )
     if limit is None or (machine.memory is not None and limit >= machine.memory):
@@ -167,7 +168,7 @@ def _cgroup(machine: Machine) -> Iterator[Row]:
     yield (
         WARN if small else NO,
         "cgroup memory",
-        f"{text}, including workers and /dev/shm; a process that exceeds it is killed without an error: "
+        f"{text}, including workers and /dev/shm; a process that exceeds it is killed without an error message: "
         + (
             "increase the limit"
             if small
@@ -178,7 +179,7 @@ def _cgroup(machine: Machine) -> Iterator[Row]:
 
 def _disk(machine: Machine) -> Iterator[Row]:
     if machine.temporary_free < _GIB:
-        yield WARN, "disk", f"less than 1 GiB is free in {machine.temporary}: free space, or set TMPDIR"
+        yield WARN, "disk", f"less than 1 GiB is free in {machine.temporary}: free some space, or set TMPDIR"
 
 
 def _compiler(machine: Machine) -> Iterator[Row]:
@@ -193,21 +194,19 @@ def _precision(machine: Machine) -> Iterator[Row]:
     if machine.device == "cpu" and machine.native_bf16 is False:
         measured = ""
         if machine.bf16_ratio is not None:
-            measured = (
-                f" (a matrix product takes {machine.bf16_ratio:.1f} times as long as in float32, measured)"
-            )
+            measured = f" (measured: matrix multiplication takes {machine.bf16_ratio:.1f} times as long as in float32)"
         yield (
             NO,
             "bfloat16",
-            f"this CPU has no bfloat16 instructions and emulates them{measured}: measure before you set "
+            f"this CPU has no bfloat16 instructions, so bfloat16 is emulated{measured}: measure before you set "
             "precision='bf16'",
         )
     if machine.tf32 is False:
         yield (
             NO,
             "TF32",
-            "is off, so float32 matrix products do not use tensor cores: set speed=dict(precision='tf32') or 'bf16' if "
-            "their precision suffices",
+            "is off, so float32 matrix multiplications do not use tensor cores: set speed=dict(precision='tf32') or "
+            "'bf16' if that precision is sufficient",
         )
 
 
@@ -270,7 +269,7 @@ def _local_processes() -> int:
 
 
 def _write_speed(folder: Path) -> float | None:
-    """Return the speed of writing a file in bytes per second, or None if it cannot be written."""
+    """Return the write speed in bytes per second, or None if the file cannot be written."""
     try:
         if shutil.disk_usage(folder).free < 2 * _SHM_SAMPLE:
             return None
@@ -298,7 +297,7 @@ def _native_bf16() -> bool | None:
 
 
 def _bf16_ratio(size: int = 512, count: int = 5) -> float:
-    """Return the time of a (size, size) matrix product in bfloat16 relative to float32: the median ratio."""
+    """Return the median ratio of bfloat16 to float32 time for a (size, size) matrix multiplication."""
 
     def seconds(dtype: torch.dtype) -> float:
         a = torch.ones(size, size, dtype=dtype)

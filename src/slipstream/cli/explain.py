@@ -73,7 +73,7 @@ def _model(cfg: Config) -> nn.Module:
 
 
 def _limits(capabilities: Capabilities) -> Iterator[tuple[str, str]]:
-    """Yield each option that this machine does not support, with the reason."""
+    """Yield each option that has no effect or is not supported on this machine, with the reason."""
     from slipstream.speed import SpeedPlan
     from slipstream.speed.plan import REFUSED, idle
 

@@ -33,7 +33,7 @@ _LARGER = (128, 64)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the file, and compare it with the model. The file is not kept if its scores or classes differ."""
+    """Write the file, and compare its output with the model's. The file is not kept if the scores or classes differ."""
     kind = FORMATS[args.to]
     trained = load_trained(find_checkpoint(args.run), args.config, bool(args.trust), torch.device("cpu"))
     out = Path(args.out) if args.out else trained.path.with_suffix(kind.suffix)
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     dynamic = len(shape) == 3 and not args.fixed_size
     if dynamic and network.divisor > 1:
         raise ConfigError(
-            f"is required, because the padding of the data preprocessor (pad_size_divisor={network.divisor}) cannot be "
+            f"is required, because the data preprocessor's padding (pad_size_divisor={network.divisor}) cannot be "
             "exported for variable sizes",
             "--fixed-size",
         )
@@ -102,7 +102,7 @@ class _Deployed(nn.Module):
         self.pad_value = images.pad_value
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the scores for images, float32 (N, C, H, W) in the range 0 to 255, or for other inputs."""
+        """Return the scores for float32 images (N, C, H, W) in the range 0 to 255, or for other inputs."""
         if images.ndim != 4:
             return main_output(self.model(images))
         inputs = (images.flip(-3) if self.flips_channels else images) * self.scale + self.shift
@@ -148,7 +148,7 @@ def _channels(model: nn.Module) -> int:
 
 
 def _check_inputs(shape: Sequence[int], dynamic: bool) -> list[Tensor]:
-    """Return two batches that differ in size, with pixels from 0 to 255."""
+    """Return two batches of different sizes, with pixel values from 0 to 255."""
     generator = torch.Generator().manual_seed(0)
     other = [shape[0], shape[1] + _LARGER[0], shape[2] + _LARGER[1]] if dynamic else shape
     return [torch.randint(256, size, generator=generator).float() for size in ((2, *shape), (1, *other))]
@@ -175,9 +175,9 @@ def _largest_difference(
         largest = max(largest, difference)
         if not difference <= _TOLERANCE:
             raise ModelError(
-                f"the exported file differs from the model for an input of shape {tuple(images.shape)}: by "
-                f"{difference:.1e} times the largest score; use a different format, or --fixed-size if only some "
-                "input sizes fail"
+                f"the exported file's output differs from the model's for an input of shape {tuple(images.shape)}: "
+                f"the largest difference is {difference:.1e} times the largest score; use a different format, or "
+                "--fixed-size if only some input sizes fail"
             )
         if isinstance(model, Task):
             _check_predictions(model, params, images, found, _TOLERANCE * scale)
@@ -229,7 +229,7 @@ def _description(
             "name": "images",
             "shape": ["N", shape[0], "H", "W"] if dynamic else ["N", *shape],
             "dtype": "float32",
-            "values": "RGB, 0 to 255; the file normalizes them",
+            "values": "RGB, 0 to 255; the exported model normalizes them",
         },
         "output": {"name": "scores", "meaning": meaning},
         "classes": list(trained.classes),

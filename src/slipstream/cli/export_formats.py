@@ -1,4 +1,4 @@
-"""Write and load files in the formats of `slipstream export`."""
+"""Write and load files in the formats that `slipstream export` supports."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Format(NamedTuple):
 
     suffix: str
     write: Callable[[nn.Module, Tensor, bool, Path], None]
-    """Write a module, given an example input and whether its height and width may change."""
+    """Write a module, given an example input and whether its height and width may vary."""
     load: Callable[[Path], Callable[[Tensor], Tensor]]
 
 
 def _exported(module: nn.Module, example: Tensor, dynamic: bool) -> Any:
-    """Return the graph of a module with any batch size and, if `dynamic`, any height and width."""
+    """Export a module to a graph that accepts any batch size and, if `dynamic` is True, any height and width."""
     sizes = {0: torch.export.Dim.DYNAMIC}
     if dynamic:
         sizes.update({2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC})
@@ -114,7 +114,7 @@ def _load_openvino(file: Path) -> Callable[[Tensor], Tensor]:
 
 @contextmanager
 def errors_of_converters(what: str) -> Iterator[None]:
-    """Suppress warnings from the converters, and replace their errors with errors on one line.
+    """Suppress warnings from the converters, and convert their errors to one-line errors.
 
     Raises:
         ModelError: the block raised an exception.

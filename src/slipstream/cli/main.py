@@ -17,7 +17,7 @@ from slipstream.redaction import redact_text
 __all__ = ["main"]
 
 _SIGPIPE = 141
-"""Exit status that a shell reports for a program that SIGPIPE has terminated."""
+"""Exit status that a shell reports for a program terminated by SIGPIPE."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_stdout_closed() -> bool:
-    """Return whether no process reads the output anymore, as in `slipstream recipes | head -1`."""
+    """Return whether the reader of the output has closed the pipe, as in `slipstream recipes | head -1`."""
     if not hasattr(select, "poll"):
         return False
     poll = select.poll()

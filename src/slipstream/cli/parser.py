@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
     def options(self) -> dict[str, str]:
-        """Return the long options and their help."""
+        """Return the long options and their help texts."""
         found = {}
         for action in self._actions:
             names = [name for name in action.option_strings if name.startswith("--")]
@@ -38,11 +38,11 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def takes_recipe(self) -> bool:
-        """Whether an argument is the name of a recipe."""
+        """Whether the command accepts a recipe name."""
         return any("RECIPE" in str(action.metavar) for action in self._actions)
 
     def fail_unknown(self, words: Sequence[str], takes_overrides: bool) -> NoReturn:
-        """Exit with an error that lists the unknown arguments, and suggest an option or override for the first."""
+        """Exit with an error that lists the unknown arguments and suggests an option or override for the first one."""
         name, equals, value = words[0].partition("=")
         near = difflib.get_close_matches(name, self.options(), n=1, cutoff=0.75)
         hint = f"; did you mean '{near[0]}'?" if near else ""
@@ -65,7 +65,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the parsed command line. `command` is the module in `slipstream.cli` that runs the command."""
     parser, commands = build_parser()
     args, rest = parser.parse_known_args(argv)
-    # argparse reads overrides only up to the next option, and returns those after an option in `rest`.
+    # argparse reads overrides only up to the next option, and returns later overrides in `rest`.
     overrides = [word for word in rest if "overrides" in args and not word.startswith("-")]
     if unknown := [word for word in rest if word not in overrides]:
         commands.choices[args.command].fail_unknown(unknown, takes_overrides="overrides" in args)
@@ -79,7 +79,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def build_parser() -> tuple[Parser, _Commands]:
-    """Return the parser, and the parsers of the commands."""
+    """Return the main parser and the command parsers."""
     parser = Parser(
         prog="slipstream", description="Train PyTorch models faster without changing their code.",
         epilog="Exit status: 0 success, 1 failure, 2 invalid argument or recipe (docs/command_line.md).",
@@ -110,7 +110,7 @@ def build_parser() -> tuple[Parser, _Commands]:
     _add_recipe(doctor, nargs="?")
     _add_json(doctor)
     _add_recipes(commands)
-    completion = commands.add_parser("completion", help="print a script that completes commands in a shell")
+    completion = commands.add_parser("completion", help="print a shell completion script")
     completion.add_argument(
         "shell", choices=("bash", "zsh", "fish"), metavar="SHELL", help="bash, zsh or fish"
     )
@@ -118,7 +118,7 @@ def build_parser() -> tuple[Parser, _Commands]:
 
 
 class _Version(argparse.Action):
-    """Print the versions. Reading the versions takes time, so they are only read when this option is used."""
+    """Print the versions. Reading the versions takes time, so they are read only when this option is used."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version
@@ -135,7 +135,7 @@ def _add_recipes(commands: _Commands) -> None:
     parser.add_argument("--config-dir", metavar="FOLDER", help="folder with your recipes")
     _add_json(parser)
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
-    actions.add_parser("schema", help="print the JSON schema of recipes, for editors")
+    actions.add_parser("schema", help="print the JSON schema for recipes, for use in editors")
     show = actions.add_parser("show", help="print the values of a recipe")
     _add_recipe(show)
     _add_json(show)
@@ -152,7 +152,7 @@ def _add_check(commands: _Commands) -> None:
 
 def _add_new(commands: _Commands) -> None:
     parser = commands.add_parser(
-        "new", help="write a starter project: a recipe and a dataset that you can change"
+        "new", help="create a starter project: a recipe and a dataset that you can modify"
     )
     parser.add_argument("folder", metavar="FOLDER", help="new folder")
 
@@ -164,9 +164,9 @@ def _add_train(commands: _Commands) -> None:
     parser.add_argument("--resume", nargs="?", const=True, default=None, metavar="CHECKPOINT",
                         help="resume from CHECKPOINT, or from the last checkpoint in the work_dir")  # fmt: skip
     parser.add_argument("--sweep", action="append", default=[], metavar="key=value,value,...",
-                        help="train once per value, one run after the other; repeatable for combinations")  # fmt: skip
+                        help="train once per value, sequentially; repeat the option for combinations")  # fmt: skip
     parser.add_argument("--multirun", action="store_true",
-                        help="like --sweep for each override that lists several values (Hydra's syntax)")  # fmt: skip
+                        help="apply --sweep to each override that lists several values (Hydra's syntax)")  # fmt: skip
     parser.add_argument("--result", help=argparse.SUPPRESS)  # file for the metrics of a run in a sweep
 
 
@@ -181,15 +181,15 @@ def _add_val(commands: _Commands) -> None:
 
 def _add_predict(commands: _Commands) -> None:
     parser = commands.add_parser(
-        "predict", help="write class masks and overlays for pictures and videos (docs/command_line.md)"
+        "predict", help="write class masks and overlays for images and videos (docs/command_line.md)"
     )
-    parser.add_argument("images", nargs="+", metavar="PATH", help="pictures, videos, folders or patterns")
+    parser.add_argument("images", nargs="+", metavar="PATH", help="images, videos, folders or patterns")
     _add_checkpoint(parser, "--checkpoint")
     parser.add_argument("--out", default="predictions", help="output folder (default: predictions)")
     parser.add_argument("--every", type=_count, default=1, metavar="N",
                         help="process every Nth frame of a video (default: 1)")  # fmt: skip
     parser.add_argument("--max-pixels", type=_count, metavar="N",
-                        help="maximum number of pixels in a picture (default: 178,956,970)")  # fmt: skip
+                        help="maximum number of pixels in an image (default: 178,956,970)")  # fmt: skip
     _add_json(parser)
 
 
@@ -227,8 +227,8 @@ def _add_submit(commands: _Commands) -> None:
     parser.add_argument("--nodes", type=_count, default=1, metavar="N", help="number of nodes (default: 1)")
     tasks = parser.add_mutually_exclusive_group()
     tasks.add_argument("--gpus-per-node", type=_gpus, metavar="[TYPE:]N",
-                       help="one process per GPU; TYPE is a resource (amd.com/gpu) in Kubernetes, and a name "
-                            "such as A100 in Ray")  # fmt: skip
+                       help="one process per GPU; TYPE is a resource such as amd.com/gpu in Kubernetes, and a GPU "
+                            "name such as A100 in Ray")  # fmt: skip
     tasks.add_argument("--tasks-per-node", type=_count, default=1, metavar="N",
                        help="processes per node, without GPUs (default: 1)")  # fmt: skip
     parser.add_argument("--cpus-per-task", type=_count, metavar="N", help="cores per process")
@@ -267,7 +267,7 @@ def _add_kubernetes(group: argparse._ArgumentGroup) -> None:
         "--namespace", type=_one_line, help="default: the namespace in which you create the job"
     )
     group.add_argument("--shm-size", type=_one_line, metavar="SIZE",
-                       help="limit of /dev/shm, such as 16Gi (default: the pod's memory)")  # fmt: skip
+                       help="size limit of /dev/shm, such as 16Gi (default: the pod's memory)")  # fmt: skip
     group.add_argument("--grace-period", type=_count, metavar="SECONDS",
                        help="time to save the state before an evicted pod is killed (default: 120)")  # fmt: skip
     group.add_argument("--out", metavar="FILE", help="write the manifest to this file instead of printing it")
@@ -297,7 +297,7 @@ def _add_plan_scale(commands: _Commands) -> None:
 
 def _add_explain(commands: _Commands) -> None:
     parser = commands.add_parser(
-        "explain", help="show a run's options, and those not supported on this machine"
+        "explain", help="show a run's options, and the options not supported on this machine"
     )
     _add_run(parser)
     _add_json(parser)
@@ -310,7 +310,7 @@ def _add_profile(commands: _Commands) -> None:
     parser.add_argument(
         "--warmup", type=_count, default=5, metavar="N", help="untimed steps at the start (default: 5)"
     )
-    parser.add_argument("--stacks", action="store_true", help="record Python stacks, which slows down steps")
+    parser.add_argument("--stacks", action="store_true", help="record Python stacks (slows down the steps)")
     parser.add_argument("--out", metavar="DIR", help="output folder (default: work_dirs/NAME/profile)")
     parser.set_defaults(work_dir=None)
 
@@ -332,14 +332,16 @@ def _add_bench(commands: _Commands) -> None:
         "--size", type=_size, metavar="HxW", help="size of generated images (default: the recipe's)"
     )
     parser.add_argument(
-        "--mode", choices=("eager", "compiled"), metavar="MODE", help="only eager, or only compiled"
-    )
-    parser.add_argument("--devices", type=int, choices=(1, 2), metavar="N", help="only 1, or only 2 devices")
-    parser.add_argument(
-        "--precision", choices=("float32", "amp"), metavar="P", help="only float32, or only amp"
+        "--mode", choices=("eager", "compiled"), metavar="MODE", help="measure only eager or only compiled"
     )
     parser.add_argument(
-        "--averaging", choices=("off", "on"), metavar="A", help="SyncBN and EMA: only off, or only on"
+        "--devices", type=int, choices=(1, 2), metavar="N", help="measure only 1 device or only 2"
+    )
+    parser.add_argument(
+        "--precision", choices=("float32", "amp"), metavar="P", help="measure only float32 or only amp"
+    )
+    parser.add_argument(
+        "--averaging", choices=("off", "on"), metavar="A", help="SyncBN and EMA: measure only off or only on"
     )
     parser.add_argument("--timeout", type=_seconds, default=900.0, metavar="SECONDS",
                         help="time limit for each run (default: 900)")  # fmt: skip
@@ -354,7 +356,7 @@ def _add_compare(commands: _Commands) -> None:
     )
     parser.add_argument("model", nargs="?", default="street_scenes_pp_lite_t", metavar="RECIPE_OR_NETWORK",
                         help="recipe, configuration file or network (default: street_scenes_pp_lite_t)")  # fmt: skip
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values of the recipe to override")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values to override")
     parser.add_argument("--config-dir", metavar="FOLDER", help="folder with your recipes")
     _add_trust(parser)
     parser.add_argument("--steps", type=_count, default=10, metavar="N",
@@ -369,14 +371,14 @@ def _add_compare(commands: _Commands) -> None:
     parser.add_argument("--batch-size", type=_count, default=4, metavar="N",
                         help="batch size for a network (default: 4)")  # fmt: skip
     parser.add_argument("--timeout", type=_seconds, default=900.0, metavar="SECONDS",
-                        help="time limit for the start and each round of a contender (default: 900)")  # fmt: skip
+                        help="time limit for a contender's startup and for each round (default: 900)")  # fmt: skip
     parser.add_argument(
         "--out", default="work_dirs/compare", metavar="DIR", help="default: work_dirs/compare"
     )
 
 
 def _add_tune(commands: _Commands) -> None:
-    parser = commands.add_parser("tune", help="find the fastest options by measurement (docs/tune.md)")
+    parser = commands.add_parser("tune", help="measure to find the fastest options (docs/tune.md)")
     _add_recipe(parser)
     parser.set_defaults(work_dir=None)
     parser.add_argument(
@@ -386,7 +388,7 @@ def _add_tune(commands: _Commands) -> None:
     parser.add_argument("--out", default="tuned.yaml", metavar="FILE", help="default: tuned.yaml")
     parser.add_argument("--no-cache", action="store_true", help="measure again, even if a result is stored")
     parser.add_argument("--find", choices=("batch_size", "lr"), metavar="WHAT",
-                        help="find the batch size (batch_size) or the learning rate (lr) instead")  # fmt: skip
+                        help="find a batch size (batch_size) or a learning rate (lr) instead")  # fmt: skip
     parser.add_argument("--max-batch-size", type=_count, default=1024, metavar="N",
                         help="largest batch size to try (default: 1024)")  # fmt: skip
 
@@ -440,7 +442,7 @@ def _add_report(commands: _Commands) -> None:
         "report", help="write the report of a run, or compare several runs (docs/report.md)"
     )
     parser.add_argument("runs", nargs="+", metavar="RUN",
-                        help="run folder, or a work_dir, whose newest run is used")  # fmt: skip
+                        help="run folder, or a work_dir (its newest run is used)")  # fmt: skip
     parser.add_argument("--out", metavar="FILE",
                         help="HTML file (default: report.html in the run folder, or comparison.html)")  # fmt: skip
     parser.add_argument("--csv", metavar="FILE", help="also write a table with one row per run")
@@ -465,7 +467,7 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 def _add_trust(parser: argparse.ArgumentParser) -> None:
     # With the default None, `command_args` omits the option.
     parser.add_argument("--trust", action="store_const", const=True, default=None,
-                        help="let a YAML, JSON or TOML file import modules, which executes code")  # fmt: skip
+                        help="allow a YAML, JSON or TOML file to import modules, which executes code")  # fmt: skip
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -496,7 +498,7 @@ def _counts(text: str) -> list[int]:
 def _equation(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise argparse.ArgumentTypeError(f"'{text}' is not KEY=VALUE, such as status=failed")
+        raise argparse.ArgumentTypeError(f"'{text}' must have the form KEY=VALUE, such as status=failed")
     return key, value
 
 
@@ -530,7 +532,7 @@ def _seconds(text: str) -> float:
 def _gpus(text: str) -> str:
     if not re.fullmatch(r"([\w./-]+:)?0*[1-9]\d*", text, re.ASCII):
         raise argparse.ArgumentTypeError(
-            f"'{text}' is not a number of GPUs; use 8 or a100:8, or --tasks-per-node without GPUs"
+            f"'{text}' is not a number of GPUs; use 8 or a100:8, or use --tasks-per-node to train without GPUs"
         )
     return text
 

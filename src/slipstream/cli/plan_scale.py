@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 def _model(
     name: str, size: tuple[int, int] | None, batch: int | None, trust: bool
 ) -> tuple[Model, tuple[int, int], int]:
-    """Return the model of a recipe or network, the image height and width, and the batch size per GPU."""
+    """Return the model for a recipe or network, the image height and width, and the batch size per GPU."""
     if name in _FORMULAS:
         size = size or _SIZE
         return _FORMULAS[name](*size), size, batch or _BATCH

@@ -1,4 +1,4 @@
-"""`slipstream predict`: write class masks and overlays for pictures and videos, and count the classes."""
+"""`slipstream predict`: write class masks and overlays for images and videos, and count the pixels of each class."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the masks, the overlays and `classes.csv` to the folder `--out`.
 
     Returns:
-        0, or 1 if a file could not be processed. In this case, the other files are still processed.
+        0, or 1 if any file could not be processed. The remaining files are still processed.
     """
     path = find_checkpoint(args.checkpoint)
     inputs = find_inputs(args.images, Path(args.out))
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 def _check_segments(trained: Trained) -> None:
     """Check that the model predicts a class for each pixel, and that the checkpoint contains the class colors."""
     model, path, palette = trained.model, trained.path, trained.palette
-    # Datasets for classification may have a palette, and `SupervisedModel` trains networks for both tasks.
+    # Classification datasets may have a palette, and `SupervisedModel` trains networks for both tasks.
     task = getattr(getattr(model, "network", None), "task", None)
     if isinstance(model, Classifier) or task == "classification":
         raise CheckpointError(
@@ -77,7 +77,7 @@ def _check_segments(trained: Trained) -> None:
     if palette is None:
         raise CheckpointError(
             f"{path} does not contain a class palette, which `slipstream predict` requires; add 'palette' to the "
-            "metainfo of the dataset, and train again"
+            "dataset's metainfo, and train again"
         )
     if len(palette) > _MOST_CLASSES:
         raise CheckpointError(
@@ -89,7 +89,7 @@ class _Job:
     """Predicts masks for a list of files, and collects the results.
 
     Args:
-        quiet: print JSON at the end instead of text.
+        quiet: whether to print JSON at the end instead of text.
     """
 
     def __init__(self, trained: Trained, out: Path, max_pixels: int, every: int, quiet: bool) -> None:
@@ -112,13 +112,13 @@ class _Job:
             print(printable(text), flush=True)
 
     def process(self, item: Input) -> None:
-        """Write the results for one file. If it cannot be read or segmented, or memory runs out, store the error."""
+        """Write the results for one file. If the file cannot be processed, or memory runs out, store the error."""
         name, stem = str(item.path), self.out / item.stem
         stem.parent.mkdir(parents=True, exist_ok=True)
         try:
             written = self._video(item.path, stem) if item.is_video else self._picture(item.path, stem)
         except BaseException as error:
-            self.counts.pop(name, None)  # a video may fail after its first frames were counted
+            self.counts.pop(name, None)  # a video may fail after some of its frames were counted
             if not (isinstance(error, SlipstreamError) or is_out_of_memory(error)):
                 raise
             self.failed[name] = _reason(item.path, error)
@@ -127,7 +127,7 @@ class _Job:
         self.say(f"{name} -> {', '.join(self.written[name])}")
 
     def finish(self) -> None:
-        """Write the class statistics, and print them and the errors."""
+        """Write the class statistics, then print the statistics and the errors."""
         table = io.StringIO()
         writer = csv.writer(table, lineterminator="\n")
         writer.writerow(["file", *self.trained.classes])
@@ -207,8 +207,8 @@ def _predictor(model: Any, transforms: Sequence[Any]) -> Callable[[NDArray[np.ui
         preds = model.val_step({key: value[None] for key, value in prepared.sample.items()})["preds"]
         if preds.ndim != 3:
             raise ModelError(
-                f"the model predicts {tuple(preds.shape)} instead of a class for each pixel (N, H, W); `slipstream "
-                "predict` requires a segmentation checkpoint"
+                f"the predictions must be class ids of shape (N, H, W), but their shape is {tuple(preds.shape)}; "
+                "`slipstream predict` requires a segmentation checkpoint"
             )
         mask: Mask = prepared.at_image_size(preds[0]).to(torch.uint8).numpy()
         return mask
@@ -222,7 +222,7 @@ def _reason(path: Path, error: BaseException) -> str:
         return " ".join([str(error), *getattr(error, "__notes__", ())])
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return (
-        f"cannot segment '{path}': out of memory ({first}); make the picture smaller, or use another machine"
+        f"cannot segment '{path}': out of memory ({first}); reduce the image size, or use a different machine"
     )
 
 

@@ -1,4 +1,4 @@
-"""Find, read and write the pictures and videos of `slipstream predict`."""
+"""Find, read and write images and videos for `slipstream predict`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ RGB = NDArray[np.uint8]
 
 _IMAGES = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm", ".wmv")
-_RATE = 25  # frames per second, for videos that do not state their frame rate
+_RATE = 25  # frames per second, for videos that do not specify their frame rate
 
 
 class Input(NamedTuple):
-    """A picture or video, and the path of its output files without their suffixes, relative to `--out`."""
+    """An image or video, and the path of its output files without their suffixes, relative to `--out`."""
 
     path: Path
     stem: Path
@@ -41,8 +41,8 @@ def find_inputs(names: Sequence[str], out: Path) -> list[Input]:
     """Return the files that the names refer to, without duplicates.
 
     A name is a file, a folder, or a pattern such as `photos/*.jpg` (for shells that do not expand patterns). A folder
-    selects all pictures and videos in it and in its subfolders, and the output files are written to the same
-    subfolders. If a folder contains the output folder `out`, the files in `out` are excluded.
+    includes all images and videos in it and its subfolders, and the output files are written to subfolders with the
+    same names. If a folder contains the output folder `out`, the files in `out` are excluded.
 
     Raises:
         DataError: a folder or pattern matches no file, or two files would have the same output files.
@@ -66,7 +66,7 @@ def _matching(name: str, out: Path) -> Iterator[Input]:
         inside = [p for p in inside if out not in p.resolve().parents]
         if not inside:
             raise DataError(
-                f"the folder {name} contains no pictures or videos; supported suffixes are "
+                f"the folder {name} contains no images or videos; supported suffixes are "
                 f"{', '.join(_IMAGES + _VIDEOS)}"
             )
         yield from (Input(p, p.relative_to(path).with_suffix("")) for p in inside)
@@ -80,7 +80,7 @@ def _matching(name: str, out: Path) -> Iterator[Input]:
 
 
 def frames(path: Path, every: int = 1) -> Iterator[tuple[int, RGB]]:
-    """Yield the number and the pixels of every `every`-th frame of a video, uint8 (H, W, 3), rotated for display.
+    """Yield the index and pixels, uint8 (H, W, 3), of every `every`-th frame of a video, rotated for display.
 
     Raises:
         MissingPackageError: PyAV is not installed.
@@ -127,7 +127,7 @@ def video_writer(path: Path, rate: Fraction) -> Iterator[Callable[[RGB], None]]:
 
         def write(frame: RGB) -> None:
             height, width = frame.shape[:2]
-            # The codec requires even sizes.
+            # The codec requires an even height and width.
             frame = np.pad(frame, ((0, height % 2), (0, width % 2), (0, 0)), "edge")
             if not stream.codec_context.is_open:  # the first frame determines the size of the video
                 stream.height, stream.width = frame.shape[:2]

@@ -30,9 +30,9 @@ __all__ = [
     "restarted_with_progress",
 ]
 
-# Environment variable with the path of the folder shared by the processes of one launch.
+# Environment variable that contains the path of the folder shared by the processes of one launch.
 _FOLDER = "SLIPSTREAM_LAUNCH"
-# File in that folder with the result of `_progress` at launch.
+# File in that folder that contains the result of `_progress` at launch.
 _PROGRESS = "progress"
 
 
@@ -50,13 +50,13 @@ def needs_launch(args: argparse.Namespace) -> bool:
 
 
 def launch(args: argparse.Namespace, work_dir: str) -> int:
-    """Run the command in `args.nproc` processes. Return the exit status of the first one that failed, or 0.
+    """Run the command in `args.nproc` processes. Return the exit status of the first process that failed, or 0.
 
-    If torchrun's variable PET_NNODES is above 1, the same command must run on PET_NNODES machines with different
-    values of PET_NODE_RANK; rank 0 runs on the machine PET_MASTER_ADDR, which has PET_NODE_RANK=0.
+    If torchrun's variable PET_NNODES is greater than 1, the same command must run on PET_NNODES machines with different
+    values of PET_NODE_RANK. Rank 0 runs on the machine with address PET_MASTER_ADDR and PET_NODE_RANK=0.
 
-    The processes inherit stdout and stderr. All of them receive Ctrl-C and SIGTERM, and a failure of one process
-    terminates the others.
+    The processes inherit stdout and stderr. All of them receive Ctrl-C and SIGTERM. If one process fails, the others
+    are terminated.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -117,11 +117,11 @@ class _Machines(NamedTuple):
     rank: int
     """Rank of this machine."""
     endpoint: str
-    """HOST:PORT at which the launcher of the first machine listens."""
+    """HOST:PORT on which the first machine's launcher listens."""
 
 
 def _machines(environ: Mapping[str, str]) -> _Machines | None:
-    """Return the job's machines according to torchrun's variables, or None if this is the only machine."""
+    """Return the job's machines from torchrun's environment variables, or None if this is the only machine."""
     if environ.get("PET_NNODES", "1") == "1":
         return None
     from slipstream.dist.placement import DEFAULT_PORT, number, text
@@ -129,7 +129,7 @@ def _machines(environ: Mapping[str, str]) -> _Machines | None:
     count, rank = (number(environ, name, "pytorch") for name in ("PET_NNODES", "PET_NODE_RANK"))
     if rank >= count:
         raise DistributedError(
-            f"PET_NODE_RANK={rank} must be less than PET_NNODES={count}; the ranks of machines start at 0"
+            f"PET_NODE_RANK={rank} must be less than PET_NNODES={count}; machine ranks start at 0"
         )
     port = number(environ, "PET_MASTER_PORT", "pytorch") if environ.get("PET_MASTER_PORT") else DEFAULT_PORT
     return _Machines(count, rank, f"{text(environ, 'PET_MASTER_ADDR', 'pytorch')}:{port}")
@@ -218,7 +218,7 @@ def announce(text: str) -> None:
 
 @contextmanager
 def first_failure() -> Iterator[bool]:
-    """Yield whether this process is the first of its launch to fail. Only the first prints its error."""
+    """Yield whether this process is the first process in its launch to fail. Only that process prints its error."""
     if not in_launch():
         yield True
         return
@@ -235,7 +235,7 @@ def first_failure() -> Iterator[bool]:
 def restarted_with_progress(work_dir: str) -> bool:
     """Return whether the launcher restarted this process after a failure and this launch wrote a checkpoint.
 
-    Checkpoints from earlier runs in the work_dir do not count.
+    Checkpoints from earlier runs in the work_dir are ignored.
     """
     if not _attempt():
         return False
@@ -248,7 +248,7 @@ def _attempt() -> int:
 
 
 def _was_preempted(work_dir: str) -> bool:
-    """Return whether the processes of this launch have saved their state after a signal."""
+    """Return whether the launched processes saved their state after a signal."""
     from slipstream.preemption import CHECKPOINT_NAME
 
     pointer = Path(work_dir) / "last_checkpoint"

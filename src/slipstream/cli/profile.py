@@ -1,4 +1,4 @@
-"""`slipstream profile`: record training steps, and show where their time goes."""
+"""`slipstream profile`: record training steps, and show where the time is spent."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def writable(out: Path) -> Path:
-    """Create the output folder and a file in it, so that write errors are raised before the steps run."""
+    """Create the output folder and a temporary file in it, so that write errors are raised before the steps run."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -103,7 +103,7 @@ def _write_trace(recorded: profile, path: Path) -> list[dict[str, Any]]:
 
 
 def _summary(hook: StepProfiler, steps: int) -> str:
-    """Return the step time, the wait for data, the slowest operations and the synchronizations."""
+    """Return a summary of the step time, the wait for data, the slowest operations and the synchronizations."""
     per_step = hook.seconds / steps
     lines = [
         f"Step: {per_step * 1e3:.1f} ms, {hook.samples / hook.seconds:.1f} samples/s "
@@ -126,7 +126,7 @@ def _counted(steps: int) -> str:
 
 
 def _operations(recorded: profile | None, steps: int) -> Iterator[str]:
-    """Yield a table of the slowest operations. The time of an operation excludes the operations that it calls."""
+    """Yield a table of the slowest operations. An operation's time excludes the operations that it calls."""
     assert recorded is not None
     rows = [event for event in recorded.key_averages() if not event.key.startswith("ProfilerStep")]
     on_device = any(event.self_device_time_total for event in rows)
@@ -155,7 +155,7 @@ def _memory(events: list[dict[str, Any]], path: Path) -> str:
     ]
     devices = [row for row in rows if row[1] != 0] or rows  # type 0 is the CPU
     if not devices:
-        return "Memory: this device reports no allocations to the profiler"
+        return "Memory: this device does not report allocations to the profiler"
     start = min(row[0] for row in rows)
     with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)

@@ -1,4 +1,4 @@
-"""The hook that profiles steps for `slipstream profile`, and its measurements."""
+"""Hook and measurements for `slipstream profile`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _OURS, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
 
 
 class Finished(Exception):  # noqa: N818 (not an error)
-    """Ends training after the last recorded step."""
+    """Raised to end training after the last recorded step."""
 
 
 class Synchronizations:
     """Counts the calls that make the host wait for the device, by source line.
 
-    Devices without `set_sync_debug_mode` do not report these calls. On the CPU, there are none, because its operations
-    are synchronous.
+    Devices without `set_sync_debug_mode` do not report these calls. The CPU has none, because CPU operations are
+    synchronous.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,7 +47,7 @@ class Synchronizations:
     def problem(self) -> str | None:
         """The reason why synchronizations cannot be counted, or None if they can."""
         if self._device.type == "cpu":
-            return "none: operations on the CPU are synchronous"
+            return "none: CPU operations are synchronous"
         if self._set_mode is None:
             return f"not reported: torch.{self._device.type} has no set_sync_debug_mode"
         return None
@@ -77,7 +77,7 @@ class Synchronizations:
 
 
 def source_line() -> str:
-    """Return the innermost line of user code called by this package or, if there is none, of this package."""
+    """Return the innermost line of user code that this package called or, if there is none, of this package's code."""
     stack = [f for f in traceback.extract_stack() if f.filename not in (__file__, warnings.__file__)]
     stack = [f for f in stack if not Path(f.filename).is_relative_to(_TORCH)]
     ours = [Path(f.filename).is_relative_to(_OURS) for f in stack]
@@ -89,7 +89,7 @@ def source_line() -> str:
 
 
 class StepProfiler(ProfilerHook):
-    """Times steps without the profiler, then records steps, and ends training.
+    """Times steps without the profiler, then records steps with the profiler, and ends training.
 
     Args:
         warmup: number of untimed steps at the start.
@@ -115,9 +115,9 @@ class StepProfiler(ProfilerHook):
         self.done = 0
         """Number of finished steps."""
         self.seconds = 0.0
-        """Duration of the timed steps, including the waits for their batches."""
+        """Duration of the timed steps, including the time spent waiting for batches."""
         self.wait_seconds = 0.0
-        """The part of `seconds` in which the host waited for batches."""
+        """The part of `seconds` that the host spent waiting for batches."""
         self.samples = 0
         """Number of samples in the timed steps, summed over all processes."""
         self.profile: profile | None = None
@@ -137,7 +137,7 @@ class StepProfiler(ProfilerHook):
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
-        """Start and stop the timing and the recording of steps.
+        """Start and stop timing and recording.
 
         Raises:
             Finished: the last step was recorded.

@@ -1,4 +1,4 @@
-"""The JSON schema of recipes. Editors use it to complete and check the keys of YAML and JSON files."""
+"""The JSON schema for recipes. Editors use the schema to complete and check the keys in YAML and JSON files."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _NOT_WRITTEN = ("cfg", "work_dir")
 
 
 def recipe_schema() -> dict[str, Any]:
-    """Return the schema of both kinds of recipes: those with the Runner's keys, and those in SuperGradients' syntax.
+    """Return the schema for both kinds of recipes: those with the Runner's keys, and those in SuperGradients' syntax.
 
-    Dicts that `slipstream.config_types` defines are described in full. In other dicts, all keys are allowed, because
-    the keys are the arguments of classes that a recipe specifies.
+    Dicts defined in `slipstream.config_types` are described in full. Other dicts accept any key, because their keys
+    are arguments of classes specified in the recipe.
     """
     hints = _hints(Runner.__init__)
     names = [name for name in inspect.signature(Runner).parameters if name not in _NOT_WRITTEN]
@@ -54,7 +54,7 @@ def recipe_schema() -> dict[str, Any]:
 
 
 class _Object(type):
-    """Metaclass for names that only type checkers import. Their values are objects, which a file cannot contain."""
+    """Metaclass for names imported only for type checking. Their values are objects, which a file cannot contain."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -81,7 +81,7 @@ def _hints(annotated: Any) -> dict[str, Any]:
 
 
 def _schema(hint: Any) -> dict[str, Any]:
-    """Return the schema of a type, or {"not": {}}, which accepts no value, if a file cannot contain the type."""
+    """Return the schema for a type, or {"not": {}}, which accepts no value, if a file cannot contain the type."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any or isinstance(hint, str):
         return {}
@@ -107,7 +107,7 @@ def _is(hint: Any, kind: type) -> bool:
 
 
 def _any_of(hints: Sequence[Any]) -> dict[str, Any]:
-    """Return the schema of a union. If it contains a dict with known keys, `AnyMapping` (any key) is omitted."""
+    """Return the schema for a union. If the union contains a dict with known keys, omit `AnyMapping` (any key)."""
     if any(is_typeddict(hint) for hint in hints):
         hints = [hint for hint in hints if hint is not AnyMapping]
     options = [schema for hint in hints if (schema := _schema(hint)) != {"not": {}}]
@@ -123,7 +123,7 @@ def _any_of(hints: Sequence[Any]) -> dict[str, Any]:
 
 
 def _typed_dict(hint: Any) -> dict[str, Any]:
-    """Return the schema of a dict. A dict with a `type` may have other keys, which are arguments of that class."""
+    """Return the schema for a dict. A dict with a `type` may have other keys, which are arguments of that class."""
     hints = _hints(hint)
     properties = {name: _schema(each) for name, each in hints.items()}
     closed = {} if "type" in hints else {"additionalProperties": False}

@@ -1,4 +1,4 @@
-"""`slipstream recipes`: list the recipes, show one of them, or print the JSON schema of recipes."""
+"""`slipstream recipes`: list the recipes, show one recipe, or print the JSON schema for recipes."""
 
 from __future__ import annotations
 

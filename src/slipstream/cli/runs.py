@@ -34,10 +34,10 @@ def run(args: argparse.Namespace) -> int:
     key = args.sort.removesuffix("-")
     readable = [row for row in rows if row.record is not None]
     if readable and all(row.value(key) is None for row in rows):
-        raise ConfigError(f"no run has a value '{key}' to sort by{_hint(key, rows)}", "--sort")
+        raise ConfigError(f"cannot sort by '{key}': no run has a value for it{_hint(key, rows)}", "--sort")
     for name, _ in args.filter:
         if readable and all(row.value(name) is None for row in rows):
-            raise ConfigError(f"no run has a value '{name}'{_hint(name, rows)}", "--filter")
+            raise ConfigError(f"no run has a value for '{name}'{_hint(name, rows)}", "--filter")
     rows = [row for row in rows if all(_equals(row.value(name), text) for name, text in args.filter)]
     rows = _sorted(rows, key, args.sort.endswith("-"))
     shown = [*_keys(rows, ()), "run"]
@@ -68,7 +68,7 @@ def _hint(key: str, rows: Sequence[RunRow]) -> str:
 
 
 def _equals(value: Any, text: str) -> bool:
-    """Return whether a value equals the text of an option; numbers are compared as numbers."""
+    """Return whether a value equals an option's string; numbers are compared as numbers."""
     if is_real(value):
         try:
             other = float(text)
@@ -79,7 +79,7 @@ def _equals(value: Any, text: str) -> bool:
 
 
 def _sorted(rows: Sequence[RunRow], key: str, descending: bool) -> list[RunRow]:
-    """Return the rows sorted by a value: numbers before text, and rows whose value is missing or NaN at the end."""
+    """Return the rows sorted by a value: numbers before strings, and rows with a missing or NaN value at the end."""
     known = [row for row in rows if not _is_missing(row.value(key))]
     known.sort(key=lambda row: _rank(row.value(key)), reverse=descending)
     return [*known, *(row for row in rows if _is_missing(row.value(key)))]
@@ -99,7 +99,7 @@ def _rank(value: Any) -> tuple[bool, float, str]:
 
 
 def _values(rows: Sequence[RunRow], columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the columns of each run. NaN and infinity become text, because JSON cannot represent them."""
+    """Yield the columns for each run. NaN and infinity are converted to strings, because JSON cannot represent them."""
     for row in rows:
         found = {key: row.value(key) for key in _keys(rows, columns)}
         finite = {key: str(value) if _has_no_json(value) else value for key, value in found.items()}
@@ -122,7 +122,7 @@ def _print(folder: Path, rows: Sequence[RunRow], columns: Sequence[str]) -> None
 
 
 def _metrics(rows: Sequence[RunRow]) -> list[str]:
-    """Return the most frequent validation metrics, without per-class values."""
+    """Return the most common validation metrics, excluding per-class values."""
     counts: dict[str, int] = {}
     for row in rows:
         for name in row.record.curves if row.record else ():

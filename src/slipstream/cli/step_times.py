@@ -21,7 +21,7 @@ __all__ = ["StepTimer"]
 
 
 class StepTimer(Hook):
-    """Time each step from the end of the previous one, and end training after the last step.
+    """Time each step from the end of the previous step, and end training after the last step.
 
     The host waits for the device after each step.
 
@@ -73,7 +73,7 @@ class StepTimer(Hook):
         self._last = perf_counter()
 
     def memory(self) -> int:
-        """Return the peak memory in bytes: device memory in the timed steps or, on a CPU, memory of the process."""
+        """Return the peak memory in bytes: device memory in the timed steps or, on a CPU, process memory."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
         unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB

@@ -1,4 +1,4 @@
-"""`slipstream submit`: train on a cluster. This file writes and submits Slurm's batch script."""
+"""`slipstream submit`: train on a cluster. This module writes and submits the Slurm batch script."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FILE = "submit.sbatch"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Submit a job to Slurm, write the manifest of a job for Kubernetes, or train on a Ray cluster."""
+    """Submit a Slurm job, write a Kubernetes job manifest, or train on a Ray cluster."""
     check_options(args)
     if args.to == "kubernetes":
         from slipstream.cli.submit_kubernetes import run as write_manifest
@@ -49,7 +49,7 @@ def _submit_to_slurm(args: argparse.Namespace) -> int:
 
 
 def batch_file(args: argparse.Namespace, work_dir: Path) -> str:
-    """Return the text of the batch script, a bash script with sbatch options at the top."""
+    """Return the content of the batch script, a bash script with sbatch options at the top."""
     for path in (work_dir, Path.cwd()):
         if not str(path).isprintable():
             raise ConfigError(
@@ -82,13 +82,13 @@ set -eu
 # Each process uses the cores that Slurm assigns to its task.
 export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-${{SLURM_CPUS_PER_TASK:-1}}}}"
 {requeue}
-# One process per task. If one fails, srun terminates all of them.
+# Run one process per task. If any process fails, srun terminates all of them.
 {command}
 """
 
 _REQUEUE = """
-# Two minutes before the time limit, Slurm sends USR1 to this script. The training processes then save the run and exit
-# with status 75. If they are still running after 90 seconds, they are killed. In both cases, the job is requeued.
+# Two minutes before the time limit, Slurm sends USR1 to this script. The training processes then save their state and
+# exit with status 75. If they are still running after 90 seconds, they are killed. In both cases, the job is requeued.
 requeue=
 stop() {
     requeue=1

@@ -1,4 +1,4 @@
-"""Checks of the options of `slipstream submit` that do not depend on the cluster."""
+"""Checks of `slipstream submit` options that do not depend on the cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OPTIONS = {
                    "api", "runtime"),
     "ray": ("address", "env"),
 }  # fmt: skip
-"""The options that do not apply to all clusters."""
+"""Options that do not apply to all clusters."""
 
 
 def check_options(args: argparse.Namespace) -> None:

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def manifest(args: argparse.Namespace, work_dir: str) -> str:
-    """Return the manifest as YAML. A relative `work_dir` is resolved relative to the first volume's path.
+    """Return the manifest as YAML. A relative `work_dir` is resolved against the first volume's path.
 
     Raises:
         ConfigError: an option is missing, or its value is not valid in Kubernetes.
@@ -141,7 +141,7 @@ def _pod(args: argparse.Namespace, volumes: list[_Volume], command: list[str]) -
         *({"name": f"volume-{i}", "mountPath": volume.path} for i, volume in enumerate(volumes)),
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
-    # Data loader workers pass batches through shared memory, of which a container has only 64 MiB by default.
+    # Data loader workers pass batches through shared memory, and a container has only 64 MiB of it by default.
     shm = {"medium": "Memory"}
     if args.shm_size:
         shm["sizeLimit"] = _checked(_QUANTITY, args.shm_size, "--shm-size")
@@ -170,7 +170,7 @@ def _limits(args: argparse.Namespace) -> dict[str, str]:
         if kind and "/" not in kind:
             raise ConfigError(
                 f"`--gpus-per-node`: '{kind}' is not the name of a Kubernetes resource, such as nvidia.com/gpu; to "
-                "select a type of GPU, add a nodeSelector to the manifest"
+                "select a GPU type, add a nodeSelector to the manifest"
             )
         limits[kind or "nvidia.com/gpu"] = str(tasks_per_node(args))
     if args.cpus_per_task:
@@ -203,7 +203,7 @@ def _volume(word: str) -> _Volume:
 def _in_volume(work_dir: str, volumes: list[_Volume]) -> str:
     """Return the absolute path of the work_dir in the pods.
 
-    The work_dir must be in a volume, because Kubernetes deletes all other files of a pod together with the pod.
+    The work_dir must be in a volume, because Kubernetes deletes a pod's other files together with the pod.
     """
     if not volumes:
         raise ConfigError(
@@ -221,10 +221,10 @@ def _in_volume(work_dir: str, volumes: list[_Volume]) -> str:
 
 
 def _job_name(args: argparse.Namespace) -> str:
-    """Return the name of the job, which is short enough that the names of its pods have at most 63 characters."""
+    """Return the job name, which is short enough for its pod names to have at most 63 characters."""
     pod = (
         f"-worker-{args.nodes}" if args.api != "v2" else f"-node-0-{args.nodes}-12345"
-    )  # suffixes of pods' names
+    )  # suffix of pod names
     longest = _MAX_POD - len(pod)
     name = args.job_name
     if not name:
@@ -255,7 +255,7 @@ def _represent_text(dumper: BaseRepresenter, text: str) -> yaml.Node:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes multi-line text as a block, and repeated values without anchors."""
+    """Writes multi-line strings as blocks, and repeated values without anchors."""
 
     yaml_representers = {**yaml.SafeDumper.yaml_representers, str: _represent_text}  # noqa: RUF012
 

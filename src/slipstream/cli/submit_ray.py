@@ -1,4 +1,4 @@
-"""`slipstream submit --to ray`: train on a running Ray cluster, and wait until the training ends."""
+"""`slipstream submit --to ray`: train on a running Ray cluster, and wait until training ends."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from slipstream.preemption import EXIT_STATUS
 __all__ = ["run"]
 
 _POLL_INTERVAL = 0.2
-"""Seconds between two checks for a signal."""
+"""Seconds between checks for a signal."""
 _PATIENCE = 5.0
-"""Seconds after which a message states which nodes the job is waiting for."""
+"""Seconds after which a message reports which nodes the job is waiting for."""
 _TIMEOUT = 10.0
 """Seconds to wait for a connection to the cluster."""
 
@@ -56,21 +56,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _address(args: argparse.Namespace) -> str:
-    """Return the address of the cluster: `--address`, RAY_ADDRESS, or `auto` for the cluster of this machine."""
+    """Return the cluster address: `--address`, RAY_ADDRESS, or `auto` for the cluster on this machine."""
     address = args.address or os.environ.get("RAY_ADDRESS") or "auto"
     _, _, port = address.rpartition(":")
     if address != "auto" and ("/" in address or not port.isdecimal()):
         source = "--address" if args.address else "RAY_ADDRESS"
         raise ConfigError(
             f"`{source}`: '{address}' is not HOST:PORT; pass the address that `ray start --head` prints, and run this "
-            "command on a machine of the cluster"
+            "command on a machine in the cluster"
         )
     return str(address)
 
 
 def _connect(ray: Any, address: str) -> None:
     try:
-        if address != "auto":  # Ray would try for several minutes to connect
+        if address != "auto":  # otherwise, Ray would try to connect for several minutes
             host, _, port = address.rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), _TIMEOUT).close()
         ray.init(address=address, log_to_driver=False, logging_level="error")
@@ -84,7 +84,7 @@ def _connect(ray: Any, address: str) -> None:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collect the signals that this process receives. The second one raises KeyboardInterrupt."""
+    """Collect the signals that this process receives. The second signal raises KeyboardInterrupt."""
     received: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -112,7 +112,7 @@ class _Place:
 
 
 def _resources(args: argparse.Namespace) -> dict[str, float]:
-    """Return the resources that a node must have, keyed by Ray's names."""
+    """Return the resources that a node must have, keyed by Ray's resource names."""
     tasks = tasks_per_node(args)
     resources: dict[str, float] = {"CPU": tasks * (args.cpus_per_task or 1)}
     if args.gpus_per_node:
@@ -124,7 +124,7 @@ def _resources(args: argparse.Namespace) -> dict[str, float]:
 
 
 def _start_nodes(ray: Any, args: argparse.Namespace, received: Sequence[int]) -> list[_Place] | None:
-    """Wait for the nodes and start an actor on each of them. Return None if a signal arrives first."""
+    """Wait for the nodes and start an actor on each node. Return None if a signal arrives first."""
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -166,7 +166,7 @@ def _start_training(
     argv.append(f"--nproc={tasks_per_node(args)}")
     environ = {"OMP_NUM_THREADS": str(args.cpus_per_task or 1)}
     if not args.gpus_per_node:
-        environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray may have assigned the GPUs of this node to other programs
+        environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray may have assigned this node's GPUs to other programs
     environ |= dict(args.env)
     if len(nodes) > 1:
         environ |= {
@@ -209,7 +209,7 @@ def _follow(ray: Any, streams: dict[Any, _Place], received: Sequence[int]) -> in
 
 
 def _next(ray: Any, stream: Any) -> str | int | Exception:
-    """Return the next line of a node's output, its exit status, or the error that prevented an exit status."""
+    """Return the next line of a node's output, the exit status, or the error that occurred instead."""
     try:
         item: str | int = ray.get(next(stream))
     except (ray.exceptions.RayError, DistributedError) as error:
@@ -219,7 +219,7 @@ def _next(ray: Any, stream: Any) -> str | int | Exception:
 
 def _report(node: _Place, total: int, ended: int | Exception) -> None:
     what = (
-        f"ended with status {ended}; see the messages above"
+        f"exited with status {ended}; see the messages above"
         if isinstance(ended, int)
         else f"failed: {_reason(ended)}"
     )
@@ -228,7 +228,7 @@ def _report(node: _Place, total: int, ended: int | Exception) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return the last line of an error. The other lines of Ray's errors contain a traceback or ids."""
+    """Return the last line of an error message. The other lines of Ray's errors contain a traceback or ids."""
     cause = getattr(error, "cause", None) or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""The actor of `slipstream submit --to ray`: it runs `slipstream train` on one node of a Ray cluster."""
+"""The actor for `slipstream submit --to ray`, which runs `slipstream train` on one node of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Process(NamedTuple):
     arguments: Sequence[str]
     """Arguments after `slipstream`."""
     environ: Mapping[str, str]
-    """Variables added to the actor's environment, which already contains Ray's selection of GPUs."""
+    """Variables to add to the actor's environment, which already contains Ray's GPU selection."""
     folder: str
     """Working directory."""
 
 
 class Node:
-    """Starts the launcher `slipstream train --nproc N` on a node, passes on its output and stops it.
+    """Starts the launcher `slipstream train --nproc N` on a node, forwards its output and stops it.
 
     Ray must be able to call `stop` while `train` is running (`max_concurrency=2`).
     """
@@ -38,7 +38,7 @@ class Node:
         self._stopped = False
 
     def endpoint(self) -> tuple[str, int]:
-        """Return the address of this node in the cluster, and a free port."""
+        """Return this node's address in the cluster and a free port."""
         import ray
 
         address: str = ray.util.get_node_ip_address()
@@ -47,14 +47,14 @@ class Node:
             return address, sock.getsockname()[1]
 
     def train(self, process: Process) -> Iterator[str | int]:
-        """Run the process. Yield each line of its output, and finally its exit status.
+        """Run the process. Yield each line of its output, then its exit status.
 
         Raises:
             DistributedError: the working directory does not exist on this node.
         """
         if not Path(process.folder).is_dir():
             raise DistributedError(
-                f"the folder {process.folder} does not exist on this node; submit from a folder that all nodes share"
+                f"the folder {process.folder} does not exist on this node; submit from a folder shared by all nodes"
             )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "slipstream", *process.arguments],
@@ -70,14 +70,14 @@ class Node:
         if self._stopped:
             self._process.terminate()
         assert self._process.stdout is not None
-        # Ray calls `send` on this generator, which `yield from` would pass on to the file.
+        # Ray calls `send` on this generator; `yield from` would forward the call to the file object.
         for line in self._process.stdout:  # noqa: UP028
             yield line
         status = self._process.wait()
         yield 128 - status if status < 0 else status
 
     def stop(self) -> None:
-        """Send SIGTERM to the process, now or as soon as it is started. The training then saves its state."""
+        """Send SIGTERM to the process, now or as soon as it starts. The training processes then save their state."""
         self._stopped = True
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)

@@ -14,15 +14,15 @@ RUNTIME = "torch-distributed"
 """The training runtime for torch that is installed together with Kubeflow Trainer."""
 
 _CONTAINER = _REPLICATED_JOB = "node"
-"""Names of the container and of the replicated job that run the training in a runtime for torch."""
+"""Names of the container and the replicated job that run training in a runtime for torch."""
 
 
 def train_job(
     args: argparse.Namespace, metadata: dict[str, str], pod: dict[str, Any], runtime: str
 ) -> dict[str, Any]:
-    """Return the manifest of a TrainJob whose pods are like `pod`, the specification of a pod with one container.
+    """Return the manifest of a TrainJob whose pods match `pod`, a pod specification with one container.
 
-    A TrainJob contains only the fields of the pods that differ from those of its training runtime.
+    A TrainJob contains only the pod fields that differ from its training runtime.
 
     Raises:
         ConfigError: an option has no corresponding field in a TrainJob.

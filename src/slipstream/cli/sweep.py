@@ -1,4 +1,4 @@
-"""`slipstream train --sweep` and `--multirun`: train once for each combination of values, one run after the other."""
+"""`slipstream train --sweep` and `--multirun`: train once for each combination of values, sequentially."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["read_sweep", "sweep", "write_result"]
 
 _OPEN, _CLOSE = "([{", ")]}"
 _PLAIN = re.compile(r"[^\w.=+-]+")
-_LONGEST = 100  # maximum number of characters in the name of a folder
+_LONGEST = 100  # maximum number of characters in a folder name
 
 
 @dataclass
@@ -33,17 +33,17 @@ class Run:
     """A run in a sweep."""
 
     values: dict[str, str]
-    """The values of this run by key, as given on the command line."""
+    """The values for this run by key, as given on the command line."""
     folder: str
     """The work_dir of the run."""
     overrides: list[str] = field(default_factory=list)
-    """The overrides that all runs of the sweep have in common."""
+    """The overrides common to all runs in the sweep."""
     status: int | None = None
     """Exit status; None if the run has not started."""
     error: str = ""
     seconds: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    """The last value of each metric, or of the loss if the run does not validate."""
+    """The last value of each metric, or of the loss if the run has no validation."""
 
 
 def sweep(args: argparse.Namespace) -> int:
@@ -56,7 +56,7 @@ def sweep(args: argparse.Namespace) -> int:
         0 if all runs succeeded, 1 if a run failed, 130 after Ctrl-C.
 
     Raises:
-        ConfigError: a sweep or a configuration is invalid. No run has started.
+        ConfigError: a sweep or a configuration is invalid. In this case, no run is started.
     """
     if args.multirun:
         args = _with_overrides(args)
@@ -75,7 +75,7 @@ def sweep(args: argparse.Namespace) -> int:
         with ending_on_sigterm():
             for number, run in enumerate(runs, start=1):
                 is_complete = run.status == 0
-                note = " is complete and skipped" if is_complete else ""
+                note = " (already complete; skipped)" if is_complete else ""
                 print(f"Run {number} of {len(runs)}: {_named(run.values)}{note}", flush=True)
                 if is_complete:
                     continue
@@ -99,7 +99,7 @@ def read_sweep(words: Sequence[str], overrides: Sequence[str] = ()) -> dict[str,
     Commas inside brackets or quotes do not separate values.
 
     Raises:
-        ConfigError: a word has no key or no values, or a key or a value occurs twice.
+        ConfigError: a word has no key or no values, or a key or a value appears twice.
     """
     found: dict[str, list[str]] = {}
     for word in words:
@@ -161,7 +161,7 @@ def _runs(args: argparse.Namespace, values: Mapping[str, Sequence[str]]) -> Iter
 
 
 def _restore_completed(base: Path, runs: Sequence[Run]) -> None:
-    """Restore the results of the runs that an earlier call with the same overrides has completed."""
+    """Restore the results of runs that an earlier call with the same overrides completed."""
     try:
         earlier = list(json.loads((base / "sweep.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -198,7 +198,7 @@ def _preempted() -> int:
 
 
 def write_result(path: str, runner: Runner) -> None:
-    """Write the last metrics of a run for the sweep that started it."""
+    """Write a run's last metrics for the sweep that started the run."""
     from slipstream.files import write_text
 
     scalars = {name: history.current() for name, history in runner.message_hub.log_scalars.items()}

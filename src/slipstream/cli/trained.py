@@ -36,10 +36,10 @@ class Trained:
 
     path: Path
     description: str
-    """The path, the metrics for which this checkpoint is the best, and the epoch, as text."""
+    """The path, the metrics for which this checkpoint is the best, and the epoch, as a string."""
     model: Any
     transforms: Sequence[Any]
-    """Transforms of the validation data."""
+    """Validation transforms."""
     transform_configs: Sequence[Any]
     classes: Sequence[str]
     palette: Sequence[Sequence[int]] | None
@@ -49,8 +49,8 @@ def find_checkpoint(name: str | None) -> Path:
     """Return the path of a checkpoint.
 
     Args:
-        name: a checkpoint, which is returned unchanged, or the folder of a run; by default the newest run in
-            `work_dirs/`. The result for a run is its newest best checkpoint, or its last checkpoint if no best
+        name: a checkpoint, which is returned unchanged, or the folder of a run; by default, the newest run in
+            `work_dirs/`. For a run, the result is its newest best checkpoint, or its last checkpoint if no best
             checkpoint was saved.
 
     Raises:
@@ -64,14 +64,14 @@ def load_trained(path: Path, config: str | None, trust: bool, device: torch.devi
 
     Args:
         path: the checkpoint.
-        config: recipe or configuration file; by default the configuration in the checkpoint.
+        config: recipe or configuration file; by default, the configuration in the checkpoint.
         trust: see `Config.fromfile`.
-        device: device of the model.
+        device: device on which to build the model.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or does not match the model.
         ConfigError: the configuration is invalid.
-        ModelError: the model is a plain module with the Runner's `loss_fn`.
+        ModelError: the model is a plain module that uses the Runner's `loss_fn`.
     """
     checkpoint = load_checkpoint(path)
     meta = checkpoint.get("meta") or {}
@@ -85,7 +85,7 @@ def load_trained(path: Path, config: str | None, trust: bool, device: torch.devi
         if config is None and has_references(cfg):
             raise CheckpointError(
                 f"{path}: {error}. The stored configuration refers to environment variables ({{{{ $NAME }}}}), which "
-                "are not read for a checkpoint; set `--config` to the configuration file"
+                "are not read for stored configurations; set `--config` to the configuration file"
             ) from error
         raise
     load_weights(model, weights_in(checkpoint, path), strict=True, source=str(path))
@@ -105,7 +105,7 @@ def _model(cfg: Mapping[str, Any]) -> Any:
         )
     model = build_model(cfg["model"], cfg.get("data_preprocessor"))
     if isinstance(model, SupervisedModel):
-        model.watched_losses = ()  # prediction needs no losses, and they may require a teacher, which is not loaded
+        model.watched_losses = ()  # unused in prediction, and they may require a teacher, which is not loaded
     return model
 
 

@@ -1,4 +1,4 @@
-"""`slipstream tune`: find the fastest options of a run by measurement."""
+"""`slipstream tune`: measure to find the fastest options for a run."""
 
 from __future__ import annotations
 

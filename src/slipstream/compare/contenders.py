@@ -1,4 +1,4 @@
-"""The same training run with a hand-written loop and with each framework.
+"""The same training run, implemented as a hand-written loop and with each framework.
 
 Each function trains `work.net` on `work.loader` and returns the duration of the last epoch in seconds, excluding setup.
 """
@@ -242,7 +242,7 @@ def _observe(runner: Any, observer: Observer | None) -> None:
 
 @dataclass(frozen=True)
 class Contender:
-    """A framework, with or without special options, that performs the training run."""
+    """A framework, optionally with special options, that performs the training run."""
 
     label: str
     package: str

@@ -29,8 +29,8 @@ WARMUP = 10
 FINAL_TOLERANCE = 0.05
 """Maximum difference between the final losses, relative to the first loss of the loop.
 
-It is not relative to the final loss, because rounding differences accumulate over the steps and the final loss may be
-close to 0.
+The final loss is not used as the reference, because rounding differences accumulate over the steps and the final loss
+may be close to 0.
 """
 
 
@@ -47,7 +47,7 @@ class Entry:
     seconds: list[float] = field(default_factory=list)
     """Mean step time of each round."""
     ratio: Estimate | None = None
-    """Step time of the loop divided by that of the contender, in each round. Above 1, the contender is faster."""
+    """Ratio of the loop's step time to the contender's, in each round. Above 1, the contender is faster."""
     peak_mib: float | None = None
     first_loss: float | None = None
     final_loss: float | None = None
@@ -96,7 +96,7 @@ class _Job:
 
 
 class _Running:
-    """A contender that has trained the warm-up steps."""
+    """A contender that has completed the warm-up steps."""
 
     def __init__(self, name: str, process: Process, warm: Mapping[str, Any]) -> None:
         self.name, self.process = name, process
@@ -131,11 +131,11 @@ def compare(
         names: keys of `CONTENDERS`; the hand-written loop is always added.
         steps: timed steps per round.
         rounds: number of rounds.
-        timeout: time limit in seconds for the start and for each round of a contender.
-        report: called with a line of text after the start of each contender and after each round.
+        timeout: time limit in seconds for a contender's startup and for each of its rounds.
+        report: called with a line of text after each contender has started and after each round.
 
     Raises:
-        SlipstreamError: the hand-written loop does not train.
+        SlipstreamError: the hand-written loop cannot be measured.
     """
     measurement = _Measurement(subject, steps, timeout, report)
     stopped = ""
@@ -159,7 +159,7 @@ class _Measurement:
         self._ended: dict[str, Entry] = {}
 
     def start(self, name: str, stack: ExitStack) -> None:
-        """Start a contender and wait until it has trained the warm-up steps."""
+        """Start a contender and wait until it has completed the warm-up steps."""
         contender = CONTENDERS[name]
         entry = Entry(name, contender.label)
         if not is_installed(contender.package):
@@ -204,7 +204,7 @@ class _Measurement:
     def _fail(self, entry: Entry, failure: TrialError) -> None:
         if entry.name == "loop":
             raise SlipstreamError(
-                f"the hand-written loop does not train ({failure.status}): {failure.reason}"
+                f"cannot measure the hand-written loop ({failure.status}): {failure.reason}"
             )
         self._end(replace(entry, status=failure.status, reason=failure.reason))
 
@@ -214,7 +214,7 @@ class _Measurement:
 
 
 def _entry(running: _Running, loop: _Running) -> Entry:
-    """Return the measurement of a contender, without incomplete rounds."""
+    """Return a contender's measurement, excluding incomplete rounds."""
     count = min(len(running.seconds), len(loop.seconds))
     ratios = [a / b for a, b in zip(loop.seconds[:count], running.seconds[:count], strict=True)]
     entry = Entry(

@@ -1,4 +1,4 @@
-"""The result of a comparison as a table, Markdown and JSON."""
+"""Write the result of a comparison as a table, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEADER = (
 
 
 def rows(found: Comparison) -> Iterator[list[str]]:
-    """Yield the cells of each contender."""
+    """Yield the table cells of each contender."""
     for entry in found.entries:
         yield [entry.label, *_measured(entry, found.samples_per_step), _status(entry)]
 
@@ -87,11 +87,11 @@ def _note(found: Comparison) -> str:
     return (
         f"n = {count} round{'s' * (count != 1)} of {found.steps} step{'s' * (found.steps != 1)}. "
         "In each round, every contender trains once, in rotating order, "
-        "while the processes of the others wait. The ratio is the median of the ratios within a round. Each interval "
+        "while the others' processes wait. The ratio is the median of the per-round ratios. Each interval "
         "is between two order statistics and contains the median with a probability of at least 90% for five or more "
         "independent rounds; with fewer, it is the range. All contenders start from the same weights and train on the "
-        "same prepared batches, which are repeated, so the times do not include data loading. The losses count as the "
-        "same "
+        "same prepared batches, which are repeated, so the times do not include data loading. The losses are "
+        "considered equal "
         f"if the first one differs from the loop's by at most {EXACT.first:g} (relative), the mean of the first "
         f"{WARMUP} by at most {EXACT.mean:g}, and the final one by at most {FINAL_TOLERANCE:g} of the first loss. With "
         f"low precision, the first two limits are {LOW_PRECISION.first:g} and {LOW_PRECISION.mean:g}. The peak memory "

@@ -26,7 +26,7 @@ from slipstream.tune.jobs import RunnerJob, Setting
 __all__ = ["Batches", "Subject", "config_subject", "model_loss", "network_subject"]
 
 _BATCHES = 6
-"""Number of different batches; training repeats them."""
+"""Number of different batches. Training repeats these batches."""
 _CLASSES = 19
 _STEPS = 10**9
 _TRAINING_PARAMS = (
@@ -49,7 +49,7 @@ class Subject:
     model: nn.Module
     """A `BaseModel`."""
     batches: list[Any]
-    """Preprocessed batches: arguments of the model."""
+    """Preprocessed batches, which are passed to the model as arguments."""
     optimizer: Optimizer
     samples_per_step: int
 
@@ -105,7 +105,7 @@ def config_subject(cfg: Mapping[str, Any], name: str) -> Subject:
             optimizer = getattr(build_optim(model, plain.optim_wrapper), "optimizer", None)
             if not isinstance(optimizer, Optimizer):
                 raise ConfigError(
-                    "must have a single optimizer, because the other frameworks' loops use one",
+                    "must have a single optimizer, because the loops for the other frameworks use only one",
                     "optim_wrapper",
                 )
             loaded = islice(iter(runner.train_dataloader), _BATCHES)
@@ -116,7 +116,7 @@ def config_subject(cfg: Mapping[str, Any], name: str) -> Subject:
 
 
 def network_subject(name: str, size: tuple[int, int] = (128, 256), batch_size: int = 4) -> Subject:
-    """Return a network from the registry with random images, random class ids, and SGD.
+    """Return a subject with a network from the registry, random images, random class ids, and SGD.
 
     Args:
         name: name of a network in `MODELS`.
@@ -149,7 +149,7 @@ def network_subject(name: str, size: tuple[int, int] = (128, 256), batch_size: i
 
 
 def _plain(cfg: Mapping[str, Any], folder: Path) -> Config:
-    """Return the configuration without speed options and hooks; its run writes only to `folder`."""
+    """Return the configuration without speed options and hooks. A run with it writes only to `folder`."""
     plain = RunnerJob(cfg, Setting()).trial_config(folder)
     plain.speed, plain.custom_hooks, plain.param_scheduler = None, [], None
     params = {k: v for k, v in (plain.get("training_params") or {}).items() if k not in _TRAINING_PARAMS}

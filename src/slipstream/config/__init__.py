@@ -1,4 +1,4 @@
-"""Configuration: files, their bases, overrides, and typed options.
+"""Load configuration files and their bases, apply overrides, and build typed options.
 
 Only `.py` configuration files are executed. YAML, JSON, TOML and overrides are parsed as data.
 """

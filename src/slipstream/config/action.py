@@ -15,7 +15,7 @@ __all__ = ["DictAction"]
 class DictAction(argparse.Action):
     """Collect `--cfg-options key=value key.subkey=value ...` into a dict that maps dotted keys to typed values.
 
-    `Config.merge_from_dict` accepts this dict. See `parse_override` for the types of values. The option can be
+    `Config.merge_from_dict` accepts this dict. See `parse_override` for the supported value types. The option can be
     repeated.
     """
 

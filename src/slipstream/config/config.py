@@ -23,10 +23,10 @@ _RESERVED = ("filename", "text", "pretty_text", "env_variables")
 
 
 class Config(MutableMapping[str, Any]):
-    """A configuration: a mapping with attribute access at every level, together with its source file and text.
+    """A configuration: a mapping with attribute access at every level. It also stores the source file name and text.
 
     A `.py` file is executed, so load only files that you trust. YAML, JSON and TOML files, their placeholders,
-    and overrides are read as data and are not executed or evaluated, unless `fromfile` is called with `trust=True`.
+    and overrides are parsed as data and are not executed or evaluated, unless `fromfile` is called with `trust=True`.
 
     Args:
         cfg_dict: the values; containers are copied.
@@ -66,27 +66,27 @@ class Config(MutableMapping[str, Any]):
     ) -> Config:
         """Load a `.py`, `.yaml`, `.yml`, `.json` or `.toml` file.
 
-        The key `_base_` lists the files that this file overrides, in any of these formats. Their paths are relative to
-        this file or, in the form `"mmdet::retinanet/NAME.py"`, to the folder `.mim/configs` of an installed library.
+        The `_base_` key lists the files that this file overrides, in any of these formats. Their paths are relative to
+        this file or, in the form `"mmdet::retinanet/NAME.py"`, to the `.mim/configs` folder of an installed library.
         Dicts are merged, unless they contain `_delete_=True`; all other values are replaced. The placeholders
         `{{ fileDirname }}`, `{{ fileBasename }}`, `{{ fileBasenameNoExtension }}`, `{{ fileExtname }}`,
         `{{ _base_.key.subkey }}` and `{{$VARIABLE:default}}` (from the environment) are replaced with their values.
 
         Only `.py` files are executed. Their top-level variables become the keys, except modules, functions, classes
-        and dunder names. Expressions can use `_base_.key.subkey` for a value from a base.
+        and dunder names. Expressions can refer to a value from a base as `_base_.key.subkey`.
 
         Args:
-            filename: the file.
-            import_custom_modules: import the modules listed in `custom_imports=dict(imports=[...])`, for files of any
-                format. Importing executes these modules; False skips them.
-            trust: whether a YAML, JSON or TOML file may execute code: import any module with `custom_imports`, and
-                have a `.py` file as a base. By default, it may only import modules that the program has already
-                imported and modules from slipstream, torch and torchmetrics. `.py` files are always trusted.
+            filename: path of the file.
+            import_custom_modules: whether to import the modules listed in `custom_imports=dict(imports=[...])`, for
+                files of any format. Importing a module executes its code.
+            trust: whether a YAML, JSON or TOML file may execute code by importing any module through `custom_imports`
+                or by using a `.py` file as a base. By default, only modules that the program has already imported and
+                modules from slipstream, torch and torchmetrics may be imported. `.py` files are always trusted.
 
         Raises:
             ConfigError: a file is missing, has a syntax error or raises an error; a base is missing or circular, or
                 two bases set the same key; a dict would be merged into a value of a different type; or a data file
-                requires `trust` to execute code. The message contains the file and, if known, the line.
+                requires `trust` to execute code. The message contains the file name and, if known, the line number.
         """
         path = Path(filename).expanduser()
         trust = trust or path.suffix.lower() == ".py"
@@ -97,8 +97,8 @@ class Config(MutableMapping[str, Any]):
     def fromstring(cls, cfg_str: str, file_format: str, *, trust: bool = False) -> Config:
         """Load text in the format `".py"`, `".yaml"`, `".yml"`, `".json"` or `".toml"`.
 
-        Bases are relative to the working directory; `custom_imports` are imported. Only `.py` text is executed. See
-        `fromfile` for `trust`.
+        Paths of bases are relative to the working directory. The modules in `custom_imports` are imported. Only `.py`
+        text is executed. See `fromfile` for `trust`.
 
         Raises:
             ConfigError: see `fromfile`; the file name in messages is `<string>`.
@@ -120,12 +120,12 @@ class Config(MutableMapping[str, Any]):
 
     @property
     def filename(self) -> str | None:
-        """The loaded file, as passed to `fromfile`."""
+        """The path of the loaded file, as passed to `fromfile`."""
         return self._filename
 
     @property
     def text(self) -> str:
-        """The source of every file that was read, bases first, each preceded by its path."""
+        """The source text of every file that was loaded, bases first, each preceded by its path."""
         return self._text
 
     @property
@@ -133,7 +133,7 @@ class Config(MutableMapping[str, Any]):
         """The values as Python source that `fromfile` can load.
 
         Classes, functions and objects such as `torch.bfloat16` are written as dotted import strings. Secrets are
-        omitted; see `redacted`.
+        replaced; see `redacted`.
 
         Raises:
             ConfigError: a value cannot be written; the message contains its key.
@@ -143,26 +143,26 @@ class Config(MutableMapping[str, Any]):
     def redacted(self) -> dict[str, Any]:
         """Return the values without secrets, for files and logs.
 
-        Text from an environment variable is replaced by a reference to it (`{{ $NAME }}`), which can be loaded again.
+        A string from an environment variable is replaced by a reference (`{{ $NAME }}`), which can be loaded again.
         Values of keys such as `api_key` and `password` are replaced by `<redacted>`.
         """
         values: dict[str, Any] = redact(self._cfg_dict)
         return values
 
     def dump(self, file: str | Path | None = None, *, secrets: bool = False) -> str | None:
-        """Write the values to `file`, in the format that its suffix specifies; without a file, return the text.
+        """Write the values to `file` in the format specified by its suffix, or return them as text if `file` is None.
 
-        The returned text has the format of `filename`, or is Python source without a filename. Loading it returns
-        the same configuration, with two exceptions: classes, functions and objects such as `torch.bfloat16` are written
-        as dotted import strings, and YAML, JSON and TOML convert tuples to lists. TOML requires the extra
-        `slipstream[toml]`.
+        The returned text has the format of `filename`, or is Python source if `filename` is None. Loading the output
+        restores the same configuration, with two exceptions: classes, functions and objects such as `torch.bfloat16`
+        are written as dotted import strings, and YAML, JSON and TOML convert tuples to lists. TOML requires the
+        `slipstream[toml]` extra.
 
         Args:
-            file: the file to write.
-            secrets: whether to write secrets instead of references to environment variables and `<redacted>`.
+            file: path of the file to write.
+            secrets: whether to write the secrets themselves instead of environment variable references or `<redacted>`.
 
         Raises:
-            ConfigError: the format does not support a value (None in TOML); the message contains its key.
+            ConfigError: the format does not support a value (such as None in TOML); the message contains its key.
         """
         suffix = Path(file or self._filename or ".py").suffix.lower() or ".py"
         text = to_text(self._cfg_dict if secrets else self.redacted(), suffix)
@@ -172,16 +172,16 @@ class Config(MutableMapping[str, Any]):
         return None
 
     def merge_from_dict(self, options: Mapping[str, Any], allow_list_keys: bool = True) -> None:
-        """Merge `options`, which maps dotted keys to values, into this configuration, in order.
+        """Merge `options`, a mapping of dotted keys to values, into this configuration in order.
 
         Args:
             options: `{"model.depth": 3, "model": dict(width=8)}`; a dict is merged into the existing value,
                 unless it has `_delete_=True` (or the options contain `"model._delete_": True`).
-            allow_list_keys: whether integers in keys (`"pipeline.0.type"`) are positions of list items.
+            allow_list_keys: whether integers in keys (`"pipeline.0.type"`) are list indices.
 
         Raises:
-            ConfigError: a dict and a value of a different type cannot be merged, or a position does not exist. The
-                configuration is then unchanged.
+            ConfigError: a dict and a value of a different type cannot be merged, or a list item does not exist. If an
+                error is raised, the configuration is unchanged.
         """
         merged: dict[str, Any] = self._cfg_dict
         for key, value in sorted(options.items(), key=_deletes_first):
@@ -191,7 +191,7 @@ class Config(MutableMapping[str, Any]):
     def merge_from_args(self, overrides: Iterable[str]) -> None:
         """Merge overrides such as `"optim_wrapper.optimizer.lr=0.1"` into this configuration without checking keys.
 
-        See `parse_override` for the types of values; nothing is evaluated.
+        See `parse_override` for the supported value types. Values are not evaluated as code.
 
         Raises:
             ConfigError: see `parse_override` and `merge_from_dict`.
@@ -201,18 +201,18 @@ class Config(MutableMapping[str, Any]):
     def override(
         self, overrides: Iterable[str], known: Iterable[str] = (), hints: Mapping[str, str] | None = None
     ) -> None:
-        """Merge overrides into this configuration; raise an error for unknown keys.
+        """Merge overrides into this configuration and raise an error for unknown keys.
 
         Args:
             overrides: `["optim_wrapper.optimizer.lr=0.1", ...]`; see `parse_override`.
             known: top-level keys that may be set even if the configuration does not contain them.
-            hints: maps words that users may write instead of a key to the words that the error suggests.
+            hints: other valid names, such as shortcuts and their synonyms, mapped to the names that errors suggest.
 
         Raises:
-            UnknownNameError: a key is not in the configuration. Dicts that are empty or have a `type` accept new keys,
+            UnknownNameError: a key is not in the configuration. Empty dicts and dicts with a `type` accept new keys,
                 which are checked when the object is built. The message contains the config path and the nearest
                 valid key.
-            ConfigError: an override cannot be parsed or merged. The configuration is then unchanged.
+            ConfigError: an override cannot be parsed or merged. In this case, the configuration is unchanged.
         """
         known = set(known)
         changed = copy(self)
@@ -230,7 +230,7 @@ class Config(MutableMapping[str, Any]):
         return copy(self)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        """Return the value of `key`; if it is missing, set it to `default` first."""
+        """Return the value of `key`, after setting it to `default` if the key is missing."""
         if key not in self:
             self[key] = default
         return self[key]
@@ -246,7 +246,7 @@ class Config(MutableMapping[str, Any]):
         return new
 
     def __getattr__(self, name: str) -> Any:
-        # pickle and copy read attributes before the fields are set.
+        # pickle and copy access attributes before the fields are set.
         if name == "_cfg_dict" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._cfg_dict, name)

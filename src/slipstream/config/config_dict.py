@@ -11,7 +11,7 @@ __all__ = ["ConfigDict", "unwrap", "wrap"]
 
 
 class ConfigDict(dict[Any, Any]):
-    """A dict with attribute access; nested dicts, including those in lists and tuples, become `ConfigDict`s.
+    """A dict with attribute access. Nested dicts, including those in lists and tuples, are converted to `ConfigDict`s.
 
     Because it is a subclass of dict, `**cfg`, `json.dumps(cfg)` and `isinstance(cfg, dict)` work. If a key has the name
     of a dict method (`items`), `cfg.items` is the method and `cfg["items"]` is the value.
@@ -58,7 +58,7 @@ class ConfigDict(dict[Any, Any]):
             self[key] = value
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Return the value of `key`; if it is missing, set it to `default` first."""
+        """Return the value of `key`, after setting it to `default` if the key is missing."""
         return super().setdefault(key, wrap(default))
 
     def copy(self) -> ConfigDict:
@@ -79,7 +79,7 @@ def wrap(value: Any) -> Any:
         return value
     if isinstance(value, dict):
         return ConfigDict(value)
-    # Check the exact type, because a named tuple cannot be built from a sequence.
+    # Check the exact type, because a named tuple cannot be constructed from an iterable.
     if type(value) in (list, tuple):
         return type(value)(wrap(item) for item in value)
     return value

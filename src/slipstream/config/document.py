@@ -20,28 +20,30 @@ __all__ = ["SUFFIXES", "DataDocument", "Document", "PythonDocument", "open_docum
 
 BASE = "_base_"
 SUFFIXES = (".py", ".yaml", ".yml", ".json", ".toml")
-# Types of objects in Python files that are not configuration values.
+# Objects of these types in Python files are not configuration values.
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 
 class Document(Protocol):
-    """A parsed file, whose values can be read after its bases are loaded."""
+    """A parsed file. Its values can be read once its bases are loaded."""
 
     base_names: list[str]
 
     def values(self, bases: dict[str, Any]) -> dict[str, Any]:
-        """Return the file's values without the values of its bases; `bases` contains the merged values of the bases."""
+        """Return only the values set in this file; `bases` contains the merged values of its bases."""
 
 
 def open_document(source: str, path: Path, suffix: str) -> Document:
-    """Return the parsed document.
+    """Parse `source` and return the document.
 
     Raises:
         ConfigError: the suffix is not in `SUFFIXES`, or the source has a syntax error.
     """
     if suffix not in SUFFIXES:
         hint = did_you_mean(suffix, SUFFIXES)
-        raise ConfigError(f"{path}: configuration files must be {', '.join(SUFFIXES)}, not '{suffix}'{hint}")
+        raise ConfigError(
+            f"{path}: the file suffix must be one of {', '.join(SUFFIXES)}, not '{suffix}'{hint}"
+        )
     if suffix == ".py":
         return PythonDocument(source, path)
     return DataDocument(source, path, suffix)
@@ -54,7 +56,7 @@ class DataDocument:
         self._placeholders = Placeholders(source, path, quote=suffix in (".json", ".toml"))
         tree = _PARSERS[suffix](self._placeholders.text, path)
         if not isinstance(tree, dict):
-            raise ConfigError(f"{path}: the top level must be a mapping, not a {type(tree).__name__}")
+            raise ConfigError(f"{path}: the top level must be a mapping, got {type(tree).__name__}")
         self.base_names = _base_names(self._placeholders.fill(tree.pop(BASE, [])), path)
         self._tree = tree
 
@@ -66,7 +68,7 @@ class DataDocument:
 
 
 class PythonDocument:
-    """A Python file. It is executed; its `_base_` variable contains the values of its bases."""
+    """A Python file, which is executed. Its `_base_` variable contains the values of its bases."""
 
     def __init__(self, source: str, path: Path) -> None:
         self._path = path
@@ -116,7 +118,7 @@ class PythonDocument:
 
 
 class _Fill(ast.NodeTransformer):
-    """Replace the tokens of placeholders with their values before the file is executed."""
+    """Replace placeholder tokens with their values before the file is executed."""
 
     def __init__(self, placeholders: Placeholders, names: dict[str, Any]) -> None:
         self._placeholders = placeholders
@@ -177,7 +179,7 @@ def _parse_json(text: str, path: Path) -> Any:
         if len(tree) < len(pairs):
             keys = [key for key, _ in pairs]
             duplicate = next(key for key in keys if keys.count(key) > 1)
-            raise ConfigError(f"{path}: duplicate key '{duplicate}'; remove one of them")
+            raise ConfigError(f"{path}: duplicate key '{duplicate}'; remove one of the entries")
         return tree
 
     try:

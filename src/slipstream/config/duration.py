@@ -12,10 +12,10 @@ __all__ = ["read_duration"]
 
 
 def read_duration(value: float | str, path: str) -> float:
-    """Return a duration in seconds, given as a number or as text such as `300`, `90s`, `5m` or `1h30m`.
+    """Convert a number of seconds, or a string such as `300`, `90s`, `5m` or `1h30m`, to seconds.
 
     Raises:
-        ConfigError: the value is not a positive duration. The message contains `path`, its config path.
+        ConfigError: the value is not a positive duration. The message contains the config path `path`.
     """
     if isinstance(value, str):
         words = re.fullmatch(r"(?:(\d+\.?\d*)h)?(?:(\d+\.?\d*)m)?(?:(\d+\.?\d*)s?)?", value.strip())

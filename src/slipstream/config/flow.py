@@ -32,7 +32,7 @@ def parse_value(text: str) -> Any:
         value = reader.value("")
         if reader.at_end():
             return value
-        return reader.fail("',' or the end") if reader.peek() != "," else _Reader(f"[{text}]").whole()
+        return reader.fail("',' or end of input") if reader.peek() != "," else _Reader(f"[{text}]").whole()
     if "," in text and not re.search(r"""[\[\](){}'"]""", text):
         return _Reader(f"[{text}]").whole()
     return _scalar(text)
@@ -45,7 +45,7 @@ def _scalar(text: str) -> Any:
 
 
 class _Reader:
-    """A recursive descent parser for one text."""
+    """A recursive descent parser for a single string."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -53,7 +53,7 @@ class _Reader:
 
     def whole(self) -> Any:
         value = self.value("")
-        return value if self.at_end() else self.fail("the end")
+        return value if self.at_end() else self.fail("end of input")
 
     def peek(self) -> str:
         while self._text[self._position : self._position + 1].isspace():
@@ -112,10 +112,10 @@ class _Reader:
         try:
             return str(json.loads(quoted, strict=False))
         except ValueError:
-            return str(self.fail("a JSON escape sequence (write a backslash as \\\\)"))
+            return str(self.fail("a valid JSON escape sequence (write a backslash as \\\\)"))
 
     def fail(self, expected: str) -> Any:
         raise ConfigError(
             f"cannot parse {self._text!r}: expected {expected} at position {self._position + 1}; "
-            "put quotes around text that contains brackets, quotes or commas"
+            "put quotes around strings that contain brackets, quotes or commas"
         )

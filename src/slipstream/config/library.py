@@ -1,4 +1,4 @@
-"""Configuration files of installed libraries, which a file can use as a base: `_base_ = "mmdet::PATH"`."""
+"""Find configuration files of installed libraries that are used as bases: `_base_ = "mmdet::PATH"`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from slipstream.errors import ConfigError, did_you_mean
 __all__ = ["SCOPE", "Base", "find_base", "library_folder", "set_scope"]
 
 SCOPE = "_scope_"
-"""Key in a dict with a `type`. Its value is the library in which the names in the dict are looked up first."""
+"""Key in a dict with a `type`. Its value is the library that is searched first for the names in the dict."""
 
 _NAME = re.compile(r"(\w+)::([^:]+)")
 
 
 class Base(NamedTuple):
-    """A base file, and the library that contains the file, if any."""
+    """A base file and, if applicable, the library that contains it."""
 
     path: Path
     scope: str | None
@@ -27,10 +27,10 @@ class Base(NamedTuple):
 def find_base(name: str, path: Path) -> Base:
     """Return the file that `_base_` in `path` refers to: a path relative to `path`, or `LIBRARY::PATH`.
 
-    The configurations of a library are in the folder `.mim/configs` of its package.
+    A library's configuration files are in the `.mim/configs` folder of its package.
 
     Raises:
-        ConfigError: the library is not installed, or has no such file.
+        ConfigError: the library is not installed or does not contain the file.
     """
     if "::" not in name:
         return Base(path.parent / name, None)

@@ -1,4 +1,4 @@
-"""Limits for configuration files, so that a hostile file cannot exhaust time or memory."""
+"""Limits on configuration files that prevent a malicious file from exhausting time or memory."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from slipstream.errors import ConfigError
 __all__ = ["MAX_COPIES", "MAX_DEPTH", "check_depth"]
 
 MAX_DEPTH = 100
-"""Maximum depth of nested dicts and lists."""
+"""Maximum nesting depth of dicts and lists."""
 MAX_COPIES = 100_000
-"""Maximum total number of values to which the aliases (`*name`) in a YAML file expand."""
+"""Maximum total number of values that the aliases (`*name`) in a YAML file may expand to."""
 
 
 def check_depth(tree: Any, source: str) -> None:
     """Check that dicts and lists are not nested deeper than `MAX_DEPTH`.
 
     Raises:
-        ConfigError: the values are nested deeper, or a value contains itself; the message contains `source`.
+        ConfigError: the values are nested too deeply, or a value contains itself; the message contains `source`.
     """
     level = [tree]
     for _ in range(MAX_DEPTH + 1):

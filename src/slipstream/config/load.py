@@ -17,7 +17,7 @@ __all__ = ["Loaded", "import_custom", "load_file", "load_text"]
 
 
 class Loaded(NamedTuple):
-    """The merged values of a file, and the text of every file that was read, bases first."""
+    """The merged values of a file, and the source text of every file that was loaded, bases first."""
 
     values: dict[str, Any]
     text: str
@@ -34,7 +34,7 @@ def load_file(path: Path, chain: tuple[Path, ...] = (), trust: bool = False) -> 
     Args:
         path: the file. If it is a Python file, it and its bases are trusted.
         chain: the files that have this file as a base, outermost first.
-        trust: whether a base of a data file may be a Python file, which is executed.
+        trust: whether a data file may use a Python file as a base. The Python file is executed.
 
     Raises:
         ConfigError: the file is missing or unreadable, contains an error, or is its own base.
@@ -80,7 +80,7 @@ def _check_trusted(bases: list[Path], path: Path, trust: bool) -> None:
     for base in bases:
         if base.suffix.lower() == ".py" and not trust:
             raise ConfigError(
-                f"{path} is a data file, and its base {base} is Python code, which would be executed. {_TRUST}",
+                f"{path} is a data file, but its base {base} is Python code, which would be executed. {_TRUST}",
                 "_base_",
             )
 
@@ -94,7 +94,7 @@ def _load_bases(bases: list[Base], chain: tuple[Path, ...], trust: bool) -> Load
         for key in base.values:
             if key in origin:
                 raise ConfigError(
-                    f"{chain[-1]}: its bases {origin[key]} and {path} both set this key; "
+                    f"{chain[-1]}: the bases {origin[key]} and {path} both set this key; "
                     "make one the base of the other, or remove the key from one of them",
                     key,
                 )
@@ -112,7 +112,7 @@ def _read(path: Path, chain: tuple[Path, ...]) -> str:
     except FileNotFoundError:
         raise ConfigError(f"{what} does not exist{_nearest_file(path)}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{what} is not UTF-8 text (byte {error.start}); convert it to UTF-8") from None
+        raise ConfigError(f"{what} is not valid UTF-8 (byte {error.start}); convert it to UTF-8") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{what} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
@@ -130,7 +130,7 @@ def import_custom(values: dict[str, Any], source: str, trust: bool) -> None:
 
     Args:
         values: the configuration.
-        source: its file, for error messages.
+        source: the configuration file, for error messages.
         trust: whether any module may be imported. By default, only modules that are already imported and modules from
             slipstream, torch and torchmetrics may be imported.
 
@@ -145,12 +145,12 @@ def import_custom(values: dict[str, Any], source: str, trust: bool) -> None:
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
-            f"expected dict(imports=['package.module']), not {custom!r} ({source})", "custom_imports"
+            f"must be dict(imports=['package.module']), not {custom!r} ({source})", "custom_imports"
         )
     for name in names:
         if not (trust or _is_importable(name)):
             raise ConfigError(
-                f"the module '{name}' is not imported, because {source} is a data file and importing executes code. "
+                f"the module '{name}' was not imported, because {source} is a data file and importing executes code. "
                 f"{_TRUST}; or import the module in your program before it loads the file",
                 "custom_imports",
             )
@@ -158,7 +158,7 @@ def import_custom(values: dict[str, Any], source: str, trust: bool) -> None:
             importlib.import_module(name)
         except ImportError as error:
             if not custom.get("allow_failed_imports"):
-                remedy = "install it or put its folder on PYTHONPATH, or set allow_failed_imports=True"
+                remedy = "install it, add its folder to PYTHONPATH, or set allow_failed_imports=True"
                 raise ConfigError(
                     f"cannot import '{name}': {error}; {remedy} ({source})", "custom_imports"
                 ) from error

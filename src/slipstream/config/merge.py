@@ -18,17 +18,17 @@ def merge(
 ) -> dict[Any, Any]:
     """Return `base` with the values of `over` merged into it; the arguments are not modified.
 
-    Dicts are merged recursively; other values are replaced. A dict with `_delete_=True` replaces the value of
-    `base`; the result does not contain `_delete_`. A dict also replaces None.
+    Dicts are merged recursively; other values are replaced. A dict with `_delete_=True` replaces the value in
+    `base`; the result does not contain `_delete_`. A dict also replaces a value of None.
 
     Args:
-        base: the lower layer.
-        over: the upper layer, which has priority.
-        list_keys: if a dict is merged into a list, treat the keys of the dict as positions in the list.
-        path: config path of both, for error messages.
+        base: the mapping with the lower priority.
+        over: the mapping with the higher priority.
+        list_keys: if a dict is merged into a list, treat the keys of the dict as list indices.
+        path: config path of both mappings, for error messages.
 
     Raises:
-        ConfigError: a dict and a value of a different type cannot be merged, or a position does not exist.
+        ConfigError: a dict and a value of a different type cannot be merged, or a list item does not exist.
     """
     if over.get(DELETE):
         return dict(_clean(over))
@@ -83,7 +83,7 @@ def join(path: str, key: Any) -> str:
 
 
 def dotted_keys(tree: Any, path: str = "") -> Iterator[str]:
-    """Yield the dotted keys of all values in `tree`; positions of list items count as keys."""
+    """Yield the dotted keys of all values in `tree`; list indices count as keys."""
     items: Any = ()
     if isinstance(tree, dict):
         items = tree.items()

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def options(cls: type[T], mapping: Any, path: str) -> T:
-    """Return an instance of the dataclass `cls` with the values of `mapping`.
+    """Build an instance of the dataclass `cls` from the values in `mapping`.
 
     Fields whose annotation is a dataclass (or a union that contains a dataclass) are built from nested mappings.
 
@@ -47,7 +47,7 @@ def options(cls: type[T], mapping: Any, path: str) -> T:
     for name, field in fields.items():
         if name not in values and field.default is missing and field.default_factory is missing:
             raise ConfigError(
-                f"the required key is missing; it must be {described(hints[name])}", join(path, name)
+                f"the required key is missing; its value must be {described(hints[name])}", join(path, name)
             )
     return _construct(cls, values, path)
 
@@ -60,7 +60,7 @@ def optional(cls: type[T], value: Any, path: str) -> T | None:
 
 
 def _field(annotation: Any, value: Any, path: str) -> Any:
-    """Check `value` against the annotation of its field and return it."""
+    """Check `value` against the annotation of its field, and return the value of the field."""
     kind = typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
     union = typing.get_origin(kind) in (typing.Union, types.UnionType)
     members = typing.get_args(kind) if union else (kind,)

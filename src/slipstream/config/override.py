@@ -1,4 +1,4 @@
-"""Overrides from the command line: `optim_wrapper.optimizer.lr=0.1`."""
+"""Command-line overrides such as `optim_wrapper.optimizer.lr=0.1`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.errors import ConfigError, UnknownNameError
 __all__ = ["check_override", "parse_override"]
 
 _SIMILAR = 0.6
-"""Smallest similarity of a suggestion, as in `difflib.get_close_matches`."""
+"""Minimum similarity of a suggestion, as in `difflib.get_close_matches`."""
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -22,7 +22,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 
     The value is parsed as a YAML scalar or flow collection: `1` is an int, `1e-3` a float, `true` and
     `True` are bools, `none`, `None` and `null` are None, `[1, 2]` is a list, `(1, 2)` a tuple, `{a: 1}` a
-    dict, `'1'` a string; `1,2` is the list `[1, 2]`, as in MMEngine. Any other text is a string.
+    dict, `'1'` a string; `1,2` is the list `[1, 2]`, as in MMEngine. Anything else is a string.
 
     Raises:
         ConfigError: there is no `=`, a segment of the key is empty, or brackets or quotes do not match.
@@ -49,11 +49,11 @@ def check_override(
     """Check that the dotted `key` exists in `tree` or may be added to it.
 
     The first segment must be in `tree` or in `known`. The other segments must also exist, unless their parent dict
-    has a `type`, is empty or absent, or is in `known` as `parent.*`. In these cases, a builder checks the key.
+    has a `type`, is empty or absent, or is in `known` as `parent.*`. In these cases, the builder checks the key later.
 
     Raises:
         UnknownNameError: the key is unknown; the message suggests the nearest valid key in the configuration.
-        ConfigError: a segment is below a value that has no keys.
+        ConfigError: a segment follows a value that has no keys.
     """
     known = set(known)
     node: Any = tree
@@ -83,10 +83,10 @@ def check_override(
 
 
 def _nearest(key: str, tree: dict[str, Any], known: set[str], hints: Mapping[str, str]) -> str:
-    """Return `"; did you mean 'x'?"` for the dotted key most similar to `key`, in full or in its last segments.
+    """Return `"; did you mean 'x'?"` for the dotted key whose full path or last segments are most similar to `key`.
 
-    If this key is in `hints`, the value from `hints` is suggested instead. If several keys are equally similar in their
-    last segments, the key that is most similar in full is suggested, so a key without dots is preferred.
+    If this key is in `hints`, the value from `hints` is suggested instead. If the last segments of several keys are
+    equally similar, the key with the most similar full path is suggested, so a key without dots is preferred.
     """
     length = key.count(".") + 1
 

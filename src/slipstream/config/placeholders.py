@@ -35,10 +35,10 @@ _TOKEN = re.compile(r"_slipstream_placeholder_\d+_")
 class Placeholders:
     """The placeholders of one file.
 
-    `text` is the source with a token in place of each placeholder, so that a parser for the format can read it. `fill`
+    `text` is the source with each placeholder replaced by a token, so that the format's parser can read it. `fill`
     replaces the tokens with the values. A placeholder that is an entire value can have any type: a base value is
-    copied, and an environment variable outside quotes is parsed like an override. In a longer string, it becomes text.
-    Placeholders in comments are ignored. Text from an environment variable is a `Reference`.
+    copied, and an environment variable outside quotes is parsed like an override. In a longer string, the value is
+    converted to a string. Placeholders in comments are ignored. Strings from environment variables are `Reference`s.
 
     Args:
         source: the text of the file.
@@ -83,7 +83,7 @@ class Placeholders:
         return self.fill_text(value)
 
     def fill_text(self, text: str) -> str:
-        """Return `text` with every token replaced by its value as text."""
+        """Return `text` with every token replaced by its value, converted to a string."""
 
         def value(token: re.Match[str]) -> Any:
             return self._look_up(self._found[token[0]])
@@ -164,9 +164,9 @@ def _size(value: Any) -> int:
 
 
 def _typed(text: str, match: re.Match[str]) -> Any:
-    """Return the value of an environment variable whose placeholder is an entire value."""
+    """Return the typed value of an environment variable placeholder that is not part of a longer string."""
     name = match["env"]
-    # A key such as 0123e45 must not become a number.
+    # A secret such as 0123e45 must not be parsed as a number.
     as_text = _in_quotes(match) or is_secret_name(name)
     value = text if as_text else parse_value(text)
     if name not in os.environ:  # the default, which is part of the file

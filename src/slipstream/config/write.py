@@ -18,15 +18,15 @@ from slipstream.errors import ConfigError, did_you_mean
 __all__ = ["to_text"]
 
 _WIDTH = 110
-# The generated Python source uses these names, so it must not assign them.
+# The generated Python source uses these names, so it must not assign to them.
 _USED_BY_SOURCE = ("dict", "float", "globals")
 
 
 def to_text(values: dict[Any, Any], suffix: str) -> str:
-    """Return `values` as text in the format of `suffix`.
+    """Return `values` as text in the format specified by `suffix`.
 
     Classes, functions and objects such as `torch.bfloat16` are written as dotted import strings, paths as
-    strings, and NumPy numbers as Python numbers. Tuples are kept in Python and become lists in other formats.
+    strings, and NumPy numbers as Python numbers. Tuples are preserved in Python and become lists in other formats.
 
     Raises:
         ConfigError: the format does not support a value; the message contains its key.
@@ -45,7 +45,9 @@ def _plain(value: Any, suffix: str, path: str) -> Any:
         items = [_plain(item, suffix, join(path, index)) for index, item in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) and suffix == ".py" else items
     if value is None and suffix == ".toml":
-        raise ConfigError("TOML has no None; remove the key, or write .py, .yaml or .json", path)
+        raise ConfigError(
+            "TOML does not support None; remove the key, or write to a .py, .yaml or .json file", path
+        )
     if value is None or isinstance(value, bool):
         return value
     # Convert to the exact type, because subclasses (NumPy numbers, enums) have a different repr.
@@ -96,7 +98,7 @@ def _is_keyword(key: Any) -> bool:
 
 
 def _source(value: Any, indent: int, lead: int) -> str:
-    """Return the Python source of `value`, on several lines if it does not fit after `lead` columns."""
+    """Return the Python source of `value`, split over several lines if it does not fit after `lead` columns."""
     flat = _flat(value)
     opening, items, closing = _split(value)
     if indent + lead + len(flat) <= _WIDTH or not items:
@@ -109,7 +111,7 @@ def _source(value: Any, indent: int, lead: int) -> str:
 def _flat(value: Any) -> str:
     opening, items, closing = _split(value)
     if not opening:
-        # inf and nan have no literal.
+        # Python has no literals for inf and nan.
         return f"float('{value}')" if isinstance(value, float) and not math.isfinite(value) else repr(value)
     comma = "," if isinstance(value, tuple) and len(items) == 1 else ""
     return f"{opening}{', '.join(prefix + _flat(item) for prefix, item in items)}{comma}{closing}"

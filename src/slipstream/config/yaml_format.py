@@ -20,14 +20,14 @@ _FLOAT = re.compile(
     r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"
 )
 _NUMBER_START = list("-+.0123456789")
-# YAML 1.1 reads 12:30 as 750, 017 as 15 and 2024-01-01 as a date, unlike the other formats.
+# YAML 1.1 parses 12:30 as 750, 017 as 15 and 2024-01-01 as a date, unlike the other formats.
 _REPLACED = {_TAG + name for name in ("int", "float", "timestamp", "value")}
 
 
 class BoundedLoader(yaml.SafeLoader):
-    """PyYAML's safe loader with limits on the depth of the values and on the number of values from aliases.
+    """PyYAML's safe loader with limits on the nesting depth and on the number of values that aliases expand to.
 
-    An alias (`*name`) expands to all values below its anchor, so a short file can describe billions of values.
+    An alias (`*name`) expands to all values under its anchor, so a short file can expand to billions of values.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -78,7 +78,7 @@ class BoundedLoader(yaml.SafeLoader):
 
 
 class Loader(BoundedLoader):
-    """Bounded loader with the number syntax of YAML 1.2; duplicate keys are errors."""
+    """A `BoundedLoader` with the number syntax of YAML 1.2. Duplicate keys raise an error."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML declares it this way
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
@@ -103,11 +103,11 @@ class Loader(BoundedLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Safe dumper that quotes strings if `Loader` or another YAML parser converts them to a different type."""
+    """A safe dumper that quotes strings that `Loader` or another YAML parser would convert to a different type."""
 
 
 def _represent_str(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # YAML 1.1 treats these characters as line breaks, which only double quotes can escape.
+    # YAML 1.1 treats these characters as line breaks; they can only be escaped in double-quoted strings.
     style = '"' if any(char in text for char in "\x85\u2028\u2029") else None
     return dumper.represent_scalar(_TAG + "str", text, style)
 
@@ -119,7 +119,7 @@ Dumper.add_implicit_resolver(_TAG + "float", _FLOAT, _NUMBER_START)
 
 
 def scalar(text: str) -> Any:
-    """Return the value of an unquoted YAML scalar: a bool, int, float, None or the text."""
+    """Return the value of an unquoted YAML scalar: a bool, int, float, None or `text` unchanged."""
     loader = Loader("")
     tag = loader.resolve(yaml.ScalarNode, text, (True, False))
     if tag not in (_TAG + "bool", _TAG + "int", _TAG + "float", _TAG + "null"):

@@ -5,11 +5,11 @@ checked when they are read. For type checkers:
 
 - mypy checks the keys and values of `dict(...)`, `{...}` and `SpeedCfg(...)`. pyright infers the type of `dict(...)`
   without its keys, so it checks only `SpeedCfg(...)` and `{...}` assigned to a variable of type `SpeedCfg`.
-- For a dict in a variable, write `speed = SpeedCfg(compile=True)`. For `speed = dict(compile=True)`, mypy infers
+- To assign a dict to a variable, write `speed = SpeedCfg(compile=True)`. For `speed = dict(compile=True)`, mypy infers
   `dict[str, bool]`, a type without known keys, and reports an error where the dict is passed.
-- Mappings with values of type `Any`, such as a `dict[str, Any]` or a `Config` and its parts, are not checked. Use the
-  annotation `dict[str, Any]` for a dict with arguments of your own class, and for a modified part of a `Config`
-  (`{**cfg.train_dataloader, "num_workers": 0}`).
+- Mappings with values of type `Any`, such as `dict[str, Any]`, `Config` and the dicts in a `Config`, are not checked.
+  Use the annotation `dict[str, Any]` for the arguments of your own class, and for a modified copy of a dict in a
+  `Config` (`{**cfg.train_dataloader, "num_workers": 0}`).
 """
 
 from slipstream.config_types.mapping import AnyMapping, ValidOption

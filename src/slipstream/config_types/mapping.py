@@ -11,7 +11,7 @@ MYPY = False  # mypy treats this name as True
 
 
 class ValidOption:
-    """The expected type in mypy's error message for a dict with an unknown key or a wrong value."""
+    """The type that mypy reports as expected for a dict with an unknown key or an invalid value."""
 
 
 class AnyMapping(Protocol):
@@ -22,7 +22,7 @@ class AnyMapping(Protocol):
         ...
 
     if MYPY:
-        # `Any` is compatible with `ValidOption`; the type that mypy infers for a value in a literal is not.
+        # `Any` is compatible with `ValidOption`; the type that mypy infers for a value in a dict literal is not.
         def __getitem__(self, key: str, /) -> ValidOption: ...  # pyright: ignore[reportRedeclaration]
 
     else:

@@ -1,4 +1,4 @@
-"""Types of the arguments of `Runner`, except `speed`."""
+"""Types of the arguments of `Runner` other than `speed`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TrainableModel(Protocol):
 
 
 class OptimWrapperCfg(TypedDict, total=False):
-    """`optim_wrapper`: the arguments of `AmpOptimWrapper` and of `DefaultOptimWrapperConstructor`."""
+    """`optim_wrapper`: the arguments of `AmpOptimWrapper` and `DefaultOptimWrapperConstructor`."""
 
     type: _Type
     optimizer: Required[Optimizer | Mapping[str, Any]]
@@ -184,7 +184,7 @@ class LoggerHookCfg(_HookCfg, total=False):
 
 
 class DefaultHooksCfg(TypedDict, total=False):
-    """`default_hooks`: the hooks in `slipstream.runner.user_config.DEFAULT_HOOKS` by name; None removes a hook."""
+    """`default_hooks`: hooks in `slipstream.runner.user_config.DEFAULT_HOOKS`, keyed by name. None removes a hook."""
 
     runtime_info: Hook | Mapping[str, Any] | None
     timer: Hook | Mapping[str, Any] | None

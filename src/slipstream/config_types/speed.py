@@ -68,7 +68,7 @@ class ShardedCfg(TypedDict, total=False):
 
 
 class DdpCfg(TypedDict, total=False):
-    """`type` and arguments of `MMDistributedDataParallel` and `torch.nn.parallel.DistributedDataParallel`."""
+    """`type` and the arguments of `MMDistributedDataParallel` and `torch.nn.parallel.DistributedDataParallel`."""
 
     type: Required[Literal["ddp"]]
     broadcast_buffers: bool

@@ -30,7 +30,7 @@ class PreparedImage:
     """The height and width of the image before the transforms."""
 
     def at_image_size(self, ids: Tensor) -> Tensor:
-        """Return the class ids (H, W) of `inputs` on the CPU, cropped to `box` and resized to `size` (nearest)."""
+        """Return `ids`, class ids (H, W) of `inputs`, on the CPU, cropped to `box` and resized to `size` (nearest)."""
         left, top, right, bottom = self.box
         inside = ids[top:bottom, left:right].cpu()
         rows, columns = (
@@ -41,7 +41,7 @@ class PreparedImage:
 
 
 def prepare_image(image: NDArray[np.uint8], transforms: Sequence[Transform]) -> PreparedImage:
-    """Apply the transforms for segmentation to an image, uint8 (H, W, 3).
+    """Apply segmentation transforms to an image, uint8 (H, W, 3).
 
     The sample contains an empty mask as `targets`, so that a model crops its padding. Crops are omitted, because the
     prediction must cover the whole image.
@@ -57,7 +57,7 @@ def prepare_image(image: NDArray[np.uint8], transforms: Sequence[Transform]) -> 
 def validation_transforms(cfg: Mapping[str, Any]) -> list[Any] | None:
     """Return the validation transforms from a Runner's configuration, or None if the configuration has none.
 
-    A wrapper dataset uses the transforms of its inner datasets.
+    For a wrapper dataset, the transforms of its first inner dataset are returned.
     """
     dataset = (cfg.get("val_dataloader") or {}).get("dataset") or {}
     while inner := dataset.get("dataset") or dataset.get("datasets"):

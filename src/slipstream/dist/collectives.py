@@ -1,8 +1,8 @@
-"""Collectives on tensors, named as in MMEngine; they also work without a process group.
+"""Collectives for tensors, named as in MMEngine, that also work without a process group.
 
 `src` and `dst` are global ranks, as in torch. Tensors with different shapes on different ranks cause wrong results or
 a broken connection. Therefore, if the group has a CPU backend, the ranks first compare the shapes and dtypes of their
-tensors. This requires one small collective and does not synchronize with the accelerator.
+tensors. This requires one small collective and does not cause a device synchronization.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def all_reduce_params(
 
 
 def all_gather(data: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Return the tensors of all ranks in rank order on every rank, on the device of `data`.
+    """Return the tensors from all ranks, in rank order, on every rank and on the device of `data`.
 
     Raises:
         DistributedError: shapes or dtypes differ between ranks.
@@ -123,7 +123,7 @@ def all_gather(data: Tensor, group: dist.ProcessGroup | None = None) -> list[Ten
 
 
 def gather(data: Tensor, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Return the tensors of all ranks in rank order on rank `dst`, and an empty list on the other ranks."""
+    """Return the tensors from all ranks, in rank order, on rank `dst`, and an empty list on the other ranks."""
     world = get_world_size(group)
     if world == 1:
         return [data]
@@ -135,7 +135,7 @@ def gather(data: Tensor, dst: int = 0, group: dist.ProcessGroup | None = None) -
 
 
 def broadcast(data: Tensor, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite `data` in place with the tensor of rank `src`."""
+    """Overwrite `data` in place with the tensor from rank `src`."""
     if get_world_size(group) > 1:
         _check_agreement("broadcast", (src, _signature(data)), group)
         sent = _bytes(data, group)
@@ -154,7 +154,7 @@ def _check_op(op: str, tensors: Iterable[Tensor]) -> None:
 
 def _reduce(data: Tensor, op: str, group: dist.ProcessGroup | None) -> None:
     whole = not (data.is_floating_point() or data.is_complex())
-    # No backend reduces bool or int16. A mean is computed from a sum, which must not overflow.
+    # No backend supports reductions of bool or int16. A mean is computed from a sum, which must not overflow.
     small = data.dtype in (torch.bool, torch.int16)
     dtype = torch.int64 if whole and (small or op == "mean") else data.dtype
     moved = data.to(_device(data, group), dtype).contiguous()
@@ -168,9 +168,9 @@ def _reduce(data: Tensor, op: str, group: dist.ProcessGroup | None) -> None:
 def _reduce_buckets(
     tensors: list[Tensor], op: str, group: dist.ProcessGroup | None, limit: float = -1
 ) -> None:
-    """Reduce tensors in place in buckets of one dtype and device.
+    """Reduce tensors in place, in buckets with a single dtype and device type.
 
-    A bucket contains at most `limit` bytes, or one larger tensor. A negative limit means no limit.
+    A bucket contains at most `limit` bytes, or a single larger tensor. A negative limit means no limit.
     """
     buckets: list[list[Tensor]] = []
     kinds: dict[tuple[torch.dtype, str], tuple[list[Tensor], int]] = {}

@@ -17,7 +17,7 @@ def get_data_device(data: Tensor | Mapping[Any, Any] | Iterable[Any]) -> torch.d
     """Return the device of all tensors in `data`, a tensor or nested dicts, lists and tuples of tensors.
 
     Raises:
-        DataError: `data` contains no tensor, an object that is not a tensor, or tensors on different devices.
+        DataError: `data` contains no tensors, an object that is not a tensor, or tensors on different devices.
     """
     devices = {tensor.device for tensor in _tensors(data)}
     if len(devices) == 1:
@@ -32,7 +32,7 @@ def cast_data_device(data: Any, device: torch.device, out: Any = None) -> Any:
     Args:
         data: a tensor, or nested dicts, lists and tuples of tensors.
         device: target device.
-        out: output with the same structure; its tensors are overwritten, and `out` is returned.
+        out: output with the same structure as `data`; its tensors are overwritten, and `out` is returned.
 
     Raises:
         DataError: `data` contains an object that is not a tensor, or the structure of `out` differs.

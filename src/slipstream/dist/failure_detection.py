@@ -1,8 +1,8 @@
 """Failure detection: terminate all processes of a job when one fails, so that none of them hangs in a collective.
 
-Rank 0 keeps one connection to every other rank, and a thread in each process waits for messages on it. A process
+Rank 0 keeps one connection to every other rank, and a thread in each process waits for messages. A process
 sends "bye" when it exits normally and "failed" with its error when it fails. If a connection closes without a
-message, the process was killed, and the operating system has closed the connection. No heartbeat is needed, and a
+message, the process was killed and the operating system closed the connection. No heartbeat is needed, and a
 process that is stopped or busy for a long time causes no false alarm. A process that receives a failure message prints
 one line and exits.
 """
@@ -39,7 +39,7 @@ __all__ = [
     "stop_failure_detection",
 ]
 
-PATIENCE = 5.0  # seconds that the other processes wait for a failed process to exit, before they also exit
+PATIENCE = 5.0  # seconds that the other processes wait for a failed process to exit before they also exit
 GRACE = 1.0  # seconds that a process has to print its own error before another rank's failure terminates it
 EXIT_TIMEOUT = 30.0  # seconds until a failed process is killed; a broken accelerator can block its exit
 
@@ -49,7 +49,7 @@ _where: Callable[[], str] | None = None
 
 
 def report_progress(where: Callable[[], str] | None) -> None:
-    """Register a function that describes the current position for failure messages, such as `iteration 57`.
+    """Register a function that returns the current position, such as `iteration 57`, for failure messages.
 
     Failure detection calls `where()` once, from a different thread, when it reports a failure. Pass None to
     unregister the function.
@@ -61,7 +61,7 @@ def report_progress(where: Callable[[], str] | None) -> None:
 def announce_failure(text: str) -> None:
     """Notify the other ranks that this rank has failed, so that they also exit.
 
-    Uncaught exceptions are announced automatically. A command line that prints its own error and calls
+    Uncaught exceptions are announced automatically. A command-line program that prints its own error and calls
     `sys.exit(1)` must call this function first, because Python does not expose the exit status to other code.
     """
     if _detector is not None:
@@ -77,7 +77,7 @@ def start_failure_detection() -> None:
     """Start failure detection in the default group if it has several processes. All ranks must call this function."""
     global _detector
     rank, world_size = get_dist_info()
-    Finalize(None, _at_exit, exitpriority=-100)  # at exit, and at the end of a multiprocessing child
+    Finalize(None, _at_exit, exitpriority=-100)  # runs at exit, and at the end of a multiprocessing child
     if world_size == 1:
         return
     stop_failure_detection()
@@ -94,8 +94,9 @@ def start_failure_detection() -> None:
         _install()
     else:
         warnings.warn(
-            f"rank {rank} cannot connect to rank 0 at port {port} of {', '.join(hosts)}. If one of them fails, the "
-            "other does not exit until its next collective fails. Allow connections between the machines on all ports",
+            f"rank {rank} cannot connect to rank 0 on port {port} ({', '.join(hosts)}). If one of the two "
+            "fails, the other does not exit until its next collective fails. Allow connections between the machines on "
+            "all ports",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -112,7 +113,7 @@ def stop_failure_detection() -> None:
 
 @dataclass
 class Peer:
-    """One end of a connection."""
+    """A connection to another process."""
 
     sock: socket.socket
     rank: int | None
@@ -155,7 +156,7 @@ class FailureDetector:
             for sock in self._peers:
                 # Keep a duplicate open: the connection must close when the process ends, not when `sock` is freed.
                 os.dup(sock.fileno())
-        # This timer does not need the interpreter, which may be blocked by a device that does not respond.
+        # This timer does not need the interpreter, which may be blocked by an unresponsive device.
         faulthandler.dump_traceback_later(EXIT_TIMEOUT, exit=True, file=2)
 
     def report(self) -> None:
@@ -215,7 +216,7 @@ class FailureDetector:
         return True
 
     def _handle(self, peer: Peer, line: str) -> bool:
-        """Process one message; return whether the peer may send more."""
+        """Process one message; return whether the peer may send more messages."""
         command, _, rest = line.partition(" ")
         if peer.rank is None and command == self._token and rest.isdecimal():
             peer.rank = int(rest)
@@ -266,7 +267,7 @@ def _listen() -> tuple[socket.socket, list[str]]:
     """Return the listening socket of rank 0, and the host names to which the other ranks can connect."""
     master = os.environ.get("MASTER_ADDR", "localhost")
     local = os.environ.get("LOCAL_WORLD_SIZE")
-    # In a job with two machines, MASTER_ADDR may be 127.0.0.1 on the first one.
+    # In a job with two machines, MASTER_ADDR may be 127.0.0.1 on the first machine.
     if local == str(dist.get_world_size()) or (not local and master in ("localhost", "127.0.0.1", "::1")):
         return socket.create_server(("127.0.0.1", 0), backlog=4096), ["127.0.0.1"]
     dual = socket.has_dualstack_ipv6()

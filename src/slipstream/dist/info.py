@@ -60,7 +60,7 @@ def get_dist_info(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
 def get_local_rank() -> int:
     """Return the rank among the processes on this machine, or 0 without a process group.
 
-    The launcher exports it as `LOCAL_RANK`.
+    The launcher exports this rank as `LOCAL_RANK`.
     """
     return int(os.environ.get("LOCAL_RANK", 0)) if is_distributed() else 0
 
@@ -132,7 +132,7 @@ def get_backend(group: dist.ProcessGroup | None = None) -> str | None:
 
 
 def get_comm_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return the device whose tensors the backend transfers: the accelerator, or the CPU for gloo and MPI."""
+    """Return the device of the tensors that the backend transfers: the accelerator, or the CPU for gloo and MPI."""
     if get_backend(group) in (None, "gloo", "mpi"):
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -142,9 +142,9 @@ def get_comm_device(group: dist.ProcessGroup | None = None) -> torch.device:
 
 
 def flag_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return the device for small values that the host reads: the CPU if the group has a CPU backend.
+    """Return the device to use for small values that the host reads: the CPU if the group has a CPU backend.
 
-    Reading a value from the accelerator synchronizes with it.
+    Reading a value from the accelerator causes a device synchronization.
     """
     return torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else get_comm_device(group)
 

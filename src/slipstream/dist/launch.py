@@ -48,14 +48,14 @@ def init_dist(launcher: str, backend: str | None = None, init_backend: str = "to
 
     Args:
         launcher: `pytorch`, `slurm` or `mpi`.
-        backend: the default is gloo for CPU tensors and objects, and the accelerator's backend for tensors on the
-            accelerator: `cpu:gloo,cuda:nccl` (hccl on NPU, xccl on XPU). Without an accelerator, it is `gloo`.
+        backend: by default, gloo for CPU tensors and objects, and the accelerator's backend for tensors on the
+            accelerator: `cpu:gloo,cuda:nccl` (hccl on NPU, xccl on XPU), or `gloo` if there is no accelerator.
         init_backend: must be `torch`; MMEngine's other values are not supported.
-        kwargs: `timeout` for collectives in seconds, `init_timeout` in seconds for all processes to connect
-            (default 300), `port`, and other arguments for `torch.distributed.init_process_group`.
+        kwargs: `timeout` (for collectives, in seconds), `init_timeout` (for all processes to connect, in seconds;
+            default 300), `port`, and other arguments for `torch.distributed.init_process_group`.
 
     Raises:
-        DistributedError: an environment variable of the launcher is missing or wrong, processes are missing, or
+        DistributedError: an environment variable of the launcher is missing or invalid, processes are missing, or
             this machine has more processes than devices. The message contains the variable and its value.
     """
     if is_distributed():
@@ -109,7 +109,7 @@ def _check_known(backend: str | None) -> None:
 
 
 def _check_supports(backend: str, device: str) -> None:
-    """Raise a `DistributedError` unless the backend supports tensors on this kind of device."""
+    """Raise a `DistributedError` unless the backend supports tensors on this type of device."""
     supported = dist.Backend.backend_capability
     for part in backend.lower().split(","):
         kind, _, name = part.rpartition(":")

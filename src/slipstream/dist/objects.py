@@ -1,4 +1,4 @@
-"""Collectives on Python objects, named as in MMEngine; they also work without a process group.
+"""Collectives for Python objects, named as in MMEngine, that also work without a process group.
 
 Objects are pickled and sent through the CPU backend if the group has one.
 """
@@ -33,7 +33,7 @@ _DEVICES = ("cpu", "gpu", "cuda", "npu", "xpu", "mps")
 
 
 def all_gather_object(data: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the objects of all ranks in rank order on every rank."""
+    """Return the objects from all ranks, in rank order, on every rank."""
     size = get_world_size(group)
     if size == 1:
         return [data]
@@ -43,7 +43,7 @@ def all_gather_object(data: Any, group: dist.ProcessGroup | None = None) -> list
 
 
 def gather_object(data: Any, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[Any] | None:
-    """Return the objects of all ranks in rank order on rank `dst`, and None on the other ranks."""
+    """Return the objects from all ranks, in rank order, on rank `dst`, and None on the other ranks."""
     size = get_world_size(group)
     if size == 1:
         return [data]
@@ -55,9 +55,9 @@ def gather_object(data: Any, dst: int = 0, group: dist.ProcessGroup | None = Non
 def gather_named_tensors(
     tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
 ) -> list[dict[str, Tensor]]:
-    """Return the tensors of all ranks in rank order on rank 0, on the CPU, and an empty list on the other ranks.
+    """Return the tensors from all ranks as CPU tensors, in rank order, on rank 0; return an empty list elsewhere.
 
-    The ranks may have tensors with different names. One tensor is gathered at a time.
+    The tensor names may differ between ranks. Tensors are gathered one at a time.
     """
     kinds = all_gather_object({name: (t.shape, t.dtype, t.layout) for name, t in tensors.items()}, group)
     gathered: list[dict[str, Tensor]] = [{} for _ in kinds]
@@ -75,9 +75,9 @@ def gather_named_tensors(
 
 
 def own_or_mean(of_ranks: Sequence[Mapping[str, Tensor]], rank: int, world_size: int) -> dict[str, Tensor]:
-    """Return the tensors of `rank`, or the mean over the previous ranks if the number of ranks has changed.
+    """Return the tensors of `rank`, or the mean over the saved ranks if the number of ranks has changed.
 
-    `of_ranks` is a result of `gather_named_tensors`.
+    `of_ranks` is a result of `gather_named_tensors`, with the tensors of one saved rank in each element.
     """
     if len(of_ranks) == world_size:
         return dict(of_ranks[rank])
@@ -87,7 +87,7 @@ def own_or_mean(of_ranks: Sequence[Mapping[str, Tensor]], rank: int, world_size:
 
 
 def broadcast_object_list(data: list[Any], src: int = 0, group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite the elements of `data` in place with those of rank `src`."""
+    """Overwrite the elements of `data` in place with those from rank `src`."""
     if get_world_size(group) > 1:
         dist.broadcast_object_list(data, src, group)
 
@@ -95,10 +95,10 @@ def broadcast_object_list(data: list[Any], src: int = 0, group: dist.ProcessGrou
 def collect_results(
     results: list[Any], size: int, device: str = "cpu", tmpdir: str | None = None
 ) -> list[Any] | None:
-    """Return the results of all ranks in sample order on rank 0, and None on the other ranks.
+    """Return the results from all ranks, in sample order, on rank 0, and None on the other ranks.
 
     Rank r has the results for samples r, r + world_size, ... The lists are interleaved and truncated to `size`, which
-    removes samples that a sampler repeated so that every rank has the same number. `device` (cpu, gpu or the name of
+    removes samples that a sampler repeated to give every rank the same number. `device` (cpu, gpu or the name of
     an accelerator) and `tmpdir` have no effect; they exist for compatibility with MMEngine.
 
     Raises:
@@ -127,6 +127,6 @@ def collect_results_gpu(result_part: list[Any], size: int) -> list[Any] | None:
 def sync_random_seed(group: dist.ProcessGroup | None = None) -> int:
     """Return a random seed that is the same on every rank."""
     generator = torch.Generator()
-    generator.seed()  # uses the operating system, because the seed must not depend on the global generator
+    generator.seed()  # seeded by the operating system, because the seed must not depend on the global generator
     seed = int(torch.randint(0, 2**31 - 1, (1,), generator=generator))
     return int(all_gather_object(seed, group)[0])

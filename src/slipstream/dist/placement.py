@@ -38,7 +38,7 @@ class Placement:
     """Names of the launcher's variables from which RANK, WORLD_SIZE, ... were read."""
 
     def describe(self, name: str) -> str:
-        """Return torch's variable, its value and its source, such as `"WORLD_SIZE=4 (from SLURM_NTASKS)"`."""
+        """Return a torch variable with its value and source, such as `"WORLD_SIZE=4 (from SLURM_NTASKS)"`."""
         value = self.environ()[name]
         source = self.sources.get(name, name)
         return f"{name}={value}" if source == name else f"{name}={value} (from {source})"

@@ -28,7 +28,7 @@ def open_store(here: Placement, seconds: float) -> Store:
 
     Args:
         here: placement of this process; rank 0 (or torchrun) listens at `master_port`.
-        seconds: timeout for the connection to rank 0, and then for the other ranks.
+        seconds: timeout for connecting to rank 0, and then for waiting for the other ranks.
 
     Raises:
         DistributedError: a rank is missing, connected twice or has a different world size, or rank 0 is not
@@ -60,7 +60,7 @@ def _serve(here: Placement, seconds: float) -> Store:
             ) from error
         raise DistributedError(
             f"rank 0 runs on {socket.gethostname()!r} but cannot connect to itself at {_master(here)} within "
-            f"{seconds:g} s; set MASTER_ADDR to the machine of rank 0"
+            f"{seconds:g} s; set MASTER_ADDR to the address of this machine"
         ) from error
 
 
@@ -70,7 +70,7 @@ def _connect(here: Placement, seconds: float) -> Store:
     except OSError as error:
         raise DistributedError(
             f"{here.describe('MASTER_ADDR')} cannot be resolved on {socket.gethostname()!r}: {error}; "
-            "set MASTER_ADDR to a name or an IP address of the machine of rank 0"
+            "set MASTER_ADDR to the host name or IP address of the machine that runs rank 0"
         ) from error
     # Another program may accept the connection and never respond. torch has no timeout for this case.
     result: queue.SimpleQueue[Store | dist.DistError] = queue.SimpleQueue()
@@ -201,7 +201,7 @@ def _master(here: Placement) -> str:
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    """Return `rank 3` or `ranks 0-2, 5`."""
+    """Format rank numbers, for example as `rank 3` or `ranks 0-2, 5`."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and spans[-1][1] == rank - 1:

@@ -40,7 +40,7 @@ def local(tensor: Tensor) -> Tensor:
     """Return the local shard of a sharded tensor, without a copy; plain tensors are returned unchanged."""
     if not is_sharded(tensor):
         return tensor
-    with torch.no_grad():  # with gradients, `to_local` returns a view in the autograd graph
+    with torch.no_grad():  # with gradients enabled, `to_local` returns a view in the autograd graph
         shard: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return shard
 

@@ -1,4 +1,4 @@
-"""Placement of a Slurm task, and expansion of Slurm's host lists."""
+"""Placement of a Slurm task, and expansion of Slurm node lists."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def first_host(nodelist: str) -> str:
 
 
 def slurm_placement(environ: Mapping[str, str], port: str | None) -> Placement:
-    """Read the placement of a task. A step that uses only some of the job's nodes has its own node list."""
+    """Read the placement of a task. A job step that uses only some of the job's nodes has its own node list."""
     size = first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     world = number(environ, size, "slurm")
     if "SLURM_STEP_ID" not in environ and world > 1:
         raise DistributedError(
-            f"{size}={world}, but SLURM_STEP_ID is not set: this process runs in the batch script or in the shell of "
-            "salloc, where Slurm starts only one process; start the program with srun"
+            f"{size}={world}, but SLURM_STEP_ID is not set: this process runs in the batch script or in the salloc "
+            "shell, where Slurm starts only one process; start the program with srun"
         )
     nodes = first_set(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
     address = environ.get("MASTER_ADDR") or first_host(text(environ, nodes, "slurm"))

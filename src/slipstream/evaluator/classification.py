@@ -53,7 +53,7 @@ class Accuracy(CountingMetric):
         super().__init__(collect_device, prefix, collect_dir)
         self.topk = (topk,) if isinstance(topk, int) else tuple(topk)
         if not self.topk or min(self.topk) < 1:
-            raise ConfigError(f"must be one or more integers of at least 1, got {topk!r}", "topk")
+            raise ConfigError(f"must contain one or more positive integers, got {topk!r}", "topk")
         self.num_classes = num_classes
 
     def num_counts(self) -> int:
@@ -126,7 +126,7 @@ class Accuracy(CountingMetric):
         return preds.topk(widest, dim=1).indices == targets[:, None]
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
-        """Return the accuracies in percent from the counts, and set `confusion`; NaN if there are no samples.
+        """Return the accuracies in percent (NaN if there are no samples), and set `confusion`.
 
         Raises:
             DataError: if ids out of range were counted.
@@ -135,8 +135,8 @@ class Accuracy(CountingMetric):
         if bad:
             what = "targets" if self.num_classes is None else "targets or predictions"
             raise DataError(
-                f"{bad} of {total} {what} are not classes of the model (found by Accuracy); map the dataset's labels "
-                "to 0..classes-1, or set the model's number of classes to that of the dataset"
+                f"{bad} of {total} {what} are not valid class ids for the model (found by Accuracy); map the dataset's "
+                "labels to 0..classes-1, or set the model's number of classes to that of the dataset"
             )
         self.confusion = None
         # Without `num_classes`, ids outside the dataset's classes are not errors, and the matrix would be incomplete.

@@ -1,4 +1,4 @@
-"""Metrics that accumulate counts on the device, reduce them over ranks and read them once."""
+"""Metrics that accumulate counts on the device, reduce them across ranks and copy them to the host once."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ __all__ = ["CountingMetric"]
 class CountingMetric(BaseMetric):
     """A metric computed from a vector of int64 counts.
 
-    Counts are updated on the device of the predictions, without a synchronization. At the end, `evaluate` sums the
-    counts over the ranks and reads them once. Every processed sample counts, so a sampler must not repeat samples to
-    make their number equal on all ranks (Slipstream's sampler does not do this during evaluation).
+    Counts are updated on the device of the predictions, without a device synchronization. At the end, `evaluate` sums
+    the counts across ranks and copies them to the host once. Every processed sample is counted, so a sampler must not
+    repeat samples to give every rank the same number (Slipstream's sampler does not do this during evaluation).
 
     Subclasses implement `num_counts`, `count` and `compute_metrics`, which receives the counts as a list.
     """
 
     _counts: Tensor | None = None
     confusion: list[list[int]] | None = None
-    """The confusion matrix of the last evaluation (rows: targets, columns: predictions), if the metric counts one."""
+    """The confusion matrix of the last evaluation (rows: targets, columns: predictions), if the metric computes one."""
     reads_scores: ClassVar[bool] = False
     """Whether the metric uses the scores of networks with one output channel instead of their class ids."""
 
     @abstractmethod
     def num_counts(self) -> int:
-        """Return the length of the vector of counts."""
+        """Return the length of the count vector."""
 
     @abstractmethod
     def count(self, counts: Tensor, preds: Tensor, targets: Tensor) -> None:

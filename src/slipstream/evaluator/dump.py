@@ -46,7 +46,8 @@ class DumpResults(BaseMetric):
         self.out_file_path = Path(out_file_path)
         if self.out_file_path.suffix not in (".pt", ".pth"):
             raise ConfigError(
-                f"must end with .pt or .pth, because torch.save writes it; got {self.out_file_path.name!r}",
+                f"must end with .pt or .pth, because the file is written by torch.save; "
+                f"got {self.out_file_path.name!r}",
                 "out_file_path",
             )
 
@@ -83,7 +84,7 @@ def _samples(batch: Any) -> list[Any]:
 
 
 def _storable(value: Any, path: str) -> Any:
-    """Return `value` as CPU tensors that do not share memory, and built-in Python containers and values."""
+    """Convert `value` to CPU tensors that do not share memory, and to built-in Python containers and values."""
     if isinstance(value, Tensor):
         # Copy, because saving or sending a view would include the storage of the whole batch.
         return value.detach().to("cpu", copy=True)
@@ -100,5 +101,5 @@ def _storable(value: Any, path: str) -> Any:
     if type(value) in _PLAIN:
         return value
     raise DataError(
-        f"DumpResults cannot store {path}, {describe(value)}; return tensors or built-in Python values"
+        f"DumpResults cannot store {path}, which is {describe(value)}; return tensors or built-in Python values"
     )

@@ -34,7 +34,7 @@ class Evaluator:
 
     @property
     def dataset_meta(self) -> Mapping[str, Any] | None:
-        """The dataset's `metainfo`, or None before it is set. Setting it also sets the value for every metric."""
+        """The dataset's `metainfo`, or None before it is set. Setting this property also sets it for every metric."""
         return self._dataset_meta
 
     @dataset_meta.setter
@@ -51,7 +51,7 @@ class Evaluator:
     def process(self, data_samples: Any, data_batch: Any = None) -> None:
         """Pass a batch, and the model's output for this batch in predict mode, to every metric.
 
-        As in MMEngine, data elements are passed as dicts.
+        As in MMEngine, `BaseDataElement` objects are converted to dicts.
         """
         if isinstance(data_samples, list | tuple) and any(map(_is_data_element, data_samples)):
             data_samples = [s.to_dict() if _is_data_element(s) else s for s in data_samples]
@@ -59,7 +59,7 @@ class Evaluator:
             metric.process(data_batch, data_samples)
 
     def evaluate(self, size: int) -> dict[str, float]:
-        """Return the values of all metrics over all ranks by name, and reset the metrics.
+        """Return a dict with the values of all metrics over all ranks, and reset the metrics.
 
         Args:
             size: number of samples in the dataset.
@@ -83,7 +83,7 @@ class Evaluator:
     def offline_evaluate(
         self, data_samples: Sequence[Any], data: Sequence[Any] | None = None, chunk_size: int = 1
     ) -> dict[str, float]:
-        """Return the metrics for stored predictions, which have the format of `DumpResults`.
+        """Return the metrics for stored predictions in the format of `DumpResults`.
 
         Args:
             data_samples: one prediction per sample.
@@ -114,7 +114,7 @@ def _metric(entry: Any) -> BaseMetric:
             "torchmetrics."
         ):  # TorchMetric accepts these options
             options = {key: entry[key] for key in ("name", "prefix") if key in entry}
-        # Build from the original dict if possible, because the config path in errors is found by its identity.
+        # Build from the original dict if possible, because errors find the config path by the identity of this dict.
         metric = METRICS.build({k: v for k, v in entry.items() if k not in options} if options else entry)
     if is_torchmetrics(metric):
         return TorchMetric(metric, **options)

@@ -21,7 +21,7 @@ class LossMetric(BaseMetric):
         self.results.append(({name: loss.detach() for name, loss in losses.items()}, samples))
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
-        """Return the means by name."""
+        """Return the mean of each loss by name."""
         names = dict.fromkeys(name for losses, _ in results for name in losses)
         found = {
             name: [(losses[name].double(), n) for losses, n in results if name in losses] for name in names

@@ -25,7 +25,7 @@ class BaseMetric(ABC):
         collect_device: `cpu` or `gpu`, the device used to exchange results between ranks.
         prefix: prefix of the metric names, as in `prefix/name`. Default: the class attribute `default_prefix`,
             which may be None.
-        collect_dir: a folder shared by all ranks; only with `collect_device='cpu'`.
+        collect_dir: a folder shared by all ranks; allowed only with `collect_device='cpu'`.
 
     Raises:
         ConfigError: if `collect_device` is unknown, or `collect_dir` is set without `collect_device='cpu'`.
@@ -69,7 +69,7 @@ class BaseMetric(ABC):
 
     @abstractmethod
     def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
-        """Return the values by name; `results` contains the results of all ranks, in the order of the samples."""
+        """Return the metric values by name; `results` contains the results of all ranks, in sample order."""
 
     def reset(self) -> None:
         """Discard the results of an evaluation that ended with an error."""
@@ -79,8 +79,8 @@ class BaseMetric(ABC):
         """Return the metric's values over all ranks (the same on every rank), and clear the results.
 
         Args:
-            size: number of samples in the dataset. Results beyond this number are dropped; they are from samples that
-                were repeated to make their number equal on all ranks.
+            size: number of samples in the dataset. Results beyond this number are dropped; they come from samples that
+                were repeated to give every rank the same number.
 
         Raises:
             DistributedError: if `compute_metrics` failed on rank 0 (rank 0 raises the original error).
@@ -107,7 +107,7 @@ class BaseMetric(ABC):
     def _computed(self, results: list[Any]) -> dict[str, Any]:
         if not results:
             warnings.warn(
-                f"{type(self).__name__} has no results, because process() was never called, "
+                f"{type(self).__name__} has no results because process() was never called "
                 "or did not append to self.results",
                 stacklevel=3,
             )
@@ -124,7 +124,7 @@ def _plain(value: Any) -> Any:
 
 
 def _to_cpu(value: Any) -> Any:
-    """Return `value` with every tensor in its dicts, lists and tuples on the CPU, without gradients."""
+    """Return `value` with every tensor in its dicts, lists and tuples detached and moved to the CPU."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):

@@ -47,7 +47,7 @@ def read_tensors(data_samples: Any, reader: str) -> tuple[Tensor, Tensor]:
     preds, targets = read_pair(data_samples, reader)
     for name, value in (("preds", preds), ("targets", targets)):
         if not isinstance(value, Tensor):
-            raise DataError(f"{name} must be a tensor for {reader}, not {describe(value)}")
+            raise DataError(f"{reader} requires {name} to be a tensor, not {describe(value)}")
     if preds.device != targets.device:
         raise DataError(
             f"{reader} got preds on {preds.device} and targets on {targets.device}; "
@@ -63,12 +63,12 @@ def read_tensors(data_samples: Any, reader: str) -> tuple[Tensor, Tensor]:
 def describe(value: Any) -> str:
     """Return a description of `value` for an error message."""
     if isinstance(value, Tensor):
-        return f"a tensor {tuple(value.shape)} of {value.dtype}"
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):
         return f"a dict with the keys {sorted(map(str, value))}"
     if isinstance(value, list | tuple):
         kinds = sorted({type(item).__name__ for item in value})
-        return f"a {type(value).__name__} of {len(value)} ({', '.join(kinds)})"
+        return f"a {type(value).__name__} of length {len(value)} ({', '.join(kinds)})"
     return f"an object of type {type(value).__name__}"
 
 

@@ -82,7 +82,7 @@ class IoUMetric(CountingMetric):
         classes = (self.dataset_meta or {}).get("classes")
         if not classes:
             raise ConfigError(
-                "the number of classes is unknown to IoUMetric; set num_classes, "
+                "IoUMetric requires the number of classes; set num_classes, "
                 "or set 'classes' in the dataset's metainfo"
             )
         return len(classes)

@@ -27,13 +27,13 @@ class TorchMetric(BaseMetric):
     such as `MulticlassAccuracy`. Values in a dict are reported as `<name>/<key>`, and those in a vector as `<name>/0`,
     `<name>/1` and so on. The values of a collection keep their names.
 
-    The values are reduced over the ranks by torchmetrics. Every processed sample counts, so a sampler must not repeat
-    samples to make their number equal on all ranks (Slipstream's sampler does not do this during evaluation). Many
+    torchmetrics reduces the values across ranks. Every processed sample is counted, so a sampler must not repeat
+    samples to give every rank the same number (Slipstream's sampler does not do this during evaluation). Many
     torchmetrics classes validate each batch on the host, which synchronizes with the device; `validate_args=False`
     prevents this.
 
     Args:
-        metric: the object, or a dict whose `type` is its class.
+        metric: a torchmetrics object, or a dict whose `type` is a torchmetrics class.
         name: name of the value (default: the class name) or, for a collection, a prefix of the names (default: none).
         prefix: prefix of the name, as in `prefix/name`.
 

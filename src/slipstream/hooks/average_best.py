@@ -97,7 +97,7 @@ class AverageBestHook(Hook):
                 )
 
     def after_rollback(self, runner: Runner) -> None:
-        """Restore the checkpoint's list of best epochs, and remove the files that were written after it."""
+        """Restore the checkpoint's list of best epochs, and remove the files that were written later."""
         abandoned = [name for _, name in self._best]
         current = [name for _, name in runner.message_hub.get_info(FOLDER, [])]
         self._replaced.restore(runner, abandoned, current)
@@ -110,7 +110,7 @@ class AverageBestHook(Hook):
         value = pick(self, metrics or {}, self.metric, "metric")
         number, by = (runner.epoch, "epoch") if runner.by_epoch else (runner.iter, "iter")
         entry = (value, f"{by}_{number}.pth")
-        # Sorting is stable, so the earlier epoch ranks first among identical values.
+        # Sorting is stable, so the earlier epoch ranks first if values are identical.
         ranked = sorted(
             [*(kept for kept in self._best if kept[1] != entry[1]), entry],
             key=lambda kept: kept[0],

@@ -40,7 +40,7 @@ class CheckpointHook(Hook):
     After saving a new best checkpoint, the hook calls `after_new_best(runner, metrics)` on all hooks that define it.
 
     Args:
-        interval: epochs (`by_epoch`) or steps between two checkpoints; -1 saves only the last one.
+        interval: number of epochs (`by_epoch`) or steps between checkpoints; -1 saves only the last checkpoint.
         by_epoch: whether `interval` counts epochs rather than steps; by default, the same as in the training loop.
         save_optimizer, save_param_scheduler: whether to save the states of the optimizer and the schedulers, which
             a resumed run requires.
@@ -49,19 +49,20 @@ class CheckpointHook(Hook):
         max_keep_ckpts: maximum number of regular checkpoints to keep; -1 keeps all. A resumed run does not remove
             checkpoints that were kept with a higher limit.
         save_last: save a checkpoint at the end of training, regardless of `interval`.
-        save_best: one or more metrics, or `auto` for the first metric that validation returns. If its name does not
-            indicate whether higher values are better and `rule` is not set, a warning is logged instead.
+        save_best: one or more metrics, or `auto` for the first metric that validation returns. With `auto`, if
+            neither the metric's name nor `rule` indicates whether higher values are better, a warning is logged and no
+            best checkpoint is saved.
         rule: `greater` if higher values are better for all metrics, `less` if lower values are; by default inferred
             from the metrics' names.
         filename_tmpl: file name with `{}` in place of the number. Without `{}`, each checkpoint overwrites the
             previous one. Default: `epoch_{}.pth` or `iter_{}.pth`.
-        save_begin: number of epochs or steps after which intervals are counted.
+        save_begin: number of epochs or steps to wait before counting intervals.
         best_filename: file name of the best checkpoint, if `save_best` is a single metric; by default derived from the
             metric's name and the number of epochs or steps.
         save_epochs: epochs (counted from 1) after which to save an additional checkpoint (`ckpt_epoch_1.pth`) that is
             never removed, as with SuperGradients' `save_ckpt_epoch_list`.
         consolidate: gather a sharded model on rank 0 and save one file instead of a folder of shards.
-        async_save: write in a thread while training continues. This uses host memory for a copy of the checkpoint.
+        async_save: write checkpoints in a background thread. This requires host memory for a copy of the checkpoint.
     """
 
     priority = "VERY_LOW"
@@ -173,7 +174,7 @@ class CheckpointHook(Hook):
         self._replaced.load(runner, self._folder, self._owns_files)
 
     def after_rollback(self, runner: Runner) -> None:
-        """Restore the kept and the best checkpoints that are listed in the restored checkpoint."""
+        """Restore the lists of kept and best checkpoints from the restored checkpoint."""
         self._restore_kept(runner)
         saved = self._saved_best
         best = {key: runner.message_hub.get_info(f"best_ckpt/{key}") for key in saved}
@@ -200,12 +201,12 @@ class CheckpointHook(Hook):
         if found:
             runner.logger.warning(
                 f"CheckpointHook: max_keep_ckpts={self.max_keep_ckpts} does not apply to {', '.join(found)} in "
-                f"{self._folder}, because an earlier run kept them with a higher limit; remove the files that are not "
-                "needed"
+                f"{self._folder}, because an earlier run kept them with a higher limit; remove the files that you do "
+                "not need"
             )
 
     def _remove_surplus(self, runner: Runner) -> None:
-        """Remove the files that the resumed checkpoint replaced, if the run was killed before it removed them."""
+        """Remove the files that the resumed checkpoint replaced, if an earlier run was killed before removing them."""
         path = runner.checkpoints.resumed_from
         if path is None or not is_main_process():
             return
@@ -223,7 +224,7 @@ class CheckpointHook(Hook):
                 runner.logger.info(f"Removed {name}, which the checkpoint {path.name} replaced")
 
     def _names_in(self, runner: Runner, key: str) -> list[str]:
-        """Return the names in a list from the resumed checkpoint that match this hook's regular checkpoints."""
+        """Return the names in the resumed checkpoint's list `key` that match this hook's regular checkpoints."""
         names = runner.message_hub.get_info(key, []) if self._owns_files else []
         if not matches(names, list[str]):
             return []
@@ -303,7 +304,7 @@ class CheckpointHook(Hook):
         surplus = self._kept[: -self.max_keep_ckpts] if self.max_keep_ckpts > 0 else []
         self._kept = self._kept[len(surplus) :]
         runner.message_hub.update_info(self._kept_key, self._kept)
-        # If the run is killed before it has removed the surplus, a run that resumes from this checkpoint removes it.
+        # If the run is killed before removing the surplus files, a run that resumes from this checkpoint removes them.
         runner.message_hub.update_info(self._surplus_key, surplus)
         self._save(
             runner,
@@ -347,7 +348,7 @@ class CheckpointHook(Hook):
                 runner.call_hook("after_new_best", metrics=metrics)
 
     def _automatic(self, runner: Runner, metrics: Mapping[str, Any]) -> str | None:
-        """Return the metric for `auto`, or None. Log a warning if the user can fix the cause.
+        """Return the metric that `auto` selects, or None. Log a warning if the user can fix the cause.
 
         The first validation run determines the metric. This method raises no errors, because the metrics are not known
         before training.

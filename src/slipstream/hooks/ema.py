@@ -27,7 +27,7 @@ __all__ = ["EMAHook", "validation_weights"]
 
 @HOOKS.register_module()
 class EMAHook(Hook):
-    """Maintain a weight average; use it for validation, testing and the saved `state_dict`.
+    """Maintain an average of the weights for use in validation, testing and the saved `state_dict`.
 
     Checkpoints store the unaveraged weights as `ema_state_dict`, and a resumed run restores both.
 
@@ -79,7 +79,7 @@ class EMAHook(Hook):
             self.ema_model = self._new_average(self.model)
 
     def before_train(self, runner: Runner) -> None:
-        """Initialize the average from the model's weights, unless resumed, and add it to the training step."""
+        """Initialize the average from the model's weights, unless training is resumed, and add it to the step."""
         self._show(average=False)
         if self.begin_epoch and not runner.by_epoch:
             raise self.wrong("counts epochs, but training is iteration-based; use begin_iter", "begin_epoch")
@@ -97,13 +97,13 @@ class EMAHook(Hook):
         ):
             updates = f"{average.total_steps} update{'s' * (average.total_steps != 1)}"
             runner.logger.warning(
-                f"EMAHook: the EMA decay is too slow for {updates}. The final average will resemble the weights at "
-                f"update {mean:.0f}. Train longer, use a smaller decay (a larger momentum), or use "
+                f"EMAHook: the EMA decay is too high for a run of {updates}. The final average will resemble the "
+                f"weights at update {mean:.0f}. Train longer, use a smaller decay (a larger momentum), or use "
                 "ema_type='ScheduledEMA' with decay_type='threshold', which starts with a small decay"
             )
         optim = runner.optim_wrapper
         assert optim is not None, "training requires an optimizer wrapper"
-        # Remove the part of an earlier training run with the same optimizer.
+        # Remove the part that an earlier training run with the same optimizer added.
         if self._in_step and self._part is not None:
             optim.parts.remove(self._part)
         # The NaN guard restores the buffers after a non-finite step, so they can only be averaged after the guard runs.
@@ -221,16 +221,19 @@ class EMAHook(Hook):
         checkpoint["state_dict"] = weights
 
     def _check_resumed(self, runner: Runner, average: dict[str, Any]) -> None:
-        """Check that a saved average belongs to this model."""
+        """Check that a saved average matches this model."""
         own = {key: value for key, value in self._average.state_dict().items() if key != "steps"}
         check_tensors(own, average, "state_dict", "the average in the checkpoint", runner.logger.warning)
         names = sorted(own.keys() ^ average.keys())
         if names:
-            text = f"the average in the checkpoint belongs to a different model: only one of the two has {names[:5]}"
+            text = (
+                "the averaged weights in the checkpoint do not match the model; tensors found in only one of them: "
+                f"{names[:5]}"
+            )
             if self.strict_load or not own.keys() & average.keys():
                 raise CheckpointError(f"'state_dict': {text}")
             runner.logger.warning(
-                f"EMAHook: {text}; averages that are not in the checkpoint start again from the model's weights"
+                f"EMAHook: {text}. Averages that are not in the checkpoint start again from the model's weights"
             )
 
     def _warn_if_missing(self, runner: Runner, meta: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ class GcHook(Hook):
     state.
 
     Args:
-        interval: number of steps (batches during validation) between two collections.
+        interval: number of steps (batches during validation) between garbage collections.
         warmup: number of steps before the hook disables automatic collection.
     """
 

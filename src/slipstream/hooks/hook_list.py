@@ -1,4 +1,4 @@
-"""The hooks of one run, sorted by priority."""
+"""The hooks of a run, sorted by priority."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class HookList:
         self._at: dict[str, list[Callable[..., None]]] = {}
 
     def register(self, hook: Hook | Mapping[str, Any], priority: int | str | None = None) -> None:
-        """Add a hook, given as an object or as a configuration, which may contain `priority`.
+        """Add a `Hook`, or build one from a configuration, which may contain `priority`.
 
         Raises:
-            ConfigError: `hook` is neither a hook nor a valid configuration.
+            ConfigError: if `hook` is neither a hook nor a valid configuration.
         """
         source = hook
         try:
@@ -42,7 +42,7 @@ class HookList:
             own = _order(hook)
         except ConfigError as error:
             if isinstance(source, Mapping):
-                # The error is located in the user config by the identity of this dict.
+                # The identity of this dict is used to locate the error in the user config.
                 error.source = source  # type: ignore[attr-defined]
             raise
         position = sum(_order(other) <= own for other in self._hooks)
@@ -50,7 +50,7 @@ class HookList:
         self._at.clear()
 
     def at(self, stage: str) -> list[Callable[..., None]]:
-        """Return the methods of all hooks that implement `stage`, in execution order."""
+        """Return the methods that implement `stage`, in execution order."""
         if stage not in self._at:
             self._at[stage] = [
                 method for hook in self._hooks if (method := hook.method_at(stage)) is not None

@@ -1,4 +1,4 @@
-"""The newest values of a run, for the progress bar and for the table in a notebook."""
+"""The latest values of a run, for the progress bar and the notebook table."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 __all__ = ["LiveValues"]
 
 _LOSSES = 10
-"""Number of losses to average; the same as the default for log lines."""
+"""Number of losses to average; matches the default for log lines."""
 
 
 class LiveValues:
-    """The newest loss, learning rate, metric, training speed and fraction of time spent waiting for data, as text.
+    """The latest loss, learning rate, metric, training speed and fraction of time spent waiting for data, as strings.
 
-    Reading the values does not synchronize with the device. The values are updated when the Runner reads the losses,
+    Reading the values does not cause a device synchronization. The values are updated when the Runner reads the losses,
     and after each validation run.
     """
 
@@ -28,7 +28,7 @@ class LiveValues:
         self._metric: tuple[str, str] | None = None
 
     def add_metrics(self, runner: Runner, metrics: dict[str, float] | None) -> None:
-        """Store one validation metric: the metric in `CheckpointHook.save_best`, or otherwise the first metric."""
+        """Store one validation metric: the one in `CheckpointHook.save_best` if set, otherwise the first."""
         values = {name: value for name, value in (metrics or {}).items() if isinstance(value, int | float)}
         monitored = (
             name for hook in runner.hooks if isinstance(hook, CheckpointHook) for name in hook.monitors
@@ -38,7 +38,7 @@ class LiveValues:
             self._metric = name, number(values[name])
 
     def rows(self, runner: Runner) -> list[tuple[str, str]]:
-        """Return (name, value) pairs for the values that are known."""
+        """Return (name, value) pairs for the values that are available."""
         hub = runner.message_hub
         rows = []
         if "train/loss" in hub.log_scalars:

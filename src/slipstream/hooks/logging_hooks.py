@@ -22,10 +22,10 @@ class LoggerHook(Hook):
     """Every `interval` steps, read the losses, log a line and pass the scalars to the visualizer.
 
     Args:
-        interval: steps between two log lines.
+        interval: number of steps between log lines.
         ignore_last: do not log the last steps of an epoch if there are fewer than `interval` of them, unless the
             whole epoch is shorter than `interval`. By default, the last step of an epoch is logged, unlike in MMEngine.
-        interval_exp_name: steps between two log lines with the experiment's name.
+        interval_exp_name: number of steps between log lines that contain the experiment name.
         log_metric_by_epoch: plot validation metrics over epochs (True) or over steps (False).
     """
 
@@ -55,7 +55,7 @@ class LoggerHook(Hook):
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
-        """Log the losses if a line is due after this step."""
+        """Log the losses if a log line is due after this step."""
         step = batch_idx if self._by_epoch else runner.iter
         if (step + 1) % self.interval and (self._ignore_last or not self._ends(runner, batch_idx)):
             return
@@ -68,7 +68,7 @@ class LoggerHook(Hook):
             runner.visualizer.add_scalars(tag, step=runner.iter + 1, file_path=runner.json_log)
 
     def after_train_epoch(self, runner: Runner) -> None:
-        """Log the last steps of an epoch whose length was not known before its end."""
+        """Log the last steps of an epoch whose length was not known in advance."""
         known = not self._by_epoch or runner.train_loop.epoch_length is not None
         if known or self._ignore_last or runner.inner_iter % self.interval == 0:
             return
@@ -80,7 +80,7 @@ class LoggerHook(Hook):
             runner.visualizer.add_scalars(tag, step=runner.iter, file_path=runner.json_log)
 
     def after_left_out_iter(self, runner: Runner, batch_idx: int) -> None:
-        """Log the losses if a line is due after this batch."""
+        """Log the losses if a log line is due after this batch."""
         self.after_train_iter(runner, batch_idx)
 
     def _ends(self, runner: Runner, batch_idx: int) -> bool:
@@ -120,7 +120,7 @@ class LoggerHook(Hook):
 
 @HOOKS.register_module()
 class ProgressBarHook(Hook):
-    """Show a progress bar below the log lines. The Runner registers this hook on rank 0 if its output is a terminal.
+    """Show a progress bar below the log lines. The Runner registers this hook on rank 0 if the output is a terminal.
 
     In addition to the progress, the bar shows the loss, the learning rate, a metric, the training speed, and the
     fraction of time spent waiting for data. These values are updated when the Runner reads the losses, and after
@@ -153,13 +153,13 @@ class ProgressBarHook(Hook):
         self.after_train_iter(runner, batch_idx)
 
     def read_logs(self, runner: Runner) -> None:
-        """Read the newest values."""
+        """Read the latest values."""
         names = {"images/s": "{} images/s", "waiting for data": "{} waiting for data"}
         rows = self._values.rows(runner) if self._bar is not None else []
         self._text = "  ".join(names.get(name, f"{name} {{}}").format(value) for name, value in rows)
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
-        """Read the metric of a validation run."""
+        """Read the metric from a validation run."""
         if self._bar is not None:
             self._values.add_metrics(runner, metrics)
             self.read_logs(runner)

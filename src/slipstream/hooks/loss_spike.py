@@ -1,4 +1,4 @@
-"""Detect losses far above their recent values, and warn or roll back to a checkpoint."""
+"""Detect losses far above the recent values, and warn or roll back to a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,39 +26,39 @@ _NORMAL = 1.4826
 """1 / (0.75 quantile of the normal distribution). For normally distributed values, the standard deviation is the MAD
 times this factor."""
 _SMALLEST = 0.01
-"""The scale is at least this fraction of the median, so that rounding errors of a constant loss do not count as
+"""The scale is at least this fraction of the median, so that rounding errors in a constant loss do not count as
 spikes."""
 
 
 @HOOKS.register_module()
 class LossSpikeHook(Hook):
-    """Warn, or roll back to a checkpoint, if the loss rises far above its recent values.
+    """Warn or roll back to a checkpoint if the loss rises far above its recent values.
 
     The loss of a step is a spike if it exceeds
 
         median + threshold * scale,  scale = max(1.4826 * MAD, 0.01 * |median|)
 
-    where MAD is the median of the absolute deviations from the median. Both are computed over the newest `window`
-    losses before the step. This is the modified z-score of B. Iglewicz and D. Hoaglin (*How to Detect and Handle
-    Outliers*, 1993), who propose a threshold of 3.5 for normally distributed values. The losses of single batches have
-    heavier tails, so the default is higher. Unlike the mean and the standard deviation, both medians change little if
-    up to half of the values are spikes.
+    where MAD is the median of the absolute deviations from the median. The median and the MAD are computed over the
+    last `window` losses before the step. This is the modified z-score of B. Iglewicz and D. Hoaglin (*How to Detect
+    and Handle Outliers*, 1993), who propose a threshold of 3.5 for normally distributed values. Per-batch losses have
+    heavier tails, so the default threshold is higher. Unlike the mean and the standard deviation, the median and the
+    MAD change little if up to half of the values are spikes.
 
     Training steps do not wait for the device: the hook uses values that are read for logging, at log intervals and
-    before checkpoints. With several processes, it uses the mean of their losses.
+    before checkpoints. With several processes, the hook uses the mean of their losses.
 
-    `rollback` works as in `nan_guard`: the run continues from its last good checkpoint, and skips the batches from the
-    update before the spike up to the last loss that was read. Chowdhery et al., *PaLM: Scaling Language Modeling with
-    Pathways* (2022), section 5.1, describe this remedy: they restart about 100 steps before the spike and skip 200 to
-    500 batches.
+    `rollback` works as in `nan_guard`: the run continues from its last good checkpoint, and skips all batches from the
+    update before the spike to the last step whose loss was read. Chowdhery et al., *PaLM: Scaling Language Modeling
+    with Pathways* (2022), section 5.1, describe this remedy: they restart about 100 steps before the spike and skip 200
+    to 500 batches.
 
     Args:
         action: `warn` logs one warning for each spike. `rollback` restores a checkpoint.
-        monitor: name of the loss to compare, as returned by the model.
-        window: number of losses in the medians.
-        threshold: factor for the scale in the formula above.
-        min_history: number of losses that must be available before a loss is compared; at most `window`.
-        patience: number of consecutive steps whose loss must be above the limit.
+        monitor: name of the loss to monitor, as returned by the model.
+        window: number of recent losses from which the median and the MAD are computed.
+        threshold: factor that multiplies the scale in the formula above.
+        min_history: minimum number of recorded losses before spikes can be detected; at most `window`.
+        patience: number of consecutive steps whose loss must exceed the limit to count as a spike.
         max_rollbacks: maximum number of rollbacks in a run; at the next spike, the run stops with `LossSpikeError`.
         skip_before: number of additional batches to skip before the spike.
     """
@@ -109,7 +109,7 @@ class LossSpikeHook(Hook):
             self._undo.callback(runner.rollback.disable, LossSpikeError)
 
     def before_train(self, runner: Runner) -> None:
-        """Restore the recent losses from a resumed run."""
+        """Restore the recent losses if the run was resumed."""
         self._restore(runner)
         if self.action == "rollback":
             warn_without_checkpoints(runner, "LossSpikeHook")
@@ -138,16 +138,17 @@ class LossSpikeHook(Hook):
         ]
 
     def read_logs(self, runner: Runner) -> None:
-        """Compare the losses that were read.
+        """Check for spikes in the losses that were read.
 
         Raises:
-            LossSpikeError: there is a spike, and the action is `rollback`.
-            ConfigError: the model does not return the monitored loss.
+            LossSpikeError: if there is a spike and the action is `rollback`.
+            ConfigError: if the model does not return the monitored loss.
         """
         if self._names and self.monitor not in self._names:
             hint = did_you_mean(self.monitor, self._names)
             raise self.wrong(
-                f"the model returns no '{self.monitor}'{hint}; use one of {sorted(self._names)}", "monitor"
+                f"the model does not return '{self.monitor}'{hint}; use one of {sorted(self._names)}",
+                "monitor",
             )
         read, self._read = self._read, []
         steps = _mean_by_step(all_gather_object(read))
@@ -179,20 +180,20 @@ class LossSpikeHook(Hook):
         return middle + self.threshold * scale if scale else math.inf
 
     def _describe(self, number: int, loss: float) -> str:
-        steps = f" for {self.patience} steps" if self.patience > 1 else ""
+        steps = f" for {self.patience} consecutive steps" if self.patience > 1 else ""
         return (
-            f"'{self.monitor}' rose to {loss:.4g} at iteration {number}{steps}, above the limit {self._limit():.4g} "
-            f"(the median of the last {len(self._losses)} losses is {median(self._losses):.4g}). Lower the learning "
-            "rate or clip the gradients (clip_grad=dict(max_norm=1.0)), or check the data"
+            f"'{self.monitor}' rose to {loss:.4g} at iteration {number}, above the limit of {self._limit():.4g}"
+            f"{steps} (the median of the last {len(self._losses)} losses is {median(self._losses):.4g}). Lower the "
+            "learning rate or clip the gradients (clip_grad=dict(max_norm=1.0)), or check the data"
         )
 
     def release(self, runner: Runner) -> None:
-        """Unsubscribe."""
+        """Unsubscribe from the losses."""
         self._undo.close()
 
 
 def _mean_by_step(ranks: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float]]:
-    """Return each step's mean loss over the ranks, in step order; non-finite losses are excluded."""
+    """Return the mean loss over the ranks for each step, in step order; non-finite losses are excluded."""
     losses: dict[int, list[float]] = {}
     for rank in ranks:
         for number, loss in rank:

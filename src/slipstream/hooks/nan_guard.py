@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["NanGuardHook"]
 
 _LOGGED = 10
-"""Maximum number of skipped batches whose samples are logged in one log interval."""
+"""Maximum number of skipped batches whose samples are logged per log interval."""
 
 
 @HOOKS.register_module()
@@ -44,7 +44,7 @@ class NanGuardHook(Hook):
         self.locator: Locator | None = None
         self._undo = ExitStack()
         self.skipped = 0
-        """Number of skipped steps, as of the last `read_logs`."""
+        """Number of skipped steps, as of the last call to `read_logs`."""
 
     def before_train(self, runner: Runner) -> None:
         """Warn if the run does not save a checkpoint to roll back to."""
@@ -52,13 +52,13 @@ class NanGuardHook(Hook):
             warn_without_checkpoints(runner, "nan_guard")
 
     def before_run(self, runner: Runner) -> None:
-        """Install the guard and the locator, before the model is compiled."""
+        """Install the guard and the locator before the model is compiled."""
         optim, meter, model = runner.optim_wrapper, runner.meter, unwrap_model(runner.model)
         if optim is None:
             return
         if isinstance(optim, OptimWrapperDict) and self.options.action == "skip":
             raise self.wrong(
-                "'skip' supports only one optimizer, but this model has several; use 'stop'", "action"
+                "'skip' supports only one optimizer, but this run has several; use 'stop'", "action"
             )
         self.release(runner)
         if self.options.action == "skip":
@@ -105,16 +105,16 @@ class NanGuardHook(Hook):
         for iteration in dropped[:_LOGGED]:
             samples = runner.rollback.describe(iteration)
             batch = f"; its batch contains {samples}" if samples else ""
-            text = f"The loss of iteration {iteration} is not finite{batch}"
+            text = f"The loss at iteration {iteration} is not finite{batch}"
             if get_rank() == 0:
                 runner.logger.warning(text)
             else:  # ranks other than 0 print only errors
                 runner.logger.error(f"Rank {get_rank()}: {text}")
         if len(dropped) > _LOGGED:
-            runner.logger.warning(f"The losses of {len(dropped) - _LOGGED} more iterations are not finite")
+            runner.logger.warning(f"The losses at {len(dropped) - _LOGGED} more iterations are not finite")
 
     def after_rollback(self, runner: Runner) -> None:
-        """Discard the results of the guard and the locator for the steps that the run repeats."""
+        """Discard the guard and locator results for the steps that will be repeated."""
         runner.meter.dropped = []
         if self.guard is not None:
             self.guard.reset()
@@ -122,6 +122,6 @@ class NanGuardHook(Hook):
             self.locator.report()
 
     def release(self, runner: Runner) -> None:
-        """Uninstall the guard and the locator."""
+        """Remove the guard and the locator."""
         self._undo.close()
         self.guard = self.locator = None

@@ -1,4 +1,4 @@
-"""Show a run as a table with curves in a Jupyter notebook."""
+"""Show a table and curves of a run in a Jupyter notebook."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHARTS = 4
 
 
 def in_notebook() -> bool:
-    """Return whether this process is the kernel of a Jupyter notebook. This function does not import any module."""
+    """Return whether this process is a Jupyter notebook kernel. This function does not import any modules."""
     if "ipykernel" not in sys.modules or "IPython" not in sys.modules:
         return False
     shell = sys.modules["IPython"].get_ipython()
@@ -34,10 +34,10 @@ def in_notebook() -> bool:
 
 @HOOKS.register_module()
 class NotebookHook(Hook):
-    """Show the newest values of a run, and the curves of its loss and metrics, below the cell of a notebook.
+    """Show the latest values of a run and its loss and metric curves below a notebook cell.
 
     The Runner registers this hook on rank 0 in a notebook. The output is updated when the Runner reads the
-    losses, at most twice per second, and after each validation.
+    losses, at most twice per second, and after each validation run.
     """
 
     priority = "LOWEST"
@@ -56,14 +56,14 @@ class NotebookHook(Hook):
         self._draw(runner)
 
     def read_logs(self, runner: Runner) -> None:
-        """Add the losses since the last call, and update the table."""
+        """Add the losses recorded since the last call, and update the table."""
         if self._shown is None:
             return
         new, self._seen = self._losses(runner) - self._seen, self._losses(runner)
         if new > 0:
             losses = runner.message_hub.get_scalar("train/loss").newest(new)
             curve = self._curves.setdefault("train/loss", Curve())
-            curve.add(runner.meter.newest or runner.iter, reversed(losses))  # in the order of the steps
+            curve.add(runner.meter.newest or runner.iter, reversed(losses))  # in step order
         if perf_counter() >= self._next_draw:
             self._draw(runner)
 
@@ -78,13 +78,13 @@ class NotebookHook(Hook):
         self._draw(runner)
 
     def after_rollback(self, runner: Runner) -> None:
-        """Remove the points that the run repeats."""
+        """Remove the points for steps that the run repeats."""
         for curve in self._curves.values():
             curve.truncate(runner.iter)
         self._seen = self._losses(runner)
 
     def after_train(self, runner: Runner) -> None:
-        """Show the last values."""
+        """Show the final values."""
         if self._shown is not None:
             self._draw(runner)
             self._shown = None

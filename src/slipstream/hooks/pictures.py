@@ -27,12 +27,12 @@ __all__ = ["SegVisualizationHook"]
 class SegVisualizationHook(Hook):
     """Save the image, ground truth and prediction of some validation samples as one PNG file.
 
-    The samples are spread over the validation data. The hook overwrites `predictions.png` in the work_dir and also
+    The samples are spread across the validation data. The hook overwrites `predictions.png` in the work_dir and also
     passes the image to the visualizer.
 
     Args:
-        num_samples: number of samples.
-        interval: number of validation runs between two images.
+        num_samples: number of samples to show.
+        interval: number of validation runs between images.
     """
 
     priority = "LOW"
@@ -45,7 +45,7 @@ class SegVisualizationHook(Hook):
         self._rows: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def before_val_epoch(self, runner: Runner) -> None:
-        """Clear the samples from the previous validation run, and select batches spread over the data."""
+        """Clear the samples from the previous validation run, and select batches spread across the data."""
         self._rows = []
         batches = length(runner.val_dataloader) or self.num_samples  # without a length, use the first batches
         self._every = max(1, batches // self.num_samples)
@@ -54,7 +54,7 @@ class SegVisualizationHook(Hook):
     def after_val_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
     ) -> None:
-        """Keep the first samples of a selected batch."""
+        """Store the first samples of a selected batch."""
         missing = min(self.num_samples - len(self._rows), self._from_each)
         if missing <= 0 or batch_idx % self._every or not is_main_process():
             return

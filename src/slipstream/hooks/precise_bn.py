@@ -32,16 +32,16 @@ class PreciseBNHook(Hook):
     """Recompute the running statistics of BatchNorm after an epoch, before the model is saved and validated.
 
     The new statistics are the mean and variance of the layer's inputs over `num_samples` training samples, computed
-    from the batch statistics by the law of total variance (Wu and Johnson 2021, arXiv 2105.07576, section 3). The
-    hook uses the validation weights, which are the EMA weights if there is an `EMAHook`. The samples are split over the
-    ranks. The hook does not affect training: it restores the random states and all other buffers.
+    from the batch statistics using the law of total variance (Wu and Johnson 2021, arXiv 2105.07576, section 3). The
+    hook uses the validation weights, which are the EMA weights if there is an `EMAHook`. The samples are split across
+    the ranks. The hook does not affect training: it restores the random number generators and all other buffers.
 
     Layers with `momentum=None` keep their statistics, which are already means over all batches. Layers frozen in
     evaluation mode also keep their statistics. The forward passes run in eager mode, even if the model is compiled.
 
     Args:
-        num_samples: number of samples across all ranks, limited to one epoch. A few thousand are enough.
-        interval: epochs between two recomputations; the hook always runs after the last epoch.
+        num_samples: number of samples across all ranks, limited to one epoch. A few thousand samples are enough.
+        interval: number of epochs between recomputations; the hook always runs after the last epoch.
     """
 
     priority = "BELOW_NORMAL"
@@ -80,7 +80,7 @@ class PreciseBNHook(Hook):
     def _recompute(self, runner: Runner, model: Any, layers: list[_BatchNorm]) -> None:
         assert runner.optim_wrapper is not None, "training requires an optimizer wrapper"
         loss_step = runner.interface.loss_step
-        assert loss_step is not None, "before_train checks it"
+        assert loss_step is not None, "checked in before_train"
         batches = math.ceil(self.num_samples / runner.samples_per_step)
         batches = min(batches, runner.train_loop.epoch_length or batches)
         with _preserve_state(runner, model), _record_moments(layers) as moments:
@@ -101,13 +101,13 @@ def _layers(model: nn.Module) -> list[_BatchNorm]:
 
 @contextmanager
 def _preserve_state(runner: Runner, model: nn.Module) -> Iterator[None]:
-    """Restore the model's buffers and all random states after the block."""
+    """Restore the model's buffers and all random number generator states after the `with` block."""
     loader = runner.train_dataloader
     random_state = get_random_state()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     drawn = None if loader.generator is None else loader.generator.get_state()
     try:
-        # Forward pre-hooks on a compiled model cause a recompilation.
+        # Forward pre-hooks would cause a compiled model to be recompiled, so disable compilation.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
@@ -119,7 +119,7 @@ def _preserve_state(runner: Runner, model: nn.Module) -> Iterator[None]:
 
 
 class _Moments:
-    """Count, mean and variance of all values per channel, accumulated on the device."""
+    """Per-channel count, mean and variance of all values, accumulated on the device."""
 
     def __init__(self, layer: _BatchNorm) -> None:
         like: Any = layer.running_mean
@@ -142,7 +142,7 @@ class _Moments:
 
 @contextmanager
 def _record_moments(layers: list[_BatchNorm]) -> Iterator[list[_Moments]]:
-    """Yield one `_Moments` per layer, which accumulates the layer's inputs inside the block."""
+    """Yield one `_Moments` per layer, which is updated with the layer's inputs inside the `with` block."""
     moments = [_Moments(layer) for layer in layers]
     handles = [
         layer.register_forward_pre_hook(lambda _, inputs, own=own: own.add(inputs[0].detach()))
@@ -156,7 +156,7 @@ def _record_moments(layers: list[_BatchNorm]) -> Iterator[list[_Moments]]:
 
 
 def _merge(moments: list[_Moments]) -> list[_Moments]:
-    """Return the moments over all ranks, merged by two all-reduces and the law of total variance."""
+    """Return the moments over all ranks, merged with two all-reduces using the law of total variance."""
     counts = torch.tensor(all_gather_object([own.count for own in moments])).sum(0).tolist()
     weights = [own.count / max(total, 1) for own, total in zip(moments, counts, strict=True)]
     sizes = [len(own.mean) for own in moments]

@@ -1,4 +1,4 @@
-"""Save the run and stop when any rank receives a signal."""
+"""Save a checkpoint and stop when any rank receives a signal."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["PreemptionHook"]
 
 @HOOKS.register_module()
 class PreemptionHook(Hook):
-    """After SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2, save a checkpoint after one of the next steps and stop.
+    """On SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2, save a checkpoint after one of the next steps and stop.
 
     All ranks stop after the same step. A run with `resume=True` continues from this checkpoint, `preempted.pth`. The
-    hook raises `Preempted` (after SIGINT, its subclass `Interrupted`), which ends Python with exit status 75. A second
-    signal ends the process without saving.
+    hook raises `Preempted` (after SIGINT, its subclass `Interrupted`), which makes Python exit with status 75. A second
+    signal terminates the process without saving.
     """
 
     priority = "LOWEST"

@@ -25,7 +25,7 @@ class ProfilerHook(Hook):
 
     Args:
         profile_times: number of steps to record.
-        wait, warmup: number of initial steps to skip, and number of steps after them to profile without recording.
+        wait, warmup: number of initial steps to skip, and number of subsequent steps to profile without recording.
         record_shapes, profile_memory, with_stack, with_flops: as in `torch.profiler.profile`.
     """
 
@@ -63,7 +63,7 @@ class ProfilerHook(Hook):
             self._profiler.start()
 
     def _trace_handler(self, runner: Runner) -> Callable[[profile], None]:
-        """Return the function that receives the profiler after the recorded steps."""
+        """Return the function that is called with the profiler after the recorded steps."""
         handler: Callable[[profile], None] = tensorboard_trace_handler(str(Path(runner.work_dir) / "profile"))
         return handler
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 __all__ = ["ASIDE", "ReplacedFiles"]
 
 ASIDE = "_until_iter_"
-"""The text before the step number in the name of a copy created by `ReplacedFiles.set_aside`."""
+"""Separator before the step number in the name of a copy created by `ReplacedFiles.set_aside`."""
 
 
 class _File(NamedTuple):
-    """A file that was replaced in step `iteration`; `original` is its name before it was set aside."""
+    """A file that was replaced at step `iteration`; `original` is its name before it was set aside."""
 
     name: str
     iteration: int
@@ -38,9 +38,9 @@ class ReplacedFiles:
     checkpoint, so a resumed run removes the files that it no longer needs. Only rank 0 changes files.
 
     Args:
-        key: name of the list in the message hub.
-        is_own: `is_own(name)` returns whether a file in the list may have this name. Names in a checkpoint can be
-            untrusted.
+        key: key of the list in the message hub.
+        is_own: `is_own(name)` returns whether a file in the list may have this name. The names are read from a
+            checkpoint, which may be untrusted.
     """
 
     def __init__(self, key: str, is_own: Callable[[str], bool]) -> None:
@@ -49,7 +49,7 @@ class ReplacedFiles:
         self._folder = Path()
 
     def load(self, runner: Runner, folder: Path, own: bool = True) -> None:
-        """Read the list from a resumed run with files in `folder`, and remove the files that are not needed.
+        """Load the list of a resumed run, whose files are in `folder`, and remove the files that are no longer needed.
 
         If `own` is False, the list belongs to a different run and is ignored.
         """
@@ -101,10 +101,10 @@ class ReplacedFiles:
         self._remove(file.name for file in self._files)
 
     def restore(self, runner: Runner, abandoned: Iterable[str], current: Iterable[str]) -> None:
-        """Restore the files that are listed in a checkpoint, after the run has rolled back to this checkpoint.
+        """Restore the files listed in a checkpoint after a rollback to this checkpoint.
 
         Args:
-            runner: the run, which has restored the message hub from the checkpoint.
+            runner: the Runner, whose message hub has been restored from the checkpoint.
             abandoned: names of the files that were in use before the rollback.
             current: names of the files that were in use when the checkpoint was written.
         """

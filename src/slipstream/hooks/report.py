@@ -43,7 +43,8 @@ __all__ = ["ReportHook"]
 T = TypeVar("T")
 _MOST_CLASSES = 200
 _SECONDS_BETWEEN_MEMORY = 1.0
-"""Minimum interval in seconds. Reading the process's memory use can take longer than the rest of the hook's work."""
+"""Minimum interval between measurements, in seconds. Reading the process's memory use can take longer than the rest of
+the hook's work."""
 
 
 @HOOKS.register_module()
@@ -54,9 +55,9 @@ class ReportHook(Hook):
     each evaluation. The page is described in docs/report.md.
 
     Args:
-        peak_tflops: the peak speed of the device in 10^12 operations per second at the precision of the run, for the
-            model FLOPs utilization; None looks it up in `slipstream.speed.flops.PEAKS`.
-        probe_workers: at the end of a run that has waited for data, measure for a few seconds how fast batches load
+        peak_tflops: the peak throughput of the device in 10^12 operations per second at the run's precision, used to
+            compute the model FLOPs utilization. Default: the value in `slipstream.speed.flops.PEAKS`.
+        probe_workers: at the end of a run that waited for data, spend a few seconds measuring how fast batches load
             with different numbers of workers. Worker processes read samples from the training dataset.
     """
 
@@ -81,7 +82,7 @@ class ReportHook(Hook):
         self._measured: tuple[Compute, list[LoadingRate], list[TunedOptions]] | None = None
 
     def before_train(self, runner: Runner) -> None:
-        """Store the start iteration, and skip the values that a resumed run has loaded."""
+        """Store the start iteration, and skip the values that were loaded when the run was resumed."""
         self._start, self._training = runner.iter, True
         self._speed_at = runner.phases.samples, _seconds_of_steps(runner.phases)
         self._seen = {key: history.total for key, history in runner.message_hub.log_scalars.items()}
@@ -89,9 +90,9 @@ class ReportHook(Hook):
             self._compute.begin(runner)
 
     def after_rollback(self, runner: Runner) -> None:
-        """Remove what was recorded after the checkpoint, because the run repeats these steps and evaluations."""
+        """Remove the values recorded after the checkpoint, because the run repeats these steps and evaluations."""
         loop = runner.train_loop
-        # The evaluation at the iteration of the checkpoint is repeated if the checkpoint was written before it.
+        # The evaluation at the checkpoint's iteration is repeated if the checkpoint was written first.
         ahead = not loop.validated or (runner.by_epoch and loop.inner_iter > 0)
         evaluated = runner.iter - 1 if ahead else runner.iter
         for key, curve in self._curves.items():
@@ -138,12 +139,12 @@ class ReportHook(Hook):
         self._compute.end()
         try:
             if self._training:
-                self._read(runner)  # after a non-finite loss, the newest values are only in the message hub
+                self._read(runner)  # after a non-finite loss, the latest values are only in the message hub
             self._set_status(runner)
             record = self._record(runner)
             self._add_measurements(runner, record)
             write_report(record, Path(runner.log_dir))
-        except Exception as error:  # a report failure must neither fail the run nor mask its error
+        except Exception as error:  # a report failure must neither fail the run nor mask an error in it
             runner.logger.warning(f"The report cannot be written: {type(error).__name__}: {error}")
             runner.logger.debug("The report cannot be written", exc_info=True)
         self._training = False
@@ -151,15 +152,15 @@ class ReportHook(Hook):
     # ---- curves --------------------------------------------------------------------------------------
 
     def _read(self, runner: Runner) -> None:
-        """Add the values recorded since the last call to the curves. All values are on the host."""
+        """Extend the curves with the values recorded since the last call. All values are on the host."""
         at = runner.meter.newest or self._start or 0
         for key, history in runner.message_hub.log_scalars.items():
             new = history.total - self._seen.get(key, 0)
             if new and key.startswith("train/"):
-                # Learning rates are also recorded before checkpoints and at the end of a run, so add only the newest
+                # Learning rates are also recorded before checkpoints and at the end of a run, so add only the latest
                 # value.
                 values = history.newest(1 if is_rate(key) else new)
-                self._curve(key).add(at, reversed(values))  # in the order of the steps
+                self._curve(key).add(at, reversed(values))  # in step order
             self._seen[key] = history.total
         self._read_speed(runner, at)
 
@@ -206,7 +207,7 @@ class ReportHook(Hook):
     def _evaluated(self, key: str, at: int) -> str:
         """Return the name of a metric's curve.
 
-        A second evaluation at the same iteration, with different weights, has its own curve.
+        A second evaluation at the same iteration, with different weights, gets its own curve.
         """
         curve = self._curves.get(key)
         return f"{key} (second evaluation)" if curve is not None and curve.x[-1] == at else key
@@ -356,7 +357,7 @@ def _describe_step(runner: Runner) -> str:
 
 
 def _memory(device: torch.device) -> dict[str, float]:
-    """Return the resident memory of this process and the allocated device memory, in MiB, where they are available."""
+    """Return the resident memory of this process and the allocated device memory, in MiB, where available."""
     found = {}
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])

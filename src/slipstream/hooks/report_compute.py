@@ -24,13 +24,14 @@ __all__ = ["ComputeCount"]
 
 
 class ComputeCount:
-    """The number of operations in a step, counted after the run from the shapes of its first batch.
+    """The number of operations in a step, counted after the run from the shapes of the first batch.
 
     A forward hook observes the data preprocessor's output for the first batch. The hook is then removed, so it adds no
     work to later steps.
 
     Args:
-        peak_tflops: the peak speed of the device in 10^12 operations per second; None looks it up by device name.
+        peak_tflops: the peak throughput of the device in 10^12 operations per second. By default, it is
+            looked up by device name.
     """
 
     def __init__(self, peak_tflops: float | None) -> None:
@@ -69,13 +70,13 @@ class ComputeCount:
             self._handle = None
 
     def result(self, runner: Runner) -> Compute:
-        """Count the operations, if the peak speed of the device is known."""
+        """Count the operations if the peak throughput of the device is known."""
         compute = Compute(devices=get_world_size(), precision=self._precision)
         found = self._peak(runner.device)
         if found is None:
             compute.problem = (
-                f"the peak speed of {_device_name(runner.device)} for {self._precision} is not in the table of "
-                "accelerators; set it with default_hooks.report.peak_tflops"
+                f"the peak throughput of {_device_name(runner.device)} in {self._precision} is not in the "
+                "accelerator table; set it with default_hooks.report.peak_tflops"
             )
             return compute
         compute.peak_flops, compute.source = found
@@ -94,7 +95,7 @@ class ComputeCount:
     def _count(self, compute: Compute, core: nn.Module, loss: Callable[[Any, Any], Tensor]) -> None:
         try:
             compute.flops_per_sample = training_flops(core, self._inputs, loss) / self._samples
-        except Exception as error:  # such as a loss that depends on the values of a tensor
+        except Exception as error:  # for example, if the loss depends on tensor values
             first = (str(error).strip().splitlines() or [""])[0]
             kind = "" if isinstance(error, SlipstreamError) else f"{type(error).__name__}: "
             compute.problem = f"the operations cannot be counted: {kind}{first}"
@@ -111,12 +112,12 @@ def _device_name(device: torch.device) -> str:
     name = getattr(torch.get_device_module(device), "get_device_name", None)
     try:
         return device.type if name is None else str(name())
-    except Exception:  # another device's module may define a function of this name with different arguments
+    except Exception:  # a device module may define a function of this name with different parameters
         return device.type
 
 
 def _precision(runner: Runner) -> Precision:
-    """Return the precision of most matrix products and convolutions. Call this during the run, which sets TF32."""
+    """Return the precision of most matrix products and convolutions. Call this during the run, after TF32 is set."""
     plan = runner.speed.precision
     if plan is not None and plan.name == "fp8":
         return "fp8"

@@ -1,4 +1,4 @@
-"""Select validation samples of a classifier for the report, and draw them."""
+"""Select validation samples of a classifier for the report, and convert them to pictures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["ExampleSelection"]
 
 _SHOWN = 12
 _BATCHES = 32
-"""Maximum number of batches to read in one validation run. Reading a batch waits for the device."""
+"""Maximum number of batches to read in one validation run. Reading a batch causes a device synchronization."""
 _SIDE = 112
 """Maximum height and width of a picture, in pixels."""
 
@@ -43,7 +43,7 @@ class _Candidate:
 
 
 class ExampleSelection:
-    """The samples of a validation run to show in the report: confident errors, then uncertain correct predictions.
+    """The validation samples to show in the report: confident errors, then uncertain correct predictions.
 
     Args:
         batches: number of validation batches; None if unknown, in which case the first batches are read.
@@ -54,7 +54,7 @@ class ExampleSelection:
         self._chosen: list[_Candidate] = []
 
     def add(self, index: int, batch: Any, outputs: Any) -> None:
-        """Add the samples of a batch to the candidates if the batch and the outputs are those of a classifier."""
+        """Add the samples of a batch to the candidates if the batch and the outputs come from a classifier."""
         if index % self._every or index >= _BATCHES * self._every:
             return
         images = _images(batch)
@@ -75,7 +75,7 @@ class ExampleSelection:
             )
         ]
         kept = sorted([*self._chosen, *found], key=lambda each: each.rank)[:_SHOWN]
-        # Copy the sample, because a view would keep the memory of the whole batch in use.
+        # Copy the sample, because a view would keep the whole batch in memory.
         self._chosen = [each if each in self._chosen else _own(each) for each in kept]
 
     def examples(self, names: Sequence[str]) -> list[Example]:
@@ -125,7 +125,7 @@ def _predictions(scores: Tensor, targets: Tensor) -> tuple[list[int], list[float
     values = scores.float()
     sums = values.sum(1)
     if not ((values >= 0).all() and torch.allclose(sums, torch.ones_like(sums), atol=1e-3)):
-        values = values.softmax(1)  # logits or logarithms of probabilities
+        values = values.softmax(1)  # logits or log probabilities
     highest, classes = values.max(1)
     known = [value if 0 <= value <= 1 else None for value in highest.tolist()]  # excludes NaN
     return classes.tolist(), known
@@ -145,10 +145,10 @@ def _fitted(image: Tensor) -> Tensor:
 
 
 def _png(image: Tensor) -> str:
-    """Return a uint8 image as a PNG file in base64."""
+    """Return a uint8 image as a base64-encoded PNG file."""
     channels, height, width = image.shape
     rows = image.permute(1, 2, 0).reshape(height, width * channels)
-    lines = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), rows], 1)  # 0: the row is not filtered
+    lines = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), rows], 1)  # PNG filter type 0 (none)
     color = 0 if channels == 1 else 2  # gray or RGB
     header = struct.pack(">IIBBBBB", width, height, 8, color, 0, 0, 0)
     body = (

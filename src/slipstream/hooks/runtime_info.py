@@ -21,7 +21,7 @@ class RuntimeInfoHook(Hook):
 
     Losses and learning rates are not read at every step. `Runner.read_logs` records them at log intervals. If the
     parameter groups of an optimizer have different learning rates, this hook also records each rate as `train/lr/NAME`,
-    or as `train/lr/0`, `train/lr/1` and so on for groups without a name. With several optimizers, the scalars are
+    or as `train/lr/0`, `train/lr/1` and so on for unnamed groups. With several optimizers, the scalars are
     named `train/OPTIMIZER.lr/NAME`. If several unnamed groups have equal rates, only the first one is recorded.
     """
 

@@ -63,10 +63,10 @@ _GREATER = re.compile(
 
 
 def better(key: str, rule: str | None) -> str:
-    """Return `greater` or `less`: `rule` if it is set, otherwise inferred from the metric's name.
+    """Return `rule` if it is set; otherwise, infer `greater` or `less` from the metric name.
 
     Raises:
-        ConfigError: `rule` is invalid, or the name is ambiguous.
+        ConfigError: if `rule` is invalid, or the name is ambiguous.
     """
     if rule is not None:
         if rule not in ("greater", "less"):
@@ -97,8 +97,8 @@ class EarlyStoppingHook(Hook):
     """Stop training if a metric has not improved for `patience` validation runs.
 
     Args:
-        monitor: the metric's name.
-        rule: `greater` if higher values are better, `less` if lower values are; by default inferred from the name.
+        monitor: name of the metric to monitor.
+        rule: `greater` if higher values are better, `less` if lower values are. Default: inferred from the name.
         min_delta: minimum change that counts as an improvement.
         strict: raise an error if the metric is missing; otherwise log a warning.
         check_finite: stop as soon as the metric is NaN or infinite.
@@ -130,7 +130,7 @@ class EarlyStoppingHook(Hook):
         self._best, self._waited = -math.inf, 0
 
     def before_train(self, runner: Runner) -> None:
-        """Restore the best score and the patience counter from a resumed run."""
+        """Restore the best score and the patience counter if the run was resumed."""
         self._best, self._waited = runner.message_hub.get_info(self._key, (self._best, self._waited))
 
     def after_rollback(self, runner: Runner) -> None:
@@ -148,7 +148,7 @@ class EarlyStoppingHook(Hook):
             return
         if self.monitor not in (metrics or {}) and not self.strict:
             runner.logger.warning(
-                f"EarlyStoppingHook: validation returned no metric '{self.monitor}'; correct `monitor`"
+                f"EarlyStoppingHook: validation did not return the metric '{self.monitor}'; correct `monitor`"
             )
             return
         value = pick(self, metrics or {}, self.monitor, "monitor")

@@ -20,9 +20,9 @@ _MOST_UNREAD = 1000
 
 @HOOKS.register_module()
 class IterTimerHook(Hook):
-    """Record `time` and `data_time` (seconds) of every batch, and `eta` (seconds).
+    """Record the `time` and `data_time` of every batch and the `eta`, all in seconds.
 
-    On an accelerator, the time of a single step only includes its launch. Means over a log interval are accurate.
+    On an accelerator, the time of a single step only includes kernel launches. Means over a log interval are accurate.
     """
 
     def __init__(self) -> None:
@@ -58,14 +58,14 @@ class IterTimerHook(Hook):
         self._last = perf_counter()
 
     def after_rollback(self, runner: Runner) -> None:
-        """Drop the step times that were not read, and exclude the time of the rollback."""
+        """Discard the unread step times, and exclude the time of the rollback."""
         self._new, self._last = [], perf_counter()
 
     def read_logs(self, runner: Runner) -> None:
-        """Write the step times since the last call, their speed and the remaining time to the message hub."""
+        """Write the step times since the last call, the training speed and the remaining time to the message hub."""
         new, self._new = self._new, []
         if new:
-            # Reading the losses waited for the device. Add this time to the last step, not to the next batch.
+            # Reading the losses waited for the device. Attribute this time to the last step, not to the next batch.
             now = perf_counter()
             new[-1] = (new[-1][0], new[-1][1] + now - self._last, new[-1][2])
             self._last = now
@@ -120,7 +120,7 @@ class IterTimerHook(Hook):
 
 @HOOKS.register_module()
 class DistSamplerSeedHook(Hook):
-    """A no-op hook, kept for MMEngine configurations that use it.
+    """A no-op hook, kept for compatibility with MMEngine configurations.
 
-    The loops set the epoch of every sampler.
+    This hook is not needed, because the loops set the epoch of every sampler.
     """

@@ -1,4 +1,4 @@
-"""The bounded history of one scalar, and statistics over its newest entries."""
+"""A bounded history of one scalar, with statistics over its most recent entries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SAVED_ENTRIES = 1_000
 
 
 class HistoryBuffer:
-    """The newest values of one scalar, each with its number of samples.
+    """The most recent values of one scalar, each with the number of samples that it represents.
 
     Args:
         log_history: initial values, oldest first.
@@ -30,7 +30,7 @@ class HistoryBuffer:
         max_length: maximum number of entries; older entries are dropped.
 
     Raises:
-        ConfigError: the two histories differ in length, or `max_length` is not positive.
+        ConfigError: if the two histories differ in length, or `max_length` is not positive.
 
     Example:
         >>> history = HistoryBuffer()
@@ -58,12 +58,12 @@ class HistoryBuffer:
             raise ConfigError(f"max_length must be at least 1, not {max_length}")
         self.max_length = max_length
         self.averaged = True
-        """Whether log lines contain the mean over a window if the scalar's name matches `mean_pattern`. It is False for
-        evaluation metrics, because each of their values is the result of a complete evaluation."""
+        """Whether log lines contain the mean over a window if the scalar's name matches `mean_pattern`. False for
+        evaluation metrics, because each value is the result of a complete evaluation."""
         self._values: deque[Number] = deque(maxlen=max_length)
         self._counts: deque[int] = deque(maxlen=max_length)
         self.total = 0
-        """Number of values appended to this object, including dropped ones. `load_state_dict` does not change it."""
+        """Number of values appended to this object, including dropped values. `load_state_dict` does not change it."""
         for value, count in zip(values, counts, strict=True):
             self.update(value, count)
 
@@ -89,7 +89,7 @@ class HistoryBuffer:
 
     @classmethod
     def register_statistics(cls, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Register `method(history, ...)` under its name for use by `statistics`; can be used as a decorator."""
+        """Register `method(history, ...)` by its name for use in `statistics`; can be used as a decorator."""
         cls._statistics[method.__name__] = method
         return method
 
@@ -98,7 +98,7 @@ class HistoryBuffer:
         """Return the registered function `method_name`.
 
         Raises:
-            UnknownNameError: no such function is registered.
+            UnknownNameError: if no function with this name is registered.
         """
         try:
             return cls._statistics[method_name]
@@ -114,29 +114,29 @@ class HistoryBuffer:
         return self.find_statistics(method_name)(self, *args, **kwargs)
 
     def mean(self, window_size: int | None = None) -> float:
-        """Return the mean of the newest `window_size` values (None: all values), weighted by their counts."""
+        """Return the mean of the last `window_size` values (None: all values), weighted by their counts."""
         counts = list(self._newest(self._counts, window_size))
         products = (v * c for v, c in zip(self._newest(self._values, window_size), counts, strict=True))
         return sum(products) / sum(counts)
 
     def min(self, window_size: int | None = None) -> Number:
-        """Return the smallest of the newest `window_size` values (None: all values)."""
+        """Return the smallest of the last `window_size` values (None: all values)."""
         return min(self._newest(self._values, window_size))
 
     def max(self, window_size: int | None = None) -> Number:
-        """Return the largest of the newest `window_size` values (None: all values)."""
+        """Return the largest of the last `window_size` values (None: all values)."""
         return max(self._newest(self._values, window_size))
 
     def newest(self, count: int) -> list[Number]:
-        """Return the newest `count` stored values, newest first."""
+        """Return the last `count` stored values, newest first."""
         return list(islice(reversed(self._values), max(count, 0)))
 
     def current(self) -> Number:
-        """Return the newest value."""
+        """Return the latest value."""
         return next(self._newest(self._values, 1))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the newest 1,000 entries as plain lists, which `torch.load(weights_only=True)` can read."""
+        """Return the last 1,000 entries as plain lists, which `torch.load(weights_only=True)` can read."""
         return {
             "log_history": list(self._values)[-_SAVED_ENTRIES:],
             "count_history": list(self._counts)[-_SAVED_ENTRIES:],
@@ -144,10 +144,10 @@ class HistoryBuffer:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace the history with a saved one.
+        """Replace the history with a saved history.
 
         Raises:
-            CheckpointError: `state_dict` was not returned by `HistoryBuffer.state_dict`.
+            CheckpointError: if `state_dict` was not returned by `HistoryBuffer.state_dict`.
         """
         try:
             loaded = HistoryBuffer(**state_dict)

@@ -33,11 +33,11 @@ _loggers: ContextVar[Mapping[str, MMLogger]] = ContextVar("slipstream_loggers", 
 class MMLogger(logging.Logger):
     """The logger of one Runner, created by `build_logger`.
 
-    It is not part of Python's logger hierarchy, so two Runners in one process do not share handlers.
+    The logger is not part of Python's logger hierarchy, so two Runners in one process do not share handlers.
 
     Attributes:
-        console: the rich Console for the log lines; a `ProgressBar` on it stays below the lines.
-        rank: the rank of the process; ranks other than 0 only print errors to the console.
+        console: the rich Console that prints the log lines; a `ProgressBar` on this console stays below them.
+        rank: the rank of this process; ranks other than 0 only print errors to the console.
     """
 
     def __init__(self, name: str, console: Console, rank: int = 0) -> None:
@@ -50,7 +50,7 @@ class MMLogger(logging.Logger):
         return build_logger, (self.name, None, self.handlers[0].level, self.rank)
 
     def close(self) -> None:
-        """Close the log file. A later log line reopens it."""
+        """Close the log file. Logging another message reopens the file."""
         for handler in self.handlers:
             handler.close()
 
@@ -82,7 +82,7 @@ class MMLogger(logging.Logger):
 
     @classmethod
     def get_current_instance(cls) -> MMLogger:
-        """Return the logger of the Runner active in this context, or a logger that prints to stderr."""
+        """Return the logger of the active Runner in this context, or else a logger that prints to stderr."""
         for logger in reversed(list(_loggers.get().values())):
             return logger
         return _on_console("slipstream", _console(stderr=True), logging.INFO)
@@ -118,7 +118,7 @@ class _ConsoleHandler(logging.Handler):
 
 
 class _FileHandler(logging.FileHandler):
-    """Write records to the log file. A file that cannot be written is reported once and does not stop the run."""
+    """Write records to the log file. A write error is reported once and does not stop the run."""
 
     def __init__(self, path: str | Path, console: Console) -> None:
         super().__init__(path, encoding="utf-8")
@@ -150,13 +150,13 @@ def build_logger(
 
     Args:
         name: name of the run, used by `MMLogger.get_instance(name)`; not printed.
-        log_file: file for the lines of all levels; its folder is created if it does not exist.
+        log_file: file to which messages of all levels are written; its folder is created if it does not exist.
         level: minimum level printed to the console of rank 0; other ranks only print errors.
         rank: rank of this process.
-        redactor: replaces secrets in log lines; by default, only known tokens and secrets from the environment.
+        redactor: replaces secrets in log lines. The default replaces known tokens and secrets from the environment.
 
     Raises:
-        ConfigError: `level` is not a level of Python's `logging`.
+        ConfigError: if `level` is not a log level of Python's `logging` module.
     """
     shown = _level_number(level)
     logger = _on_console(name, _console(), shown if rank == 0 else max(shown, logging.ERROR), rank)
@@ -177,8 +177,8 @@ def print_log(msg: object, logger: logging.Logger | str | None = None, level: in
         level: the level of the message.
 
     Raises:
-        UnknownNameError: this context has no logger with that name.
-        ConfigError: `logger` has a different type.
+        UnknownNameError: if this context has no logger with that name.
+        ConfigError: if `logger` has a different type.
     """
     if logger is None:
         print(msg)

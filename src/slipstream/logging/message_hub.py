@@ -40,21 +40,21 @@ class MessageHub:
 
     @property
     def runtime_info(self) -> Mapping[str, Any]:
-        """The newest value of every info, by key; read-only."""
+        """The latest value of every info, by key; read-only."""
         return MappingProxyType(self._infos)
 
     def update_scalar(self, key: str, value: Any, count: int = 1, resumed: bool = True) -> None:
         """Append a number to the history of `key`.
 
         Args:
-            key: the scalar's name, with its mode: `train/loss`.
+            key: the scalar's name, prefixed with the mode, such as `train/loss`.
             value: a number, or an array or tensor with one element. A tensor on an accelerator causes a
                 synchronization; `Meter` avoids this.
             count: number of samples that the value represents.
             resumed: whether checkpoints contain the history.
 
         Raises:
-            DataError: `value` is not a single number.
+            DataError: if `value` is not a single number.
         """
         history = self._scalars.get(key)
         number = value if type(value) is float else _number(key, value)
@@ -64,7 +64,7 @@ class MessageHub:
         history.update(number, count)
 
     def update_scalars(self, log_dict: Mapping[str, Any], resumed: bool = True) -> None:
-        """Append several numbers; a value may also be `dict(value=..., count=...)`."""
+        """Append a value to each of several scalars; a value may also be `dict(value=..., count=...)`."""
         for key, value in log_dict.items():
             if not isinstance(value, Mapping):
                 self.update_scalar(key, value, resumed=resumed)
@@ -74,12 +74,12 @@ class MessageHub:
                 raise DataError(f"the dict for the scalar '{key}' must have the key 'value', not {value!r}")
 
     def update_metric(self, key: str, value: Any) -> None:
-        """Append the result of an evaluation; log lines contain the newest result instead of a mean over a window."""
+        """Append an evaluation result; log lines show the latest result instead of a mean over a window."""
         self.update_scalar(key, value)
         self._scalars[key].averaged = False
 
     def update_info(self, key: str, value: Any, resumed: bool = True) -> None:
-        """Set an info of any type. Checkpoints contain it if `resumed` is True and all its types are built-in."""
+        """Set an info of any type. Checkpoints include the info if `resumed` is True and it has only built-in types."""
         self._infos[key] = value
         self._resumed[key] = resumed
 
@@ -89,30 +89,30 @@ class MessageHub:
             self.update_info(key, value, resumed)
 
     def pop_info(self, key: str, default: Any = None) -> Any:
-        """Remove an info and return it, or `default`."""
+        """Remove the info `key` and return its value, or `default` if it is not set."""
         return self._infos.pop(key, default)
 
     def get_scalar(self, key: str) -> HistoryBuffer:
         """Return the history of `key`.
 
         Raises:
-            UnknownNameError: no such scalar is recorded.
+            UnknownNameError: if no scalar with this name is recorded.
         """
         if key not in self._scalars:
             raise UnknownNameError(
-                f"no scalar '{key}' is recorded{did_you_mean(key, self._scalars)}; "
+                f"the scalar '{key}' has not been recorded{did_you_mean(key, self._scalars)}; "
                 "`log_scalars` contains all recorded scalars"
             )
         return self._scalars[key]
 
     def get_info(self, key: str, default: Any = None) -> Any:
-        """Return the info `key`, or `default`."""
+        """Return the value of the info `key`, or `default` if it is not set."""
         return self._infos.get(key, default)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the entries recorded with `resumed=True`, in a form that `torch.load(weights_only=True)` can read.
 
-        Infos of non-built-in types are omitted.
+        Infos that contain non-built-in types are omitted.
         """
         return {
             "log_scalars": {key: h.state_dict() for key, h in self._scalars.items() if self._resumed[key]},
@@ -122,7 +122,7 @@ class MessageHub:
         }
 
     def drop_saved(self) -> None:
-        """Remove the entries that checkpoints contain, before the entries of an earlier checkpoint are loaded."""
+        """Remove the entries that are saved in checkpoints, before loading those of an earlier checkpoint."""
         saved = self.state_dict()
         for entries, names in (
             (self._scalars, saved["log_scalars"]),
@@ -135,7 +135,7 @@ class MessageHub:
         """Load saved scalars and infos; entries with other keys are kept.
 
         Raises:
-            CheckpointError: `state_dict` was not returned by `MessageHub.state_dict`.
+            CheckpointError: if `state_dict` was not returned by `MessageHub.state_dict`.
         """
         try:
             saved, infos = dict(state_dict["log_scalars"]), dict(state_dict["runtime_info"])
@@ -168,19 +168,19 @@ class MessageHub:
 
     @classmethod
     def get_instance(cls, name: str) -> MessageHub:
-        """Return this context's hub `name`; the first call creates it. A run's hub has the name of the run."""
+        """Return this context's hub `name`; the first call creates it. A run's hub is named after the run."""
         if name not in _hubs.get():
             cls(name).keep_current()
         return _hubs.get()[name]
 
     @classmethod
     def check_instance_created(cls, name: str) -> bool:
-        """Return whether this context has a hub `name`."""
+        """Return whether this context has a hub named `name`."""
         return name in _hubs.get()
 
     @classmethod
     def get_current_instance(cls) -> MessageHub:
-        """Return the hub of the Runner active in this context, or else the newest hub; create one if there is none."""
+        """Return the hub of the active Runner in this context, or else the newest hub. Create one if needed."""
         for hub in reversed(list(_hubs.get().values())):
             return hub
         return cls.get_instance("slipstream")
@@ -211,7 +211,7 @@ def _number(key: str, value: Any) -> Number:
 
 
 def _is_plain(value: Any) -> bool:
-    # Compare exact types, because instances of subclasses (NumPy's float64) would be pickled with their class.
+    # Compare exact types, because instances of subclasses (such as NumPy's float64) would be pickled with their class.
     if type(value) in (list, tuple):
         return all(map(_is_plain, value))
     if type(value) is dict:

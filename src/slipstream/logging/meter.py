@@ -1,4 +1,4 @@
-"""Collect the training step's outputs and read them from the device at intervals."""
+"""Collect the outputs of training steps and read them from the device at intervals."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Meter:
     """Keep each step's outputs on the device until `flush` reads all of them in one transfer.
 
     Args:
-        hub: the hub that records every value as the scalar `train/<name>`, in the order of the steps.
-        max_pending: number of steps after which `record` calls `flush`, which limits the device memory used.
+        hub: the hub that records every value as the scalar `train/<name>`, in step order.
+        max_pending: number of steps after which `record` calls `flush` to limit device memory use.
     """
 
     def __init__(self, hub: MessageHub, max_pending: int = 1000) -> None:
@@ -32,27 +32,27 @@ class Meter:
         self.tolerant = False
         """Whether to drop non-finite values instead of raising an error; set if the affected steps are skipped."""
         self.dropped: list[int] = []
-        """Numbers of the steps whose loss was not finite and was dropped. The code that reads this list clears it."""
+        """Iterations whose loss was non-finite and was dropped. The code that reads this list clears it."""
         self.locate: Callable[[], str] | None = None
         """Function that returns the location in the model where a loss became non-finite."""
         self.agree: Callable[[NonFiniteLossError | None], NonFiniteLossError | None] | None = None
-        """Function that returns an error on all ranks if any rank has an error; every `flush` calls the function."""
+        """Function that returns an error on all ranks if any rank has an error; called by every `flush`."""
         self.on_read: list[Callable[[Sequence[tuple[int, Mapping[str, float]]]], None]] = []
-        """Functions that `flush` calls with the number and the outputs of each step that was read."""
+        """Functions that `flush` calls with the iteration and outputs of each step that was read."""
         self.newest = 0
-        """Iteration of the newest recorded step; 0 if there is none."""
+        """Iteration of the last recorded step; 0 if there is none."""
         self._pending: list[tuple[int, dict[str, Tensor]]] = []
 
     def record(self, outputs: Mapping[str, Tensor], iteration: int) -> None:
-        """Store a step's outputs without synchronizing with the device.
+        """Store a step's outputs without a device synchronization.
 
         Args:
             outputs: 0-dim tensors by name. The next step must not overwrite them; clone the outputs of a CUDA
                 graph. Names may vary between steps.
-            iteration: number of this step, for error messages.
+            iteration: iteration number of this step, used in error messages.
 
         Raises:
-            LossError: an output is not a 0-dim tensor.
+            LossError: if an output is not a 0-dim tensor.
             NonFiniteLossError: raised by `flush`, which runs after every `max_pending` steps.
         """
         kept = {}
@@ -70,7 +70,7 @@ class Meter:
         """Transfer the pending values to the hub, with one transfer per device.
 
         Raises:
-            NonFiniteLossError: an output with `loss` in its name is NaN or infinite, and the meter is not `tolerant`.
+            NonFiniteLossError: if an output with `loss` in its name is NaN or infinite and the meter is not `tolerant`.
                 The hub contains all pending values when the error is raised.
         """
         pending, self._pending = self._pending, []

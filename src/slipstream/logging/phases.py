@@ -1,4 +1,4 @@
-"""The host time that a run spends in each phase: waiting for data, training step, hooks, validation and others."""
+"""The host time that a run spends in each phase: waiting for data, training step, hooks, validation and so on."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Phase = Literal[
     "validation", "test", "checkpoint", "other",
 ]  # fmt: skip
 """`data`: waiting for a batch. `preprocess`: the data preprocessor, which copies the batch to the device. `step`: parts
-of the training step that are not split into `forward`, `backward` and `optimizer`, such as a step that is one graph.
-`logging`: reading the losses from the device, log lines and scalars. `other`: start and end of a run."""
+of the training step that are not split into `forward`, `backward` and `optimizer`, such as a step that is compiled as
+one graph. `logging`: reading the losses from the device, log lines and scalars. `other`: start and end of a run."""
 
 STEP_PHASES: tuple[Phase, ...] = (
     "data", "preprocess", "forward", "backward", "optimizer", "step", "hooks", "logging",
@@ -27,13 +27,13 @@ STEP_PHASES: tuple[Phase, ...] = (
 class PhaseTimes:
     """A timer that is always in exactly one phase, so that the phases of a run add up to its duration.
 
-    It reads the host's clock and never synchronizes with the device. On an accelerator, a phase that only launches
-    kernels is short, and the phase that reads their results includes the time that the host waits for them.
+    The timer reads the host clock and never causes a device synchronization. On an accelerator, a phase that only
+    launches kernels is short, and the phase that reads their results includes the time the host waits for them.
 
     Attributes:
         seconds: the host time in each phase, in seconds, without the first step.
-        first: the host time of the first step in each phase, in seconds. It is separate because it includes the start
-            of worker processes, memory allocation and compilation.
+        first: the host time of the first step in each phase, in seconds. The first step is reported separately
+            because it includes worker startup, memory allocation and compilation.
         steps: number of finished training steps, including the first one.
         samples: number of samples in the training steps, without the first step, summed over all processes.
         current: the current phase.
@@ -48,11 +48,11 @@ class PhaseTimes:
         self._since: float | None = None
 
     def start(self) -> None:
-        """Start or continue in the phase `other`; the time since `stop` is not counted."""
+        """Start or resume the timer in the phase `other`; the time since `stop` is not counted."""
         self.current, self._since = "other", perf_counter()
 
     def stop(self) -> None:
-        """Stop until the next `start`. Calls to `switch` have no effect in the meantime."""
+        """Stop the timer until the next `start`. Until then, calls to `switch` have no effect."""
         self.switch("other")
         self._since = None
 
@@ -65,12 +65,12 @@ class PhaseTimes:
         self.current, self._since = phase, now
 
     def total(self, phase: Phase) -> float:
-        """Return the time in seconds of all completed periods in `phase`, including the first step."""
+        """Return the total time of all completed periods in `phase`, in seconds, including the first step."""
         return self.seconds.get(phase, 0.0) + self.first.get(phase, 0.0)
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Switch to `phase` inside the `with` block, and then back; blocks may be nested."""
+        """Switch to `phase` inside the `with` block, then switch back; blocks may be nested."""
         before = self.current
         self.switch(phase)
         try:

@@ -15,7 +15,7 @@ _SECONDS_BETWEEN_DRAWS = 0.1
 
 
 class ProgressBar:
-    """A bar with a counter, the remaining time and a short text. It is only displayed on a terminal.
+    """A bar with a counter, the remaining time and a short text. The bar is displayed only on a terminal.
 
     Args:
         console: the logger's console (`MMLogger.console`), so that log lines scroll above the bar.
@@ -28,7 +28,7 @@ class ProgressBar:
         self._next_draw = 0.0
 
     def start(self, total: int | None, description: str = "") -> None:
-        """Show an empty bar for `total` steps (None: unknown); it replaces the previous bar."""
+        """Show an empty bar for `total` steps (None if unknown), which replaces the previous bar."""
         self.stop()
         if self.console.is_terminal:
             self._progress = _progress(self.console)
@@ -44,7 +44,7 @@ class ProgressBar:
         self._progress.update(self._task, completed=step, text=text, refresh=True)
 
     def stop(self) -> None:
-        """Remove the bar; the log lines stay."""
+        """Remove the bar; the log lines remain."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

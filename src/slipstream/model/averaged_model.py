@@ -44,14 +44,14 @@ class BaseAveragedModel(nn.Module):
     Args:
         model: the model to average (unwrapped).
         interval: number of updates between changes to the average.
-        device: device of the averages. Default: the model's device.
+        device: device on which the average is stored. Default: the model's device.
         update_buffers: also average the buffers in `state_dict` that contain finite floating-point values. Other
             buffers are copied from the model. By default all buffers are copied, because BatchNorm statistics are
             already averages.
     """
 
     every_batch: bool = True
-    """Whether every batch counts as an update, not only the last batch of an accumulation window."""
+    """Whether every batch counts as an update, rather than only the last batch of an accumulation window."""
     total_steps: int | None = None
     """Number of updates in the whole training run, set by the code that creates the average."""
     total_batches: int | None = None
@@ -83,7 +83,7 @@ class BaseAveragedModel(nn.Module):
         raise NotImplementedError
 
     def next_weight(self) -> float:
-        """Count an update and return the coefficient of the current weights: 1 copies them, 0 changes nothing."""
+        """Count an update and return the coefficient of the current weights: 1 copies them, 0 keeps the average."""
         step = self.steps
         self.steps += 1
         if step % self.interval:
@@ -93,7 +93,7 @@ class BaseAveragedModel(nn.Module):
     def mean_update(self) -> float:
         """Return the mean update number (counted from 1), weighted by each update's contribution to the final average.
 
-        For a plain mean of the weights after each update, the result is the middle of training.
+        For a plain mean of the weights after each update, the result is the midpoint of training.
         """
         assert self.total_steps is not None, "total_steps must be set"
         last = self.weight(self.total_steps - 1)
@@ -107,7 +107,7 @@ class BaseAveragedModel(nn.Module):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Update the average with the current weights of the model; the first call copies them."""
+        """Update the average with the model's current weights; the first call copies them."""
         weight = self.next_weight()
         if not weight:
             return
@@ -131,7 +131,7 @@ class BaseAveragedModel(nn.Module):
 
     @torch.no_grad()
     def swap(self, model: nn.Module) -> None:
-        """Swap the averages and the current weights; a second call restores both.
+        """Swap the averaged weights and the current weights; a second call restores both.
 
         On one device, the tensors swap their storages without a copy. Between devices, and for a sharded model, the
         values are copied.
@@ -151,7 +151,10 @@ class BaseAveragedModel(nn.Module):
         return self.module(*args, **kwargs)
 
     def pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the averages and the weights in the same order, without copies (local shards of a sharded model)."""
+        """Return the averages and the weights in the same order, without copies.
+
+        For a sharded model, these are the local shards.
+        """
         cached = self._cached
         if cached is None or cached[0] is not model or not (is_compiling() or cached[2].is_current()):
             # Store the model in a tuple, because a Module attribute would register it as a submodule.
@@ -192,11 +195,11 @@ class BaseAveragedModel(nn.Module):
 
 @dataclass(frozen=True)
 class _Averaged:
-    """Averaged tensors of a model."""
+    """The tensors of a model that are averaged."""
 
     params: list[Tensor]
     buffers: list[tuple[nn.Module, str]]
-    """The owner and name of each buffer (not its tensor, which a forward pass may replace)."""
+    """The owner and name of each buffer, instead of its tensor, because a forward pass may replace the tensor."""
     owned: list[dict[str, Any]]
     """The submodules and parameters of each module of the model."""
     values: list[Any]
@@ -226,7 +229,7 @@ def _check_shapes(averages: list[Tensor], currents: list[Tensor]) -> None:
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the model without DDP wrappers, which only training requires."""
+    """Return a copy of the model without DDP wrappers, which are required only for training."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
@@ -253,7 +256,7 @@ def _check_precision(model: nn.Module, weight: float, key: str) -> None:
     for name, param in model.named_parameters():
         if param.is_floating_point() and torch.finfo(param.dtype).eps > weight:
             raise ConfigError(
-                f"the average of '{name}' would not change: updates with the coefficient {weight:g} are rounded away "
+                f"the average of '{name}' would not change: updates with a coefficient of {weight:g} are rounded away "
                 f"in {param.dtype}; keep the weights in float32 (autocast still computes in lower precision), or use a "
                 "larger momentum (a smaller decay)",
                 key,
@@ -310,7 +313,7 @@ class ExponentialMovingAverage(BaseAveragedModel):
 
 @MODELS.register_module()
 class MomentumAnnealingEMA(ExponentialMovingAverage):
-    """An EMA with the momentum max(momentum, gamma / (gamma + step)), so early weights have less influence."""
+    """An EMA with momentum max(momentum, gamma / (gamma + step)), so early weights have less influence."""
 
     def __init__(self, model: nn.Module, momentum: float = 0.0002, gamma: int = 100, **kwargs: Any) -> None:
         super().__init__(model, momentum, **kwargs)
@@ -331,7 +334,7 @@ class DecaySchedule:
     decay_type: str = "exp"
     """One of `types`."""
     beta: float | None = None
-    """Rate at which a decay of type `exp` approaches its maximum. Default: 15. Only for `exp`."""
+    """Rate at which the decay approaches its maximum. Default: 15. Applies only to the type `exp`."""
 
     types: ClassVar[tuple[str, ...]] = ("constant", "threshold", "exp")
 
@@ -354,13 +357,13 @@ class DecaySchedule:
             raise ConfigError(f"must be positive, not {self.beta}", "beta")
 
     def at(self, step: int, total_steps: int | None) -> float:
-        """Return the decay of update `step` of `total_steps`, counted from 1.
+        """Return the decay for update `step` (counted from 1) of `total_steps` updates.
 
         `constant` is `decay`; `threshold` is `min(decay, (1 + step) / (10 + step))`; `exp` is
         `decay * (1 - exp(-beta * step / total_steps))`.
 
         Raises:
-            ConfigError: if the type is `exp`, and `total_steps` is None.
+            ConfigError: if the type is `exp` and `total_steps` is None.
         """
         if self.decay_type == "constant":
             return self.decay
@@ -427,7 +430,7 @@ class ScheduledEMA(BaseAveragedModel):
         decay = self.function(self.schedule.decay, step, step if total is None else total)
         if not 0 <= decay <= 1:
             raise ConfigError(
-                f"{self.function!r} returned the decay {decay}; it must be between 0 and 1", "decay"
+                f"{self.function!r} returned {decay}; the decay must be between 0 and 1", "decay"
             )
         return decay
 

@@ -31,7 +31,7 @@ class BaseModel(BaseModule):
     Args:
         data_preprocessor: a module (or its configuration) that moves a batch to the device; `BaseDataPreprocessor`
             by default.
-        init_cfg: configuration of the weight initialization by `init_weights`.
+        init_cfg: configuration for weight initialization, applied by `init_weights`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class BaseModel(BaseModule):
             self.data_preprocessor = MODELS.build(data_preprocessor or {}, default_args=default)
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
-        """Train on one batch and return 0-dim device tensors to log. Override it for custom steps (such as GANs)."""
+        """Train on one batch and return 0-dim device tensors to log. Override this for custom steps (as in GANs)."""
         return EagerStep(self.loss_step, self, optim_wrapper, self.parse_losses)(data)
 
     def loss_step(self, data: Any) -> dict[str, Tensor]:
@@ -77,7 +77,7 @@ def run_forward(module: nn.Module, data: Any, mode: str) -> Any:
     """Call `module` with a preprocessed batch: a dict as keyword arguments, a tuple or list as positional arguments.
 
     Raises:
-        DataError: if the batch has a different type, or its elements do not match the arguments of `forward`.
+        DataError: if the batch has a different type or its elements do not match the arguments of `forward`.
     """
     if not isinstance(data, Mapping | list | tuple):
         raise DataError(f"a batch must be a dict, list or tuple, not {type(data).__name__}; check collate_fn")

@@ -30,7 +30,7 @@ class BaseModule(nn.Module):
 
     @property
     def is_init(self) -> bool:
-        """Whether `init_weights` has run."""
+        """Whether `init_weights` has been called."""
         return self._is_init
 
     def init_weights(self) -> None:

@@ -43,7 +43,7 @@ class BaseDataPreprocessor(nn.Module):
         return self.cast_data(data)
 
     def cast_data(self, data: Any) -> Any:
-        """Move every tensor in `data` and apply device transforms; other values are returned unchanged."""
+        """Move every tensor in `data` to the device and apply device transforms; return other values unchanged."""
         if isinstance(data, Tensor):
             if data.device == self._device:  # faster than `to`, even if `to` copies nothing
                 return data
@@ -75,7 +75,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         mean, std: a single value, or one value per channel, on the scale of the inputs (0..255 for uint8). Specify both
             or neither. Specify neither if the dataset's transforms normalize the images.
         pad_size_divisor: pad the images at the right and bottom, so that height and width are multiples of this number.
-        pad_value: value of the padding, applied after normalization.
+        pad_value: padding value, applied after normalization.
         bgr_to_rgb, rgb_to_bgr: reverse the order of the channels.
         non_blocking: see `BaseDataPreprocessor`.
     """

@@ -15,9 +15,9 @@ __all__ = ["check_labels", "wrong_label"]
 def check_labels(loss: nn.Module, scores: Any, targets: Tensor) -> None:
     """Raise a DataError if a target is neither one of the network's classes nor the ignored value.
 
-    On an accelerator, an invalid target would terminate the process without an error that shows its value. This check
-    synchronizes with the device, so it is only used for one batch. Losses that are not part of torch may use targets in
-    a different way, so their targets are checked only if they set `takes_class_ids = True`.
+    On an accelerator, an invalid target would terminate the process without an error that reports the value. This check
+    causes a device synchronization, so only one batch is checked. Losses that are not part of torch may interpret
+    targets differently, so their targets are checked only if they set `takes_class_ids = True`.
 
     Args:
         loss: the loss module.
@@ -25,7 +25,7 @@ def check_labels(loss: nn.Module, scores: Any, targets: Tensor) -> None:
         targets: class ids of an integer dtype, or class probabilities, which are not checked.
     """
     known = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or getattr(loss, "takes_class_ids", False)
-    # Tensors without values, such as fake tensors, cannot be checked.
+    # Tensors without data, such as fake tensors, cannot be checked.
     if not known or targets.is_floating_point() or type(targets) is not Tensor or targets.is_meta:
         return
     if not isinstance(scores, Tensor) or scores.ndim < 2:
@@ -45,6 +45,6 @@ def wrong_label(loss: nn.Module, scores: Tensor, found: str) -> DataError:
     ignores = f", and the loss ignores {ignored}" if ignored is not None else ""
     return DataError(
         f"a target is not one of the network's classes: {found}; the classes are 0 to {scores.shape[1] - 1}{ignores}. "
-        "Increase num_classes, map the dataset's labels to the classes, or set the loss's ignore_index to the value of "
-        "targets without a class, including padding (fill_mask)"
+        "Increase num_classes, map the dataset's labels to the classes, or set the loss's ignore_index to the value "
+        "used for targets without a class, including padding (fill_mask)"
     )

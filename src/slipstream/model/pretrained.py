@@ -1,4 +1,4 @@
-"""Pretrained weights that are loaded before training, instead of in the constructor of a module."""
+"""Pretrained weights that are loaded before training, instead of in a module's constructor."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class PretrainedWeights:
     """
 
     pretrained_pending = False
-    """Whether `load_pretrained` must still load the weights."""
+    """Whether the pretrained weights have yet to be loaded by `load_pretrained`."""
 
     def _load_pretrained(self) -> None:
         raise NotImplementedError
 
 
 def needs_pretrained(model: nn.Module) -> bool:
-    """Return whether the model or one of its submodules must still load pretrained weights."""
+    """Return whether the model or one of its submodules has pretrained weights that are not loaded yet."""
     return any(
         isinstance(module, PretrainedWeights) and module.pretrained_pending for module in model.modules()
     )
@@ -30,7 +30,7 @@ def needs_pretrained(model: nn.Module) -> bool:
 
 def load_pretrained(model: nn.Module) -> None:
     """Load the pretrained weights of the model and of its submodules, unless this has already been done."""
-    # The weights of the whole model replace those of its submodules.
+    # Load submodules first, so that the weights of the whole model take precedence.
     for module in reversed(list(model.modules())):
         if isinstance(module, PretrainedWeights) and module.pretrained_pending:
             module._load_pretrained()

@@ -46,15 +46,15 @@ def _is_size(pair: Any) -> bool:
 
 
 def slide(network: Callable[[Tensor], Any], images: Tensor, window: SlidingWindow) -> Tensor:
-    """Return the logits (N, C, H, W) for images (N, 3, H, W); each pixel is the mean of the windows that contain it.
+    """Return the logits (N, C, H, W) for images (N, 3, H, W), averaged over the windows that contain each pixel.
 
     The last window of a row or column ends at the edge of the image. Images smaller than a window are padded with
     zeros at the right and bottom. Logits are summed in at least float32 on the device of the images.
 
     Args:
         network: module that returns logits (n, C, h, w) for a batch of windows, or a tuple with the logits as its
-            first element. Logits of a different size are resized to the size of the windows.
-        images: inputs of the network, already normalized.
+            first element. Logits of a different size are resized to the window size.
+        images: network inputs, already normalized.
         window: size and stride of the windows.
 
     Raises:

@@ -24,7 +24,7 @@ _Send = Callable[[Tensor], Tensor]
 
 summing: ContextVar[Callable[[Tensor, _Send], Tensor] | None] = ContextVar("summing", default=None)
 """Replacement for the all-reduce in eager forward passes, called with the values and the all-reduce function.
-Activation checkpointing sets it to reuse the sums of the first forward pass."""
+Activation checkpointing sets this variable to reuse the sums of the first forward pass."""
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -43,10 +43,10 @@ class SyncBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.ndim < 2:
-            raise ValueError(f"expected an input of at least 2 dimensions, got {input.ndim}")
+            raise ValueError(f"expected an input with at least 2 dimensions, got {input.ndim}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize each channel of `input` (N, C, ...); float16 and bfloat16 are summed in float32."""
+        """Normalize each channel of `input` (N, C, ...); float16 and bfloat16 are converted to float32."""
         if not self.training or get_world_size() == 1:
             return super().forward(input)
         self._check_input_dim(input)
@@ -76,7 +76,7 @@ class SyncBatchNorm(_BatchNorm):
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        # For a cumulative average the factor is a tensor, because reading the count would synchronize.
+        # For a cumulative average, the factor is a tensor, because reading the count would synchronize the device.
         factor: Any = self.momentum
         if factor is None:
             factor = self.num_batches_tracked.to(mean.dtype).reciprocal()
@@ -87,9 +87,9 @@ class SyncBatchNorm(_BatchNorm):
 
 @contextmanager
 def _saving(low: Tensor, instead_of: Tensor) -> Iterator[None]:
-    """Save `low` for the backward pass instead of its float32 copy, which takes twice the memory.
+    """Save `low` for the backward pass instead of its float32 copy, which uses twice the memory.
 
-    Other hooks that save tensors, such as those of activation checkpointing, take precedence.
+    Other saved-tensor hooks, such as those of activation checkpointing, take precedence.
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         yield
@@ -106,7 +106,7 @@ def _saving(low: Tensor, instead_of: Tensor) -> Iterator[None]:
         if low._version != version:
             raise ModelError(
                 "the input of a SyncBatchNorm was changed in place after the forward pass, but the backward pass "
-                "requires the original values; use an operation that is not in place"
+                "requires the original values; use an out-of-place operation"
             )
         return low.float()
 
@@ -128,7 +128,7 @@ def _global_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _merge_gathered(mean: Tensor, var: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge the moments of all ranks with one collective in forward and one in backward."""
+    """Merge the moments of all ranks with one collective in the forward pass and one in the backward pass."""
     rank, size = get_dist_info()
     own = torch.cat([count, mean, var])
     rows = _sum_over_ranks(F.pad(own[None], (0, 0, rank, size - rank - 1)))  # one row for each rank
@@ -155,7 +155,7 @@ def _sum_over_ranks(x: Tensor) -> Tensor:
 
 
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Replace every BatchNorm in the module with a `SyncBatchNorm` that has the same tensors; return the module."""
+    """Replace every BatchNorm in the module with a `SyncBatchNorm` that shares its tensors; return the module."""
     if isinstance(module, _BatchNorm):
         return (
             module
@@ -172,7 +172,7 @@ def average_batchnorm(model: nn.Module) -> None:
     """Average the running BatchNorm statistics over all ranks in one all-reduce; SyncBN statistics already match.
 
     The statistics differ because each rank processes different batches. Without averaging, the checkpoint would contain
-    the statistics of rank 0, whereas each rank would validate with its local statistics.
+    the statistics of rank 0, while each rank would validate with its local statistics.
     """
     plain = [
         module
@@ -191,8 +191,8 @@ def average_batchnorm(model: nn.Module) -> None:
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """Replace every `SyncBatchNorm` with a module of its original class and the same tensors, and return the module.
 
-    torch's `nn.SyncBatchNorm` does not store its original class, so a BatchNorm for inputs of any dimension
-    replaces it.
+    torch's `nn.SyncBatchNorm` does not store the original class, so it is replaced with a BatchNorm that accepts
+    inputs of any dimension.
     """
     if isinstance(module, SyncBatchNorm):
         return _as(module.original_class or nn.BatchNorm2d, module)

@@ -70,7 +70,7 @@ class Task(BaseModel):
         if scores.shape[1] != self.num_classes:
             raise ModelError(
                 f"the network outputs {scores.shape[1]} classes, but the dataset has {self.num_classes}; set "
-                f"num_classes of the network (arch_params.num_classes in a recipe) to {self.num_classes}"
+                f"the network's num_classes (arch_params.num_classes in a recipe) to {self.num_classes}"
             )
 
 

@@ -1,4 +1,4 @@
-"""Weight initializers, named as in MMEngine, for `init_cfg`."""
+"""Weight initializers for `init_cfg`, with the same names as in MMEngine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def initialize(module: nn.Module, init_cfg: Mapping[str, Any] | Sequence[Mapping
 
     Each initializer is a dict with a `type`. The optional `layer` contains the names of the layer classes (or their
     base classes) to initialize; by default, all layers with weights are initialized. The optional `override` contains
-    other settings for children, selected by `name`. With `override` and without `layer`, only these children are
+    other settings for children, selected by `name`. If `override` is set and `layer` is not, only these children are
     initialized.
     """
     for cfg in [init_cfg] if isinstance(init_cfg, Mapping) else init_cfg:
@@ -65,7 +65,7 @@ def _apply(cfg: Mapping[str, Any], module: nn.Module) -> None:
 class _Init:
     """Initialize all layers whose class is in `layer`: weights with `_fill`, and biases with a constant.
 
-    With `bias_prob`, the sigmoid of the bias equals this probability (Lin et al. 2017, section 4.1).
+    With `bias_prob`, the bias is chosen so that its sigmoid equals this probability (Lin et al. 2017, section 4.1).
     """
 
     def __init__(
@@ -196,13 +196,13 @@ class Caffe2XavierInit(KaimingInit):
 
 @WEIGHT_INITIALIZERS.register_module(name=["Pretrained", "PretrainedInit"])
 class PretrainedInit:
-    """Load the weights from a checkpoint or, if `prefix` is set, only those of the submodule `prefix`."""
+    """Load the weights from a checkpoint; if `prefix` is set, load only those of the submodule `prefix`."""
 
     def __init__(self, checkpoint: str, prefix: str | None = None, map_location: str = "cpu") -> None:
         self.checkpoint, self.prefix, self.map_location = checkpoint, prefix, map_location
 
     def __call__(self, module: nn.Module) -> None:
-        """Load the weights into `module`. Missing and unexpected names are ignored."""
+        """Load the weights into `module`. Missing and unexpected keys are ignored."""
         from slipstream.checkpoint import load_checkpoint, load_weights, weights_in
 
         state = weights_in(load_checkpoint(self.checkpoint, self.map_location), self.checkpoint)

@@ -1,6 +1,7 @@
 """Run OpenMMLab's libraries on Slipstream: importing this package makes `import mmengine` import Slipstream.
 
-Import it before any library that imports MMEngine, or start a script with `python -m slipstream.openmmlab SCRIPT`.
+Import this package before any library that imports MMEngine, or start a script with
+`python -m slipstream.openmmlab SCRIPT`.
 """
 
 from slipstream.openmmlab.finder import install

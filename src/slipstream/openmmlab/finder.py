@@ -19,7 +19,7 @@ _WORKERS = str(Path(__file__).parent / "workers")
 
 
 class _AliasLoader(Loader):
-    """Load a module under a second name: both names refer to the same module."""
+    """Load a module under a second name; both names refer to the same module object."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -31,7 +31,7 @@ class _AliasLoader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # Restore the spec that the import system replaced, because relative imports in the module use it.
+        # Restore the spec that the import system replaced, because relative imports in the module use the spec.
         module.__spec__ = self._spec
 
 
@@ -48,7 +48,7 @@ class _Finder(ReplacementFinder):
             found = None
         if found is None:
             raise ModuleNotFoundError(
-                f"{fullname} is not part of Slipstream's replacement for MMEngine; import the name from another "
+                f"{fullname} is not part of Slipstream's replacement for MMEngine; import the name from a different "
                 "module, or run the program with MMEngine",
                 name=fullname,
             )

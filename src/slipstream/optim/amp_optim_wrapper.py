@@ -33,7 +33,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class LossScale:
-    """`loss_scale=dict(...)`: the options for `torch.amp.GradScaler`."""
+    """Options for `torch.amp.GradScaler`, set with `loss_scale=dict(...)`."""
 
     init_scale: Positive = 2.0**16
     growth_factor: Annotated[float, Rule(lambda factor: 1 < factor < math.inf, "above 1")] = 2.0
@@ -47,12 +47,13 @@ class AmpOptimWrapper(OptimWrapper):
     """An `OptimWrapper` that runs the forward pass and loss under `torch.autocast`, on any device.
 
     If a gradient overflows, fused kernels skip the step without synchronizing with the host. Therefore, with float16 on
-    an accelerator, optimizers that have fused kernels use them, unless they were built with `fused=` or `foreach=`.
+    an accelerator, optimizers use fused kernels if they have them, unless `fused=` or `foreach=` was passed to the
+    constructor.
     With other optimizers, the host synchronizes with the device in each step to check for an overflow.
 
     Args:
-        loss_scale: `"dynamic"`, a fixed number, or the options for `torch.amp.GradScaler`. Only used for float16;
-            bfloat16 has the range of float32 and does not require scaling.
+        loss_scale: `"dynamic"`, a fixed scale, or the options for `torch.amp.GradScaler`. Only used for float16;
+            bfloat16 has the same range as float32 and does not require scaling.
         dtype: `"float16"`, `"bfloat16"`, a `torch.dtype`, or None for the device's default autocast dtype (float16 on
             CUDA and NPU, bfloat16 on the CPU).
         kwargs: arguments for `OptimWrapper`.
@@ -68,7 +69,7 @@ class AmpOptimWrapper(OptimWrapper):
         self._requested_dtype = _read_dtype(dtype)
         self._loss_scale = loss_scale
         self._fixed_scale = float(loss_scale) if isinstance(loss_scale, int | float) else None
-        _make_scaler("cpu", loss_scale)  # validate the options for all dtypes and devices
+        _make_scaler("cpu", loss_scale)  # validate the options regardless of the dtype and device
 
     # These properties are evaluated in the first step, because the wrapper may be created before its model is moved to
     # the device.
@@ -94,7 +95,7 @@ class AmpOptimWrapper(OptimWrapper):
         return _make_scaler(self.device_type, self._loss_scale)
 
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
-        """Return the context manager for forward and loss: autocast, plus `no_sync` unless the batch ends a window."""
+        """Return autocast for the forward pass and loss, combined with `no_sync` unless the batch ends a window."""
         autocast = self.autocast()
         if self._accumulative_counts == 1 and self.guard is None:
             return autocast
@@ -116,7 +117,7 @@ class AmpOptimWrapper(OptimWrapper):
         return loss if self.loss_scaler is None else self.loss_scaler.scale(loss)
 
     def step(self, **kwargs: Any) -> None:
-        """Unscale and clip the gradients, step unless a gradient overflowed, and adapt the scale."""
+        """Unscale and clip the gradients, run the optimizer step unless a gradient overflowed, and update the scale."""
         if self.loss_scaler is None:
             super().step(**kwargs)
             return

@@ -26,15 +26,15 @@ _DEFORMABLE = {"DeformConv2d", "ModulatedDeformConv2d"}  # names, because these 
 
 @dataclass(frozen=True)
 class ParamwiseOptions:
-    """`paramwise_cfg`: factors for the optimizer's `lr` and `weight_decay` for individual parameters.
+    """`paramwise_cfg`: multipliers of the optimizer's `lr` and `weight_decay` for individual parameters.
 
-    If the name of a parameter contains one of `custom_keys`, only this key applies. If it contains several keys, the
-    longest key applies; among keys of equal length, the first key in alphabetical order applies.
+    If a parameter name contains one of the `custom_keys`, only this key applies to the parameter. If the name contains
+    several keys, the longest key applies; among keys of equal length, the first key in alphabetical order applies.
     """
 
     custom_keys: dict[str, dict[str, Any]] = field(
         default_factory=dict
-    )  # maps parts of parameter names to dicts with lr_mult, decay_mult and optimizer options
+    )  # maps substrings of parameter names to dicts with lr_mult, decay_mult and optimizer options
     bias_lr_mult: NonNegative | None = None  # biases, except those of norm layers
     bias_decay_mult: NonNegative | None = None  # biases, except those of norm layers
     norm_decay_mult: NonNegative | None = None  # weights and biases of norm layers
@@ -45,7 +45,7 @@ class ParamwiseOptions:
 
     @classmethod
     def from_dict(cls, cfg: Mapping[str, Any], open_ended: bool = False) -> ParamwiseOptions:
-        """Check the keys and the types of the values; `open_ended` ignores unknown keys.
+        """Check the keys and the types of the values. With `open_ended`, unknown keys are ignored.
 
         Raises:
             ConfigError: a key or a value is invalid; the message contains the key.
@@ -74,18 +74,18 @@ class ParamwiseOptions:
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
 class DefaultOptimWrapperConstructor:
-    """Builds the optimizer and its wrapper for a model.
+    """Build the optimizer and its wrapper for a model.
 
-    Parameters with the same options form one group, because the optimizer launches kernels for each group. Frozen
-    parameters (`requires_grad=False`) are not in any group. To train them later, unfreeze them before this call, or
-    add them with `optimizer.add_param_group`.
+    Parameters with the same options form one group, because the optimizer launches separate kernels for each group.
+    Frozen parameters (`requires_grad=False`) are not in any group. To train them later, unfreeze them before the
+    optimizer is built, or add them with `optimizer.add_param_group`.
 
     A subclass may override `add_params` to set the options of every parameter (for example, for layer-wise decay). The
     override can read additional keys from `self.paramwise_cfg`.
 
     Args:
         optim_wrapper_cfg: arguments for the wrapper (`type` is `OptimWrapper` by default), including `optimizer`, which
-            is a configuration or an optimizer.
+            is a configuration or an optimizer object.
         paramwise_cfg: see `ParamwiseOptions`.
 
     Raises:
@@ -224,7 +224,7 @@ class DefaultOptimWrapperConstructor:
                 earlier = seen.setdefault(id(parameter), key)
                 if earlier != key and not self.paramwise.bypass_duplicate:
                     raise ModelError(
-                        f"the parameter '{names.get(id(parameter))}' occurs in the model twice with different options; "
+                        f"the parameter '{names.get(id(parameter))}' occurs twice in the model with different options; "
                         "set paramwise_cfg=dict(bypass_duplicate=True) to keep the first options"
                     )
                 group = groups.setdefault(earlier, {"params": {}, **options})
@@ -257,7 +257,7 @@ def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> OptimWrappe
     Args:
         model: a model, optionally wrapped for data parallelism.
         cfg: a dict with the keys `optimizer`, `paramwise_cfg`, `constructor` (by default
-            `DefaultOptimWrapperConstructor`), and the arguments for the wrapper. This function does not change it.
+            `DefaultOptimWrapperConstructor`), and the arguments for the wrapper. This function does not modify `cfg`.
     """
     wrapper_cfg = dict(cfg)
     constructor = OPTIM_WRAPPER_CONSTRUCTORS.build(

@@ -19,12 +19,12 @@ _ON_SHARDS = ("_fused_adam_", "_fused_adamw_")
 
 
 def kernels_chosen(optimizer: Optimizer) -> bool:
-    """Return whether `optimizer` was built with `fused=` or `foreach=`."""
+    """Return whether `optimizer` was constructed with `fused=` or `foreach=`."""
     return any(group.get(key) is not None for group in optimizer.param_groups for key in ("fused", "foreach"))
 
 
 def why_not_fused(optimizer: Optimizer) -> str | None:
-    """Return the reason why `optimizer` cannot use fused kernels, or None if it can."""
+    """Return why `optimizer` cannot use fused kernels, or None if it can."""
     name, kernel = type(optimizer).__name__, _fused_kernel(type(optimizer))
     if kernel is None or "fused" not in optimizer.defaults:
         having = (other for other in dir(torch.optim) if hasattr(torch, f"_fused_{other.lower()}_"))
@@ -46,7 +46,7 @@ def why_not_fused(optimizer: Optimizer) -> str | None:
 
 
 def use_fused(optimizer: Optimizer) -> None:
-    """Switch an optimizer to fused kernels, as if it had been built with `fused=True`.
+    """Switch an optimizer to fused kernels, as if it had been constructed with `fused=True`.
 
     Call this function only if `why_not_fused` returns None.
     """
@@ -71,7 +71,7 @@ def init_momentum(optimizer: Optimizer) -> None:
         # Only SGD has dampening. A scheduler can also add `momentum` to the groups of other optimizers.
         if not group.get("fused") or not group.get("momentum") or "dampening" not in group:
             continue
-        if group["dampening"]:  # the first step ignores dampening, so zeros are not equivalent
+        if group["dampening"]:  # the first step ignores dampening, so a zero buffer is not equivalent
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
             continue
         for param in group["params"]:
@@ -87,8 +87,8 @@ def with_own_kernels(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dic
     groups, kept = list(state_dict["param_groups"]), ("fused", "foreach", "capturable")
     for index, own in enumerate(optimizer.param_groups[: len(groups)]):
         groups[index] = {**groups[index], **{key: own[key] for key in kept if key in own}}
-    # Kernels that are neither fused nor capturable read the step count on the host, which synchronizes if it is on the
-    # device.
+    # Kernels that are neither fused nor capturable read the step count on the host, which causes a synchronization if
+    # the count is on the device.
     on_host = {number for group in groups if _counts_on_host(group) for number in group["params"]}
     state = {
         key: _with_count_on_host(values) if key in on_host else values
@@ -121,7 +121,7 @@ def _runs_on(kernel: str, device: torch.device) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements occupy a block of memory without gaps or overlaps, in any order of dimensions."""
+    """Return whether the elements occupy a block of memory without gaps or overlaps, in any dimension order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

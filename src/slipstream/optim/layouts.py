@@ -1,4 +1,4 @@
-"""Memory format of gradients and optimizer states.
+"""Memory formats of gradients and optimizer states.
 
 torch's fused optimizers read parameters, gradients and states as flat arrays, so different strides silently produce
 wrong results.
@@ -35,13 +35,13 @@ def lay_out_states(optimizer: Optimizer) -> None:
 
 
 class FusedLayouts:
-    """Converts gradients and states to the strides of their parameters before each step with fused kernels.
+    """Convert gradients and states to the strides of their parameters before each step with fused kernels.
 
-    Autograd creates gradients with these strides, and the optimizer creates its states with them. The strides may
-    differ if other code sets `p.grad`, loads or replaces states, or changes the model's memory format between two
-    steps. The check for replaced states covers only parameters with four or more dimensions, because only these have
-    memory formats. A step pre-hook can also set `p.grad`. Therefore, if the optimizer has step pre-hooks, the gradients
-    are converted again after the last hook.
+    Autograd creates gradients with these strides, and the optimizer creates its states with the same strides. The
+    strides may differ if other code sets `p.grad`, loads or replaces states, or changes the model's memory format
+    between steps. The check for replaced states covers only parameters with four or more dimensions, because memory
+    formats apply only to these. A step pre-hook can also set `p.grad`. Therefore, if the optimizer has step
+    pre-hooks, the gradients are converted again after the last hook.
 
     Args:
         optimizer: the optimizer.
@@ -64,7 +64,7 @@ class FusedLayouts:
             self._convert(groups)
 
     def _register_after_others(self, fused: bool) -> None:
-        """Make `_after_hooks` the last pre-hook of the step, or remove it if there are no other pre-hooks."""
+        """Make `_after_hooks` the last step pre-hook, or remove it if there are no other pre-hooks."""
         hooks = getattr(self._optimizer, "_optimizer_step_pre_hooks", {})
         own = None if self._last is None else self._last.id
         others = bool(_global_optimizer_pre_hooks) or any(number != own for number in hooks)
@@ -94,7 +94,7 @@ class FusedLayouts:
                 param.grad = torch.empty_like(param, dtype=grad.dtype, requires_grad=False).copy_(grad)
 
     def _replaced(self) -> bool:
-        """Return whether states were added or replaced. The loops run in C, because this method runs in each step."""
+        """Return whether states were added or replaced. The loops run in C, because this method runs in every step."""
         state = self._optimizer.state
         if state is not self._states:  # `Optimizer.load_state_dict` replaces the dict
             return True
@@ -112,4 +112,4 @@ class FusedLayouts:
 
 
 _END = (object(),)
-"""Appended to both sequences that are compared, so that sequences of different lengths are not equal."""
+"""Appended to both sequences in a comparison, so that sequences of different lengths compare unequal."""

@@ -59,7 +59,7 @@ class RMSpropTF(_Foreach):
         params: parameters or parameter groups.
         lr: learning rate.
         alpha: decay of the mean squares.
-        eps: added to the mean squares.
+        eps: term added to the mean squares.
         weight_decay: weight decay coefficient; `weight_decay * p` is added to the gradient.
         momentum: decay of the momentum.
         centered: whether to subtract the square of the mean gradient from the mean squares.
@@ -124,7 +124,7 @@ _SCHEDULES: dict[str, Callable[[float, float], float]] = {
     "warmup_linear": lambda x, warmup: max((x - 1) / (warmup - 1), 0.0),
     "warmup_poly": lambda x, warmup: math.sqrt(max(1 - x, 0.0)),
 }
-"""Factor by which the learning rate is multiplied after the fraction `x` of all steps, for `x` above `warmup`."""
+"""Learning rate factor after the fraction `x` of all steps, for `x` above `warmup`."""
 
 
 @OPTIMIZERS.register_module()
@@ -143,9 +143,9 @@ class BertAdam(_Foreach):
         schedule: `warmup_linear`, `warmup_constant`, `warmup_cosine` or `warmup_poly`.
         b1: decay of the mean gradient.
         b2: decay of the mean squares.
-        e: added to the square root of the mean squares.
+        e: term added to the square root of the mean squares.
         weight_decay: weight decay coefficient; `weight_decay * p` is added to the update.
-        max_grad_norm: maximum norm of the gradients of each group and dtype; 0 or a negative number disables the limit.
+        max_grad_norm: maximum norm of the gradients of each group and dtype; 0 or a negative number disables clipping.
 
     Raises:
         ConfigError: an option is out of range.

@@ -60,7 +60,7 @@ def _register(
 
 
 def _torch_npu_class(name: str) -> tuple[Callable[..., Optimizer] | None, str]:
-    """Return torch_npu's class and an empty string, or None and the reason why the class is not available."""
+    """Return torch_npu's class and an empty string, or None and the reason why this class is not available."""
     try:
         torch_npu = importlib.import_module("torch_npu")
         optim = getattr(torch_npu, "optim", None) or importlib.import_module("torch_npu.optim")
@@ -82,7 +82,7 @@ def _substitute(name: str, module: str, algorithm: str) -> Callable[..., Optimiz
 
 
 def _fastest(optimizer: Optimizer) -> Optimizer:
-    """Switch the optimizer to fused kernels if it supports them and was built without `fused=` or `foreach=`."""
+    """Switch the optimizer to fused kernels if it supports them and was constructed without `fused=` or `foreach=`."""
     if not kernels_chosen(optimizer) and why_not_fused(optimizer) is None:
         use_fused(optimizer)
     return optimizer

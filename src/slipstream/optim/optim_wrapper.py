@@ -32,7 +32,7 @@ _NO_CONTEXT = nullcontext()
 
 
 _Limit = Annotated[float, Rule(lambda value: value > 0, "above 0")]
-"""An infinite limit does not clip, but the norm of the gradients is still logged."""
+"""An infinite limit disables clipping, but the gradient norm is still logged."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class GradClip:
 
     @classmethod
     def from_dict(cls, cfg: Mapping[str, Any]) -> GradClip:
-        """Read `clip_grad`; type 'norm' requires `max_norm`, and type 'value' requires `clip_value`.
+        """Parse `clip_grad`; type 'norm' requires `max_norm`, and type 'value' requires `clip_value`.
 
         Raises:
             ConfigError: a key is unknown, a value is invalid, or the limit is missing.
@@ -59,7 +59,7 @@ class GradClip:
 
 
 class ClipGradients(StepPart):
-    """Clips the gradients before the update, by their total norm or by value."""
+    """Clip the gradients by their total norm or by value before the update."""
 
     def __init__(self, options: GradClip) -> None:
         self.options = options
@@ -98,7 +98,7 @@ class _Guard(Protocol):
         """Call `optim.step()`; the call has no effect if a gradient is not finite."""
 
     def finish_step(self, finite: Tensor) -> None:
-        """Restore the saved state if `finite` is False; called after an optimizer step that `step` did not run."""
+        """Restore the saved state if `finite` is False; called after an optimizer step that was not run by `step`."""
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -110,7 +110,7 @@ class OptimWrapper:
         accumulative_counts: number of batches in an accumulation window, which ends with an optimizer step. Each
             loss is divided by the size of its window, so the step uses the mean gradient of the window. The last window
             of a run may be smaller.
-        clip_grad: options of `GradClip`, or None.
+        clip_grad: gradient clipping options (see `GradClip`), or None.
     """
 
     def __init__(
@@ -128,20 +128,20 @@ class OptimWrapper:
         self._lay_out = FusedLayouts(optimizer)
         self.clip_grad = GradClip.from_dict(clip_grad) if clip_grad else None
         self.parts: list[StepPart] = [ClipGradients(self.clip_grad)] if self.clip_grad else []
-        """Step parts that eager and compiled steps run around each update, in the order of the list."""
+        """Step parts that eager and compiled steps run around each update, in list order."""
         self.on_gradients: Callable[[], None] | None = None
         """Called before each update, when `p.grad` contains the gradients of the whole accumulation window."""
         self.grad_norm: Tensor | None = None
         self.logs: Mapping[str, Tensor] = {}
-        """Values returned by the parts for logging in the last update."""
+        """Values to log that the parts returned in the last update."""
         self.guard: _Guard | None = None
         """Checks on the device whether the loss and gradients of a step are finite; None disables the check."""
         self.finite: Tensor | None = None
         """Whether the gradients are finite (0-dim bool) during an update that the guard checks, otherwise None."""
         self.phases: PhaseTimes | None = None
-        """Measures the host time of the eager step's phases, if set."""
+        """Measures the host time of each phase of eager steps, if set."""
         self.batches_per_epoch: int | None = None
-        """Number of batches per epoch, if the end of an epoch ends its accumulation window; otherwise None."""
+        """Number of batches per epoch if accumulation windows end at the end of each epoch; otherwise None."""
         self._accumulative_counts = accumulative_counts
         self._inner_count = 0
         self._max_counts = -1
@@ -155,7 +155,7 @@ class OptimWrapper:
 
         Args:
             loss: a scalar tensor.
-            kwargs: arguments of `Tensor.backward`, for example `inputs`.
+            kwargs: arguments for `Tensor.backward`, for example `inputs`.
         """
         self.backward(self.scale_loss(loss), **kwargs)
         if self.should_update():
@@ -186,12 +186,12 @@ class OptimWrapper:
         return loss / window
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run backward and count the batch."""
+        """Run the backward pass and count the batch."""
         self.backward_only(loss, **kwargs)
         self.count_batch()
 
     def backward_only(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run backward without counting the batch, for a step with several backward passes.
+        """Run a backward pass without counting the batch, for steps with several backward passes.
 
         Raises:
             ModelError: in the first accumulation window, the last loss does not depend on any of the optimizer's
@@ -201,7 +201,7 @@ class OptimWrapper:
         if self.guard is not None:
             loss = self.guard.poison(loss)
         self._amplify(loss).backward(**kwargs)
-        # Earlier in a window, FSDP2 stores the gradients elsewhere.
+        # Before the last batch of a window, FSDP2 does not store the gradients in `p.grad`.
         if not self._trains and self.should_sync():
             self._check_any_gradient()
 
@@ -219,11 +219,11 @@ class OptimWrapper:
         return loss
 
     def step(self, **kwargs: Any) -> None:
-        """Run the optimizer step with `parts` around it."""
+        """Run the optimizer step, and run `parts` before and after it."""
         self._apply_parts(lambda: self.optimizer.step(**kwargs), self.finite)
 
     def _apply_parts(self, step: Callable[[], Any], finite: Tensor | None) -> None:
-        """Call `step`, which runs the optimizer step, with `parts` around it; undo the parts if `finite` is False."""
+        """Run `parts` before and after `step`, which runs the optimizer step; undo the parts if `finite` is False."""
         self._lay_out()
         params = [param for param in self.parameters() if param.grad is not None] if self.parts else []
         self.logs, self.grad_norm = {}, None
@@ -240,7 +240,7 @@ class OptimWrapper:
         if kwargs or self.overrides_zero_grad:
             self.optimizer.zero_grad(**kwargs)
             return
-        # Equivalent to the optimizer's zero_grad, but does not create a profiler record.
+        # Equivalent to the optimizer's zero_grad, but without a profiler record.
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 param.grad = None
@@ -262,7 +262,7 @@ class OptimWrapper:
         return self.ends_window(self._inner_count)
 
     def should_sync(self) -> bool:
-        """Return whether the next batch ends its accumulation window, so that backward must sync gradients."""
+        """Return whether the next batch ends its accumulation window, so that backward must synchronize gradients."""
         return self.ends_window(self._inner_count + 1)
 
     def claim_gradients(self) -> None:
@@ -294,7 +294,7 @@ class OptimWrapper:
         return in_epoch % self._accumulative_counts == 0 or count == self._max_counts
 
     def count_batch(self) -> None:
-        """Count a batch after its backward."""
+        """Count a batch after its backward pass."""
         self._inner_count += 1
         if self.ends_window(self._inner_count):
             self._window_start = self._inner_count
@@ -315,7 +315,7 @@ class OptimWrapper:
 
     @property
     def window(self) -> int:
-        """Number of batches in the accumulation window of the next batch."""
+        """Number of batches in the accumulation window that contains the next batch."""
         counts, epoch = self._accumulative_counts, self.batches_per_epoch
         in_epoch = self._inner_count % epoch if epoch else self._inner_count
         first = self._inner_count - in_epoch  # the first batch of the epoch
@@ -327,7 +327,7 @@ class OptimWrapper:
         return min(ends) - self._window_start
 
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
-        """Return the context manager for forward and backward: `no_sync` unless the batch ends a window."""
+        """Return the context manager for the forward and backward passes: `no_sync` unless the batch ends a window."""
         if self.guard is not None:
             self.guard.before_forward()
         if self._accumulative_counts > 1 and not self.should_sync() and hasattr(model, "no_sync"):
@@ -353,12 +353,12 @@ class OptimWrapper:
 
     @property
     def overrides_zero_grad(self) -> bool:
-        """Whether the optimizer overrides `zero_grad`, and may set gradients to zero instead of None."""
+        """Whether the optimizer overrides `zero_grad`, and may therefore set gradients to zero instead of None."""
         return getattr(self.optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad
 
     @property
     def batches(self) -> int:
-        """Number of batches trained on, including those before a resume."""
+        """Number of batches trained on, including those before resuming."""
         return self._inner_count
 
     @batches.setter
@@ -386,7 +386,7 @@ class OptimWrapper:
         return self.optimizer.defaults
 
     def get_lr(self) -> dict[str, list[float]]:
-        """Return the learning rate of each group. This may synchronize if learning rates are tensors."""
+        """Return the learning rate of each group. Tensor learning rates may cause a device synchronization."""
         return {"lr": [float(group["lr"]) for group in self.param_groups]}
 
     def get_momentum(self) -> dict[str, list[float]]:
@@ -421,7 +421,7 @@ class OptimWrapper:
 
 
 def _unsupported_reason(optimizer: Optimizer) -> str | None:
-    """Return why the optimizer is not supported, with a remedy, or None if it is supported."""
+    """Return why the optimizer is not supported and what to do, or None if it is supported."""
     closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return (

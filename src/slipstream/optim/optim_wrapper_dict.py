@@ -30,7 +30,7 @@ class OptimWrapperDict(OptimWrapper):
         names = ", ".join(self.optim_wrappers)
         raise ModelError(
             f"there are several optimizers ({names}); override train_step(data, optim_wrapper) in the model, and call "
-            f"optim_wrapper[name].{call} in it"
+            f"optim_wrapper[name].{call} there"
         )
 
     def update_params(self, loss: Tensor, **kwargs: Any) -> None:
@@ -80,7 +80,7 @@ class OptimWrapperDict(OptimWrapper):
         return {name: wrapper.state_dict() for name, wrapper in self.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore each wrapper by name."""
+        """Restore the state of each wrapper by name."""
         if state_dict.keys() != self.optim_wrappers.keys():
             raise ConfigError(
                 f"the optimizers are {sorted(self.keys())}, but the state contains {sorted(state_dict)}; load the "
@@ -110,7 +110,7 @@ class OptimWrapperDict(OptimWrapper):
         return self.optim_wrappers.values()
 
     def items(self) -> ItemsView[str, OptimWrapper]:
-        """Return the names and wrappers as pairs."""
+        """Return the (name, wrapper) pairs."""
         return self.optim_wrappers.items()
 
     def __repr__(self) -> str:

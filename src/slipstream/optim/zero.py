@@ -20,7 +20,7 @@ from slipstream.registry import OPTIMIZERS
 __all__ = ["ZeroRedundancyOptimizer"]
 
 _NAMING = ("params", "param_names")
-"""Keys of a group that are not optimizer options."""
+"""Keys of a parameter group that are not optimizer options."""
 
 
 @OPTIMIZERS.register_module()
@@ -28,13 +28,13 @@ class ZeroRedundancyOptimizer(Optimizer):
     """An optimizer whose state is partitioned across the processes (Rajbhandari et al. 2020, stage 1).
 
     Each parameter belongs to one process. The largest parameters are assigned first, each to the process with the
-    fewest elements. In each step, a process updates the parameters in its partition and gathers all others, which
-    requires memory for another copy of the parameters. With one process, the class behaves like the inner optimizer.
-    The inner optimizer must update each parameter independently, as torch's optimizers do.
+    fewest elements. In each step, every process updates the parameters in its partition and gathers all other
+    parameters, which requires memory for another copy of the parameters. With one process, the class behaves like the
+    inner optimizer. The inner optimizer must update each parameter independently, as torch's optimizers do.
 
     `state_dict` has the format of the inner optimizer, so a run can resume with any number of processes, or with the
     inner optimizer alone. torch's class of the same name requires all parameters to have the same dtype, and its state
-    is available on only one rank, after `consolidate_state_dict`.
+    is available on only one rank, after a call to `consolidate_state_dict`.
 
     Args:
         params: parameters or parameter groups.
@@ -61,7 +61,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         _copy_options(self.optim.param_groups, self.param_groups)
 
     def _assign(self, tensors: list[Tensor]) -> None:
-        """Assign each tensor to the partition of a rank."""
+        """Assign each tensor to a rank's partition."""
         sizes = [sum(map(Tensor.numel, partition)) for partition in self._partitions]
         for tensor in sorted(tensors, key=Tensor.numel, reverse=True):
             least = sizes.index(min(sizes))
@@ -76,7 +76,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the partition of each process, and gather all parameters on every process."""
+        """Update each process's partition, and gather all parameters on every process."""
         _copy_options(self.param_groups, self.optim.param_groups)  # a scheduler may have changed the options
         loss = self.optim.step() if closure is None else self.optim.step(closure)
         _copy_options(self.optim.param_groups, self.param_groups)
@@ -108,9 +108,9 @@ class ZeroRedundancyOptimizer(Optimizer):
             self.optim.add_param_group(self._own(self.param_groups[-1]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the full state on rank 0, and this rank's partition of the state on the other ranks.
+        """Return the full state on rank 0, and only the rank's own partition on the other ranks.
 
-        With several processes, the tensors are on the CPU. All ranks must call this method.
+        With several processes, the returned tensors are on the CPU. All ranks must call this method.
         """
         own = super().state_dict()
         if len(self._partitions) > 1:
@@ -118,7 +118,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         return own
 
     def _gather_state(self, state: dict[int, Any]) -> dict[int, Any]:
-        """Return the states of all ranks on rank 0; the ranks send them one after another, to limit memory use."""
+        """Gather the states of all ranks on rank 0. The ranks send their states one at a time, to limit memory use."""
         state = tree_map_only(Tensor, lambda t: t.cpu(), state)
         for source in range(1, len(self._partitions)):
             if get_rank() == source:
@@ -147,6 +147,6 @@ def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) ->
 
 
 def _slots(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Return a view into `flat` for each tensor, with the shape of the tensor."""
+    """For each tensor, return a view into `flat` with the tensor's shape."""
     sizes = [t.numel() for t in tensors]
     return [part.view(t.shape) for part, t in zip(flat[: sum(sizes)].split(sizes), tensors, strict=True)]

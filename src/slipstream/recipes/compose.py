@@ -1,4 +1,4 @@
-"""Compose a recipe in SuperGradients' syntax into built-in Python values with Hydra."""
+"""Use Hydra to compose a recipe in SuperGradients' syntax into built-in Python values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["compose", "hydra_overrides", "load", "normalize_overrides", "search_folders"]
 
-# The keys that each shortcut sets in every recipe, whether or not it includes `variable_setup`.
+# The keys that each shortcut sets in every recipe, whether or not the recipe includes `variable_setup`.
 _SHORTCUTS = {
     "lr": ["training_hyperparams.initial_lr"],
     "batch_size": ["dataset_params.train_dataloader_params.batch_size"],
@@ -44,10 +44,10 @@ _SHORTCUTS = {
 # Names that other tools use for the shortcuts.
 _SYNONYMS = {"learning_rate": "lr", "initial_lr": "lr", "max_epochs": "epochs", "num_epochs": "epochs",
              "workers": "num_workers"}  # fmt: skip
-# Keys that all recipes accept without a +, even if they do not list them.
+# Keys that overrides can set without a +, even if the recipe does not contain them.
 _TOP = (*_SHORTCUTS, "experiment_name", "ckpt_root_dir", "data_root_dir", "multi_gpu", "num_gpus",
         "load_checkpoint", "test_dataloaders")  # fmt: skip
-# The readers of these sections reject unknown keys, so new keys need no +.
+# Unknown keys in these sections are rejected later, so new keys do not require a +.
 _OPEN = (
     r"training_hyperparams|arch_params|checkpoint_params"
     r"|dataset_params\.(train|val|test)_(dataset|dataloader)_params"
@@ -59,7 +59,7 @@ _SUPERGRADIENTS = "super_gradients"
 def compose(
     name: str, overrides: Iterable[str] = (), config_dir: str | Path | None = None, trust: bool = False
 ) -> dict[str, Any]:
-    """Return a recipe as built-in Python values. No object is built, and no module in the recipe is imported.
+    """Return a recipe as built-in Python values, without building objects or importing the recipe's modules.
 
     The defaults list is processed, overrides are applied and interpolations are resolved. In the file and in overrides,
     `training_params` is a synonym for `training_hyperparams`. The shortcuts lr, batch_size, val_batch_size, ema,
@@ -74,8 +74,8 @@ def compose(
 
     Raises:
         UnknownNameError: if a recipe, group option or key does not exist. The message suggests the nearest name.
-        ConfigError: if a file or an override is invalid, an interpolation cannot be resolved, the recipe is for a task
-            that is not supported, or the recipe is only a base for other recipes.
+        ConfigError: if a file or an override is invalid, an interpolation cannot be resolved, the recipe's task is
+            not supported, or the recipe is only a base for other recipes.
     """
     with extra("recipes"):
         from omegaconf import OmegaConf
@@ -121,7 +121,7 @@ def normalize_overrides(overrides: Iterable[str]) -> list[str]:
 
 
 def search_folders(path: Path, config_dir: str | Path | None) -> list[Path]:
-    """Return the search path for config groups: the recipe's folder, the user's folder, and the package."""
+    """Return the search path for config groups: the recipe's folder, the user's folder and the built-in one."""
     folders = [path.parent, *([Path(config_dir)] if config_dir else []), FOLDER]
     return list(dict.fromkeys(folder.resolve() for folder in folders))
 
@@ -147,7 +147,7 @@ def load(
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
         _raise_unknown_key(error, path, overrides, config_dir)
         raise ConfigError(f"{_first_line(error)} (in {path})") from None
-    except TypeError:  # Hydra raises this error, without a message, if an override sets an item of a list
+    except TypeError:  # Hydra raises this error, without a message, if an override sets a list item
         raise ConfigError(
             f"overrides can only replace a whole list, not one of its items: {overrides} (in {path})"
         ) from None
@@ -255,7 +255,7 @@ def _merge_synonyms(cfg: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def _check_base(raw: Mapping[str, Any], path: Path, config_dir: str | Path | None) -> None:
-    """Raise a ConfigError if the recipe has no network, because it is only a base for other recipes."""
+    """Raise a ConfigError if the recipe has no architecture because it is only a base for other recipes."""
     if raw.get("architecture") is None and (
         names := extended_by(path.stem, search_folders(path, config_dir))
     ):
@@ -267,7 +267,7 @@ def _check_base(raw: Mapping[str, Any], path: Path, config_dir: str | Path | Non
 
 
 def _with_references(value: Any, raw: Any) -> Any:
-    """Return `value`, with strings that contain environment variables (`${oc.env:NAME}` in `raw`) as `Reference`s."""
+    """Return `value`, with strings that use environment variables (`${oc.env:NAME}` in `raw`) as `Reference`s."""
     if isinstance(value, dict) and isinstance(raw, dict):
         return {key: _with_references(item, raw.get(key)) for key, item in value.items()}
     if isinstance(value, list) and isinstance(raw, list):
@@ -292,7 +292,7 @@ def _expand_shortcuts(values: dict[str, Any]) -> None:
             node[last] = value
 
 
-# ---- error messages on one line -----------------------------------------------------------------------------------
+# ---- one-line error messages --------------------------------------------------------------------------------------
 
 
 def _first_line(error: BaseException) -> str:
@@ -316,7 +316,7 @@ def _first_line(error: BaseException) -> str:
 def _missing(error: Any, path: Path, folders: Sequence[Path]) -> ConfigError:
     group, _, option = str(error.missing_cfg_file).rpartition("/")
     options = error.options or ()
-    there = f"available: {', '.join(options)}" if options else "nothing else is available"
+    there = f"available: {', '.join(options)}" if options else "available: none"
     looked = ", ".join(str(folder) for folder in folders)
     what = f"{group} '{option}'" if group else f"recipe '{option}'"
     return UnknownNameError(

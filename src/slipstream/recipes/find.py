@@ -21,7 +21,7 @@ COMPOSED_KEYS = ("defaults", "architecture", "arch_params", "training_hyperparam
 
 
 def recipes(config_dir: str | Path | None = None) -> Mapping[str, str]:
-    """Return the names and descriptions (the comment on the first line) of all recipes, those in `config_dir` first."""
+    """Return the names and descriptions (the comment on the first line) of all recipes, starting with `config_dir`."""
     found: dict[str, str] = {}
     for folder in (*([Path(config_dir)] if config_dir else []), FOLDER):
         for path in sorted(folder.glob("[a-z]*.yaml")):
@@ -36,11 +36,11 @@ def find_recipe(name: str, config_dir: str | Path | None = None) -> Path:
     """Return the path of a recipe, given its name, or of a configuration file, given its path.
 
     Args:
-        name: name of a recipe, or a path with its extension.
+        name: name of a recipe, or path of a configuration file, including its extension.
         config_dir: folder with your own recipes, which take precedence over built-in recipes.
 
     Raises:
-        UnknownNameError: if no such recipe or file exists.
+        UnknownNameError: if `name` is neither a recipe nor a path of a configuration file.
         ConfigError: if `config_dir` is not a folder.
     """
     if config_dir is not None and not Path(config_dir).is_dir():
@@ -54,7 +54,7 @@ def find_recipe(name: str, config_dir: str | Path | None = None) -> Path:
         return Path(name)  # Config.fromfile reports missing and invalid files
     raise UnknownNameError(
         f"no recipe is named '{name}'{did_you_mean(name, recipes(config_dir))} "
-        "(`slipstream recipes` lists them; to use a configuration file, include its extension)"
+        "(`slipstream recipes` lists all recipes; to use a configuration file, include its extension)"
     )
 
 

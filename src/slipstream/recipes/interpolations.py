@@ -1,4 +1,4 @@
-"""Limit the interpolations (`${key}`) in recipes, because a few short values can lead to billions of references."""
+"""Limit the interpolations (`${key}`) in recipes, because a few short values can expand to billions of references."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Key = tuple[Any, ...]
 def check_interpolations(tree: Mapping[str, Any], source: str) -> None:
     """Limit the number of values that OmegaConf reads to resolve every interpolation in `tree`.
 
-    Every key in the text of an interpolation counts, even in a resolver's arguments (`${oc.select:key}`).
+    Every key inside an interpolation counts, even in a resolver's arguments (`${oc.select:key}`).
 
     Raises:
         ConfigError: if there are more than 10,000 values. The message contains `source` and the key.
@@ -56,7 +56,7 @@ def _children(key: _Key, node: Any) -> Iterator[tuple[_Key, Any]]:
 
 
 def _references(tree: Any, key: _Key, text: Any) -> Iterator[_Key]:
-    """Yield the keys in the interpolations of `text`, relative to the root or to any parent of `key`."""
+    """Yield the keys in the interpolations in `text`, relative to the root or to any parent of `key`."""
     if not isinstance(text, str) or not ("${" in text or _KEY.fullmatch(text)):
         return
     for word in _KEY.findall(text.partition("${")[2] or text):

@@ -13,14 +13,14 @@ __all__ = ["output_dir", "register_resolvers"]
 
 
 def output_dir(ckpt_root_dir: str | None, experiment_name: str) -> str:
-    """Return the folder of an experiment: `ckpt_root_dir/experiment_name`. The default root is `work_dirs`."""
+    """Return an experiment's folder: `ckpt_root_dir/experiment_name`. The default root is `work_dirs`."""
     return str(
         Path(ckpt_root_dir or "work_dirs") / check_name(experiment_name, "experiment_name", "ckpt_root_dir")
     )
 
 
 def register_resolvers() -> None:
-    """Register SuperGradients' functions with OmegaConf. Repeated calls have no effect."""
+    """Register SuperGradients' resolvers with OmegaConf. Repeated calls have no effect."""
     from omegaconf import OmegaConf
 
     functions: dict[str, Callable[..., Any]] = {
@@ -30,7 +30,7 @@ def register_resolvers() -> None:
         "getitem": lambda container, key: container[key],
         "first": lambda items: items[0],
         "last": lambda items: items[-1],
-        "class": lambda path: path,  # the path remains a name, which the registry looks up later
+        "class": lambda path: path,  # the import path remains a string, which the registry looks up later
         "roboflow_dataset_num_classes": _no_roboflow,
     }
     for name, function in functions.items():

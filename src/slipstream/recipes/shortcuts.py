@@ -22,7 +22,7 @@ _KEYS = {
     "num_workers": tuple(f"{loader}.num_workers" for loader in _LOADERS),
     "data_root_dir": tuple(f"{loader}.dataset.{root}" for loader in _LOADERS for root in _ROOTS),
 }
-"""Maps each shortcut to the Runner's keys that it sets."""
+"""Maps each shortcut to the Runner keys that it sets."""
 _SYNONYMS = {
     "learning_rate": "lr",
     "num_epochs": "epochs",
@@ -33,7 +33,7 @@ _SYNONYMS = {
 
 
 def runner_overrides(cfg: Config, overrides: Iterable[str]) -> list[str]:
-    """Return the overrides with shortcuts replaced by the Runner's keys that they set.
+    """Return the overrides, with each shortcut replaced by the Runner keys that it sets.
 
     The shortcuts are `lr`, `batch_size`, `val_batch_size`, `epochs`, `num_workers` and `data_root_dir`, as in recipes
     in SuperGradients' syntax. A shortcut is not replaced if the configuration has a key of the same name. If the
@@ -74,7 +74,7 @@ def set_ema(cfg: Config, overrides: Iterable[str]) -> list[str]:
     """Apply the shortcut `ema=True` or `ema=False`, and return the other overrides.
 
     `False` removes each `EMAHook` from the recipe. `True` enables the speed option `ema` if the recipe has no
-    `EMAHook`. Overrides with other values are returned unchanged, and later cause the error for unknown keys.
+    `EMAHook`. Overrides with other values are returned unchanged, and later raise an error for an unknown key.
     """
     rest = []
     for override in overrides:

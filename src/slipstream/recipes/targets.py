@@ -14,7 +14,7 @@ _MAX_ITEMS = 100_000
 
 
 def without_targets(value: Any, path: str = "") -> Any:
-    """Return `value` with the `_target_` dicts of lists, ranges, enums and COCO's classes replaced by built-in values.
+    """Return `value` with `_target_` dicts for lists, ranges, enums and COCO classes replaced by built-in values.
 
     Other `_target_` dicts configure components, and are not changed.
 
@@ -51,7 +51,7 @@ def _called(function: Callable[..., list[float]], target: str, value: Mapping[st
     try:
         return function(*(value.get("_args_") or ()), **arguments)
     except (TypeError, ZeroDivisionError, OverflowError, ValueError) as error:
-        raise ConfigError(f"the arguments of {target} are invalid: {error}", path) from None
+        raise ConfigError(f"invalid arguments for {target}: {error}", path) from None
 
 
 def _arange(start: float = 0, stop: float | None = None, step: float = 1, dtype: Any = None) -> list[float]:

@@ -15,15 +15,15 @@ from slipstream.recipes.interpolations import check_interpolations
 __all__ = ["check_files", "check_hydra", "check_search_path"]
 
 _TRUST = "If you trust the recipe, add --trust on the command line, or pass trust=True in Python"
-# `pkg://` imports the package.
+# Hydra imports the packages in `pkg://` entries. Only these packages are allowed.
 _PACKAGES = ("pkg://slipstream", "pkg://hydra", "pkg://super_gradients")
 _TARGETS = ("hydra.", "hydra_plugins.", "super_gradients.", "logging.", "colorlog.")
-# Keys whose values Hydra and Python's logging import and call.
+# Keys whose values are imported and called by Hydra or by Python's logging module.
 _CALLED = ("_target_", "()", "class", "factory")
 
 
 def check_files(path: Path, overrides: Iterable[str], folders: Iterable[Path]) -> None:
-    """Check that a recipe and the files in its defaults lists are within limits, because Hydra itself has none.
+    """Check that a recipe and the files in its defaults lists are within limits, because Hydra enforces none.
 
     Raises:
         ConfigError: if a file is not valid YAML, or exceeds the limits on depth, aliases and interpolations.

@@ -1,4 +1,4 @@
-"""Registries of classes and functions, and building of objects from configuration dicts."""
+"""Registries of classes and functions, and functions that build objects from configuration dicts."""
 
 from slipstream.registry.registry import Registry, build_from_cfg, default_scope, init_default_scope
 from slipstream.registry.root import (

@@ -1,4 +1,4 @@
-"""Look up registered objects by import strings such as `mmdet.models.RetinaNet`, which saved configurations contain."""
+"""Look up registered objects by import string (`mmdet.models.RetinaNet`), as used in saved configurations."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ LIBRARIES = (
     "mmseg",
     "mmyolo",
 )
-"""Scopes whose child registries are created in the module `registry` of the package with the same name."""
+"""Scopes whose child registries are created by the `registry` module of the package with the same name."""
 
-# Packages whose modules `import_registered` may import. Modules of other packages must already be imported.
+# Packages whose modules `import_registered` may import. Modules of other packages must have been imported before.
 _IMPORTABLE = (*LIBRARIES, "mmcv", "mmengine", "slipstream", "torch", "torchmetrics")
 
 
@@ -53,7 +53,7 @@ def _module(name: str) -> Any | None:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # If `name` ends with a class, it is not a module. Errors for other missing modules are raised again.
+        # If `name` ends with a class name, it is not a module. Errors for other missing modules are re-raised.
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             return None
         raise

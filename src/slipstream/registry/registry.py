@@ -35,7 +35,7 @@ _scope: ContextVar[str | None] = ContextVar("slipstream_default_scope", default=
 
 
 def init_default_scope(scope: str) -> None:
-    """Look up names without a prefix in `scope` first, in this context (thread or task)."""
+    """In this context (thread or task), look up names without a prefix in `scope` first."""
     _scope.set(scope)
 
 
@@ -46,7 +46,7 @@ def current_scope() -> str | None:
 
 @contextmanager
 def default_scope(scope: str | None) -> Iterator[None]:
-    """Look up names without a prefix in `scope` first, inside the `with` block."""
+    """Inside the `with` block, look up names without a prefix in `scope` first."""
     token = _scope.set(scope)
     try:
         yield
@@ -60,8 +60,8 @@ class Registry:
     Args:
         name: kind of the entries (`"model"`), for error messages.
         build_func: the function that `build` calls to build an object from a configuration.
-        parent: the registry to search if a name is not found here.
-        scope: name of the library that registers here (`"mmseg"` in `type="mmseg.FCNHead"`);
+        parent: the registry to search for names that are not found in this registry.
+        scope: name of the library that registers its objects in this registry (`"mmseg"` in `type="mmseg.FCNHead"`);
             by default the top-level package of the caller.
         locations: modules to import if a name is not found; importing them registers their classes.
         namespaces: modules whose public classes count as registered (`"torch.optim"`).
@@ -107,7 +107,7 @@ class Registry:
 
     @contextmanager
     def switch_scope_and_registry(self, scope: str | None) -> Iterator[Registry]:
-        """Yield the registry of `scope`, or this registry if none exists; the `with` block searches `scope` first.
+        """Yield the registry of `scope`, or this registry if none exists; lookups in the block search `scope` first.
 
         Args:
             scope: a library's scope; None keeps the current default scope.
@@ -133,7 +133,7 @@ class Registry:
         force: bool = False,
         module: Any = None,
     ) -> Any:
-        """Register `module` under `name` (default: its `__name__`), as a call or as a decorator.
+        """Register `module` under `name` (default: its `__name__`). It can also be used as a decorator.
 
         Raises:
             UnknownNameError: another object is registered under the name, and `force` is not set.
@@ -166,9 +166,9 @@ class Registry:
     def get(self, key: str) -> Any | None:
         """Return the object registered as `key` (`"Name"` or `"scope.Name"`), or None.
 
-        A name without a scope is looked up in the registry of the default scope, then here. Each registry searches its
-        registered objects first, then its namespaces, and then its parent. A registered object is also found by its
-        import string (`"torch.optim.SGD"`).
+        A name without a scope is looked up in the registry of the default scope, then in this registry. Each registry
+        searches its registered objects first, then its namespaces, and then its parent. A registered object can also
+        be looked up by its import string (`"torch.optim.SGD"`).
         """
         registries, name = self._split(key)
         found = (registry._find_in_parents(name) for registry in registries)
@@ -176,12 +176,12 @@ class Registry:
         return import_registered(key, self._contains_object) if obj is None and "." in key else obj
 
     def _contains_object(self, obj: Any) -> bool:
-        """Return whether `obj` is registered here or in a related registry, under any name."""
+        """Return whether `obj` is registered in this registry or a related registry, under any name."""
         name = getattr(obj, "__name__", "")
         return self.root.holds(obj) or self._find_in_parents(name) is obj
 
     def holds(self, obj: Any) -> bool:
-        """Return whether `obj` is registered here or in a child registry, under any name, without importing modules."""
+        """Return whether this registry or a child registry contains `obj` under any name, without importing modules."""
         here = any(obj is registered for registered in self.module_dict.values())
         return here or any(child.holds(obj) for child in self.children.values())
 
@@ -221,7 +221,7 @@ class Registry:
         return found
 
     def names(self) -> list[str]:
-        """Return the sorted names of this registry and its parents."""
+        """Return the sorted names of all objects in this registry and its parents."""
         self._import_locations()
         found = set(self.module_dict)
         for module in self._imported_namespaces():
@@ -274,9 +274,9 @@ class Registry:
         return next((obj for obj in public if obj is not None), None)
 
     def _import_locations(self, wanted: str | None = None) -> None:
-        """Import the locations, from last to first, until one has registered `wanted` (None: import all)."""
+        """Import the locations, from last to first, until one of them registers `wanted` (None: import all)."""
         while self._locations and wanted not in self.module_dict:
-            location = self._locations.pop()  # remove it before the import, which may look up names here
+            location = self._locations.pop()  # remove it before the import, which may use this registry
             try:
                 importlib.import_module(location)
             except BaseException:
@@ -311,8 +311,8 @@ def build_from_cfg(cfg: Any, registry: Registry, default_args: Mapping[str, Any]
 
     Args:
         cfg: a dict whose `type` is a registered name, a class or a function; the other keys are its
-            arguments. `cfg` is not modified. The key `_scope_`, which is not an argument, is the default scope while
-            the object is built.
+            arguments. `cfg` is not modified. The key `_scope_`, which is not an argument, sets the default scope
+            while the object is built.
         registry: the registry in which names are looked up.
         default_args: default arguments, which `cfg` overrides; may contain `type`.
 
@@ -341,7 +341,7 @@ def _with_article(name: str) -> str:
 
 
 def _call(cfg: Mapping[str, Any], arguments: dict[str, Any], registry: Registry) -> Any:
-    """Call the `type` of `arguments` with the other arguments; errors contain their location in `cfg`."""
+    """Call `arguments['type']` with the other arguments; errors contain their location in `cfg`."""
     kind = arguments.pop("type")
     try:
         target = registry.resolve(kind) if isinstance(kind, str) else kind
@@ -368,7 +368,7 @@ _WRONG_ARGUMENT = (
     AssertionError,
     RuntimeError,
 )
-"""Exceptions from constructors that are reported with the config path; others (OSError) are raised unchanged."""
+"""Exceptions from constructors that are reported with the config path; others (such as OSError) propagate."""
 
 
 def _reason(error: Exception) -> str:
@@ -412,7 +412,7 @@ def _check_arguments(target: Any, arguments: Mapping[str, Any]) -> None:
     open_ended = any(p.kind is p.VAR_KEYWORD for p in known.values())
     for key in arguments:
         if not isinstance(key, str):
-            raise BuildError(f"the names of parameters must be strings, not {shown(key)}")
+            raise BuildError(f"parameter names must be strings, not {shown(key)}")
         if key not in known and not open_ended:
             hint = did_you_mean(key, known)
             raise BuildError(f"{_name(target)} has no parameter '{key}'{hint}")
@@ -429,7 +429,7 @@ def _check_arguments(target: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def _check_types(target: Any, arguments: Mapping[str, Any]) -> None:
-    # Annotations in other packages are often inexact, so they are not checked. In torch.nn, numbers are checked,
+    # Annotations in other packages are often inexact, so they are not checked. Numbers in torch.nn are an exception,
     # because its layers accept any object.
     module = str(getattr(target, "__module__", ""))
     if not module.startswith(("slipstream.", "torch.nn.")):
@@ -444,11 +444,11 @@ def _check_types(target: Any, arguments: Mapping[str, Any]) -> None:
 
 
 _SIZES = ("in_channels", "out_channels", "kernel_size", "stride", "dilation", "groups")
-"""Parameters of convolution and pooling layers. If their values are invalid, torch.nn raises unclear errors or none."""
+"""Parameters of convolution and pooling layers. If a value is invalid, torch.nn raises an unclear error or none."""
 
 
 def _is_like_number(value: Any, hint: Any) -> bool:
-    """Return True if `value` can be used as a number other than NaN, or if the annotation is not a number.
+    """Return True if `value` can be used as a number other than NaN, or if the annotation is not a numeric type.
 
     A bool is rejected where a number or a size (`int | tuple[int, int]`) is expected, because torch.nn would use it as
     0 or 1.

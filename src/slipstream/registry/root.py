@@ -51,7 +51,7 @@ def _build_model(cfg: Any, registry: Registry, default_args: Any = None) -> Any:
 
 
 def _build_optimizer(cfg: Any, registry: Registry, default_args: Any = None) -> Any:
-    """Check the options and build an optimizer. torch's optimizers accept NaN, and their errors omit the key."""
+    """Check the options and build an optimizer. torch's optimizers accept NaN, and their messages omit the key."""
     if isinstance(cfg, Mapping):
         try:
             check_optimizer_options(cfg)
@@ -63,7 +63,7 @@ def _build_optimizer(cfg: Any, registry: Registry, default_args: Any = None) -> 
 
 
 def _check_flags(cfg: Mapping[str, Any], registry: Registry) -> None:
-    """Check that options whose default is a bool, such as `nesterov`, are bools; optimizers accept any value."""
+    """Check that options whose default is a bool, such as `nesterov`, are bools. Optimizers accept any value."""
     kind = cfg.get("type")
     target = registry.get(kind) if isinstance(kind, str) else kind
     parameters = inspect.signature(target).parameters if inspect.isclass(target) else {}

@@ -1,4 +1,4 @@
-"""Reports of runs: what a run recorded, its HTML page, the comparison of several runs, and the list of runs."""
+"""Reports on training runs: a run's record, its HTML page, the comparison of several runs, and the list of runs."""
 
 from slipstream.report.curve import Curve
 from slipstream.report.files import read_run, write_page, write_report

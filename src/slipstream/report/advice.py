@@ -1,4 +1,4 @@
-"""Recommendations from the measured time split, each with an upper bound on its gain."""
+"""Recommendations based on the measured time breakdown, each with an upper bound on its gain."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OUTSIDE = ("other", "test")
 _WAITS = 0.05
 """Minimum fraction of time spent waiting for data that leads to a recommendation."""
 _FEWEST_STEPS = 10
-"""Minimum number of steps for recommendations; the time split of a shorter run is a poor predictor of longer runs."""
+"""Recommendations require more steps than this; the time breakdown of a short run poorly predicts longer runs."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Advice:
 
     @property
     def text(self) -> str:
-        """The recommendation as text, with its bound."""
+        """The recommendation as a string, including its bound."""
         bound = math.ceil(self.bound * 100) / 100  # rounded up, to remain an upper bound
         return (
             f"{self.share:.0%} of the training time {self.problem}. Eliminating this time would speed up training by "
@@ -60,7 +60,7 @@ def trusted_split(record: RunRecord) -> bool:
 
 
 def training_seconds(record: RunRecord) -> float:
-    """Return the duration of training, validation and checkpoints, without the first step."""
+    """Return the duration of training, validation and checkpoints, excluding the first step."""
     return sum(seconds for phase, seconds in record.phases.seconds.items() if phase not in OUTSIDE)
 
 
@@ -72,19 +72,19 @@ def waits(record: RunRecord) -> bool:
 
 
 def mean_speed(record: RunRecord) -> float | None:
-    """Return the mean training speed in images/s without the first step, validation and checkpoints, or None."""
+    """Return the mean training speed in images/s, excluding the first step, validation and checkpoints, or None."""
     outside = ("validation", "checkpoint", *OUTSIDE)
     seconds = sum(value for phase, value in record.phases.seconds.items() if phase not in outside)
     return record.phases.samples / seconds if record.phases.samples and seconds > 0 else None
 
 
 def advice(record: RunRecord) -> list[Advice]:
-    """Return the recommendations for a run, the largest share first.
+    """Return the recommendations for a run, in descending order of their shares.
 
     If a phase takes a fraction `p` of the host's time, a recommendation for it cannot save more than `p`, even on an
-    accelerator, because the host's phases add up to the duration of training. There is no recommendation for forward
-    and backward, and none for the optimizer on an accelerator: the host cannot measure how much of this time an option
-    would save.
+    accelerator, because the host's phases add up to the duration of training. There are no recommendations for the
+    forward and backward passes, nor for the optimizer on an accelerator, because the host cannot measure how much of
+    this time an option would save.
     """
     if not trusted_split(record):
         return []
@@ -123,9 +123,9 @@ def _of_data(record: RunRecord, share: dict[str, float]) -> list[Advice]:
 
 
 def _measured_workers(record: RunRecord) -> str:
-    """Return the conclusion from the measured loading rates as text, or an empty string if there are none.
+    """Return a summary of the measured loading rates, or an empty string if there are none.
 
-    Training cannot be faster than the loader alone, or than the steps without data waits.
+    Training cannot be faster than the loader alone, or than the steps without waiting for data.
     """
     rates = {each.num_workers: each.samples_per_second for each in record.loading_rates}
     present, speed, samples = record.settings.get("num_workers"), mean_speed(record), record.phases.samples
@@ -143,17 +143,17 @@ def _measured_workers(record: RunRecord) -> str:
     )
     if best == present or possible[best] < 1.02 * speed:
         return (
-            f"{probe} None of the measured worker counts trains faster than num_workers={present}. Try the decode-once "
+            f"{probe} No measured worker count is faster than num_workers={present}. Try the decode-once "
             "cache (slipstream data cache), smaller files, or simpler transforms."
         )
     total = training_seconds(record)
     ratio = total / (total - samples / speed + samples / possible[best])
     bound = math.ceil(ratio * 100) / 100
-    return f"{probe} With num_workers={best}, training speeds up by a factor of at most {bound:.2f}."
+    return f"{probe} With num_workers={best}, training would speed up by a factor of at most {bound:.2f}."
 
 
 def tuned_text(record: RunRecord) -> str:
-    """Return the result of `slipstream tune` for this configuration as text; empty if there is none."""
+    """Return a summary of the `slipstream tune` result for this configuration, or an empty string if there is none."""
     if not record.tuned:
         return ""
     found = record.tuned[0]

@@ -1,4 +1,4 @@
-"""The charts of one run: losses, metrics, learning rates, speed and memory."""
+"""The charts of a run: losses, metrics, learning rates, speed and memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def curve_charts(record: RunRecord) -> str:
         return ""
     rows = [[name, number(record.curves[name].last())] for name in rest]
     more = (
-        f"<h3>Newest values of the other scalars</h3>{table(['scalar', 'value'], rows, (1,))}" if rows else ""
+        f"<h3>Latest values of the other scalars</h3>{table(['scalar', 'value'], rows, (1,))}" if rows else ""
     )
     return (
         f'<div class="charts">{"".join(charts)}</div><p class="note">Each point of a training curve is the mean over '
@@ -36,7 +36,7 @@ def curve_charts(record: RunRecord) -> str:
 
 
 def _groups(record: RunRecord) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield the title, unit and curves of each chart, the most important chart first."""
+    """Yield the title, unit and curves of each chart, starting with the most important chart."""
     names = list(record.curves)
     rates = [name for name in names if is_rate(name)]
     training = [name for name in names if name.startswith("train/") and name not in rates]
@@ -46,7 +46,7 @@ def _groups(record: RunRecord) -> Iterator[tuple[str, str, list[str]]]:
     for name in names:
         if name.startswith(("val/", "test/")) and not is_per_class(record, name):
             yield name, "", [name]
-    # A curve without a group (`train/lr`) repeats the curve of the optimizer's first group.
+    # A curve without a group (`train/lr`) repeats the curve of the optimizer's first parameter group.
     named = [name for name in rates if not any(other.startswith(f"{name}/") for other in rates)]
     for first in range(0, len(named), STYLES):
         yield "learning rate", "", named[first : first + STYLES]
@@ -70,7 +70,7 @@ def is_rate(name: str) -> bool:
 
 
 def is_per_class(record: RunRecord, name: str) -> bool:
-    """Return whether a metric is a value per class, such as `val/IoU/road`, which the class table shows."""
+    """Return whether a scalar is a per-class metric in the class table, such as `val/IoU/road`."""
     return bool(record.confusions) and any(
         name.endswith(f"IoU/{each}") for each in record.confusions[0].classes
     )

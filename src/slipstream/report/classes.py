@@ -10,12 +10,12 @@ from slipstream.report.style import table
 __all__ = ["class_rows", "confusion_section"]
 
 _MOST_IN_MATRIX = 30
-"""Maximum number of classes for which the whole matrix is shown."""
+"""Maximum number of classes for which the full matrix is shown."""
 _CONFUSIONS = 15
 
 
 def class_rows(confusion: Confusion) -> list[list[str]]:
-    """Return one row per class: name, share of the targets, IoU, precision and recall in percent, as text."""
+    """Return a row of strings per class: name; share of targets, IoU, precision and recall in percent; target count."""
     matrix = confusion.matrix
     truth = [sum(row) for row in matrix]
     predicted = [sum(column) for column in zip(*matrix, strict=True)]
@@ -90,5 +90,5 @@ def _largest(confusion: Confusion) -> str:
     ]
     if not rows:
         return ""
-    body = table(["target", "predicted as", "number", "% of the target"], rows, (2, 3))
+    body = table(["target", "predicted as", "count", "% of target class"], rows, (2, 3))
     return f"<details><summary>Most frequent confusions</summary>{body}</details>"

@@ -31,7 +31,7 @@ class ComparedRun:
     """A run in a comparison."""
 
     label: str
-    """A short name that no other run has."""
+    """A name that is unique in the comparison."""
     folder: Path
     record: RunRecord
 
@@ -47,7 +47,7 @@ def compare(runs: Sequence[tuple[Path, RunRecord]]) -> list[ComparedRun]:
 
 
 def comparison_page(runs: Sequence[ComparedRun]) -> str:
-    """Return the HTML page that compares runs: results, time split, differing settings and curves."""
+    """Return the HTML page that compares runs: results, time breakdown, differing settings and curves."""
     labels = [run.label for run in runs]
     numeric = tuple(range(1, len(runs) + 1))
     sections = [
@@ -56,17 +56,17 @@ def comparison_page(runs: Sequence[ComparedRun]) -> str:
             "Results",
             table(["", *labels], [[name, *map(_shown, row)] for name, row in _results(runs)], numeric),
         ),
-        section("Time split, percent of training", _split(runs)),
-        section("Different settings", _settings(runs)),
+        section("Time breakdown, percent of training", _split(runs)),
+        section("Settings that differ", _settings(runs)),
         section("Curves", _charts(runs)),
     ]
     return document(f"{', '.join(labels)} – Slipstream comparison", "\n".join(filter(None, sections)))
 
 
 def comparison_csv(runs: Sequence[ComparedRun]) -> str:
-    """Return a CSV table with one row per run: results, time split in percent, and the settings that differ.
+    """Return a CSV table with one row per run: results, time breakdown in percent, and the settings that differ.
 
-    Text that a spreadsheet would run as a formula is preceded by an apostrophe.
+    Strings that a spreadsheet would interpret as formulas are prefixed with an apostrophe.
     """
     rows = [*_results(runs), *((f"time % {name}", row) for name, row in _shares(runs)), *_differences(runs)]
     file = io.StringIO()
@@ -92,7 +92,7 @@ def _shown(value: Any) -> str:
 
 
 def _results(runs: Sequence[ComparedRun]) -> list[tuple[str, list[Any]]]:
-    """Return the name and the values of each result; for curves, the newest value and the extremes."""
+    """Return the name and the values of each result; for curves, the last value, and for metrics also the extremes."""
     records = [run.record for run in runs]
     rows: list[tuple[str, list[Any]]] = [
         ("status", [record.status for record in records]),
@@ -140,9 +140,9 @@ def _split(runs: Sequence[ComparedRun]) -> str:
 
 
 def _differences(runs: Sequence[ComparedRun]) -> list[tuple[str, list[Any]]]:
-    """Return the settings and versions that are not the same in all runs whose settings are known.
+    """Return the settings and versions that differ between the runs whose settings are known.
 
-    A value is None if a run does not have the setting, and `unknown` if a run has no configuration or no versions.
+    A value is None if a run does not have the setting, and `unknown` if they were not recorded.
     """
     records = [run.record for run in runs]
     keys = sorted({key for record in records for key in record.config} - set(_SETTINGS_OF_A_RUN))
@@ -166,11 +166,11 @@ def _settings(runs: Sequence[ComparedRun]) -> str:
     without = [run.label for run in runs if not run.record.config]
     note = ""
     if without:
-        text = f"The configuration is unknown, because the run has no report.json: {', '.join(without)}."
+        text = f"The configuration is unknown for runs without a report.json file: {', '.join(without)}."
         note = f'<p class="note">{escape(text)}</p>'
     rows = [[key, *("not set" if v is None else str(v) for v in row)] for key, row in _differences(runs)]
     if not rows:
-        return f'{note}<p class="note">The recorded settings are equal.</p>'
+        return f'{note}<p class="note">The recorded settings are identical.</p>'
     return note + table(["setting", *(run.label for run in runs)], rows)
 
 

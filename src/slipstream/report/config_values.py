@@ -16,9 +16,9 @@ _SHORT_LIST = 32
 
 
 def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of nested dicts and lists by dotted path, such as `train_dataloader.batch_size`.
+    """Return the values in nested dicts and lists, keyed by dotted path, such as `train_dataloader.batch_size`.
 
-    A short list of numbers and strings becomes a single string. Objects are represented by their class names. At most
+    A short list of numbers and strings is converted to a string. Objects are represented by their class names. At most
     3,000 values are returned, with at most 300 characters each.
     """
     return dict(islice(_leaves(config, ""), _MOST))

@@ -20,16 +20,16 @@ _DIGITS = 7
 class Curve:
     """A scalar over iterations. Each point summarizes the values since the previous point.
 
-    When the curve has `limit` points, adjacent points are merged, so a curve of any length keeps its extremes.
+    When the curve reaches `limit` points, adjacent points are merged, so the extremes are kept for runs of any length.
 
     Attributes:
         limit: maximum number of points, an even number.
-        x: the iteration of the newest value of each point.
-        mean: the mean of the point's finite values; None if there are none.
-        low, high: the minimum and maximum of the point's finite values; None if there are none.
-        count: number of the point's finite values.
-        bad: number of the point's values that are NaN or infinite.
-        newest: the point's newest value, which may be NaN or infinite.
+        x: the iteration of each point's latest value.
+        mean: the mean of each point's finite values; None if there are none.
+        low, high: the minimum and maximum of each point's finite values; None if there are none.
+        count: number of finite values in each point.
+        bad: number of values in each point that are NaN or infinite.
+        newest: the latest value of each point, which may be NaN or infinite.
     """
 
     limit: int = 1000
@@ -45,7 +45,7 @@ class Curve:
         return len(self.x)
 
     def add(self, x: float, values: Iterable[float]) -> None:
-        """Append a point that summarizes `values`, in the order of their steps; without values, nothing is appended."""
+        """Append a point that summarizes `values`, which are in step order. If `values` is empty, do nothing."""
         every = list(values)
         if not every:
             return
@@ -64,7 +64,7 @@ class Curve:
             self._merge()
 
     def truncate(self, x: float) -> None:
-        """Remove the points whose newest value is after iteration `x`."""
+        """Remove the points whose latest value is from after iteration `x`."""
         kept = sum(each <= x for each in self.x)
         for name in _LISTS:
             del getattr(self, name)[kept:]
@@ -77,7 +77,7 @@ class Curve:
         return merged
 
     def last(self) -> float | None:
-        """Return the newest value, which may be NaN or infinite; None if the curve is empty."""
+        """Return the latest value, which may be NaN or infinite; None if the curve is empty."""
         return self.newest[-1] if self.newest else None
 
     def lowest(self) -> float | None:
@@ -89,7 +89,7 @@ class Curve:
         return max(_finite(self.high), default=None)
 
     def to_json(self) -> dict[str, list[Any]]:
-        """Return the lists, with numbers rounded to 7 significant digits, and with NaN and infinity as text."""
+        """Return the lists, with numbers rounded to 7 significant digits, and NaN and infinity converted to strings."""
         return {name: [_rounded(value) for value in getattr(self, name)] for name in _LISTS}
 
     @classmethod
@@ -102,7 +102,7 @@ class Curve:
         if not isinstance(data, Mapping):
             raise DataError(f"{path} must be an object, not {type(data).__name__}")
         lists = {name: data.get(name) for name in _LISTS}
-        newest = data.get("newest", data.get("mean"))  # reports of earlier versions have no `newest`
+        newest = data.get("newest", data.get("mean"))  # reports written by earlier versions have no `newest`
         if isinstance(newest, list):
             lists["newest"] = [_parsed(value) for value in newest]
         lengths = {len(values) if isinstance(values, list) else -1 for values in lists.values()}
@@ -119,7 +119,7 @@ class Curve:
             getattr(self, name).append(value)
 
     def _merge(self) -> None:
-        """Merge adjacent pairs of points; an odd last point is kept."""
+        """Merge adjacent pairs of points; if the number of points is odd, the last one is kept."""
         old = {name: getattr(self, name) for name in _LISTS}
         for name in _LISTS:
             setattr(self, name, [])
@@ -153,7 +153,7 @@ def _finite(values: Sequence[float | None]) -> list[float]:
 
 
 def _parsed(value: Any) -> Any:
-    """Return the value that `_rounded` wrote; None, which earlier versions wrote, becomes NaN."""
+    """Convert a value that `_rounded` returned back to a number; None, from earlier versions, becomes NaN."""
     if value is None:
         return math.nan
     return float(value) if isinstance(value, str) and value in _NON_FINITE else value

@@ -15,14 +15,14 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 def examples_section(examples: list[Example]) -> str:
-    """Return the pictures with label, prediction and probability as HTML, or an empty string."""
+    """Return HTML with the images and their labels, predictions and probabilities, or an empty string."""
     items = "".join(_item(each) for each in examples)
     if not items:
         return ""
     return (
-        f'<ul class="examples">{items}</ul><p class="note">Samples from the last validation run, from batches that are '
-        "spread over its data: first the errors, in order of decreasing probability, then the correct predictions "
-        "with the lowest probability. The pictures are the inputs before the data preprocessor; the "
+        f'<ul class="examples">{items}</ul><p class="note">Samples from the last validation run, from batches '
+        "spread across its data: first the errors, in order of decreasing probability, then the correct predictions "
+        "with the lowest probability. The images show the inputs before data preprocessing; the "
         "brightness of inputs that are not 8-bit images is scaled.</p>"
     )
 

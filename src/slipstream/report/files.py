@@ -1,4 +1,4 @@
-"""Read and write the files of a report: `report.json` and `report.html` in a run folder."""
+"""Read and write a report's files, `report.json` and `report.html`, in a run folder."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["HTML", "JSON", "read_run", "write_page", "write_report"]
 
 JSON, HTML = "report.json", "report.html"
 _LARGEST = 64 * 2**20
-"""Size limit of `report.json`, in bytes; the largest reports have a few MB."""
+"""Size limit of `report.json`, in bytes; the largest reports are a few MB."""
 
 
 def read_run(folder: Path) -> RunRecord:
     """Return the record of a run, read from `report.json` or, if this file does not exist, from the log files.
 
-    A record with the status `incomplete` is read again from the log files, because the run may have continued.
+    If the record's status is `incomplete`, the log files are read instead, because the run may have continued.
 
     Raises:
         DataError: a file is damaged, is not a regular file, or is not readable. The message contains the file and
-            the remedy.
+            a remedy.
     """
     path = folder / JSON
     check_file(path)

@@ -1,4 +1,4 @@
-"""Find the run folders below a folder, and summarize each run as one row."""
+"""Find the run folders under a folder, and summarize each run in one row."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RunRow:
     """Why the record cannot be read."""
 
     def value(self, key: str) -> Any:
-        """Return the value of a column or configuration key, or the newest value of a scalar (`val/mIoU`, `mIoU`)."""
+        """Return the value of a column or configuration key, or the latest value of a scalar (`val/mIoU`, `mIoU`)."""
         if key in ("run", "folder"):
             return str(self.folder)
         if key == "status":
@@ -56,7 +56,7 @@ def _has_own_log(folder: Path) -> bool:
 def find_runs(folder: Path) -> list[RunRow]:
     """Return a row for each run folder in `folder` and its subfolders, sorted by path.
 
-    For a damaged or incomplete run, no error is raised, and its row contains its status.
+    Damaged and incomplete runs do not raise an error; their rows contain their status.
 
     Raises:
         ConfigError: `folder` is not a folder.
@@ -89,9 +89,9 @@ def row_of(folder: Path) -> RunRow:
 
 
 def run_folder(path: Path) -> Path:
-    """Return the run folder for `path`: a run folder itself, a file in it, or a work_dir, whose newest run is used.
+    """Return the run folder for `path`, which is a run folder, a file in a run folder, or a work_dir.
 
-    Runs that only validated or tested are used if no run in the work_dir trained.
+    For a work_dir, the newest training run is used, or the newest run if there is no training run.
 
     Raises:
         ConfigError: `path` contains no run.
@@ -106,7 +106,7 @@ def run_folder(path: Path) -> Path:
     runs = [child for child in folder.iterdir() if child.is_dir() and is_run(child)]
     if not runs:
         raise ConfigError(
-            f"{path} contains no run: neither report.json nor a log; to search subfolders, use slipstream runs {path}"
+            f"{path} contains no run (no report.json and no log file); to search subfolders, use slipstream runs {path}"
         )
     return max(
         map(row_of, runs), key=lambda row: (_trained(row), row.value("started") or "", row.folder.name)
@@ -118,7 +118,7 @@ def _trained(row: RunRow) -> bool:
 
 
 def value_of(record: RunRecord, key: str) -> Any:
-    """Return the value with this name from a record, or None; see `RunRow.value`."""
+    """Return the value named `key` from a record, or None; see `RunRow.value`."""
     if key in _OF_RECORD:
         return _OF_RECORD[key](record)
     for name in (key, f"val/{key}", f"test/{key}", f"train/{key}"):

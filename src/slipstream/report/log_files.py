@@ -1,4 +1,4 @@
-"""Read a run's log files: warnings from the log, and curves from the JSON lines of `LocalVisBackend`."""
+"""Read a run's log files: warnings from the log, and curves from the JSON lines written by `LocalVisBackend`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["MOST_MESSAGES", "LogFile", "check_file", "log_file", "read_log", "re
 MOST_MESSAGES = 200
 """Maximum number of warnings and errors to keep."""
 _LONGEST = 4000
-"""Maximum number of characters to keep from a message."""
+"""Maximum number of characters to keep of each message."""
 _RECORD = re.compile(r"^(\d{4}/\d\d/\d\d \d\d:\d\d:\d\d) - (DEBUG|INFO|WARNING|ERROR|CRITICAL) - (.*)$")
 _SCALARS = "scalars.json"
 _COUNTERS = ("step", "iter", "epoch")
@@ -37,7 +37,7 @@ class LogFile:
     seconds: float = 0.0
     """Time between the first and the last line."""
     messages: list[LogMessage] = field(default_factory=list)
-    """The warnings, the errors and the summary of torch.compile."""
+    """The warnings, the errors and the torch.compile summary."""
     dropped: int = 0
     """Number of messages that are not in `messages`."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -55,7 +55,7 @@ def log_file(folder: Path) -> Path | None:
 
 
 def read_log(path: Path) -> LogFile:
-    """Return the contents of a log file; lines of a different form and missing files are skipped."""
+    """Parse a log file. Lines in other formats are skipped; a missing file is treated as empty."""
     found = LogFile()
     first = last = None
     for time, level, text in _records(path):
@@ -84,7 +84,7 @@ def _parsed_time(text: str) -> datetime | None:
 
 
 def _records(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield the time, level and text of each record; the text may have several lines."""
+    """Yield the time, level and text of each record; the text may span several lines."""
     time = level = ""
     lines: list[str] = []
     try:
@@ -135,7 +135,7 @@ def record_from_logs(folder: Path) -> RunRecord:
 
 
 def check_file(path: Path) -> None:
-    """Check that a path is a file that can be read, or does not exist.
+    """Check that a path is a readable file or does not exist.
 
     Raises:
         DataError: the path is not a regular file, or is not readable.
@@ -146,9 +146,7 @@ def check_file(path: Path) -> None:
         kind = "a folder" if path.is_dir() else "not a file"
         raise DataError(f"{path} is {kind}, but a run stores a file with this name; remove or rename it")
     if not os.access(path, os.R_OK):
-        raise DataError(
-            f"{path} cannot be read, because its permissions do not allow it; change its permissions"
-        )
+        raise DataError(f"{path} is not readable; change its permissions")
 
 
 def _json_lines(folder: Path) -> Iterator[dict[str, Any]]:

@@ -32,13 +32,13 @@ DESCRIPTIONS = {
     "checkpoint": "checkpoints",
     "other": "start and end of the run",
 }
-"""The phases of `slipstream.logging.PhaseTimes` in the order of the page."""
+"""The phases of `slipstream.logging.PhaseTimes` in the order in which the page lists them."""
 _LARGEST_PICTURE = 4 * 2**20
 _STATUS = {
     "finished": "finished",
     "interrupted": "interrupted",
     "failed": "failed",
-    "incomplete": "incomplete: still running, or ended before it wrote its report",
+    "incomplete": "incomplete: still running, or ended before writing its report",
 }
 
 
@@ -47,7 +47,7 @@ def page(record: RunRecord, folder: Path | None = None) -> str:
 
     Args:
         record: the run's record.
-        folder: the run's log folder, which may contain a picture of predictions.
+        folder: the run's log folder, which may contain an image of predictions.
     """
     sections = [
         _head(record),
@@ -80,8 +80,9 @@ def _head(record: RunRecord) -> str:
         )
     if record.source == "logs":
         lines.append(
-            '<p class="note">This report was generated from the log files. They contain neither the time split nor '
-            "the options. Validation metrics are plotted against the logged step: the epoch or the iteration.</p>"
+            '<p class="note">This report was generated from the log files, which contain neither the time '
+            "breakdown nor the options. Validation metrics are plotted against the logged step: the epoch or the "
+            "iteration.</p>"
         )
     if record.error:
         lines.append(f'<div class="error"><p class="message">{escape(record.error)}</p></div>')
@@ -108,7 +109,7 @@ def _tiles(record: RunRecord) -> str:
         tiles.append(("model FLOPs utilization", f"{used:.1%}", f"of the {record.compute.precision} peak"))
     for name, label in (("memory/device_peak_mib", "device memory"), ("memory/host_mib", "host memory")):
         if name in record.curves and (most := record.curves[name].highest()) is not None:
-            tiles.append((label, f"{number(most, 3)} MiB", "largest recorded"))
+            tiles.append((label, f"{number(most, 3)} MiB", "maximum recorded"))
     if record.seconds:
         tiles.append(("duration", duration(record.seconds), ""))
     items = (
@@ -127,7 +128,7 @@ def _spread(curve: Curve) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as short text: `8.2 s`, `3 min 05 s` or `2 h 07 min`."""
+    """Return a duration as a short string: `8.2 s`, `3 min 05 s` or `2 h 07 min`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -147,18 +148,18 @@ def _advice(record: RunRecord) -> str:
         items = "".join(f"<li>{escape(text)}</li>" for text in found)
         return (
             f'<ul class="advice">{items}</ul><p class="note">Each upper bound assumes that all of the time spent in '
-            "its phase is eliminated and that nothing else changes. The bounds of several recommendations cannot be "
+            "the phase is eliminated and that nothing else changes. The bounds of several recommendations cannot be "
             "multiplied.</p>"
         )
     if not trusted_split(record):
         steps = record.phases.steps
         return (
             f'<p class="note">None: the run has {steps} training step{"" if steps == 1 else "s"}, too few for a '
-            "useful time split.</p>"
+            "useful time breakdown.</p>"
         )
     return (
-        '<p class="note">None: no phase outside the training step takes much time. This split does not show how much '
-        "time a speed option would save in forward, backward and optimizer.</p>"
+        '<p class="note">None: no phase outside the training step takes much time. This breakdown does not show how '
+        "much time a speed option would save in forward, backward and optimizer.</p>"
     )
 
 
@@ -206,15 +207,15 @@ def _split_notes(record: RunRecord) -> list[str]:
         notes.append(
             f"Kernels on the {record.settings['device']} device run asynchronously, and the host does not observe "
             "when they run. Therefore, the forward, backward and optimizer times include only kernel "
-            "launches. The time that the host spends waiting for the device is part of the phase in which it waits, "
-            "usually reading losses."
+            "launches. The time that the host spends waiting for the device counts toward the phase in which "
+            "the host waits, usually reading losses."
         )
     if record.settings.get("prefetch"):
         notes.append("With prefetch, the copy to the device starts while the loop waits for data.")
     if "step" in record.phases.seconds and record.settings.get("compile"):
         notes.append(
-            "A step that is compiled as one graph is not split. Its time includes the compilation and verification of "
-            "the graph after the first step."
+            "A step compiled as one graph is not split into phases. Its time includes the compilation and "
+            "verification of the graph after the first step."
         )
     if note := utilization_note(record):
         notes.append(note)
@@ -222,7 +223,7 @@ def _split_notes(record: RunRecord) -> list[str]:
 
 
 def _picture(folder: Path | None) -> str:
-    """Return the newest picture of predictions in the run folder as an inline image."""
+    """Return the newest image of predictions in the run folder as an inline image."""
     if folder is None:
         return ""
     pictures = folder.glob("vis_data/vis_image/predictions_*.png")
@@ -260,7 +261,7 @@ def _options(record: RunRecord) -> str:
     if record.source == "logs":
         return ""
     if not record.options:
-        return '<p class="note">No speed option is set.</p>'
+        return '<p class="note">No speed options are set.</p>'
     rows = [[row.option, row.value, row.source, row.reason] for row in record.options]
     return table(["option", "value", "from", "reason or effect"], rows)
 

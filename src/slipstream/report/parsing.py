@@ -13,10 +13,10 @@ _MOST_DIGITS = 300
 
 
 def parse_json(text: str, allow_nan: bool = True) -> Any:
-    """Return the value of a JSON text in which all numbers can be converted to float.
+    """Parse JSON in which all numbers can be converted to float.
 
     Raises:
-        ValueError: the text is not JSON, is nested too deeply, or contains a number that is too large.
+        ValueError: `text` is not valid JSON, is nested too deeply, or contains a number that is too large.
     """
     try:
         return json.loads(
@@ -42,4 +42,4 @@ def _float(text: str) -> float:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+    raise ValueError(f"{name} is not valid JSON")

@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 FORMAT = 1
-"""The version of the format of `report.json`."""
+"""Format version of `report.json`."""
 
 Status = Literal["finished", "interrupted", "failed", "incomplete"]
 """`incomplete`: the run is still running, or it was killed before it could write its report."""
@@ -36,24 +36,24 @@ class PhaseSplit:
     """The host time that a run spent in each phase, in seconds; see `slipstream.logging.PhaseTimes`."""
 
     seconds: dict[str, NonNegative] = field(default_factory=dict)
-    """Seconds per phase, without the first training step."""
+    """Seconds per phase, excluding the first training step."""
     first: dict[str, NonNegative] = field(default_factory=dict)
     """Seconds per phase in the first training step."""
     steps: NonNegativeInt = 0
     """Number of training steps, including the first one."""
     samples: NonNegativeInt = 0
-    """Number of samples in these steps, without the first step, summed over all processes; 0 if unknown."""
+    """Number of samples in these steps, excluding the first step, summed over all processes; 0 if unknown."""
 
 
 @dataclass
 class Compute:
-    """The operations in a training step and the peak speed of the device, for the model FLOPs utilization."""
+    """The operations per sample and the device's peak throughput, for the model FLOPs utilization."""
 
     flops_per_sample: NonNegative = 0.0
-    """Number of floating-point operations in matrix products and convolutions, for forward and backward on one sample;
-    0 if unknown."""
+    """Number of floating-point operations in matrix products and convolutions in the forward and backward passes on one
+    sample; 0 if unknown."""
     peak_flops: NonNegative = 0.0
-    """Operations per second of one device at `precision`; 0 if unknown."""
+    """Peak throughput of one device at `precision`, in operations per second; 0 if unknown."""
     devices: NonNegativeInt = 1
     precision: str = ""
     """`fp32`, `tf32`, `bf16`, `fp16` or `fp8`."""
@@ -80,7 +80,7 @@ class Confusion:
 
 @dataclass
 class Example:
-    """The prediction for one sample of the last validation."""
+    """The prediction for one sample in the last validation run."""
 
     label: str
     """The name of the target's class."""
@@ -89,12 +89,12 @@ class Example:
     probability: Probability | None
     """Probability of the predicted class; None if the model returns class ids instead of scores."""
     picture: str
-    """The image as a PNG file in base64."""
+    """The image as a base64-encoded PNG file."""
 
 
 @dataclass
 class LoadingRate:
-    """The speed of the training loader without training, in one process."""
+    """The loading rate of the training loader without training, in one process."""
 
     num_workers: NonNegativeInt
     samples_per_second: NonNegative
@@ -109,9 +109,9 @@ class TunedOptions:
     """Step time of the configuration divided by the step time with these options."""
     low: NonNegative
     high: NonNegative
-    """The interval of `ratio`."""
+    """Bounds of the interval for `ratio`."""
     is_product: bool
-    """Whether these numbers are products of the numbers that were measured for individual options."""
+    """Whether these values are products of the values measured for individual options."""
 
 
 @dataclass
@@ -136,7 +136,7 @@ class OptionRow:
 
 @dataclass
 class RunRecord:
-    """What a run recorded. `report.json` contains these fields; later versions may add fields."""
+    """The data that a run recorded. `report.json` contains these fields; later versions may add fields."""
 
     name: str
     """The experiment name."""
@@ -144,7 +144,7 @@ class RunRecord:
     error: str = ""
     """The type and message of the error that ended the run."""
     source: Literal["run", "logs"] = "run"
-    """`run` if the run itself wrote the record, `logs` if `slipstream report` collected it from the log files."""
+    """`run` if the run wrote the record, `logs` if `slipstream report` created the record from the log files."""
     started: str = ""
     """Local time, `YYYY-MM-DD HH:MM:SS`."""
     seconds: NonNegative = 0.0
@@ -170,7 +170,7 @@ class RunRecord:
     """Scalars over iterations: `train/loss`, `val/mIoU`, `speed/images_per_second`, `memory/host_mib`, ..."""
     confusions: list[Confusion] = field(default_factory=list)
     examples: list[Example] = field(default_factory=list)
-    """Predictions of the last validation of a classifier: errors first."""
+    """Predictions from a classifier's last validation run: errors first."""
     compute: Compute = field(default_factory=Compute)
     loading_rates: list[LoadingRate] = field(default_factory=list)
     """Loading rates measured at the end of the run, if `ReportHook.probe_workers` is set."""
@@ -179,9 +179,9 @@ class RunRecord:
     options: list[OptionRow] = field(default_factory=list)
     messages: list[LogMessage] = field(default_factory=list)
     dropped_messages: NonNegativeInt = 0
-    """Number of warnings that are not in `messages`, because there are too many."""
+    """Number of warnings omitted from `messages`, because there are too many."""
     config: dict[str, Any] = field(default_factory=dict)
-    """The configuration, as built-in values by dotted path."""
+    """The configuration, as built-in values keyed by dotted path."""
 
     def to_json(self) -> dict[str, Any]:
         """Return nested dicts and lists of built-in values."""
@@ -204,7 +204,7 @@ class RunRecord:
 
         Args:
             data: the parsed JSON.
-            where: name of the file, for errors.
+            where: name of the file, used in error messages.
 
         Raises:
             DataError: a field is missing or has a different type, or a newer version wrote the file.

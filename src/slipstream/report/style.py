@@ -1,4 +1,4 @@
-"""The style sheet and the HTML skeleton of all pages."""
+"""The style sheet and the HTML skeleton for all pages."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def document(title: str, body: str) -> str:
 
 
 def svg_document(svg: str) -> str:
-    """Return a chart from `line_chart` as an SVG file with its style."""
+    """Return a chart from `line_chart` as a standalone SVG document with its style sheet."""
     style = f"<style>{_STYLE}svg{{background:var(--bg)}}</style>"
     head, _, rest = svg.partition(">")
     return f'{head} xmlns="http://www.w3.org/2000/svg" font-family="system-ui,sans-serif">{style}{rest}'
@@ -103,7 +103,7 @@ def section(title: str, body: str) -> str:
 
 
 def table(header: list[str], rows: list[list[str]], numeric: tuple[int, ...] = ()) -> str:
-    """Return an HTML table of text, which is escaped; the columns `numeric` are aligned to the right."""
+    """Return an HTML table with escaped cells; the columns whose indices are in `numeric` are right-aligned."""
 
     def cells(kind: str, row: list[str]) -> str:
         marks = (' class="num"' if index in numeric else "" for index in range(len(row)))

@@ -1,4 +1,4 @@
-"""Line charts as inline SVG, readable without color: lines have different dash patterns, and each has a label."""
+"""Line charts as inline SVG, readable without color: each line has a label and its own dash pattern."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _POINTS = 400
 _LARGEST = 1e300
 """Larger values are drawn beyond the edge, because the range of an axis must be finite."""
 _MARKED = 40
-"""Lines with at most this many points mark each point with a circle."""
+"""If a line has at most this many points, each point is marked with a circle."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Line:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Return a number as short text, with `digits` significant digits; a dash for None."""
+    """Return a number as a short string with `digits` significant digits; None is shown as a dash."""
     if value is None:
         return "–"
     if not math.isfinite(value):
@@ -48,16 +48,16 @@ def _magnitude(value: float) -> int:
 
 
 def line_chart(title: str, lines: Sequence[Line], x_label: str, unit: str = "", bands: bool = True) -> str:
-    """Return a chart as an SVG element, or an empty string if no line has a point.
+    """Return a chart as an SVG element, or an empty string if no line has any points.
 
     The mean of each point is drawn as a line, and its minimum and maximum as a band. Values that are NaN or infinite
-    interrupt the line and are marked by a cross at the upper edge.
+    interrupt the line and are marked with a cross at the upper edge.
 
     Args:
-        title: describes the chart; it is the accessible name of the element.
+        title: description of the chart, used as the accessible name of the element.
         lines: at most `STYLES` lines; a line without points is omitted, but the others keep their styles.
         x_label: label of the horizontal axis.
-        unit: unit of the vertical axis, part of its label.
+        unit: unit of the vertical axis, shown in its label.
         bands: whether to draw the bands.
     """
     shown = [Line(line.label, line.curve.points(_POINTS)) for line in lines]
@@ -90,7 +90,7 @@ def line_chart(title: str, lines: Sequence[Line], x_label: str, unit: str = "", 
 
 @dataclass(frozen=True)
 class _Axis:
-    """A mapping from values to the unit interval, with its ticks."""
+    """A mapping from values to the unit interval, with tick positions."""
 
     low: float
     high: float
@@ -99,7 +99,7 @@ class _Axis:
 
     @classmethod
     def covering(cls, values: Sequence[float]) -> _Axis:
-        """Return an axis for values; it is logarithmic if all are positive and most of them span two decades."""
+        """Return an axis; the scale is logarithmic if all values are positive and most of them span two decades."""
         ranked = sorted(values)
         if ranked and ranked[0] > 0:
             low, high = ranked[len(ranked) // 20], ranked[-1 - len(ranked) // 20]
@@ -207,7 +207,7 @@ def _runs(values: Sequence[float | None]) -> list[tuple[int, int]]:
 
 
 def _band(curve: Curve, first: int, last: int, axis: _Axis, across: _Axis) -> str:
-    """Return the outline of the area between minimum and maximum, or an empty string if they are equal."""
+    """Return the outline of the area between minimum and maximum, or an empty string if the two are equal."""
     low = [value for value in curve.low[first:last] if value is not None]
     high = [value for value in curve.high[first:last] if value is not None]
     if last - first < 2 or low == high or not len(low) == len(high) == last - first:

@@ -10,7 +10,7 @@ __all__ = ["utilization", "utilization_note"]
 
 
 def utilization(record: RunRecord) -> float | None:
-    """Return the model's operations per second, divided by the total peak speed of all devices; None if unknown.
+    """Return the model's operations per second divided by the peak throughput of all devices; None if unknown.
 
     The first step, validation and checkpoints are excluded.
     """
@@ -20,7 +20,7 @@ def utilization(record: RunRecord) -> float | None:
 
 
 def utilization_note(record: RunRecord) -> str:
-    """Return how the utilization is computed, or why it is unknown; empty if neither was recorded."""
+    """Return a note on how the utilization is computed, or why it is unknown; empty if neither was recorded."""
     compute, value, speed = record.compute, utilization(record), mean_speed(record)
     if value is None or speed is None:
         problem = compute.problem or ("the run has too few steps" if compute.flops_per_sample else "")
@@ -28,7 +28,7 @@ def utilization_note(record: RunRecord) -> str:
     devices = f"{compute.devices} x " if compute.devices > 1 else ""
     return (
         f"Model FLOPs utilization: {value:.1%}. A sample requires {number(compute.flops_per_sample / 1e9)} GFLOP "
-        "(matrix products and convolutions in forward and backward, counted for the first batch); the run trained "
+        "(matrix products and convolutions in forward and backward, counted on the first batch); the run trained "
         f"on {number(speed)} samples per second; the peak is {devices}{number(compute.peak_flops / 1e12)} TFLOP/s "
         f"({compute.precision}, {compute.source})."
     )

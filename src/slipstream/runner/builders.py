@@ -26,7 +26,7 @@ __all__ = ["build_model", "build_optim", "build_schedulers", "scale_lr"]
 def build_model(
     model: nn.Module | Mapping[str, Any], data_preprocessor: Any, loss_fn: Any = None
 ) -> nn.Module:
-    """Return `model`, or build the model if `model` is a configuration.
+    """Return `model`, or build and return the model if `model` is a configuration.
 
     Raises:
         ConfigError: `model` is neither a module nor a dict, or `loss_fn` is set for a model with a `train_step`.
@@ -123,7 +123,7 @@ def build_schedulers(cfg: Any, optim: OptimWrapper, loop: BaseLoop, scaled: bool
 
 
 def _check_created_later(cfg: Any) -> None:
-    """Check that no scheduler object has stored the learning rates that were set before `auto_scale_lr` scaled them."""
+    """Check that no scheduler object has stored learning rates from before `auto_scale_lr` scaled them."""
     parts = cfg if isinstance(cfg, list | tuple) else [cfg]
     for part in parts:
         if part is not None and (not isinstance(part, Mapping) or "scheduler" in part):
@@ -174,7 +174,7 @@ def _check_length(scheduler: Any, loop: Any) -> Iterator[str]:
             return
         message = (
             f"{name} steps after each epoch, but training is iteration-based (train_cfg.by_epoch=False), so the "
-            "value would not change before the end; set by_epoch=False in the scheduler"
+            "value would not change before the end of training; set by_epoch=False in the scheduler"
         )
         if isinstance(scheduler, TorchSchedulerAdapter):
             raise ConfigError(message)
@@ -200,7 +200,13 @@ def _check_length(scheduler: Any, loop: Any) -> Iterator[str]:
 
 
 def scale_lr(optim: OptimWrapper, base: int, samples: int) -> str:
-    """Multiply every learning rate by `samples / base`, where `samples` is per step, and return a log message."""
+    """Multiply every learning rate by `samples / base`, and return a log message.
+
+    Args:
+        optim: the optimizer wrapper.
+        base: the batch size for which the learning rates were chosen.
+        samples: number of samples per step.
+    """
     factor = samples / base
     for group in optim.param_groups:
         for name in ("lr", "initial_lr"):

@@ -1,4 +1,4 @@
-"""Save the state of a run in checkpoints, and load or resume it."""
+"""Save a run's state in checkpoints, and load weights or resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Checkpoints:
     """Saves, loads and resumes the state of a run. The arguments are documented in the Runner's methods.
 
     Args:
-        runner: the run.
+        runner: the Runner whose state is saved and restored.
         load_from: a checkpoint to load weights from.
         resume_from: the checkpoint to resume from, or None.
-        redactor: removes secrets from the state that is saved.
+        redactor: removes secrets from the saved state.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Checkpoints:
         self._counts: dict[str, int] = {}
         self._unfinished: dict[str, int] = {}
         self._loaded = self._initialized = False
-        self._names: set[str] = set()  # tensors that were loaded before the initialization
+        self._names: set[str] = set()  # tensors that were loaded before initialization
         self.resuming = False
         """Whether the run is being resumed from a checkpoint, so that hooks restore their state from it."""
         self.resumed_from: Path | None = None
@@ -69,9 +69,9 @@ class Checkpoints:
         """The random state to restore just before the next step."""
 
     def owns_files(self, *folders: str | Path) -> bool:
-        """Return whether the files that are listed in the resumed checkpoint belong to this run.
+        """Return whether this run owns the files listed in the checkpoint that it was resumed from.
 
-        They do if the run is new, or was resumed from a checkpoint in one of `folders`.
+        This is the case if the run is new, or was resumed from a checkpoint in one of `folders`.
         """
         resumed = self.resumed_from
         return resumed is None or resumed.parent.resolve() in [Path(folder).resolve() for folder in folders]
@@ -128,7 +128,7 @@ class Checkpoints:
         seed: int | None = checkpoint["meta"].get("seed")
         if seed in (None, runner.seed) or runner.loops.built("train") is not None:
             return checkpoint, None
-        runner.logger.warning(f"The seed {seed} of the resumed run replaces the seed {runner.seed}")
+        runner.logger.warning(f"Using seed {seed} from the resumed run instead of seed {runner.seed}")
         return checkpoint, seed
 
     def restore(
@@ -138,7 +138,7 @@ class Checkpoints:
         resume_optimizer: bool = True,
         resume_param_scheduler: bool = True,
     ) -> None:
-        """Continue training at the step after a checkpoint that has been read from `source`."""
+        """Restore a checkpoint read from `source`; training continues at the next step."""
         runner, warn = self._runner, self._runner.logger.warning
         resume_check.check_content(checkpoint, source)
         self.resumed_from = Path(source).absolute()
@@ -188,7 +188,8 @@ class Checkpoints:
         if optim is not None:
             with restoring("optimizer", source):
                 resume.restore_optimizer(self._runner.model, optim, checkpoint)
-            # A single wrapper normally counts iterations, and their number changes if the batch size changes.
+            # With a single optimizer wrapper, the count normally equals the iteration number. It is not restored in
+            # that case, because the iteration number changes if the batch size has changed.
             counts, iteration = checkpoint.get("batches", {}), checkpoint["meta"]["iter"]
             self._counts = {name: n for name, n in counts.items() if name or n != iteration}
             self._unfinished = dict(checkpoint.get("unfinished", {}))
@@ -204,14 +205,14 @@ class Checkpoints:
             self.random_state = states[get_rank()]
 
     def restore_counts(self) -> None:
-        """Restore the number of batches that each optimizer wrapper has counted, after a resume."""
+        """After a resume, restore the number of batches that each optimizer wrapper has counted."""
         runner = self._runner
         assert runner.optim_wrapper is not None
         runner.optim_wrapper.initialize_count_status(runner.model, runner.iter, runner.max_iters)
         resume.restore_counts(runner.optim_wrapper, self._counts, self._unfinished)
 
     def restore_random_state(self) -> None:
-        """Restore the random state of the resumed checkpoint just before the first step. Later calls have no effect."""
+        """Restore the resumed checkpoint's random state just before the first step. Later calls have no effect."""
         if self.random_state is not None:
             set_random_state(self.random_state)
             self.random_state = None
@@ -305,10 +306,10 @@ class Checkpoints:
             self.wait()
         except CheckpointError as error:
             self._runner.logger.error(
-                f"{error}. Training continues, because the next checkpoint may be written successfully"
+                f"{error}. Training continues; the next checkpoint will be saved as scheduled"
             )
 
     def close(self) -> None:
-        """Wait for the last checkpoint. A failure is only logged, so that it does not mask an error of the run."""
+        """Wait for the last checkpoint. A failure is only logged, so as not to mask an error raised by the run."""
         self._wait_or_log()
         self._writer.close()

@@ -1,4 +1,4 @@
-"""Checks of a training run's data and model before the first step, and notes for errors that occur later."""
+"""Check a run's data and model before the first training step, and add notes to errors that occur later."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def add_notes(error: Exception, where: str, describe_batch: Callable[[int], str]
 
     Args:
         error: an error raised in training or validation.
-        where: the current step.
+        where: description of the current step.
         describe_batch: `describe_batch(iteration)` returns the samples in the batch of a step, or an empty string.
     """
     rank = f"on rank {get_rank()} of {get_world_size()}, " if get_world_size() > 1 else ""
@@ -76,7 +76,7 @@ def warn_of_single_sample(model: nn.Module, loader: DataLoader[Any], warn: Calla
 
 
 def warn_of_unknown_length(runner: Runner) -> None:
-    """Warn if accumulation or checkpoints depend on the length of the run, and the length is unknown."""
+    """Warn if accumulation or checkpoints depend on the length of the run and this length is unknown."""
     if runner.knows_length:
         return
     counts = runner.optim_wrapper.accumulative_counts if runner.optim_wrapper is not None else 1

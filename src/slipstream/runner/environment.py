@@ -47,7 +47,7 @@ class Randomness:
     """Options of the Runner's `randomness` argument."""
 
     seed: Seed | None = None
-    """Seed of all random number generators. If None, one seed is drawn for all ranks and logged."""
+    """Seed of all random number generators. If None, a random seed is drawn for all ranks and logged."""
     deterministic: bool = False
     """Use only deterministic algorithms, including on the accelerator. This is slower."""
     diff_rank_seed: bool = False
@@ -59,11 +59,11 @@ class MpOptions:
     """Options of `env_cfg.mp_cfg`."""
 
     mp_start_method: Literal["fork", "spawn", "forkserver"] | None = None
-    """How data loader workers are started; None keeps the setting of the process."""
+    """How data loader workers are started; None keeps the process's current setting."""
     opencv_num_threads: Annotated[int, Rule(lambda count: -1 <= count <= 1024, "from -1 to 1024")] | None = (
         None
     )
-    """Number of OpenCV threads in each worker; None keeps the setting of the process."""
+    """Number of OpenCV threads in each worker; None keeps the process's current setting."""
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,13 @@ def _unused_launcher() -> str | None:
     started = infer_launcher()
     try:
         alone = started == "none" or placement(started, os.environ).world_size == 1
-    except DistributedError:  # the job's variables are set, but the process's are not
+    except DistributedError:  # the job's environment variables are set, but the process's are not
         return None
     return None if alone else started
 
 
 def set_random_seed(seed: int | None, deterministic: bool = False, diff_rank_seed: bool = False) -> int:
-    """Seed Python, NumPy and torch, and return the seed. If `seed` is None, draw one."""
+    """Seed Python, NumPy and torch, and return the seed. If `seed` is None, draw a random seed."""
     if seed is None:
         seed = sync_random_seed()
     own = seed + get_rank() if diff_rank_seed else seed

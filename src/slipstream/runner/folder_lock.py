@@ -19,8 +19,8 @@ __all__ = ["FolderLock"]
 
 _NAME = ".lock"
 _PATIENCE = 20.0
-"""Seconds to wait if the process that holds the lock has ended, because its data loader workers share the lock and may
-still be running."""
+"""Seconds to wait if the process that acquired the lock has exited, because its data loader workers share the lock and
+may still be running."""
 
 
 class FolderLock:
@@ -42,7 +42,7 @@ class FolderLock:
 
         Args:
             folder: output folder; rank 0 creates and locks it.
-            key: configuration key that sets this folder, for errors.
+            key: configuration key that sets this folder, used in error messages.
 
         Raises:
             ConfigError: another run uses the folder; raised on every rank.
@@ -72,14 +72,14 @@ class FolderLock:
             if failure.errno not in (errno.EAGAIN, errno.EACCES):
                 file.close()
                 self._warn(
-                    f"{folder} cannot be locked ({failure}), so a second run in it will not be detected"
+                    f"{folder} cannot be locked ({failure}), so a second run in this folder will not be detected"
                 )
                 return None
             file.seek(0)
             holder = file.read() or "another process"
             if time.monotonic() > end or _is_running(holder):
                 file.close()
-                return f"{folder} is in use by {holder}; wait for that run or choose another folder"
+                return f"{folder} is in use by {holder}; wait for that run to finish or choose another folder"
             time.sleep(0.1)
         file.truncate(0)
         file.write(_holder())
@@ -114,7 +114,7 @@ def _holder() -> str:
 def _is_running(holder: str) -> bool:
     """Return whether the process described by `holder` (from `_holder`) may still be running."""
     words = holder.split(" ")
-    if len(words) < 4:  # the lock holder has not written this text yet
+    if len(words) < 4:  # the lock holder has not written its description yet
         return False
     if words[3] != socket.gethostname():
         return True
@@ -125,5 +125,5 @@ def _is_running(holder: str) -> bool:
     except PermissionError:
         pass
     status = Path("/proc") / words[1] / "stat"
-    # A zombie (Z) has ended, but its parent has not yet read its exit status.
+    # A zombie (Z) has exited, but its parent has not yet read the exit status.
     return not (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z")

@@ -79,7 +79,7 @@ class ModelInterface:
         """Return the losses of a batch from the loader, with the model in its current mode.
 
         Raises:
-            ConfigError: the model only defines a training step.
+            ConfigError: the model defines only a training step.
         """
         if not hasattr(self.core, "parse_losses"):
             raise ConfigError(

@@ -19,7 +19,7 @@ _OPTIONS = ("limit_train_batches", "limit_val_batches", "overfit_batches")
 
 @dataclass(frozen=True)
 class Limits:
-    """The maximum number of batches per epoch of each loader; None for no limit."""
+    """The maximum number of batches per epoch for each loader; None for no limit."""
 
     train: int | None = None
     evaluation: int | None = None
@@ -69,7 +69,7 @@ def read_limits(arguments: Mapping[str, Any]) -> tuple[Limits, dict[str, Any]]:
 
 
 def _shortened(arguments: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Return the arguments for a run of `count` steps, with one validation and without checkpoints."""
+    """Return the arguments for a run of `count` steps, with one validation run and without checkpoints."""
     changed = dict(arguments)
     if isinstance(cfg := arguments["train_cfg"], Mapping):
         kept = {key: value for key, value in cfg.items() if key not in ("val_begin", "dynamic_intervals")}

@@ -27,9 +27,9 @@ _LONGEST = timedelta.max.total_seconds() // 2
 
 @LOG_PROCESSORS.register_module()
 class LogProcessor:
-    """Format the scalars and infos of `runner.message_hub`.
+    """Format the scalars and infos in `runner.message_hub`.
 
-    Scalars whose names match `mean_pattern` are averaged over `window_size` values. For other scalars, the newest value
+    Scalars whose names match `mean_pattern` are averaged over `window_size` values. For other scalars, the latest value
     is shown.
 
     Args:
@@ -38,12 +38,12 @@ class LogProcessor:
             (`Iter(train) [100/80000]`).
         custom_cfg: additional statistics, each configured by a dict. `data_src` is the scalar's name without its mode,
             such as `loss`. `method_name` is a method of `HistoryBuffer`: `mean`, `min`, `max`, `current`, or a
-            registered one. `window_size` is a number, `"epoch"` or `"global"`; the default is the whole history.
+            registered statistic. `window_size` is a number, `"epoch"` or `"global"`; the default is the whole history.
             `log_name` is the name to log; the default is `data_src`, so that the statistic replaces the scalar. Other
             keys are arguments of the method.
         num_digits: number of digits after the decimal point.
         log_with_hierarchy: keep the mode in the names passed to the visualizer (`train/loss`).
-        mean_pattern: regular expression for the names of the scalars to average.
+        mean_pattern: regular expression that matches the names of the scalars to average.
 
     Raises:
         ConfigError: an entry of `custom_cfg` is invalid, or `mean_pattern` is not a regular expression.
@@ -160,7 +160,7 @@ class LogProcessor:
         return any(_log_name(entry) == name for entry in self.custom_cfg)
 
     def _header(self, runner: Any, batch_idx: int | None, mode: str) -> str:
-        """Return a header such as `Epoch(train) [1][ 10/500]`. If `batch_idx` is None, all batches are finished."""
+        """Return a header such as `Epoch(train) [1][ 10/500]`. If `batch_idx` is None, the epoch is complete."""
         if mode == "train" and not self.by_epoch:
             return f"Iter(train) [{_right(runner.iter + 1, runner.max_iters)}/{runner.max_iters}]"
         batches = length(getattr(runner, f"{mode}_dataloader")) or "?"

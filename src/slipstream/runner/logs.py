@@ -46,7 +46,7 @@ class Logs:
 
 
 def name_run(work_dir: Path, name: str | None) -> RunName:
-    """Name the run after `name` and the current time, identically on every rank, and create its log folder."""
+    """Name the run after `name` and the current time (the same on every rank), and create its log folder."""
     stamp = time.strftime("%Y%m%d_%H%M%S")
     if is_main_process():
         stamp = _create_folder(work_dir, stamp)
@@ -97,7 +97,7 @@ def open_logs(
     if visualizer is None:
         visualizer = {"vis_backends": default_backends()}
     if not main and not isinstance(visualizer, Mapping):
-        visualizer = {}  # a visualizer object would write on every rank
+        visualizer = {}  # a visualizer object would write files on every rank
     if isinstance(visualizer, Mapping):
         silent = {} if main else {"vis_backends": None}
         defaults = {"type": "Visualizer", "name": name.experiment, "save_dir": str(name.log_dir)}
@@ -113,16 +113,20 @@ def open_logs(
             )
     logger = build_logger(name.experiment, log_file, arguments["log_level"], get_rank(), redactor)
     if without_tensorboard:
-        logger.info("TensorBoard is not installed. To log to it, run: pip install 'slipstream[tensorboard]'")
+        logger.info(
+            "TensorBoard is not installed. To log to TensorBoard, run: pip install 'slipstream[tensorboard]'"
+        )
     return Logs(logger, hub, Meter(hub), processor, visualizer)
 
 
 def log_start(logger: MMLogger, seed: int, replaced_seed: int | None, work_dir: str) -> None:
-    """Log a run's environment, seed and folder, with a warning if the run does not use the configured seed."""
+    """Log a run's environment, seed and folder, and warn if the run does not use the configured seed."""
     logger.info("Environment: " + ", ".join(f"{k} {v}" for k, v in collect_env().items()))
     logger.info(f"Seed: {seed}; work_dir: {work_dir}")
     if replaced_seed is not None:
-        logger.warning(f"The seed {seed} of the resumed run replaces the configured seed {replaced_seed}")
+        logger.warning(
+            f"Using seed {seed} from the resumed run instead of the configured seed {replaced_seed}"
+        )
 
 
 def write_config(

@@ -136,13 +136,13 @@ class _TrainLoop(BaseLoop):
             )
         self.stop_training = False
         self.passes = Passes(self.dataloader, runner.meter.max_pending + 1)
-        """The recent passes over the loader, from which the samples in a step can be computed."""
+        """The recent passes over the loader, from which the samples in a step can be determined."""
         self._epoch = self._iter = self._start = 0
-        self._used = 0  # number of this rank's samples in the next batch that were used before the resume
+        self._used = 0  # samples of this rank in the next batch that were already used before the resume
         self._validated = True
         self._sizes = BatchSizes(self.dataloader)
         self.step_samples = 0
-        """Number of samples in the newest step, summed over all processes."""
+        """Number of samples in the latest step, summed over all processes."""
         self.inner_iter = 0
         """Number of finished batches in the current epoch (or pass over the data)."""
 
@@ -163,7 +163,7 @@ class _TrainLoop(BaseLoop):
 
     @property
     def val_interval(self) -> int:
-        """Number of epochs or iterations between two validation runs, at the current point in training."""
+        """Number of epochs or iterations between validation runs, at the current point in training."""
         return self._intervals[bisect.bisect_right(self._milestones, self._progress) - 1]
 
     @property
@@ -192,7 +192,7 @@ class _TrainLoop(BaseLoop):
             "iter": self._iter + (1 if by_epoch is False else 0),
             "inner_samples": 0 if ends_epoch else self.inner_iter * self.samples_per_step,
             "samples_per_step": self.samples_per_step,
-            # The checkpoint at the end of an epoch or step is written before its validation.
+            # The checkpoint at the end of an epoch or step is written before validation.
             "validated": by_epoch is not self.counts_epochs,
         }
 
@@ -291,7 +291,7 @@ class _TrainLoop(BaseLoop):
         phases.end_step()
 
     def _run_missed_validation(self) -> None:
-        """Validate if validation was due but incomplete when the run stopped or wrote the resumed checkpoint."""
+        """Validate if validation was due but not complete when the run stopped or wrote the resumed checkpoint."""
         if not self._validated:
             self._runner.checkpoints.restore_random_state()
             self._validate()
@@ -311,7 +311,7 @@ class _TrainLoop(BaseLoop):
         self._validated = True
 
     def _numbered_batches(self) -> Iterator[tuple[int, Any]]:
-        """Return pairs (index, batch) for the rest of the current epoch (or pass over the data)."""
+        """Iterate over pairs (index, batch) for the rest of the current epoch (or pass over the data)."""
         self._runner.phases.switch("data")
         start, self._start = self._start, 0
         used, self._used = self._used, 0
@@ -322,7 +322,7 @@ class _TrainLoop(BaseLoop):
         set_epoch(self.dataloader, self._epoch, start, used)
         batches: Iterator[Any] = iter(self._load())
         if start and not isinstance(self.dataloader.batch_sampler, EpochBatchSampler):
-            # This sampler cannot seek, so load the finished batches and discard them.
+            # This sampler cannot seek, so load and discard the finished batches.
             next(islice(batches, start - 1, None), None)
         self._runner.checkpoints.restore_random_state()
         if self._runner.speed.prefetch and can_draw_ahead(self.dataloader):
@@ -360,15 +360,15 @@ class _TrainLoop(BaseLoop):
 
 @LOOPS.register_module()
 class EpochBasedTrainLoop(_TrainLoop):
-    """Train for `max_epochs` passes over the data. If the loader has no length, an epoch ends when it is exhausted.
+    """Train for `max_epochs` epochs. If the loader has no length, an epoch ends when the loader is exhausted.
 
     Args:
         runner: the Runner that owns the loop.
         dataloader: a loader or its configuration.
         max_epochs: number of epochs.
         val_begin: the first epoch after which to validate.
-        val_interval: epochs between two validation runs; the last epoch is always validated.
-        dynamic_intervals: pairs (epoch, val_interval from that epoch on).
+        val_interval: number of epochs between validation runs; the last epoch is always validated.
+        dynamic_intervals: pairs (epoch, val_interval); each interval applies from its epoch on.
     """
 
     def __init__(
@@ -443,8 +443,8 @@ class IterBasedTrainLoop(_TrainLoop):
         dataloader: a loader or its configuration.
         max_iters: number of steps.
         val_begin: the first iteration after which to validate.
-        val_interval: iterations between two validation runs; the last iteration is always validated.
-        dynamic_intervals: pairs (iteration, val_interval from that iteration on).
+        val_interval: number of iterations between validation runs; the last iteration is always validated.
+        dynamic_intervals: pairs (iteration, val_interval); each interval applies from its iteration on.
     """
 
     max_epochs = 1
@@ -580,7 +580,7 @@ class _EvalLoop(BaseLoop):
         check_complete(self.dataloader, self._name, self.batches, length(self.dataloader))
 
     def _batches(self) -> Iterator[tuple[Any, bool]]:
-        """Return pairs (batch, counts); `counts` is False for padding batches that keep the ranks synchronized."""
+        """Iterate over pairs (batch, counts); `counts` is False for padding that keeps the ranks synchronized."""
         if getattr(self._runner.model, "forward_needs_all_ranks", False):
             return until_all_end(self._load(), self.dataloader)
         return ((batch, True) for batch in self._load())

@@ -65,7 +65,7 @@ class Prepared:
     model: nn.Module
     """The model on the device, wrapped if there are several processes."""
     interface: ModelInterface
-    """How the Runner calls its model."""
+    """The interface through which the Runner calls the model."""
 
 
 def prepare(
@@ -97,10 +97,10 @@ def capabilities_of(model: nn.Module, optim_wrapper: Any, deterministic: bool) -
 
 
 def complete_plan(plan: SpeedPlan, capabilities: Capabilities, log: Callable[[str], None]) -> SpeedPlan:
-    """Set the options that depend on the capabilities. Log all options and, for options without effect, the reason.
+    """Set the options that depend on the capabilities. Log all options, and the reasons why some have no effect.
 
     Raises:
-        ConfigError: an option, or a combination of options, is not supported here.
+        ConfigError: an option, or a combination of options, is not supported for this run.
     """
     plan = plan.complete(capabilities)
     if plan.sources:
@@ -131,7 +131,7 @@ def make_step(
     warn: Callable[[str], None],
     log: Callable[[str], None],
 ) -> Step:
-    """Return the training step: the model's own `train_step` if it overrides the method, otherwise the plan's step."""
+    """Return the training step: the model's `train_step` if the model overrides it, otherwise the plan's step."""
     core: Any = unwrap_model(model)
     own = next((m for m in (model, core) if overrides_train_step(m)), None)
     if own is None:

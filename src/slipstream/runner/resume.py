@@ -48,7 +48,7 @@ from slipstream.model.wrappers import (
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 
 STRIP_WRAPPER = ((r"^module\.", ""),)
-"""A pair (pattern, replacement) that removes the prefix of a wrapper from the names of weights."""
+"""A (pattern, replacement) pair that removes a wrapper's prefix from weight names."""
 
 __all__ = [
     "STRIP_WRAPPER",
@@ -68,10 +68,10 @@ __all__ = [
 def find_resume(
     resume: bool | str | Path, load_from: str | Path | None, work_dir: str
 ) -> tuple[Path | None, int | None, list[str]]:
-    """Return the checkpoint to resume from, the seed of its run, and warnings; or (None, None, []).
+    """Return the checkpoint to resume from, the seed of that run, and warnings; or (None, None, []).
 
-    With `resume=True` and without `load_from`, this is the newest checkpoint in the work_dir that is not damaged. Rank
-    0 searches for checkpoints and broadcasts the result, because the work_dir may only exist on this rank's machine.
+    With `resume=True` and without `load_from`, the newest undamaged checkpoint in the work_dir is used. Rank 0 searches
+    for checkpoints and broadcasts the result, because the work_dir may only exist on the machine of rank 0.
 
     Raises:
         CheckpointError: no checkpoint can be read, or a rank cannot access it.
@@ -91,7 +91,7 @@ def find_resume(
             lines = [*([warning] if warning else []), *map(str, problems)]
             if lines:
                 lines.append(
-                    f"Resuming from {path}; all steps after iteration {position['iter']} are repeated"
+                    f"Resuming from {path}; all steps after iteration {position['iter']} will be repeated"
                 )
             return path, position.get("seed"), lines
     if problems:
@@ -115,7 +115,7 @@ def _latest(work_dir: str) -> tuple[list[Path], str | None]:
 
 
 def _intact(path: Path) -> tuple[dict[str, Any], CheckpointError | None]:
-    """Return, identically on all ranks, the checkpoint's `meta` entry or the reason why it is not intact."""
+    """Return the checkpoint's `meta` and the error of a rank that cannot read it, if any; the same on all ranks."""
     found: list[Any] = [{}, None]
     try:
         _check_access(path)
@@ -140,7 +140,7 @@ def _check_access(path: Path) -> None:
 def read_if_intact(
     model: nn.Module, path: Path
 ) -> tuple[dict[str, Any], None] | tuple[None, CheckpointError]:
-    """Return a checkpoint for the unwrapped `model`, or, on all ranks, the reason why a rank cannot read it."""
+    """Read a checkpoint for the unwrapped `model`. If a rank cannot read it, all ranks return the error."""
     problem = checkpoint = None
     try:
         _check_access(path)
@@ -214,8 +214,8 @@ def restore_counts(optim: OptimWrapper, counts: Mapping[str, int], unfinished: M
 
     `unfinished` contains the number of these batches that belong to an unfinished window.
 
-    The count of a single wrapper is normally the number of iterations, which `initialize_count_status` sets. The count
-    differs if `train_step` updates the weights several times per batch.
+    With a single wrapper, the count normally equals the iteration number, which `initialize_count_status` sets. The
+    count differs if `train_step` updates the weights several times per batch.
     """
     for name, wrapper in _wrappers(optim).items():
         wrapper.batches = counts.get(name, wrapper.batches)
@@ -237,14 +237,14 @@ def restore_optimizer(model: nn.Module, optim: OptimWrapper, checkpoint: Mapping
 
 
 def _like(param: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Return a gradient with the device, dtype and strides of the parameter, which DDP and graphs require."""
+    """Return the gradient with the parameter's device, dtype and strides, which DDP and compiled graphs require."""
     if gradient.layout is not torch.strided or is_sharded(param):
         return gradient.to(param)
     return torch.empty_like(param, requires_grad=False).copy_(gradient)
 
 
 def sampler_states(loader: Any) -> dict[str, Any]:
-    """Return the states of the random generators in the loader's sampler, for a checkpoint."""
+    """Return the states of the random generators in the loader's sampler, to save in a checkpoint."""
     batches = getattr(loader, "batch_sampler", None)
     return batches.generator_states() if isinstance(batches, EpochBatchSampler) else {}
 
@@ -256,7 +256,7 @@ def restore_samplers(loader: DataLoader[Any], meta: Mapping[str, Any], source: A
     changed, all processes use the states of rank 0.
 
     Raises:
-        CheckpointError: a state does not belong to its generator; no generator is changed.
+        CheckpointError: a state does not match its generator; no generator has been changed.
     """
     states, batches = meta.get("sampler_generators"), loader.batch_sampler
     if not states or not isinstance(batches, EpochBatchSampler):
@@ -291,8 +291,8 @@ def restore_schedulers(schedulers: list[Any] | dict[str, list[Any]], checkpoint:
 def _pending_gradients(model: nn.Module) -> dict[str, Any]:
     """Return the checkpoint entries for an unfinished accumulation window, if it has gradients.
 
-    `rank_gradients` contains each rank's gradients, on rank 0. The gradients of a sharded model are averaged over all
-    ranks in `gradients`.
+    On rank 0, `rank_gradients` contains the gradients of every rank. For a sharded model, `gradients` contains the
+    gradients averaged over all ranks.
     """
     parameters = dict(model.named_parameters())
     found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
@@ -312,7 +312,7 @@ def check_weights(model: nn.Module, iteration: int) -> None:
 
     Args:
         model: the model, unwrapped.
-        iteration: number of finished steps.
+        iteration: number of completed steps.
 
     Raises:
         NonFiniteLossError: a weight or a running statistic is NaN or infinite.

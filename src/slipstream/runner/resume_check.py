@@ -1,4 +1,4 @@
-"""Check that a run can resume from a checkpoint, before anything in the run is changed."""
+"""Check that a run can resume from a checkpoint, before changing any state of the run."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ Warn = Callable[[str], None]
 Schedulers = list[Any] | dict[str, list[Any]] | None
 
 _DEFAULTS = ("seed", "inner_samples", "samples_per_step", "validated", "random_state")
-"""Entries of `meta` that are optional; without them, a resumed run differs from an uninterrupted run."""
+"""Optional entries of `meta`. Without them, a resumed run differs from an uninterrupted run."""
 
 
 def check_content(checkpoint: Mapping[str, Any], source: Any) -> None:
     """Check the types and ranges of the entries, and that the checkpoint contains a training position.
 
     Raises:
-        CheckpointError: an entry does not match; the message contains its key.
+        CheckpointError: an entry is missing or invalid; the message contains the entry's key.
     """
     check(checkpoint, RESUMED, source)
     meta = checkpoint.get("meta", {})
     if "iter" not in meta:
         raise CheckpointError(
-            f"{source}: 'meta.iter' is missing. The checkpoint only contains weights and cannot be resumed; use "
-            "load_from"
+            f"{source}: 'meta.iter' is missing. The checkpoint contains only weights, so training cannot resume "
+            "from it; use load_from"
         )
     if "epoch" not in meta:
-        raise CheckpointError(f"{source}: 'meta.epoch' is missing; use load_from to start from the weights")
+        raise CheckpointError(f"{source}: 'meta.epoch' is missing; use load_from to start from its weights")
 
 
 def check_matches(
@@ -57,10 +57,10 @@ def check_matches(
     schedulers: Schedulers,
     warn: Warn,
 ) -> None:
-    """Compare the checkpoint with the run.
+    """Check that the checkpoint matches the model, the optimizer and the schedulers.
 
     Args:
-        checkpoint: a checkpoint that `check_content` and the hooks have accepted.
+        checkpoint: a checkpoint that has passed `check_content` and the checks of the hooks.
         source: name of the checkpoint in messages.
         model: the wrapped model.
         optim: the optimizer wrapper to restore, or None.
@@ -86,15 +86,16 @@ def check_matches(
             for name in gradients:
                 if name not in parameters:
                     raise CheckpointError(
-                        f"{source}: '{where}.{name}' matches no parameter of the model; resume with the same model"
+                        f"{source}: '{where}.{name}' does not match any parameter of the model; resume with the "
+                        "same model"
                     )
             check_tensors(parameters, gradients, where, source, warn, layouts=False)
         check_comm_hook_state(model, checkpoint.get("comm_hook", {}), source)
         iteration = checkpoint["meta"]["iter"]
         if iteration % optim.accumulative_counts and not {"gradients", "rank_gradients"} & checkpoint.keys():
             warn(
-                f"{source} has no 'gradients', but iteration {iteration} is inside an accumulation window, so the next "
-                "optimizer step uses fewer batches"
+                f"{source} has no 'gradients', but iteration {iteration} is in the middle of an accumulation window, "
+                "so the next optimizer step uses fewer batches"
             )
     if schedulers:
         _check_schedulers(schedulers, _required(checkpoint, "param_schedulers"), "param_schedulers", source)

@@ -40,7 +40,7 @@ _DESCRIBED = 20
 
 
 class Passes:
-    """The recent passes over a training loader. The samples in a step are computed from these passes.
+    """Records the recent passes over a training loader, from which the samples in each step are computed.
 
     Args:
         loader: the training loader.
@@ -53,11 +53,11 @@ class Passes:
         self._order = EpochOrder()
 
     def begin(self, done: int, epoch: int, start: int, used: int = 0) -> None:
-        """Record that a pass begins after `done` steps, at batch `start` of `epoch`, after `used` of its samples."""
+        """Record that a pass begins after `done` steps at batch `start` of `epoch`, except its first `used` samples."""
         while self._passes and self._passes[-1][0] >= done:  # passes that the run repeats after a rollback
             self._passes.pop()
         self._passes.append((done, epoch, start, used))
-        self._order = EpochOrder()  # releases the memory
+        self._order = EpochOrder()  # release the memory
 
     def has_begun(self, epoch: int) -> bool:
         """Return whether the newest pass belongs to this epoch."""
@@ -83,21 +83,21 @@ class Rollback:
     """Restores the state of a run from its last good checkpoint, and skips the batches that caused a fault.
 
     A checkpoint is written only after all losses up to its step have been read and all weights have been checked, so a
-    checkpoint from before the first bad loss is usually good. A non-finite or high loss can be caused by its own batch,
-    or by the previous update. Therefore, the run skips the batches of the step with the bad loss and of the
+    checkpoint written before the first bad loss is usually good. A non-finite or high loss can be caused by its own
+    batch, or by the previous update. Therefore, the run skips the batches of the step with the bad loss and of the
     preceding step. With gradient accumulation, the run skips the accumulation window that contains the bad loss, and
     the preceding window.
 
     A checkpoint that was written between the bad update and the bad loss contains weights that are large but finite. In
     this case, the next loss after the rollback is also bad. Therefore, if a fault occurs directly after skipped steps,
-    the run also skips the update before these steps, and rolls back to a checkpoint from before this update. If no
-    such checkpoint exists, the newest checkpoint is used again, until `max_rollbacks` is reached.
+    the run also skips the update before these steps, and rolls back to a checkpoint written before this update. If
+    there is no such checkpoint, the newest checkpoint is used again, until `max_rollbacks` is reached.
 
     A skipped batch still counts as a step: iterations, epochs, schedules and the order of the data stay the
-    same as in a run without a fault. The accumulation window that contains it makes no update.
+    same as in a run without a fault. The weights are not updated for the accumulation window that contains this batch.
 
     Args:
-        runner: the run.
+        runner: the Runner whose state is restored.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -108,9 +108,9 @@ class Rollback:
         self._count = 0
         self._ranges: list[tuple[int, int]] = []
         self.left_out: frozenset[int] = frozenset()
-        """Numbers of the steps (from 1) whose batches are skipped."""
+        """The steps (counted from 1) whose batches are skipped."""
 
-    # ---- what to recover from --------------------------------------------------------------------------
+    # ---- faults and checkpoints ------------------------------------------------------------------------
 
     def enable(self, kind: type[Fault], max_rollbacks: int, skip_before: int) -> None:
         """Recover from errors of this class, at most `max_rollbacks` times in a run."""
@@ -133,7 +133,7 @@ class Rollback:
         return min((iteration for iteration, path in self._saved if path.exists()), default=None)
 
     def begin(self) -> None:
-        """Copy the buffers that checkpoints do not contain, which a resumed run initializes again."""
+        """Copy the buffers that are not saved in checkpoints and that a resumed run initializes again."""
         if not self._policies:
             return
         core = unwrap_model(self._runner.model)
@@ -146,7 +146,7 @@ class Rollback:
         self._saved = deque((*kept, (iteration, path)), maxlen=_REMEMBERED)
 
     def agree(self, error: NonFiniteLossError | None) -> NonFiniteLossError | None:
-        """Return the earliest error on any rank, which is the same for all ranks. All ranks must call this method."""
+        """Return the earliest error across all ranks (the same on every rank). All ranks must call this method."""
         if get_world_size() == 1:
             return error
         own = None if error is None else (error.iteration or 0, str(error), error.located)
@@ -162,7 +162,7 @@ class Rollback:
         """Restore the last good checkpoint, and skip the batches that caused `error`. All ranks must call this method.
 
         Raises:
-            NonFiniteLossError, LossSpikeError: there is no good checkpoint, or the run has been rolled back too often.
+            NonFiniteLossError, LossSpikeError: there is no good checkpoint, or `max_rollbacks` has been reached.
             CheckpointError: a checkpoint cannot be restored.
         """
         runner, policy = self._runner, self._policies[type(error)]
@@ -173,8 +173,8 @@ class Rollback:
             runner.logger.error(str(failure))
         if self._count >= policy.max_rollbacks:
             error.args = (
-                f"{error}. The run has used all of its rollbacks (max_rollbacks={policy.max_rollbacks}); "
-                "fix the cause, or increase max_rollbacks",
+                f"{error}. The maximum number of rollbacks has been reached "
+                f"(max_rollbacks={policy.max_rollbacks}); fix the cause, or increase max_rollbacks",
             )
             raise error
         first, last, again = self._range(error, policy.skip_before)
@@ -182,8 +182,8 @@ class Rollback:
         target = self._choose(error.iteration - 1, first - 1 if earlier else error.iteration - 1)
         if target is None:
             error.args = (
-                f"{error}. The run cannot be rolled back, because no complete checkpoint from before iteration "
-                f"{error.iteration} exists; save checkpoints more often (default_hooks.checkpoint.interval)",
+                f"{error}. The run cannot be rolled back, because there is no complete checkpoint before "
+                f"iteration {error.iteration}; save checkpoints more often (default_hooks.checkpoint.interval)",
             )
             raise error
         located = isinstance(error, LossSpikeError) or error.located
@@ -202,8 +202,8 @@ class Rollback:
         """Return the first and the last step to skip, and whether the fault directly follows skipped steps.
 
         A fault that follows skipped steps may be caused by the update before them, if that update made the weights
-        large but finite. In this case, a checkpoint from after this update is not good, so the run rolls back further
-        and also skips this update.
+        large but finite. In this case, a checkpoint written after this update is not good, so the run rolls back
+        further and also skips this update.
         """
         assert error.iteration is not None
         optim = self._runner.optim_wrapper
@@ -218,7 +218,7 @@ class Rollback:
         return first - skip_before, min(last, self._runner.max_iters), first < previous
 
     def _choose(self, done: int, wanted: int) -> tuple[int, Path, dict[str, Any]] | None:
-        """Return the newest intact checkpoint after at most `wanted` steps; if there is none, after at most `done`.
+        """Return the newest intact checkpoint written after at most `wanted` (if there is none, at most `done`) steps.
 
         Returns:
             The number of steps, the path and the contents, or None if no checkpoint is intact.
@@ -245,7 +245,7 @@ class Rollback:
         """Return the sample indices in the batch of a step, or an empty string if they cannot be computed.
 
         Args:
-            iteration: number of the step, from 1.
+            iteration: the step, counted from 1.
             all_ranks: whether to include the samples of the other ranks, which must then also call this method.
         """
         own = self._runner.train_loop.passes.samples(iteration)
@@ -290,19 +290,19 @@ class Rollback:
         self._runner.message_hub.update_info(_KEY, info)
 
     def load(self) -> None:
-        """Read the rollbacks of the resumed run from the message hub."""
+        """Restore the resumed run's list of rollbacks from the message hub."""
         runner, info = self._runner, self._runner.message_hub.get_info(_KEY)
         self._ranges, self._count, self.left_out = [], 0, frozenset()
         if not _is_valid(info):
             if info is not None:
                 runner.logger.warning(
-                    "The checkpoint's list of rollbacks is damaged and is ignored, so the batches that the rollbacks "
-                    "skipped are used again"
+                    "The checkpoint's list of rollbacks is damaged and will be ignored, so the batches that were "
+                    "skipped after rollbacks will be used again"
                 )
             return
         if info["samples_per_step"] != runner.samples_per_step and info["left_out"]:
             runner.logger.warning(
-                "The batch size has changed since the run was rolled back, so the skipped batches are used again"
+                "The batch size has changed since the run was rolled back, so the skipped batches will be used again"
             )
             info = {**info, "left_out": []}
         self._set([(first, last) for first, last in info["left_out"]], info["count"])
@@ -311,7 +311,7 @@ class Rollback:
         """Count a batch without training on it, and drop the gradients of its accumulation window."""
         runner = self._runner
         optim = runner.optim_wrapper
-        # A model that overrides `train_step` counts its batches itself.
+        # A model that overrides `train_step` counts its own batches.
         if isinstance(runner.step, EagerStep | GraphStep) and isinstance(optim, OptimWrapper):
             drop_unsharded_gradients(unwrap_model(runner.model))
             optim.zero_grad()
@@ -319,7 +319,7 @@ class Rollback:
 
 
 def _restore_buffer(core: nn.Module, name: str, initial: Tensor) -> None:
-    """Restore a buffer in place, or replace it if its shape or dtype has changed (such as a growing cache)."""
+    """Restore a buffer in place, or replace it if its shape or dtype has changed (for example, a growing cache)."""
     owner, _, leaf = name.rpartition(".")
     buffers = core.get_submodule(owner)._buffers
     current = buffers.get(leaf)

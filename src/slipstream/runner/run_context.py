@@ -28,9 +28,9 @@ class RunContext:
 
     Args:
         runner: the Runner.
-        user_cfg: the configuration that paths in errors refer to.
+        user_cfg: the user's configuration, used to add config paths to error messages.
         scope: the registry scope to search first.
-        redactor: removes secrets from errors.
+        redactor: removes secrets from error messages.
     """
 
     def __init__(self, runner: Runner, user_cfg: Mapping[str, Any], scope: str, redactor: Redactor) -> None:
@@ -42,7 +42,7 @@ class RunContext:
 
     @property
     def active(self) -> bool:
-        """Whether the Runner is inside a run."""
+        """Whether a run is in progress."""
         return self._active
 
     @contextmanager
@@ -64,7 +64,9 @@ class RunContext:
         with self.running():
             if self._stopped:
                 raise ConfigError(
-                    f"this Runner was stopped by {self._stopped}; build a new one with resume=True", "Runner"
+                    f"training {self._stopped}, so this Runner cannot continue exactly; create a new Runner with "
+                    "resume=True",
+                    "Runner",
                 )
             try:
                 yield
@@ -73,18 +75,20 @@ class RunContext:
                 # In the middle of an epoch, the loader, the gradients and the counters are not in a consistent state.
                 # User-defined loops may have no attribute `passes`.
                 if (passes := getattr(loop, "passes", None)) is not None and passes.has_begun(loop.epoch):
-                    inside = f"{type(error).__name__} inside an epoch, which cannot be continued exactly"
-                    self._stopped = "a signal" if isinstance(error, Preempted) else inside
+                    stopped = f"stopped in the middle of an epoch ({type(error).__name__})"
+                    interrupted = "was interrupted by a signal in the middle of an epoch"
+                    self._stopped = interrupted if isinstance(error, Preempted) else stopped
                 raise
 
     @contextmanager
     def evaluating(self) -> Iterator[bool]:
         """Context manager for validation or testing; restores the random state on exit.
 
-        Inside another run, the modules' modes and the averaged weights are also restored, even after an error.
+        If called during another run, also restores each module's training mode and the weights that were active before,
+        even after an error.
 
-        Returns:
-            False inside another run; see `running`.
+        Yields:
+            False during another run, otherwise True; see `running`.
         """
         runner = self._runner
         outer = get_random_state() if self._active else self._random_state
@@ -103,10 +107,10 @@ class RunContext:
 
     @contextmanager
     def running(self) -> Iterator[bool]:
-        """Activate the run's logger, hub and options; close log files and hooks on exit, even after an error.
+        """Activate the run's logger, hub and options; close log files and release hooks on exit, even after an error.
 
-        Returns:
-            False inside another run of this Runner, where this context manager has no effect.
+        Yields:
+            False during another run of this Runner, in which case this context manager has no effect; otherwise True.
         """
         if self._active:
             yield False
@@ -149,12 +153,12 @@ class RunContext:
 
     @contextmanager
     def _building(self) -> Iterator[None]:
-        """Search the run's registry scope first, add config paths to errors, and remove secrets from them."""
+        """Search the run's registry scope first, add config paths to error messages, and remove secrets from them."""
         with redact_errors(self._redactor), add_config_path(self._user_cfg), default_scope(self.scope):
             yield
 
     def _close(self) -> None:
-        """Release all resources of a run, even if one of the calls fails."""
+        """Release all resources of the run, even if releasing one of them fails."""
         runner = self._runner
         with ExitStack() as stack:  # calls the functions in reverse order
             stack.callback(runner.logger.close)

@@ -70,20 +70,20 @@ __all__ = ["Runner"]
 class Runner:
     """Train, validate and test a model.
 
-    The arguments up to `cfg` are those of MMEngine's Runner. The arguments after `cfg` are additional.
+    The arguments up to `cfg` are those of MMEngine's Runner. The arguments after `cfg` are not part of MMEngine.
 
     Components are passed as objects or as configurations (dicts with a `type`). The constructor builds the model, moves
     it to the device and wraps it. The data loaders, optimizer and schedulers are built on first use.
 
     Args:
-        model: a `BaseModel`, or any `nn.Module` if `loss_fn` is set, or its configuration.
+        model: a `BaseModel`, any `nn.Module` if `loss_fn` is set, or a model configuration.
         work_dir: output folder; created if it does not exist.
         train_dataloader, train_cfg, optim_wrapper: required for training; set all three or none.
         val_dataloader, val_cfg, val_evaluator: required for validation; set all three or none.
         test_dataloader, test_cfg, test_evaluator: required for testing; set all three or none.
         auto_scale_lr: `dict(enable=True, base_batch_size=...)` scales every learning rate by
             batch size x processes / base_batch_size (without gradient accumulation, as in MMEngine).
-        param_scheduler: one scheduler or several.
+        param_scheduler: one or more schedulers.
         default_hooks: hooks that replace the default hooks of the same name; None removes a hook.
         custom_hooks: additional hooks.
         data_preprocessor: data preprocessor for a model that is built from a configuration.
@@ -97,9 +97,9 @@ class Runner:
         experiment_name: the run's name in logs.
         cfg: the complete configuration. The keys in `slipstream.speed.CFG_OPTIONS` are read only from this argument.
         speed: speed options, `'auto'` or a dict of `SpeedPlan`'s fields; by default `cfg['speed']`.
-        loss_fn: for a plain `nn.Module`: a function of outputs and targets (or its configuration) as in `accelerate`,
-            or `'model'` if the model returns its loss.
-        limit_train_batches, limit_val_batches: maximum number of batches per epoch, and per validation or test.
+        loss_fn: for a plain `nn.Module`: `loss_fn(outputs, targets)` as in `accelerate` (or its configuration), or
+            `'model'` if the model returns the loss.
+        limit_train_batches, limit_val_batches: maximum number of batches per epoch, and per validation or test run.
         overfit_batches: train on this number of batches, the same in every epoch.
         fast_dev_run: run this number of steps and validate on this number of batches (True: 1), without checkpoints.
     """
@@ -143,7 +143,7 @@ class Runner:
         arguments = {name: value for name, value in locals().items() if name != "self"}
         self.limits, arguments = read_limits(arguments)
         self.cfg = cfg if isinstance(cfg, Config) else Config(dict(cfg or {}))
-        # Build errors report their path in this configuration.
+        # Errors in the constructor report their path in this configuration.
         self._user_cfg = {**self.cfg, **{k: v for k, v in arguments.items() if k != "cfg" and v is not None}}
         self._redactor = Redactor(self._user_cfg)
         self.optim_wrapper: OptimWrapper | None = None
@@ -209,7 +209,7 @@ class Runner:
 
     @property
     def interface(self) -> ModelInterface:
-        """Calls `model`, which a hook may have replaced."""
+        """The interface for calling `model`, which a hook may have replaced."""
         self._interface.model = self.model
         return self._interface
 
@@ -250,17 +250,17 @@ class Runner:
 
     @property
     def epoch(self) -> int:
-        """Number of finished epochs."""
+        """Number of completed epochs."""
         return self.loops.count("epoch", 0)
 
     @property
     def iter(self) -> int:
-        """Number of finished training steps."""
+        """Number of completed training steps."""
         return self.loops.count("iter", 0)
 
     @property
     def inner_iter(self) -> int:
-        """Number of finished steps of the current epoch."""
+        """Number of completed steps in the current epoch."""
         return self.loops.count("inner_iter", 0)
 
     @property
@@ -292,14 +292,14 @@ class Runner:
 
     @property
     def model_name(self) -> str:
-        """The name of the model's class."""
+        """The class name of the model."""
         kinds = type(unwrap_model(self.model)).__mro__
         # For a sharded model, torch creates a class that derives from FSDPModule and the user's class.
         return next(kind.__name__ for kind in kinds if not hasattr(kind, "unshard"))
 
     @property
     def distributed(self) -> bool:
-        """Whether there is a process group."""
+        """Whether a process group is initialized."""
         return is_distributed()
 
     @property
@@ -315,7 +315,7 @@ class Runner:
     # ---- training, validation, test ---------------------------------------------------------------------------
 
     def train(self) -> nn.Module:
-        """Train and return the model. First, initialize all weights that have not been loaded.
+        """Train the model and return it, after initializing all weights that have not been loaded.
 
         Raises:
             ConfigError: an earlier call ended in the middle of an epoch, or a hook of this Runner calls this method.
@@ -358,11 +358,11 @@ class Runner:
     ) -> TuneResult:
         """Measure the speed options for this Runner's configuration, and return the fastest combination.
 
-        Each trial builds its own Runner in its own process. This Runner, its model and all random states are unchanged.
+        Each trial builds its own Runner in its own process. This Runner, its model and all random states do not change.
         To use the result, build a new Runner with `speed=result.speed`.
 
         Args:
-            budget: time limit: a number of seconds, or a string such as `5m` or `1h30m`.
+            budget: time limit, as a number of seconds or a string such as `5m` or `1h30m`.
             options: names of `slipstream.tune.OPTIONS` to measure; None means all.
             cache: whether to return the stored result of an identical configuration on an identical machine.
             report: called with each row as soon as it is measured.
@@ -383,14 +383,14 @@ class Runner:
         return stored_result(self._user_cfg)
 
     def val(self) -> dict[str, float]:
-        """Validate and return the metrics. The Runner's random state does not change.
+        """Validate the model and return the metrics. The Runner's random state does not change.
 
         When called from a hook, this method does not call `before_run` and `after_run`.
         """
         return self._evaluate("val")
 
     def test(self) -> dict[str, float]:
-        """Test and return the metrics; see `val`."""
+        """Test the model and return the metrics; see `val`."""
         return self._evaluate("test")
 
     def _evaluate(self, mode: str) -> dict[str, float]:
@@ -422,7 +422,7 @@ class Runner:
     def scale_lr(
         self, optim_wrapper: OptimWrapper, auto_scale_lr: AutoScaleLr | Mapping[str, Any] | None
     ) -> None:
-        """Scale every learning rate by samples per step / `base_batch_size`, if enabled."""
+        """Scale every learning rate by `samples_per_step / base_batch_size`, if enabled."""
         scale = options(AutoScaleLr, auto_scale_lr, "auto_scale_lr")
         if scale.enable and scale.base_batch_size is not None:
             self.logger.info(builders.scale_lr(optim_wrapper, scale.base_batch_size, self.samples_per_step))
@@ -437,7 +437,7 @@ class Runner:
     def load_or_resume(self) -> None:
         """Resume from the checkpoint found at construction, or load `load_from`. Later calls have no effect.
 
-        A run without training loads only the weights.
+        Without training, this method loads only the weights.
         """
         self.checkpoints.load_or_resume()
 
@@ -458,14 +458,14 @@ class Runner:
         resume_param_scheduler: bool = True,
         map_location: str | torch.device = "cpu",
     ) -> None:
-        """Resume training with the step after the checkpoint.
+        """Restore a checkpoint; training continues at the next step.
 
-        Before `train`, this method builds the optimizer, the schedulers and the loops, and calls `before_run`. As with
-        the `resume` argument, the run then uses the checkpoint's seed.
+        If called before `train`, this method builds the optimizer, the schedulers and the loops, and calls
+        `before_run`. As with the `resume` argument, the run then uses the checkpoint's seed.
 
         Raises:
             CheckpointError: an entry of the checkpoint is missing, invalid, or belongs to a different run. The message
-                contains its key. The run is unchanged unless the message states otherwise.
+                contains the entry's key. The run is unchanged unless the message states otherwise.
         """
         self.loops.require("train")
         with self._context.running() as outermost:
@@ -496,7 +496,7 @@ class Runner:
 
         Args:
             out_dir, filename: path of the checkpoint.
-            save_optimizer, save_param_scheduler: whether to save their state.
+            save_optimizer, save_param_scheduler: whether to save the state of the optimizer and of the schedulers.
             meta: additional entries of the checkpoint's `meta`.
             by_epoch: True if called from `after_train_epoch`, False if called from `after_train_iter`, None if the
                 counters already include the current epoch and step.
@@ -504,10 +504,10 @@ class Runner:
             consolidate: gather a sharded model on rank 0 and write one file instead of a folder.
             background: write in a thread while training continues; the run ends only after the file is written. This
                 has no effect if `consolidate` is True and the model is sharded.
-            on_saved: called on rank 0 when the checkpoint is complete; with `background`, in the thread.
+            on_saved: called on rank 0 when the checkpoint is complete; with `background`, in the background thread.
 
         Raises:
-            CheckpointError: this checkpoint, or the previous one in the background, could not be written.
+            CheckpointError: this checkpoint, or the previous background checkpoint, could not be written.
         """
         with self.phases.during("checkpoint"):
             self.read_logs()  # raises an error for a non-finite loss before earlier checkpoints are replaced
@@ -538,7 +538,7 @@ class Runner:
         self._hooks.register(hook, priority)
 
     def register_custom_hooks(self, hooks: Sequence[Hook | Mapping[str, Any]]) -> None:
-        """Add several hooks."""
+        """Add multiple hooks."""
         for index, hook in enumerate(hooks):
             with add_config_path(self._user_cfg, f"custom_hooks[{index}]"):
                 self.register_hook(hook)

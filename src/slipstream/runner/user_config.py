@@ -59,7 +59,7 @@ DEFAULT_HOOKS: Mapping[str, Mapping[str, Any]] = {
 }
 
 SHORT_RUNS = ("limit_train_batches", "limit_val_batches", "overfit_batches", "fast_dev_run")
-"""The Runner's arguments that set a limit on the number of batches."""
+"""The Runner's arguments that limit the number of batches."""
 TRIPLES = {
     "train": ("train_dataloader", "train_cfg", "optim_wrapper"),
     "val": ("val_dataloader", "val_cfg", "val_evaluator"),
@@ -78,7 +78,7 @@ _TYPES: Mapping[str, Any] = {
     "default_scope": str | None,
     "experiment_name": str | None,
 }
-"""The types of the Runner's arguments that are neither built nor read as options."""
+"""The types of the Runner arguments that are neither components nor dicts of options."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class AutoScaleLr:
     def __post_init__(self) -> None:
         if self.enable and self.base_batch_size is None:
             raise ConfigError(
-                "is required if enable is True: set the number of samples per step for which the learning "
+                "is required if enable is True; set it to the number of samples per step for which the learning "
                 "rates were chosen",
                 "base_batch_size",
             )
@@ -118,7 +118,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> AutoScaleLr:
 
 
 def constructor_arguments(cfg: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return the Runner's arguments from a configuration; `names` are the names of all arguments.
+    """Return the Runner's arguments from a configuration; `names` lists all argument names.
 
     Raises:
         ConfigError: the configuration has no `model` or `work_dir`.
@@ -135,7 +135,7 @@ def with_defaults(
 ) -> list[Any]:
     """Return the default hooks, updated with `hooks` by name; None removes a hook.
 
-    If `custom_hooks` contains a CheckpointHook, the default one does not save the best checkpoint.
+    If `custom_hooks` contains a CheckpointHook, the default CheckpointHook does not save the best checkpoint.
     """
     defaults = {name: dict(options) for name, options in DEFAULT_HOOKS.items()}
     defaults["checkpoint"]["interval"] = 1 if by_epoch else 1000
@@ -160,7 +160,7 @@ def display_hooks(logger: MMLogger) -> list[Hook]:
 
 
 def unread_keys(cfg: Iterable[str], known: list[str]) -> Iterator[str]:
-    """Yield a warning for each unknown key that resembles one in `known`.
+    """Yield a warning for each unknown key that resembles a key in `known`.
 
     Unknown keys are not errors, because a configuration file may define variables.
     """
@@ -185,7 +185,7 @@ def loop_options(mode: str, arguments: Mapping[str, Any]) -> dict[str, Any] | No
             f"{', '.join(TRIPLES[mode])} must be set together: {' and '.join(present)} "
             f"{'is' if len(present) == 1 else 'are'} set, but {' and '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} missing"
-            + ("" if mode == "train" else f"; {third}='loss' evaluates only the loss")
+            + ("" if mode == "train" else f"; set {third}='loss' to evaluate only the loss")
         )
     if not isinstance(arguments[cfg_name], Mapping):
         raise ConfigError(f"must be a dict, not {shown(arguments[cfg_name])}", cfg_name)

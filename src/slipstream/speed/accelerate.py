@@ -54,7 +54,7 @@ _UNSUPPORTED = {
     "nan_guard": "requires a Runner, which monitors the losses; in your own loop, check them yourself",
     "prefetch": "requires a Runner; in your own loop, use: for batch in feed(loader, prefetch=2)",
 }
-"""Options that `accelerate` does not support, with the alternative."""
+"""Options that `accelerate` does not support, with their alternatives."""
 
 
 def accelerate(
@@ -71,9 +71,9 @@ def accelerate(
     If a process group exists (from `slipstream.dist.init_dist` or torch), gradients are averaged over its processes.
     The model, and `loss_fn` if it is a module, are moved to the accelerator in place.
 
-    The loss is computed by `loss_fn`, by `compute_loss`, or, if neither is set, by the model. In the last case, a dict
-    is passed to the model as keyword arguments, and a tuple as positional arguments. The model returns a scalar, an
-    object with the attribute or key `loss`, or a dict whose entries with `loss` in their name are summed.
+    The loss is computed by `loss_fn`, by `compute_loss`, or, if neither is set, by the model. In the last case, a batch
+    that is a dict is passed to the model as keyword arguments, and a tuple as positional arguments. The model returns a
+    scalar, an object with the attribute or key `loss`, or a dict whose entries with `loss` in their name are summed.
 
     Args:
         model: any module.
@@ -85,11 +85,11 @@ def accelerate(
             batch.
         speed: `'auto'`, a dict of the fields of `SpeedPlan`, or None for no options.
         total_steps: number of batches in the whole training run; required for `ema` of type 'exp'. With `accumulate`,
-            it allows the last window to be smaller.
+            this argument allows the last window to be smaller.
         batches_per_epoch: number of batches per epoch (`len(loader)`). With `accumulate`, the last accumulation window
-            of an epoch then ends with the epoch. If this window is smaller, its losses are divided by its own size. By
+            then ends at the end of the epoch. If this window is smaller, its losses are divided by its own size. By
             default, a window continues with the first batches of the next epoch.
-        compute_loss: `compute_loss(model, batch)`, for other losses, such as those that use several models. This
+        compute_loss: `compute_loss(model, batch)`, for other losses, such as a loss that uses several models. The
             function must call the model that it receives. Its return value has the same form as that of `loss_fn`.
 
     Raises:
@@ -133,8 +133,8 @@ def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
         )
     if get_world_size() > 1 and not all(inside):
         raise ConfigError(
-            f"contains {inside.count(False)} of {len(inside)} parameters that are not in the model, and DDP averages "
-            "only the model's gradients over the processes; put these parameters and the model into one nn.Module",
+            f"{inside.count(False)} of its {len(inside)} parameters are not in the model, and DDP averages only the "
+            "model's gradients across processes; put these parameters and the model into one nn.Module",
             "optimizer",
         )
 
@@ -168,8 +168,8 @@ def _check_devices(optimizer: Optimizer, model: nn.Module, device: torch.device)
         for param in group["params"]:
             if param.device.type != device.type:
                 raise ModelError(
-                    f"the optimizer contains a parameter of shape {tuple(param.shape)} on {param.device}, which is not "
-                    f"in the model on {device}. If a part of the model was moved after the optimizer was built, build "
+                    f"the optimizer contains a parameter of shape {tuple(param.shape)} on {param.device}, but "
+                    f"the model is on {device}. If part of the model was moved after the optimizer was built, build "
                     f"the optimizer after the move. If the parameter is not part of the model, move it to {device}"
                 )
 
@@ -214,7 +214,7 @@ class TrainStep:
         self.optim.batches_per_epoch = batches_per_epoch
         move = BaseDataPreprocessor().to(device)
         logger = logging.getLogger("slipstream")
-        messages: list[str] = []  # pass no reference to self, which would keep the step alive
+        messages: list[str] = []  # do not reference self, which would keep the step alive
         self._warnings = messages
 
         def warn(message: str) -> None:
@@ -236,7 +236,7 @@ class TrainStep:
             self._add_average(plan.ema, total_steps)
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
-        """Train on one batch; return `loss` and other values as 0-dim tensors, without synchronizing."""
+        """Train on one batch; return `loss` and other values as 0-dim tensors, without device synchronization."""
         return self._step(batch)
 
     @property
@@ -250,7 +250,7 @@ class TrainStep:
         return self._step
 
     def summary(self) -> str:
-        """Return text that describes whether the step is compiled, its options, and the warnings so far."""
+        """Return a summary as a string: whether the step is compiled, its options, and the warnings so far."""
         return describe_step(self, self._warnings)
 
     @property
@@ -298,7 +298,7 @@ class TrainStep:
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
-        """Swap the averaged weights into the unwrapped model inside the context, if the plan sets `ema`."""
+        """Swap the averaged weights into the unwrapped model within the context, if the plan sets `ema`."""
         core = unwrap_model(self.model)
         with ExitStack() as stack:
             if self.average is not None and self.average.steps:
@@ -327,7 +327,7 @@ class TrainStep:
         """Load a state returned by `state_dict`, including the gradients of an unfinished accumulation window.
 
         Raises:
-            CheckpointError: an entry is missing, invalid, or belongs to a different model or optimizer. Nothing is
+            CheckpointError: an entry is missing, invalid, or belongs to a different model or optimizer. No state is
                 changed.
         """
         self.check_state(state)
@@ -354,18 +354,18 @@ class TrainStep:
         return [tensor for tensor in dict.fromkeys(found) if tensor not in inside]
 
     def save(self, path: str | Path, **values: Any) -> None:
-        """Save all state that is required to resume training to one file. All processes must call this method.
+        """Write all state that is required to resume training to a single file. All processes must call this method.
 
-        This includes the model, the state of `state_dict`, and the random states of torch, NumPy and Python. The file
+        This includes the model, the result of `state_dict`, and the random states of torch, NumPy and Python. The file
         is written atomically, and its entry `state_dict` contains the model's weights.
 
         Args:
             path: path of the file.
-            values: other state, such as `epoch=epoch, schedule=schedule.state_dict()`, which `load` returns. It may
+            values: additional state that `load` returns, such as `epoch=epoch, schedule=schedule.state_dict()`. It may
                 contain tensors and built-in Python values.
 
         Raises:
-            CheckpointError: the file cannot be written, a value has a different type, or an accumulation window is
+            CheckpointError: the file cannot be written, a value has an unsupported type, or an accumulation window is
                 unfinished and there are several processes.
         """
         save_step(self, path, values)
@@ -374,7 +374,7 @@ class TrainStep:
         """Load a file written by `save`, and return its `values`. No code in the file is executed.
 
         Raises:
-            CheckpointError: the file is damaged, or belongs to a different model or optimizer. Nothing is changed.
+            CheckpointError: the file is damaged, or belongs to a different model or optimizer. No state is changed.
         """
         return load_step(self, path)
 
@@ -399,7 +399,7 @@ class TrainStep:
             if own.keys() != state["average"].keys():
                 names = sorted(map(str, own.keys() ^ state["average"].keys()))
                 raise CheckpointError(
-                    f"{source}: 'average' belongs to a different model: only one of the two models has {names[:5]}"
+                    f"{source}: 'average' does not match the model; tensors found in only one of them: {names[:5]}"
                 )
             averaged = {key: value for key, value in state["average"].items() if key != "steps"}
             check_tensors(own, averaged, "average", source, warnings.warn)

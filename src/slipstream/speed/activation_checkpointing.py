@@ -1,4 +1,4 @@
-"""Speed option: recompute the activations of blocks in backward instead of storing them.
+"""Speed option: recompute the activations of blocks in the backward pass instead of storing them.
 
 Chen et al. 2016 (arXiv 1604.06174), implemented with torch's `checkpoint`. The recomputation has no side effects: it
 draws the same random numbers, does not update buffers (such as BatchNorm's running statistics), and does not repeat
@@ -43,10 +43,10 @@ class ActivationCheckpointingOptions:
 
     modules: list[str] | None = None
     """Blocks by name (`backbone.layer1`, or `blocks.*` with wildcards between dots) or by class (`Bottleneck`). The
-    default is the repeated blocks: children of a `ModuleList` or `Sequential` that have children themselves and whose
-    class occurs at least twice. If blocks are nested, only the outermost ones are used."""
+    default is the repeated blocks: children of a `ModuleList` or `Sequential` that themselves have children and whose
+    class occurs at least twice. If blocks are nested, only the outermost blocks are used."""
     offload: bool = False
-    """Whether to store the inputs of blocks in host memory until backward; compiled code ignores this option."""
+    """Whether to store block inputs in host memory until the backward pass; compiled code ignores this option."""
 
     def __post_init__(self) -> None:
         """Check that `modules` is not empty."""
@@ -76,7 +76,7 @@ def checkpoint_activations(model: nn.Module, how: ActivationCheckpointingOptions
             repeated blocks.
     """
     chosen = _outermost(model, _chosen(model, how.modules))
-    # torch warns that in-place operations may change stored results. That is not the case here; a test checks this.
+    # torch warns that in-place operations may change saved results. A test verifies that this does not happen here.
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_about_context_fn)
     for module in chosen.values():
         if not is_recomputed(module):
@@ -119,14 +119,14 @@ def _outermost(model: nn.Module, blocks: set[nn.Module]) -> dict[str, nn.Module]
 
 
 def is_recomputed(module: nn.Module) -> bool:
-    """Return whether the activations of a module are recomputed in backward."""
+    """Return whether the activations of a module are recomputed in the backward pass."""
     return isinstance(module.forward, partial) and module.forward.func is _recomputed
 
 
 def _recomputed(
     module: nn.Module, forward: Callable[..., Any], offload: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    """Checkpoint a call to `forward`, which is replaced by a `partial` of this function (a partial can be pickled)."""
+    """Call `forward` with checkpointing. A `partial` of this function, which can be pickled, replaces `forward`."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     # Pass keyword arguments as positional inputs, because torch searches only these for tensors to offload and for
@@ -135,8 +135,8 @@ def _recomputed(
     if torch.compiler.is_compiling():  # the compiler recomputes inside the graph, without side effects
         contexts = partial(create_selective_checkpoint_contexts, _keep_in_graph)
         return checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
-    # torch does not find tensors inside some objects, such as dataclasses, so also pass a tensor on the device of the
-    # parameters.
+    # torch does not find tensors inside some objects, such as dataclasses, so also pass a tensor on the parameters'
+    # device.
     tensor = next(chain(module.parameters(), module.buffers()), None)
     inputs = (None if tensor is None else torch.empty(0, device=tensor.device), *args)
     with saved_tensors_hooks(_to_host, _from_host) if offload else nullcontext():
@@ -154,7 +154,7 @@ def _without_first(block: Callable[..., Any], first: Tensor | None, *inputs: Any
 
 
 def _call(forward: Callable[..., Any], names: tuple[str, ...], *inputs: Any) -> Any:
-    """Call `forward`; the last inputs are keyword arguments with these names."""
+    """Call `forward`; the last `len(names)` inputs are keyword arguments with these names."""
     first = len(inputs) - len(names)
     return forward(*inputs[:first], **dict(zip(names, inputs[first:], strict=True)))
 
@@ -199,7 +199,7 @@ class _Recomputation(AbstractContextManager[None]):
     """
 
     def __init__(self) -> None:
-        # For each buffer: the dict that contains it, its name in the dict, and its value before forward.
+        # For each buffer: the dict that contains it, its name in the dict, and its value before the forward pass.
         self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
         # The sums over all processes that SyncBN computed.
         self._sums: list[Tensor] = []
@@ -245,6 +245,6 @@ class _Recomputation(AbstractContextManager[None]):
 def _old(owner: nn.Module, buffer: Tensor) -> Tensor | None:
     """Return a copy of a buffer, or None for BatchNorm, whose training output does not depend on its buffers.
 
-    BatchNorm updates its buffers without changing their version.
+    BatchNorm updates its buffers without changing their version counters.
     """
     return None if isinstance(owner, _BatchNorm) else buffer.clone()

@@ -37,7 +37,7 @@ class AdaptiveClipOptions:
     linear layer: `exclude=['head']`."""
 
     def __post_init__(self) -> None:
-        """Check that the limits are positive."""
+        """Check that `clip_factor` and `eps` are positive."""
         for name in ("clip_factor", "eps"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"must be positive, not {getattr(self, name)}", name)
@@ -68,7 +68,7 @@ class ClipUnits(StepPart):
         self.excluded = dict.fromkeys(excluded)  # a dict, because torch.compile cannot trace lookups in a set
 
     def before_update(self, params: Sequence[nn.Parameter], grads: list[Tensor]) -> None:
-        """Clip in place."""
+        """Clip the gradients in place."""
         for param, grad in zip(params, grads, strict=True):
             if param in self.excluded:
                 continue

@@ -120,7 +120,7 @@ def _refuse_wrapped(model: nn.Module, plan: SpeedPlan) -> None:
 
 
 def wrap_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Module:
-    """Return the model, wrapped for multi-process training as the plan specifies."""
+    """Return the model, wrapped for multi-process training as specified by the plan."""
     # A model that overrides train_step calls its submodules directly, so each submodule is wrapped separately.
     default = MMSeparateDistributedDataParallel if overrides_train_step(model) else MMDistributedDataParallel
     cfg: dict[str, Any] = {"type": default, **(plan.parallel.wrapper if plan.parallel else {})}
@@ -204,7 +204,7 @@ class _MakesPart(Protocol):
 def add_parts(plan: SpeedPlan, model: nn.Module, optim: OptimWrapper) -> None:
     """Insert the step parts for the plan's options at the start of `optim.parts`, in the order of the plan's fields.
 
-    Gradients are centralized, then clipped by unit, then clipped by `clip_grad`. With several optimizers, each has its
+    Gradients are centralized, then clipped per unit, then clipped by `clip_grad`. With several optimizers, each has its
     own parts. A part replaces an existing part of the same class, so a second call has no effect.
 
     Raises:
@@ -230,7 +230,7 @@ def _check_part(part: StepPart, option: str, model: nn.Module, optim: OptimWrapp
     if (method := _ignores_parts(type(optim))) is not None:
         raise ConfigError(
             f"this option has no effect, because {type(optim).__name__}.{method} overrides OptimWrapper.{method} "
-            f"without calling it; call super().{method}() in it, or use OptimWrapper",
+            f"without calling it; call super().{method}() in the override, or use OptimWrapper",
             option,
         )
     if part.replaces_gradients and overrides_train_step(model):
@@ -266,14 +266,14 @@ def _ignores_parts(kind: type[OptimWrapper]) -> str | None:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names of globals and attributes that a function and its nested functions use."""
+    """Return the names of the globals and attributes used by a function and its nested functions."""
     inner = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
     return set(code.co_names).union(*inner)
 
 
 @contextmanager
 def switches(plan: SpeedPlan, device: torch.device, warn: Callable[[str], None]) -> Iterator[None]:
-    """Enable the plan's process-wide settings for this device type inside the context."""
+    """Enable the plan's process-wide settings for this device type within the context."""
     on_cuda = device.type == "cuda"
     with ExitStack() as stack:
         if on_cuda and plan.precision is not None and plan.precision.name == "tf32":
@@ -295,7 +295,7 @@ def _with_config_path(plan: SpeedPlan, option: str) -> Iterator[None]:
 
 @contextmanager
 def compiling(plan: SpeedPlan, model: nn.Module, logger: logging.Logger | MMLogger) -> Iterator[None]:
-    """Cache the code that is compiled inside the context. When the context ends, log graph breaks and recompiles."""
+    """Cache the code that is compiled within the context. When the context ends, log graph breaks and recompiles."""
     if plan.compile is None:
         yield
         return

@@ -17,9 +17,9 @@ def named_blocks(model: nn.Module, patterns: Sequence[str], path: str) -> list[n
 
     Args:
         model: the model, which is never part of the result.
-        patterns: names of modules, in which the wildcards `*` and `?` do not match dots (`layers.*`), or names of
-            classes, which also match their subclasses.
-        path: config path of the patterns, for errors.
+        patterns: module names, in which the wildcards `*` and `?` do not match dots (`layers.*`), or class names,
+            which also match subclasses.
+        path: config path of the patterns, for error messages.
 
     Raises:
         ConfigError: a pattern matches no module, or matches a container that is never called.

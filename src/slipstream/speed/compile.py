@@ -45,7 +45,7 @@ class CompileOptions:
     mode: str | None = None
     """`default`, `reduce-overhead`, `max-autotune` or `max-autotune-no-cudagraphs`."""
     dynamic: bool | None = None
-    """Whether shapes may vary; if None, this is detected automatically."""
+    """Whether shapes may vary; None detects this automatically."""
     fullgraph: bool = False
     """Whether a graph break is an error."""
     options: dict[str, Any] | None = None
@@ -54,9 +54,9 @@ class CompileOptions:
     """The unit that is compiled as one graph: the whole training step, the model's forward, or each of the model's
     blocks. None tries `step` and falls back to `model`."""
     blocks: list[str] = field(default_factory=list)
-    """The blocks that scope 'block' compiles, as names of modules (`backbone.layer1`, or `layers.*` with wildcards) or
-    of classes. The default is the repeated blocks: children of a `ModuleList` or `Sequential` that have children
-    themselves and whose class occurs at least twice."""
+    """The blocks that scope 'block' compiles, as module names (`backbone.layer1`, or `layers.*` with wildcards) or
+    class names. The default is the repeated blocks: children of a `ModuleList` or `Sequential` that themselves have
+    children and whose class occurs at least twice."""
     cache: bool | str = True
     """Where to cache compiled code: True for the user's cache folder, a path, or False to disable the cache."""
     verify: bool = True
@@ -66,11 +66,11 @@ class CompileOptions:
     Linux). By default, steps run eagerly during compilation, so the number of eager steps depends on how long the
     compilation takes."""
     budget: float | str | None = None
-    """Time limit for the compilation in each scope: a number of seconds, or a string such as `90s` or `5m`. If it is
-    exceeded, a smaller scope is compiled, if there is one. None means no limit (two hours in the background)."""
+    """Time limit for the compilation in each scope: a number of seconds, or a string such as `90s` or `5m`. If the
+    limit is exceeded, a smaller scope is compiled, if possible. None means no limit, or two hours in the background."""
 
     def __post_init__(self) -> None:
-        """Check the combination of options."""
+        """Check the options and their combinations."""
         if self.budget is not None:
             read_duration(self.budget, "budget")
         if self.blocks and self.scope != "block":
@@ -89,7 +89,7 @@ class CompileOptions:
 
 
 def read_compile(value: Any) -> CompileOptions | None:
-    """Read `compile`: True, False, None, the name of a scope, or a dict.
+    """Read `compile`: True, False, None, a scope name, or a dict.
 
     Raises:
         ConfigError: the value has an unsupported type, or an option is unknown.
@@ -109,7 +109,7 @@ def read_compile(value: Any) -> CompileOptions | None:
 def compile_model(
     model: nn.Module, how: CompileOptions, warn: Callable[[str], None], warn_limit: bool = True
 ) -> None:
-    """Compile `model`, or with scope 'block' its blocks, in place, for training and evaluation.
+    """Compile `model` (with scope 'block', its blocks) in place, for training and evaluation.
 
     The keys of the state dict do not change. Call this function before the model is wrapped in DDP, and before
     `fully_shard` shards the blocks. Each module is compiled on its first call. If a module cannot be compiled, all
@@ -268,7 +268,7 @@ def _limit_argument(kinds: int) -> Mapping[str, int]:
 
 @contextmanager
 def raised_recompile_limit(kinds: int) -> Iterator[None]:
-    """Raise torch's recompile limit inside the context, if this version of torch has only a process-wide limit."""
+    """Raise torch's recompile limit within the context, if this version of torch has only a process-wide limit."""
     if kinds == 1 or _has_recompile_limit():
         yield
         return

@@ -1,6 +1,6 @@
 """Compile a model's modules within a time limit, in a forked process if possible.
 
-A compilation by inductor cannot be interrupted safely, but a process can be killed. Therefore a forked process compiles
+An inductor compilation cannot be interrupted safely, but a process can be killed. Therefore a forked process compiles
 first and writes the code to torch's cache, from which this process loads it. Meanwhile, the modules run eagerly.
 """
 
@@ -31,7 +31,7 @@ class Switch:
 
     def __init__(self, on: bool) -> None:
         self.on: bool | None = on
-        """Whether this call of the model runs compiled code; None outside the model's call."""
+        """Whether the current call of the model runs compiled code; None outside a call."""
         self.recompute_compiled = False
         """Whether the recomputation of modules inside a checkpoint runs compiled code."""
         self.only_existing = False
@@ -40,7 +40,7 @@ class Switch:
         """Whether a module has run eagerly inside a checkpoint."""
 
     def runs_compiled(self) -> bool:
-        """Return whether the module that calls this method runs its compiled code."""
+        """Return whether the module that calls this method should run its compiled code."""
         if self.on:
             return True
         if not _is_in_checkpoint():
@@ -138,7 +138,7 @@ class Budgeted:
         return trains in self._ready
 
     def _may_recompute(self) -> bool:
-        """Return whether modules that ran eagerly may still be recomputed, because no update has followed since."""
+        """Return whether modules that ran eagerly may still be recomputed, because the weights are unchanged since."""
         before, self._versions = self._versions, sum(param._version for param in self._model.parameters())
         return self._switch.saw_checkpoint and self._versions == before
 

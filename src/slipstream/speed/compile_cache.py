@@ -34,16 +34,16 @@ def use_cache(model: nn.Module, how: CompileOptions, plan: Any, warn: Callable[[
     """Set inductor's cache folder for this run, and return it.
 
     Call this function before any compilation. It sets the environment variable TORCHINDUCTOR_CACHE_DIR for the whole
-    process, so the most recent run determines the folder. It changes nothing and returns None if the user has set the
-    variable, if `how` disables the cache, or for backends other than inductor. The keys of torch's cache are hashes of
-    the graph, the options and the versions, so torch does not load the code of a different graph.
+    process, so the most recent run determines the folder. This function does nothing and returns None if the user has
+    set the variable, if `how` disables the cache, or if the backend is not inductor. The keys of torch's cache are
+    hashes of the graph, the options and the versions, so torch does not load the code of a different graph.
 
     Args:
         model: the model, on its device.
         how: the options; `cache` is a folder, or True for the user's cache folder (SLIPSTREAM_CACHE,
             XDG_CACHE_HOME/slipstream, ~/.cache/slipstream).
         plan: other options that affect the compiled code; its `repr` is part of the folder's hash.
-        warn: called if the user's cache folder is not usable; torch's default folder is then used instead.
+        warn: called if the user's cache folder cannot be used; torch's default folder is then used instead.
 
     Raises:
         ConfigError: the folder in `how.cache` is not writable, or is writable by other users.
@@ -64,7 +64,7 @@ def use_cache(model: nn.Module, how: CompileOptions, plan: Any, warn: Callable[[
 
 @contextmanager
 def folder_now(folder: str | None) -> Iterator[None]:
-    """Set inductor's cache folder inside the context, even if another run has changed it; None changes nothing."""
+    """Set inductor's cache folder within the context, even if another run has changed it; None leaves it unchanged."""
     before = os.environ.get(_VARIABLE)
     if folder is None or folder == before:
         yield
@@ -118,13 +118,13 @@ def _chosen_by_user() -> bool:
 
 
 def _make(folder: Path) -> None:
-    """Create the folder, and check that only this user can write to it, because its code is executed."""
+    """Create the folder, and check that only this user can write to it, because the code in it is executed."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if os.name == "posix":
         found = folder.stat()
         if found.st_uid != os.getuid():
             raise ConfigError(
-                f"{folder} belongs to another user; refusing to load compiled code from it. Choose your own folder"
+                f"{folder} belongs to another user; refusing to load compiled code from it. Choose a folder you own"
             )
         if found.st_mode & 0o022:
             raise ConfigError(

@@ -23,8 +23,8 @@ _ENGINE = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (
 _LIBRARY = str(Path(os.__file__).parent) + os.sep
 _LIMIT = "recompile limit exceeded"
 _EXPECTED = 4
-"""Number of recompiles per function that are expected: one each for validation, a smaller last batch, different heights
-and different widths."""
+"""Expected number of recompiles per function: one each for validation, a smaller last batch, different heights and
+different widths."""
 
 
 def explain_failure(error: BaseException) -> str:
@@ -34,7 +34,7 @@ def explain_failure(error: BaseException) -> str:
         error: the exception raised by the compiled function.
 
     Returns:
-        For example "Unsupported: Data-dependent branching, at net.py:18: `if y.sum() > 0:`".
+        The reason, for example "Unsupported: Data-dependent branching, at net.py:18: `if y.sum() > 0:`".
     """
     own = NotCapturedError.inside(error) or error
     varied = next((why for record in reversed(_records()) if (why := _recompile_reason(record))), "")
@@ -72,7 +72,7 @@ def _where(stack: Iterable[FrameSummary]) -> str:
 
 
 def _is_user_file(file: str) -> bool:
-    """Return whether a file is the user's: not generated, and not part of torch, Slipstream or Python's library."""
+    """Return whether a file is user code: not generated, and not part of torch, Slipstream or the standard library."""
     in_stdlib = file.startswith(_LIBRARY) and "site-packages" not in file
     return not file.startswith((*_ENGINE, "<")) and not in_stdlib
 
@@ -80,7 +80,7 @@ def _is_user_file(file: str) -> bool:
 def limit_hit(since: int) -> str:
     """Return the cause of the last recompile if torch has reached its recompile limit, otherwise an empty string.
 
-    Beyond the limit, inputs that need a new graph run eagerly.
+    Beyond the limit, inputs that require a new graph run eagerly.
 
     Args:
         since: a value of `time.time_ns()`; earlier compilations are ignored.
@@ -132,7 +132,7 @@ class CompileSummary:
 
     @property
     def troubled(self) -> bool:
-        """Whether any entry reduces speed. If so, `text()` should be logged as a warning."""
+        """Whether anything in the report reduces speed. If so, `text()` should be logged as a warning."""
         return bool(self.breaks or self.unexpected or self.eager or self.skipped)
 
     def text(self) -> str:

@@ -23,7 +23,7 @@ _BY_STRIDES = {
 }  # fmt: skip
 """Operators whose results depend on the strides of their operands."""
 _HEAVY = 8
-"""A convolution remains contiguous if its ratio of weight elements to activation elements exceeds this number."""
+"""A convolution keeps the contiguous format if its ratio of weight to activation elements exceeds this number."""
 
 
 class LayOutConvolutions(CustomGraphPass):
@@ -42,12 +42,12 @@ def lay_out_convolutions(graph: fx.Graph) -> None:
     """Rewrite 2-d convolutions and their gradients in place, and recompute the strides of all other nodes.
 
     A 1x1 convolution becomes a matrix product over the pixels. All other convolutions use channels_last, unless the
-    weight is much larger than the activations. In that case, channels_last is slow: oneDNN writes the gradient of the
-    weight in a different order, and torch then transposes it.
+    weight is much larger than the activations. In that case, channels_last is slow: oneDNN writes the weight
+    gradient in a different order, and torch then transposes it.
 
     With `layout_optimization` off, inductor passes operands to a convolution with the strides of `node.meta["val"]`.
-    This pass recomputes these strides from the first node to the last, so BatchNorm and ReLU between two convolutions
-    use the layout of the convolutions. Operators that depend on strides, draw random numbers or are not part of torch
+    This pass recomputes these strides from the first node to the last, so BatchNorm and ReLU between convolutions use
+    the layout of the convolutions. Operators that depend on strides, draw random numbers or are not part of torch
     receive operands with the strides of eager training.
 
     Graphs with dynamic shapes are not changed.
@@ -88,7 +88,7 @@ class _Layouts:
                     self._convolution(node)
                     continue
                 if _needs_eager_strides(node):
-                    self._restore(node)  # with operands in eager strides, the result also has eager strides
+                    self._restore(node)  # if the operands have eager strides, the result also has them
                 else:
                     _update_strides(node)
 

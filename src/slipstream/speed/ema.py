@@ -75,7 +75,7 @@ def read_ema(value: Any) -> EmaOptions | None:
         ConfigError: the value has an unsupported type, or an option is unknown or has an invalid value.
     """
     if isinstance(value, Mapping) and "momentum" in value:
-        raise ConfigError("is a key of EMAHook (1 - decay); use decay instead", "ema.momentum")
+        raise ConfigError("is an argument of EMAHook (1 - decay); use decay instead", "ema.momentum")
     return optional(EmaOptions, value, "ema")
 
 

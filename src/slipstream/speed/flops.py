@@ -1,4 +1,4 @@
-"""Model FLOPs utilization: the number of operations in a training step, and the peak speed of known accelerators."""
+"""Model FLOPs utilization: the number of operations in a training step, and the peak throughput of accelerators."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["PEAKS", "Accelerator", "peak_flops", "training_flops", "without_data
 
 @dataclass(frozen=True)
 class Accelerator:
-    """The peak speed of an accelerator, from its manufacturer's data sheet."""
+    """The peak throughput of an accelerator, from its manufacturer's data sheet."""
 
     words: str
     """The words that the device name must contain, such as `H100 PCIe`."""
     teraflops: Mapping[Precision, float]
-    """Peak speed of dense matrix products in 10^12 operations per second, by precision; unknown values are omitted."""
+    """Peak throughput of dense matrix products, in 10^12 operations/s, by precision; unknown values are omitted."""
     source: str
 
 
@@ -58,16 +58,16 @@ PEAKS = (
     Accelerator("MI300X", {"fp8": 2615, "bf16": 1307, "fp16": 1307, "tf32": 653.7, "fp32": 163.4},
                 "AMD Instinct MI300X data sheet"),
 )  # fmt: skip
-"""Known accelerators. If several entries match a name, the entry with the most words applies. For GeForce cards, the
-16-bit and 8-bit values assume accumulation in float32, which PyTorch uses."""
+"""Known accelerators. If several entries match a device name, the entry with the most words applies. For GeForce cards,
+the 16-bit and 8-bit values assume accumulation in float32, which PyTorch uses."""
 
 _DIFFERENT = {"laptop", "mobile", "max", "mig", "d", "ti", "super", "ada"}
-"""If a device name contains one of these words, the device may be a variant with a different peak speed, so the peak
-speed is unknown."""
+"""If a device name contains one of these words, the device may be a variant with a different peak throughput, so
+`peak_flops` returns None."""
 
 
 def peak_flops(device_name: str, precision: Precision) -> tuple[float, str] | None:
-    """Return the peak speed of a device in operations per second, and its source, or None if unknown.
+    """Return the peak throughput of a device in operations per second, and its source, or None if unknown.
 
     Args:
         device_name: the name that torch reports, such as `NVIDIA H100 80GB HBM3`.
@@ -85,7 +85,7 @@ def peak_flops(device_name: str, precision: Precision) -> tuple[float, str] | No
 
 @dataclass(frozen=True)
 class _Shape:
-    """A tensor without its values."""
+    """The metadata of a tensor."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -103,10 +103,10 @@ class _Shape:
 
 
 def without_data(inputs: Any) -> Any:
-    """Return the inputs of a batch (nested dicts, lists and tuples) without the values of their tensors.
+    """Return the inputs of a batch (nested dicts, lists and tuples) with metadata in place of tensors.
 
     Raises:
-        DataError: the inputs contain objects that are neither tensors nor numbers, text or None.
+        DataError: the inputs contain objects other than tensors, numbers, strings and None.
     """
     for leaf in tree_leaves(inputs):
         if not isinstance(leaf, Tensor | bool | int | float | str | None):
@@ -115,7 +115,7 @@ def without_data(inputs: Any) -> Any:
 
 
 def training_flops(model: nn.Module, inputs: Any, loss_of: Callable[[nn.Module, Any], Tensor]) -> int:
-    """Return the number of floating-point operations for forward and backward on a batch.
+    """Return the number of floating-point operations for the forward and backward passes on a batch.
 
     Only matrix products and convolutions are counted.
 
@@ -128,8 +128,8 @@ def training_flops(model: nn.Module, inputs: Any, loss_of: Callable[[nn.Module, 
         loss_of: `loss_of(model, inputs)` returns the loss to minimize; it is called with the copies.
 
     Raises:
-        ModelError: the parameters are sharded, or the model or the loss reads values of tensors, for example to select
-            pixels.
+        ModelError: the parameters are sharded, or the model or the loss is data-dependent (it reads tensor values, for
+            example to select pixels).
         Exception: the model cannot be copied, or cannot run without data, for another reason.
     """
     from torch._subclasses.fake_tensor import (
@@ -149,7 +149,7 @@ def training_flops(model: nn.Module, inputs: Any, loss_of: Callable[[nn.Module, 
         with mode, torch.enable_grad(), FlopCounterMode(display=False) as counter:
             loss_of(copied, batch).backward()
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise ModelError(f"the model or the loss reads values of tensors ({error.func})") from error
+        raise ModelError(f"the model or the loss depends on tensor values ({error.func})") from error
     finally:
         set_random_state(state)
     return int(counter.get_total_flops())

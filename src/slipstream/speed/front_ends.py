@@ -42,7 +42,7 @@ class UserHook:
 def read_front_ends(
     speed: Any, cfg: FrontEnd, optim_wrapper: Any, custom_hooks: Any, env_cfg: Any, params: Any, device: str
 ) -> dict[str, FrontEnd]:
-    """Return the keys of each front end, by the prefix of its config paths.
+    """Return a dict that maps the config path prefix of each front end to its keys and values.
 
     Keys that are not options are not checked.
 
@@ -66,7 +66,7 @@ def read_front_ends(
 
 
 def settings(paths: Mapping[str, Sequence[str]], front_ends: Mapping[str, FrontEnd]) -> Iterator[Setting]:
-    """Yield the settings of all front ends; `paths` maps each option to its config paths (`cfg.compile`)."""
+    """Yield the settings of all front ends; `paths` maps each option to its config paths (such as `cfg.compile`)."""
     for option, option_paths in paths.items():
         for path in option_paths:
             front_end, _, key = path.rpartition(".")
@@ -97,7 +97,7 @@ def _speed_keys(speed: Any, path: str) -> FrontEnd:
 
 
 def _kind(kind: Any) -> str:
-    """Return the class name in the `type` of a configuration, without its scope."""
+    """Return the class name in a configuration's `type`, without the scope."""
     return (kind if isinstance(kind, str) else getattr(kind, "__name__", "")).rsplit(".", 1)[-1]
 
 

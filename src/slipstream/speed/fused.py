@@ -30,8 +30,9 @@ def fuse(optimizer: Optimizer, wanted: bool | None) -> bool:
 
     Args:
         optimizer: the optimizer, which may already have taken steps.
-        wanted: True requires fused kernels. None selects them if torch has them for the class, the devices and the
-            dtypes, unless the optimizer was built with `fused=` or `foreach=`. False does not change the optimizer.
+        wanted: True requires fused kernels. None selects them if torch provides them for the optimizer class, the
+            devices and the dtypes, unless the optimizer was built with `fused=` or `foreach=`. False does not change
+            the optimizer.
 
     Raises:
         ConfigError: `wanted` is True, and fused kernels are not supported.

@@ -38,7 +38,7 @@ class CentralizeGradients(StepPart):
         self.min_ndim = 3 if conv_only else 2
 
     def before_update(self, params: Sequence[nn.Parameter], grads: list[Tensor]) -> None:
-        """Centralize the gradients in place; 1-dim gradients (biases, normalization) are not changed."""
+        """Centralize the gradients in place; 1-dim gradients (of biases and normalization layers) are unchanged."""
         for grad in grads:
             if grad.ndim >= self.min_ndim:
                 grad.sub_(grad.mean(dim=tuple(range(1, grad.ndim)), keepdim=True))

@@ -29,7 +29,7 @@ __all__ = ["DecayLayers", "LayerDecayOptions", "layer_factors", "read_layer_deca
 
 _KEY = "layer_decay"
 _KERNELS = ("params", "param_names", "lr", "fused", "foreach", "capturable", "differentiable")
-"""Parameter-group keys that do not affect the update, or that `_try` itself sets."""
+"""Parameter-group keys that do not affect the update, or that `_try` sets."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class DecayLayers(StepPart):
     change.
 
     Args:
-        factors: the factor of each parameter; missing parameters have the factor 1.
+        factors: the factor of each parameter; a parameter without an entry has a factor of 1.
     """
 
     needs_previous = True
@@ -104,9 +104,9 @@ class DecayLayers(StepPart):
 def layer_factors(model: nn.Module, how: LayerDecayOptions) -> dict[str, float]:
     """Return the learning rate factor of each parameter by name.
 
-    As in BEiT, the factor of the last layer is `decay`, that of the layer before it is `decay ** 2`, and so on.
+    As in BEiT, the factor of the last layer is `decay`, the factor of the layer before it is `decay ** 2`, and so on.
     Parameters before the first layer (such as an embedding) have the smallest factor. Parameters after the last layer
-    (such as a head) have the factor 1. A parameter between two layers belongs to the layer before it. The result is in
+    (such as a head) have a factor of 1. A parameter between two layers belongs to the layer before it. The result is in
     the order of `model.named_parameters()`.
 
     Raises:
@@ -164,7 +164,7 @@ def scales_with_lr(optimizer: Optimizer) -> bool:
 
 
 def _try(kind: Callable[..., Optimizer], lr: float, settings: Mapping[str, Any], factor: float) -> Tensor:
-    """Return a weight after a few steps, each scaled by `factor`."""
+    """Return a weight tensor after a few steps, each scaled by `factor`."""
     weight = nn.Parameter(torch.linspace(0.5, 2.0, 6, dtype=torch.float64).reshape(2, 3))
     optimizer = kind([weight], lr=lr, **settings)
     for number in range(1, 6):

@@ -60,7 +60,7 @@ def model_losses(loss_fn: LossFunction, module: nn.Module, batch: Any) -> Losses
     For a batch that is a dict, return `loss_fn(module(**batch), batch)`.
 
     Raises:
-        DataError: the batch has a different type, or does not match the arguments of the model.
+        DataError: the batch has an unsupported type, or does not match the model's arguments.
     """
     if isinstance(batch, Mapping):
         return _as_dict(loss_fn(call_model(module, batch), batch))
@@ -94,7 +94,7 @@ def own_loss(module: nn.Module, batch: Any) -> Losses:
     if any("loss" in str(name) and isinstance(value, Tensor) for name, value in entries.items()):
         return {name: value for name, value in entries.items() if isinstance(value, Tensor)}
     raise LossError(
-        f"the model returned no loss, but {_described(outputs)}; return a scalar or a dict with the key 'loss', pass "
+        f"the model returned {_described(outputs)}, but no loss; return a scalar or a dict with the key 'loss', pass "
         "the labels in the batch if the model requires them, or pass loss_fn or compute_loss"
     )
 
@@ -103,7 +103,7 @@ def call_model(module: nn.Module, batch: Any) -> Any:
     """Call `module` with a batch: a dict as keyword arguments, a tuple or list as positional arguments.
 
     Raises:
-        DataError: the entries of the batch do not match the arguments of the model.
+        DataError: the entries of the batch do not match the model's arguments.
     """
     args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
     if isinstance(batch, Tensor):
@@ -138,7 +138,7 @@ def _as_dict(loss: Tensor | Mapping[str, Tensor]) -> Losses:
 
 
 def _reduce_own(losses: Losses) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the entry `loss`, which includes the other losses, or the sum of the losses if there is no such entry."""
+    """Return the `loss` entry, which includes the other losses. If it is missing, return the sum of the losses."""
     if "loss" not in losses:
         return sum_losses(losses)
     loss, logs = sum_losses({"loss": losses["loss"]})
@@ -150,4 +150,4 @@ def _reduce_own(losses: Losses) -> tuple[Tensor, dict[str, Tensor]]:
 
 def _described(outputs: Any) -> str:
     keys = sorted(map(str, outputs)) if isinstance(outputs, Mapping) else []
-    return f"a {type(outputs).__name__}" + (f" with the keys {keys}" if keys else "")
+    return f"an object of type {type(outputs).__name__}" + (f" with the keys {keys}" if keys else "")

@@ -21,8 +21,8 @@ T = TypeVar("T")
 def to_channels_last(model: nn.Module, weights: bool = True) -> None:
     """Convert convolution weights in place, and add a hook that converts each batch before forward.
 
-    The Parameter objects do not change, and loading a state dict preserves their format. The hook runs in training and
-    validation. It does not copy batches that already have the format.
+    The Parameter objects do not change, and loading a state dict preserves their memory format. The hook runs in
+    training and validation. It does not copy batches that already have this format.
 
     Args:
         model: the unwrapped model. Convert it before wrapping, because DDP creates its buckets in the memory format of

@@ -1,4 +1,4 @@
-"""Speed option: skip the step, stop or roll back if a loss or gradient is not finite, without a sync in each step."""
+"""Speed option: skip the step, stop or roll back if a loss or gradient is not finite, without a sync in every step."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def read_nan_guard(value: Any) -> NanGuardOptions | None:
 def poison(loss: Tensor) -> Tensor:
     """Return the loss unchanged if it is finite, otherwise NaN with NaN gradients.
 
-    The sums of gradients over ranks and over an accumulation window propagate NaN, so it is sufficient to check the
+    Summing gradients over ranks and over an accumulation window propagates NaN, so it is sufficient to check the
     gradients.
     """
     return loss * _nan_unless_finite(loss).to(loss.dtype)
@@ -282,7 +282,7 @@ def _by_kind(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 def _can_undo(optimizer: Optimizer, params: list[nn.Parameter], device: torch.device) -> bool:
     """Return whether a step changes only the parameters and tensors on the device.
 
-    Optimizers from other libraries may count steps in Python numbers outside `optimizer.state`.
+    Optimizers from other libraries may store step counts as Python numbers outside `optimizer.state`.
     """
     known = type(optimizer).__module__.startswith(("torch.optim.", "slipstream."))
     state = (value for param in params for value in optimizer.state.get(param, {}).values())
@@ -328,9 +328,9 @@ def _count_on_device(optimizer: Optimizer) -> None:
 
 
 class Locator:
-    """Finds the first module with a non-finite output, using forward hooks that do not synchronize.
+    """Finds the first module with a non-finite output, using forward hooks that cause no device synchronization.
 
-    The hooks run a few small kernels per module and step, only if gradients are enabled.
+    If gradients are enabled, the hooks run a few small kernels per module and step.
     `torch.compile(fullgraph=True)` can trace them.
 
     Args:

@@ -56,9 +56,9 @@ def send_early(graph: fx.Graph) -> None:
 
 
 OVERLAP = {
-    # If enabled, these options move the gradients of weights, and therefore the buckets, to the end of the step.
+    # If enabled, these options move the weight gradients, and therefore the buckets, to the end of the step.
     "reorder_for_locality": False,
     "reorder_for_peak_memory": False,
     "post_grad_custom_post_pass": SendEarly(),
 }
-"""Inductor's options for a step that averages gradients over processes."""
+"""Inductor's options for a step that averages gradients across processes."""

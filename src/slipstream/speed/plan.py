@@ -57,7 +57,7 @@ PARAMS_OPTIONS = (
     "batch_accumulate",
     "clip_grad_norm",
 )
-"""The keys of SuperGradients' `training_params` that set options."""
+"""The keys of SuperGradients' `training_params` that set speed options."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class SpeedPlan:
         """Return the plan, with the choices of `auto` for options that are not set.
 
         Raises:
-            ConfigError: the plan is invalid (`REFUSED`).
+            ConfigError: the plan is invalid (see `REFUSED`).
         """
         values: dict[str, Any] = {}
         sources, notes = dict(self.sources), {}
@@ -254,10 +254,10 @@ class Refusal:
     """A condition under which a plan is invalid."""
 
     option: str
-    """The option whose config path is shown in the error message."""
+    """The option whose config path is included in the error message."""
     when: Callable[[SpeedPlan, Capabilities], bool]
     message: str
-    """The text of the error message: what is wrong, and how to fix it."""
+    """The error message, which describes what is wrong and how to fix it."""
 
 
 def _named(plan: SpeedPlan, precision: str) -> bool:

@@ -36,19 +36,19 @@ class PrecisionOptions:
     """`precision='bf16'`."""
 
     name: Precision
-    """`fp32` (does not change torch's settings), `tf32`, `bf16`, `fp16` or `fp8`."""
+    """`fp32` (leaves torch's settings unchanged), `tf32`, `bf16`, `fp16` or `fp8`."""
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """The dtype of autocast, or None without autocast; `fp8` uses bfloat16 outside float8 matrix products."""
+        """The autocast dtype, or None without autocast; `fp8` uses bfloat16 outside float8 matrix products."""
         return _AUTOCAST.get(self.name)
 
 
 def read_precision(value: Any) -> PrecisionOptions | None:
-    """Read `precision`; None does not change the precision.
+    """Read `precision`; None leaves the precision unchanged.
 
     Raises:
-        ConfigError: the value is neither one of the five names nor one of torch's names (`bfloat16`, ...).
+        ConfigError: the value is not one of the five names or one of torch's dtype names (such as `bfloat16`).
     """
     if value is None or isinstance(value, PrecisionOptions):
         return value
@@ -62,7 +62,7 @@ def read_precision(value: Any) -> PrecisionOptions | None:
 
 @contextmanager
 def tf32() -> Iterator[None]:
-    """Enable TF32 (10 stored bits of mantissa) for float32 matrix products and convolutions inside the context.
+    """Enable TF32 (10 stored mantissa bits) for float32 matrix products and convolutions within the context.
 
     TF32 has no effect on devices other than NVIDIA GPUs. PyTorch has two interfaces for this setting. If it was changed
     through one interface, reading it through the other raises an error. Inductor uses the older interface, so this

@@ -17,7 +17,7 @@ _EXPANDABLE = "expandable_segments"
 
 
 def read_switch(value: Any, name: str) -> bool:
-    """Read a switch (`cudnn_benchmark`, `expandable_segments`): True, False or None.
+    """Read a boolean option (such as `cudnn_benchmark`): True, False or None.
 
     Raises:
         ConfigError: the value has an unsupported type; `name` is its config path.
@@ -28,7 +28,7 @@ def read_switch(value: Any, name: str) -> bool:
 
 
 def read_gc(value: Any) -> int | None:
-    """Read `gc`: the number of steps between two garbage collections; None and False keep automatic collection.
+    """Read `gc`: the number of steps between garbage collections; None and False keep automatic collection.
 
     Raises:
         ConfigError: the value is not a positive integer.
@@ -37,14 +37,14 @@ def read_gc(value: Any) -> int | None:
         return None
     if type(value) is not int or value < 1:
         raise ConfigError(
-            f"must be the number of steps between two garbage collections (such as 1000), not {value!r}", "gc"
+            f"must be the number of steps between garbage collections (such as 1000), not {value!r}", "gc"
         )
     return value
 
 
 @contextmanager
 def process_switches(benchmark: bool, expandable: bool, warn: Callable[[str], None]) -> Iterator[None]:
-    """Enable the `cudnn_benchmark` and `expandable_segments` options inside the context if the arguments are true."""
+    """Enable the `cudnn_benchmark` and `expandable_segments` options within the context if the arguments are true."""
     with ExitStack() as stack:
         if benchmark:
             stack.enter_context(cudnn_benchmark())
@@ -55,7 +55,7 @@ def process_switches(benchmark: bool, expandable: bool, warn: Callable[[str], No
 
 @contextmanager
 def cudnn_benchmark() -> Iterator[None]:
-    """Enable cuDNN's benchmark mode inside the context, except with deterministic algorithms."""
+    """Enable cuDNN's benchmark mode within the context, unless deterministic algorithms are enabled."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
     try:
@@ -66,13 +66,13 @@ def cudnn_benchmark() -> Iterator[None]:
 
 @contextmanager
 def expandable_segments(warn: Callable[[str], None]) -> Iterator[None]:
-    """Enable the allocator's expandable segments inside the context, to reduce memory fragmentation.
+    """Enable the allocator's expandable segments within the context, to reduce memory fragmentation.
 
     Only new allocations are affected; `warn` is called if memory is already reserved. The other settings in
     PYTORCH_ALLOC_CONF are unchanged. The previous setting is restored on exit.
     """
     before = _allocator_settings()
-    # Pass all settings, because torch resets some missing settings to their defaults.
+    # Pass all settings, because torch resets some omitted settings to their defaults.
     torch._C._accelerator_setAllocatorSettings(_with(before, f"{_EXPANDABLE}:True"))
     if (reserved := _reserved_bytes()) and _EXPANDABLE not in before:
         warn(

@@ -15,7 +15,7 @@ def read_sync_bn(value: Any) -> bool:
     """Read `sync_bn`: True, False, None, or MMEngine's `'torch'`, which is the same as True.
 
     Raises:
-        ConfigError: the value is none of these.
+        ConfigError: the value is not one of these.
     """
     if value in (None, False, True, "torch"):
         return bool(value)
@@ -31,7 +31,9 @@ def read_accumulate(value: Any) -> int:
     if value is None:
         return 1
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"must be a number of batches, at least 1, not {value!r}", "accumulate")
+        raise ConfigError(
+            f"must be the number of batches per optimizer step, at least 1, not {value!r}", "accumulate"
+        )
     return value
 
 

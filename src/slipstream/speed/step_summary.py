@@ -1,4 +1,4 @@
-"""Describe a training step from `accelerate` as text."""
+"""Summarize a training step from `accelerate` as a string."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["describe_step"]
 
 
 def describe_step(step: TrainStep, warnings: Iterable[str]) -> str:
-    """Return the lines of `TrainStep.summary`."""
+    """Return the result of `TrainStep.summary`."""
     return "\n".join(_lines(step, warnings))
 
 

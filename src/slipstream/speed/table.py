@@ -1,4 +1,4 @@
-"""Describe a speed plan as rows of text."""
+"""Describe a speed plan as table rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def option_rows(plan: SpeedPlan, capabilities: Capabilities) -> Iterator[tuple[s
 
 
 def _describe(value: Any) -> str:
-    """Return an option's value as short text; for a dataclass, only required fields and non-default values."""
+    """Return an option's value as a short string; for a dataclass, only required fields and non-default values."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if value is None:
@@ -44,5 +44,5 @@ def _describe(value: Any) -> str:
 
 
 def _default(field: Any) -> Any:
-    """Return the default of a field, or MISSING if the field is required."""
+    """Return the default value of a field, or MISSING if the field is required."""
     return field.default if field.default_factory is MISSING else field.default_factory()

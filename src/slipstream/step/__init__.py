@@ -8,6 +8,7 @@
 - `verification`, `reference`: comparison of a new graph with the eager step and a float64 reference.
 - `direct`, `cuda_graph`: calls to compiled code that bypass Dynamo, and their replay as CUDA graphs.
 - `background`: compilation in a forked process.
+- `backward_passes`: detection of losses that differentiate the model's gradients.
 - `dynamo`, `leaves`: Dynamo settings for the capture, and the leaves of nested batches.
 """
 

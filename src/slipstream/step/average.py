@@ -47,14 +47,14 @@ class AveragePart(StepPart):
     With `every_batch` (as in MMEngine), every batch counts. Otherwise, only the last batch of an accumulation window
     counts.
 
-    On the host, `before_batch` writes the weight given to the new parameters into a tensor with one element. This
+    On the host, `before_batch` writes the weight given to the new parameters into a one-element tensor. This
     weight is 1 for the first update, 0 if the batch does not count, and 1 - decay otherwise. Because the weight is a
     tensor, a change in the decay does not require a new graph. `after_batch` computes
-    `average.lerp(parameters, weight)`. The graph of a compiled step contains this operation, unless:
+    `average.lerp(parameters, weight)`. A compiled step's graph contains this operation, unless:
 
     - the average has an `interval` above 1, or is on a different device than the parameters,
     - the caller sets `on_host`, or
-    - the graph does not contain the optimizer's update.
+    - the batch ends an accumulation window and the graph does not contain the optimizer's update.
 
     Args:
         average: the average, a `BaseAveragedModel`.

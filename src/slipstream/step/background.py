@@ -1,8 +1,8 @@
-"""Compile a step in a child process while this process trains eagerly.
+"""Compile a step in a child process while the parent process trains eagerly.
 
-The child is created by `fork`, so it has copies of the model, the batch and torch's state. It writes the compiled code
-to torch's cache on disk, and this process loads the code from there. The child has no other effects. It runs at low
-priority, unless this process waits for it.
+The child is created with `fork`, so it has copies of the model, the batch and torch's state. It writes the compiled
+code to torch's on-disk cache, and the parent loads the code from there. The child has no other side effects. It runs at
+low priority unless the parent waits for it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = ["BackgroundCompiler", "can_fork"]
 
 _NICE = 12
 """Amount added to the child's nice value; see nice(2). With this value, training that uses all cores is 2 to 6% slower
-during the compilation (`benchmarks/background.py`), and the compilation gets 6 to 7% of a core."""
+during compilation (`benchmarks/background.py`), and the child gets 6 to 7% of a core."""
 _LIMIT = 2 * 3600.0
 """Default timeout of the child process in seconds."""
 _POLL = 0.05
-"""Seconds between two checks of whether the child process has ended."""
+"""Seconds between checks of whether the child process has exited."""
 
 
 def can_fork(device_type: str) -> bool:
@@ -46,11 +46,11 @@ def can_fork(device_type: str) -> bool:
 
 
 class BackgroundCompiler:
-    """Runs one function at a time in a forked process, and keeps only the files that the function writes.
+    """Runs functions in a forked process, one at a time. Only the files that a function writes persist.
 
     Args:
-        limit: timeout in seconds for each function; two hours by default.
-        waits: whether `start` blocks until the function has returned.
+        limit: timeout in seconds for each function call; two hours by default.
+        waits: whether `start` blocks until the function returns.
     """
 
     def __init__(self, limit: float | None = None, waits: bool = False) -> None:
@@ -62,7 +62,7 @@ class BackgroundCompiler:
         self.seconds: float | None = None
         """Duration of the last function call in seconds; None if the call failed."""
         self.exceeded = False
-        """Whether the last function exceeded the timeout and was killed."""
+        """Whether the last function call exceeded the timeout, so that its process was killed."""
 
     @property
     def started(self) -> bool:
@@ -82,7 +82,9 @@ class BackgroundCompiler:
         # Block signals, so that no handler runs in the child or raises in this process before `_end` is set.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            with warnings.catch_warnings():  # fork warns about locks, but the child uses none of them
+            with (
+                warnings.catch_warnings()
+            ):  # fork warns about deadlocks; the child uses no locks of the parent
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
@@ -98,7 +100,7 @@ class BackgroundCompiler:
             time.sleep(_POLL)
 
     def done(self) -> bool:
-        """Return whether no process is running; a process that exceeds its timeout is killed."""
+        """Return True if no process is running. A process that has exceeded its timeout is killed."""
         if self._pid is None:
             return True
         seconds = time.monotonic() - self._began
@@ -119,7 +121,7 @@ class BackgroundCompiler:
 
 
 def _exit_status(pid: int) -> int | None:
-    """Return the exit status of a child process, or None while it runs."""
+    """Return the exit status of a child process, or None if it is still running."""
     try:
         ended, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:  # other code has already waited for this child
@@ -130,7 +132,7 @@ def _exit_status(pid: int) -> int | None:
 def _kill(pid: int) -> None:
     if _exit_status(pid) is not None:
         return
-    for kill in (os.killpg, os.kill):  # the group may not exist yet
+    for kill in (os.killpg, os.kill):  # the process group may not exist yet
         with suppress(OSError):
             kill(pid, signal.SIGKILL)
     with suppress(ChildProcessError):
@@ -145,12 +147,12 @@ def _work_and_exit(work: Callable[[], object], parent: int, mask: Iterable[int],
         os.nice(nice)
         _detach_from_parent()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        # Keep the old streams alive, because deleting them writes the parent's buffered output again.
+        # Keep the old streams alive, because destroying them would write the parent's buffered output again.
         done: list[bool] = []
         work = partial(_suppress_errors, work, done, sys.stdout, sys.stderr)
         sys.stdout = sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
-        # The parent's thread pools (inductor's, and the forking thread's OpenMP pool) do not exist here, so call `work`
-        # in a new thread. Copy the context, because torch's settings are context variables.
+        # The parent's thread pools (inductor's, and the forking thread's OpenMP pool) do not exist in the child, so
+        # call `work` in a new thread. Copy the context, because torch's settings are context variables.
         torch._inductor.config.compile_threads = 1
         context = contextvars.copy_context()
         thread = threading.Thread(target=context.run, args=(work,), daemon=True)
@@ -165,7 +167,7 @@ def _work_and_exit(work: Callable[[], object], parent: int, mask: Iterable[int],
 
 
 def _detach_from_parent() -> None:
-    """Release the parent's files, sockets, locks, signal handlers and logs, to avoid duplicate side effects."""
+    """Release the parent's files, sockets, locks and signal handlers, and disable logging, to avoid side effects."""
     gc.freeze()  # prevents finalizers of the parent's objects from running
     logging.disable(logging.CRITICAL)
     for number in signal.valid_signals():
@@ -174,7 +176,7 @@ def _detach_from_parent() -> None:
             signal.signal(number, signal.SIG_DFL if ends else signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)
     for file in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
-        with suppress(OSError):  # the descriptor of the directory listing is already closed
+        with suppress(OSError):  # the descriptor used to list the directory is already closed
             # Redirect instead of closing, so that the descriptor is not reused and then closed by its former owner.
             os.fstat(file)
             os.dup2(null, file, inheritable=file < 3)

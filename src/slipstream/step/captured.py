@@ -1,4 +1,4 @@
-"""The state shared by a step's graphs, checks of their validity, and the selection of batches that use a graph."""
+"""State shared by a step's graphs, checks of their validity, and the selection of batches that use a graph."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _MIN_BATCHES = 2
 """A graph that is used for at most this many batches is not worth compiling."""
 _REBUILDS = 8
-"""Maximum number of changes that may invalidate the graph; equal to torch's recompile limit."""
+"""Maximum number of times that the graph may be invalidated; the same as torch's recompile limit."""
 _SETTING_CHANGES = 2
 """After this many changes to settings that graphs treat as constants, the optimizer runs outside the graph."""
 
@@ -44,7 +44,7 @@ class CapturedStep:
     change.
 
     Args:
-        model: the model, unwrapped.
+        model: the unwrapped model.
         optim: the optimizer wrapper.
         params: the parameters that receive a gradient.
         updates_inside: whether the graph may contain the optimizer step.
@@ -59,7 +59,7 @@ class CapturedStep:
     cuda_graphs: CapturedCalls | None = None
     """Replays direct calls as CUDA graphs."""
     logged_no_replay = False
-    """Whether a message has been logged that direct calls cannot be replayed as CUDA graphs."""
+    """Whether the message that direct calls cannot be replayed as CUDA graphs has been logged."""
 
     def __init__(
         self,
@@ -84,10 +84,10 @@ class CapturedStep:
         """The compiled code of the last call."""
         self.agreed: set[bool] = set()
         """Kinds of batches whose graph is verified on all ranks. The kind is True for the last batch of an accumulation
-        window, and False for the others."""
+        window, and False for all other batches."""
         self.kinds: set[tuple[Any, ...]] = set()
         """Kinds of batches whose graph was compiled in the background. A kind is a tuple: whether the batch is the last
-        of its accumulation window, followed by its shapes, or by whether they differ from the first batch's."""
+        of its accumulation window, followed by its shapes, or by whether they differ from those of the first batch."""
         self.slow_kinds: set[tuple[Any, ...]] = set()
         """Kinds of batches that run eagerly, because compiling their graph exceeded the time limit."""
         self.only_compiles = False
@@ -104,23 +104,23 @@ class CapturedStep:
         self._wasted = 0
 
     def find_change(self) -> str | None:
-        """Return the change that invalidates the graph, or None. This method is called in each step."""
+        """Return what has changed and therefore invalidates the graph, or None. This method is called at every step."""
         optim = self.optim
         if optim.parts != self.parts:
             return "the step parts"
         now = list(optim.parameters())
         if not (_same_objects(optim.param_groups, self._groups) and _same_objects(now, self._owned)):
             return "the parameter groups"
-        # No graph is captured while parameters have hooks, so any hook is a change. Removing a hook leaves an empty
-        # dict.
+        # A graph is captured only if no parameter has a hook, so any hook is a change. Removing a hook leaves an
+        # empty dict.
         if list(map(_REQUIRES_GRAD, self._owned)) != self._seen or any(map(any, map(_HOOKS, self._owned))):
-            return "hooks or requires_grad of parameters"
+            return "a parameter's hooks or requires_grad"
         if _global_hooks() != self._global_hooks:
-            return "the global hooks of modules"
+            return "the global module hooks"
         if (name := self._classes.find()) is not None:
             return f"the class {name}"
         if self.scale is not None and self.scale.is_changed():
-            return "the settings of the loss scale"
+            return "the loss scale settings"
         if (
             is_hooked(optim.optimizer) != self._hooked
             or type(optim.optimizer).step is not self._optimizer_step
@@ -143,10 +143,10 @@ class CapturedStep:
         self._batches[ends_window] += 1
 
     def count_graph(self, ends_window: bool) -> None:
-        """Count a graph before its compilation.
+        """Count a graph before it is compiled.
 
         Raises:
-            UnstableGraphError: each of the previous graphs was used for too few batches.
+            UnstableGraphError: too many of the previous graphs were used for only a few batches.
         """
         if 0 < self._batches[ends_window] - 1 <= _MIN_BATCHES and self._graphs[ends_window]:
             self._wasted += 1
@@ -154,7 +154,7 @@ class CapturedStep:
         self._batches[ends_window] = 1
         if self._wasted >= 3:
             raise UnstableGraphError(
-                "each step needs a new graph, because a value that is part of the graph changes or "
+                "each step needs a new graph, because a value that is a constant in the graph changes, or because "
                 "torch.compiler.reset() is called; store the value in a tensor, or remove the call"
             )
 
@@ -164,7 +164,7 @@ class CapturedStep:
         return any(self._graphs.values())
 
     def names(self) -> Mapping[int, str]:
-        """Return the names of a step's tensors, by tensor id."""
+        """Return descriptive names for the step's tensors, keyed by tensor id."""
         names = {id(buffer): f"the buffer '{name}'" for name, buffer in self.model.named_buffers()}
         params: dict[Tensor, str] = {param: name for name, param in self.model.named_parameters()}
         for param, values in self.optim.optimizer.state.items():
@@ -203,7 +203,7 @@ class CapturedStep:
         return {id(tensor) for tensor in (*self._owned, *averages)}
 
     def own_tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that the step itself owns. Neither the model nor the user replaces them."""
+        """Yield the tensors that the step owns, which neither the model nor the user replaces."""
         yield self.window.tensor
         if self.scale is not None:
             yield from self.scale.state
@@ -229,7 +229,7 @@ class CapturedStep:
                 )
 
     def check_hooks(self) -> None:
-        """Check for hooks that only `backward()` calls.
+        """Check for hooks that are called only by `backward()`.
 
         Raises:
             NotCapturedError: a parameter or module has such a hook.
@@ -238,17 +238,17 @@ class CapturedStep:
         for param in self._owned:
             if param._backward_hooks or param._post_accumulate_grad_hooks:
                 raise NotCapturedError(
-                    f"the parameter '{names.get(param, '?')}' has a hook, which only backward() calls; remove it, or "
-                    "change gradients in a StepPart"
+                    f"the parameter '{names.get(param, '?')}' has a hook, which is called only by backward(); remove "
+                    "the hook, or modify the gradients in a StepPart"
                 )
         if modules._global_backward_hooks or modules._global_backward_pre_hooks:
             raise NotCapturedError(
-                "a global module backward hook is registered, which only backward() calls; remove it"
+                "a global module backward hook is registered, which is called only by backward(); remove the hook"
             )
         for name, module in self.model.named_modules():
             if module._backward_hooks or module._backward_pre_hooks:
                 raise NotCapturedError(
-                    f"the module '{name}' has a backward hook, which only backward() calls; remove it"
+                    f"the module '{name}' has a backward hook, which is called only by backward(); remove the hook"
                 )
 
 
@@ -275,7 +275,7 @@ def check_batch(inputs: Any) -> None:
     """Check for tensors that the compiled step does not support.
 
     Raises:
-        OnlyEagerError: the batch contains a tensor subclass, a nested tensor, or a tensor that requires a gradient.
+        OnlyEagerError: the batch contains a tensor subclass, a nested tensor, or a tensor that requires grad.
     """
     for leaf in leaves_of(inputs):
         if not isinstance(leaf, Tensor):
@@ -291,19 +291,19 @@ def check_batch(inputs: Any) -> None:
             )
         if leaf.requires_grad:
             raise OnlyEagerError(
-                "the batch contains a tensor that requires a gradient, which a compiled step does not compute; detach "
-                "the tensor if you do not need its gradient"
+                "the batch contains a tensor that requires grad, but a compiled step does not compute its gradient; "
+                "detach the tensor if you do not need the gradient"
             )
 
 
 class Shapes:
-    """Selects the batches that use a graph: those with the first batch's shapes, and others if they are frequent."""
+    """Selects the batches that use a graph: those with the first batch's shapes, and frequent batches of other shapes."""
 
     def __init__(self) -> None:
         self._first: list[torch.Size] | None = None
         self._steps = self._others = 0
         self.varies = False
-        """Whether the shapes of the latest batch differ from those of the first."""
+        """Whether the shapes of the latest batch differ from those of the first batch."""
 
     def worth_a_graph(self, inputs: Any) -> bool:
         """Count a batch, and return whether it should use a graph."""
@@ -335,10 +335,10 @@ class Changes:
 
     @property
     def too_many(self) -> bool:
-        """Whether compiling another graph is no longer worthwhile, because there were too many changes."""
+        """Whether there have been so many changes that compiling another graph is not worthwhile."""
         return self.rebuilds > _REBUILDS
 
     @property
     def allow_update_inside(self) -> bool:
-        """Whether the next graph may contain the optimizer update, which includes some settings as constants."""
+        """Whether the next graph may contain the optimizer update, in which some settings are constants."""
         return self._of_settings < _SETTING_CHANGES

@@ -1,4 +1,4 @@
-"""Detect changes to classes whose code is part of a graph. Dynamo's guards do not check for such changes."""
+"""Detect changes to classes whose code is part of a graph. Dynamo's guards do not detect these changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CODE = attrgetter("__code__")
 class ClassChanges:
     """Detects changes to the classes of all objects that are reachable from a step.
 
-    For each class, methods, properties and the attributes that methods read are compared.
+    For each class, the methods, the properties, and the attributes that methods read are compared.
 
     Args:
         roots: modules, functions and objects that the step calls.
@@ -39,7 +39,7 @@ class ClassChanges:
         self._watched = [_Watched(base, read) for base in classes]
 
     def find(self) -> str | None:
-        """Return the name of a class that has changed, or None. This method is called in each step."""
+        """Return the name of a class that has changed, or None. This method is called at every step."""
         return next((watched.kind.__qualname__ for watched in self._watched if watched.changed()), None)
 
 
@@ -56,7 +56,7 @@ class _Watched:
         self._all: Mapping[str, Any] = vars(kind)
         self._size = len(self._all)
         names = self._names()
-        # itemgetter returns a tuple only if it has at least two names.
+        # itemgetter returns a tuple only if it is given at least two names.
         get = itemgetter(*names, names[0]) if names else lambda _: ()
         self._get: Callable[[Mapping[str, Any]], tuple[Any, ...]] = get
         self._values = self._get(self._all)

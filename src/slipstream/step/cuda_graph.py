@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = ["CapturedCalls", "CudaCapture"]
 
-_WARM_UPS = 3  # as torch recommends; the warm-up runs select kernels and allocate workspaces
+_WARM_UPS = 3  # recommended by torch; the warm-up runs select kernels and allocate workspaces
 _MAX_GRAPHS = 16  # capturing a graph takes time, and its inputs and outputs require memory
 
 
@@ -32,7 +32,7 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
-        # Graphs share memory, because they never run at the same time and their outputs are copied.
+        # The graphs can share memory, because they never run at the same time and their outputs are copied.
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, run: Callable[[], Any]) -> Any:
@@ -60,7 +60,7 @@ class CapturedCalls:
     """Captures calls to a function as CUDA graphs, and replays them.
 
     Calls are of the same kind if they have the same function, tensor shapes and dtypes, strings and numbers. The fourth
-    call of a kind is captured. The first three run normally, and the capture does not run kernels, so no state (such as
+    call of each kind is captured. The first three run normally, and the capture does not run kernels, so no state (such as
     BatchNorm statistics) needs to be restored. Before a replay, tensor arguments are copied to static buffers.
     Arguments that the function changes in place are copied back after the replay. Outputs are copied. All other tensors
     that the function reads or changes must be on the device and keep their addresses. At most 16 graphs are captured;
@@ -84,7 +84,7 @@ class CapturedCalls:
         Finalize(self, _release, (release,), exitpriority=0)
 
     def __call__(self, run: Callable[..., Any], arguments: Any) -> Any:
-        """Call `run(arguments)` or replay it; `run` must not synchronize with the device."""
+        """Call `run(arguments)` or replay it; `run` must not cause a device synchronization."""
         if self._failed:
             return run(arguments)
         key = (run, *map(_key, tree_leaves(arguments)))

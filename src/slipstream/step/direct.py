@@ -1,7 +1,7 @@
 """Call the compiled code of a step without Dynamo's frame evaluation.
 
 On each call, Dynamo evaluates the guards of a captured function, collects the inputs of the graph from their sources,
-calls the code and assembles the outputs. The inputs of a captured step are the batch, the accumulated gradients, and
+calls the compiled code and assembles the outputs. The inputs of a captured step are the batch, the accumulated gradients, and
 tensors that are never replaced, such as parameters. This module collects the tensors in the last group only once. It
 evaluates Dynamo's guards at every step, so all values that the graph treats as constants are still checked.
 """
@@ -22,19 +22,19 @@ from slipstream.step.verification import Compiled
 __all__ = ["DirectCalls", "Outputs"]
 
 Outputs = tuple[dict[str, Tensor], Tensor | None]
-"""The values to log, and whether all gradients were finite (a 0-dim bool tensor, or None without a check)."""
+"""The values to log, and whether all gradients were finite (a 0-dim bool tensor, or None if this is not checked)."""
 
 _Arguments = tuple[Any, Any, bool]
 _VALUES = methodcaller("values")
 
 
 class DirectCalls:
-    """Calls the code of each graph without Dynamo, except on the first call.
+    """Calls the compiled code of each graph without Dynamo, except on the first call.
 
     Args:
         function: the step that Dynamo compiles, `function(inputs, grad_buffers, ends_window)`.
         model: the model; the step may read its parameters and buffers.
-        others: other tensors that the step may read; they are never replaced.
+        others: additional tensors that the step may read, and that are never replaced.
     """
 
     def __init__(self, function: Callable[..., Any], model: nn.Module, others: Iterable[Tensor]) -> None:
@@ -58,7 +58,7 @@ class DirectCalls:
             return None
         now = self._tensors()
         if len(now) != len(self._known_tensors) or not all(map(is_, now, self._known_tensors)):
-            self._known_tensors, self._known = now, []  # forget all calls, so that the next call uses Dynamo
+            self._known_tensors, self._known = now, []  # discard all calls, so that the next call uses Dynamo
             return None
         values = self._locals
         values["inputs"], values["grad_buffers"], values["ends_window"] = inputs, grad_buffers, ends_window
@@ -77,7 +77,7 @@ class DirectCalls:
             values["inputs"] = values["grad_buffers"] = None
 
     def note(self, compiled: Compiled) -> None:
-        """Store the guards of the latest code that Dynamo compiled, in `compiled.guards`."""
+        """Store the guards of the code that Dynamo compiled most recently in `compiled.guards`."""
         entries = _entries(self._code)
         new = [entry for entry in entries if not any(entry is seen for seen in self._seen)]
         self._seen += new
@@ -89,8 +89,8 @@ class DirectCalls:
 
         Args:
             compiled: the code that Dynamo called.
-            arguments: arguments of the function.
-            outputs: return value of the function.
+            arguments: the arguments of the step function.
+            outputs: the return value of the step function.
         """
         self.note(compiled)
         last, compiled.last = compiled.last, None
@@ -107,7 +107,7 @@ class DirectCalls:
 
 
 class _Call:
-    """One graph: its guards, its code, and the positions of inputs and outputs."""
+    """A direct call of one graph: its guards, its code, and the positions of its inputs and outputs."""
 
     def __init__(
         self,
@@ -126,8 +126,8 @@ class _Call:
         """Pairs of argument positions that must contain the same tensor, because the code may read either position. The
         guards do not check tensors that the step does not read."""
         self.one_device = one_device
-        """Whether all inputs are on one device. Otherwise, the call is not replayed, because the replay of a CUDA graph
-        does not read the current values of host tensors."""
+        """Whether all inputs are on one device. Otherwise, the call is not replayed, because replaying a CUDA graph does
+        not read the current values of host tensors."""
         self._fixed, self._positions = fixed, positions
         self._logs, self._finite = logs, finite
 
@@ -144,8 +144,8 @@ class _Call:
         """Return the call, or None if the code uses tensors that are neither arguments nor in `known`."""
         inputs, results = last
         leaves = list(enumerate(_leaves(arguments[0], arguments[1])))
-        # A `known` tensor in the batch is not variable, because the guards check it if the step reads it from the
-        # batch.
+        # A `known` tensor in the batch is not treated as variable, because the guards check it if the step reads it
+        # from the batch.
         variable = {id(leaf): i for i, leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in known}
         positions = [(i, variable[id(value)]) for i, value in enumerate(inputs) if id(value) in variable]
         if not all(id(value) in variable or id(value) in known for value in inputs):
@@ -173,14 +173,14 @@ class _Call:
         )
 
     def shares_tensors(self, inputs: Any, grad_buffers: Sequence[Tensor] | None) -> bool:
-        """Return whether arguments that were the same tensor in the call through Dynamo are the same tensor now."""
+        """Return whether arguments that were the same tensor in the call through Dynamo are still the same tensor."""
         if not self.shared:
             return True
         leaves = _leaves(inputs, grad_buffers)
         return all(leaves[i] is leaves[j] for i, j in self.shared)
 
     def tensors_read(self, inputs: Any, grad_buffers: Sequence[Tensor] | None) -> list[Tensor]:
-        """Return the tensors in the arguments that the code reads."""
+        """Return the argument tensors that the code reads."""
         leaves = _leaves(inputs, grad_buffers)
         return [leaves[leaf] for _, leaf in self._positions]
 

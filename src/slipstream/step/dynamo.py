@@ -47,7 +47,7 @@ def _translator() -> Any:
 
 
 def has_side_effects() -> bool:
-    """Return whether Dynamo changes Python objects after the graph has run, except objects that the step creates."""
+    """Return whether Dynamo changes Python objects after the graph has run, other than objects that the step creates."""
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 
     effects = _translator().output.side_effects
@@ -67,24 +67,24 @@ def refuse_uncompiled() -> None:
     if not torch.compiler.is_dynamo_compiling():
         raise NotCapturedError(
             "torch.compile is disabled, or an active TorchDispatchMode does not support it; enable torch.compile, or "
-            "leave the mode"
+            "exit the mode"
         )
 
 
 def refuse_python_random() -> None:
-    """Check that a step does not use Python's `random`, because the verification would draw numbers from it.
+    """Check that a step does not use Python's `random`, because the verification would also draw numbers from it.
 
     Raises:
         NotCapturedError: the step uses Python's random module.
         OnlyEagerError: the step uses a `random.Random` object.
     """
     output = _translator().output
-    # Compare class names, because torch has two classes with this name, whose modules change between versions.
+    # Compare class names, because torch has two classes with this name, and their modules depend on the version.
     if any(type(value).__name__ == "RandomVariable" for value in output.side_effects.id_to_variable.values()):
-        # Dynamo draws different numbers from such an object, even if it compiles only the model.
-        raise OnlyEagerError("the step uses a random.Random object; use torch's random numbers")
+        # With Dynamo, this object returns different numbers, even if only the model is compiled.
+        raise OnlyEagerError("the step uses a random.Random object; use torch's random number generator")
     if output.random_calls:
-        raise NotCapturedError("the step uses Python's random module; use torch's random numbers")
+        raise NotCapturedError("the step uses Python's random module; use torch's random number generator")
 
 
 def why_not_recomputed() -> str | None:
@@ -93,7 +93,7 @@ def why_not_recomputed() -> str | None:
         return None
     return (
         "activation checkpointing in a step's graph requires torch 2.12 or newer, because older versions do not "
-        "recompute activations in a graph that contains both forward and backward"
+        "recompute activations in a graph that contains both the forward and the backward pass"
     )
 
 

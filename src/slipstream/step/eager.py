@@ -1,6 +1,6 @@
 """The eager training step: forward, loss, backward, gradient sync, clipping and optimizer update.
 
-The step does not depend on the Runner or the registry. It returns tensors on the device without synchronizing.
+The step does not depend on the Runner or the registry. It returns device tensors and does not cause a device synchronization.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.dist.sharding import is_sharded
 from slipstream.errors import LossError, ModelError
+from slipstream.step.backward_passes import check_compiled_backward
 from slipstream.step.leaves import leaves_of
 from slipstream.step.parts import StepPart, has_gradients
 
@@ -35,13 +36,13 @@ class Step(Protocol):
 
 
 class EagerStep:
-    """The training step without compilation.
+    """The uncompiled training step.
 
-    This step is also the fallback of a compiled step, which prepares the inputs and calls `train`.
+    It is also the fallback for a compiled step, which prepares the inputs and calls `train`.
 
     Args:
         forward: `forward(inputs) -> losses`, a dict of scalar tensors; may call a DDP-wrapped model.
-        model: the module that `forward` calls, wrapped or not; its gradient sync is skipped during accumulation.
+        model: the module that `forward` calls, which may be wrapped; gradient sync is skipped during accumulation.
         optim: the optimizer wrapper.
         reduce: returns the loss to minimize and the values to log; by default, `sum_losses`.
         prepare: `prepare(batch) -> inputs`, for example a transfer to the device; runs under autocast, as in MMEngine.
@@ -83,11 +84,13 @@ class EagerStep:
         part = next((part for part in optim.parts if part.replaces_gradients), None)
         if part is None:
             self._switch("forward")
-            loss, logs = self._loss(inputs)
-            self._switch("backward")
-            try:  # runs backward and, at the end of an accumulation window, clip, step and zero_grad
+            try:
+                loss, logs = self._loss(inputs)
+                self._switch("backward")
+                # Backward and, at the end of an accumulation window, clip, step and zero_grad.
                 optim.update_params(loss, **self._backward_kwargs(loss, inputs))
             except RuntimeError as error:
+                check_compiled_backward(error)
                 self._check_reentrant(error)
                 raise
             self._switch("step")
@@ -117,7 +120,7 @@ class EagerStep:
         """Train with a part that computes the gradients of a batch more than once."""
         optim = self.optim
         params = [param for param in optim.parameters() if param.requires_grad]
-        # DDP's gradients are views of its buckets, which the next backward overwrites.
+        # DDP's gradients are views of its buckets, which the next backward pass overwrites.
         views = isinstance(self.model, DistributedDataParallel)
         grad_buffers = {
             param: param.grad.clone() if views else param.grad for param in params if param.grad is not None
@@ -157,7 +160,7 @@ class EagerStep:
         return logs
 
     def _backward_kwargs(self, loss: Tensor, batch: Any) -> dict[str, Any]:
-        """Return arguments that restrict `backward` to this optimizer's parameters, or {} if that is not possible."""
+        """Return keyword arguments that restrict `backward` to this optimizer's parameters, or {} if impossible."""
         if self._restricts is None:
             # DDP and FSDP wait for the gradients of all parameters; reentrant checkpoints do not support `inputs`.
             wrapped = isinstance(self.model, DistributedDataParallel)
@@ -211,12 +214,12 @@ def _inputs_among(nodes: set[Any]) -> Iterator[Tensor]:
 
 
 def sum_losses(losses: Losses) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the sum of all entries with `loss` in their name, and detached 0-dim values to log, `loss` first.
+    """Return the sum of all entries whose name contains `loss`, and the values to log as detached 0-dim tensors.
 
-    The sum is logged as `loss`, unless an entry has this name. All entries are logged.
+    The sum is logged first, as `loss`, unless an entry has this name. All entries are logged.
 
     Raises:
-        LossError: no entry has `loss` in its name, or an entry is neither a scalar tensor nor a list of scalar tensors.
+        LossError: no entry's name contains `loss`, or an entry is neither a scalar tensor nor a list of scalar tensors.
     """
     if not isinstance(losses, Mapping):
         raise LossError(
@@ -232,8 +235,8 @@ def sum_losses(losses: Losses) -> tuple[Tensor, dict[str, Tensor]]:
             total = scalar if total is None else total + scalar
     if total is None:
         raise LossError(
-            f"no entry has 'loss' in its name, so there is nothing to minimize; got {sorted(losses)}. Rename the entry "
-            "to minimize"
+            f"no entry has 'loss' in its name, so there is nothing to minimize; got {sorted(losses)}. Add 'loss' to the "
+            "name of the entry to minimize"
         )
     return total, {"loss": total.detach(), **logs}
 

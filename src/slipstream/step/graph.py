@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from slipstream.step.background import BackgroundCompiler
+from slipstream.step.backward_passes import BackwardPasses, observe_backward
 from slipstream.step.captured import CapturedStep, Changes, Shapes, check_batch, shapes
 from slipstream.step.direct import DirectCalls, Outputs
 from slipstream.step.dynamo import (
@@ -29,7 +30,7 @@ from slipstream.step.dynamo import (
 )
 from slipstream.step.eager import EagerStep, Losses, sum_losses
 from slipstream.step.numerics import all_finite, only_if
-from slipstream.step.parts import apply_update, has_gradients
+from slipstream.step.parts import apply_update, has_gradients, with_gradients
 from slipstream.step.sync import GradientSync
 from slipstream.step.update import call_after_load, infer_trained
 from slipstream.step.verification import (
@@ -115,6 +116,7 @@ class GraphStep:
         self.verify, self.dynamic = verify, dynamic
         self.capture_calls, self.background, self.info = capture_calls, background, info
         self.batches = 0  # number of batches that the compiled code has trained on
+        self.backward_passes = BackwardPasses()  # of the last eager batch before a fallback
         self._fallback: EagerStep | None = None
         self._shapes, self._changes = Shapes(), Changes()
         self._trained: list[nn.Parameter] = []
@@ -212,7 +214,9 @@ class GraphStep:
                 refuse_uncompiled()
             grads, logs = gradients(inputs)
             if repeats is not None:
-                grads = repeats.gradients(params, lambda: over_processes(gradients(inputs)[0]), over_processes(grads))
+                grads = repeats.gradients(
+                    params, lambda: over_processes(gradients(inputs)[0]), over_processes(grads)
+                )
             finite = None
             with torch.no_grad():
                 if adds and grad_buffers is not None:
@@ -317,10 +321,10 @@ class GraphStep:
         optim = self.optim
 
         def seen() -> None:
-            self._trained = _with_gradients(optim)
+            self._trained = with_gradients(optim.parameters())
 
         failed, self._failed = self._failed, None  # cleared first, in case the user's code raises an error
-        with self._on_gradients(seen):
+        with self._on_gradients(seen), observe_backward(self.model) as self.backward_passes:
             logs = self.eager.train(inputs)
         if failed is not None and not self._trained:
             self._failed = failed  # postpone the comparison until the window has ended
@@ -505,7 +509,7 @@ class GraphStep:
 
         def compare() -> None:
             # If the model ran a different branch, capture the step with that branch's parameters.
-            now = list(map(id, trained if ends_window else _with_gradients(self.optim)))
+            now = list(map(id, trained if ends_window else with_gradients(self.optim.parameters())))
             if self.sync is None and (now and now != known if ends_window else not set(now).issubset(known)):
                 self._reset()
                 self._trained = trained
@@ -517,7 +521,7 @@ class GraphStep:
         trained: list[nn.Parameter] = []
 
         def seen() -> None:
-            trained.extend(_with_gradients(self.optim))
+            trained.extend(with_gradients(self.optim.parameters()))
             if outside:
                 compare()
 
@@ -591,10 +595,7 @@ class GraphStep:
         if self._inferred and not isinstance(error, BudgetExceededError):
             self._reset()
             return self._train_and_record(inputs)
-        logs = self.eager.train(inputs)  # if the user's code raises an error, the step is not replaced
+        with observe_backward(self.model) as self.backward_passes:
+            logs = self.eager.train(inputs)  # if the user's code raises an error, the step is not replaced
         self._replace(error)
         return logs
-
-
-def _with_gradients(optim: OptimWrapper) -> list[nn.Parameter]:
-    return [param for param in optim.parameters() if param.requires_grad and param.grad is not None]

@@ -1,7 +1,7 @@
-"""Faster versions of `tree_leaves` and `tree_structure` from `torch.utils._pytree` for batches, and copies of outputs.
+"""Faster versions of `torch.utils._pytree.tree_leaves` and `tree_structure` for batches, and copies of outputs.
 
-Batches may also contain objects with tensors, such as OpenMMLab's data samples. The class of such an object must define
-the method `_batch_fields`, which returns a dict of the values that belong to the batch. The order of the keys must be
+Batches may also contain objects with tensors, such as OpenMMLab's data samples. Their class must define a
+`_batch_fields` method, which returns a dict of the values that belong to the batch. The order of the keys must be
 the same for all objects with the same fields.
 """
 
@@ -56,9 +56,9 @@ def structure_of(tree: Any) -> Any:
 
 
 def cloned(tree: Any) -> Any:
-    """Return nested containers with a copy of each tensor.
+    """Return a copy of nested containers in which each tensor is cloned.
 
-    Objects with `_batch_fields` and dataclasses are changed in place, because they can also belong to the inputs.
+    Objects with `_batch_fields` and dataclasses are changed in place, because they may also be part of the inputs.
     """
     changed: set[int] = set()
 

@@ -80,7 +80,7 @@ class Scalar:
 
 
 class LossScale:
-    """A traceable version of `torch.amp.GradScaler`, which uses the scale and growth tracker tensors of `scaler`.
+    """A traceable version of `torch.amp.GradScaler` that uses the scale and growth tracker tensors of `scaler`.
 
     Args:
         scaler: the scaler whose tensors are used.
@@ -98,7 +98,7 @@ class LossScale:
 
     @classmethod
     def of(cls, optim: OptimWrapper, device: torch.device) -> LossScale | None:
-        """Return the loss scale of an optimizer wrapper, or None if it has none."""
+        """Return the loss scale of an optimizer wrapper, or None if the wrapper does not scale the loss."""
         scaler = optim.loss_scaler
         return None if scaler is None else cls(scaler, optim.adapts_scale, device)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from slipstream.step.numerics import keep_unless
 
-__all__ = ["StepPart", "apply_update", "has_gradients"]
+__all__ = ["StepPart", "apply_update", "has_gradients", "with_gradients"]
 
 
 class StepPart:
@@ -119,6 +119,11 @@ def apply_update(
 
 def _overriding(parts: Sequence[StepPart], method: str) -> list[StepPart]:
     return [part for part in parts if getattr(type(part), method) is not getattr(StepPart, method)]
+
+
+def with_gradients(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the trainable parameters that have a gradient."""
+    return [param for param in params if param.requires_grad and param.grad is not None]
 
 
 def has_gradients(params: Iterable[nn.Parameter]) -> bool:

@@ -201,8 +201,9 @@ def _check_targets(scores: Tensor, targets: Tensor) -> None:
         else "check the dataset"
     )
     raise DataError(
-        f"targets {tuple(targets.shape)} of {targets.dtype} do not match the network's output {tuple(scores.shape)}: "
-        f"they must be class ids {ids} of an integer dtype, or probabilities in the output's shape; {remedy}"
+        f"the targets, a {targets.dtype} tensor of shape {tuple(targets.shape)}, do not match the network's output "
+        f"{tuple(scores.shape)}: they must be class ids {ids} of an integer dtype, or probabilities in the output's "
+        f"shape; {remedy}"
     )
 
 

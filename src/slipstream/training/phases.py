@@ -1,4 +1,4 @@
-"""Phases of SuperGradients' callbacks, and the context passed to them."""
+"""SuperGradients' callback phases, and the context passed to callbacks."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ class ContextError(SlipstreamError, AttributeError):
 
 
 class PhaseContext:
-    """Attributes of the run for callbacks, evaluated on access.
+    """Gives callbacks access to the run. Attributes are evaluated on access.
 
     Always available: `runner`, `epoch` (counted from 0), `net`, `device`, `experiment_name`, `ckpt_dir`,
     `stop_training`, `ddp_silent_mode`, `architecture`, `ema_model`, `sg_logger`. During training: `optimizer`,
     `criterion`, `train_loader`, `valid_loader`, `metric_to_watch`. At batch events: `batch_idx`, and `inputs` and
-    `target` as the data loader returns them. After a training step: `loss_log_items`, 0-dim tensors by name, still on
-    the device. After an evaluation batch: `preds`. At the end of an epoch: `metrics_dict`.
+    `target` as returned by the data loader. After a training step: `loss_log_items`, a dict of 0-dim tensors on the
+    device. After an evaluation batch: `preds`. At the end of an epoch: `metrics_dict`.
 
-    Set `stop_training` to True to stop training after the current epoch and its validation. Callbacks may set
-    additional attributes, which are kept.
+    Set `stop_training` to True to stop training after the current epoch and its validation. Additional attributes that
+    callbacks set are available at all later events.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -93,7 +93,7 @@ class PhaseContext:
 
     @property
     def epoch(self) -> int:
-        """Current epoch, counted from 0. During validation, the last trained epoch."""
+        """Current epoch, counted from 0. During validation, the most recent training epoch."""
         training = self._event.startswith(("on_train_", "on_training_start"))
         return self.runner.epoch if training else max(self.runner.epoch - 1, 0)
 
@@ -150,7 +150,7 @@ _UNSUPPORTED = {
 
 
 def _train_metrics(runner: Runner) -> dict[str, Any]:
-    """Return the mean losses and the training metrics of the epoch by name."""
+    """Return the epoch's mean losses and training metrics as a dict."""
     runner.read_logs()
     hub, length, prefix = runner.message_hub, runner.train_loop.epoch_length, "train/"
     no_metrics = ("time", "lr", "momentum")
@@ -163,7 +163,7 @@ def _train_metrics(runner: Runner) -> dict[str, Any]:
 class Callback:
     """Base class for callbacks. Override the methods of the events you need; other events have no overhead.
 
-    A training step is a single call or CUDA graph. Events inside the step are called after it.
+    A training step runs as a single call or CUDA graph. Events within the step are triggered after the step.
     The events `on_train_batch_backward_end` and `on_train_batch_gradient_step_start` are not supported.
     """
 
@@ -171,37 +171,37 @@ class Callback:
         """Called before the first epoch."""
 
     def on_train_loader_start(self, context: PhaseContext) -> None:
-        """Called before an epoch of training."""
+        """Called before each training epoch."""
 
     def on_train_batch_start(self, context: PhaseContext) -> None:
-        """Called before a training step."""
+        """Called before each training step."""
 
     def on_train_batch_loss_end(self, context: PhaseContext) -> None:
-        """Called after a training step, with its losses."""
+        """Called after each training step, with its losses."""
 
     def on_train_batch_gradient_step_end(self, context: PhaseContext) -> None:
-        """Called after a training step that updated the weights (with accumulation, the last step of each window)."""
+        """Called after each training step that updates the weights (with accumulation, the last step of a window)."""
 
     def on_train_batch_end(self, context: PhaseContext) -> None:
-        """Called after a training step."""
+        """Called after each training step."""
 
     def on_train_loader_end(self, context: PhaseContext) -> None:
-        """Called after an epoch of training."""
+        """Called after each training epoch."""
 
     def on_validation_loader_start(self, context: PhaseContext) -> None:
         """Called before validation."""
 
     def on_validation_batch_start(self, context: PhaseContext) -> None:
-        """Called before a validation batch."""
+        """Called before each validation batch."""
 
     def on_validation_batch_end(self, context: PhaseContext) -> None:
-        """Called after a validation batch, with its predictions."""
+        """Called after each validation batch, with its predictions."""
 
     def on_validation_loader_end(self, context: PhaseContext) -> None:
         """Called after validation, with its metrics."""
 
     def on_validation_end_best_epoch(self, context: PhaseContext) -> None:
-        """Called after a validation run with a new best value of the watched metric, once its checkpoint is saved."""
+        """Called after validation reaches a new best value of the watched metric, once the checkpoint is saved."""
 
     def on_average_best_models_validation_start(self, context: PhaseContext) -> None:
         """Called before validating the average of the best models."""
@@ -213,10 +213,10 @@ class Callback:
         """Called before testing."""
 
     def on_test_batch_start(self, context: PhaseContext) -> None:
-        """Called before a test batch."""
+        """Called before each test batch."""
 
     def on_test_batch_end(self, context: PhaseContext) -> None:
-        """Called after a test batch, with its predictions."""
+        """Called after each test batch, with its predictions."""
 
     def on_test_loader_end(self, context: PhaseContext) -> None:
         """Called after testing, with its metrics."""
@@ -239,5 +239,5 @@ class PhaseCallback(Callback):
         self.phase = Phase(phase)
 
     def __call__(self, context: PhaseContext) -> None:
-        """Called at the phase of this callback."""
+        """Called at this callback's phase."""
         raise NotImplementedError(f"{type(self).__name__} must define __call__(context)")

@@ -1,4 +1,4 @@
-"""Plot the learning rates of the whole run at the start of training."""
+"""Plot the learning rate schedule of the whole run when training starts."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ __all__ = ["LrPlotHook"]
 
 _POINTS = 2000
 _SECONDS = 3.0
-"""Maximum thread time in seconds for simulating schedules that have no closed form."""
+"""Maximum CPU time in seconds for simulating schedules that have no closed form."""
 
 
 @HOOKS.register_module()
 class LrPlotHook(Hook):
-    """Save a plot of the learning rates of all steps as `lr_schedule.png` when training starts.
+    """Save a plot of the learning rate schedule as `lr_schedule.png` when training starts.
 
-    Identical curves of parameter groups are drawn once. The plot marks the iteration at which a run resumed. The hook
-    rebuilds the schedules from their configurations and simulates all steps. It does not support schedule objects,
-    schedules that follow a metric, several optimizers, or simulations that take longer than 3 seconds. In these cases,
-    it logs the reason instead of saving a plot.
+    Parameter groups with identical schedules share one curve. If the run was resumed, the plot marks the iteration.
+    The hook rebuilds the schedules from their configurations and simulates all steps. It does not support schedule
+    objects, schedules that depend on a metric, multiple optimizers, or simulations that take longer than 3 seconds. In
+    these cases, the hook logs the reason instead of saving a plot.
     """
 
     filename = "lr_schedule.png"
 
     def before_train(self, runner: Runner) -> None:
-        """Draw the plot in the main process. Warn if the warm-up fills the whole run."""
+        """Save the plot in the main process. Warn if warm-up and cool-down cover the whole run."""
         if not is_main_process():
             return
         _warn_if_warmup_only(runner)
         if not is_installed("matplotlib"):
             runner.logger.info(
-                f"{self.filename} is not written: matplotlib is not installed; run: pip install 'slipstream[plots]'"
+                f"{self.filename} was not saved: matplotlib is not installed; run: pip install 'slipstream[plots]'"
             )
             return
         steps = runner.max_iters
         points = sorted({round(i * (steps - 1) / (_POINTS - 1)) for i in range(_POINTS)})
         rates = _simulated_rates(runner, points)
         if isinstance(rates, str):
-            runner.logger.info(f"{self.filename} is not written: {rates}")
+            runner.logger.info(f"{self.filename} was not saved: {rates}")
             return
         unit = runner.train_loop.epoch_length if runner.by_epoch else 1
         draw(
@@ -75,7 +75,7 @@ def _warn_if_warmup_only(runner: Runner) -> None:
             epochs, steps = schedule.warmup_epochs, schedule.warmup_batches
             runner.logger.warning(
                 f"The learning rate warm-up ({_counted(epochs, 'epoch') if epochs else _counted(steps, 'iteration')}) "
-                f"and cool-down ({_counted(schedule.lr_cooldown_epochs, 'epoch')}) fill the whole run of "
+                f"and cool-down ({_counted(schedule.lr_cooldown_epochs, 'epoch')}) cover the whole run of "
                 f"{_counted(schedule.max_epochs, 'epoch')}; "
                 f"reduce {'lr_warmup_epochs' if epochs else 'lr_warmup_steps'}, or set it to 0"
             )
@@ -88,7 +88,7 @@ def _counted(number: int, unit: str) -> str:
 def draw(
     path: Path, at: Sequence[float], rates: Mapping[str, Sequence[float]], unit: str, resumed: float | None
 ) -> None:
-    """Write a PNG file that plots the curves `rates` (by label) at the x positions `at`, and marks `resumed`."""
+    """Plot the curves in `rates` (keyed by label) at the x positions `at` as a PNG file, and mark `resumed`."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -126,7 +126,7 @@ def draw(
 def _simulated_rates(runner: Runner, points: Sequence[int]) -> dict[str, list[float]] | str:
     """Return the learning rates of each distinct curve at `points`, or the reason why they are not available."""
     if isinstance(runner.optim_wrapper, OptimWrapperDict):
-        return "several optimizers are not supported"
+        return "multiple optimizers are not supported"
     schedules = runner._training["param_scheduler"]
     configured = schedules if isinstance(schedules, Sequence) else [] if schedules is None else [schedules]
     if not all(isinstance(cfg, Mapping) for cfg in configured):
@@ -134,7 +134,7 @@ def _simulated_rates(runner: Runner, points: Sequence[int]) -> dict[str, list[fl
     if any(
         getattr(scheduler, "need_val_args", False) for scheduler in all_schedulers(runner.param_schedulers)
     ):
-        return "a schedule follows a metric"
+        return "a schedule depends on a metric"
     assert runner.optim_wrapper is not None
     optimizer, loop = _OptimizerStub(runner.optim_wrapper.optimizer), runner.train_loop
     schedulers = [
@@ -191,7 +191,7 @@ def _values(
 def _distinct(
     groups: Sequence[Mapping[str, Any]], curves: Sequence[Sequence[float]]
 ) -> dict[str, list[float]]:
-    """Return the distinct curves, labeled with the names of their groups or their initial learning rates."""
+    """Return the distinct curves, labeled with their group names or initial learning rates."""
     names: dict[tuple[float, ...], list[str]] = {}
     for group, curve in zip(groups, curves, strict=True):
         named = names.setdefault(tuple(curve), [])
@@ -202,15 +202,15 @@ def _distinct(
 
 
 def _shortened(label: str) -> str:
-    """Return a label with at most three prefixes."""
+    """Return the label. If it lists more than three prefixes, keep the first two and a count of the others."""
     prefixes = label.split(", ")
     return label if len(prefixes) <= 3 else f"{', '.join(prefixes[:2])} and {len(prefixes) - 2} more"
 
 
 def _spans_decades(curves: Sequence[Sequence[float]]) -> bool:
-    """Return whether a curve spans two decades, or two curves differ by more than a factor of 30.
+    """Return whether a curve spans two decades, or the maxima of the curves differ by more than a factor of 30.
 
-    The lowest tenth of each curve is ignored, because a decay to zero looks best on a linear axis.
+    The lowest 10% of each curve is ignored, because a decay to zero looks best on a linear axis.
     """
     positive = [sorted(rate for rate in curve if rate > 0) for curve in curves]
     lows = [curve[len(curve) // 10] for curve in positive if curve]

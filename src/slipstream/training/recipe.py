@@ -22,7 +22,7 @@ _KEYS = (
     "experiment_name", "load_checkpoint", "multi_gpu", "num_classes", "num_gpus", "resume", "test_dataloaders",
     "train_dataloader", "training_hyperparams", "training_params", "val_dataloader", *KD_KEYS,
 )  # fmt: skip
-# Keys of SuperGradients' recipes that do not affect a run.
+# SuperGradients recipe keys that do not affect a run.
 _UNUSED = (
     "data_loader_num_workers", "dataset_name", "dataset_interface", "device", "model_checkpoints_location",
     "multi_gpu_mode", "project_name", "sg_logger",
@@ -41,24 +41,24 @@ _OLD_CHECKPOINT_KEYS = {
     ),
     "source_ckpt_folder_name": (None, "set checkpoint_path to the file"),
 }
-# Network options that occur in older recipes, but that no network reads.
+# Network options that appear in older recipes, but that no network uses.
 _NO_OPTIONS = ("schema", "strict_load", "sync_bn")
 _MISSPELT = 0.92
-"""An unknown section is reported as a typo if its similarity to a known section is above this value. This applies to
-training_parms, but not to my_dataset_params."""
+"""An unknown section raises an error if its similarity to a known section is above this value. For example,
+training_parms raises an error, but my_dataset_params only logs a warning."""
 _ONE_PROCESS = (None, False, "off", "none", "cpu")
 _DDP = ("ddp", "auto", "distributed_data_parallel", "distributeddataparallel")
 
 
 def recipe_config(recipe: Mapping[str, Any], launcher: str = "none") -> dict[str, Any]:
-    """Return the keyword arguments of a `Runner` for a composed recipe, as built-in Python values.
+    """Convert a composed recipe to the keyword arguments of a `Runner`, as built-in Python values.
 
     Args:
         recipe: result of `slipstream.recipes.compose`, or any mapping with the same keys.
-        launcher: launcher of the processes, as for `Runner`.
+        launcher: the process launcher, as for `Runner`.
 
     Raises:
-        ConfigError: if a key is missing, invalid or not supported. The message contains the key.
+        ConfigError: if a key is missing, invalid or not supported. The message includes the key.
     """
     from slipstream.training.translate import runner_config
 
@@ -116,7 +116,7 @@ def _check_keys(recipe: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping) and get_close_matches(str(key), _KEYS, cutoff=_MISSPELT):
             raise UnknownNameError(f"unknown section{hint}", str(key))
         # Recipes may define variables in addition to the known keys, so an unknown key is not an error.
-        logging.getLogger("slipstream").warning("the recipe's key '%s' is unknown%s", key, hint)
+        logging.getLogger("slipstream").warning("unknown recipe key '%s'%s", key, hint)
 
 
 def _required(recipe: Mapping[str, Any], key: str, kind: type) -> Any:
@@ -175,14 +175,14 @@ def _pretrained(recipe: Mapping[str, Any], num_classes: int | None) -> dict[str,
     params = _section(recipe, "checkpoint_params")
     for key, (default, remedy) in _OLD_CHECKPOINT_KEYS.items():
         if params.pop(key, None) not in (None, "", default):
-            raise ConfigError(f"is an old SuperGradients key: {remedy}", f"checkpoint_params.{key}")
+            raise ConfigError(f"is a legacy SuperGradients key; {remedy}", f"checkpoint_params.{key}")
     for key in params:
         if key not in _CHECKPOINT_KEYS:
             hint = did_you_mean(str(key), _CHECKPOINT_KEYS)
             raise UnknownNameError(f"unknown key{hint}", f"checkpoint_params.{key}")
     if params.get("pretrained_weights") and not _asks_for_timm_weights(recipe):
         raise ConfigError(
-            "weights are not downloaded by name; set checkpoint_path to their file or URL",
+            "weights are not downloaded by name; set checkpoint_path to the path or URL of a checkpoint",
             "checkpoint_params.pretrained_weights",
         )
     if not params.get("checkpoint_path"):
@@ -219,5 +219,7 @@ def _test_loader(recipe: Mapping[str, Any]) -> dict[str, Any] | None:
     several = loaders.values() if isinstance(loaders, Mapping) else loaders
     names = [loaders] if isinstance(loaders, str) else list(several)
     if len(names) != 1:
-        raise ConfigError(f"must contain one test data loader, not {len(names)}: {names}", "test_dataloaders")
+        raise ConfigError(
+            f"must contain exactly one test data loader, not {len(names)}: {names}", "test_dataloaders"
+        )
     return _loader(recipe, "test", names[0])

@@ -1,4 +1,4 @@
-"""Translate SuperGradients' learning-rate keys into a Runner's schedules."""
+"""Translate SuperGradients' learning rate keys into schedules for a Runner."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ _PLATEAU = {"threshold_mode": "threshold_rule", "min_lr": "min_value"}
 
 @PARAM_SCHEDULERS.register_module()
 class RecipeLR(_ParamScheduler):
-    """Sets the learning rates of an `LRSchedule` after each iteration.
+    """Sets the learning rates specified by an `LRSchedule` after each iteration.
 
-    Without `lr_mode`, it only sets the rates during the warm-up; other schedulers set them afterwards.
+    Without `lr_mode`, it sets the learning rates only during warm-up; other schedulers set them afterwards.
 
     Args:
-        optimizer: see `_ParamScheduler`. A parameter group's `warmup_initial_lr` overrides that of the schedule.
+        optimizer: see `_ParamScheduler`. A parameter group's `warmup_initial_lr` overrides the schedule's value.
         schedule: an `LRSchedule` or a dict of its fields.
 
     Raises:
-        ConfigError, UnknownNameError: if a field is invalid. The message contains its name.
+        ConfigError, UnknownNameError: if a field is invalid. The message includes the field name.
     """
 
     def __init__(self, optimizer: Any, schedule: LRSchedule | Mapping[str, Any]) -> None:
         self.schedule = options(LRSchedule, schedule, "schedule")
         if self.schedule.lr_mode is None and self.schedule.warmup_batches == 1:
             raise ConfigError(
-                "a warm-up of one step (lr_warmup_steps, limited to one epoch) never reaches initial_lr, as "
-                "in SuperGradients; use at least 2 steps, set lr_mode, or remove the warm-up",
+                "a one-step warm-up (lr_warmup_steps, limited to one epoch) never reaches initial_lr (as in "
+                "SuperGradients); use at least 2 steps, set lr_mode, or remove the warm-up",
                 "lr_warmup_steps",
             )
         end = INF if self.schedule.lr_mode else self.schedule.warmup_iters + 1
         super().__init__(optimizer, "lr", end=end, by_epoch=False)
 
     @classmethod
-    def build_iter_from_epoch(  # type: ignore[override]  # the LR schedule determines when it begins
+    def build_iter_from_epoch(  # type: ignore[override]  # `begin` follows from the LR schedule
         cls, optimizer: Any, *, epoch_length: int | None = None, end: int = INF, **schedule: Any
     ) -> RecipeLR:
         """Return the schedule for a run of `end` epochs with `epoch_length` iterations each."""
@@ -77,9 +77,9 @@ class TorchLR(TorchSchedulerAdapter):
     Args:
         optimizer: a torch optimizer.
         scheduler: name of the scheduler class.
-        arguments: arguments of the class, without the optimizer.
-        begin: number of initial epochs or iterations without a step.
-        by_epoch: whether a step is an epoch rather than an iteration.
+        arguments: constructor arguments of the class, except the optimizer.
+        begin: number of epochs or iterations before the scheduler starts to step.
+        by_epoch: whether to step after each epoch instead of after each iteration.
         end: first epoch or iteration in which the scheduler no longer steps.
     """
 
@@ -99,14 +99,14 @@ class TorchLR(TorchSchedulerAdapter):
     def build_iter_from_epoch(
         cls, optimizer: Any, *, begin: int = 0, end: int = INF, epoch_length: int | None = None, **others: Any
     ) -> TorchLR:
-        """Return a schedule in iterations, given `begin` and `end` in epochs of `epoch_length` iterations."""
+        """Convert `begin` and `end` from epochs of `epoch_length` iterations, and return a per-iteration scheduler."""
         check_int("epoch_length", epoch_length, 1)
         assert epoch_length is not None
         last = end if end == INF else end * epoch_length
         return cls(optimizer, **others, begin=begin * epoch_length, end=last, by_epoch=False)
 
     def step(self) -> None:
-        """Take one step if the warm-up is complete."""
+        """Step the scheduler if the warm-up is complete."""
         if self._global_step < self.begin:
             self._global_step += 1
         else:
@@ -114,10 +114,10 @@ class TorchLR(TorchSchedulerAdapter):
 
 
 def lr_schedules(params: TrainingParams) -> list[dict[str, Any]]:
-    """Return the `param_scheduler` configurations of `lr_mode`, warm-up and cool-down.
+    """Return the `param_scheduler` configurations for `lr_mode`, warm-up and cool-down.
 
     Raises:
-        UnknownNameError: if the mode, the warm-up or the torch scheduler does not exist.
+        UnknownNameError: if the mode, the warm-up or the torch scheduler is unknown.
         ConfigError: if a required key is missing, or two keys conflict.
     """
     lr_mode = params.lr_mode
@@ -143,7 +143,7 @@ def _recipe(params: TrainingParams, lr_mode: str | None) -> list[dict[str, Any]]
     fields = {"lr_mode": lr_mode, "warmup_mode": params.warmup_mode if warms_up else None}
     fields |= {key: getattr(params, key) for key in keys}
     if isinstance(params.warmup_initial_lr, Mapping) or not warms_up:
-        del fields["warmup_initial_lr"]  # the parameter groups contain values per prefix
+        del fields["warmup_initial_lr"]  # the parameter groups contain the values for each prefix
     check_known(params.warmup_mode, WARMUPS, "training_params.warmup_mode")
     schedule = options(LRSchedule, {"epoch_length": 1, "max_epochs": 1, **fields}, "training_params")
     if lr_mode is None and not warms_up:
@@ -171,7 +171,7 @@ def _of_torch(params: TrainingParams, lr_mode: Mapping[str, Any]) -> dict[str, A
         raise ConfigError(f"must be one of {', '.join(_BY_EPOCH)}, not {phase!r}", f"{config_path}.phase")
     if phase_name == "TRAIN_BATCH_STEP" and params.batch_accumulate > 1:
         raise ConfigError(
-            "does not support batch_accumulate; use TRAIN_BATCH_END and count batches in the arguments",
+            "does not support batch_accumulate; use TRAIN_BATCH_END, and specify the arguments in batches",
             f"{config_path}.phase",
         )
     own = {"scheduler": name, "arguments": arguments, "begin": params.lr_warmup_epochs}
@@ -181,13 +181,13 @@ def _of_torch(params: TrainingParams, lr_mode: Mapping[str, Any]) -> dict[str, A
 def _plateau(
     metric: Any, arguments: Mapping[str, Any], params: TrainingParams, config_path: str
 ) -> dict[str, Any]:
-    """Return Slipstream's plateau schedule, which counts validation runs, with the arguments of torch's schedule."""
+    """Translate torch's plateau arguments to Slipstream's plateau schedule, which counts validation runs."""
     if not isinstance(metric, str):
         raise ConfigError(f"must be the name of a metric, not {metric!r}", f"{config_path}.metric_name")
     warmup = params.lr_warmup_epochs
     own = {_PLATEAU.get(key, key): value for key, value in arguments.items() if key != "mode"}
     rule = "greater" if arguments.get("mode") == "max" else "less"
-    # Validation for epoch e runs after e + 1 epochs are counted.
+    # When validation runs for epoch e, the schedule has already counted e + 1 epochs.
     return {
         "type": "ReduceOnPlateauLR",
         "monitor": watched_value(metric, params, f"{config_path}.metric_name").name,

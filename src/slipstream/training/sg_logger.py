@@ -1,4 +1,4 @@
-"""`context.sg_logger` of SuperGradients' callbacks, which passes values and images to the Runner's visualizer."""
+"""SuperGradients' `context.sg_logger`, which passes values and images to the Runner's visualizer."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class SGLogger:
         )
 
     def add_scalar(self, tag: str, scalar_value: Any, global_step: int | None = None) -> None:
-        """Record one number."""
+        """Record a scalar."""
         self._runner.visualizer.add_scalar(tag, _number(scalar_value), self._step(global_step))
 
     def add_scalars(self, tag_scalar_dict: Mapping[str, Any], global_step: int | None = None) -> None:
-        """Record several numbers."""
+        """Record several scalars."""
         values = {tag: _number(value) for tag, value in tag_scalar_dict.items()}
         self._runner.visualizer.add_scalars(values, self._step(global_step))
 
@@ -52,7 +52,7 @@ class SGLogger:
             tag: name of the image.
             image: a tensor, an array, or a Pillow image (H, W, 3). Values are uint8, or floats from 0 to 1.
             data_format: order of the dimensions: `CHW` or `HWC`.
-            global_step: step of the image.
+            global_step: step at which to record the image. Default: the current epoch.
 
         Raises:
             DataError: if `data_format` is unknown, or the image does not have three dimensions.
@@ -60,8 +60,8 @@ class SGLogger:
         pixels = image.detach().cpu().numpy() if isinstance(image, Tensor) else np.asarray(image)
         if data_format not in ("CHW", "HWC") or pixels.ndim != 3:
             raise DataError(
-                f"context.sg_logger.add_image requires an image with three dimensions in the format CHW or HWC, not "
-                f"{pixels.shape} in the format {data_format!r}"
+                f"context.sg_logger.add_image requires a 3-dimensional image in CHW or HWC format, not an image "
+                f"of shape {pixels.shape} in {data_format!r} format"
             )
         if data_format == "CHW" and pixels.shape[-1] != 3:
             pixels = pixels.transpose(1, 2, 0)
@@ -81,11 +81,11 @@ class SGLogger:
         self._runner.visualizer.add_config({tag: dict(config)})
 
     def flush(self) -> None:
-        """Write recorded values to their files."""
+        """Write the recorded values to disk."""
         self._runner.visualizer.flush()
 
     def local_dir(self) -> str:
-        """Return the folder of the run."""
+        """Return the run's folder."""
         return self._runner.work_dir
 
     def _step(self, step: int | None) -> int:

@@ -24,10 +24,10 @@ _REMEDIES = {
 
 
 def check_task(recipe: Mapping[str, Any]) -> None:
-    """Check the task of a recipe from the names of its network, data loaders and datasets.
+    """Check that a recipe's task is supported, based on the names of its network, data loaders and datasets.
 
     Args:
-        recipe: a recipe; its interpolations may be unresolved.
+        recipe: a recipe, which may contain unresolved interpolations.
 
     Raises:
         ConfigError: if the task is pose estimation, object detection or quantization.
@@ -37,8 +37,7 @@ def check_task(recipe: Mapping[str, Any]) -> None:
             if pattern.search(name):
                 remedy = f"; {_REMEDIES[task]}" if task in _REMEDIES else ""
                 raise ConfigError(
-                    f"'{name}' is for {task}, which is not supported. Recipes train networks for {SUPPORTED}"
-                    f"{remedy}",
+                    f"'{name}' is for {task}, which is not supported. Recipes support {SUPPORTED}{remedy}",
                     path,
                 )
 

@@ -1,4 +1,4 @@
-"""SuperGradients' `sg_logger` as the Runner's visualizer."""
+"""Translate SuperGradients' `sg_logger` into a configuration for the Runner's visualizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slipstream.visualization import default_backends
 __all__ = ["visualizer"]
 
 _WANDB = {"project_name": "project", "entity": "entity", "wandb_id": "id"}
-"""Arguments of `wandb.init` for keys of `sg_logger_params`."""
+"""Keys of `sg_logger_params`, with the corresponding arguments of `wandb.init`."""
 _UNNEEDED = ("project_name", "monitor_system", "model_name")
 _REFUSED = {
     "save_checkpoints_remote": "checkpoints are only saved in the run's folder; copy them from there",
@@ -30,7 +30,7 @@ def visualizer(params: TrainingParams, experiment_name: str) -> dict[str, Any]:
     """Return the configuration of the visualizer: files, TensorBoard, and the tracker in `sg_logger`.
 
     Raises:
-        UnknownNameError: if the logger or a key of `sg_logger_params` does not exist.
+        UnknownNameError: if the logger or a key of `sg_logger_params` is unknown.
         ConfigError: if a key is not supported.
     """
     backends: list[Any] = [*default_backends()]

@@ -36,7 +36,7 @@ class Trainer:
     Args:
         experiment_name: name of the run and its folder.
         ckpt_root_dir: parent folder of the run's folder. Default: `work_dirs`.
-        training_params: defaults for `train`, which may override them.
+        training_params: default training parameters, which `train` can override.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Trainer:
 
     @property
     def checkpoints_dir_path(self) -> str:
-        """Absolute path of the run's folder with checkpoints and logs."""
+        """Absolute path of the run's folder, which contains checkpoints and logs."""
         return str(Path(work_dir(self.experiment_name, self.ckpt_root_dir)).absolute())
 
     def train(
@@ -68,14 +68,14 @@ class Trainer:
         test_loaders: Mapping[str, Any] | None = None,
         additional_configs_to_log: Mapping[str, Any] | None = None,
     ) -> list[dict[str, float]]:
-        """Train `model` in place. Parameters frozen for this run are trainable again afterwards.
+        """Train `model` in place. Parameters that the run freezes are unfrozen afterwards.
 
         Args:
             model: a module that returns logits, or a tuple whose first element is the logits.
             training_params: keys of `TrainingParams`.
-            train_loader, valid_loader: data loaders that return pairs (images, targets), or dicts with `inputs` and
+            train_loader, valid_loader: data loaders that yield (images, targets) pairs, or dicts with `inputs` and
                 `targets`.
-            test_loaders: further data loaders by name, evaluated every `run_test_freq` epochs.
+            test_loaders: a dict of additional data loaders, which are evaluated every `run_test_freq` epochs.
             additional_configs_to_log: values to save with the run's configuration.
 
         Returns:
@@ -98,9 +98,9 @@ class Trainer:
         additional_configs_to_log: Mapping[str, Any] | None,
         teacher: Mapping[str, Any] | None = None,
     ) -> list[dict[str, float]]:
-        """Train `model`. `teacher` contains the arguments of `DistillationModel` for a teacher."""
+        """Train `model`. `teacher` contains the arguments of `DistillationModel` for the teacher."""
         if train_loader is None:
-            raise ConfigError("is required; pass a DataLoader of (images, targets)", "train_loader")
+            raise ConfigError("is required; pass a DataLoader that yields (images, targets)", "train_loader")
         params = {**self.training_params, **plain(training_params or {})}
         tests = dict(test_loaders or {})
         unseen = next(iter(tests.values()), valid_loader)
@@ -111,7 +111,7 @@ class Trainer:
             training_params=params,
             train_dataloader=train_loader,
             val_dataloader=valid_loader,
-            # A Runner requires a test loader at construction, so that `test` can replace it later.
+            # `test` can replace the test loader only if the Runner was created with one.
             test_dataloader=train_loader if unseen is None else unseen,
             launcher=infer_launcher(),
             teacher=teacher,
@@ -149,15 +149,15 @@ class Trainer:
         silent_mode: bool = False,
         use_ema_net: bool = True,
     ) -> dict[str, float]:
-        """Return the metrics of a network on a dataset.
+        """Evaluate a network on a dataset, and return the metrics.
 
         Args:
             model: the network. Default: the network of the last call to `train`.
             test_loader: the data loader. Default: the first test loader of the last call to `train`, or its validation
                 loader if there is no test loader.
-            test_metrics_list: the metrics, in the form of `valid_metrics_list`, which is the default.
-            silent_mode: whether to log warnings only.
-            use_ema_net: whether to test the EMA weights after training with `ema`.
+            test_metrics_list: the metrics, in the same format as `valid_metrics_list`, which is the default.
+            silent_mode: whether to log only warnings and errors.
+            use_ema_net: whether to test the EMA weights if the network was trained with `ema`.
         """
         own = self.runner is not None and use_ema_net and model in (None, self.net)
         needs = self._test_needs if self.runner is not None else ("model", "test_loader", "test_metrics_list")
@@ -206,7 +206,7 @@ class Trainer:
 
     @classmethod
     def train_from_config(cls, cfg: Any) -> tuple[nn.Module, list[dict[str, float]]]:
-        """Train a composed recipe. Return the network and the metrics of each validation run.
+        """Train the network of a composed recipe. Return the network and the metrics of each validation run.
 
         Raises:
             ConfigError: if a key is missing, invalid or not supported.
@@ -272,12 +272,12 @@ class Trainer:
         cfg = stored_config(read_meta(path))
         if "model" not in cfg:
             raise CheckpointError(
-                f"the configuration of {path} contains Python objects; rebuild them and train with resume=True"
+                f"the configuration of {path} contains Python objects; create them again, and train with resume=True"
             )
         if has_references(cfg):
             raise CheckpointError(
-                f"the configuration of {path} refers to environment variables ({{{{ $NAME }}}}), which are not read "
-                "for a checkpoint; train the original configuration with resume=True"
+                f"the configuration of {path} refers to environment variables ({{{{ $NAME }}}}), which are not "
+                "resolved for a checkpoint; train the original configuration with resume=True"
             )
         import_custom(cfg, str(path), trust)
         return trainer._train_config({**cfg, "resume": str(path), "launcher": infer_launcher()})

@@ -28,7 +28,7 @@ from slipstream.training.watched import Watched, watched_value
 __all__ = ["runner_config", "work_dir"]
 
 _PRECISE = 1024
-"""Default for `precise_bn_batch_size`: number of samples for precise BatchNorm statistics."""
+"""Default for `precise_bn_batch_size`, the number of samples used to compute precise BatchNorm statistics."""
 
 
 def work_dir(experiment_name: str, ckpt_root_dir: str | Path | None) -> str:
@@ -200,10 +200,10 @@ def _checkpoint(params: TrainingParams, best: Watched | None) -> dict[str, Any] 
 
 
 def _best(params: TrainingParams) -> Watched | None:
-    """Return the value that determines the best checkpoint, or None if there is none.
+    """Return the metric or loss that determines the best checkpoint, or None.
 
     Raises:
-        UnknownNameError: if there are metrics, but neither a metric nor a loss has the name `metric_to_watch`.
+        UnknownNameError: if there are metrics, but `metric_to_watch` is not the name of a metric or a loss.
     """
     if params.metric_to_watch is None:
         return None
@@ -216,7 +216,7 @@ def _best(params: TrainingParams) -> Watched | None:
 
 
 def _rule(params: TrainingParams, watched: Watched) -> str:
-    """Return which values are better, 'greater' or 'less'; for a loss, always 'less'."""
+    """Return 'greater' or 'less', depending on which values are better; for a loss, always 'less'."""
     return "greater" if params.greater_metric_to_watch_is_better and not watched.is_loss else "less"
 
 

@@ -28,27 +28,27 @@ _TOTALS = {
     "SegKDLoss": "Total_Loss",
     "ShelfNetOHEMLoss": "Loss",
 }
-"""SuperGradients' name for the total of each loss that returns several values."""
+"""For each loss class that returns several values, SuperGradients' name for the total."""
 KEY = "watched_losses"
 """Key of the losses in a model's predictions."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A value that validation returns."""
+    """A metric or loss computed during validation."""
 
     name: str
-    """Name under which validation returns the value."""
+    """Name of the metric or loss in the validation results."""
     is_loss: bool = False
 
 
 def watched_value(wanted: str, params: TrainingParams, config_path: str) -> Watched:
-    """Return the metric or the loss with this name, ignoring case and punctuation.
+    """Return the metric or loss with this name, ignoring case and punctuation.
 
-    The name of a loss is that of its class, or `class/component`. The component alone is also accepted.
+    A loss is named after its class, or `class/component`. The component name alone is also accepted.
 
     Raises:
-        UnknownNameError: if there is no such value, unless a metric object determines its own names.
+        UnknownNameError: if no metric or loss has this name, and no metric object chooses its names at run time.
     """
     found = [known_names(entry) for entry in params.valid_metrics_list]
     names = [name for several in found for name in several]
@@ -60,9 +60,9 @@ def watched_value(wanted: str, params: TrainingParams, config_path: str) -> Watc
         if _normalized(wanted) in (_normalized(title), _normalized(title.partition("/")[2])):
             return Watched(title, is_loss=True)
     if losses and re.fullmatch(rf"{re.escape(losses[0])}/\w+", wanted):
-        return Watched(wanted, is_loss=True)  # the components are known after the first validation run
+        return Watched(wanted, is_loss=True)  # the components are only known after the first validation run
     if not all(found):
-        return Watched(wanted)  # other metric objects choose their names in the first validation run
+        return Watched(wanted)  # some metric objects choose their names in the first validation run
     raise UnknownNameError(
         f"no metric in valid_metrics_list and no loss is named '{wanted}'{did_you_mean(wanted, [*names, *losses])} "
         f"(available: {', '.join([*names, *losses]) or 'none'})",
@@ -71,7 +71,7 @@ def watched_value(wanted: str, params: TrainingParams, config_path: str) -> Watc
 
 
 def loss_value(loss: Any, result: Any, title: str) -> Tensor:
-    """Return the value with the name `title` from the result of a loss.
+    """Return the total or the component named `title` from the result of a loss.
 
     Args:
         loss: the loss, a module or a function.
@@ -105,7 +105,7 @@ def loss_value(loss: Any, result: Any, title: str) -> Tensor:
 
 @METRICS.register_module()
 class ValidationLoss(LossMetric):
-    """The means over all samples of the losses that a `SupervisedModel` returns with its predictions.
+    """Average the losses that a `SupervisedModel` returns with its predictions over all samples.
 
     Args:
         names: names of the losses; see `watched_value`.
@@ -116,7 +116,7 @@ class ValidationLoss(LossMetric):
         self.names = tuple(names)
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
-        """Store the losses of a batch, which remain on the device, and its number of samples."""
+        """Store the losses of a batch without copying them from the device, and the number of samples in the batch."""
         losses = {name: data_samples[KEY][name] for name in self.names}
         super().process(data_batch, (losses, len(data_samples["targets"])))
 

@@ -1,4 +1,4 @@
-"""Find the fastest options, batch size and learning rate of a training run by measurement.
+"""Measure a training run to find the fastest options, the fastest batch size and a good learning rate.
 
 The module is callable: `slipstream.tune(model, loader, optimizer, loss_fn)` calls `slipstream.tune.tune`.
 """

@@ -29,7 +29,7 @@ from slipstream.tune.search import Row, Search
 
 __all__ = ["config_job", "find_batch_size", "find_lr", "parse_budget", "stored_result", "tune", "tune_config"]
 
-# A custom loop prefetches with `feed` instead, and cannot be built again in each process.
+# A custom loop uses `feed` for prefetching, and cannot be rebuilt in other processes.
 _IN_OWN_LOOP = tuple(name for name in OPTIONS if name not in ("prefetch", "data_parallel"))
 _NO_KEY = (UndescribedError, RecursionError)
 """Errors raised if a description is incomplete, or too deeply nested for a cache key."""
@@ -56,18 +56,18 @@ def tune(
 
     Args:
         model, optimizer, loss_fn: as for `accelerate`.
-        loader: an iterable over batches `(inputs, targets)`, which is restarted when it is exhausted.
-        budget: time limit, as a number of seconds or as text such as `5m` or `1h30m`.
+        loader: an iterable over `(inputs, targets)` batches, which is restarted when it is exhausted.
+        budget: time limit in seconds, or a string such as `5m` or `1h30m`.
         options: names of `OPTIONS` to measure; None means all.
         speed: the options of the baseline: `'auto'`, a dict of the fields of `SpeedPlan`, or None for no options.
         cache: whether to return the stored result of an earlier call with the same model, machine and versions, and to
-            store the result of this call. If it is False, the objects are not inspected. A result is also not stored if
-            an attribute of an object, such as a lock, cannot be read completely.
+            store the result of this call. If False, the objects are not inspected. The cache is also not used if an
+            object has an attribute whose state cannot be read completely, such as a lock.
         report: called with each row as soon as it is measured.
 
     Raises:
         ConfigError: the budget is too short for one trial, or an argument is invalid.
-        SlipstreamError: the model does not train with the baseline's options.
+        SlipstreamError: training with the baseline's options failed.
     """
     names = check_names(_IN_OWN_LOOP if options is None else options)
     if "prefetch" in names:
@@ -105,7 +105,7 @@ def tune_config(
         cfg: the configuration, whose keys are the arguments of a Runner.
         budget, options, cache, report: as for `tune`.
         name: name of the configuration in the summary.
-        start: the start of the budget, a value of `time.monotonic()`; None means now.
+        start: the time at which the budget starts, as returned by `time.monotonic()`; None means now.
 
     Raises:
         ConfigError, SlipstreamError: as for `tune`.
@@ -124,7 +124,7 @@ def tune_config(
 def stored_result(cfg: Mapping[str, Any]) -> TuneResult | None:
     """Return the newest stored result of `tune_config` for the same model, loader, optimizer and options, or None.
 
-    The measured options and the budget may be different, but not the machine and the versions.
+    The measured options and the budget may differ; the machine and the versions must be the same.
     """
     with default_scope(cfg.get("default_scope")), suppress(*_NO_KEY):
         found = load(_newest_file(cfg))
@@ -148,7 +148,7 @@ def _tune(
     report: Callable[[Row], None],
     start: float | None = None,
 ) -> TuneResult:
-    """Return the result stored in the first file; if it does not exist, search and store the result in all files."""
+    """Return the result stored in the first file. If there is none, search and store the result in all files."""
     if files[0] is not None and (stored := load(files[0])) is not None:
         return stored
     result = TuneResult(Search(make_job, speed, names, seconds, report, start).run(), speed, name)
@@ -168,16 +168,16 @@ def find_batch_size(
     budget: float | str = "5m",
     report: Callable[[BatchSizeRow], None] = lambda row: None,
 ) -> BatchSizes:
-    """Return the largest batch size that fits in memory, and the fastest one.
+    """Find the largest batch size that fits in memory, and the fastest batch size.
 
     Each size is measured in its own process, so the model, the optimizer, memory and all random states are unchanged.
 
     Args:
         model, optimizer, loss_fn: as for `accelerate`.
-        loader: a `DataLoader` with a map-style dataset; its own batch size is not used.
+        loader: a `DataLoader` with a map-style dataset; its batch size is ignored.
         max_size: largest batch size to try.
         speed: the speed options, as for `accelerate`; None for no options.
-        budget: time limit, as a number of seconds or as text such as `5m`.
+        budget: time limit in seconds, or a string such as `5m`.
         report: called with each row as soon as it is measured.
 
     Raises:
@@ -200,21 +200,21 @@ def find_lr(
     speed: Any = None,
     budget: float | str = "5m",
 ) -> LrRange:
-    """Return the losses of a learning rate range test, with a suggested learning rate.
+    """Run a learning rate range test, and return the losses and a suggested learning rate.
 
     The test runs in its own process, so the model, the optimizer and all random states are unchanged.
 
     Args:
         model, optimizer, loss_fn: as for `accelerate`.
         loader: an iterable over batches.
-        start, end: the first and the last learning rate of the group with the largest learning rate.
+        start, end: the first and last learning rates of the parameter group with the largest learning rate.
         steps: number of steps. The test ends earlier if the loss exceeds four times its smallest value.
         speed: the speed options, as for `accelerate`; None for no options.
-        budget: time limit, as a number of seconds or as text such as `5m`.
+        budget: time limit in seconds, or a string such as `5m`.
 
     Raises:
         ConfigError: an argument is invalid.
-        SlipstreamError: the run fails, or does not end within the budget.
+        SlipstreamError: the run fails, or does not finish within the budget.
     """
     _check_one_process()
     make_job = _objects_job(model, loader, optimizer, loss_fn, speed)
@@ -222,19 +222,19 @@ def find_lr(
 
 
 def config_job(cfg: Mapping[str, Any]) -> Callable[[Setting], RunnerJob]:
-    """Return a function that creates the training run for a Runner's configuration with a given setting.
+    """Return a function that creates a training run from a Runner's configuration and a `Setting`.
 
     Raises:
         ConfigError: the configuration does not include training.
     """
     for key in ("train_dataloader", "train_cfg", "optim_wrapper"):
         if cfg.get(key) is None:
-            raise ConfigError("is required, because training is measured", key)
+            raise ConfigError("is required, because tuning measures training steps", key)
     return lambda setting: RunnerJob(cfg, setting)
 
 
 def parse_budget(budget: float | str) -> float:
-    """Return a budget in seconds, given as a number or as text such as `300`, `90s`, `5m` or `1h30m`.
+    """Convert a budget to seconds. It can be a number, or a string such as `300`, `90s`, `5m` or `1h30m`.
 
     Raises:
         ConfigError: the budget is not a positive duration.
@@ -258,6 +258,6 @@ def _objects_job(
 def _check_one_process() -> None:
     if (size := get_world_size()) > 1:
         raise ConfigError(
-            f"measures a single process, but the world size is {size}. Start it without torchrun or srun",
+            f"must run in a single process, but the world size is {size}; start it without torchrun or srun",
             "tune",
         )

@@ -1,4 +1,4 @@
-"""Find the largest batch size that fits in memory, and the fastest one."""
+"""Find the largest batch size that fits in memory, and the fastest batch size."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class BatchSizes:
 
     @property
     def fastest(self) -> int:
-        """The batch size with the most samples per second."""
+        """The batch size with the highest throughput in samples per second."""
         return max(
             (row for row in self.rows if row.status == "fits"), key=lambda row: row.samples_per_second or 0.0
         ).batch_size
@@ -70,33 +70,31 @@ class BatchSizes:
 def search_batch_sizes(
     make_job: Callable[[Setting], Job], max_size: int, budget: float, report: Callable[[BatchSizeRow], None]
 ) -> BatchSizes:
-    """Try 1, 2, 4, ... up to `max_size`, and then sizes between the largest that fits and the smallest that does not.
+    """Try 1, 2, 4, ... up to `max_size`, then sizes between the largest that fits and the smallest that does not fit.
 
-    Each size runs in its own process. On a CPU, a size is not tried if its expected memory exceeds the available
-    memory.
+    Each size runs in its own process. On a CPU, a size is not tried if it is expected to require more than
+    90% of the available memory.
 
     Raises:
-        SlipstreamError: no batch size fits or trains.
+        SlipstreamError: training failed with every batch size.
     """
     search = _Search(make_job, max_size, time.monotonic() + budget, report)
     stopped = ""
     try:
         search.run()
     except _OutOfTimeError:
-        stopped = "the budget is used up"
+        stopped = "the time budget ran out"
     except KeyboardInterrupt:
         stopped = "interrupted"
     if not any(row.status == "fits" for row in search.rows):
         last = search.rows[-1] if search.rows else None
         why = f"batch size {last.batch_size}: {last.status}: {last.reason}" if last else stopped
-        raise SlipstreamError(
-            f"the run does not train with any batch size that was tried ({why}); correct the cause"
-        )
+        raise SlipstreamError(f"training failed with every batch size that was tried ({why}); fix the cause")
     return BatchSizes(search.rows, stopped)
 
 
 class _OutOfTimeError(Exception):
-    """The budget is used up."""
+    """The time budget ran out."""
 
 
 class _Search:
@@ -131,7 +129,7 @@ class _Search:
                 fails = middle
 
     def _next(self, size: int) -> int:
-        """Return twice the size, but at most the limit; if the size is the limit, return a larger number."""
+        """Return twice the size, but at most the limit. At the limit, return a larger number to end the search."""
         return self._max + 1 if size == self._max else min(2 * size, self._max)
 
     def _measure(self, size: int) -> str:
@@ -151,7 +149,7 @@ class _Search:
             return None
         (small, less), (large, more) = known[-2:]
         expected = more + max(more - less, 0.0) * (size - large) / (large - small)
-        # The memory of the smallest trial approximates that of a process without a batch.
+        # The memory usage of the smallest trial approximates that of a process without a batch.
         needed = expected - known[0][1]
         if needed <= _STOP_AT * self._available:
             return None

@@ -1,4 +1,4 @@
-"""Store the results of complete searches by model, configuration, machine and versions."""
+"""Cache the results of complete searches, keyed by model, configuration, machine and versions."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _REGISTRIES = (MODELS, DATASETS, HOOKS, OPTIMIZERS, OPTIM_WRAPPERS)
 
 
 def cache_file(run: Any, names: list[str], budget: float) -> Path:
-    """Return the file for the results of a search.
+    """Return the cache file for the result of a search.
 
     Args:
-        run: the description of the configuration or of the objects; any value with a stable `repr` or JSON
+        run: the description of the configuration or the objects; any value with a stable `repr` or JSON
             representation.
         names: the measured options.
         budget: the time limit in seconds.
@@ -40,7 +40,7 @@ def cache_file(run: Any, names: list[str], budget: float) -> Path:
 
 
 def load(file: Path) -> TuneResult | None:
-    """Return the stored result, or None if it does not exist or is not readable."""
+    """Return the stored result, or None if it does not exist or cannot be read."""
     try:
         return TuneResult.from_dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):
@@ -48,7 +48,7 @@ def load(file: Path) -> TuneResult | None:
 
 
 def store(file: Path, result: TuneResult) -> None:
-    """Store a result if its search is complete. Without write access, nothing is stored."""
+    """Store the result of a complete search. Without write access, nothing is stored."""
     if result.outcome.stopped:
         return
     with suppress(OSError):
@@ -59,7 +59,7 @@ def store(file: Path, result: TuneResult) -> None:
 def describe_objects(
     model: nn.Module, loader: Any, optimizer: torch.optim.Optimizer, loss_fn: Any
 ) -> dict[str, Any]:
-    """Describe the code and the structure of the user's objects, without weights and data."""
+    """Describe the code and the structure of the user's objects, but not their weights and data."""
     groups = [
         {**{key: value for key, value in group.items() if key != "params"}, "params": len(group["params"])}
         for group in optimizer.param_groups
@@ -73,7 +73,7 @@ def describe_objects(
 
 
 def describe_config(cfg: Any) -> Any:
-    """Return a Runner's configuration with the code of its classes and functions instead of their names."""
+    """Return a Runner's configuration, with class and function names supplemented by descriptions of their code."""
     if isinstance(cfg, Mapping):
         found = {str(key): describe_config(value) for key, value in cfg.items()}
         if isinstance(kind := cfg.get("type"), str):
@@ -106,7 +106,7 @@ def _describe_loader(loader: Any) -> list[Any]:
 
 
 def _describe_sample(dataset: Any) -> list[str]:
-    """Return the types, shapes and dtypes of the first sample, or nothing if the dataset cannot be indexed."""
+    """Return the types, shapes and dtypes of the first sample, or an empty list if the dataset cannot be indexed."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return []
     state = get_random_state()

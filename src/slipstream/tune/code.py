@@ -42,7 +42,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _MOST = 100_000
 """Largest number of values in a description. A larger number indicates data rather than settings."""
 _HEAP_TYPE = 1 << 9
-"""Flag of heap types: classes created at run time. Most classes written in C do not have it."""
+"""Flag of heap types, which are classes created at run time. Most classes written in C do not have this flag."""
 _BY_REPR = (
     bool
     | int
@@ -171,7 +171,7 @@ class _Description:
         return self._new(value)
 
     def _seen(self, value: Any) -> int | None:
-        """Return the number of an object. If it has none, assign one and return None."""
+        """Return the number of an object. If the object has no number, assign one and return None."""
         if (number := self._numbers.get(id(value))) is not None:
             return number
         self._numbers[id(value)] = len(self._numbers)
@@ -213,7 +213,7 @@ class _Description:
         if isinstance(value, set | frozenset):
             items = [_plain(item) for item in value]
             if None in items:
-                raise UndescribedError(f"{type(value).__qualname__} contains objects without a fixed order")
+                raise UndescribedError(f"{type(value).__qualname__} contains objects without a stable order")
             return sorted(map(repr, items))
         return None
 
@@ -285,7 +285,7 @@ class _Description:
         if names is None:
             raise UndescribedError(
                 f"the module {module.__name__} is used as a value, so it is unknown which of its "
-                f"names are used"
+                f"attributes are used"
             )
         if (module.__name__, names) in self._used_modules:
             return [module.__name__]
@@ -312,7 +312,7 @@ def _plain(value: Any) -> str | None:
 
 
 def _tensor(tensor: Tensor) -> list[Any]:
-    """Describe a tensor without its values."""
+    """Describe the metadata of a tensor."""
     return [
         list(tensor.shape),
         list(tensor.stride()) if tensor.layout == torch.strided else None,

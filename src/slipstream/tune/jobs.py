@@ -32,7 +32,7 @@ from slipstream.tune.observer import Observer, shapes_of, total_loss
 __all__ = ["ObjectsJob", "RunnerJob", "Setting", "WarningLog", "compile_problem", "merged_speed"]
 
 _REPEATED = 6
-"""Number of batches that a Runner's trial repeats, so that all trials read the same (possibly cached) samples."""
+"""Number of batches that a `RunnerJob` repeats, so that all trials read the same (possibly cached) samples."""
 
 _LOADER_OPTIONS = (
     "num_workers",
@@ -55,17 +55,17 @@ class Setting:
     speed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `SpeedPlan`."""
     num_workers: int | None = None
-    """Number of worker processes of the training loader; None does not change it."""
+    """Number of worker processes of the training loader; None leaves it unchanged."""
     batch_size: int | None = None
-    """Number of samples per batch; None does not change it."""
+    """Number of samples per batch; None leaves it unchanged."""
     split: int = 1
-    """Number of batches into which each batch of the baseline is divided; the order of the samples is the same."""
+    """Number of smaller batches into which each baseline batch is divided; the sample order does not change."""
     processes: int = 1
     """Number of data-parallel processes; `batch_size` is the batch size of one process."""
     constant_lr: bool = False
-    """Whether to remove the learning rate schedule and the check of the losses, as the range test requires."""
+    """Whether to remove the learning rate schedule and the check for non-finite losses, for the range test."""
     loader: Mapping[str, int] = field(default_factory=dict)
-    """The values that the baseline chose for options of the training loader that are set to `auto`."""
+    """The values that the baseline selected for training loader options that are set to `auto`."""
     compile_cache: str | None = None
     """Folder for compiled code. It is initially empty, so that the compilation time can be measured."""
 
@@ -80,7 +80,7 @@ class Setting:
         return found
 
     def plus(self, other: Setting) -> Setting:
-        """Return the combined changes. Those of `other` take precedence; the options of `compile` are merged."""
+        """Return the combined changes. Changes in `other` take precedence; the options of `compile` are merged."""
         workers = self.num_workers if other.num_workers is None else other.num_workers
         processes = max(self.processes, other.processes)
         size = self.batch_size if other.batch_size is None else other.batch_size
@@ -104,7 +104,7 @@ def merged_speed(speed: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class WarningLog(logging.Handler):
-    """Stores the warnings of a run. If an option is not in effect, the warnings contain the reason."""
+    """Stores the warnings of a run, which contain the reason if an option is not in effect."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -117,10 +117,10 @@ class WarningLog(logging.Handler):
 
 @dataclass(frozen=True)
 class RunnerJob:
-    """Train a Runner's configuration without validation, checkpoints and trackers.
+    """Train a Runner's configuration without validation, checkpoints or trackers.
 
-    The first batches of the first epoch are repeated in one endless pass, with the same augmentation. If the loader has
-    no batch sampler, and for the learning rate range test, all batches are used.
+    The first batches of the first epoch are repeated in one endless pass, with the same augmentation. All batches are
+    used if the loader has no batch sampler, and for the learning rate range test.
     """
 
     cfg: Mapping[str, Any]
@@ -176,7 +176,7 @@ class RunnerJob:
         cfg.train_cfg = {**cfg.train_cfg, **{key: lengths[key] for key in lengths if key in cfg.train_cfg}}
         if self.setting.constant_lr:
             cfg.param_scheduler = None
-            # The logger raises an error for a non-finite loss, but a range test ends with such a loss.
+            # The logger raises an error for a non-finite loss, but a range test may end with one.
             cfg.default_hooks["logger"] = None
         return cfg
 
@@ -188,7 +188,7 @@ class RunnerJob:
             if (value := getattr(self.setting, key)) is not None:
                 changes[key] = value
         if "dataloader" not in loader and changes.get("num_workers", loader.get("num_workers", 0)):
-            changes["persistent_workers"] = True  # no timed step may include the start of workers
+            changes["persistent_workers"] = True  # timed steps must not include worker startup
         return {**loader, **changes}
 
     def _describe(self, runner: Any, warnings: list[str], shapes: set[Any]) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class RunnerJob:
 
 
 def _counts_steps(cfg: Mapping[str, Any]) -> bool:
-    """Return whether the length of a run or its schedule is specified in steps instead of epochs."""
+    """Return whether the run length or the learning rate schedule is specified in steps instead of epochs."""
     schedulers = cfg.get("param_scheduler") or ()
     every = schedulers if isinstance(schedulers, list | tuple) else [schedulers]
     by_epoch = [isinstance(each, Mapping) and each.get("by_epoch", True) for each in every]
@@ -228,7 +228,7 @@ class _StepHook(Hook):
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
         self.shapes: set[Any] = set()
-        """The distinct shapes of the batches."""
+        """The distinct batch shapes."""
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Call the observer before the step."""
@@ -252,7 +252,7 @@ class _FirstBatches(EpochBatchSampler):
 
 
 def _repeated(loader: DataLoader[Any], batches: EpochBatchSampler, count: int) -> DataLoader[Any]:
-    """Return a copy of the loader that repeats its first batches in one pass, so that workers load without a pause."""
+    """Return a copy of the loader that repeats its first batches in one pass, so that workers load continuously."""
     options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
     first = _FirstBatches(batches.batch_sampler, batches.seed, batches.samples, batches.stamp, batches.limit)
     first.count = count
@@ -358,7 +358,7 @@ def changed_loader(loader: Any, setting: Setting) -> Any:
 
 
 class _Divided(Sampler[list[int]]):
-    """Divides each batch of a batch sampler into batches with the same samples in the same order."""
+    """Divides each batch of a batch sampler into smaller batches, without changing the order of the samples."""
 
     def __init__(self, batches: Any, parts: int) -> None:
         self._batches, self._parts = batches, parts
@@ -379,7 +379,7 @@ def _divisible_size(loader: Any) -> int | None:
 
 
 def _detach_workers(loader: Any) -> None:
-    """Make a loader with persistent workers start new workers instead of using those of the parent process."""
+    """Make a loader with persistent workers start new workers instead of using the parent process's workers."""
     if isinstance(loader, DataLoader) and loader._iterator is not None:
         # Deleting the iterator would terminate the parent process's workers.
         loader._iterator_of_parent = loader._iterator
@@ -406,12 +406,12 @@ def _length(loader: Any) -> int | None:
 
 
 def _buffered(loader: Any) -> int:
-    """Return the number of batches that a loader's workers can load while training waits."""
+    """Return the number of batches that a loader's workers can prefetch while training waits."""
     return getattr(loader, "num_workers", 0) * (getattr(loader, "prefetch_factor", None) or 0)
 
 
 def _chosen(cfg: Any, loader: DataLoader[Any]) -> dict[str, int]:
-    """Return the options that are set to `auto` in the loader's configuration, with the chosen values."""
+    """Return the options that are set to `auto` in the loader's configuration, with the selected values."""
     own = cfg if isinstance(cfg, Mapping) else {}
     found = {
         key: getattr(loader, key) for key in ("num_workers", "prefetch_factor") if own.get(key) == "auto"
@@ -429,7 +429,7 @@ def _acts_on_steps(hook: Any) -> bool:
 
 
 def _waiting(speed: dict[str, Any], cache: str | None) -> dict[str, Any]:
-    """Return `speed` with settings that complete the compilation before the first timed step."""
+    """Return `speed` with settings that make compilation finish before the first timed step."""
     how = speed.get("compile")
     if not how:
         return speed
@@ -438,7 +438,7 @@ def _waiting(speed: dict[str, Any], cache: str | None) -> dict[str, Any]:
 
 
 def compile_problem(plan: SpeedPlan, step: Any, core: nn.Module, warnings: list[str]) -> str | None:
-    """Return why the compiled code of the plan is not in use, or None."""
+    """Return why the plan's compiled code is not in use, or None if it is in use."""
     if plan.compile is None:
         return None
     if isinstance(step, GraphStep) and step.uses_graph:

@@ -36,21 +36,21 @@ class LrRange:
     rates: list[float]
     """The learning rate of each step."""
     losses: list[float]
-    """The loss of each step, before its update. The last one may not be finite."""
+    """The loss of each step, computed before the update. The last loss may not be finite."""
 
     @property
     def smoothed(self) -> list[float]:
         """The losses before divergence, as an exponential moving average with bias correction.
 
         The average is computed forward and then backward, because an average in only one direction is delayed by about
-        1 / (1 - decay) steps, which would increase the suggestion. The losses after divergence are omitted, because
-        the backward average would spread them over the preceding steps.
+        1 / (1 - decay) steps, which would increase the suggested learning rate. The losses after divergence are
+        omitted, because the backward average would spread them over the preceding steps.
         """
         return _average(_average(_before_divergence(self.losses))[::-1])[::-1]
 
     @property
     def suggestion(self) -> float | None:
-        """The rate at which the smoothed loss falls fastest on a logarithmic axis; None if the loss never falls."""
+        """The learning rate at which the smoothed loss falls fastest on a logarithmic axis; None if it never falls."""
         losses = self.smoothed
         first = min(SETTLING, len(losses) // 4)
         if len(losses) < _FEWEST or losses[first] - min(losses) <= _SMALLEST_FALL * abs(losses[first]):
@@ -135,11 +135,11 @@ def _slope(values: Sequence[float]) -> float:
 def sweep_lr(
     make_job: Callable[[Setting], Job], start: float, end: float, steps: int, budget: float
 ) -> LrRange:
-    """Run the test in a separate process, so that the model, the optimizer and all random states are unchanged.
+    """Run the range test in a separate process, so that the model, the optimizer and all random states are unchanged.
 
     Raises:
         ConfigError: an argument is out of range.
-        SlipstreamError: the run fails or does not end within `budget` seconds.
+        SlipstreamError: the run fails or does not finish within `budget` seconds.
     """
     if not 0 < start < end < math.inf:
         raise ConfigError(f"requires 0 < start < end, not start={start!r} and end={end!r}", "find_lr")
@@ -150,5 +150,7 @@ def sweep_lr(
         with Process(make_job(Setting(constant_lr=True)), make_observer) as process:
             found = process.wait_for("sweep", budget)
     except TrialError as failure:
-        raise SlipstreamError(f"the learning rate range test {failure.status}: {failure.reason}") from None
+        raise SlipstreamError(
+            f"the learning rate range test did not finish ({failure.status}): {failure.reason}"
+        ) from None
     return LrRange(found["rates"], found["losses"])

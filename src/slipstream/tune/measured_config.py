@@ -1,4 +1,4 @@
-"""Reduce a configuration to its training steps, for measurements."""
+"""Reduce a configuration to its training steps, so that they can be measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def keep_training_only(cfg: Config, work_dir: str | Path) -> None:
 
     Args:
         cfg: the configuration of a Runner.
-        work_dir: the folder for the remaining files.
+        work_dir: the folder for files that the run still writes.
     """
     for mode in ("val", "test"):
         for part in ("dataloader", "cfg", "evaluator"):

@@ -98,9 +98,9 @@ class Timer(Observer):
 SMOOTHING = 0.9
 """Decay of the exponential moving average of the losses in a learning rate range test."""
 SETTLING = 10
-"""Number of steps after which the average hardly depends on individual batches."""
+"""Number of steps after which individual batches hardly affect the average."""
 _LIMIT = 4.0
-"""If the ratio of a loss to the smallest smoothed loss is larger than this, the sweep diverges."""
+"""The sweep diverges if the ratio of a loss to the smallest smoothed loss exceeds this value."""
 
 
 def largest_loss(best: float) -> float:

@@ -32,18 +32,18 @@ class Tolerance:
     """Maximum relative differences between the losses of a trial and those of the baseline."""
 
     first: float
-    """Difference of the first loss, before any update of the weights."""
+    """Difference of the first loss, before any weight update."""
     mean: float
     """Difference of the mean loss. Optimizers such as Adam amplify rounding errors in the first updates."""
 
 
 EXACT = Tolerance(first=1e-4, mean=2e-2)
-"""Tolerance of options that compute in float32: only the order of operations may change."""
+"""Tolerance for options that compute in float32: only the order of operations may change."""
 LOW_PRECISION = Tolerance(first=2e-2, mean=5e-2)
-"""Tolerance of options that compute in 16 bits or TF32."""
+"""Tolerance for options that compute in 16-bit precision or TF32."""
 
 DATA_PARALLEL = Tolerance(first=1e-2, mean=5e-2)
-"""Tolerance of data parallelism. The mean over the processes differs from the mean loss of the global batch if the
+"""Tolerance for data parallelism. The mean over the processes differs from the mean loss of the global batch if the
 processes average over different numbers of elements, such as pixels that are not ignored."""
 
 _MOST_WORKERS = 8
@@ -63,7 +63,7 @@ OPTIONS = (
     "data_parallel",
     "accumulate",
 )
-"""The options in the order in which they are measured. Compilation takes minutes, so it follows the options that change
+"""The options in order of measurement. Compilation takes minutes, so it follows the options that change
 the compiled code. Data parallelism is never adopted. It divides the batches of the baseline, so it precedes
 accumulation."""
 
@@ -77,9 +77,9 @@ class Candidate:
     setting: Setting
     tolerance: Tolerance = EXACT
     unless: str = ""
-    """Another value of the option. If it was measured and works, this value is skipped."""
+    """Another value of the option. If that value was measured and works, this value is skipped."""
     needs: str = ""
-    """Another option. Unless it is part of the plan, this value is skipped."""
+    """Another option. This value is skipped unless that option is part of the plan."""
     refused: str = ""
     """Why this value cannot be measured; empty if it can."""
 
@@ -91,9 +91,9 @@ class Batches:
     num_workers: int = 0
     """Number of worker processes of the loader."""
     size: int | None = None
-    """Samples per batch; None if the batches cannot be divided into smaller ones."""
+    """Samples per batch; None if the batches cannot be divided into smaller batches."""
     shapes: int = 1
-    """Number of different shapes among the first batches."""
+    """Number of distinct shapes among the first batches."""
     counted: bool = False
     """Whether the length of the run or its learning rate schedule is specified in steps."""
 
@@ -149,7 +149,7 @@ def _values(name: str, capabilities: Capabilities, batches: Batches) -> Iterator
 
 
 def _compilations(name: str, batches: Batches) -> Iterator[Candidate]:
-    """Yield the scopes, or the modes for the adopted scope. The mode with CUDA graphs is the option `cuda_graph`."""
+    """Yield compilation scopes, or modes for the adopted scope. The `cuda_graph` option covers CUDA graph modes."""
     if name == "compile":
         yield Candidate(name, "compile=step", Setting({"compile": {"scope": "step"}}))
         yield Candidate(
@@ -168,18 +168,18 @@ def _compilations(name: str, batches: Batches) -> Iterator[Candidate]:
 
 
 def _smaller_batches(batches: Batches) -> Candidate:
-    """Return the setting that accumulates two batches of half the size; the effective batch size does not change."""
+    """Return the candidate that accumulates two batches of half the size, which keeps the effective batch size."""
     size, why = batches.size, ""
     if size is None or size % 2:
         why = f"requires an even batch size that can be changed, not {size}"
     elif batches.counted:
-        why = "the run or its learning rate schedule counts steps, and the number of steps would double"
+        why = "the run length or the learning rate schedule is specified in steps, and the number of steps would double"
     setting = Setting({"accumulate": 2}, batch_size=None if size is None else size // 2, split=2)
     return Candidate("accumulate", "accumulate=2, half the batch size", setting, refused=why)
 
 
 def _data_parallel(kind: str, capabilities: Capabilities, batches: Batches) -> Candidate:
-    """Return the data-parallel settings on all devices, or in two CPU processes, with the same global batch."""
+    """Return the data-parallel candidate: all devices, or two CPU processes, with the same global batch size."""
     on_cpu = capabilities.device == "cpu"
     count = min(cores(), 2) if on_cpu else torch.accelerator.device_count()
     size, why = batches.size, ""
@@ -198,7 +198,7 @@ def unsupported(setting: Setting, speed: dict[str, object], capabilities: Capabi
 
     Args:
         setting: the changes of a candidate.
-        speed: the options of the trial, which include those already in use and those of the candidate.
+        speed: the options of the trial: the options already in use and those of the candidate.
         capabilities: capabilities of the machine and the model.
 
     Raises:

@@ -31,11 +31,11 @@ class _Averaged(Observer):
         self._inner, self._left = inner, WARMUP
 
     def before_step(self, param_groups: Any) -> None:
-        """Call the other observer."""
+        """Forward the call."""
         self._inner.before_step(param_groups)
 
     def after_step(self, loss: Tensor) -> None:
-        """Call the other observer with the mean loss."""
+        """Forward the call with the mean loss or the local loss."""
         if self._left:
             self._left -= 1
             loss = loss.detach().clone()
@@ -65,7 +65,7 @@ def launch(train: Train, observer: Observer, folder: Path, processes: int) -> No
 
 
 def _rank(work: Any, folder: Path, rank: int, processes: int, port: int, threads: int) -> None:
-    """Train as another rank, in a new thread: a fork does not copy the OpenMP threads of the main thread."""
+    """Train as another rank, in a new thread, because a fork does not copy the main thread's OpenMP threads."""
     arguments = (work, folder, rank, processes, port, threads)
     thread = threading.Thread(target=_train, args=arguments, daemon=True)
     thread.start()

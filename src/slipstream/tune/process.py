@@ -32,7 +32,7 @@ from slipstream.tune.observer import Finished, Observer, Timer
 __all__ = ["WARMUP", "Job", "Process", "TrialError", "forks"]
 
 WARMUP = 6
-"""Number of steps at the beginning whose losses are compared. The trial is timed after these steps."""
+"""Number of initial steps whose losses are compared. Timing starts after these steps."""
 _LOG = "output.log"
 _RESET = (
     signal.SIGINT,
@@ -58,7 +58,7 @@ class TrialError(Exception):
 
     Args:
         status: `out of memory`, `timed out` or `failed`.
-        reason: one line of text.
+        reason: a one-line description.
         warmup_seconds: durations of the completed steps, in seconds.
     """
 
@@ -74,7 +74,7 @@ class Process:
 
     Args:
         job: the run to execute.
-        make_observer: `make_observer(connection)` returns the observer of the run; by default, a `Timer`.
+        make_observer: a function that accepts the connection and returns an observer; by default, a `Timer`.
     """
 
     def __init__(self, job: Job, make_observer: Any = None) -> None:
@@ -112,7 +112,7 @@ class Process:
         return pid
 
     def wait_for(self, event: str, seconds: float) -> dict[str, Any]:
-        """Return the next message of the kind `event`.
+        """Wait for the next message of type `event` and return it.
 
         Args:
             event: `warm`, `timed` or `sweep`.
@@ -180,7 +180,7 @@ class Process:
 
 @contextmanager
 def _deferred_interrupt() -> Iterator[None]:
-    """Handle SIGINT after the block, because Python ignores a KeyboardInterrupt raised in a function called at fork."""
+    """Handle SIGINT after the block, because Python ignores a KeyboardInterrupt raised in an at-fork callback."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python handles signals only in the main thread
         return
@@ -195,7 +195,7 @@ def _deferred_interrupt() -> Iterator[None]:
 
 
 def forks() -> bool:
-    """Return whether trials are forked. A forked process cannot use an accelerator."""
+    """Return whether trial processes are forked. A forked process cannot use an accelerator."""
     return sys.platform == "linux" and not torch.accelerator.is_available()
 
 
@@ -229,8 +229,8 @@ def _main(connection: Connection, work: Any, folder: Path, threads: int, forked:
         _isolate(folder / _LOG)
         if forked:
             gc.freeze()  # prevents finalizers of the parent's objects from running
-            # The parent's OpenMP threads do not exist in this process, but a new thread starts its own. It gets a copy
-            # of the context, because torch's settings are context variables.
+            # The parent's OpenMP threads do not exist in this process, but a new thread starts its own. The thread gets
+            # a copy of the context, because torch's settings are context variables.
             context, arguments = contextvars.copy_context(), (_run, connection, folder, *work, threads)
             thread = threading.Thread(target=context.run, args=arguments, daemon=True)
             thread.start()

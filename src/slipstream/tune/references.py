@@ -13,7 +13,7 @@ from typing import Any
 __all__ = ["global_names", "imported_names", "is_known", "is_known_function", "names_in", "version_of"]
 
 _COVERED = ("torch", "slipstream")
-"""Packages whose versions, instead of their code, are part of the cache key."""
+"""Packages for which the cache key contains the version instead of the code."""
 _FOLDERS = ("site-packages", "dist-packages")
 
 
@@ -37,7 +37,7 @@ def imported_names(code: CodeType, scope: Mapping[str, Any]) -> Iterator[str]:
 
     Args:
         code: the code of the function.
-        scope: the global variables of the function, whose `__package__` is the origin of relative imports.
+        scope: the global variables of the function, whose `__package__` is used to resolve relative imports.
     """
     for part in _parts(code):
         found = [each for each in dis.get_instructions(part) if each.opname != "EXTENDED_ARG"]

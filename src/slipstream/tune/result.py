@@ -37,7 +37,7 @@ class TuneResult:
 
     @property
     def speed(self) -> dict[str, Any]:
-        """The value of `speed` for a `Runner` or `accelerate`: the baseline's options and the adopted ones."""
+        """The value of `speed` for a `Runner` or `accelerate`: the baseline's options and the adopted options."""
         return merged_speed(self.base_speed, self.outcome.setting.speed)
 
     @property
@@ -47,7 +47,7 @@ class TuneResult:
 
     @property
     def batch_size(self) -> int | None:
-        """The batch size that, with the plan's `accumulate`, keeps the effective batch size; None if unchanged."""
+        """The batch size that, with the plan's `accumulate`, preserves the effective batch size; None if unchanged."""
         return self.outcome.setting.batch_size
 
     @property
@@ -56,7 +56,7 @@ class TuneResult:
         return self.outcome.rows
 
     def table(self) -> Table:
-        """Return a table with the ratio, the interval, the memory and the status of each option."""
+        """Return a table with the ratio, the interval, the memory usage and the status of each option."""
         header = (
             "option",
             "compared with",
@@ -71,7 +71,7 @@ class TuneResult:
         return make_table(header, [("baseline", "", "1.00", "", *first, "", ""), *map(_cells, self.rows)])
 
     def summary(self) -> str:
-        """Return the speedup, the time per epoch before and after, and the steps to offset the compilation time."""
+        """Return the speedup, the time per epoch before and after, and the steps that offset the compilation time."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -101,7 +101,7 @@ class TuneResult:
             if "compile" in outcome.setting.speed and after < before:
                 gained = ceil(outcome.compile_seconds / (before - after))
                 yield (
-                    f"The compilation takes {outcome.compile_seconds:.0f} s. The faster plan saves this time within "
+                    f"Compilation takes {outcome.compile_seconds:.0f} s. The faster plan saves this much time within "
                     f"{gained:,} steps."
                 )
         for row in outcome.rows:
@@ -114,7 +114,7 @@ class TuneResult:
             )
         else:
             yield (
-                f"Duration: {outcome.seconds:.0f} s of a budget of {outcome.budget:.0f} s (measured on "
+                f"Duration: {outcome.seconds:.0f} s of the {outcome.budget:.0f} s budget (measured on "
                 f"{outcome.device})."
             )
 
@@ -180,7 +180,7 @@ class TuneResult:
 
 
 def read_tuned(path: str | Path) -> dict[str, dict[str, Any]]:
-    """Return the contents of a file that `TuneResult.save` wrote: `speed`, and optionally `train_dataloader`.
+    """Return the contents of a file written by `TuneResult.save`: `speed`, and optionally `train_dataloader`.
 
     Raises:
         ConfigError: the file cannot be read, or contains other keys.
@@ -193,7 +193,7 @@ def read_tuned(path: str | Path) -> dict[str, dict[str, Any]]:
         raise ConfigError(f"'{path}' is not a YAML file: {str(error).splitlines()[0]}", "speed") from None
     known = {"speed": None, "train_dataloader": _LOADER_KEYS}
     if not isinstance(content, Mapping) or "speed" not in content:
-        raise ConfigError(f"'{path}' has no key 'speed'; pass a file that `slipstream tune` wrote", "speed")
+        raise ConfigError(f"'{path}' has no key 'speed'; pass a file written by `slipstream tune`", "speed")
     for key, section in content.items():
         if key not in known:
             raise ConfigError(f"'{path}': unknown key '{key}'{did_you_mean(str(key), known)}", "speed")

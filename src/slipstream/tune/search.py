@@ -51,7 +51,7 @@ class Row:
     against: str = "baseline"
     """The options of the plan with which the trial was compared."""
     estimate: Estimate | None = None
-    """Step time of that plan divided by the step time of the trial; above 1, the trial is faster."""
+    """Step time of that plan divided by the step time of the trial; a value above 1 means that the trial is faster."""
     step_seconds: float | None = None
     peak_mib: float | None = None
     compile_seconds: float | None = None
@@ -94,9 +94,9 @@ class _Running:
     def __init__(self, process: Process, warm: Mapping[str, Any], startup: float, split: int) -> None:
         self.process = process
         self.split = split
-        """Number of steps in which one batch of the baseline is processed."""
+        """Number of steps in which one baseline batch is processed."""
         self.losses = [fmean(warm["losses"][i : i + split]) for i in range(0, len(warm["losses"]), split)]
-        """The losses of the first batches of the baseline."""
+        """The losses of the first baseline batches."""
         self.warm = warm
         self.startup = startup
         """Seconds from the start of the process to the end of its warm-up."""
@@ -124,7 +124,7 @@ class _Running:
 
 
 class Search:
-    """Measure the candidates one after the other, each combined with the options adopted so far.
+    """Measure the candidates one at a time, each combined with the options adopted so far.
 
     Args:
         make_job: returns the run for a setting.
@@ -132,7 +132,7 @@ class Search:
         names: options to measure, as returned by `check_names`.
         budget: time limit in seconds.
         report: called with each new row.
-        start: the start of the budget, a value of `time.monotonic()`; None means now.
+        start: the time at which the budget starts, as returned by `time.monotonic()`; None means now.
     """
 
     def __init__(
@@ -152,17 +152,19 @@ class Search:
         self._report = report
         self._start = time.monotonic() if start is None else start
         self._slowest_end = 0.0
-        self._kept: ExitStack | None = None  # terminates the process of the current plan
+        self._kept: ExitStack | None = None  # terminates the process that runs the current plan
         self._working: set[str] = set()
         self._auto: Mapping[str, int] = {}
         self.outcome = Outcome(budget=budget)
 
     def run(self) -> Outcome:
-        """Run the search and return its results, which are partial after Ctrl-C. No process remains.
+        """Run the search and return its results, which are partial after Ctrl-C.
+
+        All processes are terminated before this method returns.
 
         Raises:
             ConfigError: the budget is too short for one trial.
-            SlipstreamError: the baseline does not train.
+            SlipstreamError: training the baseline failed.
         """
         outcome = self.outcome
         with ExitStack() as stack:
@@ -191,7 +193,7 @@ class Search:
                 self._add(self._try(candidate))
             self._measure_total()
         except _PlanFailedError as error:
-            self.outcome.stopped = f"the process of the current plan ended: {error}"
+            self.outcome.stopped = f"the process running the current plan exited: {error}"
         finally:
             self._summarize()
 
@@ -218,7 +220,7 @@ class Search:
         except TrialError as failure:
             if failure.status != "timed out":
                 raise SlipstreamError(
-                    f"the baseline does not train ({failure.status}): {failure.reason}"
+                    f"training the baseline failed ({failure.status}): {failure.reason}"
                 ) from None
             raise self._too_short(failure.warmup_seconds) from None
         if not all(map(math.isfinite, running.warm["losses"])):
@@ -252,8 +254,8 @@ class Search:
         if needed > self._budget:
             raise ConfigError(
                 f"{_shown(self._budget)} is too short for one trial; the estimated minimum is {_shown(needed)}: two "
-                f"starts of {_shown(self._baseline.startup)}, and {_MIN_ROUNDS} rounds with steps of "
-                f"{_shown(self._baseline.step)}",
+                f"process startups of {_shown(self._baseline.startup)} each, and {_MIN_ROUNDS} rounds at "
+                f"{_shown(self._baseline.step)} per step",
                 "budget",
             )
 
@@ -306,7 +308,7 @@ class Search:
         return row
 
     def _startup(self, candidate: Candidate) -> float:
-        """Return the expected seconds until the end of the warm-up, with the longest compilation measured so far."""
+        """Return the expected time until the end of the warm-up, with the longest compilation measured so far."""
         compiled = [row.compile_seconds or 0.0 for row in self.outcome.rows]
         own = "compile" in candidate.setting.speed and "compile" not in self.outcome.setting.speed
         return self._current.startup + (max(compiled, default=0.0) if own else 0.0)
@@ -372,7 +374,7 @@ class Search:
             return running.time(self._round, max(self._remaining, 0.1))
         except TrialError as failure:
             if running is current and failure.status == "timed out":
-                raise TrialError("not measured", "the budget ended during a round") from None
+                raise TrialError("not measured", "the time budget ran out during a round") from None
             if running is current:
                 raise _PlanFailedError(f"{failure.status}: {failure.reason}") from None
             raise
@@ -394,7 +396,7 @@ class Search:
         outcome.total, outcome.total_is_product = product, len(outcome.adopted) > 1
         outcome.compile_seconds = row.compile_seconds or 0.0
         if "compile" in outcome.setting.speed and "compile" not in candidate.setting.speed:
-            # Part of the compiled code was in the cache of this search, but a new run compiles everything.
+            # Part of the compiled code was in this search's cache, but a new run compiles everything.
             earlier = [each.compile_seconds or 0.0 for each in outcome.rows if each.status == "adopted"]
             outcome.compile_seconds = max([outcome.compile_seconds, *earlier])
         self._current = trial
@@ -417,7 +419,7 @@ class Search:
     def _withdraw(self, ratio: float) -> None:
         """Return to the baseline, because the options of the plan are not faster in combination."""
         outcome = self.outcome
-        why = f"{' + '.join(outcome.adopted)} together: {ratio:.2f} times the speed of the baseline"
+        why = f"{' + '.join(outcome.adopted)} combined: {ratio:.2f} times the speed of the baseline"
         outcome.rows = [
             replace(row, status="inconclusive", reason=why) if row.status == "adopted" else row
             for row in outcome.rows
@@ -428,7 +430,7 @@ class Search:
         seconds = self._baseline.seconds or [self._baseline.step]
         self.outcome.baseline_seconds = median(seconds)
         if not self.outcome.stopped and any(map(_cut_off, self.outcome.rows)):
-            self.outcome.stopped = "the budget is used up"
+            self.outcome.stopped = "the time budget ran out"
 
 
 class _PlanFailedError(Exception):
@@ -441,7 +443,7 @@ def _how_to_launch(setting: Setting, own: Any) -> str:
     The command does not use the file that contains the plan: an option that is adopted after this trial, such as
     `accumulate`, can change the batch size.
     """
-    # If `speed` is text, an override cannot set its keys.
+    # If `speed` is a string, an override cannot set its keys.
     words = ["'speed={_delete_: true, auto: true}'"] if own == "auto" else []
     words += [*_overrides("speed", setting.speed), *_overrides("train_dataloader", setting.dataloader)]
     return (
@@ -461,7 +463,7 @@ def _overrides(key: str, value: Any) -> Iterator[str]:
 
 def _cut_off(row: Row) -> bool:
     """Return whether a longer budget could change the row."""
-    return row.status in ("not measured", "timed out") or "budget ended" in row.reason
+    return row.status in ("not measured", "timed out") or "budget ran out" in row.reason
 
 
 def _decided(ratios: Sequence[float]) -> bool:
@@ -476,18 +478,22 @@ def _decided(ratios: Sequence[float]) -> bool:
 
 def _judged(row: Row, found: Estimate | None) -> Row:
     if found is None:
-        return replace(row, status="not measured", reason="the budget is used up")
+        return replace(row, status="not measured", reason="the time budget ran out")
     if found.rounds < _MIN_ROUNDS:
         if found.high < _CLEARLY_WORSE:
             return replace(row, status="slower")
-        return replace(row, status="inconclusive", reason=f"the budget ended after round {found.rounds}")
+        return replace(
+            row, status="inconclusive", reason=f"the time budget ran out after round {found.rounds}"
+        )
     if found.low > 1 and found.ratio >= _MIN_GAIN:
         return replace(row, status="adopted")
     if found.high < 1:
         return replace(row, status="slower")
     if found.confidence >= _LIKELY and found.ratio >= _MIN_GAIN:
         return replace(
-            row, status="adopted", reason=f"likely: the interval contains 1 after {found.rounds} rounds"
+            row,
+            status="adopted",
+            reason=f"probably faster: after {found.rounds} rounds, the confidence interval still includes 1",
         )
     return replace(row, status="no gain" if found.width < 0.05 else "inconclusive")
 

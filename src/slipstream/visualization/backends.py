@@ -28,7 +28,7 @@ __all__ = ["BaseVisBackend", "LocalVisBackend", "TensorboardVisBackend", "defaul
 
 
 def default_backends() -> list[dict[str, str]]:
-    """Return the configurations of the backends that write files, including TensorBoard's if it is installed."""
+    """Return the configurations of the file backends, including TensorBoard's backend if it is installed."""
     names = ["LocalVisBackend", *(["TensorboardVisBackend"] if is_installed("tensorboard") else [])]
     return [{"type": name} for name in names]
 
@@ -54,12 +54,12 @@ class BaseVisBackend:
         """Record the configuration, a `Config` or a dict."""
 
     def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
-        """Record a number, or an array or tensor with one element."""
+        """Record a scalar: a number, or an array or tensor with one element."""
 
     def add_scalars(
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
     ) -> None:
-        """Record several values of one step; `LocalVisBackend` also writes them to `file_path`."""
+        """Record several scalars for one step; `LocalVisBackend` also writes them to `file_path`."""
         for name, value in scalar_dict.items():
             self.add_scalar(name, value, step)
 
@@ -102,7 +102,7 @@ class LocalVisBackend(BaseVisBackend):
         self._reported: set[str] = set()
 
     def add_config(self, config: Any) -> None:
-        """Write the configuration as Python text."""
+        """Write the configuration in Python syntax."""
         self.save_dir.mkdir(parents=True, exist_ok=True)
         self.config_save_file.write_text(as_text(config) + "\n", encoding="utf-8")
 
@@ -144,7 +144,7 @@ class LocalVisBackend(BaseVisBackend):
                 self._files.pop(name).close()
             _drop_partial_line(path)
             if name not in self._reported:
-                from slipstream.logging import print_log  # imported late, because this imports torch
+                from slipstream.logging import print_log  # imported here, because this module imports torch
 
                 self._reported.add(name)
                 problem = disk_problem(error, self.save_dir) or str(error)
@@ -159,7 +159,7 @@ class LocalVisBackend(BaseVisBackend):
 
 
 def _drop_partial_line(path: Path) -> None:
-    """Remove an incomplete last line, which remains in a file if the disk became full while it was written."""
+    """Remove an incomplete last line, which is left behind if the disk fills up during a write."""
     with contextlib.suppress(OSError):
         if path.is_file():  # skip devices such as /dev/null
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
@@ -178,12 +178,12 @@ class TensorboardVisBackend(BaseVisBackend):
         return SummaryWriter(str(self.save_dir))
 
     def add_config(self, config: Any) -> None:
-        """Write the configuration as the text `config`."""
+        """Write the configuration as a text summary named `config`."""
         # Four spaces mark a code block in TensorBoard's Markdown.
         self.experiment.add_text("config", "\n".join(f"    {line}" for line in as_text(config).splitlines()))
 
     def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
-        """Write a point of the curve `name`."""
+        """Write one point of the curve `name`."""
         self.add_scalars({name: value}, step)
 
     def add_scalars(
@@ -200,7 +200,7 @@ class TensorboardVisBackend(BaseVisBackend):
             writer._get_file_writer().add_summary(Summary(value=values), step)
 
     def add_image(self, name: str, image: npt.NDArray[np.uint8], step: int = 0) -> None:
-        """Write an image."""
+        """Write an image summary."""
         self.experiment.add_image(name, check_image(name, image), step, dataformats="HWC")
 
     def flush(self) -> None:

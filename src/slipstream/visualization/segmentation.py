@@ -1,4 +1,4 @@
-"""Images of segmentation results."""
+"""Render segmentation results as images."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _SWATCH = 16
 
 
 def colorize(mask: npt.NDArray[Any], palette: Palette, ignore_index: int | None = None) -> RGB:
-    """Convert `mask`, integer class ids (H, W), to an RGB image, uint8 (H, W, 3); ignored pixels are black.
+    """Convert integer class ids `mask` (H, W) to a uint8 RGB image (H, W, 3). Ignored pixels are black.
 
     Raises:
-        DataError: if `mask` is not an integer array (H, W), or contains a class id without a color in `palette`.
+        DataError: if `mask` is not an integer array (H, W), or contains a class id that has no color in `palette`.
     """
     _check_mask(mask)
     ignored = np.zeros(mask.shape, bool) if ignore_index is None else mask == ignore_index
@@ -52,7 +52,7 @@ def overlay(
     alpha: float = 0.5,
     ignore_index: int | None = None,
 ) -> RGB:
-    """Return `image` blended with the class colors of `mask`, uint8 (H, W, 3).
+    """Return `image` blended with the class colors of `mask`, as a uint8 array (H, W, 3).
 
     Args:
         image: RGB image, uint8 (H, W, 3).
@@ -86,7 +86,7 @@ def contact_sheet(
     Args:
         rows: images, uint8 (H, W, 3); each row has one image per title.
         titles: titles of the columns.
-        captions: for each row, one line or one line per image; empty for no captions.
+        captions: for each row, one caption or one caption per image; empty for no captions.
         legend: names and RGB colors of the classes.
 
     Raises:
@@ -143,7 +143,7 @@ _Entry = tuple[int, int, str, Sequence[int]]  # left, top, name, color
 
 
 def _legend_layout(legend: Sequence[tuple[str, Sequence[int]]], width: int) -> tuple[list[_Entry], int]:
-    """Return the position of each legend entry, wrapped at the width of the sheet, and the legend's height."""
+    """Return the position of each legend entry, wrapped at the sheet width, and the height of the legend."""
     if not legend:
         return [], 0
     line_height = _SWATCH + 10

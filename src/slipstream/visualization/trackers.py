@@ -23,14 +23,14 @@ __all__ = ["MLflowVisBackend", "WandbVisBackend"]
 
 @VISBACKENDS.register_module()
 class WandbVisBackend(BaseVisBackend):
-    """A run on Weights & Biases.
+    """Log to a Weights & Biases run.
 
     Args:
         save_dir: folder for local files.
         init_kwargs: arguments of `wandb.init` (`project`, `name`, `mode`, ...).
         define_metric_cfg: a dict that maps metrics to summaries (`{"val/mIoU": "max"}`), or a list of dicts with the
             arguments of `Run.define_metric`.
-        commit: whether every call completes a W&B step.
+        commit: whether each call completes a W&B step.
         log_code_name: name under which to upload the source code. By default, the code is not uploaded.
 
     Raises:
@@ -57,7 +57,7 @@ class WandbVisBackend(BaseVisBackend):
         self.save_dir.mkdir(parents=True, exist_ok=True)
         run = _import("wandb", self).init(**{"dir": str(self.save_dir), **self.init_kwargs})
         # Training and validation count steps separately, but W&B's step must not decrease. Therefore, log the step as a
-        # value.
+        # metric.
         run.define_metric("*", step_metric="step")
         metrics = self.define_metric_cfg
         if isinstance(metrics, Mapping):
@@ -73,13 +73,13 @@ class WandbVisBackend(BaseVisBackend):
             self.experiment.log_code(name=self.log_code_name)
 
     def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
-        """Record one number."""
+        """Record a scalar."""
         self.add_scalars({name: value}, step)
 
     def add_scalars(
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
     ) -> None:
-        """Record the values that are numbers."""
+        """Record the numeric values."""
         self.experiment.log({**scalars_in(scalar_dict), "step": step}, commit=self.commit)
 
     def add_image(self, name: str, image: npt.NDArray[np.uint8], step: int = 0) -> None:
@@ -95,10 +95,10 @@ class WandbVisBackend(BaseVisBackend):
 
 @VISBACKENDS.register_module()
 class MLflowVisBackend(BaseVisBackend):
-    """A run on an MLflow server or in a local MLflow store; each backend creates its own run.
+    """Log to a run on an MLflow server or in a local MLflow store. Each backend creates its own run.
 
     Args:
-        save_dir: folder of the run.
+        save_dir: folder with the files to upload.
         exp_name: name of the experiment.
         run_name: name of the run. By default, MLflow generates a name.
         tags: tags of the run.
@@ -150,20 +150,20 @@ class MLflowVisBackend(BaseVisBackend):
         return run_id
 
     def add_config(self, config: Any) -> None:
-        """Record the configuration's values as parameters and its text as `config.py`."""
+        """Record the values of the configuration as parameters, and its text as `config.py`."""
         tree = as_dict(config)
         keys = tree if self.tracked_config_keys is None else self.tracked_config_keys
         self._log_params(self.run_id, flatten({key: tree[key] for key in keys if key in tree}))
         self.experiment.log_text(self.run_id, as_text(config), "config.py")
 
     def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
-        """Record one number."""
+        """Record a scalar."""
         self.add_scalars({name: value}, step)
 
     def add_scalars(
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
     ) -> None:
-        """Record the values that are numbers, in one request."""
+        """Record the numeric values in one request."""
         metric = _import("mlflow.entities", self).Metric
         now = int(time.time() * 1000)
         numbers = scalars_in(scalar_dict).items()

@@ -27,7 +27,7 @@ def scalars_in(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def as_json(values: Mapping[str, Any]) -> str:
-    """Return one line of JSON. NaN and infinity become null, because JSON does not support them."""
+    """Return one line of JSON. NaN and infinity are converted to null, because JSON does not support them."""
     return json.dumps(_finite(values), allow_nan=False)
 
 

@@ -62,10 +62,10 @@ class Visualizer:
         self._backends[name] = backend
 
     def get_backend(self, name: str) -> Any:
-        """Return the backend `name`. By default, a backend has the name of its class.
+        """Return the backend with this name. By default, a backend is named after its class.
 
         Raises:
-            UnknownNameError: if there is no such backend.
+            UnknownNameError: if no backend has this name.
         """
         if name not in self._backends:
             hint = did_you_mean(name, self._backends)
@@ -80,14 +80,14 @@ class Visualizer:
             backend.add_config(config)
 
     def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
-        """Record one number."""
+        """Record a scalar."""
         for backend in self._backends.values():
             backend.add_scalar(name, value, step)
 
     def add_scalars(
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
     ) -> None:
-        """Record several values of one step; `LocalVisBackend` also writes them to `file_path`."""
+        """Record several scalars for one step; `LocalVisBackend` also writes them to `file_path`."""
         for backend in self._backends.values():
             backend.add_scalars(scalar_dict, step, file_path)
 

@@ -131,11 +131,11 @@ def test_the_losses_compile_to_one_graph(loss):
 
 def test_other_outputs_and_arguments_are_rejected():
     logits, targets = mask_batch()
-    with pytest.raises(ModelError, match=r"one channel, not \(3, 2, 5, 4\); set num_classes=1"):
+    with pytest.raises(ModelError, match=r"one channel, but its shape is \(3, 2, 5, 4\); set num_classes=1"):
         BCEDiceLoss()(logits.expand(3, 2, 5, 4), targets)
-    with pytest.raises(ModelError, match=r"network has 2 in training.*use_aux_heads=False"):
+    with pytest.raises(ModelError, match=r"network returns 2 in training.*use_aux_heads=False"):
         BCEDiceLoss()((logits, logits), targets)
-    with pytest.raises(ConfigError, match="must be two numbers"):
+    with pytest.raises(ConfigError, match="must contain two numbers"):
         BCEDiceLoss([1.0])
     with pytest.raises(ConfigError, match=r"must be an nn\.BCEWithLogitsLoss, not CrossEntropyLoss"):
         FocalLoss(nn.CrossEntropyLoss())

@@ -191,7 +191,7 @@ def test_loss_compiles_as_a_single_graph_with_the_same_gradients():
 def test_wrong_number_of_outputs_raises_error():
     outputs, targets = batch(heads=3)
     with pytest.raises(
-        ModelError, match=r"expects 2 outputs \(loss_main, loss_aux0\), but the network has 3"
+        ModelError, match=r"expects 2 outputs \(loss_main, loss_aux0\), but the network returns 3"
     ):
         loss_of()(outputs, targets)
 
@@ -205,9 +205,9 @@ def test_wrong_number_of_classes_raises_error():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights": (1, 1)}, "weights must be 4 numbers"),
-        ({"dice_ce_weights": (1,)}, "dice_ce_weights must be 2 numbers"),
-        ({"ce_edge_weights": (1, 1, 1)}, "ce_edge_weights must be 2 numbers"),
+        ({"weights": (1, 1)}, "weights must contain 4 numbers"),
+        ({"dice_ce_weights": (1,)}, "dice_ce_weights must contain 2 numbers"),
+        ({"ce_edge_weights": (1, 1, 1)}, "ce_edge_weights must contain 2 numbers"),
         ({"edge_kernel": 4}, "edge_kernel must be odd"),
         ({"edge_kernel": -1}, "edge_kernel must be odd and positive"),
     ],

@@ -136,10 +136,10 @@ def test_invalid_arguments_and_missing_teachers_are_rejected():
         KDLogitsLoss(ce, distillation_loss_coeff=2)
     with pytest.raises(ConfigError, match="must be 'channel_wise' or 'spatial_wise'"):
         ChannelWiseKnowledgeDistillationLoss("pixel_wise")
-    with pytest.raises(ConfigError, match="must be two numbers"):
+    with pytest.raises(ConfigError, match="must contain two numbers"):
         SegKDLoss(kd, ce, [1.0], [1.0])
     logits, targets = torch.zeros(1, 2, 2, 2), torch.zeros(1, 2, 2, dtype=torch.long)
     with pytest.raises(ModelError, match="train with KDTrainer"):
         KDLogitsLoss(ce)(logits, targets)
-    with pytest.raises(ModelError, match=r"of its weights \(2\); the numbers of outputs are 1 \(student\)"):
+    with pytest.raises(ModelError, match=r"one output per weight \(2\), but the student returns 1 and"):
         SegKDLoss(kd, ce, [1.0, 1.0], [1.0, 1.0])(KDOutput(logits, logits), targets)

@@ -123,7 +123,7 @@ def test_compiled_loss_has_no_graph_breaks_and_equal_outputs():
 
 def test_more_outputs_than_weights_raise_error():
     outputs, targets = batch(heads=3)
-    with pytest.raises(ModelError, match=r"each of the network's outputs \(3\), but has only 2"):
+    with pytest.raises(ModelError, match=r"one weight per network output \(3\), but `weights` has only 2"):
         MultiHeadCrossEntropy((1.0, 0.4))(outputs, targets)
 
 

@@ -203,7 +203,7 @@ def test_loose_loading_skips_and_logs_mismatches(trained, capsys):
     loaded = models.get("ddrnet_23_slim", 5, checkpoint_path=path, strict_load=False)
     assert all(equal for key, equal in same(loaded, network).items() if "spp" not in key)
     said = capsys.readouterr().err
-    assert f"WARNING - {path} into DDRNet: missing keys: spp." in said
+    assert f"WARNING - loading {path} into DDRNet: missing keys: spp." in said
     assert "unexpected keys: odd" in said
 
 

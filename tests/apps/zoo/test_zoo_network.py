@@ -226,7 +226,7 @@ def test_segmentation_returns_the_class_of_each_pixel(channels, tmp_path):
     assert np.array_equal(np.asarray(Image.open(tmp_path / "one.png")), found.draw())
     network.predict([image]).save(tmp_path / "all")
     assert Image.open(tmp_path / "all/pred_0.jpg").size == (100, 80)
-    with pytest.raises(ConfigError, match="must end with the suffix of an image format"):
+    with pytest.raises(ConfigError, match="must end with an image file extension"):
         found.save(tmp_path / "one.txt")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all", "one.png"]
 

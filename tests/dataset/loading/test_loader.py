@@ -215,7 +215,7 @@ def test_function_names_are_only_looked_up_in_the_registry(key, name):
         with pytest.raises(UnknownNameError, match=f"'{name}' is not a registered function"):
             build(dict(dataset=Draws(2), batch_size=2, **{key: entry}))
     with pytest.raises(
-        ConfigError, match=rf"{key}: must be a function, or the name of one in FUNCTIONS, not 3"
+        ConfigError, match=rf"{key}: must be a function or the name of a function in FUNCTIONS, not 3"
     ):
         build(dict(dataset=Draws(2), batch_size=2, **{key: 3}))
 

@@ -184,7 +184,7 @@ def test_download_is_stored_and_reused(tmp_path, monkeypatch):
 def test_download_with_a_wrong_checksum_leaves_no_file(tmp_path, monkeypatch):
     serve(monkeypatch, archive({f"{FOLDER}/test_batch.bin": b"x"}), set_md5=False)
     with pytest.raises(
-        DataError, match=r"is damaged: its MD5 is [0-9a-f]{32}, expected c32a1d4ab5d03f1284b6"
+        DataError, match=r"is damaged: its MD5 checksum is [0-9a-f]{32}, expected c32a1d4ab5d03f1284b6"
     ):
         CIFAR10(tmp_path, download=True)
     assert list(tmp_path.iterdir()) == []

@@ -129,7 +129,7 @@ def test_labels_csv_maps_label_ids(tmp_path, table):
             r"labels\.csv', line 3: id '8' and trainId 'road' must be integers",
         ),
         ("id,trainId\n7\n", "line 2: id '7' and trainId None"),
-        ("id,trainId\n7,0\n8,19\n9,44\n", r"has the train ids \[19, 44\]; they must be 0 to 18"),
+        ("id,trainId\n7,0\n8,19\n9,44\n", r"has the invalid train ids \[19, 44\]; use 0 to 18"),
     ],
 )
 def test_invalid_labels_csv_raises_an_error(tmp_path, table, message):

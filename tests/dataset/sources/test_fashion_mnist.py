@@ -140,7 +140,7 @@ def test_download_with_a_wrong_checksum_leaves_no_file(tmp_path, monkeypatch):
     files = {p.name: p.read_bytes() for p in make(tmp_path / "server").iterdir()}
     served(monkeypatch, files, sums=False)
     with pytest.raises(
-        DataError, match=r"is damaged: its MD5 is [0-9a-f]{32}, expected 8d4fb7e6c68d591d4c3dfef9"
+        DataError, match=r"is damaged: its MD5 checksum is [0-9a-f]{32}, expected 8d4fb7e6c68d591d4c3dfef9"
     ):
         FashionMNIST(tmp_path / "data", download=True)
     assert list((tmp_path / "data").iterdir()) == []
@@ -208,5 +208,7 @@ def test_a_small_file_that_expands_to_an_excessive_size_is_rejected(tmp_path):
         for _ in range(60):
             file.write(bytes(2**20))
     assert (folder / f"{IMAGES}.gz").stat().st_size < 100_000
-    with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz' is larger than the largest file"):
+    with pytest.raises(
+        DataError, match=r"train-images-idx3-ubyte\.gz' is larger than the largest Fashion-MNIST file"
+    ):
         FashionMNIST(folder)

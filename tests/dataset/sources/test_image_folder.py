@@ -258,7 +258,7 @@ def test_sixteen_bit_files_raise_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"palette": [[0, 0, 0]]}, "the numbers of classes and colors are 3 and 1"),
+        ({"palette": [[0, 0, 0]]}, "expected 3 colors, got 1"),
         ({"classes": "road"}, "classes must be a list"),
         ({"classes": []}, "classes must be a list"),
         ({"ignore_index": 256}, "ignore_index must be 0 to 255"),

@@ -88,7 +88,7 @@ def test_two_files_with_the_same_extension_raise_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        (tarfile.SYMTYPE, "is a symbolic link, which is not followed"),
+        (tarfile.SYMTYPE, "is a symbolic link, and links are not followed"),
         (tarfile.LNKTYPE, "is a hard link"),
         (tarfile.CHRTYPE, "is not a regular file"),
         (tarfile.FIFOTYPE, "is not a regular file"),

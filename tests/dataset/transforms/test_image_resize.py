@@ -120,7 +120,7 @@ def test_the_same_generator_gives_the_same_crop():
         (lambda: Resize(4, "cubic"), "must be one of bilinear, bicubic"),
         (lambda: Resize([1, 2, 3]), "must be a number of pixels"),
         (lambda: CenterCrop(0), "must be a number of pixels"),
-        (lambda: RandomResizedCropAndInterpolation(4, scale=(0.5, 0.1)), "the smallest and the largest"),
+        (lambda: RandomResizedCropAndInterpolation(4, scale=(0.5, 0.1)), "with positive values"),
     ],
 )
 def test_invalid_arguments_are_rejected(build, message):

@@ -175,7 +175,7 @@ def test_the_same_generator_gives_the_same_image():
     ("arguments", "message"),
     [
         ({"config_str": "augment-m9"}, "must start with 'rand', not 'augment'"),
-        ({"config_str": "rand-x3"}, "'x3' is not one of m, n, mstd, inc and w"),
+        ({"config_str": "rand-x3"}, "invalid section 'x3'; use m, n, mstd, inc or w"),
         ({"config_str": "rand-w1"}, "only the weights w0 are supported"),
         ({"config_str": "rand-m9", "img_mean": [2, 0, 0]}, "must be three numbers between 0 and 1"),
     ],

@@ -1,6 +1,6 @@
 """Durations of collectives on nodes with several GPUs, in the alpha-beta cost model.
 
-Each function describes a collective of `n` bytes among `machines` x `local` GPUs. For reduce-scatter and all-gather,
+Each function models a collective of `n` bytes among `machines` x `local` GPUs. For reduce-scatter and all-gather,
 `n` is the size of the whole buffer. Sources: Hockney 1994 (alpha + n beta); Thakur, Rabenseifner and Gropp 2005
 (ring); Sanders, Speck and Träff 2009 (two trees); NVIDIA/nccl, src/graph/tuning.cc (a chain within a node, trees
 between nodes, latencies by hop type).

@@ -110,8 +110,8 @@ def _observe(network: nn.Module, copy: nn.Module, observer: _Observer) -> None:
 
     owned: set[int] = set()
     for (name, module), copied in zip(network.named_modules(), copy.modules(), strict=True):
-        # Count shared parameters for the first module that uses them. They are no longer shared in the copy on the meta
-        # device, so compare the parameters of the original network.
+        # Attribute shared parameters to the first module that uses them. They are no longer shared in the copy on the
+        # meta device, so compare the parameters of the original network.
         new = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in owned]
         owned.update(map(id, new))
         if new:

@@ -21,7 +21,7 @@ class Block:
     flops: float
     """FLOPs of the forward pass for one sample. A multiply-add counts as 2."""
     activations: float
-    """Number of values per sample saved for the backward pass."""
+    """Number of elements per sample saved for the backward pass."""
     norm_channels: int = 0
     """Number of channels whose statistics SyncBN reduces, or 0 if the block is not a BatchNorm."""
 
@@ -35,7 +35,7 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """Number of trainable values."""
+        """Number of trainable parameters."""
         return sum(block.parameters for block in self.blocks)
 
     @property
@@ -45,7 +45,7 @@ class Model:
 
     @property
     def activations(self) -> float:
-        """Number of values per sample saved for the backward pass."""
+        """Number of elements per sample saved for the backward pass."""
         return sum(block.activations for block in self.blocks)
 
 
@@ -59,7 +59,7 @@ class Link:
     """Alpha of a second protocol for small messages (NCCL's LL), whose beta is twice as large, or None."""
 
     def quick(self) -> Link:
-        """Return the link with its second protocol."""
+        """Return a link that uses the second protocol, or this link if there is none."""
         return self if self.quick_alpha is None else Link(self.quick_alpha, 2 * self.beta)
 
 
@@ -122,14 +122,14 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A parallel strategy and its number formats."""
+    """A parallel strategy and the sizes of its data types."""
 
     kind: Kind
     sync_bn: bool = True
     parameter_bytes: int = 2
     """Bytes per parameter in the all-gathers of FSDP2 and HSDP, and in the forward pass."""
     gradient_bytes: int = 4
-    """Bytes per gradient value in reductions."""
+    """Bytes per gradient element in reductions."""
     activation_bytes: int = 2
     state_bytes: int = 8
     """Bytes of optimizer state per parameter. Adam stores two float32 values."""
@@ -139,7 +139,7 @@ class Strategy:
     """FSDP2 and HSDP gather consecutive blocks in units of at least this many parameters. The default matches
     `MMFullyShardedDataParallel`."""
     noise: float = 0.02
-    """Standard deviation of one GPU's compute time over steps, relative to its mean."""
+    """Standard deviation of one GPU's compute time across steps, relative to its mean."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Prediction:
     exposed: float
     """Communication time that does not overlap with computation."""
     waiting: float
-    """Time waiting for the slowest GPU."""
+    """Time spent waiting for the slowest GPU."""
     sent: float
     """Bytes sent by each GPU."""
     memory: float
@@ -167,12 +167,12 @@ class Prediction:
 
     @property
     def samples_per_second(self) -> float:
-        """Combined throughput of all GPUs."""
+        """Combined throughput of all GPUs, in samples per second."""
         return self.batch * self.cluster.gpus / self.step_time
 
     @property
     def efficiency(self) -> float:
-        """Fraction of the step in which a GPU computes, from 0 to 1."""
+        """Fraction of the step time that a GPU spends computing, from 0 to 1."""
         return self.compute / self.step_time
 
     @property

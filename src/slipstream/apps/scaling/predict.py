@@ -39,7 +39,7 @@ def predict(
 
 
 def best(predictions: list[Prediction]) -> Prediction:
-    """Return the fastest prediction that fits in memory. If none fits, return the one with the least memory."""
+    """Return the fastest prediction that fits in memory. If none fits, return the one that needs the least memory."""
     fitting = [p for p in predictions if p.fits]
     return min(fitting, key=lambda p: p.step_time) if fitting else min(predictions, key=lambda p: p.memory)
 
@@ -49,9 +49,9 @@ def work_of(
 ) -> Work:
     """Return the compute time of each block, which is the maximum of its FLOP time and its memory time.
 
-    This is a roofline model (Williams, Waterman and Patterson 2009). The forward pass writes and reads each saved value
-    once. The backward pass has twice the FLOPs and twice the memory traffic. The optimizer is memory-bound: it reads
-    and writes parameters and state, and reads gradients.
+    This is a roofline model (Williams, Waterman and Patterson 2009). The forward pass writes and reads each saved
+    element once. The backward pass has twice the FLOPs and twice the memory traffic. The optimizer is memory-bound: it
+    reads and writes parameters and state, and reads gradients.
 
     Raises:
         ConfigError: if the step time is not a positive number.

@@ -18,8 +18,8 @@ __all__ = [
 ]
 
 SUSTAINED_FLOPS = 0.4
-"""Sustained fraction of peak FLOP/s. It is below that of large language models (PaLM 46%, Chowdhery et al. 2022;
-MegaScale 55%, Jiang et al. 2024), because convolutions are less efficient."""
+"""Sustained fraction of peak FLOP/s. This fraction is below that of large language models (PaLM 46%, Chowdhery et al.
+2022; MegaScale 55%, Jiang et al. 2024), because convolutions are less efficient."""
 SUSTAINED_LINK = 0.8
 """Sustained fraction of the nominal bandwidth of links and memory, which accounts for protocol overhead and imperfect
 access patterns."""
@@ -104,7 +104,7 @@ def segformer_1b(height: int, width: int) -> Model:
     Widths are four times those of B5 (256, 512, 1280, 2048), and depths are 3, 6, 30 and 3. Attention downsamples
     the keys by 8, 4, 2 and 1 per side. The feed-forward layers are four times as wide as the tokens and contain a 3x3
     depthwise convolution. The all-MLP decoder has 768 channels and 19 classes. A block of width C with reduction R has
-    `12 C^2 + (R C)^2` weights (the second term only if R > 1) and saves `20 C` values per token.
+    `12 C^2 + (R C)^2` weights (the second term only if R > 1) and saves `20 C` elements per token.
     """
     stages = zip((256, 512, 1280, 2048), (3, 6, 30, 3), (8, 4, 2, 1), (4, 8, 16, 32), strict=True)
     blocks, before, decoder, hidden, classes = [], 3, 0, 768, 19

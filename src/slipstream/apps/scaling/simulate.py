@@ -22,7 +22,7 @@ __all__ = [
 FIRST_BUCKET_BYTES = 2**20
 """Size of the first bucket in torch's DDP, which is small so that the reduction starts early."""
 SYNC_BN_ONE_MESSAGE = 2**18
-"""Maximum number of values for which `slipstream.model.SyncBatchNorm` runs one collective instead of two."""
+"""Maximum number of elements for which `slipstream.model.SyncBatchNorm` runs one collective instead of two."""
 _STATISTICS_BYTES = 4
 
 
@@ -63,7 +63,7 @@ class Schedule:
     events: list[Event] = field(default_factory=list)
 
     def compute(self, seconds: float) -> None:
-        """Occupy the processor."""
+        """Keep the processor busy for a number of seconds."""
         self.now += seconds
 
     def send(self, name: str, seconds: float, sent: float) -> float:
@@ -75,7 +75,7 @@ class Schedule:
         return self.network
 
     def wait(self, until: float) -> None:
-        """Let the processor idle until a given time."""
+        """Keep the processor idle until a given time."""
         self.now = max(self.now, until)
 
 

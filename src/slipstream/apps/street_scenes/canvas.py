@@ -1,4 +1,4 @@
-"""The drawing list of a street scene, which contains polygons projected from world to relative image coordinates.
+"""The drawing list of a street scene: polygons projected from world coordinates to relative image coordinates.
 
 A `Canvas` is independent of the image size. World coordinates are in meters: X points right, Y points up from the
 ground, and Z points forward from the camera.
@@ -16,7 +16,7 @@ Color = tuple[float, float, float]
 Point = tuple[float, float]
 Four = tuple[float, float, float, float]
 
-# Materials: textures that the shading draws inside a polygon.
+# Materials: textures that the renderer draws inside a polygon.
 PLAIN, GLASS, FACADE, BRICK, ASPHALT, PAVING, GRASS, FOLIAGE, BARS, SKY, SPOKES = range(11)
 
 # Layers are painted in this order. Within a layer, distant shapes are painted first.
@@ -91,7 +91,7 @@ class Canvas:
         params: Four = NOTHING,
         plane: tuple[float, float, float] | None = None,
     ) -> None:
-        """Add a polygon of image points; without `plane`, it is upright at the current depth."""
+        """Add a polygon of image points. By default, the polygon is upright at the current depth."""
         plane = plane or (0.0, 0.0, 1.0 / self._depth)
         second = second or (color[0] * 0.6, color[1] * 0.58, color[2] * 0.55)
         self.shapes.append(Shape(self._key, points, cls, material, plane + color + second + params))

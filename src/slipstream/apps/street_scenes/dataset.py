@@ -33,7 +33,7 @@ _LARGEST = 16384
 def draw_street_scene(
     seed: int, index: int, size: tuple[int, int] = (256, 512)
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Draw scene `index` of the series with this seed, as seen from a car on the street.
+    """Draw scene `index` of the series generated from `seed`, as seen from a car on the street.
 
     Identical arguments produce identical bytes, except that the last bit of a color may differ between platforms with
     different floating-point rounding. A different `size` renders the same scene (stretched if the aspect ratio is not
@@ -52,7 +52,7 @@ def draw_street_scene(
         car, bins and bus shelters. Labels are exact, because image and labels are painted from the same polygons.
 
     Raises:
-        ConfigError: if the size is not two ints of at least 32.
+        ConfigError: if the size is not a pair of ints between 32 and 16384.
         DataError: if the seed or the index is negative.
     """
     _check_size(size)
@@ -71,7 +71,7 @@ class StreetScenes(SegmentationDataset):
         size: height and width of the images in pixels, at least 32 each. Scenes are designed for images that are twice
             as wide as they are high.
         length: number of scenes. Scene i does not depend on the length.
-        seed: seed of the series of scenes. Use a different seed for validation.
+        seed: seed from which the scenes are generated. Use a different seed for validation.
         transforms, cache_in_memory, cache: see `SegmentationDataset`.
 
     Raises:
@@ -118,14 +118,14 @@ class StreetScenes(SegmentationDataset):
         return draw_street_scene(self.seed, int(index), self.size)
 
     def cache_key(self, index: int) -> tuple[str, str]:
-        """Return a key with the scene's series, index and size, and the version of the drawing code."""
+        """Return a key that contains the scene's seed, index and size, and the version of the drawing code."""
         height, width = self.size
         return f"street scene {self.seed}-{index} {height}x{width}", _drawing_version()
 
 
 @functools.cache
 def _drawing_version() -> str:
-    """Return a digest of the drawing modules, so that caches do not return images drawn by a different version."""
+    """Return a digest of the drawing modules, so that a cache does not return images drawn by a different version."""
     digest = hashlib.blake2b(np.__version__.encode(), digest_size=8)
     for module in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(module.read_bytes())

@@ -24,7 +24,7 @@ from slipstream.extras import extra
 __all__ = ["write_street_folder"]
 
 _CITIES = {"train": ("aachen", "bochum", "bremen"), "val": ("frankfurt", "lindau", "munster")}
-_FEWEST = 16  # minimum number of scenes per additional process
+_FEWEST = 16  # minimum number of scenes per process if several processes are used
 
 
 class _Part(NamedTuple):
@@ -40,20 +40,20 @@ class _Part(NamedTuple):
 def write_street_folder(
     root: str | Path, train: int = 8, val: int = 4, size: tuple[int, int] = (256, 512), seed: int = 0
 ) -> None:
-    """Write street scenes in the Cityscapes folder layout: images, masks with label ids, and the folder `lists`.
+    """Write street scenes in the Cityscapes folder layout: images, label-id masks, and a `lists` folder.
 
-    `lists` contains the files that SuperGradients' recipes require: `train.lst`, `val.lst` and `labels.csv`. Several
-    processes draw the scenes if there are many, so the calling script requires an `if __name__ == "__main__":` guard.
+    `lists` contains the files that SuperGradients' recipes require: `train.lst`, `val.lst` and `labels.csv`. Large
+    folders are written by several processes, so the calling script requires an `if __name__ == "__main__":` guard.
 
     Args:
-        root: the folder, which is created if necessary. Existing files are replaced.
-        train: number of training scenes. Scene i is the same as scene i of `StreetScenes` with this seed.
-        val: number of validation scenes, from the series with seed `seed + 1`.
+        root: output folder, created if necessary. Existing files are overwritten.
+        train: number of training scenes. Scene i is identical to scene i of `StreetScenes` with the same seed.
+        val: number of validation scenes, which are generated with the seed `seed + 1`.
         size: height and width in pixels.
-        seed: seed of the series of scenes.
+        seed: random seed of the training scenes.
 
     Raises:
-        ConfigError: if the size, a number of scenes or the seed is invalid.
+        ConfigError: if the size, the number of scenes or the seed is invalid.
     """
     root = Path(root)
     counts = {"train": train, "val": val}
@@ -96,7 +96,7 @@ def _write_part(part: _Part) -> None:
         for name, pixels in zip(_names(part.split, i), (image, label_ids.take(mask)), strict=True):
             path = part.root / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            # The default level 6 takes twice as long as drawing the scene, and reduces the size by only 8%.
+            # The default level, 6, takes twice as long as drawing the scene and reduces the file size by only 8%.
             Image.fromarray(pixels).save(path, compress_level=3)
 
 
@@ -127,12 +127,16 @@ def _main() -> int:
         prog="python -m slipstream.apps.street_scenes.folder", description=__doc__
     )
     parser.add_argument("root", type=Path, metavar="ROOT")
-    parser.add_argument("--train", type=int, default=8, metavar="N", help="training scenes (default: 8)")
-    parser.add_argument("--val", type=int, default=4, metavar="N", help="validation scenes (default: 4)")
+    parser.add_argument(
+        "--train", type=int, default=8, metavar="N", help="number of training scenes (default: 8)"
+    )
+    parser.add_argument(
+        "--val", type=int, default=4, metavar="N", help="number of validation scenes (default: 4)"
+    )
     parser.add_argument(
         "--size", type=_size, default=(256, 512), metavar="HxW", help="image size (default: 256x512)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the scenes (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
     options = parser.parse_args()
     try:
         write_street_folder(**vars(options))

@@ -90,7 +90,7 @@ def draw_tree(canvas: Canvas, r: Random, x: float, z: float, leaves: tuple[Color
         canvas.limb(fork, tip, width * 0.7, width * 0.2, VEGETATION, bark)
     middle, holes = (stem + high) / 2 + 0.3, r.uniform(0.03, 0.25)
     for i in range(7):
-        # The lower and rear clusters are painted first, in the shadow of the upper ones.
+        # Paint the lower and rear clusters first, and darker, because the upper clusters shade them.
         up = (i - 3) / 6 * (high - stem) * 0.7
         shade = 0.62 + 0.09 * i
         center = (x + r.uniform(-0.75, 0.75) * spread, middle + up, z + r.uniform(-0.5, 0.5))
@@ -108,7 +108,7 @@ def draw_tree(canvas: Canvas, r: Random, x: float, z: float, leaves: tuple[Color
 def draw_shrub(
     canvas: Canvas, r: Random, x: float, z: float, leaves: tuple[Color, Color], high: float
 ) -> None:
-    """Draw a shrub of a few leaf clusters on the ground."""
+    """Draw a shrub, which consists of a few leaf clusters on the ground."""
     canvas.place(OBJECTS, z)
     for i in range(3):
         center = (x + r.uniform(-0.6, 0.6) * high, high * (0.35 + 0.1 * i), z)

@@ -158,7 +158,7 @@ def _road_details(canvas: Canvas, r: Random, s: Street, asphalt: Color, paint: C
 
 
 def _along(r: Random, start: float, stop: float, step: tuple[float, float]) -> list[float]:
-    """Return random positions from `start` to `stop` with a spacing of about `step`, which increases with distance."""
+    """Return random positions from `start` to `stop`. The spacing, drawn from the range `step`, grows with distance."""
     places, z = [], start + r.uniform(0, step[1] / 2)
     while z < stop:
         places.append(z)
@@ -215,7 +215,7 @@ def _parked(canvas: Canvas, r: Random, s: Street) -> None:
 
 
 def _traffic(canvas: Canvas, r: Random, s: Street) -> None:
-    """Place vehicles that drive ahead of the camera, approach it, or cross the junction."""
+    """Place vehicles that drive ahead of the camera, approach the camera, or cross the junction."""
     ahead, oncoming = r.uniform(-0.5, 0.5), -3.3 + r.uniform(-0.3, 0.3)
     tram = r.random() < 0.17
     for lane, heading in ((ahead, 0.0), (oncoming, math.pi)):

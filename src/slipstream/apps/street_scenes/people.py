@@ -33,9 +33,9 @@ def _clothes(r: Random) -> Color:
 
 
 class _Figure:
-    """A figure whose limbs connect points, given in meters to the right of and above its foot point.
+    """A figure drawn as limbs between points. Points are in meters, to the right of and above the figure's foot.
 
-    `squeeze` scales the horizontal axis to show the figure rotated away from its side view.
+    `squeeze` scales the horizontal axis, so that the figure appears turned away from a side view.
     """
 
     def __init__(self, canvas: Canvas, x: float, z: float, scale: float = 1.0, squeeze: float = 1.0) -> None:
@@ -78,7 +78,7 @@ def draw_person(canvas: Canvas, r: Random, x: float, z: float, on: int) -> None:
 
 
 def _extras(man: _Figure, r: Random, top: Color) -> None:
-    """Randomly paint a bag, or a skirt or coat."""
+    """Randomly paint a bag, a skirt or a coat."""
     pick = r.random()
     if pick < 0.22:
         man.limb((-0.22, 1.4), (-0.24, 0.95), (0.2, 0.26), PERSON, _clothes(r))

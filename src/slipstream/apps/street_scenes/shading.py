@@ -72,7 +72,7 @@ def _rasterize(shapes: list[Shape], size: tuple[int, int]) -> tuple[Ids, list[_H
 
 
 def _rays(canvas: Canvas, size: tuple[int, int], box: tuple[int, int, int, int]) -> tuple[Floats, Floats]:
-    """Return the slopes dX/dZ (1, w) and -dY/dZ (h, 1) of the pixels in a (left, top, right, bottom) box."""
+    """Return the slopes dX/dZ (1, w) and -dY/dZ (h, 1) for the pixels in a (left, top, right, bottom) box."""
     focal, vx, vy, _ = canvas.camera
     height, width = size
     across = (np.arange(box[0], box[2], dtype=np.float32) + 0.5) / width - vx
@@ -100,7 +100,7 @@ def _see_through(hole: _Hole, ids: Ids, canvas: Canvas, table: Floats, material:
 
 
 def _world(canvas: Canvas, ids: Ids, table: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return X, Y and Z in meters of the visible surface of each pixel."""
+    """Return X, Y and Z, in meters, of the surface that is visible at each pixel."""
     dx, dy = _rays(canvas, (ids.shape[0], ids.shape[1]), (0, 0, ids.shape[1], ids.shape[0]))
     inverse = table[0].take(ids) * dx
     inverse += table[1].take(ids) * dy

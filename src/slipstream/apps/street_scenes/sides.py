@@ -1,4 +1,4 @@
-"""The rows on both sides of a street (houses, walls, fences, hedges and gaps), and the skyline behind them."""
+"""Both sides of a street (houses, walls, fences, hedges and gaps), and the skyline behind them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ BUILDING, WALL, FENCE, VEGETATION = 2, 3, 4, 8
 
 
 class Side(NamedTuple):
-    """One side of the street: its sign (-1 or 1), the X coordinate of its row, and the start and width of the gap at
-    the cross street."""
+    """One side of the street: its sign (-1 or 1), its X coordinate, and the start and width of the gap at the cross
+    street."""
 
     sign: int
     x: float
@@ -62,7 +62,7 @@ def _treeline(canvas: Canvas, r: Random, leaves: tuple[Color, Color], high: floa
 
 
 def draw_side(canvas: Canvas, r: Random, side: Side) -> None:
-    """Draw one row, starting at the camera, with a gap at the junction."""
+    """Draw one side of the street, starting at the camera, with a gap at the junction."""
     weights = r.choice(((8, 1, 1, 1, 0.4), (4, 2, 2, 2, 1), (1.5, 2, 2.5, 4, 1), (10, 0.4, 0.4, 0.3, 0.2)))
     z, segments = 2.0, []
     while z < 150:

@@ -114,7 +114,7 @@ def _brick(p: Pixels, canvas: Canvas) -> tuple[Floats, Floats]:
 
 
 def _sunlight(p: Pixels, canvas: Canvas) -> Floats:
-    """Return the brightness of the ground with the shadows of houses and leaves."""
+    """Return the brightness of the ground, including the shadows of houses and leaves."""
     if not canvas.light.sun_side:
         return np.ones_like(p.x)
     roofs = noise(np.floor(p.z / 9) * 31, np.full_like(p.z, canvas.light.reach))

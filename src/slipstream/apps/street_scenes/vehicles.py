@@ -50,7 +50,7 @@ def _box(length: float, low: float, high: float) -> _Profile:
 
 
 class Pose(NamedTuple):
-    """A vehicle's rear X, nearest Z, and heading in radians (0 is away from the camera)."""
+    """The X coordinate of a vehicle's rear, its nearest Z, and its heading in radians (0: away from the camera)."""
 
     x: float
     z: float
@@ -107,7 +107,7 @@ class _Body:
     def on_end(
         self, u: tuple[float, float], y: tuple[float, float], color: Color, glass: bool = False
     ) -> None:
-        """Paint a rectangle on the visible end; `u` ranges from -1 to 1 across it."""
+        """Paint a rectangle on the visible end; `u` ranges from -1 to 1 across its width."""
         along = self.profile[0][0] if self.rear_seen else self.profile[-1][0]
         h = self.half
         points = [self.at(along, u[i] * h, y[j]) for i, j in ((0, 0), (1, 0), (1, 1), (0, 1))]
@@ -126,7 +126,7 @@ class _Body:
             self.on_side([(a + radius * 0.6 * u, radius + radius * 0.6 * v) for u, v in _WHEEL], rim)
 
     def lights(self, y: tuple[float, float], width: float) -> None:
-        """Paint the lights and the license plate of the visible end."""
+        """Paint the lights and the license plate on the visible end."""
         glow = 1.5 if self.canvas.light.dusk else 0.75
         lamp = (0.75 * glow, 0.05, 0.04) if self.rear_seen else (0.95 * glow, 0.95 * glow, 0.88 * glow)
         self.on_end((-0.97, -0.97 + width), y, lamp)
@@ -148,7 +148,7 @@ def _shadow(canvas: Canvas, pose: Pose, length: float, half: float) -> None:
 
 
 def _begin(canvas: Canvas, pose: Pose, length: float, half: float) -> Pose:
-    """Set the painting order and draw the shadow; return the pose with `z` at the rear center."""
+    """Set the painting order, draw the shadow, and return the pose with `z` at the center of the rear."""
     canvas.place(OBJECTS, pose.z)
     back = max(0.0, -length * math.cos(pose.heading)) + half * abs(math.sin(pose.heading))
     pose = pose._replace(z=pose.z + back)
@@ -197,7 +197,7 @@ def _car_side(body: _Body, profile: _Profile, glass: Color, panel: bool) -> None
 
 
 def draw_truck(canvas: Canvas, r: Random, pose: Pose) -> None:
-    """Draw a truck with a cab and a box, a tank or an open load bed."""
+    """Draw a truck with a cab and a box, a tarpaulin or an open load bed."""
     length, high = r.uniform(4.5, 8.0), r.uniform(2.7, 3.7)
     load = r.choice(("box", "box", "tarp", "bed"))
     pose = _begin(canvas, pose, length + 2, 1.2)

@@ -1,4 +1,4 @@
-"""SuperGradients' losses for networks with one output channel: BCE with Dice, and focal loss."""
+"""SuperGradients' losses for networks with one output channel: BCE plus Dice, and focal loss."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ class BCEDiceLoss(nn.Module):
 
     For probabilities p and targets t, `Dice = (2 sum(p t) + 1) / (sum(p) + sum(t) + 1 + 1e-5)`, with sums over all
     pixels of the batch (arXiv 1606.04797). The cross-entropy is the mean over all pixels. Half-precision logits are
-    summed in float32.
+    converted to float32.
 
     Args:
         loss_weights: weights of cross-entropy and 1 - Dice, in this order.
         logits: whether Dice applies the sigmoid to the network's output. As in SuperGradients, the cross-entropy
-            always applies it.
+            always applies the sigmoid.
 
     Raises:
-        ConfigError: if the number of weights is not two.
+        ConfigError: if `loss_weights` does not contain two numbers.
     """
 
     def __init__(self, loss_weights: Sequence[float] = (0.5, 0.5), logits: bool = True) -> None:
         super().__init__()
         if len(loss_weights) != 2:
             raise ConfigError(
-                f"must be two numbers, for cross-entropy and Dice, not {list(loss_weights)}", "loss_weights"
+                f"must contain two numbers, for cross-entropy and Dice, not {list(loss_weights)}",
+                "loss_weights",
             )
         self.loss_weights = tuple(loss_weights)
         self.logits = logits
@@ -54,7 +55,7 @@ class BCEDiceLoss(nn.Module):
             targets: masks (N, H, W) of 0 and 1, of any dtype.
 
         Raises:
-            ModelError: if the network has several outputs, or several channels.
+            ModelError: if the network returns several outputs, or an output with several channels.
         """
         scores = at_least_float32(_one_channel(outputs, type(self).__name__))
         truth = targets.to(scores.dtype)
@@ -75,11 +76,11 @@ class FocalLoss(nn.Module):
     Args:
         loss_fcn: an `nn.BCEWithLogitsLoss` or its configuration. The loss is copied, not modified. Default:
             `nn.BCEWithLogitsLoss()`.
-        gamma: exponent of the factor.
-        alpha: factor for elements whose target is 1; the factor for other elements is 1 - alpha.
+        gamma: exponent of the factor `1 - p_t`.
+        alpha: weight of elements whose target is 1. The weight of elements whose target is 0 is 1 - alpha.
 
     Raises:
-        ConfigError: if `loss_fcn` is any other loss.
+        ConfigError: if `loss_fcn` is not an `nn.BCEWithLogitsLoss`.
     """
 
     def __init__(
@@ -126,11 +127,12 @@ def _one_channel(outputs: Any, loss: str) -> Tensor:
     """
     if not isinstance(outputs, Tensor):
         raise ModelError(
-            f"{loss} requires a single output, but the network has {len(outputs)} in training; disable its auxiliary "
-            "heads (use_aux_heads=False)"
+            f"{loss} requires a single output, but the network returns {len(outputs)} in training mode; disable its "
+            "auxiliary heads (use_aux_heads=False)"
         )
     if outputs.ndim < 2 or outputs.shape[1] != 1:
         raise ModelError(
-            f"{loss} requires an output with one channel, not {tuple(outputs.shape)}; set num_classes=1 for the network"
+            f"{loss} requires an output with one channel, but its shape is {tuple(outputs.shape)}; set num_classes=1 "
+            "for the network"
         )
     return torch.squeeze(outputs, 1)

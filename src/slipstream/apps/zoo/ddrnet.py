@@ -1,4 +1,4 @@
-"""DDRNet, a real-time segmentation network with two resolutions (arXiv 2101.06085)."""
+"""DDRNet, a real-time segmentation network with branches at two resolutions (arXiv 2101.06085)."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class DAPPM(nn.Module):
         super().__init__()
         full = nn.Sequential(*_bn_relu_conv(in_channels, width, kernel_size=1))
         pools = [nn.AvgPool2d(kernel, stride, padding=stride) for kernel, stride in _POOLS]
-        # Wrap the first branch to match the parameter names of checkpoints.
+        # Wrap the first branch to match the parameter names in checkpoints.
         self.branches = nn.ModuleList([nn.Sequential(OrderedDict(down_scale=full))])
         self.branches.extend(
             DAPPMBranch(pool, in_channels, width) for pool in (*pools, nn.AdaptiveAvgPool2d(1))
@@ -137,7 +137,7 @@ class Head(nn.Module):
 class Backbone(nn.Module):
     """The low-resolution branch: a stem that reduces the resolution to 1/4, and stages at 1/4, 1/8, 1/16 and 1/32.
 
-    The stage at 1/16 is a list of parts, because the two resolutions exchange features between them.
+    The stage at 1/16 is a list of parts, because the two branches exchange features after each part.
     """
 
     def __init__(self, width: int, depths: tuple[int, int, int, int], repeats: int) -> None:
@@ -161,17 +161,17 @@ class DDRNet(Network):
 
     Parameter names match SuperGradients' checkpoints.
 
-    Training requires at least two images per batch (over all processes with SyncBatchNorm), because BatchNorm is
+    Training requires at least two images per batch (across all processes with SyncBatchNorm), because BatchNorm is
     applied to globally pooled features.
 
     Args:
         num_classes: number of output channels.
         width: number of channels at 1/4 of the resolution. There are 2, 4 and 8 times as many at 1/8, 1/16 and 1/32.
         depths: number of blocks in each low-resolution stage.
-        high_width: number of channels of the high-resolution branch at 1/8.
-        high_depth: number of blocks in each of the first two stages of that branch.
+        high_width: number of channels in the high-resolution branch, at 1/8 of the resolution.
+        high_depth: number of blocks in each of the first two stages of the high-resolution branch.
         head_width: number of channels in the heads.
-        repeats: number of repetitions of the stage at 1/16, including the exchange.
+        repeats: number of parts in the stage at 1/16. The branches exchange features after each part.
         use_aux_heads: whether to add an auxiliary head to the high-resolution branch in training.
 
     Raises:
@@ -218,7 +218,7 @@ class DDRNet(Network):
         init_weights(self)
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`: train the heads, and freeze the rest."""
+        """Return the learning rates for SuperGradients' `finetune`, which trains the heads and freezes the rest."""
         return {"final_layer": lr, "seghead_extra": lr, "default": 0.0}
 
     def _remove_auxiliary_heads(self) -> None:

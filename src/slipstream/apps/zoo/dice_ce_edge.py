@@ -1,4 +1,4 @@
-"""The loss in the PP-LiteSeg and DDRNet recipes: Dice, and cross-entropy with a higher weight near edges."""
+"""The loss used in the PP-LiteSeg and DDRNet recipes: Dice, and cross-entropy with a higher weight near edges."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EPS = 1e-5
 
 @MODELS.register_module()
 class DiceCEEdgeLoss(nn.Module):
-    """For each head, cross-entropy over all pixels, cross-entropy over pixels near edges, and Dice.
+    """For each head, the weighted sum of cross-entropy over all pixels, cross-entropy near edges, and Dice.
 
     Let `p` be the softmax of a head's logits, `y` the targets, V the pixels that are not ignored, E the pixels with
     more than one label in their `edge_kernel` x `edge_kernel` neighborhood (clipped at the border), and ce = -log p[y]
@@ -32,24 +32,24 @@ class DiceCEEdgeLoss(nn.Module):
                A_c = sum of p[c] over V + number of pixels with y = c
         loss = sum over heads of weights[head] * (dice_ce_weights[0] * CE + dice_ce_weights[1] * Dice)
 
-    As in SuperGradients, the first mean includes ignored pixels, and borders with ignored pixels count as edges. The
-    mean over an empty E is 0. A detail head (one channel) predicts E: its CE is the binary cross-entropy with E, and
-    its Dice is computed from the sigmoid. Dice is defined as in V-Net (arXiv 1606.04797).
+    As in SuperGradients, the first mean includes ignored pixels, and boundaries of ignored regions count as edges. The
+    mean over an empty E is 0. A detail head has one channel and predicts E: its CE is the binary cross-entropy between
+    its logits and E, and its Dice is computed from the sigmoid. Dice is defined as in V-Net (arXiv 1606.04797).
 
-    Half-precision logits are summed in float32. The computation does not synchronize with the device.
+    Half-precision logits are converted to float32. The computation does not cause a device synchronization.
 
     Args:
         num_classes: number of channels of the logits.
         num_aux_heads: number of auxiliary outputs after the main one.
         num_detail_heads: number of one-channel detail outputs after the auxiliary outputs.
-        weights: weight of each output in the loss, in the network's order.
+        weights: weight of each output in the loss, in the order of the network's outputs.
         dice_ce_weights: weights of cross-entropy and Dice, in this order.
         ignore_index: target value of ignored pixels.
-        edge_kernel: odd width of the neighborhood. An edge is `edge_kernel - 1` pixels wide.
-        ce_edge_weights: weights of the cross-entropy over all pixels, and over pixels near edges.
+        edge_kernel: width of the neighborhood; must be odd. An edge is `edge_kernel - 1` pixels wide.
+        ce_edge_weights: weights of cross-entropy over all pixels and of cross-entropy near edges, in this order.
 
     Raises:
-        ModelError: if the numbers of weights and heads differ, or `edge_kernel` is not odd.
+        ModelError: if the number of weights is wrong, or `edge_kernel` is not odd and positive.
     """
 
     takes_class_ids = True
@@ -74,7 +74,7 @@ class DiceCEEdgeLoss(nn.Module):
         ):
             if len(values) != needed:
                 numbers = "1 number" if needed == 1 else f"{needed} numbers"
-                raise ModelError(f"DiceCEEdgeLoss: {name} must be {numbers}, not {list(values)}")
+                raise ModelError(f"DiceCEEdgeLoss: {name} must contain {numbers}, not {list(values)}")
         if edge_kernel < 1 or edge_kernel % 2 == 0:
             raise ModelError(f"DiceCEEdgeLoss: edge_kernel must be odd and positive, not {edge_kernel}")
         self.num_classes = num_classes
@@ -91,8 +91,8 @@ class DiceCEEdgeLoss(nn.Module):
         """Return `{"loss_main": ..., "loss_aux0": ..., "loss_detail0": ...}`, 0-dim tensors whose sum is the loss.
 
         Args:
-            outputs: logits of all heads: (N, num_classes, H, W) of the main and auxiliary heads, then (N, 1, H, W) of
-                detail heads. In evaluation mode, only the main logits.
+            outputs: logits of all heads: (N, num_classes, H, W) for the main and auxiliary heads, followed by
+                (N, 1, H, W) for the detail heads. In evaluation mode, only the main logits.
             targets: class ids (N, H, W) of any integer dtype.
 
         Raises:
@@ -123,7 +123,7 @@ class DiceCEEdgeLoss(nn.Module):
             expected = "1 output" if len(self.names) == 1 else f"{len(self.names)} outputs"
             raise ModelError(
                 f"DiceCEEdgeLoss expects {expected} ({', '.join(self.names)}), but the network "
-                f"has {len(outputs)}; set num_aux_heads and num_detail_heads to match its outputs in training"
+                f"returns {len(outputs)}; set num_aux_heads and num_detail_heads to match its outputs in training mode"
             )
         for name, logits in zip(self.names, outputs, strict=False):
             needed = 1 if name.startswith("loss_detail") else self.num_classes

@@ -1,4 +1,4 @@
-"""Losses for knowledge distillation: a student network learns from labels and from the outputs of a teacher."""
+"""Losses for knowledge distillation: a student network learns from labels and from a teacher's outputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Configured = Callable[..., Any] | Mapping[str, Any]
 
 
 class KDOutput(NamedTuple):
-    """The outputs of both networks, passed to a distillation loss as the first argument."""
+    """The outputs of the student and the teacher, passed as the first argument to a distillation loss."""
 
     student_output: Any
     teacher_output: Any
@@ -34,13 +34,13 @@ class KDOutput(NamedTuple):
 
 @MODELS.register_module()
 class NormalizationAdapter(nn.Module):
-    """Convert normalized images to the normalization of a different network.
+    """Convert normalized images to the normalization that a different network requires.
 
     Returns `(x + (mean_original - mean_required) / std_original) * std_original / std_required` per channel.
 
     Args:
-        mean_original, std_original: normalization of the images.
-        mean_required, std_required: normalization that the network requires.
+        mean_original, std_original: mean and standard deviation with which the images were normalized.
+        mean_required, std_required: mean and standard deviation that the network requires.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class NormalizationAdapter(nn.Module):
             self.register_buffer(name, values.float().view(-1, 1, 1))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the images (N, C, H, W), converted to the other normalization."""
+        """Return the images (N, C, H, W) with the required normalization."""
         return (images + self.additive) * self.multiplier
 
 
@@ -82,13 +82,14 @@ class KDLogitsLoss(nn.Module):
     """`(1 - c) task_loss(student, targets) + c distillation_loss(student, teacher)`.
 
     Args:
-        task_loss_fn: the loss between the student's output and the labels, a module or its configuration.
-        distillation_loss_fn: the loss between the student's and the teacher's output, a module or its configuration.
-            Default: `KDklDivLoss`.
-        distillation_loss_coeff: the factor c, between 0 and 1.
+        task_loss_fn: a module, or its configuration, that computes the loss between the student's output and the
+            labels.
+        distillation_loss_fn: a module, or its configuration, that computes the loss between the student's output and
+            the teacher's output. Default: `KDklDivLoss`.
+        distillation_loss_coeff: the coefficient c, between 0 and 1.
 
     Raises:
-        ConfigError: if the factor is out of range.
+        ConfigError: if `distillation_loss_coeff` is out of range.
     """
 
     def __init__(
@@ -124,14 +125,14 @@ class KDLogitsLoss(nn.Module):
 
 @MODELS.register_module()
 class ChannelWiseKnowledgeDistillationLoss(nn.Module):
-    """The Kullback-Leibler divergence between normalized maps of both networks (arXiv 2011.13256).
+    """The Kullback-Leibler divergence between the normalized maps of the student and the teacher (arXiv 2011.13256).
 
-    The maps are softmax(logits / T) with the temperature T, computed for each channel over its pixels or for each
+    Each map is softmax(logits / T), where T is the temperature, computed for each channel over its pixels or for each
     pixel over its channels. The sum of the divergences is multiplied by T^2 and divided by the number of maps.
 
     Args:
         normalization_mode: 'channel_wise' for a map per channel, or 'spatial_wise' for a map per pixel.
-        temperature: T.
+        temperature: the temperature T.
         ignore_index: target value of pixels that do not contribute to the sum.
 
     Raises:
@@ -176,13 +177,13 @@ class ChannelWiseKnowledgeDistillationLoss(nn.Module):
 
 @MODELS.register_module()
 class SegKDLoss(nn.Module):
-    """For each output, `kd_loss_weights[0] ce_loss + kd_loss_weights[1] kd_loss`, times the output's weight.
+    """The weighted sum of `kd_loss_weights[0] * ce_loss + kd_loss_weights[1] * kd_loss` over the outputs.
 
     Args:
         kd_loss: `loss(student, teacher, targets)`, such as `ChannelWiseKnowledgeDistillationLoss`, or its
             configuration.
         ce_loss: `loss(student, targets)`, or its configuration.
-        weights: one factor for each output of the networks. Additional outputs are ignored.
+        weights: one factor for each output of the networks. Outputs without a factor are ignored.
         kd_loss_weights: factors for `ce_loss` and `kd_loss`, in this order.
 
     Raises:
@@ -199,7 +200,7 @@ class SegKDLoss(nn.Module):
         super().__init__()
         if len(kd_loss_weights) != 2:
             raise ConfigError(
-                f"must be two numbers, for ce_loss and kd_loss, not {list(kd_loss_weights)}",
+                f"must contain two numbers, for ce_loss and kd_loss, not {list(kd_loss_weights)}",
                 "kd_loss_weights",
             )
         self.kd_loss, self.ce_loss = _built(kd_loss), _built(ce_loss)
@@ -209,14 +210,14 @@ class SegKDLoss(nn.Module):
         """Return `{"loss_ce0": ..., "loss_kd0": ..., ...}`, 0-dim tensors whose sum is the loss.
 
         Raises:
-            ModelError: if `outputs` is not a `KDOutput`, or a network has fewer outputs than there are weights.
+            ModelError: if `outputs` is not a `KDOutput`, or a network returns fewer outputs than there are weights.
         """
         _check(outputs, type(self).__name__)
         students, teachers = _several(outputs.student_output), _several(outputs.teacher_output)
         if min(len(students), len(teachers)) < len(self.weights):
             raise ModelError(
-                f"SegKDLoss requires one output for each of its weights ({len(self.weights)}); the numbers of outputs "
-                f"are {len(students)} (student) and {len(teachers)} (teacher). Set `weights` to one factor per output"
+                f"SegKDLoss requires one output per weight ({len(self.weights)}), but the student returns "
+                f"{len(students)} and the teacher returns {len(teachers)}; set `weights` to one factor per output"
             )
         losses = {}
         for index, weight in enumerate(self.weights):
@@ -240,7 +241,7 @@ def _first(outputs: Any) -> Tensor:
 
 
 def _scalar(loss: Any) -> Tensor:
-    """Return the loss from a scalar, a dict of scalars or SuperGradients' pair (scalar, values to log)."""
+    """Return a scalar loss, given a scalar, a dict of scalars or SuperGradients' pair (scalar, logged values)."""
     if isinstance(loss, Mapping):
         total: Tensor = torch.stack([value for name, value in loss.items() if "loss" in name]).sum()
         return total
@@ -251,6 +252,6 @@ def _scalar(loss: Any) -> Tensor:
 def _check(outputs: Any, loss: str) -> None:
     if not isinstance(outputs, KDOutput):
         raise ModelError(
-            f"{loss} requires the outputs of a student and a teacher; train with KDTrainer, or with the recipe's "
-            "architecture: kd_module"
+            f"{loss} requires the outputs of a student and a teacher; train with KDTrainer, or set "
+            "architecture: kd_module in the recipe"
         )

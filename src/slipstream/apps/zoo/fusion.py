@@ -1,4 +1,4 @@
-"""Fusion of convolutions with the BatchNorm that follows them, for inference."""
+"""Fuse convolutions with the BatchNorm layers that follow them, for inference."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _TOLERANCE = 1e-3
 
 @torch.no_grad()
 def fuse_batch_norms(network: nn.Module, example: Tensor) -> int:
-    """Fuse each convolution with the BatchNorm that follows it, in place. Return the number of fused pairs.
+    """Fuse each convolution with the BatchNorm that follows it, in place, and return the number of fused pairs.
 
     A convolution and a BatchNorm form a pair if a forward pass calls each of them once and the BatchNorm receives the
-    unchanged output of the convolution. Each BatchNorm is replaced with the identity. Outputs in evaluation mode stay
-    the same up to rounding. A pair is not fused if fusing it changes the outputs for random inputs, as in
-    `norm(y) + y`, where `y` is the output of the convolution. The network is in evaluation mode afterwards.
+    unchanged output of the convolution. Each fused BatchNorm is replaced with the identity. Outputs in evaluation mode
+    remain the same up to rounding. A pair is not fused if fusing it changes the outputs for random inputs, as in
+    `norm(y) + y`, where `y` is the output of the convolution. Afterwards, the network is in evaluation mode.
 
     Args:
         network: the network.
-        example: an input of the network.
+        example: an example input for the network.
     """
     network.eval()
     found = _pairs(network, example)
@@ -56,7 +56,7 @@ def _fuse(network: nn.Module, conv: str, norm: str) -> tuple[nn.Module, nn.Modul
 def _safe_pairs(
     network: nn.Module, pairs: Sequence[tuple[str, str]], shape: Sequence[int]
 ) -> list[tuple[str, str]]:
-    """Return the pairs whose fusion does not change the outputs, which are compared in float32 on the CPU."""
+    """Return the pairs whose fusion does not change the outputs. Outputs are compared in float32 on the CPU."""
     trial = copy.deepcopy(network).to("cpu", torch.float32)
     example = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
     expected = _tensors(trial(example))
@@ -97,7 +97,7 @@ def _tensors(outputs: Any) -> list[Tensor]:
 def _pairs(network: nn.Module, example: Tensor) -> list[tuple[Any, Any]]:
     calls: Counter[nn.Module] = Counter()
     found: list[tuple[nn.Module, nn.Module]] = []
-    # The outputs are kept so that their ids stay unique. An in-place operation changes the version of an output.
+    # Keep the outputs alive so that their ids stay unique. An in-place operation changes an output's version.
     outputs: dict[int, tuple[nn.Module, Tensor, int]] = {}
 
     def after_convolution(module: nn.Module, _: Any, output: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Layers shared by several networks in the zoo.
 
-Parameter names match SuperGradients' checkpoints (`seq.conv`, `seq.bn`, `seg_head`), so checkpoints can be loaded.
+Parameter names (`seq.conv`, `seq.bn`, `seg_head`) match SuperGradients' checkpoints, which can therefore be loaded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
             for length, bins in zip(x.shape[-2:], size, strict=True)
         )
         with torch.autocast(x.device.type, enabled=False):
-            sums = rows @ x.to(dtype) @ columns.T  # TF32 represents the 0 and 1 of both matrices exactly
+            # TF32 represents the zeros and ones in `rows` and `columns` exactly.
+            sums = rows @ x.to(dtype) @ columns.T
             return (sums / (rows.sum(1)[:, None] * columns.sum(1))).to(x.dtype)
 
 
@@ -94,7 +95,7 @@ class ConvBNReLU(nn.Module):
         self.seq = ConvBlock(in_channels, out_channels, kernel_size, stride, groups, relu)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the activations, in the dtype of `x`."""
+        """Return the activations, with the dtype of `x`."""
         out: Tensor = self.seq(x)
         return out
 
@@ -123,7 +124,7 @@ def resize(x: Tensor, like: Tensor, align_corners: bool = False) -> Tensor:
     the gradient is deterministic on all devices. With `align_corners`, the centers of the corner pixels are aligned.
     Otherwise, the edges of the images are aligned.
     """
-    # On CPU, inductor (torch 2.13) may drop the gradient of F.interpolate, and the network's gradients are then zero.
+    # On CPU, inductor (torch 2.13) may drop the gradient of F.interpolate, so that the network's gradients are zero.
     height, width = like.shape[-2:]
     rows = _interpolation(x, x.shape[-2], height, align_corners)
     columns = _interpolation(x, x.shape[-1], width, align_corners)

@@ -16,9 +16,9 @@ __all__ = ["CrossEntropy", "MultiHeadCrossEntropy", "at_least_float32"]
 
 @MODELS.register_module()
 class CrossEntropy(nn.Module):
-    """Cross-entropy of images or pixels, like `nn.CrossEntropyLoss`, but 0 with gradient 0 if all targets are ignored.
+    """Cross-entropy over images or pixels, like `nn.CrossEntropyLoss`, but without NaN if all targets are ignored.
 
-    Half-precision logits are summed in float32.
+    If all targets are ignored, the loss and its gradient are 0. Half-precision logits are converted to float32.
 
     Args:
         ignore_index: target value to ignore.
@@ -53,12 +53,12 @@ class CrossEntropy(nn.Module):
                 logits, in which case no target is ignored.
 
         Raises:
-            ModelError: if the network has several outputs.
+            ModelError: if the network returns several outputs.
         """
         if not isinstance(outputs, Tensor):
             raise ModelError(
-                f"CrossEntropy requires a single output, but the network has {len(outputs)} in training; disable its "
-                "auxiliary heads (use_aux_heads=False), or use a loss for several heads, such as DiceCEEdgeLoss"
+                f"CrossEntropy requires a single output, but the network returns {len(outputs)} in training mode; "
+                "disable its auxiliary heads (use_aux_heads=False), or use a loss for several heads (DiceCEEdgeLoss)"
             )
         logits, smoothing = at_least_float32(outputs), self.label_smoothing
         if targets.is_floating_point():
@@ -74,14 +74,14 @@ class CrossEntropy(nn.Module):
 
 @MODELS.register_module()
 class MultiHeadCrossEntropy(nn.Module):
-    """The mean cross-entropy over the pixels that are not ignored, times a factor for each output of a network.
+    """The weighted sum, over a network's outputs, of the mean cross-entropy over the pixels that are not ignored.
 
-    If all pixels of a batch are ignored, the loss is 0 with gradient 0, whereas `nn.CrossEntropyLoss` returns NaN.
-    Half-precision logits are summed in float32.
+    If all pixels of a batch are ignored, the loss and its gradient are 0, whereas `nn.CrossEntropyLoss` returns
+    NaN. Half-precision logits are converted to float32.
 
     Args:
-        weights: factors for the main output and the auxiliary outputs, in the network's order. If the network has
-            fewer outputs than there are factors, the remaining factors are not used.
+        weights: factors for the main output and the auxiliary outputs, in the order of the network's outputs. If there
+            are more factors than outputs, the remaining factors are not used.
         ignore_index: target value of ignored pixels.
     """
 
@@ -106,7 +106,7 @@ class MultiHeadCrossEntropy(nn.Module):
             outputs = (outputs,)
         if len(outputs) > len(self.weights):
             raise ModelError(
-                f"MultiHeadCrossEntropy requires a weight for each of the network's outputs ({len(outputs)}), but has "
+                f"MultiHeadCrossEntropy requires one weight per network output ({len(outputs)}), but `weights` has "
                 f"only {len(self.weights)}; set `weights` to one factor per output, starting with the main output"
             )
         targets = targets.long()
@@ -125,10 +125,10 @@ class MultiHeadCrossEntropy(nn.Module):
 def _sum_of_cross_entropy(
     logits: Tensor, targets: Tensor, ignore_index: int, weight: Tensor | None = None, smoothing: float = 0.0
 ) -> Tensor:
-    """Return the sum over all pixels.
+    """Return the sum of the cross-entropy over all pixels.
 
-    If deterministic algorithms are enabled, the sum is computed separately, because `F.cross_entropy` computes a
-    nondeterministic sum on CUDA.
+    If deterministic algorithms are enabled, the sum is computed separately, because the sum that `F.cross_entropy`
+    computes on CUDA is nondeterministic.
     """
     reduction = "none" if torch.are_deterministic_algorithms_enabled() else "sum"
     losses = F.cross_entropy(
@@ -138,5 +138,5 @@ def _sum_of_cross_entropy(
 
 
 def at_least_float32(logits: Tensor) -> Tensor:
-    """Convert float16 and bfloat16 logits to float32, so that the values of many pixels can be summed."""
+    """Convert float16 and bfloat16 logits to float32, so that they can be summed over many pixels."""
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits

@@ -1,4 +1,4 @@
-"""Build a recipe's network by name, optionally with weights: `models.get("ddrnet_23", num_classes=19)`."""
+"""Create a recipe's network by name, optionally with weights: `models.get("ddrnet_23", num_classes=19)`."""
 
 from __future__ import annotations
 
@@ -65,18 +65,19 @@ def get(
     pretrained_weights: str | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Return a network in training mode, with random weights or weights from a file.
+    """Return a network in training mode, with randomly initialized weights or weights from a file.
 
     Args:
-        name: one of `names()`, or `timm:` and the name of a classification network in timm (`timm:convnext_tiny`).
-        num_classes: number of classes. It may also be set in `arch_params`.
+        name: one of `names()`, or `timm:` followed by timm's name for a classification network
+            (`timm:convnext_tiny`).
+        num_classes: number of classes. Can also be set in `arch_params`.
         arch_params: arguments for the network. `options` take precedence over these arguments.
         checkpoint_path: a checkpoint from Slipstream, MMEngine or SuperGradients, or a plain state dict; see `load`.
         strict_load, load_backbone, checkpoint_sha256: see `load`.
         checkpoint_num_classes: number of classes in the checkpoint. If it differs from `num_classes`, the
             classification layers are not loaded, and a message is logged.
-        pretrained_weights: must be None, except for timm networks, where any name downloads timm's weights.
-        options: other arguments for the network, such as `use_aux_heads`.
+        pretrained_weights: must be None, except for timm networks, for which any name downloads timm's weights.
+        options: additional arguments for the network, such as `use_aux_heads`.
 
     Raises:
         UnknownNameError: if the network does not exist.
@@ -127,13 +128,13 @@ def _classes(name: str, num_classes: int | None, arch_classes: int | None) -> in
         )
     if None not in (num_classes, arch_classes) and num_classes != arch_classes:
         raise ConfigError(
-            f"is {num_classes}, but arch_params sets {arch_classes}; remove one of them", "num_classes"
+            f"is {num_classes}, but arch_params sets {arch_classes}; set only one of the two", "num_classes"
         )
     return num_classes if num_classes is not None else arch_classes  # type: ignore[return-value]
 
 
 def network_config(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a network for `MODELS.build`; a name may start with `timm:`."""
+    """Return the configuration of a network for `MODELS.build`; `name` may start with `timm:`."""
     if name.startswith(PREFIX):
         return {"type": "TimmClassifier", "name": name.removeprefix(PREFIX), **options}
     return {"type": name, **options}
@@ -147,7 +148,7 @@ def load(
     other_classes: bool = False,
     checkpoint_sha256: str | None = None,
 ) -> None:
-    """Load weights from a file into a network, and log the skipped weights.
+    """Load weights from a file into a network, and log which weights are skipped.
 
     If the checkpoint contains a `SupervisedModel`, only its network is loaded. From a SuperGradients checkpoint,
     `ema_net` is loaded if it exists, otherwise `net`. The name prefixes added by DDP (`module.`) and `torch.compile`
@@ -158,7 +159,7 @@ def load(
         checkpoint_path: a file, a folder or a URL; see `slipstream.checkpoint.local_checkpoint`.
         strict_load: if True, all names and shapes must match. If False, mismatches are skipped. If `'no_key_matching'`
             and the names differ, weights are matched by order, and shapes must match. SuperGradients' `StrictLoad` and
-            dicts with a `value` key in its recipes are also accepted.
+            the dicts with a `value` key in SuperGradients' recipes are also accepted.
         load_backbone: whether to load the file into the network's backbone and skip mismatches, for example if the file
             contains a classifier trained on ImageNet.
         other_classes: whether the checkpoint has a different number of classes. If True, tensors with different shapes
@@ -188,7 +189,7 @@ def load(
         state = _in_order(own, state, load_backbone, other_classes, source)
     loose = load_backbone or other_classes or strict is False
     for line in load_weights(part, state, not loose, source):
-        print_log(f"{source} into {type(network).__name__}: {line}", "current", logging.WARNING)
+        print_log(f"loading {source} into {type(network).__name__}: {line}", "current", logging.WARNING)
     if isinstance(network, Network) and not (load_backbone or other_classes):
         network.describe(checkpoint.get("meta"))
 
@@ -222,18 +223,18 @@ def _in_order(
     other_classes: bool,
     source: str,
 ) -> dict[str, Tensor]:
-    """Return the weights with the network's names, matched by order, followed by any remaining weights."""
+    """Return the weights under the network's names, matched by order, followed by any remaining weights."""
     if len(state) < len(own) or (len(state) > len(own) and not may_end_earlier):
         raise CheckpointError(
             f"{source} belongs to a different model: it contains {len(state)} tensors, but the model has {len(own)}, "
-            "so they cannot be matched by order. Use a checkpoint of this network"
+            "so they cannot be matched by order. Use a checkpoint from this network"
         )
     for (theirs, value), (mine, wanted) in zip(state.items(), own.items(), strict=False):
         # The first dimension of a classification layer is the number of classes, which may differ.
         if value.shape[1:] != wanted.shape[1:] if other_classes else value.shape != wanted.shape:
             raise CheckpointError(
                 f"{source} belongs to a different model: matched by order, {theirs} corresponds to {mine}, but their "
-                f"shapes are {tuple(value.shape)} and {tuple(wanted.shape)}. Use a checkpoint of this network"
+                f"shapes are {tuple(value.shape)} and {tuple(wanted.shape)}. Use a checkpoint from this network"
             )
     rest = dict(list(state.items())[len(own) :])
     return {**dict(zip(own, state.values(), strict=False)), **rest}

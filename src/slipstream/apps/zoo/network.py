@@ -42,7 +42,7 @@ class Network(nn.Module):
         image_processor: Sequence[Any] | Mapping[str, Any] | None = None,
         palette: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Set how `predict` transforms images and names classes. Arguments that are None keep the current values.
+        """Set the transforms and class names for `predict`. Arguments that are None leave the current values unchanged.
 
         `Trainer.train` sets these values from the validation data. `models.get` sets them from a recipe's checkpoint.
 
@@ -50,7 +50,7 @@ class Network(nn.Module):
             class_names: names of the classes.
             image_processor: validation transforms, as in recipes: names, `{Name: {arguments}}` or objects.
                 SuperGradients' `{ComposeProcessing: {processings: [...]}}` is also accepted.
-            palette: an RGB color for each class, for pictures of masks.
+            palette: an RGB color for each class, used to draw masks.
 
         Raises:
             ConfigError: the transforms are invalid.
@@ -96,13 +96,13 @@ class Network(nn.Module):
         """Return the prediction for an image, or the predictions for a list or a folder of images.
 
         Call `set_dataset_processing_params` first to describe the images and the classes. Otherwise, a warning is
-        logged, images are normalized as in the recipes for Cityscapes and ImageNet, and classes are named by their ids.
+        logged, images are normalized as in the recipes for Cityscapes and ImageNet, and class names are the class ids.
 
         Args:
             images: a path, a folder, a Pillow image, a uint8 array (H, W, 3) in RGB or (H, W), a uint8 tensor
                 (3, H, W), or a list of these.
             batch_size: maximum number of images in a batch. All images in a batch have the same size.
-            fuse_model: use a copy of the network that is prepared with `prep_model_for_conversion`.
+            fuse_model: use a copy of the network prepared with `prep_model_for_conversion`.
             fp16: use float16 where autocast allows it. This option has no effect on the CPU.
 
         Raises:
@@ -136,11 +136,11 @@ class Network(nn.Module):
     def prep_model_for_conversion(self, input_size: Sequence[int] | None = None, **_: Any) -> None:
         """Prepare the network for export, in place: remove auxiliary heads, and fuse BatchNorm with convolutions.
 
-        The network is in evaluation mode afterwards, and should not be trained further. Other arguments are ignored.
+        Afterwards, the network is in evaluation mode and should not be trained further. Other arguments are ignored.
 
         Args:
-            input_size: (H, W), (C, H, W) or (N, C, H, W) of an image that the network accepts. Default: 64 x 64, or the
-                network's input size if it is from timm.
+            input_size: shape (H, W), (C, H, W) or (N, C, H, W) of an input that the network accepts. Default: 64 x 64,
+                or timm's input size for a network from timm.
 
         Raises:
             ConfigError: `input_size` is invalid.
@@ -164,7 +164,7 @@ class Network(nn.Module):
 
 
 def _with_outputs(layer: nn.Module, count: int) -> nn.Module:
-    """Return an untrained layer with `count` outputs, and otherwise the same options, dtype and device as `layer`."""
+    """Return an untrained layer with `count` outputs. Its other options, dtype and device are those of `layer`."""
     options: dict[str, Any] = dict(bias=getattr(layer, "bias", None) is not None)
     weight = next(layer.parameters())
     options |= dict(dtype=weight.dtype, device=weight.device)

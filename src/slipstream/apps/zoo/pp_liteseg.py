@@ -43,7 +43,7 @@ class SPPM(nn.Module):
 
 
 class UAFM(nn.Module):
-    """Unified attention fusion with spatial attention, which blends features and skips with a weight per pixel."""
+    """Unified attention fusion with spatial attention: blends features and skips with a weight for each pixel."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class UAFM(nn.Module):
 
 
 class Encoder(nn.Module):
-    """The backbone, projections of its features, and the context, which is computed from the deepest features."""
+    """The backbone, projections of its features, and a context module for the deepest features."""
 
     def __init__(self, backbone: STDCBackbone, skip_channels: tuple[int, int, int]) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class PPLiteSeg(Network):
         init_weights(self)
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`: train the heads, and freeze the rest."""
+        """Return the learning rates for SuperGradients' `finetune`, which trains the heads and freezes the rest."""
         return {"seg_head": lr, "aux_heads": lr, "default": 0.0}
 
     def _remove_auxiliary_heads(self) -> None:

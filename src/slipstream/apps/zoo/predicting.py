@@ -1,4 +1,4 @@
-"""Run inference on images: read them, apply the validation transforms, and resize the class ids to the image size."""
+"""Run inference on images: read images, apply the validation transforms, and resize the class ids to the image size."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ _PROCESSINGS: Mapping[str, Mapping[str, str]] = {
 }
 """SuperGradients' image processing classes, and the transforms that replace them."""
 _PADDING = ("non_blocking", "pad_size_divisor", "pad_value")
-"""Arguments of a data preprocessor that do not change the pixels of the image."""
+"""Arguments of a data preprocessor that do not change the image's pixels."""
 
 
 @dataclass(frozen=True)
 class Processing:
-    """How images are transformed and how classes are named.
+    """The transforms, class names and colors that `predict` uses.
 
     Attributes:
         class_names: names of the classes. Default: their ids.
@@ -133,7 +133,7 @@ def _preprocessing(cfg: Mapping[str, Any], task: str) -> Sequence[Mapping[str, A
         return ()
     mean, std = (values * 3 if len(values) == 1 else values for values in (mean, std))
     if task == "segmentation":
-        return ({"type": "SegNormalize", "mean": mean, "std": std},)  # both use the range from 0 to 255
+        return ({"type": "SegNormalize", "mean": mean, "std": std},)  # both expect pixel values from 0 to 255
     mean, std = ([value / 255 for value in values] for values in (mean, std))
     return ({"type": "ToTensor"}, {"type": "Normalize", "mean": mean, "std": std})
 
@@ -167,7 +167,7 @@ def _read(images: Any) -> tuple[bool, list[RGB]]:
         found = sorted(path for path in Path(images).iterdir() if path.suffix.lower() in _SUFFIXES)
         if not found:
             raise DataError(
-                f"the folder '{images}' contains no images; supported suffixes are {', '.join(_SUFFIXES)}"
+                f"the folder '{images}' contains no images; supported file extensions are {', '.join(_SUFFIXES)}"
             )
         return True, [read_image(path) for path in found]
     if isinstance(images, Iterable) and not isinstance(images, str | Tensor | np.ndarray):
@@ -182,7 +182,8 @@ def _pixels(image: Any) -> RGB:
     if isinstance(image, Tensor):
         if image.ndim != 3 or len(image) != 3 or image.dtype != torch.uint8:
             raise DataError(
-                f"an image tensor must be uint8 (3, H, W), not {image.dtype} {tuple(image.shape)}"
+                "an image tensor must have shape (3, H, W) and dtype torch.uint8, not shape "
+                f"{tuple(image.shape)} and dtype {image.dtype}"
             )
         return image.permute(1, 2, 0).cpu().numpy()
     if hasattr(image, "convert"):  # Pillow images
@@ -192,7 +193,8 @@ def _pixels(image: Any) -> RGB:
         array = np.repeat(array[..., None], 3, axis=2)
     if array.ndim != 3 or array.shape[2] != 3 or array.dtype != np.uint8:
         raise DataError(
-            f"an image must be uint8 (H, W, 3) RGB or uint8 (H, W), not {array.dtype} {array.shape}"
+            "an image must have shape (H, W, 3) (RGB) or (H, W) (grayscale) and dtype uint8, not shape "
+            f"{array.shape} and dtype {array.dtype}"
         )
     return array
 
@@ -244,7 +246,7 @@ def _prepared(image: RGB, task: str, transforms: Sequence[Any]) -> PreparedImage
 
 
 def _inputs(prepared: PreparedImage) -> Tensor:
-    """Return the input of the network for an image, float32 (3, H, W)."""
+    """Return the network's input for an image, a float32 tensor (3, H, W)."""
     batch = {key: value[None] for key, value in prepared.sample.items()}
     inputs: Tensor = apply_device_transforms(batch)["inputs"][0]
     return inputs.float()
@@ -284,7 +286,7 @@ def _predictions(
 
 def _result(image: RGB, prepared: PreparedImage, scores: Tensor, processing: Processing) -> ImagePrediction:
     height, width = image.shape[:2]
-    # With a single channel, there are two classes, and the channel contains the logits of the second class.
+    # With a single channel, there are two classes; the channel contains the logits of the second class.
     binary = scores.ndim == 3 and len(scores) == 1
     count = 2 if binary else len(scores)
     names = _names(processing.class_names, count, binary)

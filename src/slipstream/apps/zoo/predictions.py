@@ -46,7 +46,7 @@ class SegmentationPrediction:
 
     @property
     def segmentation_map_shape(self) -> tuple[int, int]:
-        """The height and width of the map, which are those of the image."""
+        """The height and width of the map, which are the same as those of the image."""
         return self.image_shape
 
 
@@ -65,24 +65,24 @@ class ImagePrediction(ABC):
 
     @abstractmethod
     def draw(self) -> RGB:
-        """Return a picture of the prediction, uint8 (H, W, 3) RGB."""
+        """Return a visualization of the prediction, uint8 (H, W, 3) RGB."""
 
     def show(self) -> None:
-        """Open the picture in the system's image viewer."""
+        """Open the visualization in the system's image viewer."""
         _picture(self.draw()).show()
 
     def save(self, output_path: str | Path) -> None:
-        """Write the picture to a file, in the format indicated by the suffix.
+        """Save the visualization to a file. The file extension determines the format.
 
         Raises:
-            ConfigError: the suffix does not belong to a supported image format.
+            ConfigError: the file extension does not belong to a supported image format.
         """
         path = Path(output_path)
         picture = _picture(self.draw())
         formats = _formats()
         if path.suffix.lower() not in formats:
             raise ConfigError(
-                f"must end with the suffix of an image format, such as .png, not {path.name!r}", "output_path"
+                f"must end with an image file extension, such as .png, not {path.name!r}", "output_path"
             )
         with replacing(path) as temporary:
             picture.save(temporary, format=formats[path.suffix.lower()])
@@ -100,7 +100,7 @@ class ImageClassificationPrediction(ImagePrediction):
         return self.class_names[self.prediction.label]
 
     def draw(self) -> RGB:
-        """Return the image, with the class name and its probability on a line below the image."""
+        """Return the image with the class name and its probability on a line below the image."""
         with extra("images"):
             from PIL import Image, ImageDraw, ImageFont
 
@@ -121,7 +121,7 @@ class ImageSegmentationPrediction(ImagePrediction):
     palette: Sequence[Sequence[int]]
 
     def draw(self, alpha: float = 0.6) -> RGB:
-        """Return the image blended with the class colors, weighted by `alpha`."""
+        """Return the image blended with the class colors. `alpha` is the weight of the class colors."""
         return overlay(self.image, self.prediction.segmentation_map, self.palette, alpha)
 
 
@@ -141,12 +141,12 @@ class ImagesPredictions:
         return iter(self.predictions)
 
     def show(self) -> None:
-        """Open all pictures; see `ImagePrediction.show`."""
+        """Open all visualizations; see `ImagePrediction.show`."""
         for prediction in self:
             prediction.show()
 
     def save(self, output_folder: str | Path) -> None:
-        """Write the pictures `pred_0.jpg`, `pred_1.jpg` and so on to a folder, which is created if necessary."""
+        """Save the visualizations as `pred_0.jpg`, `pred_1.jpg` and so on in a folder, created if necessary."""
         folder = Path(output_folder)
         folder.mkdir(parents=True, exist_ok=True)
         for index, prediction in enumerate(self):

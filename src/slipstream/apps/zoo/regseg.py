@@ -66,7 +66,7 @@ class SplitConv(nn.Module):
 
 
 class DBlock(nn.Module):
-    """A residual bottleneck: 1x1 convolution, dilated 3x3 group convolutions, squeeze-and-excitation and 1x1 again."""
+    """A residual bottleneck: 1x1 convolution, dilated 3x3 group convolutions, squeeze-and-excitation, 1x1 conv."""
 
     def __init__(self, in_channels: int, out_channels: int, dilations: tuple[int, ...], stride: int) -> None:
         super().__init__()
@@ -104,9 +104,9 @@ def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
 
 
 class Backbone(nn.Module):
-    """Three stages of `DBlock` modules at 1/4, 1/8 and 1/16 of the resolution, for inputs at 1/2.
+    """Three stages of `DBlock` modules at 1/4, 1/8 and 1/16 of the image resolution. The input is at 1/2.
 
-    The widths of the stages are `out_channels`.
+    `out_channels` contains the widths of the stages.
     """
 
     def __init__(self, in_channels: int) -> None:
@@ -151,9 +151,9 @@ class Decoder(nn.Module):
 
 
 class RegSeg(Network):
-    """RegSeg with the backbone exp48 and the decoder decoder26 from the paper.
+    """RegSeg with the exp48 backbone and the decoder26 decoder from the paper.
 
-    When a checkpoint of SuperGradients' `regseg48` is loaded, its parameter names are converted.
+    Parameter names in checkpoints of SuperGradients' `regseg48` are converted when the checkpoints are loaded.
 
     Args:
         num_classes: number of output channels.
@@ -180,7 +180,7 @@ class RegSeg(Network):
         self.register_load_state_dict_pre_hook(_rename)
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`: train the head, and freeze the rest."""
+        """Return the learning rates for SuperGradients' `finetune`, which trains the head and freezes the rest."""
         return {"head": lr, "default": 0.0}
 
     def forward(self, x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ def _conv1x1(in_channels: int, out_channels: int, stride: int = 1) -> nn.Conv2d:
 
 
 def _dropped(x: Tensor, probability: float) -> Tensor:
-    """Return `x` with random images set to 0 and the others scaled to keep the mean (arXiv 1603.09382)."""
+    """Return `x` with random images set to 0, and the other images scaled to preserve the mean (arXiv 1603.09382)."""
     return x * F.dropout(x.new_ones(x.shape[0], 1, 1, 1), probability)
 
 
@@ -58,7 +58,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 1x1, a 3x3 and a 1x1 convolution with a shortcut. The 3x3 convolution applies the stride (ResNet v1.5)."""
+    """1x1, 3x3 and 1x1 convolutions with a shortcut. The 3x3 convolution applies the stride (ResNet v1.5)."""
 
     expansion = 4
 
@@ -135,7 +135,7 @@ class ResNet(Network):
         init_weights(self)
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`: train the classifier, and freeze the rest."""
+        """Return the learning rates for SuperGradients' `finetune`, which freezes all layers except the classifier."""
         return {"fc": lr, "default": 0.0}
 
     def forward(self, x: Tensor) -> Tensor:

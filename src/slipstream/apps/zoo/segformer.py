@@ -42,7 +42,7 @@ def _tokens(image: Tensor) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
-    """Overlapping patches: a convolution whose stride is smaller than its kernel, and LayerNorm."""
+    """Overlapping patches: a convolution whose stride is smaller than its kernel size, followed by LayerNorm."""
 
     def __init__(self, in_channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class PatchEmbed(nn.Module):
 
 
 class EfficientSelfAttention(nn.Module):
-    """Attention of all tokens to keys and values at a resolution reduced by `reduction`."""
+    """Self-attention whose keys and values have a resolution reduced by the factor `reduction`."""
 
     def __init__(self, width: int, heads: int, reduction: int) -> None:
         super().__init__()
@@ -154,14 +154,14 @@ class MixTransformer(nn.Module):
 
 
 class FuseConv(nn.Conv2d):
-    """A 1x1 convolution over the concatenation of feature maps that are resized to the size of the last one.
+    """A 1x1 convolution over concatenated feature maps, which are resized to the size of the last map.
 
-    Each map is convolved with its part of the weights before it is resized. The result is the same, because both
+    Each map is convolved with its part of the weights before resizing. The result is the same, because both
     operations are linear. Most of the work is done at low resolution, and the concatenation is not stored.
     """
 
     fuses_norm = True
-    """A BatchNorm after this layer can be fused, because the layer has `nn.Conv2d`'s arguments and bias."""
+    """A BatchNorm after this layer can be fused, because the layer has the arguments and bias of `nn.Conv2d`."""
 
     def forward(self, images: list[Tensor]) -> Tensor:  # type: ignore[override]
         """Return (N, out_channels, h, w) at the size of the last feature map."""
@@ -196,7 +196,7 @@ class DecodeHead(nn.Module):
 
 
 class SegFormer(Network):
-    """SegFormer. Build it with `segformer_b0` ... `segformer_b5`.
+    """SegFormer. Build it with one of the functions `segformer_b0` to `segformer_b5`.
 
     Parameter names match SuperGradients' checkpoints. The encoder is `_backbone`.
 
@@ -205,8 +205,8 @@ class SegFormer(Network):
         widths: number of channels in each of the encoder's four stages.
         depths: number of blocks in each stage.
         head_width: number of channels in the decoder.
-        drop_path: probability of skipping a layer of the last block in training. It increases linearly from 0 in the
-            first block.
+        drop_path: probability of skipping a layer of the last block in training. The probability increases linearly
+            from 0 in the first block.
         dropout: probability of zeroing a channel before the classifier in training.
 
     Raises:
@@ -232,20 +232,20 @@ class SegFormer(Network):
         _init_weights(self)
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`: train the decoder, and freeze the rest."""
+        """Return the learning rates for SuperGradients' `finetune`, which trains the decoder and freezes the rest."""
         return {"decode_head": lr, "default": 0.0}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (N, num_classes, H, W) for images (N, 3, H, W) of at least 32 x 32.
+        """Return logits (N, num_classes, H, W) for images (N, 3, H, W) of at least 32 x 32 pixels.
 
         Raises:
-            ModelError: if the images are smaller than 32 x 32.
+            ModelError: if the images are smaller than 32 x 32 pixels.
         """
         height, width = x.shape[-2:]
         if height < _MIN_SIZE or width < _MIN_SIZE:
             raise ModelError(
                 f"SegFormer requires images of at least {_MIN_SIZE} x {_MIN_SIZE} pixels, not {height} x {width}; "
-                "enlarge or pad them, for example with ImgDataPreprocessor(pad_size_divisor=32)"
+                "enlarge or pad the images, for example with ImgDataPreprocessor(pad_size_divisor=32)"
             )
         return resize(self.decode_head(self._backbone(x)), x)
 

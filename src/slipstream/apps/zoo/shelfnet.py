@@ -67,7 +67,7 @@ class Backbone(nn.Module):
         self.layer4 = _stage(256, 512, depths[3], 2)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """Return features at 1/8, 1/16 and 1/32 with 128, 256 and 512 channels."""
+        """Return the features at 1/8, 1/16 and 1/32 of the resolution, with 128, 256 and 512 channels."""
         x = self.layer1(self.maxpool(F.relu(self.bn1(self.conv1(x)))))
         features = []
         for stage in (self.layer2, self.layer3, self.layer4):
@@ -113,7 +113,7 @@ class Rising(nn.Module):
 
 
 class Decoder(Rising):
-    """Fuses the backbone's features from deep to shallow. Its `inconv` is not used, but is part of checkpoints."""
+    """Fuses the backbone's features from deep to shallow. `inconv` is unused, but is part of checkpoints."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -125,7 +125,7 @@ class Decoder(Rising):
 
 
 class Ladder(Rising):
-    """Processes the decoder's features from the highest to the lowest resolution, and then in the opposite order."""
+    """Processes the decoder's features from the highest to the lowest resolution, and then in reverse order."""
 
     def _add_descent(self, width: int) -> None:
         widths = [width * 2**level for level in range(_LEVELS - 1)]
@@ -162,7 +162,7 @@ class NetOutput(nn.Module):
 class ShelfNet(Network):
     """The lightweight ShelfNet. Build it with `shelfnet18_lw` or `shelfnet34_lw`.
 
-    Parameter names match SuperGradients' checkpoints. Training requires at least two images per batch (over all
+    Parameter names match SuperGradients' checkpoints. Training requires at least two images per batch (across all
     processes with SyncBatchNorm), because BatchNorm is applied to globally pooled features.
 
     Args:
@@ -196,7 +196,7 @@ class ShelfNet(Network):
         _init_weights(self)
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`: train the heads, and freeze the rest."""
+        """Return the learning rates for SuperGradients' `finetune`, which trains the heads and freezes the rest."""
         return {"net_output_list": lr, "default": 0.0}
 
     def _remove_auxiliary_heads(self) -> None:
@@ -229,11 +229,11 @@ def _init_weights(network: ShelfNet) -> None:
 
 @MODELS.register_module()
 def shelfnet18_lw(num_classes: int = 21, in_channels: int = 3, image_size: int = 512) -> ShelfNet:
-    """Return the lightweight ShelfNet with ResNet-18 as the backbone. `image_size` has no effect; see `ShelfNet`."""
+    """Return the lightweight ShelfNet with a ResNet-18 backbone. `image_size` has no effect; see `ShelfNet`."""
     return ShelfNet(num_classes, (2, 2, 2, 2), 64, in_channels)
 
 
 @MODELS.register_module()
 def shelfnet34_lw(num_classes: int = 21, in_channels: int = 3, image_size: int = 512) -> ShelfNet:
-    """Return the lightweight ShelfNet with ResNet-34 as the backbone. `image_size` has no effect; see `ShelfNet`."""
+    """Return the lightweight ShelfNet with a ResNet-34 backbone. `image_size` has no effect; see `ShelfNet`."""
     return ShelfNet(num_classes, (3, 4, 6, 3), 128, in_channels)

@@ -22,8 +22,8 @@ class OhemCELoss(nn.Module):
     Hard pixels are those whose target class has a predicted probability below `threshold`. If there are fewer than
     k = max(1, floor(mining_percent * n)) of them, where n is the number of pixels that are not ignored, the k pixels
     with the largest losses are used instead; pixels with the kth largest loss then share the remaining weight equally.
-    The loss is the mean over the hard pixels, or 0 with gradient 0 if all pixels are ignored. The computation does not
-    synchronize with the device.
+    The loss is the mean over the hard pixels. If all pixels are ignored, the loss and its gradient are 0. The
+    computation does not cause a device synchronization.
 
     Args:
         threshold: probability, greater than 0 and at most 1.
@@ -58,7 +58,7 @@ class OhemCELoss(nn.Module):
         """Return the weights of the pixels in the mean; `counts` is True for pixels that are not ignored."""
         most = max(1, int(self.mining_percent * losses.numel()))
         # The number of pixels to keep is known only on the device, so select the kth largest loss from the `most`
-        # largest ones. Ignored pixels have the smallest possible loss, 0.
+        # largest losses. Ignored pixels have the smallest possible loss, 0.
         keep = (counts.sum() * self.mining_percent).long().clamp(1, most)
         kth = losses.topk(most).values.gather(0, (keep - 1).reshape(1))
         cut = kth.clamp_max(self.hard_loss)
@@ -97,7 +97,7 @@ class STDCLoss(nn.Module):
 
     The detail loss is the binary cross-entropy, averaged over all pixels, plus 1 - Dice, each weighted by its factor in
     `detail_weights`. Dice = (2 sum(p t) + 1) / (sum(p) + sum(t) + 1) for probabilities p and `detail_target` t of the
-    batch. Half-precision outputs are summed in float32.
+    batch. Half-precision outputs are converted to float32.
 
     Args:
         num_classes: if set, the number of channels that the main output must have.
@@ -182,7 +182,7 @@ class STDCLoss(nn.Module):
     def _check(self, outputs: tuple[Tensor, ...]) -> None:
         if len(outputs) not in (1, len(self.weights)):
             raise ModelError(
-                f"STDCLoss requires a weight for each of the network's outputs ({len(outputs)}), but has "
+                f"STDCLoss requires one weight per network output ({len(outputs)}), but `weights` has "
                 f"{len(self.weights)}; set `weights` to one factor per output: main output, auxiliary outputs, details"
             )
         if self.num_classes not in (None, outputs[0].shape[1]):

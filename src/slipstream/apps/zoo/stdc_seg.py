@@ -54,7 +54,7 @@ class GlobalContext(nn.Module):
 
 
 class ContextPath(nn.Module):
-    """The backbone, and its context upsampled from 1/32 via 1/16 to 1/8 of the resolution."""
+    """The backbone and its context, which is upsampled from 1/32 via 1/16 to 1/8 of the resolution."""
 
     def __init__(self, backbone: STDCBackbone, channels: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class ContextPath(nn.Module):
 
 
 def _crop(x: Tensor, like: Tensor) -> Tensor:
-    """Return `x` without the last row or column if it is larger than `like`, which may have an odd size."""
+    """Return `x` cropped to the size of `like`, which is one pixel smaller than `x` if its size is odd."""
     height, width = like.shape[-2:]
     return x[..., :height, :width]
 
@@ -107,7 +107,7 @@ class STDCSeg(Network):
     """STDC-Seg. Build it with `stdc1_seg` or `stdc2_seg`.
 
     Parameter names match SuperGradients' checkpoints. The backbone is `cp.backbone`. Training requires at
-    least two images per batch (over all processes with SyncBatchNorm), because BatchNorm is applied to globally
+    least two images per batch (across all processes with SyncBatchNorm), because BatchNorm is applied to globally
     pooled features.
 
     Args:
@@ -144,7 +144,7 @@ class STDCSeg(Network):
         init_weights(self)
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`: train the heads, and freeze the rest."""
+        """Return the learning rates for SuperGradients' `finetune`, which trains the heads and freezes the rest."""
         return {"segmentation_head": lr, "aux_head": lr, "detail_head": lr, "default": 0.0}
 
     def _remove_auxiliary_heads(self) -> None:

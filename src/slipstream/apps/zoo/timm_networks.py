@@ -46,9 +46,9 @@ class TimmClassifier(Network, PretrainedWeights):
         name: timm's name for the network, such as `convnext_tiny` or `resnet50.a1_in1k`.
         num_classes: number of classes.
         in_channels: number of image channels.
-        pretrained: download timm's weights, which are read without unpickling objects. By default, weights are random.
-            `models.get` and `init_weights` load the weights. A Runner loads them before training, unless the run is
-            resumed.
+        pretrained: download timm's weights, which are read without unpickling objects. By default, weights are
+            initialized randomly. `models.get` and `init_weights` load timm's weights. A Runner loads them before
+            training, unless the run is resumed.
         options: additional arguments for `timm.create_model`, such as `drop_path_rate`.
 
     Raises:
@@ -79,7 +79,7 @@ class TimmClassifier(Network, PretrainedWeights):
         self.register_load_state_dict_pre_hook(_add_prefix)
 
     def init_weights(self) -> None:
-        """Load timm's weights if `pretrained` is set. Later calls have no effect.
+        """Load timm's weights if `pretrained` is True. Subsequent calls have no effect.
 
         Raises:
             CheckpointError: if the weights cannot be downloaded or loaded.
@@ -99,7 +99,7 @@ class TimmClassifier(Network, PretrainedWeights):
         self.model.load_state_dict(source.state_dict())
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`: train the classifier, and freeze the rest."""
+        """Return the learning rates for SuperGradients' `finetune`, which freezes all layers except the classifier."""
         return {**{f"model.{name}": lr for name in self._classifier_names()}, "default": 0.0}
 
     def replace_head(self, new_num_classes: int) -> None:
@@ -111,7 +111,7 @@ class TimmClassifier(Network, PretrainedWeights):
         self._processing, self._is_set_by_user = None, False
 
     def prep_model_for_conversion(self, input_size: Sequence[int] | None = None, **options: Any) -> None:
-        """Merge timm's parallel branches into single convolutions, and prepare the network; see `Network`."""
+        """Merge timm's parallel branches into single convolutions, then prepare the network; see `Network`."""
         self.eval()
         self.model = _timm().utils.reparameterize_model(self.model, inplace=True)
         super().prep_model_for_conversion(input_size, **options)
@@ -139,7 +139,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
         if key in options:
             raise ConfigError(
                 "is not supported for networks from timm, because timm would load files without checking them; pass a "
-                "file or URL as checkpoint_path of models.get, or checkpoint_params.checkpoint_path in a recipe",
+                "file or URL to models.get as checkpoint_path, or set checkpoint_params.checkpoint_path in a recipe",
                 key,
             )
 
@@ -148,7 +148,7 @@ def _timm() -> ModuleType:
     with extra("timm"):
         try:
             import timm
-        except RuntimeError as error:  # from torchvision, if it was built for another version of torch
+        except RuntimeError as error:  # raised by torchvision if it was built for another version of torch
             reason = " ".join(str(error).split())
             raise MissingPackageError(
                 f"timm cannot be imported: {reason}; install the version of torchvision that matches torch "
@@ -159,7 +159,7 @@ def _timm() -> ModuleType:
 
 
 def _add_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Add `model.` to the names in a checkpoint that uses timm's own names."""
+    """Prepend `model.` to the names in a checkpoint that uses timm's own names."""
     inner = f"{prefix}model."
     if any(key.startswith(inner) for key in state_dict):
         return

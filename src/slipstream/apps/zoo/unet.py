@@ -55,7 +55,7 @@ class Backbone(nn.Module):
 
 
 class UpBlock(nn.Module):
-    """Enlarges deep features to the size of the skip, concatenates both, and applies one or two convolutions."""
+    """Resizes deep features to the size of the skip, concatenates both, and applies one or two convolutions."""
 
     def __init__(self, in_channels: int, skip: int, width: int, repeats: int) -> None:
         super().__init__()
@@ -114,20 +114,20 @@ class UNet(Network):
         init_weights(self)
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`: train the head, and freeze the rest."""
+        """Return the learning rates for SuperGradients' `finetune`, which trains the head and freezes the rest."""
         return {"seg_head": lr, "default": 0.0}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (N, num_classes, H, W) for images (N, in_channels, H, W) of at least 16 x 16.
+        """Return logits (N, num_classes, H, W) for images (N, in_channels, H, W) of at least 16 x 16 pixels.
 
         Raises:
-            ModelError: if the images are smaller than 16 x 16.
+            ModelError: if the images are smaller than 16 x 16 pixels.
         """
         height, width = x.shape[-2:]
         if height < _MIN_SIZE or width < _MIN_SIZE:
             raise ModelError(
                 f"U-Net requires images of at least {_MIN_SIZE} x {_MIN_SIZE} pixels, not {height} x {width}; "
-                "enlarge or pad them"
+                "enlarge or pad the images"
             )
         logits: Tensor = self.seg_head(self.decoder(self.encoder(x)))
         return logits
@@ -140,7 +140,7 @@ def unet(
     """Return U-Net (13.3 million parameters); see `UNet`.
 
     Raises:
-        ConfigError: if `use_aux_heads` is set, because U-Net has no auxiliary heads.
+        ConfigError: if `use_aux_heads` is True, because U-Net has no auxiliary heads.
     """
     if use_aux_heads:
         raise ConfigError("must be False, because U-Net has no auxiliary heads", "use_aux_heads")

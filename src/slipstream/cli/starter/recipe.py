@@ -1,4 +1,4 @@
-"""The recipe of this project: the model, the data and the training."""
+"""The recipe for this project: the model, the data and the training settings."""
 
 import sys
 
@@ -16,7 +16,7 @@ model = dict(
 
 train_dataloader = dict(
     batch_size=8,
-    num_workers=0,  # processes that load data
+    num_workers=0,  # number of data loading processes
     drop_last=True,
     sampler=dict(type="DefaultSampler", shuffle=True),
     dataset=dict(type="Shapes", length=96, seed=0, transforms=[dict(type="SegRandomFlip", prob=0.5)]),

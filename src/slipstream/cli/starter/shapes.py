@@ -1,4 +1,4 @@
-"""The dataset of this project: generated pictures of circles and squares. Replace it with your own data."""
+"""The dataset for this project: generated images of circles and squares. Replace it with your own data."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from slipstream.registry import DATASETS
 
 @DATASETS.register_module()
 class Shapes(SegmentationDataset):
-    """Pictures with one circle and one square. To use files, change `load` to read the picture and mask at `index`."""
+    """Images with one circle and one square. To use files, change `load` to read the image and mask at `index`."""
 
     metainfo = {  # noqa: RUF012
         "classes": ("background", "circle", "square"),
@@ -26,7 +26,7 @@ class Shapes(SegmentationDataset):
         return self.length
 
     def load(self, index: int) -> tuple[Any, Any]:
-        """Return the picture, uint8 (H, W, 3), and the class ids of its pixels, uint8 (H, W)."""
+        """Return the image, uint8 (H, W, 3), and the class ids of its pixels, uint8 (H, W)."""
         rng = np.random.default_rng([self.seed, index])
         y, x = np.mgrid[:64, :96]
         top, left, row, column = rng.integers((4, 4, 16, 16), (40, 72, 48, 80))

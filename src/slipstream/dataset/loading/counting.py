@@ -1,4 +1,4 @@
-"""The number of samples in each batch of a pass over a loader."""
+"""Count the samples in each batch of a pass over a loader."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["BatchSizes", "count_samples"]
 class BatchSizes:
     """The number of this rank's samples in each batch of a pass over a loader.
 
-    If the loader has an `EpochBatchSampler`, these are the sizes of the batches that it has drawn. For iterable
-    datasets and for datasets whose items are batches, the samples in each batch are counted.
+    If the loader has an `EpochBatchSampler`, the sizes are those of the batches that the sampler has drawn. For
+    iterable datasets and for datasets whose items are batches, the samples in each batch are counted.
 
     Args:
         loader: a loader returned by `build_dataloader`.
@@ -29,7 +29,7 @@ class BatchSizes:
         self._batches = loader.batch_sampler if isinstance(loader.batch_sampler, EpochBatchSampler) else None
 
     def at(self, number: int, batch: Any) -> int:
-        """Return the number of samples in batch `number` (starting at 0), or 1 if the number is unknown.
+        """Return the number of samples in batch `number` (starting at 0), or 1 if it cannot be determined.
 
         Call this method while the pass over the loader is in progress, because the sizes may differ in the next pass.
         """
@@ -40,10 +40,10 @@ class BatchSizes:
 
 
 def count_samples(batch: Any) -> int | None:
-    """Return the number of samples in a collated batch, or None if the batch structure does not determine the number.
+    """Return the number of samples in a collated batch, or None if it cannot be determined from the batch structure.
 
-    If the batch or one of its fields is a tensor, the number of samples is the tensor's first dimension. Otherwise, it
-    is the length of the first field that is a list or a tuple.
+    If the batch or one of its fields is a tensor, the number of samples is the size of the tensor's first dimension.
+    Otherwise, it is the length of the first field that is a list or a tuple.
     """
     if isinstance(batch, Tensor):
         return len(batch) if batch.ndim else None

@@ -22,7 +22,7 @@ _WITHOUT_STREAMS = ("cpu", "mps", "meta")
 
 
 def read_prefetch(value: Any) -> int:
-    """Return the number of batches to copy ahead for a value of `prefetch`: True means 2, None and False mean 0.
+    """Convert a value of `prefetch` to the number of batches to copy ahead: True means 2, None and False mean 0.
 
     Raises:
         ConfigError: the value is not a bool, None or a non-negative int.
@@ -39,7 +39,7 @@ def read_prefetch(value: Any) -> int:
 def feed(
     loader: Iterable[Batch], device: torch.device | str | None = None, prefetch: int = 2
 ) -> DeviceFeed[Batch]:
-    """Return `loader` as an iterable of batches on `device` (None: the accelerator, or the CPU if there is none)."""
+    """Return an iterable of the batches of `loader` on `device` (default: the accelerator if available, else CPU)."""
     return DeviceFeed(loader, device, read_prefetch(prefetch))
 
 
@@ -69,8 +69,9 @@ class DeviceFeed(Generic[Batch]):
 
     Tensors in dicts, lists, tuples and named tuples are moved and keep their dtype. For example, uint8 images need
     a quarter of the bandwidth of float32 images, and the data preprocessor converts them on the device. Other values
-    are returned unchanged. The order of batches and the random draws do not change. If the loader raises an error, the
-    batches drawn before it are returned first. On the CPU, batches are returned unchanged and without prefetching.
+    are returned unchanged. The order of batches and the random numbers do not change. If the loader raises an error,
+    the batches drawn before the error are returned first. On the CPU, batches are returned unchanged and without
+    prefetching.
 
     On accelerators, a side stream copies from pinned memory. If the loader does not pin its batches
     (`pin_memory=True`), a thread pins them. Up to `prefetch` + 2 batches are in device memory: the current batch and
@@ -78,9 +79,9 @@ class DeviceFeed(Generic[Batch]):
 
     Args:
         loader: any iterable.
-        device: target device; None means the accelerator, or the CPU if there is none.
+        device: target device. Default: the accelerator if available, otherwise the CPU.
         prefetch: number of batches to copy ahead; 0 copies each batch on demand.
-        copy_stream: object that copies the batches; by default a side stream, if the device supports streams.
+        copy_stream: object that copies the batches. Default: a side stream if the device supports streams.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class DeviceFeed(Generic[Batch]):
         return self.ahead(iter(self.loader))
 
     def ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Return the remaining batches of an iterator over the loader, on the device."""
+        """Return an iterator that moves the remaining batches of an iterator over the loader to the device."""
         if self._copy_stream is None:
             if self.device.type == "cpu":
                 return batches
@@ -161,7 +162,7 @@ class _SideStream:
         self.stream = torch.Stream(device)
 
     def send(self, batch: Any) -> tuple[Any, torch.Event]:
-        """Start copying `batch`; return the copy and an event that marks its end."""
+        """Start copying `batch`; return the copy and an event that marks the end of the copy."""
         # The allocator may reuse the memory of a batch whose step has not finished on the device, so the copy waits
         # for all previously launched steps and overlaps with the next step. `record_stream` would delay the reuse of
         # that memory by up to one log interval, because the host runs ahead of the device.

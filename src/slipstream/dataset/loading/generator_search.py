@@ -18,12 +18,12 @@ __all__ = ["GeneratorKind", "find_generators", "generator_kind"]
 
 _MAX_DEPTH = 5
 _MAX_ITEMS = 100
-"""Maximum length of a searched container. A longer container is assumed to contain samples rather than generators."""
+"""Maximum length of a container to search. Longer containers are assumed to contain samples rather than generators."""
 _MAX_OBJECTS = 1000
 
 
 class GeneratorKind(NamedTuple):
-    """Functions that read, set and seed the state of generators of one class."""
+    """Functions that get, set and seed the state of one class of generators."""
 
     get: Callable[[Any], Any]
     set: Callable[[Any, Any], Any]
@@ -52,7 +52,7 @@ _KINDS: dict[type, GeneratorKind] = {
         torch.Generator.get_state, torch.Generator.set_state, torch.Generator.manual_seed
     ),
 }
-# A dataset or a model that the sampler refers to has its own generators, which do not determine the order.
+# A dataset or model referenced by the sampler has its own generators, which do not determine the sampling order.
 _NOT_SEARCHED = (type, ModuleType, Tensor, np.ndarray, nn.Module, Dataset, DataLoader, str, bytes, int, float)
 
 
@@ -66,7 +66,7 @@ def generator_kind(value: Any) -> GeneratorKind | None:
 
 
 def find_generators(roots: Sequence[Any]) -> dict[str, Any]:
-    """Return the generators in the attributes of `roots`, with names such as `Wrapper.inner.rng`.
+    """Return the generators in the attributes of `roots`, keyed by names such as `Wrapper.inner.rng`.
 
     The search includes attributes of instances and of their classes, nested objects and short containers. It does not
     include datasets, slots or the local variables of functions.
@@ -87,7 +87,7 @@ def find_generators(roots: Sequence[Any]) -> dict[str, Any]:
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    """Return the attributes and items of a value that may contain generators, with the last part of their names."""
+    """Return the attributes and items of a value that may contain generators, each with the suffix of its name."""
     children: Iterable[tuple[str, Any]]
     if isinstance(value, list | tuple | deque):
         children = ((f"[{number}]", item) for number, item in enumerate(value))

@@ -1,4 +1,4 @@
-"""Temporarily use the global random generators of Python, NumPy and torch (CPU)."""
+"""Temporarily change the state of the global random generators of Python, NumPy and torch (CPU)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _64_BITS = 2**64 - 1
 
 
 def seed_generators(numbers: Sequence[int]) -> None:
-    """Seed the three global generators from non-negative numbers."""
+    """Seed the three global generators from non-negative integers."""
     seed = hash_numbers(numbers)
     random.seed(seed)
     np.random.seed(seed)
@@ -26,7 +26,7 @@ def seed_generators(numbers: Sequence[int]) -> None:
 
 
 def hash_numbers(numbers: Sequence[int]) -> int:
-    """Return a 32-bit hash of the numbers (splitmix64; NumPy's SeedSequence is ten times slower)."""
+    """Return a 32-bit hash of the integers (splitmix64; NumPy's SeedSequence is ten times slower)."""
     mixed = 0
     for number in numbers:
         mixed = (mixed ^ number) + 0x9E3779B97F4A7C15
@@ -39,7 +39,7 @@ def hash_numbers(numbers: Sequence[int]) -> int:
 class IsolatedGenerators:
     """A private random state for code that draws from the global generators.
 
-    A `with generators:` block replaces the global state with the private one and restores it at the end.
+    A `with generators:` block uses the private state as the global state, and restores the global state at the end.
     NumPy's bit generator object is swapped, which is sixty times faster than copying its state. The only side effect
     is that the legacy function `np.random.randn` loses its cached second value.
     """
@@ -68,7 +68,7 @@ class IsolatedGenerators:
 
 
 def isolate_random_state(values: Iterable[T], numbers: Sequence[int]) -> Iterator[T]:
-    """Iterate over `values` with the global generators seeded from `numbers`; restore them after each item."""
+    """Yield `values` with the global generators seeded from `numbers`, and restore the generators after each item."""
     generators = IsolatedGenerators()
     with generators:
         seed_generators(numbers)

@@ -31,7 +31,7 @@ def limit_batches(
     """
     batches, dataset = loader.batch_sampler, _dataset(loader)
     if isinstance(batches, EpochBatchSampler):
-        # Unlike a new sampler, a copy keeps the initial states of the generators if the loader has been used before.
+        # Unlike a new sampler, a copy keeps the initial generator states if the loader has already been used.
         limited = copy(batches)
         limited.limit = count if batches.limit is None else min(count, batches.limit)
         limited.repeats = repeat
@@ -48,8 +48,8 @@ def limit_batches(
         if (stream := limited_stream(loader, count)) is not None:
             return stream
     raise ConfigError(
-        f"does not support the loader in {name}, a {type(loader).__name__} without a batch sampler; limit the dataset "
-        "itself",
+        f"does not support the loader in {name}, a {type(loader).__name__} without a batch sampler; limit the size "
+        "of the dataset instead",
         option,
     )
 

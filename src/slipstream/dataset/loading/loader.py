@@ -1,4 +1,4 @@
-"""Data loaders whose order and augmentation depend only on (seed, epoch, index)."""
+"""Data loaders whose sample order and augmentation depend only on (seed, epoch, index)."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def build_dataloader(
     Args:
         cfg: a dict with `dataset`, `sampler`, `batch_sampler`, `collate_fn` (each an object or a configuration)
             and the arguments of `torch.utils.data.DataLoader`; `num_workers` and `prefetch_factor` may be `auto`
-            (see `with_workers`). `skip_errors` is the number of samples that may raise errors and are replaced by
-            others (see `SeededDataset`). `stall_warning` is the number of seconds without a batch after which a run
+            (see `with_workers`). `skip_errors` is the maximum number of samples that may raise an error and be
+            replaced (see `SeededDataset`). `stall_warning` is the number of seconds without a batch after which a run
             logs a warning (see `Loading`; default: 60; 0 disables the warning). `cfg` may also be a `DataLoader`,
-            `dict(dataloader=..., num_batch_per_epoch=...)` to limit the number of its batches per epoch, or a list of
-            batches, which are used in this order.
+            `dict(dataloader=..., num_batch_per_epoch=...)` to limit the number of batches per epoch, or a list of
+            batches, which are used in the given order.
         seed: seed of the run. The order and the augmentation depend on it, but not on the number of workers.
         name: name of the loader in error messages (such as `train_dataloader`).
         training: whether all ranks must get the same number of samples; if so, some samples may be repeated.
@@ -159,7 +159,7 @@ def can_start_inside_batch(loader: DataLoader[Any]) -> bool:
 
 
 def samples_per_epoch(loader: DataLoader[Any]) -> int | None:
-    """Return the total number of samples per epoch over all ranks, or None if the number is unknown or infinite."""
+    """Return the total number of samples per epoch across all ranks, or None if it is unknown or infinite."""
     batches = loader.batch_sampler
     if is_infinite(loader) or not can_start_inside_batch(loader):
         return None
@@ -187,7 +187,7 @@ class RunLoader(DataLoader[Any]):
     """A `DataLoader` built from a configuration."""
 
     stall_warning: float = STALL_WARNING
-    """Seconds without a batch after which a run logs a warning; 0 for no warning."""
+    """Number of seconds without a batch after which a run logs a warning; 0 disables the warning."""
     limit: int | None = None
     """Maximum number of batches per pass over an iterable dataset. An `EpochBatchSampler` has its own limit."""
 
@@ -201,7 +201,7 @@ class RunLoader(DataLoader[Any]):
 
 
 class _FirstBatches:
-    """Iterator over the first `count` batches, which then stops the workers, unless they are persistent.
+    """Iterator over the first `count` batches. At the end, it stops the workers unless they are persistent.
 
     Other attributes, such as the workers, are read from the loader's iterator, because `Loading` uses them.
     """
@@ -333,8 +333,8 @@ def _check_fault_options(options: Mapping[str, Any], name: str, training: bool) 
     check(skip := options.get("skip_errors", 0), NonNegativeInt, f"{name}.skip_errors")
     if skip and not training:
         raise ConfigError(
-            "is only supported for training, because metrics would count the replacement of a sample twice; remove "
-            "the failing samples from the dataset",
+            "is only supported for training, because metrics would count replacement samples twice; remove the "
+            "failing samples from the dataset",
             f"{name}.skip_errors",
         )
 
@@ -350,7 +350,7 @@ def _dataset(cfg: Any, name: str) -> Any:
         dataset.full_init()
     if isinstance(dataset, list | tuple) and any(isinstance(item, Dataset) for item in dataset):
         raise ConfigError(
-            "must be a single dataset; to combine several, use dict(type='ConcatDataset', datasets=[...])",
+            "must be a single dataset; to combine datasets, use dict(type='ConcatDataset', datasets=[...])",
             f"{name}.dataset",
         )
     check_not_empty(dataset, name)
@@ -398,7 +398,7 @@ def _collate(options: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _function(cfg: Any, path: str) -> Any:
-    """Return a function, or the registered function that a name or a dict with a `type` specifies.
+    """Return `cfg` if it is a function, or the registered function specified by a name or a dict with a `type`.
 
     Names are only looked up in the registry, so a data file cannot import a function.
     """
@@ -414,7 +414,9 @@ def _function(cfg: Any, path: str) -> Any:
         _check_function_options(function, rest, path)
         cfg = partial(function, **rest) if rest else function
     if not callable(cfg):
-        raise ConfigError(f"must be a function, or the name of one in FUNCTIONS, not {shown(cfg)}", path)
+        raise ConfigError(
+            f"must be a function or the name of a function in FUNCTIONS, not {shown(cfg)}", path
+        )
     return cfg
 
 
@@ -470,7 +472,7 @@ def _samples_per_pass(dataset: Any, batch_sampler: Any) -> int:
 
 def _defaults(options: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Return the arguments for `DataLoader`; without workers, drop the arguments that require workers."""
-    # `timeout` remains if `num_workers="auto"` chose no workers.
+    # `timeout` is still set if `num_workers="auto"` selected no workers.
     unused = () if options.get("num_workers") else ("persistent_workers", "prefetch_factor", "timeout")
     return {
         "pin_memory": torch.accelerator.is_available(),
@@ -504,7 +506,7 @@ def _sharded(batches: Any, dataset: Any, seed: int, training: bool) -> Any:
 
 
 def _wrap_loader(loader: DataLoader[Any], seed: int, training: bool, limit: int | None) -> DataLoader[Any]:
-    """Return a copy of `loader` that can start at any batch and whose order depends only on seed and epoch."""
+    """Return a copy of `loader` that can start at any batch and whose order depends only on the seed and epoch."""
     batches = loader.batch_sampler
     options = _copied_options(loader)
     if isinstance(samples := by_index(loader.dataset), StreamingSamples) and loader.batch_size is not None:
@@ -526,7 +528,7 @@ def _wrap_loader(loader: DataLoader[Any], seed: int, training: bool, limit: int 
 
 
 def _copied_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments of `DataLoader`, except the dataset and those that select the samples."""
+    """Return the arguments of `DataLoader`, except the dataset and the arguments that select samples."""
     return {
         "num_workers": loader.num_workers,
         "collate_fn": loader.collate_fn,

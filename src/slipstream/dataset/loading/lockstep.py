@@ -25,23 +25,23 @@ _END = object()
 
 
 def agree_on_length(loader: DataLoader[Any], warn: Callable[[str], None]) -> int | None:
-    """Return the smallest number of batches per epoch over all ranks and limit the loader to it.
+    """Return the smallest number of batches per epoch across all ranks, and limit the loader to this number.
 
-    The result is None if the length of a loader is unknown on any rank. Every rank must call this function.
+    The result is None if the length of the loader is unknown on at least one rank. Every rank must call this function.
     """
     lengths = all_gather_object(length(loader))
     if None in lengths:
         return None
     fewest = min(lengths)
     if fewest < max(lengths):
-        warn(f"The ranks have {lengths[:8]} batches per epoch; each uses {fewest} and skips the rest")
+        warn(f"The ranks have {lengths[:8]} batches per epoch; each rank uses {fewest} and skips the rest")
         if isinstance(loader.batch_sampler, EpochBatchSampler):
             loader.batch_sampler.limit = fewest
     return int(fewest)
 
 
 def check_complete(loader: DataLoader[Any], name: str, batches: int, expected: int | None) -> None:
-    """Raise a DataError if a pass over `loader` ended after fewer than `expected` batches (None: any number)."""
+    """Raise a DataError if a pass over `loader` ended after fewer than `expected` batches (None: no minimum)."""
     streamed = isinstance(loader.dataset, IterableDataset)
     # With `drop_last`, each worker drops the incomplete last batch of its own shard of an iterable dataset.
     uncertain = max(loader.num_workers - 1, 0) if streamed and loader.drop_last else 0
@@ -55,7 +55,7 @@ def check_complete(loader: DataLoader[Any], name: str, batches: int, expected: i
     if streamed and batches == 0 and expected == 1:
         raise DataError(f"{name} yields no batches; check the dataset")
     remedy = (
-        "correct the dataset's __len__, or remove it and train by iterations (train_cfg.by_epoch=False)"
+        "correct the dataset's __len__, or remove it and train by iteration (train_cfg.by_epoch=False)"
         if streamed
         else "correct the length of the sampler or batch sampler, or fix the dataset, transform or collate_fn that "
         "raises StopIteration"
@@ -97,9 +97,11 @@ def _counted(batches: int) -> str:
 def until_all_end(batches: Iterable[Any], loader: DataLoader[Any]) -> Iterator[tuple[Any, bool]]:
     """Yield (batch, is_new) pairs until no rank has data left; ranks with less data repeat a batch.
 
-    `batches` are the batches of one pass over `loader`.
-
     Use this function for models whose forward pass runs collectives, such as sharded models.
+
+    Args:
+        batches: the batches of one pass over `loader`.
+        loader: the loader.
 
     Raises:
         DataError: a rank has no batch, and its dataset is iterable, so there is no sample to repeat.

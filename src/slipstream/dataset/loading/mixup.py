@@ -32,7 +32,7 @@ def collate_mixup(
     """Return a batch in which each image i is mixed with image N - 1 - i, with class probabilities as targets.
 
     A factor l, which is the same for the whole batch, is drawn from Beta(alpha, alpha). Mixup returns
-    `l * image + (1 - l) * other`, in float32. CutMix replaces a rectangle that covers 1 - l of the image. The targets
+    `l * image + (1 - l) * other`, in float32. CutMix replaces a rectangle whose area is 1 - l of the image. The targets
     are mixed with the same factor, after label smoothing. Random numbers are drawn from torch's global generator, which
     a loader seeds from (seed, epoch, index).
 
@@ -43,7 +43,7 @@ def collate_mixup(
         cutmix_alpha: alpha of CutMix; 0 disables it.
         prob: probability of mixing a batch.
         switch_prob: probability of CutMix if both are enabled.
-        correct_lam: whether CutMix computes l from the part of the rectangle that is inside the image.
+        correct_lam: whether CutMix recomputes l from the part of the rectangle that is inside the image.
         label_smoothing: probability mass that is distributed evenly over all classes.
         num_classes: number of classes.
         mode: must be 'batch'.
@@ -61,7 +61,7 @@ def collate_mixup(
         raise ConfigError("mixup_alpha or cutmix_alpha must be greater than 0", "collate_fn")
     if len(data_batch) % 2:
         raise DataError(
-            f"mixup combines pairs of images, but this batch has {len(data_batch)}; use an even batch_size and "
+            f"mixup combines pairs of images, but this batch has {len(data_batch)} images; use an even batch_size and "
             "drop_last=True"
         )
     images, ids, finish = _stacked(data_batch)
@@ -94,7 +94,7 @@ def _stacked(samples: Sequence[Any]) -> tuple[Tensor, Tensor, dict[str, Tensor] 
 
 
 def _smoothed(ids: Tensor, num_classes: int, label_smoothing: float) -> Tensor:
-    """Return the class probabilities of each id after label smoothing."""
+    """Return the class probabilities for each id after label smoothing."""
     if not 0 <= int(ids.min()) <= int(ids.max()) < num_classes:
         raise DataError(
             f"class ids {int(ids.min())} to {int(ids.max())} are not all between 0 and {num_classes - 1} "

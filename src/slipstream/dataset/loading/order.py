@@ -1,4 +1,4 @@
-"""Recompute which samples a batch contains, without loading them."""
+"""Recompute the indices of the samples in a batch without loading the samples."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def batch_indices(
         loader: a loader returned by `build_dataloader`. An iteration in progress is not affected.
         epoch: number of the batch's epoch (pass over the data), starting at 0; always 0 for an endless sampler.
         number: number of the batch in the epoch, starting at 0.
-        order: the order drawn by an earlier call with this loader. This call continues or replaces the order.
+        order: the order used by an earlier call with this loader. This call continues or replaces the order.
     """
     batches = loader.batch_sampler
     if not isinstance(batches, EpochBatchSampler) or not uses_own_generator(batches):
@@ -45,14 +45,14 @@ def batch_indices(
 
 
 def _sampled(batches: EpochBatchSampler, epoch: int, number: int, order: EpochOrder) -> list[int] | None:
-    """Return the indices that the sampler returns for a batch."""
+    """Return the indices that the sampler yields for a batch."""
     inner, sampler = batches.batch_sampler, batches.sampler
     if isinstance(sampler, InfiniteSampler):
         first = number * inner.batch_size
         passes = copy.copy(sampler)
         passes.set_epoch(epoch)
         return passes.indices(first, first + inner.batch_size)
-    # Copy both, because an iteration in progress reads the epoch and the generator of the originals.
+    # Copy the sampler and its generator, because an iteration in progress uses the originals.
     sampler = copy.copy(sampler)
     if isinstance(getattr(sampler, "generator", None), torch.Generator):
         sampler.generator = torch.Generator()
@@ -68,7 +68,7 @@ def _sampled(batches: EpochBatchSampler, epoch: int, number: int, order: EpochOr
 
 
 class EpochOrder:
-    """The order of one epoch, which is drawn only once if batches are requested in ascending order."""
+    """The sample order of one epoch, which is drawn only once if batches are requested in ascending order."""
 
     def __init__(self) -> None:
         self._epoch: int | None = None

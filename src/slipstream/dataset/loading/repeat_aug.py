@@ -1,4 +1,4 @@
-"""The sampler for repeated augmentation: each sample occurs several times, with a different augmentation each time."""
+"""Sampler for repeated augmentation: each sample occurs several times, with a different augmentation each time."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class RepeatedIndex(int):
     """Index of a sample, with its repetition number in the epoch."""
 
     seed_offset: int
-    """Value that is added to the run's seed to augment this repetition."""
+    """Offset added to the run's seed for the augmentation of this repetition."""
 
     def __new__(cls, index: int, repeat: int) -> RepeatedIndex:
         """Create the index."""
         self = super().__new__(cls, index)
-        self.seed_offset = repeat << 32  # larger than usual seeds
+        self.seed_offset = repeat << 32  # larger than typical seeds
         return self
 
 
@@ -39,14 +39,14 @@ class RepeatAugSampler(Sampler[int]):
     Args:
         dataset: any object with a length.
         shuffle: whether to reshuffle the samples in each epoch.
-        num_repeats: number of repetitions, at least 1; it may be a fraction.
+        num_repeats: number of repetitions, at least 1; it may be fractional.
         selected_round: the total number of samples is rounded down to a multiple of this number; 0 disables rounding.
         selected_ratio: the total is divided by this number to obtain the number of samples per rank; 0 means the number
             of ranks.
-        seed: seed of the shuffle; it must be the same on every rank.
+        seed: seed for shuffling; it must be the same on every rank.
 
     Raises:
-        DataError: if an epoch has no samples.
+        DataError: an epoch has no samples.
     """
 
     def __init__(

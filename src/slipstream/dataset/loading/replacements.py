@@ -1,4 +1,4 @@
-"""A record of the samples that were replaced because they raised an error, in memory shared with the workers."""
+"""Record the samples that were replaced because they raised an error, in memory shared with the workers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.utils.data import get_worker_info
 __all__ = ["Replacements"]
 
 _EPOCHS = 8
-"""Minimum number of epochs whose replacements are stored, unless `_MAX_ROWS` limits it further."""
+"""Minimum number of epochs whose replacements are stored, unless `_MAX_ROWS` imposes a lower limit."""
 _MAX_ROWS = 4096
 
 
 class Replacements:
-    """The replaced samples of recent epochs.
+    """The samples that were replaced in recent epochs.
 
     Each process writes only to its own rows, so no lock is required. If all rows of a process are full, the process
     overwrites the oldest row.
@@ -27,16 +27,16 @@ class Replacements:
 
     def __init__(self, samples: int, workers: int) -> None:
         self._rows = min(_EPOCHS * samples, _MAX_ROWS)
-        # The first row of each process is the number of rows written; others are (epoch + 1, index, replacement).
+        # The first row of each process is the number of rows written; the others are (epoch + 1, index, replacement).
         self._table = torch.zeros(workers + 1, self._rows + 1, 3, dtype=torch.int64).share_memory_()
 
     def add(self, epoch: int, index: int, replacement: int) -> None:
-        """Store that `replacement` was used in place of the sample `index`."""
+        """Record that sample `replacement` was used in place of sample `index`."""
         worker = get_worker_info()
         table = self._table[0 if worker is None else (worker.id + 1) % len(self._table)]
         count = int(table[0, 0])
         row = table[1 + count % self._rows]
-        row[0] = 0  # another process must not read a row that is partly written
+        row[0] = 0  # another process must not read a partially written row
         row[1:] = torch.tensor([index, replacement])
         row[0] = epoch + 1
         table[0, 0] = count + 1

@@ -8,7 +8,7 @@ __all__ = ["SampleIndex", "sample_rng"]
 
 
 class SampleIndex(int):
-    """Index of a sample, with the run's seed and the epoch. It is an `int`, so every dataset accepts it."""
+    """Sample index that includes the run's seed and the epoch. It is an `int`, so every dataset accepts it."""
 
     seed: int
     epoch: int
@@ -25,6 +25,6 @@ class SampleIndex(int):
 
 
 def sample_rng(index: int) -> np.random.Generator:
-    """Return the random generator of one sample. A plain int has seed 0 and epoch 0."""
+    """Return the random generator of one sample. For a plain int, the seed and the epoch are 0."""
     seed, epoch = getattr(index, "seed", 0), getattr(index, "epoch", 0)
     return np.random.default_rng((seed, epoch, int(index)))

@@ -20,7 +20,7 @@ class SamplerState:
     """Makes the order of samplers that have their own random generators a function of the epoch.
 
     Epoch 0 uses the state that a generator has when this object is created. Each later epoch uses a state that is
-    computed from this initial state, so an epoch has the same order if it is repeated or if it begins after a resume. A
+    computed from this initial state, so an epoch has the same order when it is repeated or starts after a resume. A
     torch generator in a sampler's `generator` attribute is not included, because it is seeded from the run's seed.
 
     Args:
@@ -53,7 +53,7 @@ class SamplerState:
         """Replace the initial states, from which the order of each epoch is computed. Unknown names are ignored.
 
         Raises:
-            ValueError: a state does not belong to its generator; no state is replaced.
+            ValueError: a state is not valid for its generator. In this case, no state is replaced.
         """
         restored = {}
         for name, (generator, kind, initial) in self._generators.items():
@@ -100,7 +100,7 @@ class SamplerState:
     def changed(self) -> list[str]:
         """Return the names of the attributes that an iteration has changed, such as `Weighted.position`.
 
-        These are numbers, text and containers whose values have changed since this object was created, and all
+        These are numbers, strings and containers whose values have changed since this object was created, and all
         iterators. Generators and the attributes that the training loop sets are not included.
         """
         before = self._attributes
@@ -120,7 +120,7 @@ class SamplerState:
 
 
 _LIMITS = {"pos": 624, "buffer_pos": 4}
-"""Largest positions in the states of MT19937 and Philox; NumPy does not check the position when it sets a state."""
+"""Maximum positions in the states of MT19937 and Philox. NumPy does not check the position when a state is set."""
 _CONTAINERS = (list, dict, set, deque)
 
 
@@ -129,7 +129,7 @@ def _copied(value: Any) -> Any:
 
 
 def _text(state: Any) -> str:
-    """Return the whole state as text; `repr` would shorten long arrays."""
+    """Return the entire state as a string; `repr` would abbreviate long arrays."""
     if isinstance(state, dict):
         return repr({key: _text(value) for key, value in state.items()})
     if isinstance(state, tuple | list):
@@ -146,7 +146,7 @@ def _saved(state: Any) -> Any:
 
 
 def _restored(saved: Any, like: Any, name: str) -> Any:
-    """Return the generator state that `_saved` converted to `saved`; `like` is a state with the same structure."""
+    """Convert `saved`, a result of `_saved`, back to a generator state; `like` is a state with the same structure."""
     if isinstance(like, dict) and isinstance(saved, dict) and saved.keys() == like.keys():
         for key in saved.keys() & _LIMITS.keys():
             if not isinstance(saved[key], int) or not 0 <= saved[key] <= _LIMITS[key]:

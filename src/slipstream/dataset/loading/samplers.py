@@ -43,9 +43,9 @@ class DefaultSampler(Sampler[int]):
     Args:
         dataset: any object with a length.
         shuffle: whether to reshuffle the samples in each epoch.
-        seed: seed of the shuffle; it must be the same on every rank.
-        round_up: whether to repeat the first samples so that all ranks get the same number. The Runner's validation
-            and test loaders set it to False, so that no sample is counted twice.
+        seed: seed for shuffling; it must be the same on every rank.
+        round_up: whether to repeat the first samples so that all ranks get the same number. It is False for the
+            Runner's validation and test loaders, so that no sample is counted twice.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class DefaultSampler(Sampler[int]):
 
     @property
     def total_size(self) -> int:
-        """Total number of samples in an epoch, over all ranks."""
+        """Total number of samples in an epoch across all ranks."""
         return len(self) * self.world_size if self.round_up else self.size
 
     def set_epoch(self, epoch: int) -> None:
@@ -106,7 +106,7 @@ class InfiniteSampler(Sampler[int]):
         return math.ceil(self.size / self.world_size)
 
     def indices(self, first: int, end: int) -> list[int]:
-        """Return this rank's indices at the positions `first` to `end - 1`, without drawing the preceding indices."""
+        """Return this rank's indices at positions `first` to `end - 1`, without drawing the preceding indices."""
         orders: dict[int, list[int]] = {}
         found = []
         for position in range(
@@ -135,22 +135,22 @@ _USE_OWN_GENERATOR = (
 )
 
 _COMPARED = 10_000
-"""Number of indices to draw when two draws of an epoch are compared."""
+"""Number of indices to draw when comparing two draws of the same epoch."""
 
 
 class EpochBatchSampler(Sampler[list[int]]):
     """Batch sampler wrapper that can start at any batch of any epoch, and yields `SampleIndex` objects with the epoch.
 
     If an iteration starts in the middle of an epoch, the skipped indices are drawn, but their samples are not loaded.
-    The `generator` of a sampler is seeded from the seed and the epoch. If a sampler draws from the global generators,
-    they are seeded in the same way and restored afterwards. Other generators of a sampler and of the objects that it
-    contains are set for each epoch (see `SamplerState`).
+    A sampler's `generator` is seeded from the seed and the epoch. If a sampler draws from the global generators,
+    they are seeded in the same way and restored afterwards. The states of other generators in a sampler and in its
+    nested objects are set for each epoch (see `SamplerState`).
 
     Args:
         batch_sampler: iterable of lists of indices.
         seed: seed of the run.
         samples: number of this rank's samples in one pass over the dataset.
-        stamp: whether to yield `SampleIndex`; False for datasets whose samples do not depend on the epoch.
+        stamp: whether to yield `SampleIndex` objects; False for datasets whose samples do not depend on the epoch.
         limit: maximum number of batches in an epoch; None means all.
     """
 
@@ -190,7 +190,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         """Restore the states that `generator_states` returned in another process.
 
         Raises:
-            ValueError: a state does not belong to its generator.
+            ValueError: a state is not valid for its generator.
         """
         self._state.restore_initial_states(states)
 
@@ -199,11 +199,11 @@ class EpochBatchSampler(Sampler[list[int]]):
         return [] if uses_own_generator(self) else self._state.changed()
 
     def differing_state(self, epoch: int) -> list[str]:
-        """Return the names of attributes on which an epoch's order depends, but which cannot be set for the epoch.
+        """Return the names of attributes that determine an epoch's order but cannot be set for the epoch.
 
         The list is empty if two draws of the epoch have the same order. If they differ and the cause is not found, the
         list contains the name of the sampler's class. The attributes of the sampler are restored after the draws. Only
-        the first `_COMPARED` samples are drawn. Nothing is drawn from a sampler that keeps an iterator.
+        the first `_COMPARED` samples are drawn. If a sampler stores an iterator, nothing is drawn.
         """
         if uses_own_generator(self):
             return []
@@ -223,7 +223,7 @@ class EpochBatchSampler(Sampler[list[int]]):
             self._state.restore_attributes(before[1])
 
     def _first_indices(self, epoch: int) -> list[str]:
-        """Return the batches with the first `_COMPARED` indices of an epoch, as text."""
+        """Return the batches with the first `_COMPARED` indices of an epoch, as strings."""
         self.set_epoch(epoch)
         found, count = [], 0
         for batch in islice(self._batches(), self.limit):

@@ -23,11 +23,11 @@ from slipstream.logging import print_log
 __all__ = ["SeededDataset", "describe_sample", "skipped_samples"]
 
 _LISTS = ("image_paths", "data_list", "samples", "imgs", "images", "img_files", "files", "paths")
-"""Attributes in which datasets keep one entry per sample."""
+"""Attributes in which datasets store one entry per sample."""
 _PATH_KEYS = ("img_path", "image_path", "file_path", "file_name", "filename", "path", "file", "image")
 _LOOKS_LIKE_A_FILE = re.compile(r"[^\n]{1,500}\.\w{1,6}")
 _LISTED = 10
-"""Maximum number of indices in a message."""
+"""Maximum number of indices listed in a message."""
 
 
 class SeededDataset(Dataset[Any]):
@@ -66,7 +66,7 @@ class SeededDataset(Dataset[Any]):
         return getattr(self.dataset, name)
 
     def used(self, epoch: int, indices: Sequence[int]) -> list[int]:
-        """Return `indices`, with the index of each replaced sample changed to that of its replacement."""
+        """Return `indices`, in which the index of each replaced sample is changed to the index of its replacement."""
         return list(indices) if self._replacements is None else self._replacements.used(epoch, indices)
 
     def __getitem__(self, index: Any) -> Any:
@@ -109,14 +109,14 @@ class SeededDataset(Dataset[Any]):
         return self.dataset[index]
 
     def _others(self, index: int) -> Iterator[SampleIndex]:
-        """Yield all samples, starting at a position drawn from (seed, epoch, index)."""
+        """Yield the indices of all samples, starting at a position that depends on (seed, epoch, index)."""
         seed, epoch = getattr(index, "seed", 0), getattr(index, "epoch", 0)
         first = hash_numbers((seed, epoch, int(index) % 2**64))
         for offset in range(len(self)):
             yield SampleIndex((first + offset) % len(self), seed, epoch)
 
     def _count(self, index: int, error: Exception) -> None:
-        """Count a failing sample; raise a DataError if there are more than `skip_errors`."""
+        """Count a failing sample; raise a DataError if more than `skip_errors` samples have failed."""
         assert self.failed is not None
         known = bool(self.failed[int(index)])
         self.failed[int(index)] = True
@@ -137,7 +137,7 @@ def skipped_samples(dataset: Any) -> str:
 
 
 def describe_sample(dataset: Any, index: Any) -> str:
-    """Return `sample 3 of ImageFolder ('cats/b.png')`. The file is omitted if the dataset does not list its files."""
+    """Return a description such as `sample 3 of ImageFolder ('cats/b.png')`. The file is omitted if it is unknown."""
     with contextlib.suppress(Exception):  # user code, which may fail
         if file := _file(dataset, index):
             return f"sample {index} of {type(dataset).__name__} ('{file}')"

@@ -17,7 +17,7 @@ class StreamingSamples(Dataset[Any]):
     """The samples of a MosaicML `StreamingDataset` as a map-style dataset.
 
     A `StreamingDataset` is iterable: it divides its samples among the processes and workers, and counts its epochs. Its
-    samples can also be read by index. Then the loader's sampler determines their order, so a run can resume after any
+    samples can also be read by index. This class uses the order of the loader's sampler, so a run can resume after any
     batch, and augmentation depends only on (seed, epoch, index). Other attributes are read from the stream.
 
     Args:

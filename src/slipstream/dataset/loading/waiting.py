@@ -1,4 +1,4 @@
-"""Wait for batches: warn if none arrives, explain the errors of worker processes, and stop the workers."""
+"""Wait for batches: warn if no batch arrives, explain worker process errors, and stop the workers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Loading:
     """One pass over a loader.
 
     A thread warns if no batch arrives for `stall_warning` seconds, and again each time the waiting time has doubled.
-    If a batch arrives within this time, the overhead is two assignments.
+    If the batch arrives within this time, the overhead is two assignments.
 
     Args:
         loader: the loader. Its worker processes start immediately.
@@ -91,7 +91,7 @@ class Loading:
 
     def _check_connection(self, error: Exception) -> None:
         """Raise a DataLoaderError if the error was raised while this process received a batch from a worker."""
-        in_worker = str(error).startswith("Caught ")  # torch's text for an error raised in a worker
+        in_worker = str(error).startswith("Caught ")  # torch's prefix for an error raised in a worker
         if hasattr(self._iterator, "_workers") and not in_worker:
             raise DataLoaderError(
                 f"{self.name}: a worker process died while sending a batch; set num_workers=0 to see the error in the "
@@ -111,12 +111,14 @@ class Loading:
 
     def _warning(self, waited: float) -> str:
         plural = "es" * (self._count != 1)
-        text = f"{self.name}: no batch for {waited:.3g} s, after {self._count} batch{plural} of this pass. "
+        text = f"{self.name}: no batch for {waited:.3g} s, after {self._count} batch{plural} in this pass. "
         workers = getattr(self._iterator, "_workers", None)
         if workers is None:
             frame = sys._current_frames().get(self._waiting_thread)
             where = traceback.extract_stack(frame)[-1] if frame else None
-            place = f"The process is in {where.name} ({where.filename}:{where.lineno}). " if where else ""
+            place = (
+                f"The process is executing {where.name} ({where.filename}:{where.lineno}). " if where else ""
+            )
             return text + (
                 f"{place}The run continues when the dataset returns a sample. To end the run with an error instead, "
                 f"set {self.name}.timeout=SECONDS and num_workers to at least 1"
@@ -136,12 +138,12 @@ def stop_workers(iterator: Any) -> None:
 
 @contextmanager
 def explain_worker_errors(name: str) -> Iterator[None]:
-    """Replace torch's errors about worker processes with errors that include the loader's option and a remedy.
+    """Replace torch's errors about worker processes with errors that contain the loader's option and a remedy.
 
     When a worker dies, torch raises an error in the training process at whatever line it is executing.
 
     Raises:
-        DataLoaderError: a worker died or timed out, or shared memory or open files were exhausted.
+        DataLoaderError: a worker died or timed out, or shared memory or file descriptors were exhausted.
     """
     try:
         yield
@@ -162,8 +164,9 @@ def _explain(text: str, name: str) -> str | None:
         return _out_of_shared_memory(name)
     if _OPEN_FILES.search(text):
         return (
-            f"{name}: the worker processes have too many open files, because each tensor in a batch uses one; raise "
-            "the limit (ulimit -n 65536), or call torch.multiprocessing.set_sharing_strategy('file_system')"
+            f"{name}: the worker processes have too many open files, because each tensor in a batch uses a file "
+            "descriptor; raise the limit (ulimit -n 65536), or call "
+            "torch.multiprocessing.set_sharing_strategy('file_system')"
         )
     if died := _KILLED.search(text):
         cause = "it may have printed an error, or the system may have run out of memory"
@@ -192,7 +195,7 @@ def _shared_memory() -> str:
 
 
 def _scarce_shared_memory() -> str:
-    """Return a hint if shared memory is nearly full, or has only the default size of a container."""
+    """Return a hint if shared memory is nearly full or has only a container's default size, or else an empty string."""
     if not _SHM.is_dir():
         return ""
     usage = shutil.disk_usage(_SHM)

@@ -35,8 +35,8 @@ class WorkerInit:
       the workers, but the training process still needs its workers until it has saved a checkpoint after the current
       step.
     - Processes that a worker starts inherit these signal settings, so only SIGKILL terminates them.
-    - The worker exits when the training process dies. torch's workers check for this only between batches, so they do
-      not exit while a sample hangs.
+    - The worker exits when the training process dies. torch's workers check for its death only between batches, so they
+      do not exit while a sample hangs.
     - The worker exits when it cannot send a batch, because shared memory is full or the batch cannot be pickled.
       torch's workers would lose the batch, and the run would wait for the batch forever.
 
@@ -75,7 +75,7 @@ def signals_blocked(loader: DataLoader[Any]) -> Iterator[None]:
     """Block signals in this thread while the workers of `loader` start, if a `WorkerInit` prepares them.
 
     New processes inherit the blocked signals. Otherwise, a signal that arrives before `WorkerInit` has run, such as
-    SIGTERM from Slurm, terminates the worker and therefore the run.
+    SIGTERM from Slurm, would terminate the worker and therefore the run.
     """
     if not isinstance(loader.worker_init_fn, WorkerInit) or not hasattr(signal, "sigtimedwait"):
         yield
@@ -102,7 +102,7 @@ def _end_with_parent() -> None:
     parent = parent_process()
     if parent is None:
         return
-    forked = os.getppid() == parent.pid  # otherwise, this is a child of the fork server
+    forked = os.getppid() == parent.pid  # otherwise, this process is a child of the forkserver
     while os.getppid() == parent.pid if forked else parent.is_alive():
         if not hasattr(signal, "sigtimedwait"):
             time.sleep(_POLL_INTERVAL)

@@ -1,4 +1,4 @@
-"""Choose `num_workers` and `prefetch_factor` of a data loader based on measurements."""
+"""Choose `num_workers` and `prefetch_factor` for a data loader based on measurements."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ __all__ = ["check_workers", "end_workers", "loading_rates", "with_workers"]
 
 _AUTO = "auto"
 _TIME_LIMIT = 5.0
-"""Seconds after which no further trial starts."""
+"""Number of seconds after which no new trial starts."""
 _TRIAL_TIME = 0.5
-"""Seconds of measurement for each number of workers."""
+"""Measurement time for each number of workers, in seconds."""
 _TARGET_BATCH_TIME = 0.03
-"""Approximate seconds of work per batch in a trial. A trial may use smaller batches than the run."""
+"""Approximate time to load a batch in a trial, in seconds. A trial may use smaller batches than the run."""
 _TRIAL_BATCHES = 64
 """Number of the run's batches whose samples are used in the trials."""
 _MAX_PREFETCH_FACTOR = 8
 _MOST = 1024
-"""Largest valid `num_workers` and `prefetch_factor`; a larger number is a mistake that would exhaust resources."""
+"""Largest valid `num_workers` and `prefetch_factor`; larger values are mistakes that would exhaust resources."""
 
 
 def check_workers(options: Mapping[str, Any], name: str, streamed: bool) -> None:
@@ -56,10 +56,10 @@ def check_workers(options: Mapping[str, Any], name: str, streamed: bool) -> None
 
 
 def end_workers(loader: DataLoader[Any]) -> None:
-    """Stop the persistent workers of a loader; its next epoch starts new ones.
+    """Stop the persistent workers of a loader; the next epoch starts new workers.
 
-    Garbage collection would take five seconds per worker, because it closes the workers' queues first. After an error,
-    the traceback would keep the workers alive.
+    Otherwise, garbage collection would take five seconds per worker, because it closes the workers' queues first, or
+    the traceback of an error would keep the workers alive.
     """
     if getattr(loader, "_iterator", None) is not None:
         stop_workers(loader._iterator)
@@ -73,9 +73,9 @@ def with_workers(
 
     The throughput is measured for 1, 2, 4, ... workers, up to the number of cores available to this process divided
     by the number of processes on the machine. The result is the smallest number of workers whose throughput is within
-    5% of the best. It is 0 if loading without workers is more than 1.5 times as fast, because most of the time is then
-    spent transferring batches between processes. No trial starts after five seconds. Samples are read only in worker
-    processes, so the generators and caches of this process do not change.
+    5% of the best. The result is 0 if loading without workers is more than 1.5 times as fast, because most of the time
+    is then spent transferring batches between processes. No new trial starts after five seconds. Samples are read only
+    in worker processes, so the generators and caches of this process do not change.
 
     Args:
         options: options of the `DataLoader`, with its `collate_fn`.
@@ -115,7 +115,7 @@ def with_workers(
 
 
 def loading_rates(loader: DataLoader[Any]) -> dict[int, float]:
-    """Return the samples/s of a loader by number of workers, or an empty dict if they cannot be measured.
+    """Return the samples/s of a loader for each number of workers, or an empty dict if they cannot be measured.
 
     The worker counts are those that `with_workers` measures, and the loader's `num_workers`. Randomly drawn samples
     are read in worker processes, so the generators, the sampler and the caches of this process do not change.
@@ -147,7 +147,7 @@ class _Trials:
             k: v for k, v in options.items() if k in ("multiprocessing_context", "worker_init_fn")
         }
         self.size = len(batches[0])
-        # All trials share one iterator, so that no trial reads files that are cached because of an earlier trial.
+        # All trials share one iterator, so that no trial reads files that an earlier trial has cached.
         self._indices = cycle(chain.from_iterable(batches))
         probes = self._probe(1)
         self.sample_seconds = [seconds for seconds, _ in probes]
@@ -159,7 +159,7 @@ class _Trials:
             self.batch_seconds = float(np.median([seconds for seconds, _ in self._probe(self.size)]))
 
     def rates(self, limit: int, present: int = 0) -> dict[int, float]:
-        """Return samples/s by number of workers, measured until more workers no longer help or the time runs out.
+        """Return samples/s for each number of workers, measured until more workers no longer help or the time runs out.
 
         Args:
             limit: the largest number of workers to try.
@@ -241,7 +241,7 @@ def _choose_num_workers(rates: Mapping[int, float], limit: int) -> int:
     """Return the number of workers to use, given the samples/s measured for each number."""
     measured = {workers: rate for workers, rate in rates.items() if workers}
     best, last = max(measured.values()), max(measured)
-    # Without workers, each step waits for its data, so 0 is chosen only if loading is then much faster.
+    # Without workers, each step waits for its data, so 0 is chosen only if it is much faster.
     if rates[0] > 1.5 * best:
         return 0
     # The time limit was reached while each doubling still increased the throughput.
@@ -251,7 +251,7 @@ def _choose_num_workers(rates: Mapping[int, float], limit: int) -> int:
 
 
 def _prefetch_factor(ratio: float, max_batches: float) -> int:
-    """Return how many batches each worker prepares: enough to cover a slow batch, but at most `max_batches`."""
+    """Return the number of batches that each worker prefetches to cover a slow batch, but at most `max_batches`."""
     return max(min(1 + math.ceil(ratio), _MAX_PREFETCH_FACTOR, int(max_batches)), 1)
 
 

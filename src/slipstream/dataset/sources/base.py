@@ -29,16 +29,16 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
     (one [r, g, b] per class) and `ignore_index` (id of pixels without a class, or None).
 
     A sample is `{"inputs": uint8 (3, H, W) RGB, "targets": uint8 (H, W)}`. If the transforms include color changes or
-    normalization, it also contains `"finish"`, the parameters of the device transforms, which the data preprocessor
+    normalization, it also contains `"finish"`, the device transform parameters, which the data preprocessor
     applies (see `apply_transforms`). Augmentation depends only on the (seed, epoch, index) of a `SampleIndex`, not on
-    workers, processes or the order of access.
+    workers, processes or the access order.
 
     Args:
         transforms: functions that take a sample and a generator, and return a new sample without modifying their input
             arrays; or dicts from which `TRANSFORMS` builds such functions.
         cache_in_memory: keep each loaded pair (before the transforms) in memory. Use this option for small datasets, or
             for samples that are slow to create. Every worker process keeps a separate copy.
-        cache: folder that stores each decoded pair for later epochs and for all processes (see `DecodeCache`).
+        cache: folder in which decoded pairs are stored for later epochs and for all processes (see `DecodeCache`).
     """
 
     metainfo: dict[str, Any]
@@ -64,15 +64,15 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
     def __len__(self) -> int: ...
 
     def get_cat_ids(self, index: int) -> list[int]:
-        """Return the sorted class ids in the mask of sample `index`, without the ignored id."""
+        """Return the sorted class ids in the mask of sample `index`, excluding `ignore_index`."""
         _, mask = self.load(index)
         return [i for i in np.unique(mask).tolist() if i != self.metainfo["ignore_index"]]
 
     def cache_key(self, index: int) -> tuple[str, str]:
         """Return the sample's name and a version that changes whenever the result of `load(index)` changes."""
         raise ConfigError(
-            f"{type(self).__name__} does not define cache_key(index), so it cannot be cached on disk; define it or "
-            "remove this option",
+            f"{type(self).__name__} does not define cache_key(index), so its samples cannot be cached on disk; define "
+            "this method or remove this option",
             "cache",
         )
 
@@ -102,7 +102,7 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
 
 
 def default_palette(count: int) -> list[list[int]]:
-    """Return the first `count` colors (at most 256) of the color map of the PASCAL VOC development kit.
+    """Return the first `count` colors (at most 256) of the PASCAL VOC development kit's color map.
 
     Bits 0, 3 and 6 of the class id become bits 7, 6 and 5 of red. Bits 1, 4 and 7 become bits 7, 6 and 5 of green, and
     bits 2 and 5 become bits 7 and 6 of blue.
@@ -130,8 +130,7 @@ def segmentation_metainfo(
         palette = default_palette(len(classes))
     if len(palette) != len(classes):
         raise ConfigError(
-            "palette must have one color per class; the numbers of classes and colors are "
-            f"{len(classes)} and {len(palette)}"
+            f"palette must have one color per class: expected {len(classes)} colors, got {len(palette)}"
         )
     return {
         "classes": tuple(classes),

@@ -37,14 +37,14 @@ class DecodeCache:
 
     A file is written under a temporary name and then renamed, so several processes can fill the cache at the same
     time and never read a partial file. A file contains the version of its sample and is rewritten when the version
-    changes. The header is checked each time a file is opened; the pixels' checksum is checked only the first time in
-    each process.
+    changes. The header is checked each time a file is opened. The pixel checksum is checked only the first time in each
+    process.
 
-    The size of a file is 4 bytes per pixel plus up to 8 KiB. Do not run `prune` while another machine trains from the
-    same network folder, because that machine's memory maps of the removed files become invalid.
+    The size of a file is 4 bytes per pixel plus up to 8 KiB. Do not run `prune` while another machine is training from
+    the same network folder, because that machine's memory maps of the removed files become invalid.
 
     Args:
-        folder: folder that contains the files; it is created on the first write.
+        folder: folder that contains the cache files; it is created on the first write.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -53,7 +53,7 @@ class DecodeCache:
         self._writable = True
 
     def get(self, key: Key, load: Callable[[], Pair]) -> Pair:
-        """Return the sample `key` from the cache; if it is missing, call `load` and store the result.
+        """Return the sample with this key from the cache. If it is missing, call `load` and store the result.
 
         If the folder is not writable (read-only or full), this method warns once and stops storing samples.
 
@@ -72,7 +72,7 @@ class DecodeCache:
         return pair
 
     def read(self, key: Key) -> Pair | None:
-        """Return the sample as read-only views of its memory-mapped file.
+        """Return the sample as read-only views of the memory-mapped file.
 
         The result is None if the file is missing, has a different version, or is damaged (with a warning).
         """
@@ -91,7 +91,7 @@ class DecodeCache:
         if header is not None and self._intact(data, header):
             return header.views(data)
         warnings.warn(
-            f"'{path}' is damaged; the sample is decoded again and the file is rewritten", stacklevel=2
+            f"'{path}' is damaged; the sample will be decoded again and the file rewritten", stacklevel=2
         )
         return None
 
@@ -130,7 +130,7 @@ class DecodeCache:
         return _Header(*shape, b"", 0).file_size
 
     def prune(self, keep: Iterable[str]) -> tuple[int, int]:
-        """Remove abandoned temporary files and the files of all samples except those named in `keep`.
+        """Remove abandoned temporary files and the files of all samples except those listed in `keep`.
 
         Returns the number of removed files and their total size in bytes.
         """
@@ -140,7 +140,7 @@ class DecodeCache:
             try:
                 stat = path.stat()
             except FileNotFoundError:
-                continue  # the process that wrote it has just renamed it
+                continue  # another process has just renamed its temporary file
             abandoned = path.name.endswith(".tmp") and time.time() - stat.st_mtime > _ABANDONED
             if abandoned or (path.name.endswith(_ENDING) and path not in kept):
                 path.unlink()

@@ -43,11 +43,11 @@ class _Archive:
     Attributes:
         name: name of the dataset.
         file: name of the archive.
-        md5: MD5 checksum of the archive, which is the only checksum that the authors publish.
-        folder: folder in the archive.
+        md5: MD5 checksum of the archive, the only checksum that the authors publish.
+        folder: folder inside the archive.
         python_folder: folder of the Python version, which is not supported.
         train, test: files of the training and test images.
-        label_bytes: number of labels before the pixels of a record. The last one is the class id.
+        label_bytes: number of one-byte labels before the pixels of a record. The last label is the class id.
         classes: names of the classes.
     """
 
@@ -67,7 +67,7 @@ class _Archive:
 
 
 class _Cifar(Dataset[dict[str, torch.Tensor]]):
-    """Photographs of 32 x 32 pixels with class ids.
+    """Photographs of 32 x 32 pixels, each with a class id.
 
     A sample is `{"inputs": uint8 (3, 32, 32) RGB, "targets": int64 ()}`. If the transforms contain `ToTensor`, it also
     contains `"finish"`, the parameters of the device transforms (`slipstream.dataset.transforms.device_transforms`).
@@ -78,7 +78,7 @@ class _Cifar(Dataset[dict[str, torch.Tensor]]):
         root: folder that contains the archive's folder, or directly contains its files.
         train: whether to use the training images instead of the test images.
         transforms: `RandomCrop`, `RandomHorizontalFlip`, `Resize`, or functions that take an image, uint8 (3, H,
-            W), and a generator; then `ToTensor` and `Normalize`. Dicts are built with `TRANSFORMS`.
+            W), and a generator; followed by `ToTensor` and `Normalize`. Dicts are built with `TRANSFORMS`.
         download: download the files if they are missing (170 MB), and verify their published MD5 checksum.
 
     Raises:
@@ -131,7 +131,7 @@ class _Cifar(Dataset[dict[str, torch.Tensor]]):
 
     @property
     def draws_nothing_global(self) -> bool:
-        """Whether samples never use the global random generators, in which case the loader does not seed them."""
+        """Whether samples never use the global random generators. If True, the loader does not seed them."""
         known = (RandomCrop, RandomHorizontalFlip, Resize)
         own = type(self) in (CIFAR10, CIFAR100)
         return own and all(type(transform) in known for transform in self.transforms)
@@ -170,7 +170,7 @@ _CIFAR100_CLASSES = (
 
 @DATASETS.register_module(name=["CIFAR10", "Cifar10"])
 class CIFAR10(_Cifar):
-    """50,000 training and 10,000 test photographs in ten classes. The arguments are those of the base class."""
+    """50,000 training and 10,000 test photographs in ten classes. See the base class for the arguments."""
 
     _archive = _Archive(
         name="CIFAR-10",
@@ -187,7 +187,7 @@ class CIFAR10(_Cifar):
 
 @DATASETS.register_module(name=["CIFAR100", "Cifar100"])
 class CIFAR100(_Cifar):
-    """50,000 training and 10,000 test photographs in 100 classes. The arguments are those of the base class."""
+    """50,000 training and 10,000 test photographs in 100 classes. See the base class for the arguments."""
 
     # A record starts with the superclass (0 to 19), which is not used, and the class (0 to 99).
     _archive = _Archive(
@@ -228,7 +228,7 @@ def _find(archive: _Archive, root: Path, names: Sequence[str], download: bool) -
         else ""
     )
     raise DataError(
-        f"{archive.name} not found: neither '{root}' nor its folder '{archive.folder}' contains {', '.join(names)}."
+        f"{archive.name} not found: neither '{root}' nor its subfolder '{archive.folder}' contains {', '.join(names)}."
         f"{other} Unpack the binary version there ({archive.url}), or pass download=True"
     )
 

@@ -49,8 +49,8 @@ class CityscapesDataset(ImageMaskPairs):
         split: `train`, `val` or `test`. Samples are sorted by path.
         list_file: text file with an image and its mask on each line. All paths, including the path of the list file
             itself, are relative to `root_dir`.
-        labels_csv_path: table (CSV), relative to `root_dir`, that maps each label id (column `id`, or the row number if
-            there is no such column) to a train id (column `trainId`): 0 to 18, or 255 or -1 for pixels that are not
+        labels_csv_path: CSV table, relative to `root_dir`, that maps each label id (column `id`, or the row number if
+            this column is missing) to a train id (column `trainId`): 0 to 18, or 255 or -1 for pixels that are not
             scored. By default, the Cityscapes table is used.
         ignore_label: id of unscored pixels in the samples.
         transforms: see `SegmentationDataset`.
@@ -60,7 +60,7 @@ class CityscapesDataset(ImageMaskPairs):
         skip_corrupt, max_pixels: see `ImageMaskFolder`.
 
     Raises:
-        ConfigError: both or neither of `split` and `list_file` are set, or `ignore_label` is a class.
+        ConfigError: both or neither of `split` and `list_file` are set, or `ignore_label` is a class id.
         DataError: folders or files are missing (the message lists them), or the table is invalid; or, when a sample
             is read, a file is corrupt, the image and mask sizes differ, or a mask contains an unknown id.
     """
@@ -81,7 +81,7 @@ class CityscapesDataset(ImageMaskPairs):
     ) -> None:
         if not _CLASSES <= ignore_label <= 255:
             raise ConfigError(
-                f"must be {_CLASSES} to 255, because 0 to {_CLASSES - 1} are classes; got {ignore_label}",
+                f"must be {_CLASSES} to 255, because 0 to {_CLASSES - 1} are class ids; got {ignore_label}",
                 "ignore_label",
             )
         root = Path(root_dir)
@@ -102,7 +102,7 @@ class CityscapesDataset(ImageMaskPairs):
         self._images: dict[int, NDArray[np.uint8]] | None = {} if cache_images else None
 
     def mask_ids(self, path: Path) -> MaskIds:
-        """Return the mapping from pixel values to class ids for the mask file `path`, which depends on its name."""
+        """Return the mapping from pixel values to class ids for a mask file. The mapping depends on the file name."""
         return self._train_ids if path.name.endswith("labelTrainIds.png") else self._label_ids
 
     def load_image(self, index: int) -> NDArray[np.uint8]:
@@ -221,7 +221,7 @@ def _read_table(path: Path) -> dict[int, int]:
     wrong = sorted({i for i in found.values() if i not in (*range(_CLASSES), -1, 255)})
     if wrong:
         raise DataError(
-            f"the label table '{path}' has the train ids {wrong}; they must be 0 to {_CLASSES - 1}, or 255 or "
+            f"the label table '{path}' has the invalid train ids {wrong}; use 0 to {_CLASSES - 1}, or 255 or "
             "-1 for pixels that are not scored. For other classes, use ImageMaskFolder with a label_map"
         )
     return found | {255: 255}

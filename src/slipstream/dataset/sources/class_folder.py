@@ -30,18 +30,18 @@ _LAYOUT = "Expected files are root/CLASS/IMAGE, with one folder for each class"
 
 @DATASETS.register_module()
 class ImageNetDataset(Dataset[dict[str, torch.Tensor]]):
-    """Images in folders, one for each class. The sorted folder names correspond to the classes 0, 1, ...
+    """Images in folders, one folder for each class. Class ids are assigned in the order of the sorted folder names.
 
     A sample is `{"inputs": uint8 (3, H, W) RGB, "targets": int64 ()}`. If the transforms contain `ToTensor`, it also
-    contains `"finish"`, the parameters of the device transforms. Augmentation depends only on the (seed, epoch, index)
+    contains `"finish"`, the device transform parameters. Augmentation depends only on the (seed, epoch, index)
     of a `SampleIndex`. The attribute `image_paths` lists the files. `all_transforms` lists the transforms, including
     the device transforms.
 
     Args:
         root: folder that contains the class folders.
         transforms: `RandomResizedCropAndInterpolation`, `RandomHorizontalFlip`, `RandAugmentTransform`, `Resize`,
-            `CenterCrop`, `RandomCrop`, or functions that take an image, uint8 (3, H, W), and a generator; then
-            `ToTensor` and `Normalize`. Dicts are built with `TRANSFORMS`.
+            `CenterCrop`, `RandomCrop`, or functions that take an image, uint8 (3, H, W), and a generator;
+            followed by `ToTensor` and `Normalize`. Dicts are built with `TRANSFORMS`.
         max_pixels: maximum number of pixels in a file; None for no limit.
 
     Raises:

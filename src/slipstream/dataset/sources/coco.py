@@ -29,7 +29,7 @@ _VOC_CLASSES = (
     (3, "car"), (17, "cat"), (62, "chair"), (21, "cow"), (67, "dining table"), (18, "dog"), (19, "horse"),
     (4, "motorcycle"), (1, "person"), (64, "potted plant"), (20, "sheep"), (63, "couch"), (7, "train"), (72, "tv"),
 )  # fmt: skip
-"""COCO's ids and names of the categories that correspond to PASCAL VOC's classes, in SuperGradients' order."""
+"""COCO ids and names of the categories that correspond to the PASCAL VOC classes, in SuperGradients' order."""
 _MIN_PIXELS = 1000
 """Images are excluded if at most this many of their pixels have an id other than 0, as in SuperGradients."""
 
@@ -37,7 +37,7 @@ _MIN_PIXELS = 1000
 @dataclass(frozen=True)
 class _Image:
     number: int
-    """The id in the annotation file."""
+    """Image id in the annotation file."""
     name: str
     shape: tuple[int, int]
     """Height and width."""
@@ -63,7 +63,7 @@ class CoCoSegmentationDataSet(SegmentationDataset):
     """COCO images, with semantic masks made from the instance annotations. Pixels outside the instances have class 0.
 
     Images are excluded if at most 1,000 of their pixels have an id other than 0. To select the images, all masks are
-    read once, which takes minutes for COCO's training data. The selection is stored in the user's cache.
+    read once, which takes minutes for COCO's training data. The selection is stored in the user's cache folder.
 
     Args:
         root_dir: folder of the dataset.
@@ -81,7 +81,7 @@ class CoCoSegmentationDataSet(SegmentationDataset):
     Raises:
         ConfigError: the list of classes is invalid, or instances would have class 0.
         DataError: the annotation file is missing or invalid, or no image remains; or, when a sample is read, the image
-            is corrupt, or its size differs from that in the annotation file.
+            is corrupt, or its size differs from the size in the annotation file.
     """
 
     def __init__(
@@ -121,12 +121,13 @@ class CoCoSegmentationDataSet(SegmentationDataset):
         if image.shape[:2] != found.shape:
             raise DataError(
                 f"'{self.image_folder / found.name}' is {image.shape[1]} x {image.shape[0]} pixels, but "
-                f"{found.shape[1]} x {found.shape[0]} in the annotation file; replace the image or correct the file"
+                f"{found.shape[1]} x {found.shape[0]} in the annotation file; replace the image or correct "
+                "the annotation file"
             )
         return image, found.mask()
 
     def cache_key(self, index: int) -> tuple[str, str]:
-        """Return a name (reader class, path, id of the image) and a version (of the image and the annotation file)."""
+        """Return the sample's name (reader class, image path, image id) and version (of image and annotation file)."""
         found = self._images[index]
         path = self.image_folder / found.name
         try:
@@ -174,7 +175,8 @@ def _read_classes(
         ) from error
     if not 1 <= len(classes) <= 256 or len(dict(classes)) != len(classes):
         raise ConfigError(
-            "must have 1 to 256 classes with different category ids", "dataset_classes_inclusion_tuples_list"
+            "must contain 1 to 256 classes with distinct category ids",
+            "dataset_classes_inclusion_tuples_list",
         )
     return classes
 
@@ -184,12 +186,12 @@ def _category_names(content: Mapping[str, Any], path: Path) -> dict[int, str]:
         return {int(category["id"]): str(category["name"]) for category in content["categories"]}
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f"the categories of the annotation file '{path}' are invalid: {error!r}; use COCO's format"
+            f"the categories in the annotation file '{path}' are invalid: {error!r}; use the COCO format"
         ) from error
 
 
 def _read_images(content: Mapping[str, Any], categories: list[int], path: Path) -> list[_Image]:
-    """Return the images in the annotation file, with the instances of these categories."""
+    """Return the images in the annotation file, with their instances of these categories."""
     class_ids = {number: class_id for class_id, number in enumerate(categories)}
     try:
         images = {
@@ -208,7 +210,7 @@ def _read_images(content: Mapping[str, Any], categories: list[int], path: Path) 
             f"annotation {entry.get('id')} of image {entry['image_id']} in '{path}': {error}"
         ) from error
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"the annotation file '{path}' is invalid: {error!r}; use COCO's format") from error
+        raise DataError(f"the annotation file '{path}' is invalid: {error!r}; use the COCO format") from error
     return [
         _Image(image.number, image.name, image.shape, tuple(found[number]))
         for number, image in images.items()
@@ -216,7 +218,7 @@ def _read_images(content: Mapping[str, Any], categories: list[int], path: Path) 
 
 
 def _check_background(classes: list[tuple[int, str]], content: Mapping[str, Any], path: Path) -> None:
-    """Raise a ConfigError if a category of the annotation file gets class 0, which is the background class."""
+    """Raise a ConfigError if a category in the annotation file is assigned class 0, the background class."""
     background = classes[0][0]
     names = _category_names(content, path) if "categories" in content else {}
     used = {*names, *(entry["category_id"] for entry in content["annotations"])}
@@ -225,7 +227,7 @@ def _check_background(classes: list[tuple[int, str]], content: Mapping[str, Any]
     unused = max(number for number in [*used, *dict(classes)] if isinstance(number, int)) + 1
     name = f" ({names[background]!r})" if background in names else ""
     raise ConfigError(
-        f"category {background}{name} of '{path}' would have class 0, which is the class of all pixels outside the "
+        f"category {background}{name} in '{path}' would have class 0, which is the class of all pixels outside the "
         f"instances; list the classes, and put [{unused}, 'background'] first (the id {unused} is unused)",
         "dataset_classes_inclusion_tuples_list",
     )

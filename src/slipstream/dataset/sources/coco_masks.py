@@ -20,7 +20,7 @@ _FINE = 5
 """The COCO API rounds points to a grid with this many cells per pixel."""
 _CENTER = _FINE // 2
 _MAX_COORDINATE = 100_000
-"""Limits the memory usage of an outline, which grows with the length of the outline."""
+"""Limit on coordinates, because memory usage grows with the length of the outline."""
 
 
 def read_outline(value: Any, shape: tuple[int, int]) -> Outline:
@@ -31,7 +31,7 @@ def read_outline(value: Any, shape: tuple[int, int]) -> Outline:
         shape: (height, width) of the image.
 
     Raises:
-        DataError: the value has another structure, or its size differs from `shape`.
+        DataError: the value has a different structure, or its size differs from `shape`.
     """
     try:
         if isinstance(value, list):
@@ -64,7 +64,7 @@ def fill_polygon(points: NDArray[np.float64], shape: tuple[int, int]) -> NDArray
     height, width = shape
     fine = np.trunc(points * _FINE + 0.5).astype(np.int64)
     ends = np.roll(fine, -1, axis=0)
-    flat = np.abs(ends - fine) @ np.array([1, -1]) >= 0  # edges that are at least as wide as they are high
+    flat = np.abs(ends - fine) @ np.array([1, -1]) >= 0  # edges that are at least as wide as they are tall
     columns, rows = np.concatenate(
         [_flat(*_ordered(fine[flat], ends[flat], 0)), _steep(*_ordered(fine[~flat], ends[~flat], 1))], axis=1
     )
@@ -85,14 +85,14 @@ def fill_runs(counts: Sequence[int] | Ints, shape: tuple[int, int]) -> NDArray[n
 
 
 def _ordered(first: Ints, last: Ints, axis: int) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return x and y of the start and of the end of each edge; the start has the smaller coordinate on `axis`."""
+    """Return the x and y coordinates of each edge's start and end. The start has the smaller coordinate on `axis`."""
     swapped = (first[:, axis] > last[:, axis])[:, None]
     start, end = np.where(swapped, last, first), np.where(swapped, first, last)
     return start[:, 0], start[:, 1], end[:, 0], end[:, 1]
 
 
 def _flat(x0: Ints, y0: Ints, x1: Ints, y1: Ints) -> Ints:
-    """Return the pixel columns and fine rows, (2, steps), where edges that are wider than high cross a center cell."""
+    """Return the pixel columns and fine rows, (2, steps), where edges that are wider than tall cross a center cell."""
     low = -((_CENTER - x0) // _FINE)  # the first column whose center cell is not to the left of the edge
     edge, offset = _ragged(np.maximum((x1 - _CENTER - 1) // _FINE - low + 1, 0))
     columns = low[edge] + offset
@@ -104,7 +104,7 @@ def _flat(x0: Ints, y0: Ints, x1: Ints, y1: Ints) -> Ints:
 
 
 def _steep(x0: Ints, y0: Ints, x1: Ints, y1: Ints) -> Ints:
-    """Return the pixel columns and fine rows, (2, steps), where edges that are higher than wide cross a center cell."""
+    """Return the pixel columns and fine rows, (2, steps), where edges that are taller than wide cross a center cell."""
     edge, offset = _ragged(y1 - y0)
     slope = (x1 - x0)[edge] / (y1 - y0)[edge]
     before = np.trunc(x0[edge] + slope * offset + 0.5).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Decoding of image and mask files, and of images in memory."""
+"""Decode image and mask files, and images in memory."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["MAX_PIXELS", "ImageBytes", "check_readable", "open_image", "read_image", "read_mask"]
 
 MAX_PIXELS = 178_956_970
-"""Default maximum number of pixels in a file, the same as Pillow's. Even a small file can describe a huge image."""
+"""Default maximum number of pixels in a file, the same as in Pillow. Even a small file can describe a huge image."""
 _GRAY, _RGB = 0, 2  # PNG color types
-_JPEG = b"\xff\xd8\xff"  # the first bytes of a file
+_JPEG = b"\xff\xd8\xff"  # the first bytes of a JPEG file
 _ORIENTATION = 0x0112  # EXIF tag
 _TURNS = (
     "FLIP_LEFT_RIGHT",
@@ -64,9 +64,9 @@ def read_image(path: Path | ImageBytes, max_pixels: int | None = MAX_PIXELS) -> 
     """Return an image as uint8 (H, W, 3) RGB, in the orientation in which it is displayed (EXIF).
 
     Plain PNGs (8 bits per channel, no transparency, no animation, no orientation) are decoded with pywuffs if it is
-    installed (the `png` extra), three times as fast as with Pillow. Other files, and files in which pywuffs finds an
-    error, are decoded with Pillow. Pixels and errors are the same, except that pywuffs ignores broken metadata, such as
-    a color profile. For color images with more than 8 bits per channel, only the high bytes are used.
+    installed (the `png` extra), which is three times as fast as Pillow. Other files, and files in which pywuffs finds
+    an error, are decoded with Pillow. Pixels and errors are the same, except that pywuffs ignores broken metadata, such
+    as a color profile. For color images with more than 8 bits per channel, only the high bytes are used.
 
     RGB and grayscale JPEGs that are not rotated are decoded with simplejpeg if it is installed (the `jpeg` extra).
     Pixels and errors are the same as with Pillow.
@@ -87,13 +87,13 @@ def read_image(path: Path | ImageBytes, max_pixels: int | None = MAX_PIXELS) -> 
 
 
 def read_mask(path: Path | ImageBytes, max_pixels: int | None = MAX_PIXELS) -> NDArray[np.uint8]:
-    """Return the values of an 8-bit file with one channel (grayscale or palette) as uint8 (H, W).
+    """Return the pixel values of a single-channel 8-bit file (grayscale or palette) as uint8 (H, W).
 
     The file is decoded and oriented as in `read_image`.
 
     Raises:
-        DataError: the file cannot be read, has more than `max_pixels` pixels (None: no limit), or is not an 8-bit file
-            with one channel.
+        DataError: the file cannot be read, has more than `max_pixels` pixels (None: no limit), or is not a
+            single-channel 8-bit file.
     """
     pixels = _plain_png(path, max_pixels, _GRAY)
     if pixels is not None:
@@ -188,7 +188,7 @@ def _formats() -> dict[int, Any] | None:
 
 
 def _is_plain(start: bytes, max_pixels: int | None, kinds: tuple[int, ...]) -> bool:
-    """Return whether a file starts like an 8-bit PNG with one of these color types, within the pixel limits."""
+    """Return whether a file begins like an 8-bit PNG with one of these color types and is within the pixel limits."""
     if start[:8] != b"\x89PNG\r\n\x1a\n" or start[12:16] != b"IHDR" or len(start) < 29:
         return False
     width, height = int.from_bytes(start[16:20], "big"), int.from_bytes(start[20:24], "big")
@@ -212,8 +212,8 @@ def _chunks(data: bytes) -> Iterator[bytes]:
 def _plain_jpeg(path: Path | ImageBytes, max_pixels: int | None) -> NDArray[np.uint8] | None:
     """Return the pixels of an RGB or grayscale JPEG that is not rotated, uint8 (H, W, 3), or None for other files.
 
-    Pillow reads the header and checks the size. The result is also None if simplejpeg cannot replace Pillow's decoder,
-    or if it finds an error; Pillow then decodes the file or reports the error.
+    Pillow reads the header and checks the size. The result is also None if simplejpeg cannot replace Pillow's decoder
+    or finds an error; Pillow then decodes the file or reports the error.
     """
     decode = _jpeg_decoder()
     if decode is None:
@@ -274,9 +274,8 @@ def _by_pillow(path: Path | ImageBytes, max_pixels: int | None) -> tuple[Image.I
                 (codec, *(args if isinstance(args, tuple) else (args,))) for codec, _, _, args in image.tile
             ]
             if image.format == "TIFF":
-                image.filename = (
-                    ""  # otherwise, Pillow maps the file with the rotated size, which scrambles the pixels
-                )
+                # Otherwise, Pillow memory-maps the file with the rotated size, which scrambles the pixels.
+                image.filename = ""
             image.load()
             return _oriented(image), codecs
     except DataError:

@@ -12,16 +12,16 @@ __all__ = ["download_data"]
 
 
 def download_data(url: str, target: Path, md5: str, remedy: str) -> None:
-    """Write the contents of a URL to a file.
+    """Download a file and verify its MD5 checksum.
 
     Args:
-        url: the URL.
-        target: the file.
-        md5: the MD5 checksum of the contents.
-        remedy: what the user can do if the download fails; part of the error message.
+        url: the URL to download.
+        target: path of the file to write.
+        md5: the expected MD5 checksum.
+        remedy: advice for the user if the download fails, appended to the error message.
 
     Raises:
-        DataError: the download fails, or the checksum differs. The file is then incomplete or damaged.
+        DataError: the download fails, or the checksum differs. The file may then be incomplete or damaged.
     """
     try:
         download(url, target)
@@ -30,4 +30,6 @@ def download_data(url: str, target: Path, md5: str, remedy: str) -> None:
     with target.open("rb") as file:
         found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
     if found != md5:
-        raise DataError(f"the download of {url} is damaged: its MD5 is {found}, expected {md5}; try again")
+        raise DataError(
+            f"the file downloaded from {url} is damaged: its MD5 checksum is {found}, expected {md5}; try again"
+        )

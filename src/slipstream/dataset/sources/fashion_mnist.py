@@ -22,7 +22,7 @@ from slipstream.registry import DATASETS
 
 __all__ = ["FashionMNIST"]
 
-# Folder of the Debian package dataset-fashion-mnist.
+# Installation folder of the Debian package dataset-fashion-mnist.
 _SYSTEM_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 _URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 # The authors publish only MD5 checksums of the compressed files.
@@ -63,8 +63,8 @@ class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
         data_root: folder that contains the IDX files, optionally gzipped; by default, the folder of the Debian package
             `dataset-fashion-mnist`.
         split: 'train' or 'test'.
-        download: if `data_root` does not contain the files, use those of the Debian package; otherwise download
-            them to `data_root` and verify their published MD5 checksums.
+        download: if `data_root` does not contain the files, use the files from the Debian package; if it is not
+            installed, download the files to `data_root` and verify their published MD5 checksums.
         augment: shift each image by up to 2 pixels (pad by 2, then crop at a random position) and mirror it with
             probability 1/2. The result depends only on the sample's (seed, epoch, index).
 
@@ -104,7 +104,7 @@ class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
 
     @property
     def draws_nothing_global(self) -> bool:
-        """Whether samples never use the global random generators, in which case the loader does not seed them."""
+        """Whether samples never use the global random generators. If True, the loader does not seed them."""
         return type(self) is FashionMNIST
 
     def get_cat_ids(self, index: int) -> list[int]:
@@ -136,7 +136,7 @@ def _find(data_root: str | Path | None, names: Sequence[str], download: bool) ->
     raise DataError(
         f"Fashion-MNIST not found: {' or '.join(map(repr, map(str, folders)))} does not contain "
         f"{' and '.join(names)}, with or without .gz. Run 'apt-get install dataset-fashion-mnist', set data_root to "
-        "the folder of the files, or pass data_root and download=True"
+        "the folder that contains the files, or pass data_root and download=True"
     )
 
 
@@ -163,8 +163,7 @@ def _read_idx(path: Path, ndim: int) -> torch.Tensor:
         raise DataError(f"cannot read '{path}': {error}; download it again") from error
     if len(data) > _LARGEST:
         raise DataError(
-            f"'{path}' is larger than the largest file of Fashion-MNIST ({_LARGEST:,} bytes); "
-            "download it again"
+            f"'{path}' is larger than the largest Fashion-MNIST file ({_LARGEST:,} bytes); download it again"
         )
     start = 4 + 4 * ndim
     if data[:4] != bytes([0, 0, 8, ndim]) or len(data) < start:

@@ -35,18 +35,18 @@ class ImageMaskFolder(ImageMaskPairs):
 
     Args:
         data_root: the folder that `images` and `masks` are relative to.
-        images: folder of the images, below `data_root`.
-        masks: folder of the masks, below `data_root`.
-        classes: names of the class ids 0, 1, ...
+        images: image folder, relative to `data_root`.
+        masks: mask folder, relative to `data_root`.
+        classes: class names for the ids 0, 1, ...
         ignore_index: id of pixels without a class, or None if every pixel has a class.
         palette: one [r, g, b] per class; by default, PASCAL VOC's colors.
-        image_suffix: end of image file names, such as `_leftImg8bit.png`; by default, any image extension. Other files
-            are ignored. The path without the suffix is the name of the pair.
-        mask_suffix: end of mask file names, such as `_gtFine_labelIds.png`; by default, any lossless extension.
-        label_map: maps ids in the files to class ids (or `ignore_index`); other ids do not change.
+        image_suffix: suffix of image file names, such as `_leftImg8bit.png`; by default, any image extension. Other
+            files are ignored. The path without the suffix is the name of the pair.
+        mask_suffix: suffix of mask file names, such as `_gtFine_labelIds.png`; by default, any lossless extension.
+        label_map: maps ids in the files to class ids (or `ignore_index`); other ids are not changed.
         transforms, cache_in_memory, cache: see `SegmentationDataset`.
-        skip_corrupt: read every file once at construction, and skip samples with unreadable files. Each unreadable
-            file is logged as a warning.
+        skip_corrupt: read every file once when the dataset is created, and skip samples with unreadable files. Each
+            unreadable file is logged as a warning.
         max_pixels: maximum number of pixels in a file; None for no limit. Even a small file can describe a huge image.
 
     Raises:
@@ -100,7 +100,7 @@ class ImageMaskFolder(ImageMaskPairs):
 def _label_table(
     label_map: Mapping[int, int], classes: int, ignore_index: int | None
 ) -> np.ndarray[Any, Any] | None:
-    """Return the new id of each of the 256 possible ids in a file, or None if no id changes."""
+    """Return the new id for each of the 256 possible ids in a file, or None if no id changes."""
     table = np.arange(256, dtype=np.uint8)
     for old, new in label_map.items():
         if not 0 <= old <= 255 or not (0 <= new < classes or new == ignore_index):

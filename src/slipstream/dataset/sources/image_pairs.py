@@ -1,4 +1,4 @@
-"""Base class for datasets of image and mask files, and functions that find and check the files."""
+"""Base class for datasets of image and mask files, and functions that find and check these files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from slipstream.logging import print_log
 __all__ = ["ImageMaskPairs", "MaskIds", "check_folder", "check_pairs", "files_by_name", "with_remedy"]
 
 _LOSSLESS = (".bmp", ".pgm", ".png", ".ppm", ".tif", ".tiff")
-# JPEG compression changes label ids, so lossy extensions of masks must be set explicitly.
+# JPEG compression changes label ids, so masks in lossy formats require an explicit suffix.
 _EXTENSIONS = {"image": (*_LOSSLESS, ".jpeg", ".jpg", ".webp"), "mask": _LOSSLESS}
 
 
@@ -39,9 +39,9 @@ class MaskIds:
     """Mapping from the pixel values in a mask file to class ids.
 
     Attributes:
-        table: new id of each of the 256 values, uint8 (256,), or None if they do not change. All new ids in a mask
-            must be class ids or the ignored id.
-        expected: description of the valid values, for error messages.
+        table: class id for each of the 256 pixel values, uint8 (256,), or None if pixel values are class ids. After
+            the mapping, a mask may contain only class ids and the ignored id.
+        expected: description of the valid pixel values, for error messages.
     """
 
     table: NDArray[np.uint8] | None
@@ -49,18 +49,18 @@ class MaskIds:
 
 
 class ImageMaskPairs(SegmentationDataset):
-    """Base class for datasets that read a sample from two files. A subclass defines `mask_ids`.
+    """Base class for datasets that read each sample from two files. Subclasses define `mask_ids`.
 
     Args:
-        pairs: image and mask file of each sample.
+        pairs: the image file and the mask file of each sample.
         metainfo: see `SegmentationDataset`.
         transforms, cache_in_memory, cache: see `SegmentationDataset`.
-        skip_corrupt: read every file once at construction, and skip samples with unreadable files. Each unreadable
-            file is logged as a warning. Otherwise, an unreadable sample raises an error when it is accessed.
-        max_pixels: maximum number of pixels in a file; None for no limit.
+        skip_corrupt: read every file once at construction, and skip samples with unreadable files. A warning is
+            logged for each unreadable file. If False, an unreadable sample raises an error when it is accessed.
+        max_pixels: maximum number of pixels per file; None for no limit.
 
     Raises:
-        DataError: no pair can be read.
+        DataError: none of the samples can be read.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ImageMaskPairs(SegmentationDataset):
         return mask
 
     def get_cat_ids(self, index: int) -> list[int]:
-        """Return the sorted class ids in the mask of sample `index`, without the ignored id."""
+        """Return the sorted class ids in the mask of sample `index`, excluding the ignored id."""
         ids: list[int] = np.unique(self.load_mask(index)).tolist()
         return [i for i in ids if i != self.metainfo["ignore_index"]]
 
@@ -146,7 +146,7 @@ class ImageMaskPairs(SegmentationDataset):
             raise with_remedy(error, _REMEDY + _SKIP if unreadable else _REMEDY) from error
 
     def _wrong(self, mask: NDArray[np.uint8]) -> NDArray[np.bool_] | None:
-        """Return a mask of the pixels with neither a class id nor the ignored id, or None if all ids are valid."""
+        """Return a mask of the pixels that are neither a class id nor the ignored id, or None if all ids are valid."""
         count, ignored = len(self.metainfo["classes"]), self.metainfo["ignore_index"]
         if mask.max() < count + (ignored == count):
             return None
@@ -178,7 +178,7 @@ def files_by_name(folder: Path, suffix: str | None, what: str) -> dict[str, Path
         name = (path.relative_to(folder).parent / stem).as_posix()
         if name in found:
             raise DataError(
-                f"two {what} files have the name '{name}': '{found[name]}' and '{path}'; remove one"
+                f"two {what} files have the name '{name}': '{found[name]}' and '{path}'; remove one of them"
             )
         found[name] = path
     if not found:
@@ -204,7 +204,7 @@ def _files_below(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator
 
 
 def check_folder(folder: Path, what: str) -> None:
-    """Raise a DataError that reports the first missing folder and any similar folder, if `folder` does not exist."""
+    """Raise a DataError if `folder` does not exist. The message contains the first missing folder and a hint."""
     if folder.is_dir():
         return
     missing = folder
@@ -218,13 +218,13 @@ def check_folder(folder: Path, what: str) -> None:
 
 
 def with_remedy(error: DataError, remedy: str) -> DataError:
-    """Return the error with a remedy appended to its message."""
+    """Return a DataError with the message of `error`, followed by the remedy."""
     text = str(error)
     return DataError(f"{text}{'' if text.endswith('?') else '.'} {remedy}")
 
 
 def check_pairs(images: Mapping[str, Path], masks: Mapping[str, Path], remedy: str) -> None:
-    """Raise a DataError that lists all files without a counterpart with the same name, if any exist."""
+    """Raise a DataError that lists all images without a mask and all masks without an image, if there are any."""
     unpaired = [f"image without a mask: '{images[name]}'" for name in sorted(images.keys() - masks.keys())]
     unpaired += [f"mask without an image: '{masks[name]}'" for name in sorted(masks.keys() - images.keys())]
     if unpaired:

@@ -1,4 +1,4 @@
-"""Random access to the samples of WebDataset's tar shards."""
+"""Random access to the samples in WebDataset tar shards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slipstream.errors import ConfigError, DataError
 __all__ = ["MAX_BYTES", "TarShards", "decode_field", "shard_paths"]
 
 MAX_BYTES = 2**28
-"""Default limit in bytes for a file in a shard, because a file is read into memory before it is decoded."""
+"""Default maximum size in bytes of a file in a shard. Each file is read into memory before it is decoded."""
 _IMAGES = ("bmp", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp")
 _PICKLES = ("pickle", "pkl", "pt", "pth", "pyd")
 _URL = re.compile(r"[a-z0-9]+:", re.IGNORECASE)
@@ -63,7 +63,7 @@ def shard_paths(shards: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 def _expanded(pattern: str) -> list[str]:
-    """Expand the ranges in a pattern. All numbers in a range have as many digits as the first one."""
+    """Expand the ranges in a pattern. Numbers are padded with zeros to the width of the first number."""
     pieces = _RANGE.split(pattern)
     ranges = [
         [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
@@ -76,16 +76,16 @@ def _expanded(pattern: str) -> list[str]:
 
 
 class TarShards:
-    """The samples of several shards in order, with selected files of each sample.
+    """The samples of several shards, in order, with the files selected by `fields`.
 
     Args:
         paths: the shards.
-        fields: for each name, a list of extensions, such as `"jpg;png"`; the first one that a sample has is used.
+        fields: for each name, a list of extensions, such as `"jpg;png"`; the first extension found in a sample is used.
         index: folder that stores the sample positions; by default, a folder in the user's cache.
         max_bytes: maximum size of a file.
 
     Raises:
-        DataError: a shard cannot be read, or a sample lacks a field.
+        DataError: a shard cannot be read, or a sample has no file for a field.
         ConfigError: a field specifies an extension for pickled files.
     """
 
@@ -107,7 +107,7 @@ class TarShards:
         self._versions = [shard.version for shard in shards]
         self._first = np.cumsum([0, *(len(shard.keys) for shard in shards)])
         self._extensions = sorted({word for shard in shards for word in shard.extensions})
-        # int64 (samples, fields, 3): the position of the extension, the offset and the size.
+        # int64 (samples, fields, 3): index of the extension, offset and size.
         self._parts = np.concatenate(
             [self._located(shard, path) for shard, path in zip(shards, self.paths, strict=True)]
         )
@@ -128,7 +128,7 @@ class TarShards:
         return self.paths[self._shard(index)]
 
     def position(self, index: int) -> int:
-        """Return the offset in bytes of a sample in its shard."""
+        """Return the byte offset of a sample in its shard."""
         return int(self._parts[index, 0, 1])
 
     def version(self, index: int) -> tuple[int, int]:
@@ -136,11 +136,11 @@ class TarShards:
         return self._versions[self._shard(index)]
 
     def name(self, index: int, field: str) -> str:
-        """Return the shard and the name of a file, for messages."""
+        """Return the shard path and the file name, for use in messages."""
         return f"{self.path(index)}:{self.key(index)}.{self.extension(index, field)}"
 
     def extension(self, index: int, field: str) -> str:
-        """Return the extension of a file in lower case."""
+        """Return a file's extension in lowercase."""
         return self._extensions[int(self._parts[index, self._column(field), 0])]
 
     def read(self, index: int, field: str) -> bytes:
@@ -152,8 +152,8 @@ class TarShards:
         _, offset, size = map(int, self._parts[index, self._column(field)])
         if size > self.max_bytes:
             raise DataError(
-                f"'{self.name(index, field)}' has {size:,} bytes, more than max_bytes={self.max_bytes:,}; raise "
-                "max_bytes if you trust the file"
+                f"'{self.name(index, field)}' has {size:,} bytes, more than max_bytes={self.max_bytes:,}; "
+                "increase max_bytes if you trust the file"
             )
         try:
             with self.path(index).open("rb", buffering=0) as file:
@@ -183,7 +183,7 @@ class TarShards:
         return list(self.fields).index(field)
 
     def _located(self, shard: ShardIndex, path: Path) -> NDArray[np.int64]:
-        """Return the files of each sample in a shard, int64 (samples, fields, 3)."""
+        """Return extension index, offset and size of the selected files in a shard, int64 (samples, fields, 3)."""
         found = np.full((len(shard.keys), len(self.fields), 3), -1, np.int64)
         for position, (name, alternatives) in enumerate(self.fields.items()):
             for extension in reversed([word for word in alternatives if word in shard.extensions]):
@@ -196,7 +196,7 @@ class TarShards:
                 raise DataError(
                     f"{len(missing)} of {len(shard.keys)} samples in '{path}' {verb} no file for '{name}' "
                     f"({';'.join(alternatives)}); the first is {shard.keys[missing[0]]!r} with the extensions "
-                    f"{', '.join(shard.of(int(missing[0])))}; change fields['{name}'], or create the shard again"
+                    f"{', '.join(shard.of(int(missing[0])))}; change fields['{name}'], or recreate the shard"
                 )
         return found
 
@@ -206,7 +206,7 @@ def _alternatives(name: str, text: str) -> tuple[str, ...]:
     for word in words:
         if not word:
             raise ConfigError(
-                f"'{text}' is not a list of extensions separated by semicolons; use, for example, 'jpg;png'",
+                f"'{text}' is not a semicolon-separated list of extensions; use, for example, 'jpg;png'",
                 f"fields.{name}",
             )
         if word.rpartition(".")[2] in _PICKLES:
@@ -219,13 +219,14 @@ def _alternatives(name: str, text: str) -> tuple[str, ...]:
 
 
 def decode_field(name: str, extension: str, data: bytes, max_pixels: int | None) -> Any:
-    """Return the decoded contents of a file. The last part of its extension determines the format.
+    """Decode a file; the last part of its extension determines the format.
 
-    Images are uint8 (3, H, W) RGB tensors; `cls`, `cls2`, `index` and `inx` are int64 () tensors; `npy` is a tensor;
-    `json` is decoded; `txt`, `text` and `transcript` are strings; other files are bytes. Nothing is unpickled.
+    Images are uint8 (3, H, W) RGB tensors; `cls`, `cls2`, `index` and `inx` are int64 scalar tensors; `npy` is a
+    tensor; `json` is parsed; `txt`, `text` and `transcript` are strings; other files are bytes. Pickled data is never
+    loaded.
 
     Raises:
-        DataError: the file is not valid.
+        DataError: the file cannot be decoded.
     """
     kind = extension.rpartition(".")[2]
     if kind in _IMAGES:

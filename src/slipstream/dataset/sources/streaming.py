@@ -12,10 +12,10 @@ __all__ = ["streaming_dataset"]
 
 @DATASETS.register_module("StreamingDataset")
 def streaming_dataset(**options: Any) -> Any:
-    """Return a MosaicML `StreamingDataset`, whose samples the loader reads by index (see `StreamingSamples`).
+    """Return a MosaicML `StreamingDataset`. The data loader reads its samples by index (see `StreamingSamples`).
 
     Args:
-        options: arguments of `streaming.StreamingDataset`, such as `local`, `remote` and `split`.
+        options: keyword arguments for `streaming.StreamingDataset`, such as `local`, `remote` and `split`.
 
     Raises:
         MissingPackageError: the package is not installed.

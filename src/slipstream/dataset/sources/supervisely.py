@@ -1,4 +1,4 @@
-"""Supervisely's persons dataset, read with SuperGradients' list files."""
+"""Supervisely persons dataset, read with SuperGradients' list files."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _SHOWN = 5
 
 @DATASETS.register_module()
 class SuperviselyPersonsDataset(ImageMaskPairs):
-    """Images of people, with masks. The pixels of a mask are 0 (background) or 1 (person).
+    """Images of people and their masks. The pixels of a mask are 0 (background) or 1 (person).
 
     Args:
-        root_dir: folder of the dataset.
-        list_file: table (CSV) with an image and its mask in each row. All paths, including that of the file itself, are
+        root_dir: root folder of the dataset.
+        list_file: CSV file with the paths of an image and its mask in each row. All paths, including `list_file`, are
             relative to `root_dir`.
         transforms, cache: see `SegmentationDataset`.
         cache_labels, cache_images: if either is True, keep each image and its mask in memory after the first read.
         skip_corrupt, max_pixels: see `ImageMaskFolder`.
 
     Raises:
-        DataError: the table or files are missing, or a row has no mask; or, when a sample is read, a file is corrupt,
-            the image and mask sizes differ, or a mask contains any other value.
+        DataError: the list file or a listed file is missing, or a row has no mask; or, when a sample is read, a file
+            is corrupt, the image and mask sizes differ, or a mask contains a value other than 0 and 1.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SuperviselyPersonsDataset(ImageMaskPairs):
         super().__init__(pairs, metainfo, transforms, in_memory, cache, skip_corrupt, max_pixels)
 
     def mask_ids(self, path: Path) -> MaskIds:
-        """Return the mapping, which leaves pixel values unchanged because they are class ids."""
+        """Return the identity mapping, because pixel values are class ids."""
         return MaskIds(None, "they must be 0 (background) or 1 (person)")
 
 

@@ -1,4 +1,4 @@
-"""The files in a tar archive: names, positions and sizes. The archive may be damaged or malicious.
+"""Read the names, offsets and sizes of the files in a tar archive, which may be damaged or malicious.
 
 `tarfile` is not used because it stops at a damaged header without an error, and creates an object for every header,
 which takes a minute for a million files.
@@ -20,7 +20,7 @@ _BLOCK = 512
 _MAX_EXTENDED = 2**20
 """Maximum size in bytes of an extended header, which only contains the name and attributes of the next file."""
 _RECORD = 10_240
-"""Default size of a record in bytes. Writers pad an archive to a multiple of this size."""
+"""Default record size in bytes. Writers pad an archive to a multiple of this size."""
 _FILES = (b"0", b"\0", b"7")
 _LINKS = {b"1": "a hard link", b"2": "a symbolic link"}
 _FOLDER, _LONG_NAME, _ATTRIBUTES = b"5", b"L", b"x"
@@ -33,7 +33,7 @@ class TarMember(NamedTuple):
 
     name: str
     offset: int
-    """Position of the first byte."""
+    """Offset of the first byte in the archive."""
     size: int
 
 
@@ -112,7 +112,7 @@ def _check_end(file: BinaryIO, path: Path, at: int) -> None:
 
 
 def _parse(block: bytes, path: Path, at: int) -> _Header | None:
-    """Return a header, or None for the block of zeros that ends an archive."""
+    """Parse a header block; return None for the block of zeros that ends an archive."""
     if len(block) < _BLOCK:
         if at == 0:
             raise DataError(
@@ -125,7 +125,7 @@ def _parse(block: bytes, path: Path, at: int) -> _Header | None:
     if expected != sum(block[:148]) + sum(block[156:]) + 8 * ord(" "):
         if at == 0:
             raise DataError(
-                f"'{path}' is not an uncompressed tar archive. Compressed archives cannot be read in random order; "
+                f"'{path}' is not an uncompressed tar archive. Compressed archives do not support random access; "
                 "decompress the file first"
             )
         raise DataError(
@@ -143,7 +143,7 @@ def _parse(block: bytes, path: Path, at: int) -> _Header | None:
 
 
 def _number(field: bytes) -> int | None:
-    """Return a number from a header: octal digits or, in GNU's format, a binary number; None if it is invalid."""
+    """Parse a number in a header, which is octal or, in GNU's format, binary; return None if it is invalid."""
     if field[0] in (0x80, 0xFF):
         return int.from_bytes(field[1:], "big", signed=False) if field[0] == 0x80 else -1
     digits = field.strip(b" \0")
@@ -160,7 +160,7 @@ def _extended(file: BinaryIO, path: Path, size: int) -> bytes:
 
 
 def _attributes(content: bytes, path: Path, start: int) -> dict[bytes, bytes]:
-    """Return the records of a pax header, each `LENGTH KEY=VALUE` and a line break."""
+    """Return the records of a pax header. Each record is `LENGTH KEY=VALUE`, followed by a newline."""
     found, at = {}, 0
     while at < len(content) and content[at]:
         length = _decimal(content[at : at + 8].partition(b" ")[0], path, start)
@@ -189,7 +189,7 @@ def _decimal(digits: bytes, path: Path, start: int) -> int:
 def _check_kind(kind: bytes, name: bytes, path: Path) -> None:
     if kind in _LINKS:
         raise DataError(
-            f"{_shown(name)} in '{path}' is {_LINKS[kind]}, which is not followed; create the archive with the "
+            f"{_shown(name)} in '{path}' is {_LINKS[kind]}, and links are not followed; create the archive with the "
             "contents of the file (tar --dereference --hard-dereference)"
         )
     if kind not in _FILES:

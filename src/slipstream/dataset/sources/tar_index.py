@@ -1,4 +1,4 @@
-"""Positions of the samples in WebDataset's tar shards, read once and stored in a cache on disk."""
+"""Index of the samples in WebDataset tar shards, built once and cached on disk."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class ShardIndex:
 
     Attributes:
         keys: key of each sample: the name of its files up to the first dot, including the folder.
-        extensions: the different extensions in this shard, in lower case.
-        parts: int64 (files, 4): for each file, the sample, the position in `extensions`, the offset and the size.
-        version: size in bytes and modification time in nanoseconds of the shard.
+        extensions: the distinct extensions in this shard, in lowercase.
+        parts: int64 (files, 4): for each file, the sample index, the index in `extensions`, the offset and the size.
+        version: the shard's size in bytes and modification time in nanoseconds.
     """
 
     keys: list[str]
@@ -47,14 +47,14 @@ class ShardIndex:
 
 
 def shard_index(path: Path, folder: str | Path | None = None) -> ShardIndex:
-    """Return the index of a shard from the cache, or read the shard headers and store the index in the cache.
+    """Return the index of a shard from the cache, or build the index from the shard headers and cache it.
 
-    The index is created again if the size or the modification time of the shard changes. If the folder is not writable,
-    this function warns and does not store the index.
+    The index is rebuilt if the size or the modification time of the shard changes. If the folder is not writable, this
+    function issues a warning and does not store the index.
 
     Args:
         path: the tar file.
-        folder: folder of the cache; by default, a folder in the user's cache.
+        folder: cache folder; by default, a folder in the user's cache.
 
     Raises:
         DataError: the shard cannot be read (see `tar_members`), or a sample has two files with the same extension.
@@ -91,7 +91,7 @@ def _built(path: Path, version: tuple[int, int]) -> ShardIndex:
         if kind in seen:
             raise DataError(
                 f"the sample {match[1]!r} in '{path}' has two files with the extension {match[2]!r}; "
-                "create the shard again with different extensions"
+                "recreate the shard with different extensions"
             )
         seen.add(kind)
         parts.append((len(keys) - 1, kind, member.offset, member.size))
@@ -138,7 +138,7 @@ def _read(path: Path, version: NDArray[np.int64]) -> ShardIndex | None:
 
 
 def _is_consistent(index: ShardIndex, size: int) -> bool:
-    """Return whether all files of the index are inside a shard of `size` bytes."""
+    """Return whether all files in the index lie within a shard of `size` bytes."""
     parts = index.parts
     if parts.ndim != 2 or parts.shape[1] != 4:
         return False
@@ -147,7 +147,7 @@ def _is_consistent(index: ShardIndex, size: int) -> bool:
 
 
 def _packed(words: Sequence[str]) -> NDArray[np.uint8]:
-    """Return the words as bytes. A zero byte, which file names cannot contain, follows each word."""
+    """Encode the words as bytes, each followed by a zero byte, which file names cannot contain."""
     return np.frombuffer(b"".join(os.fsencode(word) + b"\0" for word in words), np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Datasets in WebDataset's format: tar files in which consecutive files with the same key form a sample."""
+"""Datasets in WebDataset format: tar files in which consecutive files with the same key form a sample."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ class WebDataset(Dataset[dict[str, Any]]):
     A sample is a dict with the decoded file of each field (see `decode_field`). With the default fields, it is
     `{"inputs": uint8 (3, H, W) RGB, "targets": int64 ()}`. If the transforms contain `ToTensor`, the sample also
     contains `"finish"`, the parameters of the device transforms. Samples are ordered as in the shards; augmentation
-    depends only on the (seed, epoch, index) of a `SampleIndex`.
+    depends only on the seed, epoch and index of a `SampleIndex`.
 
     Args:
         shards: paths of the tar files, which must not be compressed. A path may contain `*`, or ranges such as
             `train-{000000..000146}.tar`.
-        fields: for each key of a sample, a list of extensions; the first one that a sample has is used. Other files of
-            a sample are not read. Files with pickled contents (`pyd`, `pkl`, `pickle`, `pth`, `pt`) are rejected.
-        transforms: transforms of the image in `inputs`; see `ImageNetDataset`.
-        classes: names of the class ids in `targets`, for the metrics. Any other target raises an error.
-        index: folder that stores the sample positions, which are read at the first start; by default, a folder in the
-            user's cache.
+        fields: for each key of a sample, a list of extensions; the first extension found in a sample is used. Other
+            files are not read. Extensions of pickled files (`pyd`, `pkl`, `pickle`, `pth`, `pt`) are rejected.
+        transforms: transforms for the image in `inputs`; see `ImageNetDataset`.
+        classes: class names for the ids in `targets`, used by the metrics. Any other target raises an error.
+        index: folder that stores the sample positions, which are determined at the first start; by default, a folder in
+            the user's cache.
         max_pixels: maximum number of pixels in an image; None for no limit.
         max_bytes: maximum size of a file in a shard.
 
     Raises:
-        DataError: a shard is missing, damaged, incomplete or compressed, or contains a link, or a sample lacks a field;
-            or, when a sample is read, a file is corrupt or too large.
+        DataError: a shard is missing, damaged, incomplete or compressed, or contains a link, or a sample has no file
+            for a field; or, when a sample is read, a file is corrupt or too large.
         ConfigError: `shards`, `fields` or the order of the transforms is not valid.
     """
 
@@ -99,12 +99,12 @@ class WebDataset(Dataset[dict[str, Any]]):
 
         Raises:
             ConfigError: there is no field `targets`.
-            DataError: the file of the field does not contain a class id.
+            DataError: the file for this field does not contain a class id.
         """
         if "targets" not in self.shards.fields:
             raise ConfigError(
                 "is required, because it contains the class ids of the samples; set fields['targets'] to the extension "
-                "of files with a class id, such as 'cls'",
+                "of the files that contain class ids, such as 'cls'",
                 "fields.targets",
             )
         value = self._field(index, "targets")
@@ -113,7 +113,7 @@ class WebDataset(Dataset[dict[str, Any]]):
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise DataError(
                 f"'{self.shards.name(index, 'targets')}' does not contain a class id; set fields['targets'] to the "
-                "extension of files with a class id, such as 'cls'"
+                "extension of the files that contain class ids, such as 'cls'"
             ) from error
 
     def _field(self, index: int, field: str) -> Any:
@@ -128,7 +128,7 @@ class WebDataset(Dataset[dict[str, Any]]):
         if classes and not 0 <= number < len(classes):
             raise DataError(
                 f"'{name}' contains {number}, which is not one of the {len(classes)} classes; "
-                "correct `classes` or the file"
+                "fix `classes` or the file"
             )
 
     def _transformed(self, image: Any, index: int) -> torch.Tensor:
@@ -151,16 +151,16 @@ class WebSegmentationDataset(SegmentationDataset):
 
     Args:
         shards, index, max_pixels, max_bytes: see `WebDataset`.
-        classes: names of the class ids 0, 1, ...
-        image: extensions of the images; the first one that a sample has is used.
-        mask: extensions of the masks.
+        classes: names of the classes, in the order of their ids.
+        image: extensions of image files; the first extension found in a sample is used.
+        mask: extensions of mask files.
         ignore_index: id of pixels without a class, or None if every pixel has a class.
-        palette: one [r, g, b] per class; by default, PASCAL VOC's colors.
+        palette: one [r, g, b] color per class; by default, the PASCAL VOC colors.
         transforms, cache_in_memory, cache: see `SegmentationDataset`.
 
     Raises:
         DataError: see `WebDataset`; or, when a sample is read, the image and mask sizes differ, or a label id is
-            neither a class nor `ignore_index`.
+            neither a class id nor `ignore_index`.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class WebSegmentationDataset(SegmentationDataset):
         return image, mask
 
     def cache_key(self, index: int) -> tuple[str, str]:
-        """Return a name (class, shard, position and key) and a version (that of the indexed shard, and the classes)."""
+        """Return a name (reader class, shard, position and files) and a version (shard version and class ids)."""
         path = self.shards.path(index)
         version = "-".join(map(str, self.shards.version(index)))
         reader = f"{type(self).__module__}.{type(self).__qualname__}"

@@ -22,11 +22,11 @@ __all__ = ["AtLeast", "ClassBalancedDataset", "ConcatDataset", "RepeatDataset"]
 
 @DATASETS.register_module()
 class ConcatDataset(TorchConcatDataset[Any]):
-    """Concatenation of datasets; `metainfo` comes from the first one.
+    """Concatenation of datasets; `metainfo` comes from the first dataset.
 
     Args:
         datasets: datasets, or dicts from which `DATASETS` builds them.
-        ignore_keys: keys of `metainfo` in which the datasets may differ.
+        ignore_keys: keys of `metainfo` whose values may differ between datasets.
 
     Raises:
         DataError: the `metainfo` of two datasets differs.
@@ -65,8 +65,8 @@ class ConcatDataset(TorchConcatDataset[Any]):
 class RepeatDataset(Dataset[Any]):
     """A dataset repeated `times` times in each epoch.
 
-    Use it for small datasets, because starting an epoch is expensive. Each repeat of a sample is augmented differently:
-    repeat r in epoch e is seeded with the epoch e * times + r.
+    This is useful for small datasets, because starting an epoch is expensive. Each repeat of a sample is augmented
+    differently: repeat r in epoch e uses the seed of epoch `e * times + r`.
 
     Args:
         dataset: a dataset, or a dict from which `DATASETS` builds it.
@@ -111,16 +111,16 @@ class AtLeast(RepeatDataset):
 
 @DATASETS.register_module()
 class ClassBalancedDataset(Dataset[Any]):
-    """A dataset that repeats samples with rare classes (Gupta et al. 2019, LVIS).
+    """A dataset that repeats samples that contain rare classes (Gupta et al. 2019, LVIS).
 
-    If f(c) is the fraction of samples that contain class c, and t is the threshold, a sample occurs
-    `ceil(max over its classes c of max(1, sqrt(t / f(c))))` times. Repeats are consecutive and augmented
+    Let f(c) be the fraction of samples that contain class c, and t the threshold. Each sample then occurs
+    `ceil(max over its classes c of max(1, sqrt(t / f(c))))` times per epoch. Repeats are consecutive and augmented
     differently.
 
     Args:
         dataset: a dataset with `get_cat_ids(index)`, which returns the class ids of a sample, or a dict from which
-            `DATASETS` builds it. The method is called once for each sample, at construction.
-        oversample_thr: the threshold t; classes with f(c) >= t are not repeated.
+            `DATASETS` builds it. The method is called once per sample, at construction.
+        oversample_thr: the threshold t; samples whose classes all have f(c) >= t are not repeated.
 
     Raises:
         DataError: the dataset has no `get_cat_ids`.
@@ -173,7 +173,7 @@ def _cat_ids(dataset: Any, index: int) -> list[int]:
 
 def _check_index(index: int, length: int) -> None:
     if not 0 <= index < length:
-        raise IndexError(f"sample {int(index)} is out of range; samples are 0 to {length - 1}")
+        raise IndexError(f"sample index {int(index)} is out of range; use 0 to {length - 1}")
 
 
 def _inner_index(index: int, to: int, repeat: int = 0, times: int = 1) -> SampleIndex:

@@ -21,8 +21,8 @@ class CropRegion:
     """A crop region of the resized image: the source is resized, cropped, placed on a canvas, then mirrored.
 
     Sizes are (width, height), and boxes are (left, top, right, bottom). The methods `resized`, `padded`, `cropped` and
-    `flipped` return the region after one more transform. The first two return None if a single region cannot represent
-    the result; the sample must then be rendered first.
+    `flipped` return the region with an additional transform. The first two return None if a single region cannot
+    represent the result; the sample must then be rendered first.
     """
 
     source: Pair
@@ -44,24 +44,24 @@ class CropRegion:
 
     @classmethod
     def whole(cls, mask: Pixels) -> CropRegion:
-        """Return the region that covers the whole source of this mask, without changes."""
+        """Return the region that leaves a sample with this mask unchanged."""
         height, width = mask.shape
         return cls((width, height), (width, height), (0, 0, width, height), (width, height), (0, 0))
 
     @property
     def is_whole(self) -> bool:
-        """Whether the region is the whole source, not resized and not padded; it may be mirrored."""
+        """Whether the region covers the whole source without resizing or padding; it may be mirrored."""
         return self.scaled == self.canvas == self.source and self.box == (0, 0, *self.source)
 
     @property
     def image_box(self) -> Box:
-        """Box of the canvas without padding."""
+        """Box of the image on the canvas, without the padding."""
         width, height = self.box[2] - self.box[0], self.box[3] - self.box[1]
         left = self.canvas[0] - self.offset[0] - width if self.mirrored else self.offset[0]
         return left, self.offset[1], left + width, self.offset[1] + height
 
     def resized(self, size: Pair) -> CropRegion | None:
-        """Return the region, resized to `size`."""
+        """Return the region resized to `size`."""
         if size == self.canvas:
             return self
         if not self.is_whole:
@@ -71,7 +71,7 @@ class CropRegion:
         )
 
     def padded(self, left: int, top: int, size: Pair, fill: tuple[int, int, int, int]) -> CropRegion | None:
-        """Return the region on a larger canvas, with `left` and `top` pixels of padding."""
+        """Return the region padded to `size`, with `left` pixels on the left and `top` pixels at the top."""
         if self.fill not in (None, fill):
             return None
         if self.mirrored:
@@ -79,7 +79,7 @@ class CropRegion:
         return replace(self, canvas=size, offset=(self.offset[0] + left, self.offset[1] + top), fill=fill)
 
     def cropped(self, left: int, top: int, size: Pair) -> CropRegion:
-        """Return the region, cropped to a rectangle."""
+        """Return the region cropped to a rectangle of `size` at (`left`, `top`)."""
         if self.mirrored:
             left = self.canvas[0] - size[0] - left
         x, box_left, box_right = _crop_axis(self.offset[0], self.box[0], self.box[2], left, size[0])
@@ -88,7 +88,7 @@ class CropRegion:
         return replace(self, box=box, canvas=size, offset=(x, y))
 
     def flipped(self) -> CropRegion:
-        """Return the region, mirrored left to right."""
+        """Return the region mirrored left to right."""
         return replace(self, mirrored=not self.mirrored)
 
     def rendered(self, sample: Sample) -> Sample:
@@ -149,7 +149,7 @@ class Geometric(ABC):
 
 
 def _crop_axis(offset: int, first: int, last: int, start: int, length: int) -> tuple[int, int, int]:
-    """Return, along one axis, the new (offset, first, last) of the pixels [first, last) after a crop."""
+    """Crop one axis; return the new (offset, first, last) of the visible pixels [first, last)."""
     hidden = max(0, start - offset)
     offset = max(0, offset - start)
     first = min(first + hidden, last)

@@ -1,15 +1,15 @@
 """Device transforms: color changes and normalization of a batch of images on the device.
 
 A dataset does not compute these transforms. It draws their parameters and adds them to each sample, under the key
-`finish`, as float32 (K,). K determines the layout, so no value has to be read from the device:
+`finish`, as a float32 tensor of shape (K,). K determines the layout, so no value has to be read from the device:
 
     13  colors:    left, top, right, bottom of the image without its padding, then three stages of (f, s, c)
      6  affine:     scale and shift of red, green, blue
     19  both, in this order
 
 A stage maps x, in the range 0 to 255, to `f * x + s * gray + c * mean`, clamped to 0..255, where gray is the pixel's
-brightness (ITU-R 601) and mean is the mean of gray. As in torchvision, brightness is (f, 0, 0), saturation
-(f, 1 - f, 0), contrast (f, 0, 1 - f) and the identity (1, 0, 0).
+brightness (ITU-R 601) and mean is the mean of gray. As in torchvision, a brightness change is (f, 0, 0),
+a saturation change is (f, 1 - f, 0), a contrast change is (f, 0, 1 - f), and the identity is (1, 0, 0).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 COLORS, AFFINE = 13, 6
-"""Numbers of color parameters and affine parameters."""
+"""Number of color parameters and number of affine parameters."""
 _STAGES = 3
 _GRAY = (0.299, 0.587, 0.114)
 
@@ -40,8 +40,8 @@ _GRAY = (0.299, 0.587, 0.114)
 def transform_images(inputs: Tensor, params: Tensor) -> Tensor:
     """Return the transformed images, float32 (N, 3, H, W).
 
-    Color changes do not affect the padding, and the mean of a contrast change excludes it. Unlike in Pillow and
-    torchvision, intermediate results are not rounded to integers.
+    Color changes do not affect the padding, and contrast changes exclude the padding from the mean. Unlike in Pillow
+    and torchvision, intermediate results are not rounded to integers.
 
     Args:
         inputs: uint8 or float (N, 3, H, W), in the range 0 to 255.
@@ -58,7 +58,7 @@ def transform_images(inputs: Tensor, params: Tensor) -> Tensor:
             "of shape (N, 3, H, W)"
         )
     images = torch.empty_like(inputs, dtype=torch.float32)
-    # On the CPU, processing one image at a time keeps it in the cache and takes half the time.
+    # On the CPU, processing one image at a time keeps the image in the cache and takes half the time.
     one_by_one = images.device.type == "cpu" and not torch.compiler.is_compiling()
     size = 1 if one_by_one else max(1, len(images))
     for outputs, images_in, rows in zip(
@@ -76,7 +76,7 @@ def transform_images(inputs: Tensor, params: Tensor) -> Tensor:
 def apply_device_transforms(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Apply the parameters in `finish` to `inputs`; return the batch without `finish`.
 
-    A batch without `finish` is returned unchanged. Instead of a tensor, `inputs` may be a list of images (3, H, W).
+    A batch without `finish` is returned unchanged. `inputs` may also be a list of (3, H, W) images.
     """
     rest = dict(batch)
     if "inputs" not in rest or "finish" not in rest:
@@ -97,19 +97,19 @@ def normalizes(batch: Mapping[str, Any]) -> bool:
 def check_same_params(samples: Sequence[Any]) -> None:
     """Raise a DataError if the number of device transform parameters differs between the samples.
 
-    Otherwise, collating would fail or silently drop the parameters.
+    Without this check, collating would fail or silently drop the parameters.
     """
     params = [sample.get("finish") if isinstance(sample, Mapping) else None for sample in samples]
     if len({getattr(row, "shape", None) for row in params}) > 1:
         raise DataError(
             "a batch mixes samples with and without color changes (SegColorJitter) or normalization (SegStandardize, "
-            "SegNormalize, ToTensor); use the same ones in the transforms of all datasets, or normalize in the data "
+            "SegNormalize, ToTensor); use the same steps in the transforms of all datasets, or normalize in the data "
             "preprocessor"
         )
 
 
 def _color(images: Tensor, params: Tensor) -> None:
-    """Run the three stages in place, which halves the time on the CPU; `params` is (N, 13, 1, 1, 1)."""
+    """Run the three stages in place, which takes half the time on the CPU; `params` has shape (N, 13, 1, 1, 1)."""
     inside = _inside(images, params[:, :4, 0])
     pixels = inside.sum((-2, -1), keepdim=True).clamp(min=1)
     for stage in range(_STAGES):
@@ -122,7 +122,7 @@ def _color(images: Tensor, params: Tensor) -> None:
 
 
 def _inside(images: Tensor, rectangle: Tensor) -> Tensor:
-    """Return 1 inside the rectangle and 0 in the padding, float32 (N, 1, H, W); `rectangle` is (N, 4, 1, 1)."""
+    """Return a float32 mask (N, 1, H, W): 1 inside `rectangle` (N, 4, 1, 1), and 0 in the padding."""
     left, top, right, bottom = rectangle[:, :, None].unbind(1)
     row = torch.arange(images.shape[-2], device=images.device).view(1, 1, -1, 1)
     column = torch.arange(images.shape[-1], device=images.device).view(1, 1, 1, -1)

@@ -1,11 +1,11 @@
 """Transforms for image-mask pairs, named as in SuperGradients.
 
-A transform is called with a sample, `{"image": uint8 (H, W, 3), "mask": uint8 (H, W)}`, and the sample's generator,
-and returns a new sample. Sizes are (width, height), as in SuperGradients' recipes. Images are resampled bilinearly
-(with Pillow's antialiasing when they shrink), and masks with nearest-neighbor interpolation.
+A transform is called with a sample, `{"image": uint8 (H, W, 3), "mask": uint8 (H, W)}`, and the sample's random
+generator, and returns a new sample. Sizes are (width, height), as in SuperGradients' recipes. Images are resampled
+bilinearly (with Pillow's antialiasing when they shrink), and masks with nearest-neighbor interpolation.
 
-A dataset does not call the transforms one by one. It composes those that move pixels into one `CropRegion`, and the
-device applies color changes and normalization (`pipeline.py`).
+A dataset does not call the transforms one by one. It composes the geometric transforms into one `CropRegion`. Color
+changes and normalization run on the device (see `pipeline.py`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SegRandomFlip(Geometric):
 
 @TRANSFORMS.register_module()
 class SegResize(Geometric):
-    """Resize the image and the mask to `h` x `w` pixels, without keeping the aspect ratio.
+    """Resize the image and the mask to `h` x `w` pixels, without preserving the aspect ratio.
 
     Raises:
         ConfigError: a side is less than 1.
@@ -68,16 +68,16 @@ class SegResize(Geometric):
         self.h, self.w = h, w
 
     def update_region(self, region: CropRegion, rng: np.random.Generator) -> CropRegion | None:
-        """Return the region, resized."""
+        """Return the resized region."""
         return region.resized((self.w, self.h))
 
 
 @TRANSFORMS.register_module()
 class SegRescale(Geometric):
-    """Scale the image and the mask by a factor, or to a given length of the short or long side.
+    """Scale the image and the mask by a factor, or so that the short or long side has a given length.
 
     Exactly one of the three arguments is required. Sides are rounded down to whole pixels, as in SuperGradients. The
-    side that `short_size` or `long_size` sets has exactly this length.
+    side set by `short_size` or `long_size` has exactly that length.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class SegRescale(Geometric):
         values = [value for value in (scale_factor, short_size, long_size) if value is not None]
         if len(values) != 1 or values[0] <= 0:
             raise ConfigError(
-                "SegRescale requires exactly one of scale_factor, short_size and long_size, with a value above 0; "
+                "SegRescale requires exactly one of scale_factor, short_size and long_size, with a positive value; "
                 f"got scale_factor={scale_factor}, short_size={short_size}, long_size={long_size}"
             )
         self.scale_factor, self.short_size, self.long_size = scale_factor, short_size, long_size
 
     def update_region(self, region: CropRegion, rng: np.random.Generator) -> CropRegion | None:
-        """Return the region, scaled."""
+        """Return the scaled region."""
         if self.scale_factor is not None:
             return _rescaled(region, self.scale_factor)
         if self.short_size is not None:
@@ -126,16 +126,16 @@ class SegRandomRescale(Geometric):
 
 @TRANSFORMS.register_module()
 class SegPadShortToCropSize(Geometric):
-    """Pad the sides of the image and the mask that are shorter than the crop; longer sides do not change.
+    """Pad the image and the mask along each dimension that is smaller than the crop.
 
     Args:
         crop_size: (width, height), or one number for both.
         fill_mask: class id of the padding, usually the dataset's `ignore_index`. There is no default, because 0,
             SuperGradients' default, is a class in many datasets (road in Cityscapes), and the network would
             silently learn to predict that class for the padding.
-        fill_image: gray value, or [r, g, b], of the padding.
-        padding_mode: 'center' pads both sides equally (an odd pixel goes to the top or left), as SuperGradients
-            does; 'random' places the image at a random position.
+        fill_image: color of the padding, a gray value or [r, g, b].
+        padding_mode: 'center' pads both sides equally (an odd pixel goes to the top or left), as in SuperGradients;
+            'random' places the image at a random position.
     """
 
     def __init__(
@@ -166,13 +166,13 @@ class SegPadShortToCropSize(Geometric):
 
 @TRANSFORMS.register_module()
 class SegPadToDivisible(Geometric):
-    """Pad the image and the mask on the right and at the bottom, so that both sides are multiples of a number.
+    """Pad the image and the mask on the right and at the bottom, so that both sides are multiples of `divisible_value`.
 
     Args:
-        divisible_value: the number, at least 1.
+        divisible_value: the divisor, at least 1.
         fill_mask: class id of the padding, usually the dataset's `ignore_index`. The default is 0, as in
             SuperGradients.
-        fill_image: gray value, or [r, g, b], of the padding.
+        fill_image: color of the padding, a gray value or [r, g, b].
 
     Raises:
         ConfigError: a value is out of range.
@@ -185,7 +185,7 @@ class SegPadToDivisible(Geometric):
         self.fill = read_fill(fill_mask, fill_image)
 
     def update_region(self, region: CropRegion, rng: np.random.Generator) -> CropRegion | None:
-        """Return the region, padded."""
+        """Return the padded region."""
         width, height = (side + -side % self.divisible_value for side in region.canvas)
         if (width, height) == region.canvas:
             return region
@@ -210,7 +210,7 @@ class SegCropImageAndMask(Geometric):
         self.mode = _one_of("mode", mode, ("random", "center"))
 
     def update_region(self, region: CropRegion, rng: np.random.Generator) -> CropRegion:
-        """Return the region, cropped."""
+        """Return the cropped region."""
         width, height = region.canvas
         spare_y, spare_x = height - self.crop_size[1], width - self.crop_size[0]
         if spare_y < 0 or spare_x < 0:
@@ -229,8 +229,8 @@ class SegCropImageAndMask(Geometric):
 class SegColorJitter:
     """Change the brightness, contrast and saturation of the image in random order, like torchvision's `ColorJitter`.
 
-    For a factor f, a brightness change is `f * image`, a contrast change is `f * image + (1 - f) * g`, where g is the
-    mean of the gray values (ITU-R 601), and a saturation change is `f * image + (1 - f) * gray`. Results are clamped to
+    For a factor f, a brightness change returns `f * image`, a contrast change `f * image + (1 - f) * g`, where g is the
+    mean of the gray values (ITU-R 601), and a saturation change `f * image + (1 - f) * gray`. Results are clamped to
     0..255. On the CPU, Pillow also rounds g and the gray values to integers, and rounds results down.
 
     Args:
@@ -249,13 +249,13 @@ class SegColorJitter:
         self.saturation = _factors("saturation", saturation)
 
     def draw(self, rng: np.random.Generator) -> list[tuple[int, float]]:
-        """Return (kind, factor) pairs in random order; the kinds are 0: brightness, 1: contrast, 2: saturation."""
+        """Return (kind, factor) pairs in random order; kinds are 0 (brightness), 1 (contrast) and 2 (saturation)."""
         bounds = (self.brightness, self.contrast, self.saturation)
         order = [i for i in rng.permutation(len(bounds)).tolist() if bounds[i] != (1, 1)]
         return [(i, rng.uniform(*bounds[i])) for i in order]
 
     def __call__(self, sample: Sample, rng: np.random.Generator) -> Sample:
-        """Return the sample with changed colors and the same mask."""
+        """Return the sample with a color-jittered image and an unchanged mask."""
         with extra("images"):
             from PIL import Image, ImageEnhance
 
@@ -267,11 +267,11 @@ class SegColorJitter:
 
 
 class Affine(ABC):
-    """Base class for transforms of the form `image * scale + shift`, which come last in a dataset's list."""
+    """Base class for transforms of the form `image * scale + shift`, which come last in a dataset's transforms."""
 
     @abstractmethod
     def compose(self, scale: Channels, shift: Channels) -> tuple[Channels, Channels]:
-        """Return the scale and shift, float64 (3,), of the given affine transform followed by this one."""
+        """Return the scale and shift, float64 (3,), of the given affine transform followed by this transform."""
 
     def __call__(self, sample: Sample, rng: np.random.Generator) -> dict[str, np.ndarray[Any, Any]]:
         """Return the sample with a float32 image."""
@@ -297,7 +297,7 @@ class SegStandardize(Affine):
 class SegNormalize(Affine):
     """Subtract `mean` and divide by `std`, one number per channel.
 
-    The input range is 0 to 1 after SegStandardize, otherwise 0 to 255.
+    The input range is 0 to 1 after SegStandardize, and 0 to 255 otherwise.
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
@@ -309,7 +309,7 @@ class SegNormalize(Affine):
         self.mean, self.std = np.array(mean, float), np.array(std, float)
 
     def compose(self, scale: Channels, shift: Channels) -> tuple[Channels, Channels]:
-        """Return the scale and shift, normalized."""
+        """Return the scale and shift after normalization."""
         return scale / self.std, (shift - self.mean) / self.std
 
 
@@ -339,7 +339,7 @@ class SegConvertToTensor:
 
 
 def read_fill(fill_mask: int, fill_image: int | Sequence[int]) -> tuple[int, int, int, int]:
-    """Return the red, green and blue values and the class id of pixels outside the image.
+    """Return the red, green and blue values and the class id for pixels outside the image.
 
     Raises:
         ConfigError: a value is not between 0 and 255.
@@ -387,7 +387,5 @@ def _factors(name: str, value: float | Sequence[float]) -> tuple[float, float]:
     else:
         bounds = list(value)
     if len(bounds) != 2 or not 0 <= bounds[0] <= bounds[1]:
-        raise ConfigError(
-            f"{name} must be a number that is at least 0, or [smallest, largest], got {value!r}"
-        )
+        raise ConfigError(f"{name} must be a non-negative number or [smallest, largest], got {value!r}")
     return bounds[0], bounds[1]

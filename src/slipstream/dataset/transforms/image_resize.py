@@ -51,7 +51,7 @@ class Resize:
 class CenterCrop:
     """Crop the center of an image. Smaller images are padded with zeros first.
 
-    If a margin is odd, half of it is rounded to the nearest even number, as in torchvision.
+    If a margin is odd, half of the margin is rounded to the nearest even integer, as in torchvision.
 
     Args:
         size: (height, width), or one number for both.
@@ -76,7 +76,7 @@ class RandomResizedCropAndInterpolation:
     """Crop a random box and resize it to a fixed size.
 
     The area of the box is a uniformly random fraction of the image, and the logarithm of its aspect ratio is uniformly
-    random. If none of ten boxes fits in the image, the largest centered box with an allowed aspect ratio is used.
+    random. If ten random boxes do not fit in the image, the largest centered box with an allowed aspect ratio is used.
 
     Args:
         size: (height, width) of the result, or one number for both.
@@ -95,7 +95,7 @@ class RandomResizedCropAndInterpolation:
         self.size = _pair("size", size)
         for name, bounds in (("scale", scale), ("ratio", ratio)):
             if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
-                raise ConfigError(f"must be the smallest and the largest value, not {bounds!r}", name)
+                raise ConfigError(f"must be [smallest, largest], with positive values, not {bounds!r}", name)
         self.scale, self.ratio = (scale[0], scale[1]), (ratio[0], ratio[1])
         self.filters = _RANDOM if interpolation == "random" else (_filter(interpolation),)
 

@@ -1,8 +1,8 @@
 """Transforms for images without masks, named as in torchvision.
 
-Transforms that move pixels are called with an image, uint8 (3, H, W), and the sample's generator, and return a new
-image. `ToTensor` and `Normalize` run on the device: a dataset adds their parameters to the sample as `finish`, and the
-data preprocessor applies them to a whole batch.
+Transforms that move pixels are called with an image, uint8 (3, H, W), and the sample's random generator, and return a
+new image. `ToTensor` and `Normalize` run on the device: a dataset adds their parameters to the sample as `finish`, and
+the data preprocessor applies them to a whole batch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RandomCrop:
                 f"cannot crop {self.size} (height, width) from an image of size {(height, width)} with padding="
                 f"{self.padding}; reduce size or increase padding"
             )
-        # Position of the crop relative to the image's corner.
+        # Position of the crop relative to the top-left corner of the image.
         top, left = (
             int(rng.integers(spare_y + 1)) - self.padding,
             int(rng.integers(spare_x + 1)) - self.padding,
@@ -87,7 +87,7 @@ class ToTensor:
 
 @TRANSFORMS.register_module()
 class Normalize:
-    """Subtract `mean` and divide by `std`, one number per channel, on the device. `ToTensor` must precede it."""
+    """Subtract `mean` and divide by `std`, one number per channel, on the device. Must follow `ToTensor`."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
@@ -107,7 +107,7 @@ def read_transforms(
     are no device transforms.
 
     Raises:
-        ConfigError: `Normalize` does not follow `ToTensor`, or a transform that moves pixels follows them.
+        ConfigError: `Normalize` does not follow `ToTensor`, or a transform that moves pixels follows one of them.
     """
     built: list[Any] = [TRANSFORMS.build(t) if isinstance(t, Mapping) else t for t in transforms]
     kinds = [type(t) for t in built]

@@ -1,4 +1,4 @@
-"""Apply a list of transforms to a sample: one crop-resize on the CPU, colors and normalization on the device."""
+"""Apply a list of transforms to a sample: one crop-resize on the CPU; color changes and normalization on the device."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ def apply_transforms(
     The keys are `inputs`, uint8 (3, H, W), `targets`, uint8 (H, W), and, if the transforms end with color jitter or
     normalization, `finish`, the float32 parameters of `slipstream.dataset.transforms.device_transforms`. Random
     numbers are drawn in the order of the transforms. Color changes do not affect the padding. Contrast changes use the
-    mean of the visible pixels. A jitter that precedes a custom function or another jitter runs on the CPU, with Pillow.
+    mean of the visible pixels. A color jitter that precedes a custom transform or another color jitter runs on the CPU
+    with Pillow.
 
     Raises:
-        DataError: the sample, or the result of a custom function, has the wrong dtype or shape.
+        DataError: the sample, or the output of a custom transform, has the wrong dtype or shape.
         ConfigError: see `check_transforms`.
     """
     return compose(transforms, sample, rng, name).packed()
@@ -82,7 +83,7 @@ def check_transforms(transforms: Sequence[Transform]) -> None:
 
 
 def normalization(transforms: Sequence[Transform]) -> Floats | None:
-    """Return the normalization at the end of the transforms, float32 (6,): the scale and shift of each channel."""
+    """Return the scale and shift of each channel, float32 (6,), of the final normalization, or None without it."""
     plan = _read(transforms)
     return _affine(plan.affine) if plan.affine else None
 
@@ -90,7 +91,7 @@ def normalization(transforms: Sequence[Transform]) -> Floats | None:
 @dataclass(frozen=True)
 class _Plan:
     pixels: Sequence[Transform]
-    """Transforms of the uint8 pixels."""
+    """Transforms that are applied to the uint8 pixels."""
     deferred: int
     """Position of the color jitter that runs on the device, or -1 if there is none."""
     affine: Sequence[Affine]
@@ -138,7 +139,7 @@ def _whole_region(sample: Sample, name: str) -> CropRegion:
 
 
 def _colors(region: CropRegion, changes: Sequence[tuple[int, float]]) -> Floats:
-    """Return the color parameters: the image's rectangle without padding, and the three stages."""
+    """Return the color parameters: the rectangle of the image without padding, and the three stages."""
     stages = np.array([[1, 0, 0]] * 3, np.float32)
     for stage, (kind, factor) in zip(stages, changes, strict=False):
         stage[:] = factor, (1 - factor) * (kind == 2), (1 - factor) * (kind == 1)

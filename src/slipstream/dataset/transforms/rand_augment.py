@@ -21,9 +21,9 @@ _WEIGHTS = {
     "Sharpness": 0.025, "AutoContrast": 0.025, "Solarize": 0.005, "SolarizeAdd": 0.005, "Contrast": 0.005,
     "Brightness": 0.005, "Equalize": 0.005, "Posterize": 0.0, "Invert": 0.0,
 }  # fmt: skip
-"""Probability of each operation with `w0`. Without it, all operations have the same probability."""
+"""Probability of each operation with `w0`. Without `w0`, all operations have the same probability."""
 _SIGNED = {"Rotate": 30.0, "ShearX": 0.3, "ShearY": 0.3, "TranslateXRel": 0.45, "TranslateYRel": 0.45}
-"""The operations whose argument has a random sign, and its absolute value at the largest magnitude."""
+"""Operations whose argument has a random sign, with the absolute value of the argument at maximum magnitude."""
 _ENHANCE = ("Color", "Contrast", "Brightness", "Sharpness")
 
 
@@ -34,9 +34,9 @@ class RandAugmentTransform:
     Args:
         config_str: `rand`, followed by sections separated by `-`: `m` and the magnitude (default: 10), `n` and the
             number of operations (default: 2), `mstd` and the standard deviation of the magnitude (default: 0; `inf`
-            means uniformly random up to the magnitude), `inc1` for operations that all become stronger with the
-            magnitude, and `w0` for fixed probabilities of the operations. Example: `rand-m9-n3-mstd0.5`.
-        crop_size: ignored; translations are relative to the size of the image.
+            means uniformly random up to the magnitude), `inc1` to make every operation stronger as the magnitude
+            increases, and `w0` for fixed probabilities of the operations. Example: `rand-m9-n3-mstd0.5`.
+        crop_size: ignored; translations are relative to the image size.
         img_mean: color of the pixels outside the image, three numbers between 0 and 1.
 
     Raises:
@@ -62,7 +62,7 @@ class RandAugmentTransform:
             )
 
     def __call__(self, image: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
-        """Return the image, uint8 (3, H, W), after the operations."""
+        """Return the augmented image, uint8 (3, H, W)."""
         with extra("images"):
             from PIL import Image
 
@@ -123,7 +123,7 @@ def _sections(text: str) -> dict[str, str]:
         match = re.fullmatch(r"(mstd|inc|m|n|w)(\d+(?:\.\d+)?|inf)", section)
         if match is None:
             raise ConfigError(
-                f"'{section}' is not one of m, n, mstd, inc and w, followed by a number", "config_str"
+                f"invalid section '{section}'; use m, n, mstd, inc or w, followed by a number", "config_str"
             )
         found[match[1]] = match[2]
     if first != "rand":

@@ -19,20 +19,20 @@ Pixels: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 Pair: TypeAlias = tuple[int, int]
 Box: TypeAlias = tuple[int, int, int, int]
 
-_MAX_OVERHEAD = 2  # torch resizes a pixel more than twice as fast as Pillow
+_MAX_OVERHEAD = 2  # per pixel, torch is more than twice as fast as Pillow
 
 
 def bilinear(image: Pixels, scaled: Pair, box: Box) -> Pixels:
-    """Return a box of the image resized to `scaled`, uint8 (h, w, 3); the result may be a view.
+    """Return a box of the image resized to `scaled`, uint8 (h, w, 3). The result may be a view.
 
-    The result equals the same box of the whole image resized by Pillow (with antialiasing when the image shrinks),
+    The result matches the same box of the whole image resized by Pillow (with antialiasing when the image shrinks),
     except for rounding differences of at most one gray level (rarely two, in noisy images). Only the source pixels that
-    affect the box are read, and in some cases also those between the box and the nearest edges.
+    affect the box are read and, in some cases, the pixels between the box and the nearest edges.
 
     Args:
         image: uint8 (H, W, 3).
         scaled: (width, height).
-        box: (left, top, right, bottom) in the resized image; not empty.
+        box: (left, top, right, bottom) in the resized image; must not be empty.
     """
     height, width = image.shape[:2]
     left, top, right, bottom = box
@@ -51,7 +51,7 @@ def nearest(mask: Pixels, scaled: Pair, box: Box, mirrored_first: bool) -> Pixel
     Args:
         mask: uint8 (H, W).
         scaled: (width, height).
-        box: (left, top, right, bottom) in the resized mask; not empty.
+        box: (left, top, right, bottom) in the resized mask; must not be empty.
         mirrored_first: whether to mirror the mask before resizing and again afterwards. Ties are then resolved
             to the right.
     """
@@ -81,8 +81,8 @@ class _Axis:
     def needed(self) -> tuple[int, int]:
         """Range of source pixels that affect the output pixels.
 
-        The filter extends one pixel to each side, in source or output pixels, whichever is larger; one more source
-        pixel allows for rounding.
+        The filter extends one pixel to each side, in source or output pixels, whichever is larger; one
+        additional source pixel accounts for rounding.
         """
         reach = max(1.0, self.source / self.scaled) + 1
         begin, end = self.first * self.source / self.scaled, self.last * self.source / self.scaled
@@ -150,8 +150,8 @@ def _by_pillow(image: Pixels, x: _Axis, y: _Axis) -> Pixels:
 def _nearest_indices(source: int, scaled: int) -> np.ndarray[Any, np.dtype[np.intp]]:
     """Return the source pixel that Pillow selects for each resized pixel.
 
-    Pillow accumulates the distance between pixels instead of multiplying it; the rounding of this sum determines the
-    neighbor for a position halfway between two pixels.
+    Pillow adds the distance between pixels repeatedly instead of multiplying it. For a position halfway between two
+    pixels, the rounding error of this sum determines which neighbor is selected.
     """
     distances = np.full(scaled, source / scaled)
     distances[0] /= 2

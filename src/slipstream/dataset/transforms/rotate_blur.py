@@ -17,14 +17,14 @@ __all__ = ["SegRandomGaussianBlur", "SegRandomRotate"]
 
 @TRANSFORMS.register_module()
 class SegRandomRotate:
-    """Rotate the image and the mask around their center, counterclockwise, by an angle drawn uniformly.
+    """Rotate the image and the mask counterclockwise around their center by a uniformly random angle.
 
-    The size does not change. The image is resampled bilinearly, and the mask with nearest-neighbor interpolation.
+    The image size does not change. The image is resampled bilinearly, and the mask with nearest-neighbor interpolation.
 
     Args:
         min_deg, max_deg: range of the angle in degrees.
         fill_mask: class id of the pixels outside the image, usually the dataset's `ignore_index`.
-        fill_image: gray value, or [r, g, b], of these pixels.
+        fill_image: color of these pixels, a gray value or [r, g, b].
 
     Raises:
         ConfigError: the range is empty, or a fill value is not between 0 and 255.

@@ -1,7 +1,7 @@
 """Communication hooks for DDP that compress gradients: half precision and low-rank factors (PowerSGD).
 
-PyTorch's hooks are not used: the bfloat16 hook requires a CUDA build, and the PowerSGD hook waits inside callbacks on
-gloo's threads, which deadlocks with several buckets. The PowerSGD hook also stores its state by bucket, so the state
+PyTorch's own hooks are not used: the bfloat16 hook requires a CUDA build, and the PowerSGD hook waits inside callbacks
+on gloo's threads, which deadlocks with several buckets. The PowerSGD hook also stores its state by bucket, so the state
 cannot be saved in a checkpoint.
 """
 
@@ -30,13 +30,13 @@ _KINDS = (*_HALVES, "powersgd")
 
 @dataclass(frozen=True)
 class PowerSGDOptions:
-    """Options of `comm_hook=dict(type='powersgd', ...)`."""
+    """Options for `comm_hook=dict(type='powersgd', ...)`."""
 
     rank: int = 2
     """Number of columns in each factor; a matrix (n, m) is sent as (n + m) * rank values."""
     start_step: int = 1000
-    """Number of initial steps with exact gradients, because compressing early gradients harms training. About 10% of
-    all steps is a good value."""
+    """Number of initial steps with exact gradients, because compressing gradients early in training is harmful. About
+    10% of all steps is a good value."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -46,7 +46,7 @@ class PowerSGDOptions:
 
 
 class HalfPrecision:
-    """Send gradients as bfloat16 or float16, dividing them first by the number of ranks to avoid overflow."""
+    """Send gradients as bfloat16 or float16, after dividing them by the number of ranks to avoid overflow."""
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         self.group = group
@@ -63,7 +63,8 @@ class PowerSGD:
 
     A gradient (n, ...) is treated as a matrix (n, m). It is sent uncompressed unless the factors are smaller than half
     its size. The approximation error is added to the next gradient (error feedback), and the factor of each step is the
-    starting point of the next power iteration. The two small all-reduces of each bucket do not overlap with backward.
+    starting point of the next power iteration. The two small all-reduces per bucket do not overlap with the backward
+    pass.
 
     Args:
         group: process group.
@@ -150,7 +151,7 @@ class PowerSGD:
         return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step, each rank's errors (on rank 0) and the factors; every rank must call this."""
+        """Return the step, each rank's errors (on rank 0) and the factors; every rank must call this method."""
         errors = gather_named_tensors(self.errors, self.group)
         return {"step": self.step, "errors": errors, "factors": dict(self.factors)}
 
@@ -172,7 +173,7 @@ class PowerSGD:
         """Check that the errors and factors in `state_dict` belong to this model.
 
         Raises:
-            CheckpointError: if no parameter has one of the names, or a shape differs.
+            CheckpointError: if a name does not match any parameter, or a shape differs.
         """
         errors = [(name, tensor, 0) for of_rank in state_dict["errors"] for name, tensor in of_rank.items()]
         for name, tensor, first in [*errors, *((*item, 1) for item in state_dict["factors"].items())]:
@@ -203,7 +204,7 @@ def make_comm_hook(
     if kind == "powersgd":
         return PowerSGD(group, module.named_parameters(), options(PowerSGDOptions, rest, "comm_hook"))
     if rest:
-        raise ConfigError(f"'{kind}' has no options, but got {sorted(rest)}; remove them", "comm_hook")
+        raise ConfigError(f"'{kind}' accepts no options, but got {sorted(rest)}; remove them", "comm_hook")
     return HalfPrecision(group, _HALVES[kind])
 
 
@@ -212,7 +213,7 @@ def run_comm_hook(state: HalfPrecision | PowerSGD, bucket: GradBucket) -> torch.
     return state(bucket)
 
 
-run_comm_hook.__annotations__.clear()  # DDP compares annotations with classes, but these are strings
+run_comm_hook.__annotations__.clear()  # DDP compares annotations with classes, but these annotations are strings
 
 
 def _mean(buffer: Tensor, scaled: Tensor, group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
@@ -229,7 +230,7 @@ def _matrix(tensor: Tensor) -> tuple[int, int]:
 
 
 def _working(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of the computation; QR does not support half precision."""
+    """Return the dtype used for computation; QR does not support half precision."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

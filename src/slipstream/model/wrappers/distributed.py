@@ -105,9 +105,9 @@ class MMDistributedDataParallel(DistributedDataParallel):
 
 @MODEL_WRAPPERS.register_module()
 class MMSeparateDistributedDataParallel(BaseModel):
-    """Wrap each trainable child with DDP separately, for models that train their children alternately (GANs).
+    """Wrap each trainable child with DDP separately, for models that train their children alternately (such as GANs).
 
-    The model overrides `train_step(data, optim_wrapper)`, which calls the children.
+    The model must override `train_step(data, optim_wrapper)` and call the children in this method.
     """
 
     def __init__(self, module: nn.Module, broadcast_buffers: bool = False, **kwargs: Any) -> None:
@@ -135,7 +135,7 @@ class MMSeparateDistributedDataParallel(BaseModel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Disable gradient synchronization of every child."""
+        """Disable gradient synchronization for every child."""
         with ExitStack() as stack:
             for child in self.module.children():
                 if isinstance(child, DistributedDataParallel):

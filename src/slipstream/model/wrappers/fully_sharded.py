@@ -42,27 +42,27 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # these modules are never called, 
 
 @dataclass(frozen=True)
 class FullyShardedOptions:
-    """Options of `MMFullyShardedDataParallel` and of `parallel=dict(type='fsdp2', ...)`."""
+    """Options for `MMFullyShardedDataParallel` and for `parallel=dict(type='fsdp2', ...)`."""
 
     shard_size: int | Literal["machine"] | None = None
     """Number of processes that share one copy of the model: all processes (None), those on one machine ('machine'), or
-    a number. With fewer than all processes, each group stores a copy and gathers weights within the group (hybrid
-    sharding, HSDP)."""
+    a number. If this is less than the world size, each group of processes stores a copy of the model and gathers
+    weights within the group (hybrid sharding, HSDP)."""
     wrap: list[str] = field(default_factory=list)
     """Class names of the blocks that are gathered separately. The default is all repeated blocks with at least 262,144
     parameters. Repeated blocks are children of a `ModuleList` or `Sequential` that have children themselves, and whose
     class occurs at least twice in the container."""
     min_params: int | None = None
-    """Alternative to `wrap`: gather the smallest modules with at least this number of parameters separately."""
+    """Alternative to `wrap`: separately gather the smallest modules with at least this many parameters."""
     param_dtype: Literal["bf16"] | None = None
-    """Dtype of gathered weights, forward and backward; floating-point inputs are also cast. The shards, the optimizer
-    and BatchNorm keep the model's dtype."""
+    """Dtype of gathered weights and of the forward and backward passes; floating-point inputs are also cast. The
+    shards, the optimizer and BatchNorm keep the model's dtype."""
     reduce_dtype: Literal["bf16", "fp32"] = "fp32"
-    """Dtype in which gradients are summed over processes; only used with `param_dtype`."""
+    """Dtype in which gradients are summed over processes; used only with `param_dtype`."""
     reshard_after_forward: bool | int | None = None
-    """Free gathered weights after forward (True; less memory), keep them for backward (False; less communication), or
-    keep them sharded over groups of this number of processes (int). None frees the weights of blocks and keeps all
-    other weights."""
+    """Free gathered weights after the forward pass (True; less memory), keep them for the backward pass (False; less
+    communication), or reshard them over groups of this many processes (int). None frees the weights of blocks and
+    keeps all other weights."""
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -76,12 +76,12 @@ class FullyShardedOptions:
 class MMFullyShardedDataParallel(nn.Module):
     """A model sharded in place by torch's `fully_shard` (FSDP2; HSDP if `shard_size` is less than the world size).
 
-    See Rajbhandari et al. 2020 (ZeRO stage 3, arXiv 1910.02054) and Zhao et al. 2023 (FSDP, arXiv 2304.11277). The
-    result of a step is the same as that of a single process with the whole batch. Parameters become `DTensor`s; names
+    See Rajbhandari et al. 2020 (ZeRO stage 3, arXiv 1910.02054) and Zhao et al. 2023 (FSDP, arXiv 2304.11277). A
+    step produces the same result as a single process with the whole batch. Parameters become `DTensor`s; names
     and buffers do not change.
 
     Args:
-        module: the model on its device; the weights of rank 0 are broadcast to all ranks.
+        module: the model, already on its device; the weights of rank 0 are broadcast to all ranks.
         kwargs: fields of `FullyShardedOptions`.
     """
 
@@ -100,8 +100,8 @@ class MMFullyShardedDataParallel(nn.Module):
         self._units = _shard(module, self.mesh, config)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model; as in DDP, `no_sync` around the forward pass disables the gradient sum in backward."""
-        if self._sync is not self._applied_sync:  # call this only on changes, because it visits all modules
+        """Call the model; as in DDP, `no_sync` around the forward pass disables gradient synchronization."""
+        if self._sync is not self._applied_sync:  # avoid unnecessary calls, which visit all modules
             self.module.set_requires_gradient_sync(self._sync)
             self._applied_sync = self._sync
         return self.module(*args, **kwargs)
@@ -129,7 +129,7 @@ class MMFullyShardedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Delay the sum of gradients over processes until a later batch.
+        """Delay gradient reduction across processes until a later batch.
 
         With `param_dtype`, the gradients of each batch are summed immediately, because torch stores unsummed gradients
         where checkpoints cannot read them.
@@ -143,10 +143,10 @@ class MMFullyShardedDataParallel(nn.Module):
 
 @contextmanager
 def whole_weights(model: nn.Module) -> Iterator[None]:
-    """Replace the sharded parameters of a model with full plain parameters inside the context, then shard them again.
+    """Replace the sharded parameters of a model with full parameters inside the context, then shard them again.
 
     Use this context manager for code that sets weights, such as `init_weights`, because random values drawn for a shard
-    differ from those of a single process. A model that is not sharded is not changed.
+    differ from those of a single process. An unsharded model is not changed.
     """
     owners = [
         (module, name, param)
@@ -172,9 +172,10 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
 
 
 def unsharded_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of this process's gradients that are not yet summed over processes, by parameter name.
+    """Return copies of this process's gradients that have not been summed over processes yet, by parameter name.
 
-    Every rank must call this function between a backward and a forward pass. Blocks are gathered one at a time.
+    Every rank must call this function between a backward pass and the next forward pass. Blocks are gathered one at a
+    time.
     """
     held: dict[str, Tensor] = {}
     for name, module in model.named_modules():
@@ -259,7 +260,7 @@ def _shard(model: nn.Module, mesh: DeviceMesh, config: FullyShardedOptions) -> l
 
 
 def _blocks(model: nn.Module, config: FullyShardedOptions) -> list[nn.Module]:
-    """Return the modules that are gathered separately, inner modules first, without the model itself."""
+    """Return the modules that are gathered separately, inner modules first, excluding the model itself."""
     if config.wrap:
         found = _named(model, config.wrap)
     elif config.min_params is not None:
@@ -287,9 +288,7 @@ def _named(model: nn.Module, names: list[str]) -> list[nn.Module]:
     for name in names:
         if not any(name in own for own in classes.values()):
             known = {type(m).__name__ for m in classes}
-            raise ConfigError(
-                f"the model has no module of the class '{name}'{did_you_mean(name, known)}", "wrap"
-            )
+            raise ConfigError(f"the model has no module of class '{name}'{did_you_mean(name, known)}", "wrap")
     return [m for m, own in classes.items() if own & set(names)]
 
 

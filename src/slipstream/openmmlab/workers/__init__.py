@@ -1,4 +1,4 @@
 """A folder to add to `sys.path`.
 
-Worker processes do not inherit the finder, so they import `mmengine` from this folder.
+Worker processes do not inherit the import finder, so they import `mmengine` from this folder.
 """

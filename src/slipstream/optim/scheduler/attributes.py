@@ -25,7 +25,7 @@ _NESTED = (
 
 
 def own_attributes(scheduler: Any, ignored: Collection[str]) -> dict[str, Any]:
-    """Return copies of the attributes that a checkpoint can contain, except those in `ignored`."""
+    """Return copies of the attributes that can be stored in a checkpoint, except those in `ignored`."""
     kind = type(scheduler)
     return {
         name: copy.deepcopy(value.detach() if isinstance(value, Tensor) else value)

@@ -21,7 +21,7 @@ __all__ = ["_ParamScheduler"]
 
 
 class _RemembersAttributes(ABCMeta):
-    """Metaclass that stores the attributes of each scheduler after its constructor has run."""
+    """Metaclass that records the initial attributes of each scheduler after its constructor has run."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         scheduler = super().__call__(*args, **kwargs)
@@ -35,27 +35,27 @@ class _RemembersAttributes(ABCMeta):
 
 
 class _ParamScheduler(metaclass=_RemembersAttributes):
-    """Base class for schedulers of one option of the parameter groups.
+    """Base class for schedulers that change one option of the parameter groups.
 
-    A scheduler is active in the steps `begin <= step < end`, counted in epochs or iterations. In other steps, the
-    value does not change. A scheduler computes each value from the current value, so schedulers of the same option can
-    be chained (a warm-up, then a decay) or combined (their factors multiply).
+    A scheduler is active during the steps `begin <= step < end`, counted in epochs or iterations. In other steps, the
+    value does not change. A scheduler computes each value from the current value, so schedulers for the same option
+    can be chained (a warm-up, then a decay) or combined (their factors are multiplied).
 
     A subclass defines `_next(value, base)` for one group, or `_get_value()` for all groups. In these methods,
     `self.last_step` is the number of steps since `begin`. The constructor calls `step()` once.
 
-    The state contains the attributes of a subclass that have changed since the scheduler was built, if they are
-    tensors, numbers or strings, or lists, tuples, sets, deques or dicts of these. (Inside another container, sets and
-    deques are not supported.) Attributes that keep the value from the constructor are not part of the state, so a
+    The state contains the subclass attributes that have changed since the scheduler was built, if they are tensors,
+    numbers or strings, or lists, tuples, sets, deques or dicts of these types. (Sets and deques inside another
+    container are not supported.) Attributes that still have their initial values are not part of the state, so a
     resumed run can change them. Attributes of other types are not saved.
 
     Args:
         optimizer: a torch optimizer, an `OptimWrapper`, or any other object with `param_groups`.
-        param_name: name of the option. Its value is a number, or a 0-dim tensor, which is filled in place.
+        param_name: name of the option. Its value is a number or a 0-dim tensor. Tensors are updated in place.
         begin: first active step.
-        end: first step after the active steps.
+        end: first inactive step after the active steps.
         last_step: the last completed step, for resuming without a state; -1 starts from the beginning.
-        by_epoch: whether a step is an epoch; otherwise it is an iteration. Only code that calls `step` uses this value.
+        by_epoch: whether a step is an epoch; otherwise it is an iteration. Only the caller of `step` uses this value.
         verbose: whether to log each value.
 
     Raises:
@@ -63,7 +63,7 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
     """
 
     need_val_args: ClassVar[bool] = False  # whether step(metrics) requires validation results
-    _in_epochs: ClassVar[tuple[str, ...]] = ()  # arguments that are counted in steps and can be converted
+    _in_epochs: ClassVar[tuple[str, ...]] = ()  # arguments that are specified in steps and can be converted
     _state_keys: ClassVar[tuple[str, ...]] = ("last_step", "_global_step", "base_values", "_last_value")
 
     _initial: dict[str, Any]  # the attributes after the constructor
@@ -131,7 +131,7 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
         return self.end - self.begin - 1
 
     def step(self) -> None:
-        """Count one step, and set the next value if the scheduler is active in this step."""
+        """Advance by one step, and set the next value if the scheduler is active in this step."""
         self._global_step += 1
         if len(self.base_values) != len(self._values.groups):
             raise ConfigError(
@@ -144,13 +144,13 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
         self._last_value = self._values.read()
 
     def get_last_value(self) -> list[float]:
-        """Return the value of every parameter group as of the last step, without synchronization."""
+        """Return the value of every parameter group as of the last step, without a device synchronization."""
         return list(self._last_value)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scheduler's progress as numbers and lists, without its arguments.
 
-        The key `attributes` contains the other attributes that have changed, if there are any.
+        The key `attributes` contains any other attributes that have changed.
         """
         state = {key: getattr(self, key) for key in self._state_keys}
         state = {key: list(value) if isinstance(value, list) else value for key, value in state.items()}
@@ -178,13 +178,13 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
         missing = [key for key in self._state_keys if key not in state_dict]
         if missing:
             raise CheckpointError(
-                f"the keys {missing} are missing, so the state does not belong to {name}; load the state of a "
+                f"the state does not contain the keys {missing}, so it was not saved by {name}; load the state of a "
                 "scheduler of the same class"
             )
         if (saved := len(state_dict["base_values"])) != len(self._values.groups):
             raise CheckpointError(
                 f"the state of {name} has {saved} parameter group{'' if saved == 1 else 's'}, but the optimizer has "
-                f"{len(self._values.groups)}; check that paramwise_cfg did not change"
+                f"{len(self._values.groups)}; check that paramwise_cfg has not changed"
             )
         for key in self._state_keys:
             value = state_dict[key]
@@ -214,7 +214,7 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
         """Return the attributes to restore from a state; attributes that were not saved have their initial values.
 
         Raises:
-            CheckpointError: the state contains a name or a value that is not valid.
+            CheckpointError: the state contains an invalid name or value.
         """
         saved = restored_attributes(self, state_dict.get("attributes", {}), self._saved_elsewhere)
         return {**copy.deepcopy(self._initial), **saved}

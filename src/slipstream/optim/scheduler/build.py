@@ -1,4 +1,4 @@
-"""Build this package's and torch's schedulers from configurations."""
+"""Build schedulers, including those from torch, from configurations."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["TorchSchedulerAdapter", "all_schedulers", "build_param_scheduler"]
 
 
 class TorchSchedulerAdapter:
-    """Adapts a scheduler from `torch.optim.lr_scheduler` to this package's scheduler interface.
+    """Adapt a scheduler from `torch.optim.lr_scheduler` to this package's scheduler interface.
 
     Args:
         scheduler: the scheduler, built for the torch optimizer; it is active from step 0.
-        by_epoch: whether a step is an epoch; otherwise it is an iteration. Only code that calls `step` uses this value.
-        end: first step after the active steps.
+        by_epoch: whether a step is an epoch; otherwise it is an iteration. Only the caller of `step` uses this value.
+        end: first inactive step after the active steps.
     """
 
     need_val_args = False
@@ -39,11 +39,11 @@ class TorchSchedulerAdapter:
         self.end = end
         self._global_step = 0
         self._offset = getattr(scheduler, "last_epoch", 0)
-        # Suppress torch's warning: a compiled step does not call optimizer.step().
+        # Suppress a torch warning, because compiled steps do not call optimizer.step().
         scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def step(self) -> None:
-        """Count one step, and update the learning rates until `end`."""
+        """Advance by one step, and update the learning rates until `end`."""
         self._global_step += 1
         if self._global_step < self.end:
             self.scheduler.step()
@@ -62,14 +62,14 @@ class TorchSchedulerAdapter:
         self.scheduler.load_state_dict(state_dict["scheduler"])
         due = min(self._global_step, self.end - 1) + self._offset
         if getattr(self.scheduler, "last_epoch", due) == due - 1:
-            self.scheduler.step()  # a completed run, which had a smaller `end`, omitted this step
+            self.scheduler.step()  # a completed run with a smaller `end` omitted this step
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.scheduler).__name__}, step {self._global_step})"
 
 
 def all_schedulers(schedulers: list[Any] | dict[str, list[Any]] | None) -> list[Any]:
-    """Return the schedulers of all optimizers as one list; `schedulers` is `Runner.param_schedulers`."""
+    """Return the schedulers of all optimizers as a flat list; `schedulers` is `Runner.param_schedulers`."""
     if isinstance(schedulers, dict):
         return [scheduler for part in schedulers.values() for scheduler in part]
     return schedulers or []
@@ -171,12 +171,12 @@ def _check_owner(scheduler: Any, optimizer: Any) -> None:
 def _build_torch(
     cfg: Mapping[str, Any], optimizer: Any, ends: tuple[int | None, int | None]
 ) -> TorchSchedulerAdapter:
-    """Build one of torch's schedulers; `ends` contains the run's numbers of epochs and iterations."""
+    """Build one of torch's schedulers; `ends` contains the numbers of epochs and iterations in the run."""
     for key in ("begin", "convert_to_iter_based"):
         if cfg.get(key):
             raise ConfigError(
                 f"{cfg['type']} is a torch scheduler, which does not support {key}; remove {key} and specify the "
-                "arguments in scheduler steps, or use a scheduler from slipstream.optim.scheduler"
+                "arguments in units of scheduler steps, or use a scheduler from slipstream.optim.scheduler"
             )
     own = {"by_epoch", "end", "begin", "convert_to_iter_based"}
     arguments = {key: value for key, value in cfg.items() if key not in own}

@@ -1,4 +1,4 @@
-"""Checks of scheduler arguments; each error message contains the name of the argument."""
+"""Checks for scheduler arguments. Each error message contains the argument name."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def check_gamma(gamma: Any) -> None:
 
 
 def check_steps(name: str, steps: Any, least: int) -> None:
-    """Raise a `ConfigError` unless `steps` is a list of at least one int, each of at least `least`."""
+    """Raise a `ConfigError` unless `steps` is a non-empty list of ints, each of at least `least`."""
     fits = isinstance(steps, list | tuple) and len(steps) > 0
-    require(fits, name, "a list of at least one int", steps)
+    require(fits, name, "a non-empty list of ints", steps)
     for index, step in enumerate(steps):
         check_int(f"{name}[{index}]", step, least)
 
@@ -39,4 +39,4 @@ def check_steps(name: str, steps: Any, least: int) -> None:
 def require_end(end: int, also: str = "") -> None:
     """Raise a `ConfigError` unless `end` is finite; `also` lists alternatives in the message."""
     if end == INF:
-        raise ConfigError(f"{also}end must be specified, because without it the value never changes")
+        raise ConfigError(f"{also}end must be specified; otherwise, the value would never change")

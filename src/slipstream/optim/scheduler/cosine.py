@@ -26,7 +26,7 @@ class _CosineParamScheduler(_ParamScheduler):
         if eta_min is not None and eta_min_ratio is not None:
             raise ConfigError("specify eta_min or eta_min_ratio, not both")
         for name, value in (("eta_min", eta_min), ("eta_min_ratio", eta_min_ratio)):
-            require(value is None or matches(value, NonNegative), name, "a number of at least 0", value)
+            require(value is None or matches(value, NonNegative), name, "a non-negative number", value)
         self.eta_min = 0.0 if eta_min is None and eta_min_ratio is None else eta_min
         self.eta_min_ratio = eta_min_ratio
 
@@ -109,7 +109,7 @@ class CosineRestartParamScheduler(_CosineParamScheduler):
         require(
             len(restart_weights) == len(periods) and all(matches(w, NonNegative) for w in restart_weights),
             "restart_weights",
-            f"one number of at least 0 for each of the {len(periods)} periods",
+            f"one non-negative number for each of the {len(periods)} periods",
             restart_weights,
         )
         self.periods = list(periods)

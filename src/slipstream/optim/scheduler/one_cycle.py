@@ -22,7 +22,7 @@ class OneCycleParamScheduler(_ParamScheduler):
     values, so it cannot be chained after a warm-up. The value does not change after `total_steps`.
 
     Args:
-        optimizer: see `_ParamScheduler` for this and the other common arguments.
+        optimizer: for this and the other common arguments, see `_ParamScheduler`.
         param_name: must be `lr`.
         eta_max: peak value, either one number for all groups or one for each group.
         total_steps: length of the cycle in steps; `end - begin` by default.
@@ -55,9 +55,7 @@ class OneCycleParamScheduler(_ParamScheduler):
     ) -> None:
         require(param_name == "lr", "param_name", "'lr' for a one-cycle scheduler", param_name)
         if total_steps is None and end == INF:
-            raise ConfigError(
-                "total_steps or end must be specified, because one of them determines the length of the cycle"
-            )
+            raise ConfigError("total_steps or end must be specified to determine the length of the cycle")
         if total_steps is not None:
             check_int("total_steps", total_steps, 1)
         self.total_steps = end - begin if total_steps is None else total_steps

@@ -157,7 +157,7 @@ class StepParamScheduler(_ParamScheduler):
 
 @PARAM_SCHEDULERS.register_module()
 class MultiStepParamScheduler(_ParamScheduler):
-    """Multiply by `gamma` at each of the `milestones`, counted from `begin`; a milestone listed twice applies twice."""
+    """Multiply by `gamma` at each milestone, counted from `begin`. A milestone listed twice is applied twice."""
 
     _in_epochs: ClassVar[tuple[str, ...]] = ("milestones",)
 
@@ -203,7 +203,7 @@ class PolyParamScheduler(_ParamScheduler):
         by_epoch: bool = True,
         verbose: bool = False,
     ) -> None:
-        require(matches(eta_min, NonNegative), "eta_min", "a number of at least 0", eta_min)
+        require(matches(eta_min, NonNegative), "eta_min", "a non-negative number", eta_min)
         require(is_number(power) and power > 0, "power", "a positive number", power)
         require_end(end)
         self.eta_min = eta_min

@@ -21,8 +21,8 @@ class ReduceOnPlateauParamScheduler(_ParamScheduler):
     `step()` counts an epoch; `step(metrics)` processes the results of a validation run.
 
     Args:
-        optimizer: see `_ParamScheduler` for this and the other common arguments.
-        param_name: option to reduce.
+        optimizer: for this and the other common arguments, see `_ParamScheduler`.
+        param_name: name of the option to reduce.
         monitor: key of the metric in `metrics`.
         rule: `less` if smaller values are better, `greater` if larger values are better.
         factor: factor by which the value is multiplied in each reduction; less than 1.

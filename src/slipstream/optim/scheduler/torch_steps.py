@@ -36,10 +36,10 @@ _LAST_CHANGE: Mapping[type, str] = {
 
 
 def counts_epochs(scheduler: LRScheduler) -> bool:
-    """Return whether torch's documentation of the scheduler's class recommends a step after each epoch.
+    """Return whether torch's documentation recommends calling the scheduler's `step` after each epoch.
 
     Raises:
-        ConfigError: the documentation recommends neither epochs nor iterations, so the user must set `by_epoch`.
+        ConfigError: the documentation does not determine when to call `step`, so the user must set `by_epoch`.
     """
     units = _units(scheduler)
     if units in ({True}, {False}):
@@ -57,7 +57,7 @@ def counts_epochs(scheduler: LRScheduler) -> bool:
 
 
 def _units(scheduler: LRScheduler) -> set[bool | None]:
-    """Return, as a set, whether `scheduler`, or each scheduler that it combines, steps by epoch (None: unknown)."""
+    """Return the set of `by_epoch` values of `scheduler`, or of the schedulers that it combines (None: unknown)."""
     if isinstance(scheduler, lr_scheduler.SequentialLR | lr_scheduler.ChainedScheduler):
         return {unit for part in scheduler._schedulers for unit in _units(part)}
     if isinstance(scheduler, _AFTER_BATCHES):
@@ -66,7 +66,7 @@ def _units(scheduler: LRScheduler) -> set[bool | None]:
 
 
 def last_change(scheduler: Any) -> tuple[str, int] | None:
-    """Return the name and value of the argument that sets the length of a schedule, or None if there is none.
+    """Return the name and value of the argument that sets the schedule's length, or None if there is none.
 
     The length is the number of steps until the schedule is complete or first changes the learning rate.
     """

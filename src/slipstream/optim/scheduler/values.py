@@ -1,4 +1,4 @@
-"""Read and write one option of every parameter group without synchronization."""
+"""Read and write an option of every parameter group without synchronizing with the device."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["BetaValues", "ParamValues"]
 
 
 class ParamValues:
-    """One option (`lr`, `momentum`, `weight_decay`) of all parameter groups of an optimizer, as floats.
+    """One option (`lr`, `momentum`, `weight_decay`) of an optimizer's parameter groups, as floats.
 
-    The option may be a 0-dim tensor, which avoids recompilation of a compiled step. It is filled in place, and the
-    value is cached on the host. A read synchronizes with the device only if other code has changed the tensor. The
-    cache is an attribute of the optimizer, so all schedulers of the optimizer share it.
+    The option may be a 0-dim tensor, which avoids recompiling a compiled step. The tensor is filled in place, and its
+    value is cached on the host. Reading the option synchronizes with the device only if other code has changed the
+    tensor. The cache is an attribute of the optimizer, so all of the optimizer's schedulers share it.
 
     Args:
-        optimizer: an object with `param_groups`; for an `OptimWrapper`, its inner optimizer stores the cache.
+        optimizer: an object with `param_groups`; for an `OptimWrapper`, the cache is stored on its inner optimizer.
         name: key of the option.
 
     Raises:
@@ -35,7 +35,7 @@ class ParamValues:
         self.optimizer = optimizer
         self.name = name
         owner = getattr(optimizer, "optimizer", optimizer)
-        # Each entry contains its tensor, so no other tensor can have the same id.
+        # Each entry keeps its tensor alive, so that no other tensor can have the same id.
         self._cache: dict[int, tuple[Tensor, int, float]] = vars(owner).setdefault("_values_on_host", {})
         for index, group in enumerate(self.groups):
             self._check(index, group)
@@ -61,9 +61,9 @@ class ParamValues:
                 self._store(current, value)
 
     def restore(self, values: Sequence[float]) -> None:
-        """Cache `values` as the values of the tensors if they are equal after rounding to the tensors' dtypes.
+        """Cache each value for its tensor if the two are equal after rounding to the tensor's dtype.
 
-        Without this method, a float32 learning rate would continue from its rounded value after a resume.
+        Otherwise, a float32 learning rate would continue from its rounded value after a resume.
         """
         for group, value in zip(self.groups, values, strict=True):
             current = self._get(group)
@@ -122,7 +122,7 @@ class ParamValues:
 
 
 class BetaValues(ParamValues):
-    """The first beta of Adam optimizers, which is also stored in the groups as `momentum`."""
+    """The first beta of Adam optimizers, which is also stored in the parameter groups as `momentum`."""
 
     def __init__(self, optimizer: Any) -> None:
         for group in getattr(optimizer, "param_groups", []):

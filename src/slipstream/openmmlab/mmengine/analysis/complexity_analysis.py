@@ -1,7 +1,7 @@
 """Count operations and activations with torch's FLOP counter and MMEngine's formula for each operator.
 
 MMEngine traces the model instead, so some results differ. Attention that calls `scaled_dot_product_attention` is
-counted here, but not by MMEngine. Adaptive average pooling to one value per channel is counted by MMEngine, but not
+counted here but not by MMEngine. Adaptive average pooling to one value per channel is counted by MMEngine but not
 here. Operators are named as in torch's dispatcher (`addmm` for a linear layer).
 """
 
@@ -115,7 +115,7 @@ def _activations() -> dict[Any, Handle]:
 
 
 class _Analyzer:
-    """Base class that calls the model once without gradients, and counts by module and operator.
+    """Base class for analyzers, which call the model once without gradients and count by module and operator.
 
     Args:
         model: the model.
@@ -129,25 +129,25 @@ class _Analyzer:
         self._inputs = inputs if isinstance(inputs, tuple) else (inputs,)
 
     def total(self, module_name: str = "") -> int:
-        """Return the count of a module (by default, of the whole model)."""
+        """Return the total count for a module (by default, for the whole model)."""
         return sum(self.by_operator(module_name).values())
 
     def by_operator(self, module_name: str = "") -> Counter[str]:
-        """Return the count of each operator in a module.
+        """Return the count for each operator in a module.
 
         Raises:
             ConfigError: if the model has no module with this name.
         """
         if module_name not in self._counts:
-            raise ConfigError(f"the model has no module '{module_name}'; by_module() returns all names")
+            raise ConfigError(f"the model has no module '{module_name}'; see by_module() for all names")
         return self._counts[module_name]
 
     def by_module(self) -> Counter[str]:
-        """Return the count of each module."""
+        """Return the count for each module."""
         return Counter({name: sum(counts.values()) for name, counts in self._counts.items()})
 
     def by_module_and_operator(self) -> dict[str, Counter[str]]:
-        """Return the count of each operator in each module."""
+        """Return the count for each operator in each module."""
         return dict(self._counts)
 
     @cached_property

@@ -21,7 +21,7 @@ _UNITS = ((1e14, 1e15, "P"), (1e11, 1e12, "T"), (1e8, 1e9, "G"), (1e5, 1e6, "M")
 
 
 def _format_size(x: int, sig_figs: int = 3, hide_zero: bool = False) -> str:
-    """Return a number with a unit: `_format_size(25_600_000)` is `25.6M`."""
+    """Format a number with a unit suffix: `_format_size(25_600_000)` returns `25.6M`."""
     if hide_zero and x == 0:
         return ""
     for limit, unit, letter in _UNITS:
@@ -44,10 +44,10 @@ def get_model_complexity_info(
         input_shape: shape of the input without the batch dimension, or a tuple of shapes.
         inputs: the inputs, instead of `input_shape`.
         show_table: include a table by module (`out_table`).
-        show_arch: include the structure of the model (`out_arch`).
+        show_arch: include the model structure (`out_arch`).
 
     Returns:
-        A dict with the keys `flops`, `activations` and `params`, the same values as text (`flops_str`, ...),
+        A dict with the keys `flops`, `activations` and `params`, the same values as strings (`flops_str` and so on),
         `out_table` and `out_arch`.
 
     Raises:

@@ -31,14 +31,14 @@ class Config(OwnConfig):
     """Slipstream's `Config`, with MMEngine's signatures, additional methods and Python-style configurations.
 
     A file that contains `with read_base():`, or imports modules outside the standard library, is a Python-style
-    configuration. The objects in its import statements are configuration values, which are imported only when they are
+    configuration. The objects that the file imports become configuration values, and are imported only when they are
     read.
 
     Args:
         cfg_dict: the values; containers are copied.
         cfg_text: the source text of the values, if any.
         filename: the file from which the values were loaded, if any.
-        env_variables, format_python_code: accepted and ignored.
+        env_variables, format_python_code: ignored; accepted for compatibility with MMEngine.
     """
 
     _imported_names: frozenset[str]
@@ -70,7 +70,8 @@ class Config(OwnConfig):
 
         Args:
             filename: the file.
-            use_predefined_variables, use_environment_variables, format_python_code: accepted and ignored.
+            use_predefined_variables, use_environment_variables, format_python_code: ignored; accepted for compatibility
+                with MMEngine.
             import_custom_modules: import the modules listed in `custom_imports`.
             lazy_import: whether the file is a Python-style configuration. Default: detected automatically.
             trust: whether a YAML, JSON or TOML file may execute code.
@@ -102,7 +103,7 @@ class Config(OwnConfig):
         self._replace(merged)
 
     def to_dict(self, keep_imported: bool = False) -> dict[str, Any]:
-        """Return the values as new built-in dicts, lists and tuples, and imported objects as their import strings.
+        """Return the values as new built-in containers, with imported objects replaced by their import strings.
 
         Args:
             keep_imported: whether to include the names that the files import.
@@ -111,7 +112,7 @@ class Config(OwnConfig):
         return values if keep_imported else self._without_imported(values)
 
     def redacted(self) -> dict[str, Any]:
-        """Return the values without secrets and imported names; see `slipstream.config.Config.redacted`."""
+        """Return the values without secrets or imported names; see `slipstream.config.Config.redacted`."""
         values: dict[str, Any] = redact(self._without_imported(as_written(self._cfg_dict)))
         return values
 
@@ -146,7 +147,7 @@ class Config(OwnConfig):
 
     @staticmethod
     def diff(cfg1: str | Path | OwnConfig, cfg2: str | Path | OwnConfig) -> str:
-        """Return the differences between two configurations or configuration files, line by line."""
+        """Return a line-by-line diff of two configurations or configuration files."""
         first, second = (c if isinstance(c, OwnConfig) else Config.fromfile(c) for c in (cfg1, cfg2))
         return "\n".join(difflib.ndiff(first.pretty_text.split("\n"), second.pretty_text.split("\n")))
 
@@ -191,5 +192,5 @@ def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]
 
 @contextmanager
 def read_base() -> Iterator[None]:
-    """Mark the imports of base files in a Python-style configuration, which `Config.fromfile` reads."""
+    """Mark the imports of base files in a Python-style configuration; `Config.fromfile` loads these files."""
     yield

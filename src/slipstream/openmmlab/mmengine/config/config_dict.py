@@ -1,4 +1,4 @@
-"""`LazyConfigDict`, a `ConfigDict` that imports an object when the object is read."""
+"""`LazyConfigDict`, a `ConfigDict` that imports an object only when the object is read."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["FileDict", "LazyConfigDict", "as_plain", "as_written", "contains_laz
 
 
 class LazyConfigDict(ConfigDict):
-    """A `ConfigDict` that can contain objects to import. Reading such a value imports the object. Copying the dict, or
-    writing it to a file, does not.
+    """A `ConfigDict` that can contain lazily imported objects. Reading such a value imports the object. Copying the
+    dict or writing it to a file does not import the object.
 
     As in MMEngine, objects in a list are not imported when the list is read, and `update` merges dicts recursively.
     """
@@ -49,13 +49,13 @@ class LazyConfigDict(ConfigDict):
         return [self._read(value) for value in dict.values(self)]
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Return the value of `key`; if it is missing, set it to `default` first."""
+        """Return the value of `key`; if the key is missing, set its value to `default` first."""
         if key not in self:
             self[key] = default
         return self[key]
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Set keys. A dict value is merged into an existing dict, or replaces it if the value contains `_delete_=True`.
+        """Set values. A dict is merged into an existing dict, or replaces the existing dict if it has `_delete_=True`.
 
         In contrast, MMEngine stores `_delete_` as a key, so building an object from the dict raises an error.
         """
@@ -80,7 +80,7 @@ class LazyConfigDict(ConfigDict):
             self[key] = value
 
     def to_dict(self) -> dict[Any, Any]:
-        """Return the values as new built-in containers, and imported objects as their import strings."""
+        """Return the values as new built-in containers, with imported objects replaced by their import strings."""
         values: dict[Any, Any] = as_written(self)
         return values
 
@@ -117,18 +117,18 @@ class LazyConfigDict(ConfigDict):
 
 
 class FileDict(LazyConfigDict):
-    """A dict from a base file, used while a configuration is read: reading a value does not import the object."""
+    """A dict from a base file, used while a configuration is loaded; reading a value does not import the object."""
 
     _imports = False
 
 
 def as_plain(value: Any) -> Any:
-    """Return `value` with built-in dicts, without importing objects."""
+    """Return `value` with dicts converted to built-in dicts, without importing objects."""
     return _converted(value, lambda lazy: lazy)
 
 
 def as_written(value: Any) -> Any:
-    """Return `value` with built-in dicts, and imported objects as their import strings."""
+    """Return `value` with dicts converted to built-in dicts, and imported objects to their import strings."""
     return _converted(value, lazy_path)
 
 

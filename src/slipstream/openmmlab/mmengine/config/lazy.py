@@ -1,4 +1,4 @@
-"""Objects that a Python-style configuration imports. They are imported when they are read."""
+"""Lazy imports for Python-style configurations: an object is imported when it is read."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["ConfigParsingError", "LazyAttr", "LazyImportError", "LazyObject", "l
 
 
 class ConfigParsingError(ConfigError, RuntimeError):
-    """A Python-style configuration contains Python code that is not supported."""
+    """A Python-style configuration contains unsupported Python code."""
 
 
 class LazyImportError(ConfigError, ImportError):  # type: ignore[misc]  # both define `path`
-    """An object that a configuration imports does not exist."""
+    """An object that a configuration refers to cannot be imported."""
 
 
 class _Lazy:
@@ -62,7 +62,7 @@ class _Lazy:
 class LazyObject(_Lazy):
     """An imported module or name.
 
-    `import a.b as x` is `LazyObject("a.b")`, and `from a import b` is `LazyObject("a", "b")`.
+    `import a.b as x` becomes `LazyObject("a.b")`, and `from a import b` becomes `LazyObject("a", "b")`.
 
     Args:
         module: the module, or a list of all modules of a package that are imported by `import` statements without `as`.
@@ -91,7 +91,7 @@ class LazyObject(_Lazy):
         return self._module if isinstance(self._module, str) else self._module[0].split(".")[0]
 
     def build(self) -> Any:
-        """Import and return the module or the name in it.
+        """Import the module and return it, or return the imported object from the module.
 
         Raises:
             LazyImportError: if the module cannot be imported, or does not contain the name.
@@ -139,7 +139,7 @@ class LazyAttr(_Lazy):
 
 
 def lazy_path(lazy: LazyObject | LazyAttr | Any) -> str:
-    """Return the import string of an object, as it appears in written configurations."""
+    """Return the import string of an object, as it appears in dumped configurations."""
     is_module = isinstance(lazy, LazyObject) and lazy._imported is None
     return str(lazy.module) if is_module else f"{lazy.module}.{lazy}"
 

@@ -22,14 +22,14 @@ from slipstream.openmmlab.mmengine.config.lazy import ConfigParsingError, LazyOb
 __all__ = ["LazyFile", "is_lazy", "load_lazy"]
 
 _BASE = "_base_"
-_LAZY = "__lazy_object__"  # the name under which rewritten files call `LazyObject`
+_LAZY = "__lazy_object__"  # the name of `LazyObject` in rewritten files
 # A file may define objects of these types, or import them from the standard library. They are not configuration values.
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 
 @dataclass(frozen=True)
 class LazyFile:
-    """The variables of a file, the names among them that were imported, and the text of all files, bases first."""
+    """The variables in a file, the names of imported variables, and the source text of all files, bases first."""
 
     variables: dict[str, Any]
     imported: frozenset[str]
@@ -47,7 +47,7 @@ class LazyFile:
 
 
 def is_lazy(source: str, path: Path) -> bool:
-    """Return whether a Python file has no `_base_`, and imports base files or modules outside the standard library.
+    """Return whether a Python file has no `_base_` and imports base files or modules outside the standard library.
 
     Raises:
         ConfigError: if the file has a syntax error.
@@ -69,7 +69,7 @@ def _is_lazy_node(node: ast.AST) -> bool:
 
 
 def load_lazy(path: Path, chain: tuple[Path, ...] = ()) -> LazyFile:
-    """Read a file and its bases; `chain` lists the files that use it as a base, outermost first.
+    """Read a file and its bases; `chain` lists the files that use this file as a base, outermost first.
 
     Raises:
         ConfigError: if a file is missing, is its own base, or raises an error.
@@ -109,7 +109,7 @@ def _located(error: Exception, path: Path) -> ConfigError:
 class _Imports(ast.NodeTransformer):
     """Replace imports: imports of base files set variables, and other imports create `LazyObject`s.
 
-    Modules of the standard library are imported.
+    Modules from the standard library are imported normally.
     """
 
     def __init__(self, path: Path, variables: dict[str, Any], bases: dict[str, LazyFile]) -> None:
@@ -180,7 +180,7 @@ def _take_bases(tree: ast.Module, path: Path) -> dict[str, Path]:
     for node in tree.body:
         if _assigns_base(node):
             raise ConfigParsingError(
-                f"{path}:{node.lineno}: a Python-style configuration cannot have _base_; import the base with "
+                f"{path}:{node.lineno}: a Python-style configuration cannot use _base_; import the base with "
                 "`with read_base():`, or use _base_ in all files"
             )
         if not isinstance(node, ast.With):
@@ -202,7 +202,7 @@ def _take_bases(tree: ast.Module, path: Path) -> dict[str, Path]:
 
 
 def _base_file(node: ast.ImportFrom, path: Path) -> Path:
-    """Return the file of a base module, relative to the file or in an installed package."""
+    """Return the path of a base module's file, relative to the importing file or in an installed package."""
     parts = (node.module or "").split(".")
     if node.level:
         folder = path.parent.joinpath(*[".."] * (node.level - 1))
@@ -217,7 +217,7 @@ def _base_file(node: ast.ImportFrom, path: Path) -> Path:
 
 
 def _base_value(value: Any) -> Any:
-    """Return a copy of a value from a base file, with dicts that support attributes, `merge` and recursive `update`."""
+    """Return a copy of a value from a base file, with dicts that support attributes, `merge` and nested `update`."""
     return FileDict._wrap(value)
 
 
@@ -226,7 +226,7 @@ def _module(node: ast.ImportFrom) -> str:
 
 
 def _is_eager(module: str) -> bool:
-    """Return whether a module is imported while the file is read: the standard library, and `read_base`'s module."""
+    """Return whether a module is imported while the file is read: standard library modules and `mmengine.config`."""
     if module.startswith("."):
         return False
     return module.split(".")[0] in sys.stdlib_module_names or module.startswith("mmengine.config")
@@ -257,7 +257,7 @@ def _parsed(source: str, path: Path) -> ast.Module:
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> str:
-    what = f"{chain[-1]}: its base {path}" if chain else str(path)
+    what = f"{chain[-1]}: its base file {path}" if chain else str(path)
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:

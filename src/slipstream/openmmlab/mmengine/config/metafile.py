@@ -48,6 +48,6 @@ def repo_or_mim_folder(library: str) -> Path:
 
 
 def models_in(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the entries of all models in a folder with `model-index.yml`."""
+    """Yield the entries of all models listed in the folder's `model-index.yml`."""
     for path in load(str(folder / "model-index.yml"))["Import"]:
         yield from load(str(folder / path)).get("Models") or ()

@@ -1,4 +1,4 @@
-"""Names of OpenMMLab's packages."""
+"""Package names of OpenMMLab's libraries."""
 
 from types import MappingProxyType
 
@@ -28,4 +28,4 @@ _MODULES = (
 )
 
 MODULE2PACKAGE = MappingProxyType({name: _OTHER_NAMES.get(name, name) for name in _MODULES})
-"""Maps a module to the package that contains it, as named for `pip install`."""
+"""Maps each module to the name of its package for `pip install`."""

@@ -1,4 +1,4 @@
-"""Read the text of a configuration in a checkpoint without executing it."""
+"""Read the configuration text in a checkpoint without executing the text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["saved_config"]
 
 
 def saved_config(checkpoint: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the configuration in a checkpoint; its text is YAML (Slipstream) or Python (MMEngine).
+    """Return the configuration in a checkpoint, which is stored as YAML (Slipstream) or Python (MMEngine) text.
 
     Python text may only contain assignments of built-in values, because a checkpoint must not execute code.
 

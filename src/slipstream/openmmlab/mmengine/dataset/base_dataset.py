@@ -29,7 +29,7 @@ class Compose:
     """Call several transforms in order; a transform that returns None ends the sequence.
 
     Args:
-        transforms: callables or configurations of transforms.
+        transforms: callables or transform configurations.
     """
 
     def __init__(self, transforms: Sequence[dict[str, Any] | Callable[[Any], Any]] | None) -> None:
@@ -59,7 +59,7 @@ def force_full_init(old_func: Callable[..., Any]) -> Any:
     @functools.wraps(old_func)
     def wrapper(obj: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(obj, "full_init"):
-            raise AttributeError(f"{type(obj).__name__} has no method full_init; define it")
+            raise AttributeError(f"{type(obj).__name__} does not define full_init; add this method")
         if not getattr(obj, "_fully_initialized", False):
             print_log(
                 f"{type(obj).__name__} is initialized by the first call to {old_func.__name__}",
@@ -74,7 +74,7 @@ def force_full_init(old_func: Callable[..., Any]) -> Any:
 
 
 class _Packed:
-    """Samples in one array of pickled bytes, which forked worker processes share without a copy."""
+    """Pickled samples in one byte array, which forked worker processes share without copying."""
 
     def __init__(self, samples: Sequence[bytes]) -> None:
         self.data = np.frombuffer(b"".join(samples), dtype=np.uint8)
@@ -92,11 +92,10 @@ class BaseDataset(Dataset[Any]):
         metainfo: entries that override those in the class attribute `METAINFO`; a string is the path to a file with one
             value per line or, if the file does not exist, the value itself.
         data_root: root folder.
-        data_prefix: maps each key that contains a path in a sample to the folder of these paths, relative to
-            `data_root`.
+        data_prefix: maps each sample key that contains a path to the folder of these paths, relative to `data_root`.
         filter_cfg: options for the `filter_data` method of a subclass.
         indices: use only these samples; an int n selects the first n samples, or the last -n samples if it is negative.
-        serialize_data: store the descriptions in one array of bytes.
+        serialize_data: store the descriptions in one byte array.
         pipeline: transforms or their configurations.
         test_mode: raise an error if the pipeline returns None, instead of drawing a different sample.
         lazy_init: load the annotations only when `full_init` is called.
@@ -140,7 +139,7 @@ class BaseDataset(Dataset[Any]):
     # ---- load the annotations --------------------------------------------------------------------------
 
     def full_init(self) -> None:
-        """Load, filter and select the descriptions of the samples. Further calls have no effect."""
+        """Load, filter and select the sample descriptions. Further calls have no effect."""
         if self._fully_initialized:
             return
         self.data_list = self.load_data_list()
@@ -152,7 +151,7 @@ class BaseDataset(Dataset[Any]):
         self._fully_initialized = True
 
     def load_data_list(self) -> list[dict[str, Any]]:
-        """Return the descriptions in the annotation file, and add its metainfo to this dataset's.
+        """Return the descriptions in the annotation file, and add the file's metainfo to the dataset.
 
         Raises:
             DataError: if the file has a different structure.
@@ -172,12 +171,12 @@ class BaseDataset(Dataset[Any]):
         return samples
 
     def parse_data_info(self, raw_data_info: dict[str, Any]) -> Any:
-        """Return the description of a sample with the folders of `data_prefix` joined to its paths."""
+        """Return the description of a sample with the `data_prefix` folders prepended to its paths."""
         for key, prefix in self.data_prefix.items():
             if key not in raw_data_info:
                 raise DataError(
                     f"data_prefix contains '{key}', but the sample {raw_data_info} does not; "
-                    "remove it from data_prefix, or override parse_data_info"
+                    "remove the key from data_prefix, or override parse_data_info"
                 )
             raw_data_info[key] = join_path(prefix, raw_data_info[key])
         return raw_data_info
@@ -219,7 +218,7 @@ class BaseDataset(Dataset[Any]):
 
     @force_full_init
     def get_data_info(self, idx: int) -> dict[str, Any]:
-        """Return a copy of the description of a sample, with its index as `sample_idx`."""
+        """Return a copy of a sample's description, with its index as `sample_idx`."""
         if self.serialize_data:
             info = pickle.loads(self.data_bytes[self._span(idx)].tobytes())
         else:
@@ -228,7 +227,7 @@ class BaseDataset(Dataset[Any]):
         return info  # type: ignore[no-any-return]
 
     def prepare_data(self, idx: int) -> Any:
-        """Return the sample that the pipeline loads, or None."""
+        """Return the output of the pipeline for a sample, which may be None."""
         return self.pipeline(self.get_data_info(idx))
 
     def __getitem__(self, idx: int) -> Any:
@@ -259,7 +258,7 @@ class BaseDataset(Dataset[Any]):
 
     @force_full_init
     def get_subset_(self, indices: Indices) -> None:
-        """Keep only some of the samples; see the constructor for `indices`."""
+        """Keep only some of the samples; see the class documentation for `indices`."""
         if self.serialize_data:
             self.data_bytes, self.data_address = self._get_serialized_subset(indices)
         else:
@@ -267,7 +266,7 @@ class BaseDataset(Dataset[Any]):
 
     @force_full_init
     def get_subset(self, indices: Indices) -> Self:
-        """Return a dataset with some of the samples; see the constructor for `indices`."""
+        """Return a dataset with some of the samples; see the class documentation for `indices`."""
         subset = self._copy_without_annotation()
         if self.serialize_data:
             subset.data_bytes, subset.data_address = self._get_serialized_subset(indices)

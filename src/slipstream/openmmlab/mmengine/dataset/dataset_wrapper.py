@@ -1,4 +1,4 @@
-"""Dataset wrappers with MMEngine's methods."""
+"""Dataset wrappers with MMEngine's additional methods."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ClassBalancedDataset", "ConcatDataset", "RepeatDataset"]
 
 @DATASETS.register_module()
 class ConcatDataset(OwnConcat):
-    """Slipstream's `ConcatDataset`, except that negative indices count from the end."""
+    """Slipstream's `ConcatDataset` with access to the annotation of each sample; supports negative indices."""
 
     def get_data_info(self, idx: int) -> dict[str, Any]:
         """Return the annotation of sample `idx`."""
@@ -22,7 +22,7 @@ class ConcatDataset(OwnConcat):
         return _data_info(self.datasets[which], local)
 
     def full_init(self) -> None:
-        """Load the annotations of the datasets."""
+        """Load the annotations of all datasets."""
         for dataset in self.datasets:
             _full_init(dataset)
 

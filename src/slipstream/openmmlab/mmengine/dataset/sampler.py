@@ -1,4 +1,4 @@
-"""Samplers."""
+"""`DefaultSampler` and `InfiniteSampler`, re-exported under MMEngine's module path."""
 
 from slipstream.dataset import DefaultSampler, InfiniteSampler
 

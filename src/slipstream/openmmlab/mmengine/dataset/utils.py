@@ -1,4 +1,4 @@
-"""MMEngine's collate functions, and its initialization of worker processes."""
+"""MMEngine's collate functions and worker initialization function."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["default_collate", "pseudo_collate", "worker_init_fn"]
 
 @FUNCTIONS.register_module()
 def pseudo_collate(data_batch: Sequence[Any]) -> Any:
-    """Return a batch with the structure of a sample, in which each leaf is a list of the samples' values."""
+    """Collate samples without stacking: each leaf of the batch is a list with one value per sample."""
     return _collate(data_batch, _unchanged)
 
 
 @FUNCTIONS.register_module()
 def default_collate(data_batch: Sequence[Any]) -> Any:
-    """Return a batch with the structure of a sample; tensors are stacked, and data elements are not."""
+    """Collate samples into a batch with the same structure. Tensors are stacked; data elements are not."""
     return _collate(data_batch, lambda values: torch_default_collate(list(values)))
 
 
@@ -55,16 +55,17 @@ def _unchanged(values: Sequence[Any]) -> Any:
 def _like(first: Sequence[Any], columns: list[Any]) -> Any:
     try:
         return type(first)(columns)  # type: ignore[call-arg]
-    except TypeError:  # the sequence cannot be built from a list
+    except TypeError:  # this sequence type cannot be constructed from a list
         return columns
 
 
 def worker_init_fn(
     worker_id: int, num_workers: int, rank: int, seed: int, disable_subprocess_warning: bool = False
 ) -> None:
-    """Seed the random generators of a worker process with `num_workers * rank + worker_id + seed`.
+    """Seed the random number generators of a worker process with `num_workers * rank + worker_id + seed`.
 
-    The Runner does not use this function: it seeds each sample from the seed, the epoch and the index.
+    The Runner does not use this function. It derives the seed of each sample from the run's seed, the epoch and the
+    sample index.
     """
     own = num_workers * rank + worker_id + seed
     np.random.seed(own)

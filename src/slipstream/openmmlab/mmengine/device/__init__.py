@@ -1,4 +1,4 @@
-"""The devices of this machine."""
+"""Queries for the available devices."""
 
 from slipstream.openmmlab.mmengine.device.utils import (
     get_device,

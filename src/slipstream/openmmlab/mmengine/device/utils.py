@@ -1,4 +1,4 @@
-"""The devices of this machine."""
+"""Queries for the available devices."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ def get_max_cuda_memory(device: torch.device | None = None) -> int:
 
 
 def is_cuda_available() -> bool:
-    """Return whether CUDA can be used."""
+    """Return whether CUDA is available."""
     return torch.cuda.is_available()
 
 
 def is_mps_available() -> bool:
-    """Return whether Apple's MPS can be used."""
+    """Return whether Apple's MPS is available."""
     return torch.backends.mps.is_available()
 
 
 def is_npu_available() -> bool:
-    """Return whether Ascend NPUs can be used."""
+    """Return whether Ascend NPUs are available."""
     return device_type() == "npu"
 
 
 def is_mlu_available() -> bool:
-    """Return whether Cambricon MLUs can be used."""
+    """Return whether Cambricon MLUs are available."""
     return device_type() == "mlu"
 
 
 def is_musa_available() -> bool:
-    """Return whether Moore Threads GPUs can be used."""
+    """Return whether Moore Threads GPUs are available."""
     return device_type() == "musa"

@@ -1,4 +1,4 @@
-"""Collectives, at MMEngine's module path."""
+"""Collectives, re-exported under MMEngine's module path."""
 
 from slipstream.openmmlab.mmengine.dist import (
     all_gather,

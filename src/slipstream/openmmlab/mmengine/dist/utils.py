@@ -1,4 +1,4 @@
-"""Ranks, launchers and process groups, at MMEngine's module path."""
+"""Ranks, launchers and process groups, re-exported under MMEngine's module path."""
 
 from slipstream.dist import (
     barrier,

@@ -1,4 +1,4 @@
-"""The evaluator."""
+"""`Evaluator`, re-exported under MMEngine's module path."""
 
 from slipstream.evaluator import Evaluator
 

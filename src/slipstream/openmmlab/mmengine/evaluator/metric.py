@@ -1,4 +1,4 @@
-"""Base classes for metrics."""
+"""`BaseMetric` and `DumpResults`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["BaseMetric", "DumpResults", "_to_cpu"]
 
 @METRICS.register_module()
 class DumpResults(BaseMetric):
-    """Write the predictions of all samples to a pickle file and report no metric values.
+    """Save the predictions of all samples to a pickle file, without computing any metrics.
 
-    `mmengine.load` reads the file if the predictions are tensors, NumPy arrays and built-in values.
+    `mmengine.load` can read the file if the predictions consist of tensors, NumPy arrays and built-in types.
 
     Args:
         out_file_path: output file with the suffix `.pkl` or `.pickle`.
@@ -39,18 +39,18 @@ class DumpResults(BaseMetric):
         self.out_file_path = out_file_path
 
     def process(self, data_batch: Any, predictions: Any) -> None:
-        """Store the predictions of one batch on the CPU."""
+        """Move the predictions of one batch to the CPU and store them."""
         self.results.extend(_to_cpu(predictions))
 
     def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
-        """Write the file and return no metrics."""
+        """Write the file, and return an empty dict."""
         dump(results, self.out_file_path)
         print_log(f"Saved the results to {self.out_file_path}", "current")
         return {}
 
 
 def _to_cpu(data: Any) -> Any:
-    """Return `data` with every tensor and data element in its dicts, lists and tuples on the CPU."""
+    """Move all tensors and data elements in nested dicts, lists and tuples to the CPU, and return the result."""
     if isinstance(data, Tensor | BaseDataElement):
         return data.to("cpu")
     if isinstance(data, dict):

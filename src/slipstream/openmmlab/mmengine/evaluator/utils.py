@@ -1,4 +1,4 @@
-"""Look up a metric value by its indicator."""
+"""Look up a metric value by name."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["get_metric_value"]
 
 
 def get_metric_value(indicator: str, metrics: Mapping[str, Any]) -> Any:
-    """Return the value of `indicator`, a full name (`coco/bbox_mAP`) or a name without its prefix.
+    """Return a metric value by its full name (`coco/bbox_mAP`) or by its name without the prefix.
 
     Raises:
-        ConfigError: if no metric, or more than one metric, has this name.
+        ConfigError: if no metric or more than one metric has this name.
     """
     found = [name for name in metrics if indicator in (name, name.split("/")[-1])]
     if len(found) != 1:

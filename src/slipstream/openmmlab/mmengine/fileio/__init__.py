@@ -1,4 +1,4 @@
-"""Files in local and remote storage, and JSON, YAML and pickle files."""
+"""Local and remote file access, and serialization as JSON, YAML and pickle."""
 
 from slipstream.openmmlab.mmengine.fileio.backends import (
     BaseStorageBackend,

@@ -1,4 +1,4 @@
-"""`FileClient`, an older interface to storage backends."""
+"""`FileClient`, a legacy interface to storage backends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["FileClient"]
 
 
 class FileClient:
-    """A storage backend with MMEngine's older interface.
+    """A storage backend with MMEngine's legacy interface.
 
     Args:
         backend: name of the backend; see `get_file_backend`.

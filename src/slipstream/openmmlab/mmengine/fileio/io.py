@@ -1,4 +1,4 @@
-"""Functions to read and write files with any backend."""
+"""Functions that read and write files through any backend."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def get_text(filepath: str | Path, encoding: str = "utf-8", backend_args: Args =
 
 
 def put(obj: Any, filepath: str | Path, backend_args: Args = None) -> None:
-    """Write bytes, or an `io.BytesIO`, to a file."""
+    """Write bytes or an `io.BytesIO` to a file."""
     get_file_backend(filepath, backend_args=backend_args).put(obj, filepath)
 
 
 def put_text(obj: str, filepath: str | Path, backend_args: Args = None) -> None:
-    """Write text to a file."""
+    """Write a string to a file."""
     get_file_backend(filepath, backend_args=backend_args).put_text(obj, filepath)
 
 
@@ -106,7 +106,7 @@ def list_dir_or_file(
         dir_path: the folder.
         list_dir: yield subfolders.
         list_file: yield files, except hidden ones.
-        suffix: an ending, or a tuple of endings, of the file names; requires `list_dir=False`.
+        suffix: file name suffix, or a tuple of suffixes; requires `list_dir=False`.
         recursive: also yield the contents of subfolders.
         backend_args: see `get_file_backend`.
     """
@@ -123,7 +123,10 @@ def list_from_file(
     file_client_args: Args = None,
     backend_args: Args = None,
 ) -> list[str]:
-    """Skip `offset` lines of a text file, and return at most `max_num` lines, with `prefix` prepended to each line."""
+    """Return the lines of a text file, with `prefix` prepended to each line.
+
+    Skips the first `offset` lines, and returns at most `max_num` lines (0: no limit).
+    """
     text = get_text(filename, encoding, backend_args or file_client_args)
     lines = [prefix + line.rstrip("\r\n") for line in io.StringIO(text)]
     return lines[offset : offset + max_num if max_num else None]
@@ -136,7 +139,7 @@ def dict_from_file(
     file_client_args: Args = None,
     backend_args: Args = None,
 ) -> dict[Any, Any]:
-    """Return a dict with the entries of a text file. Each line contains a key followed by one or more values."""
+    """Read a dict from a text file. Each line contains a key followed by one or more values."""
     found: dict[Any, Any] = {}
     for line in list_from_file(filename, encoding=encoding, backend_args=backend_args or file_client_args):
         key, *values = line.split()
@@ -156,7 +159,7 @@ def load(
 ) -> Any:
     """Return the contents of a JSON, YAML or pickle file.
 
-    Pickle files may contain only built-in values, NumPy arrays and tensors, because other pickles can execute code.
+    Pickle files may contain only built-in types, NumPy arrays and tensors, because other pickles can execute code.
 
     Args:
         file: a path or an open file.
@@ -186,10 +189,10 @@ def dump(
     backend_args: Args = None,
     **kwargs: Any,
 ) -> Any:
-    """Write `obj` to a JSON, YAML or pickle file; without a file, return the text (bytes for pickle).
+    """Write `obj` to a JSON, YAML or pickle file. If `file` is None, return a string (bytes for pickle) instead.
 
     Args:
-        obj: the object; for JSON, it may contain NumPy arrays and numbers, sets and ranges.
+        obj: the object; for JSON, it may contain NumPy arrays and scalars, sets and ranges.
         file: a path or an open file.
         file_format: `json`, `yaml` or `pkl`. Default: the suffix of the path.
         file_client_args, backend_args: see `get_file_backend`.
@@ -229,4 +232,4 @@ def _jsonable(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, np.generic):
         return value.item()
-    raise DataError(f"an object of type {type(value).__name__} cannot be written as JSON; convert it first")
+    raise DataError(f"an object of type {type(value).__name__} is not JSON serializable; convert it first")

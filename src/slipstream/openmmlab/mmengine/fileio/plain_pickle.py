@@ -1,4 +1,4 @@
-"""Read pickle files that contain only built-in values, NumPy arrays and tensors."""
+"""Read pickle files that contain only built-in types, NumPy arrays and tensors."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ _ALLOWED = {
 
 
 def load_plain(content: bytes) -> Any:
-    """Return the object in a pickle.
+    """Return the object stored in a pickle.
 
     Raises:
-        DataError: if the pickle contains an object of a different type.
+        DataError: if the pickle contains an object of an unsupported type.
     """
     return _PlainUnpickler(io.BytesIO(content)).load()
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Load only built-in values, NumPy arrays and numbers, and tensors."""
+    """An unpickler that loads only built-in types, NumPy arrays and scalars, and tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch.storage", "_load_from_bytes"):
-            return _storage  # replace torch's function, which would load any object
+            return _storage  # replaces torch's function, which would load any object
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) not in _ALLOWED:
             raise DataError(
                 f"the pickle file contains {module}.{name}, which is not loaded, because pickles can execute code; "
-                "convert the file to JSON, or to built-in values, NumPy arrays and tensors"
+                "convert the file to JSON, or store only built-in types, NumPy arrays and tensors"
             )
         return super().find_class(module, name)
 

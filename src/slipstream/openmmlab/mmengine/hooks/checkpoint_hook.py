@@ -1,4 +1,4 @@
-"""`CheckpointHook`."""
+"""`CheckpointHook`, re-exported under MMEngine's module path."""
 
 from slipstream.hooks import CheckpointHook
 

@@ -1,4 +1,4 @@
-"""`EMAHook`."""
+"""`EMAHook`, re-exported under MMEngine's module path."""
 
 from slipstream.hooks import EMAHook
 

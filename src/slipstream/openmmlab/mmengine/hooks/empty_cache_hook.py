@@ -1,4 +1,4 @@
-"""Hooks, at MMEngine's module path."""
+"""`EmptyCacheHook`, re-exported under MMEngine's module path."""
 
 from slipstream.openmmlab.mmengine.hooks import EmptyCacheHook
 

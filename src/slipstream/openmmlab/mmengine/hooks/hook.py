@@ -1,4 +1,4 @@
-"""`Hook`."""
+"""`Hook`, re-exported under MMEngine's module path."""
 
 from slipstream.hooks import Hook
 

@@ -1,4 +1,4 @@
-"""`LoggerHook`."""
+"""`LoggerHook`, re-exported under MMEngine's module path."""
 
 from slipstream.hooks import LoggerHook
 

@@ -1,4 +1,4 @@
-"""Test with several augmented versions of each sample."""
+"""Test-time augmentation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PrepareTTAHook(Hook):
     """Before the first test, replace the Runner's model with a `BaseTTAModel` that wraps it.
 
     Args:
-        tta_cfg: configuration of the `BaseTTAModel`, without its argument `module`.
+        tta_cfg: configuration of the `BaseTTAModel`, without the `module` argument.
     """
 
     def __init__(self, tta_cfg: Mapping[str, Any]) -> None:
@@ -38,14 +38,14 @@ def build_runner_with_tta(cfg: Any) -> Runner:
     """Build a Runner that tests with the `tta_pipeline` and `tta_model` from the configuration.
 
     Args:
-        cfg: the configuration; the pipeline of its test dataset is replaced.
+        cfg: the configuration; the pipeline of the test dataset is replaced in place.
 
     Raises:
         ConfigError: if `tta_model` or `tta_pipeline` is missing.
     """
     for key in ("tta_model", "tta_pipeline"):
         if key not in cfg:
-            raise ConfigError("is required for testing with augmentation; add it to the configuration", key)
+            raise ConfigError("is required for test-time augmentation; add it to the configuration", key)
     cfg["test_dataloader"]["dataset"]["pipeline"] = cfg["tta_pipeline"]
     runner: Runner = RUNNERS.build(cfg)
     runner.register_hook(PrepareTTAHook(cfg["tta_model"]))

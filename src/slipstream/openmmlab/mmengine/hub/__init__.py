@@ -1,4 +1,4 @@
-"""Configurations and models of installed libraries."""
+"""Configurations and models from installed libraries."""
 
 from slipstream.openmmlab.mmengine.hub.hub import get_config, get_model
 

@@ -1,4 +1,4 @@
-"""Configurations and models of installed libraries."""
+"""Configurations and models from installed libraries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["get_config", "get_model"]
 
 
 def get_config(cfg_path: str, pretrained: bool = False) -> Any:
-    """Return a configuration of an installed library.
+    """Return a configuration from an installed library.
 
     Args:
         cfg_path: the library and the file, as in `mmdet::retinanet/retinanet_r18_fpn_1x_coco.py`.
@@ -47,7 +47,7 @@ def _weights(folder: Any, name: str) -> str:
 
 
 def get_model(cfg_path: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """Return a model of an installed library.
+    """Return a model from an installed library.
 
     Args:
         cfg_path: see `get_config`.

@@ -1,4 +1,4 @@
-"""Predictions for files and arrays."""
+"""Inference on files and arrays."""
 
 from slipstream.openmmlab.mmengine.infer.infer import BaseInferencer
 

@@ -1,4 +1,4 @@
-"""`BaseInferencer`, the base class for predicting on files and arrays."""
+"""`BaseInferencer`, the base class for inference on files and arrays."""
 
 from __future__ import annotations
 
@@ -65,21 +65,22 @@ class InferencerMeta(ABCMeta):
             assert isinstance(names, set), f"{cls.__name__}.{stage}_kwargs must be a set, not {names!r}"
             for name in names:
                 assert name not in owner, (
-                    f"{cls.__name__} has '{name}' in {owner[name]}_kwargs and {stage}_kwargs; remove one"
+                    f"{cls.__name__} has '{name}' in {owner[name]}_kwargs and {stage}_kwargs; remove one of them"
                 )
                 owner[name] = stage
 
 
 class BaseInferencer(metaclass=InferencerMeta):
-    """Base class for inferencers, which prepare inputs, call a model, and draw and return its predictions.
+    """Base class for inferencers, which preprocess inputs, run a model, and visualize and return its predictions.
 
     Subclasses define `_init_pipeline`, `visualize` and `postprocess`. The sets `preprocess_kwargs`, `forward_kwargs`,
     `visualize_kwargs` and `postprocess_kwargs` contain the names of the call arguments that each stage receives.
 
     Args:
-        model: a configuration or its file, or the name of a model in the metafiles of the installed library `scope`.
+        model: a configuration, a configuration file, or the name of a model in the metafiles of the installed library
+            `scope`.
             If None, the configuration is read from the checkpoint.
-        weights: a checkpoint. Default: the checkpoint listed in the metafile.
+        weights: path or URL of a checkpoint. Default: the checkpoint listed in the metafile.
         device: the device. Default: the accelerator if one is available, otherwise the CPU.
         scope: the registry scope to search first. Default: the current scope.
         show_progress: show a progress bar.
@@ -116,7 +117,7 @@ class BaseInferencer(metaclass=InferencerMeta):
         """Return the configuration and the checkpoint."""
         if model is None:
             if weights is None:
-                raise ConfigError("is required if no model is passed; set it to a checkpoint", "weights")
+                raise ConfigError("is required if no model is passed; set it to a checkpoint path", "weights")
             return ConfigDict(), weights
         if isinstance(model, OwnConfig | ConfigDict):
             return copy.deepcopy(model), weights
@@ -124,7 +125,7 @@ class BaseInferencer(metaclass=InferencerMeta):
             return copy.deepcopy(ConfigDict(model)), weights
         if not isinstance(model, str):
             raise BuildError(
-                f"must be a path, a name or a configuration, not {type(model).__name__}", "model"
+                f"must be a path, a model name or a configuration, not {type(model).__name__}", "model"
             )
         if Path(model).is_file():
             return Config.fromfile(model), weights
@@ -137,7 +138,7 @@ class BaseInferencer(metaclass=InferencerMeta):
         """Run inference on the inputs, and return the result of `postprocess`.
 
         Args:
-            inputs: a path, an array, a tensor, a folder, or a list of them.
+            inputs: a path, an array, a tensor, a folder, or a list of these.
             return_datasamples: passed to `postprocess`.
             batch_size: number of inputs in each call to the model.
             **kwargs: arguments for the stages.
@@ -156,7 +157,7 @@ class BaseInferencer(metaclass=InferencerMeta):
         return self.postprocess(predictions, drawn, return_datasamples, **finish)
 
     def _inputs_to_list(self, inputs: InputsType) -> list[Any]:
-        """Return a list of the inputs, with each folder replaced by its files."""
+        """Return the inputs as a list; a folder is replaced by its files."""
         if isinstance(inputs, str) and isdir(inputs):
             names = list_dir_or_file(inputs, list_dir=False)
             return [join_path(inputs, name) for name in names]
@@ -179,28 +180,28 @@ class BaseInferencer(metaclass=InferencerMeta):
             inputs: the list of inputs.
             preds: the predictions.
             show: display the visualizations.
-            **kwargs: the call arguments in `visualize_kwargs`.
+            **kwargs: the call arguments listed in `visualize_kwargs`.
         """
 
     @abstractmethod
     def postprocess(
         self, preds: Any, visualization: Any, return_datasample: bool = False, **kwargs: Any
     ) -> Any:
-        """Return the result of a call, usually a dict with the keys `predictions` and `visualization`.
+        """Return the inference result, usually a dict with the keys `predictions` and `visualization`.
 
         Args:
             preds: the predictions.
             visualization: the return value of `visualize`.
-            return_datasample: return data elements instead of built-in values.
-            **kwargs: the call arguments in `postprocess_kwargs`.
+            return_datasample: return data elements instead of built-in types.
+            **kwargs: the call arguments listed in `postprocess_kwargs`.
         """
 
     @abstractmethod
     def _init_pipeline(self, cfg: Any) -> Callable[[Any], Any]:
-        """Return a function that prepares one input."""
+        """Return a function that preprocesses one input."""
 
     def _load_model_from_metafile(self, model: str) -> tuple[Any, str | None]:
-        """Return the configuration of a model in the library's metafiles, and the URL of its weights."""
+        """Return the configuration and the weights URL of a model in the library's metafiles."""
         if self.scope is None:
             raise ConfigError(
                 f"is required to find the model '{model}'; set it to the name of its library, for example "
@@ -231,7 +232,7 @@ class BaseInferencer(metaclass=InferencerMeta):
 
     @staticmethod
     def list_models(scope: str | None = None, patterns: str = r".*") -> list[str]:
-        """Return and log the names in a library's metafiles that match a regular expression.
+        """Return and log the model names in a library's metafiles that match a regular expression.
 
         Raises:
             ConfigError: if no scope is set, or no library has this name.
@@ -246,7 +247,7 @@ class BaseInferencer(metaclass=InferencerMeta):
         return found
 
     def _init_model(self, cfg: Any, weights: str | None, device: str = "cpu") -> Any:
-        """Return the model with its weights, on the device and in evaluation mode."""
+        """Build the model, load its weights, move it to the device and switch it to evaluation mode."""
         checkpoint = None if weights is None else _load_checkpoint(weights, map_location="cpu")
         if not cfg:
             cfg.update(saved_config(checkpoint))
@@ -265,12 +266,12 @@ class BaseInferencer(metaclass=InferencerMeta):
             _load_checkpoint_to_model(model, checkpoint)
         else:
             warnings.warn(
-                "the model's weights are random, because no checkpoint was passed; pass weights=FILE",
+                "the model's weights are randomly initialized, because no checkpoint was passed; pass weights=FILE",
                 stacklevel=2,
             )
 
     def _init_collate(self, cfg: Any) -> Callable[[Any], Any]:
-        """Return the collate function of the test loader. The default is `pseudo_collate`."""
+        """Return the collate function of the test data loader. The default is `pseudo_collate`."""
         loader = cfg.get("test_dataloader") or {}
         name = loader.get("collate_fn")
         if name is None:
@@ -281,7 +282,7 @@ class BaseInferencer(metaclass=InferencerMeta):
         return function
 
     def _init_visualizer(self, cfg: Any) -> Visualizer | None:
-        """Return a new visualizer, if the configuration contains one."""
+        """Return a new visualizer, or None if the configuration does not contain one."""
         if "visualizer" not in cfg:
             return None
         stamp = str(time.time())
@@ -291,7 +292,7 @@ class BaseInferencer(metaclass=InferencerMeta):
         return visualizer
 
     def _get_chunk_data(self, inputs: Iterable[Any], chunk_size: int) -> Iterator[list[Any]]:
-        """Yield lists of `chunk_size` inputs; the last one may be shorter."""
+        """Yield lists of `chunk_size` inputs; the last list may be shorter."""
         rest = iter(inputs)
         while chunk := list(islice(rest, chunk_size)):
             yield chunk
@@ -302,7 +303,7 @@ class BaseInferencer(metaclass=InferencerMeta):
         unknown = set(kwargs).difference(*names)
         if unknown:
             raise ConfigError(
-                f"{type(self).__name__} has no arguments {sorted(unknown)}; the valid arguments are "
+                f"{type(self).__name__} does not accept the arguments {sorted(unknown)}; valid arguments are "
                 f"{sorted(set().union(*names))}"
             )
         return tuple({key: kwargs[key] for key in kwargs if key in stage} for stage in names)

@@ -1,4 +1,4 @@
-"""Loggers, histories and message hubs, at MMEngine's module path."""
+"""`HistoryBuffer`, re-exported under MMEngine's module path."""
 
 from slipstream.openmmlab.mmengine.logging import HistoryBuffer
 

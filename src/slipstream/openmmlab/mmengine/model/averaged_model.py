@@ -1,4 +1,4 @@
-"""Averaged models."""
+"""Averaged models, re-exported under MMEngine's module path."""
 
 from slipstream.model import (
     BaseAveragedModel,

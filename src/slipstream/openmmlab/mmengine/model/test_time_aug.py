@@ -1,4 +1,4 @@
-"""`BaseTTAModel`, predictions from several augmented versions of each image."""
+"""`BaseTTAModel`, which merges the predictions for several augmented versions of each image."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["BaseTTAModel"]
 
 @MODELS.register_module()
 class BaseTTAModel(BaseModel):
-    """Call the `test_step` of a model with each augmented version of a batch, and merge the predictions.
+    """Call a model's `test_step` with each augmented version of a batch, and merge the predictions.
 
     Args:
         module: the model or its configuration.
@@ -38,13 +38,13 @@ class BaseTTAModel(BaseModel):
 
     @abstractmethod
     def merge_preds(self, data_samples_list: list[Any]) -> list[Any]:
-        """Return one prediction per sample; each item in the argument contains the predictions for one sample."""
+        """Return one prediction per sample. Each item of the argument contains all predictions for one sample."""
 
     def test_step(self, data: Any) -> Any:
         """Return the merged predictions for a batch. Each value in the batch is a list with one item per augmentation.
 
         Raises:
-            DataError: if the batch has a different type.
+            DataError: if the batch is not a dict, list or tuple.
         """
         if isinstance(data, Mapping):
             count = len(next(iter(data.values())))
@@ -59,9 +59,9 @@ class BaseTTAModel(BaseModel):
         return self.merge_preds(list(zip(*predictions, strict=True)))
 
     def forward(self, inputs: Any, data_samples: Any = None, mode: str = "tensor") -> Any:
-        """Raise an error; the model is only called through `test_step`.
+        """Not supported; call `test_step` instead.
 
         Raises:
             NotImplementedError: always.
         """
-        raise NotImplementedError("BaseTTAModel has no forward; call test_step")
+        raise NotImplementedError("BaseTTAModel does not implement forward; call test_step")

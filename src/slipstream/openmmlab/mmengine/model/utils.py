@@ -1,4 +1,4 @@
-"""Functions for batches of images and for modules."""
+"""Utilities for image batches and modules."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = [
 
 
 def stack_batch(tensor_list: list[Tensor], pad_size_divisor: int = 1, pad_value: float = 0) -> Tensor:
-    """Pad tensors (C, ...) at the end of all dimensions except the first to a common size, and stack them.
+    """Pad tensors (C, ...) to a common size at the end of all dimensions except the first, and stack them.
 
     Args:
         tensor_list: the tensors; they must have the same number of dimensions.
-        pad_size_divisor: the common sizes are multiples of this number.
-        pad_value: value of the padding.
+        pad_size_divisor: the common sizes are rounded up to multiples of this number.
+        pad_value: padding value.
     """
     assert isinstance(tensor_list, list), f"tensor_list must be a list, not {type(tensor_list)}"
     assert tensor_list, "tensor_list must not be empty"
@@ -55,7 +55,7 @@ def merge_dict(*args: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def detect_anomalous_params(loss: Tensor, model: nn.Module) -> None:
-    """Log the trainable parameters of `model` on which `loss` does not depend."""
+    """Log the trainable parameters of `model` that do not contribute to `loss`."""
     nodes = [loss.grad_fn]
     seen: set[Any] = set()
     while nodes:

@@ -56,7 +56,7 @@ _OF_LAYERS = (
 
 
 def initialize(module: nn.Module, init_cfg: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-    """Apply initializers like Slipstream's `initialize`, but ignore those without `layer` and `override`."""
+    """Apply initializers as in Slipstream, but ignore layer initializers that set neither `layer` nor `override`."""
     for cfg in [init_cfg] if isinstance(init_cfg, Mapping) else init_cfg:
         kind = cfg.get("type")
         target = WEIGHT_INITIALIZERS.get(kind) if isinstance(kind, str) else kind
@@ -143,6 +143,6 @@ def bias_init_with_prob(prior_prob: float) -> float:
 def trunc_normal_(
     tensor: Tensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0
 ) -> Tensor:
-    """Fill `tensor` from N(mean, std) truncated to [a, b], and return it."""
+    """Fill `tensor` with values from N(mean, std) truncated to [a, b], and return `tensor`."""
     with torch.no_grad():
         return nn.init.trunc_normal_(tensor, mean, std, a, b)

@@ -21,13 +21,13 @@ __all__ = ["DefaultOptimWrapperConstructor", "build_optim_wrapper"]
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
 class DefaultOptimWrapperConstructor(OwnConstructor):
-    """Slipstream's constructor with MMEngine's parameter groups, so that the optimizer's state has the same structure.
+    """Slipstream's constructor with MMEngine's parameter groups, so that optimizer states have the same structure.
 
     With `paramwise_cfg`, each trainable parameter has its own group. Without it, a single group contains all
     parameters, including frozen ones. A group contains the settings of the custom key that applies to it.
 
-    Custom keys that match no parameter are logged and do not raise an error, because stock configurations contain such
-    keys, for example for other variants of a network.
+    Custom keys that do not match any parameter are logged instead of raising an error, because stock configurations
+    contain such keys, for example for other variants of a network.
     """
 
     def _groups(self, model: nn.Module) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
-"""MMEngine's root registries: children of Slipstream's registries, for the classes of OpenMMLab's libraries.
+"""MMEngine's root registries, which are children of Slipstream's registries and serve OpenMMLab's libraries.
 
-A name is looked up here first, then in Slipstream's registry. Therefore, classes from the libraries and from this
-package take precedence over Slipstream's classes of the same name, such as `Normalize`. Slipstream's own registries do
-not contain them.
+Names are looked up here first, and then in Slipstream's registries. Therefore, classes from the libraries and from this
+package take precedence over Slipstream's classes with the same name, such as `Normalize`. Slipstream's own registries
+do not contain the classes that are registered here.
 """
 
 from slipstream.openmmlab.mmengine.registry.default_scope import DefaultScope

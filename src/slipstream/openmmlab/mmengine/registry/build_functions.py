@@ -1,4 +1,4 @@
-"""Functions that build objects from configurations, at MMEngine's module path."""
+"""Functions that build objects from configurations, re-exported under MMEngine's module path."""
 
 from slipstream.openmmlab.mmengine.registry import (
     build_from_cfg,

@@ -26,19 +26,19 @@ class DefaultScope:
 
     @classmethod
     def get_instance(cls, name: str, scope_name: str = "mmengine", **kwargs: Any) -> DefaultScope:
-        """Make `scope_name` the default scope of this context and return it."""
+        """Make `scope_name` the default scope of the current context, and return it as a `DefaultScope`."""
         init_default_scope(scope_name)
         return cls(name, scope_name)
 
     @classmethod
     def get_current_instance(cls) -> DefaultScope | None:
-        """Return the default scope of this context, or None if there is none."""
+        """Return the default scope of the current context, or None if there is none."""
         name = current_scope()
         return None if name is None else cls(name, name)
 
     @classmethod
     def check_instance_created(cls, name: str) -> bool:
-        """Return whether this context has a default scope."""
+        """Return whether the current context has a default scope."""
         return current_scope() is not None
 
     @classmethod

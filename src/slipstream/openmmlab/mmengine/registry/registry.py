@@ -1,4 +1,4 @@
-"""Registries, at MMEngine's module path."""
+"""`Registry`, re-exported under MMEngine's module path."""
 
 from slipstream.openmmlab.mmengine.registry import Registry
 

@@ -71,7 +71,7 @@ INFERENCERS = _child(own.INFERENCERS)
 
 
 def build_model_from_cfg(cfg: Any, registry: Registry, default_args: Any = None) -> Any:
-    """Build a module with the given registry; a list of configurations becomes an `nn.Sequential`."""
+    """Build a module from a configuration, or an `nn.Sequential` from a list of configurations."""
     return own.MODELS.build_func(cfg, default_args=default_args, registry=registry)
 
 

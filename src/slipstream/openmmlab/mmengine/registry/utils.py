@@ -1,4 +1,4 @@
-"""Registries, at MMEngine's module path."""
+"""`init_default_scope`, re-exported under MMEngine's module path."""
 
 from slipstream.openmmlab.mmengine.registry import init_default_scope
 

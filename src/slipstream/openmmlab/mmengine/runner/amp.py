@@ -15,7 +15,7 @@ def autocast(
     enabled: bool = True,
     cache_enabled: bool | None = None,
 ) -> torch.autocast:
-    """Return torch's autocast context, by default for the default device and its lower-precision dtype."""
+    """Return a `torch.autocast` context manager, by default for the default device and its autocast dtype."""
     return torch.autocast(
         default_type() if device_type is None else device_type,
         dtype=dtype,

@@ -1,4 +1,4 @@
-"""Parts of the Runner, at MMEngine's module path."""
+"""`BaseLoop`, re-exported under MMEngine's module path."""
 
 from slipstream.openmmlab.mmengine.runner import BaseLoop
 

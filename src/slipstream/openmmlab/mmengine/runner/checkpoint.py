@@ -35,7 +35,7 @@ Loader = Callable[..., Any]
 
 
 class CheckpointLoader:
-    """Read checkpoints with the function that is registered for the path prefix."""
+    """Read checkpoints with the loader registered for the path prefix."""
 
     _schemes: ClassVar[dict[str, Loader]] = {}
 
@@ -43,7 +43,7 @@ class CheckpointLoader:
     def register_scheme(
         cls, prefixes: str | Sequence[str], loader: Loader | None = None, force: bool = False
     ) -> Any:
-        """Register `loader(filename, map_location)` for path prefixes, as a function call or as a decorator.
+        """Register `loader(filename, map_location)` for path prefixes. Can also be used as a decorator.
 
         Raises:
             CheckpointError: if a prefix is already registered and `force` is not set.
@@ -73,7 +73,7 @@ class CheckpointLoader:
 
 @CheckpointLoader.register_scheme(prefixes="")
 def load_from_local(filename: str, map_location: Any = None) -> Any:
-    """Read a local file without loading pickled objects.
+    """Read a local checkpoint without executing code from it.
 
     Raises:
         FileNotFoundError: if the file does not exist.
@@ -86,7 +86,7 @@ def load_from_local(filename: str, map_location: Any = None) -> Any:
 
 @CheckpointLoader.register_scheme(prefixes=("http://", "https://"))
 def load_from_http(filename: str, map_location: Any = None) -> Any:
-    """Download a checkpoint to torch's cache and read it without loading pickled objects."""
+    """Download a checkpoint to torch's cache, and read it without executing code from it."""
     folder = Path(torch.hub.get_dir()) / "checkpoints"
     target = folder / filename.rsplit("/", 1)[-1]
     if not target.is_file():
@@ -108,7 +108,7 @@ def load_state_dict(
     strict: bool = False,
     logger: logging.Logger | str | None = None,
 ) -> None:
-    """Load weights into a module, which may be wrapped; log the names that do not match.
+    """Load weights into a module, which may be wrapped, and log the names that do not match.
 
     Raises:
         CheckpointError: if names or shapes do not match, and `strict` is set.
@@ -126,7 +126,7 @@ def load_state_dict(
     text = "; ".join(f"{what}: {', '.join(names)}" for what, names in problems.items() if names)
     if text and strict:
         raise CheckpointError(
-            f"the weights do not match the model: {text}; with strict=False, only the matching weights are loaded"
+            f"the weights do not match the model: {text}; set strict=False to load only the matching weights"
         )
     if text:
         print_log(f"The weights do not match the model: {text}", logger, logging.WARNING)

@@ -1,4 +1,4 @@
-"""Loops."""
+"""Loops, re-exported under MMEngine's module path."""
 
 from slipstream.runner import BaseLoop, EpochBasedTrainLoop, IterBasedTrainLoop, TestLoop, ValLoop
 

@@ -1,4 +1,4 @@
-"""Parts of the Runner, at MMEngine's module path."""
+"""`Priority` and `get_priority`, re-exported under MMEngine's module path."""
 
 from slipstream.openmmlab.mmengine.runner import Priority, get_priority
 

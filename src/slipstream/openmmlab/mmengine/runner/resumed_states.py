@@ -14,9 +14,9 @@ __all__ = ["ConvertSchedulerStates"]
 
 
 class ConvertSchedulerStates(Hook):
-    """Remove the value for the additional group in which MMEngine's optimizer wrapper stores the base learning rate.
+    """Remove the values for the extra parameter group in which MMEngine's wrapper stores the base learning rate.
 
-    MMEngine adds this group, which contains no parameters of the model, if the optimizer has several groups.
+    MMEngine adds this group, which contains no model parameters, if the optimizer has several groups.
     """
 
     priority = "VERY_HIGH"

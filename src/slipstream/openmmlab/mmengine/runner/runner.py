@@ -29,13 +29,14 @@ class Runner(OwnRunner):
     """Slipstream's Runner with MMEngine's defaults.
 
     Batches are lists of samples (`pseudo_collate`), and names without a scope refer to MMEngine's registries. The
-    logger and the message hub of the newest Runner are the current instances, even before and after a run. Compilation
-    has a time limit. The speed options in SLIPSTREAM_SPEED take precedence over those in the configuration.
+    logger and the message hub of the most recently created Runner are the current instances, even before and after a
+    run. Compilation has a time limit. The speed options in SLIPSTREAM_SPEED take precedence over those in the
+    configuration.
     """
 
     @classmethod
     def from_cfg(cls, cfg: Any) -> OwnRunner:
-        """Build a Runner from a configuration; names that a Python-style configuration imports are ignored."""
+        """Build a Runner from a configuration. Names imported by a Python-style configuration are ignored."""
         return super().from_cfg(cfg.without_imported_names() if isinstance(cfg, Config) else cfg)
 
     def load_or_resume(self) -> None:
@@ -57,9 +58,9 @@ class Runner(OwnRunner):
         """Build a data loader from its configuration.
 
         Args:
-            dataloader: the configuration, or a loader.
-            seed: seed for the order and the augmentation (default: 0).
-            diff_rank_seed: accepted and ignored; each sample has its own seed.
+            dataloader: the configuration, or an existing data loader.
+            seed: seed for shuffling and augmentation (default: 0).
+            diff_rank_seed: ignored, because each sample has its own seed.
         """
         with default_scope(current_scope() or "mmengine"):
             return build_dataloader(_with_collate(dataloader), seed or 0, "dataloader", training=False)
@@ -91,7 +92,7 @@ class Runner(OwnRunner):
 
 
 def _with_collate(loader: Any) -> Any:
-    """Return the configuration of a loader with MMEngine's default for `collate_fn`."""
+    """Return the configuration of a data loader with MMEngine's default for `collate_fn`."""
     if isinstance(loader, Mapping) and "dataset" in loader and loader.get("collate_fn") is None:
         return {**loader, "collate_fn": {"type": "pseudo_collate"}}
     return loader

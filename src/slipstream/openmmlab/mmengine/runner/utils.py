@@ -1,4 +1,4 @@
-"""Parts of the Runner, at MMEngine's module path."""
+"""`set_random_seed`, re-exported under MMEngine's module path."""
 
 from slipstream.openmmlab.mmengine.runner import set_random_seed
 

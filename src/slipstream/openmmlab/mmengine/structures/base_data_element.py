@@ -48,12 +48,12 @@ class BaseDataElement:
             setattr(self, name, value)
 
     def set_field(self, value: Any, name: str, dtype: Any = None, field_type: str = "data") -> None:
-        """Set one field. Classes that define properties call this method in the setters.
+        """Set one field. Classes that define properties call this method in their setters.
 
         Args:
             value: the value.
             name: the name of the field.
-            dtype: the type, or types, that the value must have.
+            dtype: the required type, or a tuple of accepted types.
             field_type: `data` or `metainfo`.
 
         Raises:
@@ -100,7 +100,7 @@ class BaseDataElement:
         self.set_data(dict(instance.items()))
 
     def pop(self, *args: Any) -> Any:
-        """Remove a field and return its value; if it does not exist, return the second argument or raise KeyError."""
+        """Remove a field and return its value. If the field does not exist, return the default or raise KeyError."""
         assert 1 <= len(args) <= 2, "pop expects a name and an optional default"
         for fields in (self._metainfo_fields, self._data_fields):
             if args[0] in fields:
@@ -108,7 +108,7 @@ class BaseDataElement:
                 return self.__dict__.pop(*args)
         if len(args) == 2:
             return args[1]
-        raise KeyError(f"{args[0]} is neither metainfo nor data")
+        raise KeyError(f"{args[0]} is neither a metainfo field nor a data field")
 
     # ---- read fields -----------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class BaseDataElement:
         return self.metainfo_keys() + self.keys()
 
     def values(self) -> list[Any]:
-        """Return the data."""
+        """Return the values of the data fields."""
         return [getattr(self, key) for key in self.keys()]
 
     def metainfo_values(self) -> list[Any]:
@@ -152,15 +152,15 @@ class BaseDataElement:
         return self.metainfo_values() + self.values()
 
     def items(self) -> Iterator[tuple[str, Any]]:
-        """Yield the data as pairs (name, value)."""
+        """Yield the data fields as (name, value) pairs."""
         return ((key, getattr(self, key)) for key in self.keys())
 
     def metainfo_items(self) -> Iterator[tuple[str, Any]]:
-        """Yield the metainfo as pairs (name, value)."""
+        """Yield the metainfo fields as (name, value) pairs."""
         return ((key, getattr(self, key)) for key in self.metainfo_keys())
 
     def all_items(self) -> Iterator[tuple[str, Any]]:
-        """Yield all fields as pairs (name, value), metainfo first."""
+        """Yield all fields as (name, value) pairs, metainfo first."""
         return ((key, getattr(self, key)) for key in self.all_keys())
 
     @property
@@ -169,7 +169,7 @@ class BaseDataElement:
         return dict(self.metainfo_items())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as a dict; nested elements also become dicts."""
+        """Return all fields as a dict; nested elements are also converted to dicts."""
         return {
             key: value.to_dict() if isinstance(value, BaseDataElement) else value
             for key, value in self.all_items()
@@ -178,7 +178,7 @@ class BaseDataElement:
     # ---- copies ----------------------------------------------------------------------------------------
 
     def new(self, *, metainfo: dict[str, Any] | None = None, **kwargs: Any) -> Self:
-        """Return a new element with the same fields. If set, `metainfo` and `kwargs` each replace the whole group."""
+        """Return a new element with the same fields. If given, `metainfo` and `kwargs` each replace a whole group."""
         new = type(self)()
         new.set_metainfo(self.metainfo if metainfo is None else metainfo)
         new.set_data(kwargs or dict(self.items()))

@@ -26,7 +26,7 @@ class InstanceData(BaseDataElement):
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _PRIVATE:
             assert isinstance(value, Sized), (
-                f"'{name}' must have a length, like a tensor or a list, but is {type(value)}"
+                f"'{name}' must have a length, as tensors and lists do, but {type(value)} has none"
             )
             if len(self) > 0:
                 assert len(value) == len(self), (
@@ -50,7 +50,7 @@ class InstanceData(BaseDataElement):
         return new
 
     def _index(self, item: Any) -> slice | torch.Tensor:
-        """Return an index as a slice or a 1-dim tensor."""
+        """Convert an index to a slice or a 1-dim tensor."""
         if isinstance(item, list):
             item = np.array(item)
         if isinstance(item, np.ndarray):
@@ -110,7 +110,7 @@ def _select(key: str, value: Any, index: torch.Tensor) -> Any:
     if hasattr(value, "__getitem__") and hasattr(value, "cat"):
         return value.cat(parts)
     raise ValueError(
-        f"'{key}' cannot be indexed with a tensor, because {type(value)} has no method 'cat'; define it"
+        f"'{key}' cannot be indexed with a tensor, because {type(value)} has no method 'cat'; define this method"
     )
 
 
@@ -124,4 +124,6 @@ def _joined(key: str, values: list[Any]) -> Any:
         return reduce(add, values)
     if hasattr(first, "cat"):
         return first.cat(values)
-    raise ValueError(f"'{key}' cannot be concatenated, because {type(first)} has no method 'cat'; define it")
+    raise ValueError(
+        f"'{key}' cannot be concatenated, because {type(first)} has no method 'cat'; define this method"
+    )

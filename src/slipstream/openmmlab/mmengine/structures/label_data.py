@@ -14,7 +14,7 @@ class LabelData(BaseDataElement):
 
     @staticmethod
     def onehot_to_label(onehot: torch.Tensor) -> torch.Tensor:
-        """Return the class ids of a 1-dim tensor of zeros and ones, which are the indices of the ones.
+        """Convert a 1-dim tensor of zeros and ones to class ids, which are the indices of the ones.
 
         Raises:
             ValueError: if the tensor has more than one dimension, or values outside [0, 1].
@@ -26,7 +26,7 @@ class LabelData(BaseDataElement):
 
     @staticmethod
     def label_to_onehot(label: torch.Tensor, num_classes: int) -> torch.Tensor:
-        """Return a vector of `num_classes` zeros with ones at the class ids in `label`."""
+        """Convert class ids to a vector of length `num_classes` with ones at these ids and zeros elsewhere."""
         assert isinstance(label, torch.Tensor)
         assert not label.numel() or int(label.max()) < num_classes
         onehot = label.new_zeros((num_classes,))

@@ -14,7 +14,7 @@ __all__ = ["PixelData"]
 
 
 class PixelData(BaseDataElement):
-    """Maps with one value per pixel and channel: tensors or arrays of shape (C, H, W); (H, W) becomes (1, H, W).
+    """Per-pixel maps: tensors or arrays of shape (C, H, W). Maps of shape (H, W) are stored with shape (1, H, W).
 
     Indexing with two ints or slices crops the height and width of all maps; an int keeps one row or column.
     """

@@ -1,4 +1,4 @@
-"""Classes with named instances, one of which is the current one."""
+"""Classes with named instances and a current instance."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _lock = threading.RLock()
 
 
 class ManagerMeta(type):
-    """Metaclass that gives each class its own named instances; the constructor must accept an argument `name`."""
+    """Metaclass that gives each class its own named instances; the constructor must accept a `name` argument."""
 
     def __init__(cls, *args: Any) -> None:
         cls._instance_dict: dict[str, Any] = {}
         assert "name" in inspect.getfullargspec(cls).args, (
-            f"the constructor of {cls} must accept an argument 'name'"
+            f"the constructor of {cls} must accept a 'name' argument"
         )
         super().__init__(*args)
 
@@ -29,7 +29,7 @@ class ManagerMixin(metaclass=ManagerMeta):
     """Base class for classes with named instances that can be looked up by name.
 
     Args:
-        name: the name of the instance; it must not be empty.
+        name: name of the instance; must not be empty.
     """
 
     def __init__(self, name: str = "", **kwargs: Any) -> None:
@@ -54,7 +54,7 @@ class ManagerMixin(metaclass=ManagerMeta):
 
     @classmethod
     def get_current_instance(cls) -> Any:
-        """Return the instance that was created last.
+        """Return the most recently created instance.
 
         Raises:
             RuntimeError: if no instance exists.
@@ -78,4 +78,4 @@ class ManagerMixin(metaclass=ManagerMeta):
 
 
 class NoInstanceError(SlipstreamError, RuntimeError):
-    """A class has no current instance."""
+    """Raised if a class has no current instance."""

@@ -58,17 +58,17 @@ def is_str(x: Any) -> bool:
 
 
 def is_seq_of(seq: Any, expected_type: Any, seq_type: Any = None) -> bool:
-    """Return whether `seq` is a sequence (of the class `seq_type`) of objects of `expected_type`."""
+    """Return whether `seq` is a sequence (or a `seq_type`, if set) that contains only instances of `expected_type`."""
     return isinstance(seq, seq_type or Sequence) and all(isinstance(item, expected_type) for item in seq)
 
 
 def is_list_of(seq: Any, expected_type: Any) -> bool:
-    """Return whether `seq` is a list of objects of `expected_type`."""
+    """Return whether `seq` is a list that contains only instances of `expected_type`."""
     return is_seq_of(seq, expected_type, list)
 
 
 def is_tuple_of(seq: Any, expected_type: Any) -> bool:
-    """Return whether `seq` is a tuple of objects of `expected_type`."""
+    """Return whether `seq` is a tuple that contains only instances of `expected_type`."""
     return is_seq_of(seq, expected_type, tuple)
 
 
@@ -93,7 +93,7 @@ def tuple_cast(inputs: Iterable[Any], dst_type: Callable[[Any], Any]) -> tuple[A
 
 
 def slice_list(in_list: list[Any], lens: int | Sequence[int]) -> list[list[Any]]:
-    """Split a list into parts with the lengths `lens`; an int is the length of every part.
+    """Split a list into parts with the lengths `lens`. If `lens` is an int, all parts have this length.
 
     Raises:
         ValueError: if the lengths do not add up to the length of the list.
@@ -113,7 +113,7 @@ def concat_list(in_list: Iterable[list[Any]]) -> list[Any]:
 
 
 def apply_to(data: Any, expr: Callable[[Any], bool], apply_func: Callable[[Any], Any]) -> Any:
-    """Apply `apply_func` to each value in nested containers if `expr` returns True for the value; return the result."""
+    """Apply `apply_func` to the values in nested containers for which `expr` returns True, and return the result."""
     if expr(data):
         return apply_func(data)
     if isinstance(data, dict):
@@ -138,7 +138,7 @@ def import_modules_from_strings(
 
 def _import(name: Any, allow_failure: bool) -> Any:
     if not isinstance(name, str):
-        raise TypeError(f"the name of a module must be a string, not {name!r}")
+        raise TypeError(f"a module name must be a string, not {name!r}")
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -226,7 +226,9 @@ def deprecated_api_warning(name_dict: dict[str, str], cls_name: str | None = Non
                     continue
                 assert new not in kwargs, f"{label} got both '{old}' and '{new}'; use '{new}'"
                 warnings.warn(
-                    f"'{old}' of {label} is deprecated; use '{new}'", DeprecationWarning, stacklevel=2
+                    f"the argument '{old}' of {label} is deprecated; use '{new}'",
+                    DeprecationWarning,
+                    stacklevel=2,
                 )
                 kwargs[new] = kwargs.pop(old)
             return function(*args, **kwargs)
@@ -237,7 +239,7 @@ def deprecated_api_warning(name_dict: dict[str, str], cls_name: str | None = Non
 
 
 def deprecated_function(since: str, removed_in: str, instructions: str) -> Any:
-    """Decorate a deprecated function; a call issues a warning."""
+    """Decorate a deprecated function so that calls issue a warning."""
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""Installed packages."""
+"""Queries for installed packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and folders."""
+"""File and folder utilities."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def is_filepath(x: Any) -> bool:
 
 
 def is_abs(path: str) -> bool:
-    """Return whether a path is absolute, or the URL of a remote file."""
+    """Return whether a path is absolute or a remote URL."""
     return Path(path).is_absolute() or path.startswith(("http://", "https://", "s3://"))
 
 
@@ -38,7 +38,7 @@ def mkdir_or_exist(dir_name: str | Path, mode: int = 0o777) -> None:
 
 
 def symlink(src: str | Path, dst: str | Path, overwrite: bool = True, **kwargs: Any) -> None:
-    """Create a link `dst` to `src`; with `overwrite`, replace an existing file."""
+    """Create a symlink `dst` to `src`; with `overwrite`, replace an existing file."""
     if overwrite and os.path.lexists(dst):
         Path(dst).unlink()
     Path(dst).symlink_to(src, **kwargs)
@@ -54,7 +54,7 @@ def scandir(
 
     Args:
         dir_path: the folder.
-        suffix: an ending, or a tuple of endings, of the file names.
+        suffix: file name suffix, or a tuple of suffixes.
         recursive: also yield the files in subfolders.
         case_sensitive: whether the case of `suffix` matters.
     """

@@ -15,7 +15,7 @@ class ProgressBar:
     """Print the number of completed tasks.
 
     Args:
-        task_num: number of tasks; 0 if it is unknown.
+        task_num: number of tasks; 0 if unknown.
         bar_width: width of the bar in characters.
         start: whether to start measuring time immediately.
         file: the output stream.
@@ -36,7 +36,7 @@ class ProgressBar:
         self._print()
 
     def update(self, num_tasks: int = 1) -> None:
-        """Add to the number of completed tasks."""
+        """Increase the number of completed tasks by `num_tasks`."""
         assert num_tasks > 0, f"the number of tasks must be positive, not {num_tasks}"
         self.completed += num_tasks
         self._print()
@@ -55,7 +55,7 @@ class ProgressBar:
 
 
 def _unpack(tasks: Any) -> tuple[Iterable[Any], int]:
-    """Return the tasks and their number; `tasks` is a sequence, or an iterable and a number."""
+    """Return the tasks and their count; `tasks` is a sequence, or a tuple of an iterable and its length."""
     if isinstance(tasks, tuple) and len(tasks) == 2 and isinstance(tasks[1], int):
         return tasks[0], tasks[1]
     if not isinstance(tasks, Sequence):

@@ -11,7 +11,7 @@ __all__ = ["Timer", "TimerError"]
 
 
 class TimerError(SlipstreamError):
-    """A timer was read before it was started."""
+    """Raised if a timer is read before it is started."""
 
 
 class Timer:
@@ -31,7 +31,7 @@ class Timer:
 
     @property
     def is_running(self) -> bool:
-        """Whether the timer was started."""
+        """Whether the timer is running."""
         return self._is_running
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""Versions of packages."""
+"""Package versions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RANKS = {
 
 
 def digit_version(version_str: str, length: int = 4) -> tuple[int, ...]:
-    """Return a version as a tuple, so that tuples compare in version order: `1.2rc1` is `(1, 2, 0, 0, -1, 1)`.
+    """Convert a version to a tuple, so that tuples compare in version order: `1.2rc1` becomes `(1, 2, 0, 0, -1, 1)`.
 
     Args:
         version_str: the version; a local part (`+cpu`) is ignored.
@@ -41,7 +41,7 @@ def digit_version(version_str: str, length: int = 4) -> tuple[int, ...]:
 
 
 def get_git_hash(fallback: str = "unknown", digits: int | None = None) -> str:
-    """Return the commit of the working directory's git repository, or `fallback`."""
+    """Return the commit hash of the git repository in the working directory, or `fallback`."""
     try:
         done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

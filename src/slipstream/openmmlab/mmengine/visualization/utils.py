@@ -1,4 +1,4 @@
-"""Conversions for drawing."""
+"""Conversion functions for drawing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def tensor2ndarray(value: Any) -> npt.NDArray[Any]:
 
 
 def color_val_matplotlib(colors: Any) -> Any:
-    """Return colors for matplotlib: tuples with values from 0 to 255 become fractions, and names are not changed."""
+    """Convert colors for matplotlib: tuples of values from 0 to 255 become fractions, and names remain unchanged."""
     if isinstance(colors, list):
         return [color_val_matplotlib(color) for color in colors]
     if isinstance(colors, str):
@@ -32,7 +32,7 @@ def color_val_matplotlib(colors: Any) -> Any:
 
 
 def color_str2rgb(color: str) -> tuple[int, ...]:
-    """Return the RGB values (0 to 255) of a color that matplotlib defines by name."""
+    """Return the RGB values (0 to 255) of one of matplotlib's named colors."""
     from matplotlib.colors import to_rgb
 
     return tuple(int(channel * 255) for channel in to_rgb(color))

@@ -1,4 +1,4 @@
-"""Visualization backends."""
+"""Visualization backends, re-exported under MMEngine's module path."""
 
 from slipstream.visualization import (
     BaseVisBackend,

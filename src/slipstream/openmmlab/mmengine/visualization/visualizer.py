@@ -95,7 +95,7 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         return self.fig_save.axes[0]
 
     def set_image(self, image: Image) -> None:
-        """Set the image to draw on, RGB (H, W, 3) or gray (H, W)."""
+        """Set the image to draw on, RGB (H, W, 3) or grayscale (H, W)."""
         assert image is not None, "image must be an array, not None"
         self._image = image.astype(np.uint8)
         self.height, self.width = image.shape[:2]
@@ -133,9 +133,9 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         pyplot.close(figure)
 
     def add_datasample(self, name: str, image: Image, data_sample: Any = None, **kwargs: Any) -> None:
-        """Draw a data sample; the libraries' visualizers define this method."""
+        """Draw a data sample. OpenMMLab's libraries implement this method in subclasses."""
         raise NotImplementedError(
-            f"{type(self).__name__} does not define add_datasample; use a subclass that defines it"
+            f"{type(self).__name__} does not implement add_datasample; use a subclass that implements it"
         )
 
     def add_image(self, name: str, image: Image, step: int = 0, **kwargs: Any) -> None:
@@ -165,7 +165,7 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         bboxes: Any = None,
         font_properties: Any = None,
     ) -> Self:
-        """Draw texts at positions (N, 2). Each other argument is a single value or a list of N values."""
+        """Draw texts at positions (N, 2). All other arguments are single values or lists of N values."""
         lines = [texts] if isinstance(texts, str) else texts
         points = tensor2ndarray(positions).reshape(-1, 2)
         assert len(points) == len(lines), (
@@ -279,7 +279,7 @@ class Visualizer(OwnVisualizer, ManagerMixin):
             channel_reduction: `squeeze_mean` (mean of the channels), `select_max` (the strongest channel), or None
                 for a grid of the strongest channels.
             topk: number of channels in the grid.
-            arrangement: rows and columns of the grid.
+            arrangement: numbers of rows and columns in the grid.
             resize_shape: height and width of the image of each channel.
             alpha: weight of the feature map in the blend.
         """
@@ -312,14 +312,14 @@ def _heat(values: torch.Tensor, image: Image | None, alpha: float) -> Image:
 
 
 def _with_folder(backends: Any, save_dir: str | None) -> list[Any]:
-    """Return the backends. Without `save_dir`, omit configurations that do not set their own, and issue a warning."""
+    """Return the backends. If `save_dir` is None, omit configurations without a `save_dir`, and issue a warning."""
     found = list(backends) if isinstance(backends, list | tuple) else [backends]
     if save_dir is not None:
         return found
     kept = [b for b in found if not isinstance(b, Mapping) or b.get("save_dir") is not None]
     if left_out := [str(b.get("type")) for b in found if isinstance(b, Mapping) and b not in kept]:
         warnings.warn(
-            f"the visualizer has no save_dir, so it does not use {', '.join(left_out)}; set save_dir",
+            f"the visualizer has no save_dir, so these backends are not used: {', '.join(left_out)}; set save_dir",
             stacklevel=4,
         )
     return kept

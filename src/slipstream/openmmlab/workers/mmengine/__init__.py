@@ -1,4 +1,4 @@
-"""Replaces itself with Slipstream's `mmengine` in a process that has not imported `slipstream.openmmlab` yet."""
+"""Replace this module with Slipstream's `mmengine` in processes that have not imported `slipstream.openmmlab`."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""The interface of storage backends."""
+"""The storage backend interface."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["BaseStorageBackend"]
 
 
 class BaseStorageBackend(ABC):
-    """Base class of storage backends."""
+    """Base class for storage backends."""
 
     @property
     def name(self) -> str:
-        """The name of the class."""
+        """The class name."""
         return type(self).__name__
 
     @abstractmethod
@@ -22,4 +22,4 @@ class BaseStorageBackend(ABC):
 
     @abstractmethod
     def get_text(self, filepath: Any, encoding: str = "utf-8") -> str:
-        """Return the contents of a file as text."""
+        """Return the contents of a file as a string."""

@@ -1,4 +1,4 @@
-"""Choose a storage backend."""
+"""Storage backend selection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.openmmlab.mmengine.fileio.backends.local_backend import LocalBac
 __all__ = ["backends", "get_file_backend"]
 
 backends: Mapping[str, type[Any]] = MappingProxyType({"local": LocalBackend, "LocalBackend": LocalBackend})
-"""Maps names to the backend classes that read local files."""
+"""Maps backend names to the classes for local files."""
 
 
 def get_file_backend(
@@ -29,7 +29,7 @@ def get_file_backend(
     Args:
         uri: a path or URL; its prefix (`s3://`) selects a file system supported by fsspec.
         backend_args: `backend` (`local`, or an fsspec protocol) and the options for the backend.
-        enable_singleton: has no effect, because the backends of this package have no state.
+        enable_singleton: has no effect, because the backends in this package are stateless.
         backend_key: has no effect.
 
     Raises:

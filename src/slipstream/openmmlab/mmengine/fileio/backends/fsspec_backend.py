@@ -15,11 +15,11 @@ __all__ = ["FsspecBackend"]
 
 
 class FsspecBackend(BaseStorageBackend):
-    """Read and write the files that fsspec supports (`s3://`, `gs://`, `https://`, ...).
+    """Read and write files through fsspec (`s3://`, `gs://`, `https://`, ...).
 
     Args:
         protocol: the protocol, such as `s3`.
-        **options: options for fsspec's file system.
+        **options: options for the fsspec file system.
 
     Raises:
         MissingPackageError: if fsspec is not installed.
@@ -30,7 +30,7 @@ class FsspecBackend(BaseStorageBackend):
             import fsspec
         except ModuleNotFoundError as error:
             raise MissingPackageError(
-                f"files at {protocol}:// require fsspec; run: pip install fsspec"
+                f"{protocol}:// paths require fsspec; run: pip install fsspec"
             ) from error
         self.protocol = protocol
         self.fs: Any = fsspec.filesystem(protocol, **options)
@@ -45,11 +45,11 @@ class FsspecBackend(BaseStorageBackend):
         return self.get(filepath).decode(encoding)
 
     def put(self, obj: Any, filepath: str) -> None:
-        """Write bytes, or an `io.BytesIO`, to a file."""
+        """Write bytes or an `io.BytesIO` to a file."""
         self.fs.pipe_file(filepath, obj.getvalue() if hasattr(obj, "getvalue") else obj)
 
     def put_text(self, obj: str, filepath: str, encoding: str = "utf-8") -> None:
-        """Write text to a file."""
+        """Write a string to a file."""
         self.put(obj.encode(encoding), filepath)
 
     def exists(self, filepath: str) -> bool:

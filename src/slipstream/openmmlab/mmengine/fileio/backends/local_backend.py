@@ -1,4 +1,4 @@
-"""Files in the local file system."""
+"""Local files."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class LocalBackend(BaseStorageBackend):
         return Path(filepath).read_text(encoding)
 
     def put(self, obj: Any, filepath: str | Path) -> None:
-        """Write bytes, or an `io.BytesIO`, to a file. Create its folder if necessary."""
+        """Write bytes or an `io.BytesIO` to a file. Create parent folders if necessary."""
         content = obj.getvalue() if hasattr(obj, "getvalue") else obj
         Path(filepath).parent.mkdir(parents=True, exist_ok=True)
         with replacing(Path(filepath)) as temporary:
             temporary.write_bytes(content)
 
     def put_text(self, obj: str, filepath: str | Path, encoding: str = "utf-8") -> None:
-        """Write text to a file. Create its folder if necessary."""
+        """Write a string to a file. Create parent folders if necessary."""
         self.put(obj.encode(encoding), filepath)
 
     def exists(self, filepath: str | Path) -> bool:
@@ -95,7 +95,7 @@ class HardDiskBackend(LocalBackend):
 def list_files(
     root: Path, list_dir: bool, list_file: bool, suffix: str | tuple[str, ...] | None, recursive: bool
 ) -> Iterator[str]:
-    """Yield the paths of the files and folders in `root`, relative to `root`, except hidden files."""
+    """Yield the paths of files (except hidden files) and folders in `root`, relative to `root`."""
     if list_dir and suffix is not None:
         raise TypeError("suffix requires list_dir=False")
 

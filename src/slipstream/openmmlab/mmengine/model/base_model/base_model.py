@@ -1,4 +1,4 @@
-"""`BaseModel` with losses of any shape, as in MMEngine."""
+"""`BaseModel`, which accepts losses of any shape, as in MMEngine."""
 
 from __future__ import annotations
 

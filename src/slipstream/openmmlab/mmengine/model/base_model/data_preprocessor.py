@@ -20,7 +20,7 @@ __all__ = ["BaseDataPreprocessor", "ImgDataPreprocessor"]
 
 
 def _contiguous(value: Any) -> Any:
-    """Make a tensor (or an element's tensors) contiguous, with default strides even in dimensions of size 1."""
+    """Make a tensor (or a data element's tensors) contiguous, with default strides even for dimensions of size 1."""
     if isinstance(value, BaseDataElement):
         return value._map(_contiguous)
     if type(value) is not Tensor or value.layout is not torch.strided:
@@ -45,7 +45,7 @@ class BaseDataPreprocessor(OwnPreprocessor):
     def cast_data(self, data: Any) -> Any:
         """Move all tensors to the device, and make the tensors of data elements contiguous.
 
-        A compiled step is specialized for the strides of its inputs, which transforms such as flips change.
+        A compiled step is specialized to the strides of its inputs, and transforms such as flips change the strides.
         """
         moved = super().cast_data(data)
         return _contiguous(moved) if isinstance(moved, BaseDataElement) else moved
@@ -61,13 +61,13 @@ class BaseDataPreprocessor(OwnPreprocessor):
 
 @MODELS.register_module()
 class ImgDataPreprocessor(BaseDataPreprocessor):
-    """Normalize, pad and stack a batch's images, `inputs`: a tensor (N, C, H, W) or a list of tensors (C, H, W).
+    """Normalize, pad and stack the images in `inputs`, a tensor (N, C, H, W) or a list of tensors (C, H, W).
 
     Args:
         mean, std: one value per channel, or a single value. Set both or neither.
         pad_size_divisor: pad the height and width at the bottom and right to multiples of this number.
-        pad_value: value of the padding, after normalization.
-        bgr_to_rgb, rgb_to_bgr: reverse the order of the channels.
+        pad_value: padding value; padding is applied after normalization.
+        bgr_to_rgb, rgb_to_bgr: reverse the channel order.
         non_blocking: see `BaseDataPreprocessor`.
     """
 
@@ -85,7 +85,9 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         non_blocking: bool | None = False,
     ) -> None:
         super().__init__(non_blocking)
-        assert not (bgr_to_rgb and rgb_to_bgr), "bgr_to_rgb and rgb_to_bgr are mutually exclusive; remove one"
+        assert not (bgr_to_rgb and rgb_to_bgr), (
+            "bgr_to_rgb and rgb_to_bgr are mutually exclusive; remove one of them"
+        )
         assert (mean is None) == (std is None), "specify both mean and std, or neither"
         self._enable_normalize = mean is not None
         for name, values in (("mean", mean), ("std", std)):
@@ -97,7 +99,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         self.pad_value = pad_value
 
     def forward(self, data: Any, training: bool = False) -> Any:
-        """Return the batch on the device, with one tensor of images, and `data_samples` (None if there are none).
+        """Return the batch on the device, with all images in one tensor. `data_samples` defaults to None.
 
         Raises:
             DataError: if the images are neither a 4-dim tensor nor a sequence of tensors, or if their number of
@@ -106,7 +108,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         data = self.cast_data(data)
         images = data["inputs"] if isinstance(data, Mapping) else None
         if isinstance(images, Tensor) and images.dim() == 4:
-            self._check_channels(images, (1, 3))  # like MMEngine, repeat a single channel
+            self._check_channels(images, (1, 3))  # as in MMEngine, a single channel is repeated
             batch = self._pad(self._normalize(images))
         elif isinstance(images, list | tuple) and all(isinstance(image, Tensor) for image in images):
             for image in images:
@@ -115,15 +117,15 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
             batch = stack_batch(prepared, self.pad_size_divisor, self.pad_value)
         else:
             raise DataError(
-                "the batch must be a dict, and its 'inputs' must be a tensor (N, C, H, W) or a list of tensors (C, H, "
-                "W); check the dataset's output and collate_fn"
+                "the batch must be a dict whose 'inputs' are a tensor of shape (N, C, H, W) or a list of tensors of "
+                "shape (C, H, W); check the dataset's output and collate_fn"
             )
         data["inputs"] = batch
         data.setdefault("data_samples", None)
         return data
 
     def _check_channels(self, image: Tensor, accepted: tuple[int, ...]) -> None:
-        """Check that the channels of an image can be converted and normalized with three values."""
+        """Check that the number of channels is valid for the channel conversion and for the normalization."""
         channels = image.shape[-3] if image.dim() >= 3 else 0
         if self._channel_conversion and channels < 3:
             raise DataError(
@@ -133,7 +135,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         kept = 3 if self._channel_conversion else channels
         if self._enable_normalize and len(self.mean) == 3 and kept not in accepted:
             raise DataError(
-                f"mean and std have 3 values, but an image has shape {tuple(image.shape)}; set one value, or load "
+                f"mean and std have 3 values, but an image has shape {tuple(image.shape)}; set a single value, or load "
                 "images with 3 channels"
             )
 

@@ -1,4 +1,4 @@
-"""Wrappers for distributed training, at MMEngine's module path."""
+"""`MMSeparateDistributedDataParallel`, re-exported under MMEngine's module path."""
 
 from slipstream.openmmlab.mmengine.model import MMSeparateDistributedDataParallel
 

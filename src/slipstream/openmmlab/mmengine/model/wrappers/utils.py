@@ -1,4 +1,4 @@
-"""Wrappers for distributed training, at MMEngine's module path."""
+"""`is_model_wrapper`, re-exported under MMEngine's module path."""
 
 from slipstream.openmmlab.mmengine.model import is_model_wrapper
 

@@ -1,4 +1,4 @@
-"""Optimizer wrappers, at MMEngine's module path."""
+"""`build_optim_wrapper`, re-exported under MMEngine's module path."""
 
 from slipstream.openmmlab.mmengine.optim import build_optim_wrapper
 

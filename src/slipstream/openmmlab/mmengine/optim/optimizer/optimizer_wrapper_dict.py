@@ -1,4 +1,4 @@
-"""Optimizer wrappers, at MMEngine's module path."""
+"""`OptimWrapperDict`, re-exported under MMEngine's module path."""
 
 from slipstream.openmmlab.mmengine.optim import OptimWrapperDict
 

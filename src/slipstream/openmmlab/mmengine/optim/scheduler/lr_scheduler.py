@@ -1,4 +1,4 @@
-"""Learning rate schedulers whose state contains their arguments, as in MMEngine."""
+"""Learning rate schedulers whose state includes their arguments, as in MMEngine."""
 
 from __future__ import annotations
 

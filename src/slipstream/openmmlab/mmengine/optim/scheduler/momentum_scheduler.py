@@ -1,4 +1,4 @@
-"""Momentum schedulers whose state contains their arguments, as in MMEngine."""
+"""Momentum schedulers whose state includes their arguments, as in MMEngine."""
 
 from __future__ import annotations
 

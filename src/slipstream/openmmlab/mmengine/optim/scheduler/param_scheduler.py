@@ -1,4 +1,4 @@
-"""Parameter schedulers whose state contains their arguments, as in MMEngine."""
+"""Parameter schedulers whose state includes their arguments, as in MMEngine."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class _ParamScheduler(own._ParamScheduler):
         return {**super().state_dict(), "attributes": attributes}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state from `state_dict()` of this class or of MMEngine's class, including the arguments."""
+        """Load a state, including the arguments, that was saved by this class or by MMEngine's class."""
         super().load_state_dict(state_dict)
         for name in [n for n in vars(self) if isinstance(getattr(type(self), n, None), cached_property)]:
             delattr(self, name)  # remove cached values that were computed from the old arguments
 
     def check_attributes(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the attributes to restore, which MMEngine's states store next to the progress."""
+        """Return the attributes to restore. In MMEngine's states, they are stored at the top level."""
         known = own_attributes(self, self._saved_elsewhere)
         saved = {name: state_dict[name] for name in known if name in state_dict}
         nested = state_dict.get("attributes", {})

@@ -1,4 +1,4 @@
-"""Utilities for torch."""
+"""PyTorch utilities."""
 
 from slipstream.openmmlab.mmengine.utils.dl_utils.collect_env import collect_env
 from slipstream.openmmlab.mmengine.utils.dl_utils.misc import (

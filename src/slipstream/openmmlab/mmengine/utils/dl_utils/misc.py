@@ -1,4 +1,4 @@
-"""Functions for layers, worker processes and compiled operators."""
+"""Functions related to layers, worker processes and compiled operators."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def set_multi_processing(
 
 
 def is_norm(layer: nn.Module, exclude: Any = None) -> bool:
-    """Return whether `layer` is a batch, instance, group or layer norm, and not an instance of a class in `exclude`."""
+    """Return whether `layer` is a batch, instance, group or layer norm and not an instance of a class in `exclude`."""
     if exclude is not None and isinstance(layer, exclude):
         return False
     return isinstance(layer, _BatchNorm | _InstanceNorm | nn.GroupNorm | nn.LayerNorm)
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Return whether a module contains a batch norm."""
+    """Return whether a module contains a batch norm layer."""
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 

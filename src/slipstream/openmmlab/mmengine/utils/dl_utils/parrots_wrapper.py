@@ -1,4 +1,4 @@
-"""torch's version and norm classes under MMEngine's names."""
+"""PyTorch's version and norm classes under MMEngine's names."""
 
 from __future__ import annotations
 

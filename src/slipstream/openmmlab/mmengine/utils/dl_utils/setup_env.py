@@ -1,4 +1,4 @@
-"""Settings and utilities, at MMEngine's module path."""
+"""`set_multi_processing`, re-exported under MMEngine's module path."""
 
 from slipstream.openmmlab.mmengine.utils.dl_utils import set_multi_processing
 

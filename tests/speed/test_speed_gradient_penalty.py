@@ -1,0 +1,92 @@
+"""Losses that differentiate the model's gradients: gradient penalties in each scope of `compile`."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream import accelerate
+from slipstream.errors import ModelError
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+
+
+def critic():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+
+
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(6, 4, generator=generator, dtype=torch.float64) for _ in range(8)]
+
+
+def penalized(net, x):
+    """Return the mean score plus the penalty of WGAN-GP."""
+    x = x.clone().requires_grad_()
+    scores = net(x)
+    (grads,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+    return scores.mean() + ((grads.norm(dim=1) - 1) ** 2).mean()
+
+
+def branching(net, x):
+    """Prevent the capture of the step as one graph."""
+    return penalized(net, x) * (2 if x.sum().item() > 1e9 else 1)
+
+
+def by_hand(net):
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    for x in batches():
+        optimizer.zero_grad()
+        penalized(net, x).backward()
+        optimizer.step()
+    return net.state_dict()
+
+
+def train(net, loss, **how):
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    speed = dict(compile=dict(backend="aot_eager", wait=True, **how))
+    step = accelerate(net, optimizer, compute_loss=loss, speed=speed)
+    for x in batches():
+        step(x)
+    return step
+
+
+@pytest.mark.parametrize("loss", [penalized, branching])
+def test_gradient_penalty_matches_a_plain_loop(loss, caplog):
+    net = critic()
+    expected = by_hand(copy.deepcopy(net))
+    step = train(net, loss)
+    torch.testing.assert_close(net.state_dict(), expected, rtol=1e-9, atol=1e-12)
+    if loss is penalized:
+        assert step._step.has_graph
+    else:
+        assert net._compiled_call_impl is None
+        assert "the loss differentiates the model's gradients (create_graph=True)" in caplog.text
+
+
+def test_several_backward_passes_through_an_output_are_detected(caplog):
+    def weighted(net, x):
+        """Weight two losses by the norms of their gradients, as VQGAN does."""
+        scores = net(x)
+        first, second = scores.mean(), (scores**2).mean()
+        norms = [
+            torch.autograd.grad(loss, net[2].weight, retain_graph=True)[0].norm() for loss in (first, second)
+        ]
+        return first + second * (norms[0] / norms[1].item()) * (2 if x.sum().item() > 1e9 else 1)
+
+    net = critic()
+    train(net, weighted)
+    assert net._compiled_call_impl is None
+    assert "several backward passes through the same output (retain_graph=True)" in caplog.text
+
+
+def test_compiled_model_raises_an_error_with_a_remedy():
+    with pytest.raises(
+        ModelError, match=r"create_graph=True.*compile=dict\(scope='step'\), or compile=False"
+    ):
+        train(critic(), penalized, scope="model")
