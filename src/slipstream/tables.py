@@ -14,12 +14,12 @@ __all__ = ["make_table", "table_text"]
 
 
 def make_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = ()) -> Table:
-    """Return a table whose cells are wrapped if they do not fit.
+    """Return a table whose cells wrap if they do not fit.
 
     Args:
-        header: the names of the columns.
+        header: the column names.
         rows: the cells of each row; brackets are not interpreted as markup.
-        right: the names of right-aligned columns, such as columns of numbers.
+        right: the names of the columns to right-align, such as numeric columns.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for name in header:
@@ -30,7 +30,7 @@ def make_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Coll
 
 
 def table_text(table: Table) -> str:
-    """Return a table as text of at most 140 columns."""
+    """Return a table as a string that is at most 140 columns wide."""
     file = io.StringIO()
     Console(file=file, width=140, highlight=False).print(table)
     return file.getvalue()

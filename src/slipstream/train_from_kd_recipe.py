@@ -1,6 +1,6 @@
 """`python -m slipstream.train_from_kd_recipe --config-name=NAME`: SuperGradients' command for knowledge distillation.
 
-It is the same command as `python -m slipstream.train_from_recipe`, which recognizes recipes for knowledge distillation.
+This is the same command as `python -m slipstream.train_from_recipe`, which recognizes knowledge distillation recipes.
 """
 
 from __future__ import annotations

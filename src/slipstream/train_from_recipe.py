@@ -1,7 +1,7 @@
-"""`python -m slipstream.train_from_recipe --config-name=NAME`: SuperGradients' command, with all of Hydra's options.
+"""`python -m slipstream.train_from_recipe --config-name=NAME`: SuperGradients' command, with all Hydra options.
 
-Hydra parses the command line, runs the jobs of a `--multirun` in sequence or with one of its launcher plugins, and
-prints the recipe (`--cfg job`). Each job runs `slipstream train NAME overrides`.
+Hydra parses the command line, runs the jobs of a `--multirun` in sequence or with a launcher plugin, and prints the
+recipe for `--cfg job`. Each job runs `slipstream train NAME OVERRIDES`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train the recipe specified in `argv` and return the exit status: 2 for a usage error, 1 for a failed run.
 
     Raises:
-        SystemExit: Hydra or a job of a multirun ended the process.
+        SystemExit: Hydra or a multirun job exited.
     """
     from slipstream.errors import ConfigError, MissingPackageError
 

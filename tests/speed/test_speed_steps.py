@@ -384,7 +384,8 @@ def test_frozen_and_unfrozen_parameters_match_eager():
     assert not said
     (found, said, graphs), (expected, _, _) = run(True, 1), run(None, 1)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    assert "requires_grad of parameters changed 9 times" in said[0]
+    assert "invalidated 9 times" in said[0]
+    assert "requires_grad" in said[0]
     assert graphs <= 12  # the count includes the graphs of the model
 
 

@@ -213,9 +213,9 @@ def test_constructor_is_found_by_name() -> None:
         (
             {"initial_lr": {"default": -0.1}},
             ConfigError,
-            r"initial_lr\.default: must be a finite number of at least 0",
+            r"initial_lr\.default: must be a finite, non-negative number",
         ),
-        ({"initial_lr": {"default": "0.1"}}, ConfigError, r"initial_lr\.default: must be a finite number"),
+        ({"initial_lr": {"default": "0.1"}}, ConfigError, r"initial_lr\.default: must be a finite, non-neg"),
         (
             {"initial_lr": {"default": 0.1, "backbon.": 0.1}},
             ConfigError,

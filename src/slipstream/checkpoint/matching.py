@@ -16,7 +16,7 @@ from slipstream.checkpoint.schema import OPTIMIZER, check, is_readable, shown
 from slipstream.errors import CheckpointError
 from slipstream.typecheck import is_real
 
-__all__ = ["check_like", "check_optimizer", "check_tensors", "restoring"]
+__all__ = ["check_like", "check_optimizer", "check_tensors", "check_window", "restoring"]
 
 Warn = Callable[[str], None]
 
@@ -63,6 +63,23 @@ def restoring(key: str, source: Any) -> Iterator[None]:
             f"{source}: '{key}' cannot be restored ({type(error).__name__}: {error}). The run may be partly restored; "
             "create a new Runner before training"
         ) from error
+
+
+def check_window(own: int, saved: int | None, source: Any) -> None:
+    """Check that an unfinished accumulation window has the size `own`; its gradients are divided by its size.
+
+    Args:
+        own: number of batches in the windows of this run.
+        saved: number of batches in the window in the checkpoint, or None if it is unknown.
+
+    Raises:
+        CheckpointError: the sizes differ.
+    """
+    if saved not in (None, own):
+        raise CheckpointError(
+            f"{source} contains the gradients of an unfinished accumulation window of {saved} batches, but this run "
+            f"accumulates {own} batches per update; resume with {saved}, or from a checkpoint at the end of a window"
+        )
 
 
 def check_tensors(

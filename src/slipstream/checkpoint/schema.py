@@ -276,6 +276,7 @@ ACCELERATED = _entries(
         "gradients": _each(_optional(_tensor)),
         "other_tensors": _each(_tensor),
         "unfinished": _count,
+        "accumulate": _count,
     },
 )
 """The state of a training step from `slipstream.accelerate`."""
@@ -293,11 +294,12 @@ PENDING = _entries(
     {
         "batches": _by_name(_count),
         "unfinished": _by_name(_count),
+        "windows": _by_name(_count),
         "gradients": _tensors,
         "rank_gradients": _each(_tensors),
     },
 )
-"""The number of batches of each optimizer wrapper, and the gradients of an unfinished accumulation window."""
+"""The batches and window size of each optimizer wrapper, and the gradients of an unfinished accumulation window."""
 _COMM_HOOK = _entries({"step": _count, "errors": _each(_tensors), "factors": _tensors})
 RESUMED = _entries(
     {},

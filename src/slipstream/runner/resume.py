@@ -202,7 +202,13 @@ def optimizer_state(model: nn.Module, optim: OptimWrapper) -> dict[str, Any]:
     """Return the checkpoint entries for the optimizer, the pending gradients and the DDP communication hook."""
     counts = {name: wrapper.batches for name, wrapper in _wrappers(optim).items()}
     unfinished = {name: wrapper.unfinished for name, wrapper in _wrappers(optim).items()}
-    state = {"optimizer": optim.state_dict(), "batches": counts, "unfinished": unfinished}
+    windows = {name: wrapper.accumulative_counts for name, wrapper in _wrappers(optim).items()}
+    state = {
+        "optimizer": optim.state_dict(),
+        "batches": counts,
+        "unfinished": unfinished,
+        "windows": windows,
+    }
     state |= _pending_gradients(unwrap_model(model))
     if remembered := comm_hook_state(model):
         state["comm_hook"] = remembered

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from slipstream.checkpoint import ACCELERATED, check_like, check_optimizer, check_tensors
+from slipstream.checkpoint import ACCELERATED, check_like, check_optimizer, check_tensors, check_window
 from slipstream.checkpoint import check as check_schema
 from slipstream.devices import default_device
 from slipstream.dist import get_world_size
@@ -321,6 +321,7 @@ class TrainStep:
         if not self.optim.begins_window():
             state["gradients"] = [param.grad for param in self.optim.parameters()]
             state["unfinished"] = self.optim.unfinished
+            state["accumulate"] = self.optim.accumulative_counts
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -404,6 +405,7 @@ class TrainStep:
             averaged = {key: value for key, value in state["average"].items() if key != "steps"}
             check_tensors(own, averaged, "average", source, warnings.warn)
         self._check_other_tensors(state.get("other_tensors"), source)
+        check_window(self.optim.accumulative_counts, state.get("accumulate"), source)
         gradients = state.get("gradients", [None] * len(params))
         if len(gradients) != len(params):
             raise CheckpointError(

@@ -73,10 +73,13 @@ def _supports_bf16(device: str) -> bool:
 def convolution_fraction(model: nn.Module) -> float:
     """Return the fraction of a model's parameters that are weights of 2-d convolutions, from 0 to 1."""
     total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
+    # Reading `m.weight` would run a parametrization; spectral_norm changes its buffers each time.
     convolutions = {
-        id(m.weight): m.weight.numel()
+        id(p): p.numel()
         for m in model.modules()
-        if isinstance(m, nn.Conv2d) and not is_lazy(m.weight)
+        if isinstance(m, nn.Conv2d)
+        for name, p in m.named_parameters()
+        if name != "bias" and not is_lazy(p)
     }
     return sum(convolutions.values()) / total if total else 0.0
 

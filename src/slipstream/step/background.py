@@ -82,9 +82,8 @@ class BackgroundCompiler:
         # Block signals, so that no handler runs in the child or raises in this process before `_end` is set.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            with (
-                warnings.catch_warnings()
-            ):  # fork warns about deadlocks; the child uses no locks of the parent
+            # os.fork warns about deadlocks, but the child does not use the parent's locks.
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:

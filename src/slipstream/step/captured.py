@@ -297,7 +297,7 @@ def check_batch(inputs: Any) -> None:
 
 
 class Shapes:
-    """Selects the batches that use a graph: those with the first batch's shapes, and frequent batches of other shapes."""
+    """Selects batches that use a graph: those with the first batch's shapes, and other batches if they are frequent."""
 
     def __init__(self) -> None:
         self._first: list[torch.Size] | None = None

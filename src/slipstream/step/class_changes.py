@@ -17,7 +17,8 @@ __all__ = ["ClassChanges"]
 _MAX_OBJECTS = 20_000
 _SPECIAL = {"__call__", "__getattr__", "__getattribute__"}
 """Special methods that a step may call; other special attributes, such as `__module__`, are ignored."""
-_LIBRARIES = {*sys.stdlib_module_names, "builtins", "numpy"}
+_LIBRARIES = {*sys.stdlib_module_names, "builtins", "numpy", "tqdm"}
+"""Packages whose classes do not affect the computation of a model. Every new progress bar changes tqdm's class."""
 _PLAIN = (Tensor, np.ndarray, str, bytes, int, float, complex, bool, type(None), ModuleType)
 _CODE = attrgetter("__code__")
 

@@ -60,8 +60,8 @@ class CapturedCalls:
     """Captures calls to a function as CUDA graphs, and replays them.
 
     Calls are of the same kind if they have the same function, tensor shapes and dtypes, strings and numbers. The fourth
-    call of each kind is captured. The first three run normally, and the capture does not run kernels, so no state (such as
-    BatchNorm statistics) needs to be restored. Before a replay, tensor arguments are copied to static buffers.
+    call of each kind is captured. The first three run normally, and the capture does not run kernels, so no state (such
+    as BatchNorm statistics) needs to be restored. Before a replay, tensor arguments are copied to static buffers.
     Arguments that the function changes in place are copied back after the replay. Outputs are copied. All other tensors
     that the function reads or changes must be on the device and keep their addresses. At most 16 graphs are captured;
     other kinds of calls run without a graph. If a capture fails, all later calls run without a graph.

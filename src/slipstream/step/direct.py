@@ -1,9 +1,10 @@
 """Call the compiled code of a step without Dynamo's frame evaluation.
 
 On each call, Dynamo evaluates the guards of a captured function, collects the inputs of the graph from their sources,
-calls the compiled code and assembles the outputs. The inputs of a captured step are the batch, the accumulated gradients, and
-tensors that are never replaced, such as parameters. This module collects the tensors in the last group only once. It
-evaluates Dynamo's guards at every step, so all values that the graph treats as constants are still checked.
+calls the compiled code and assembles the outputs. The inputs of a captured step are the batch, the accumulated
+gradients, and tensors that are never replaced, such as parameters. This module collects the tensors in the last group
+only once. It evaluates Dynamo's guards at every step, so all values that the graph treats as constants are still
+checked.
 """
 
 from __future__ import annotations
@@ -126,8 +127,8 @@ class _Call:
         """Pairs of argument positions that must contain the same tensor, because the code may read either position. The
         guards do not check tensors that the step does not read."""
         self.one_device = one_device
-        """Whether all inputs are on one device. Otherwise, the call is not replayed, because replaying a CUDA graph does
-        not read the current values of host tensors."""
+        """Whether all inputs are on one device. Otherwise, the call is not replayed, because replaying a CUDA graph
+        does not read the current values of host tensors."""
         self._fixed, self._positions = fixed, positions
         self._logs, self._finite = logs, finite
 

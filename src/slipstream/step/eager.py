@@ -1,6 +1,6 @@
 """The eager training step: forward, loss, backward, gradient sync, clipping and optimizer update.
 
-The step does not depend on the Runner or the registry. It returns device tensors and does not cause a device synchronization.
+The step does not depend on the Runner or the registry. It returns device tensors without a device synchronization.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class EagerStep:
         return logs
 
     def _backward_kwargs(self, loss: Tensor, batch: Any) -> dict[str, Any]:
-        """Return keyword arguments that restrict `backward` to this optimizer's parameters, or {} if impossible."""
+        """Return keyword arguments that restrict `backward` to this optimizer's parameters, or {} if not possible."""
         if self._restricts is None:
             # DDP and FSDP wait for the gradients of all parameters; reentrant checkpoints do not support `inputs`.
             wrapped = isinstance(self.model, DistributedDataParallel)
@@ -216,7 +216,7 @@ def _inputs_among(nodes: set[Any]) -> Iterator[Tensor]:
 def sum_losses(losses: Losses) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the sum of all entries whose name contains `loss`, and the values to log as detached 0-dim tensors.
 
-    The sum is logged first, as `loss`, unless an entry has this name. All entries are logged.
+    All entries are logged. The first value is `loss`: the entry with this name or, if there is none, the sum.
 
     Raises:
         LossError: no entry's name contains `loss`, or an entry is neither a scalar tensor nor a list of scalar tensors.
@@ -235,8 +235,8 @@ def sum_losses(losses: Losses) -> tuple[Tensor, dict[str, Tensor]]:
             total = scalar if total is None else total + scalar
     if total is None:
         raise LossError(
-            f"no entry has 'loss' in its name, so there is nothing to minimize; got {sorted(losses)}. Add 'loss' to the "
-            "name of the entry to minimize"
+            f"no entry has 'loss' in its name, so there is nothing to minimize; got {sorted(losses)}. Add 'loss' to "
+            "the name of the entry to minimize"
         )
     return total, {"loss": total.detach(), **logs}
 

@@ -1,8 +1,8 @@
 """The training step as one compiled graph.
 
 The graph contains the forward pass, loss, backward pass, gradient sync, clipping, optimizer update and weight
-averaging. `GraphStep._define` defines the step. It updates weights, buffers, optimizer state, loss scale and averages
-in place. Checkpoints, validation and the eager step therefore use the same tensors.
+averaging. `GraphStep._define` defines the step, which updates weights, buffers, optimizer state, loss scale and
+averages in place. Checkpoints, validation and the eager step therefore use the same tensors.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ class GraphStep:
     Args:
         loss_of: `loss_of(inputs) -> losses` for inputs on the device; must be traceable and call the unwrapped model.
         prepare: `prepare(batch) -> inputs`, operations before the graph (transfer, normalization); runs under autocast.
-        model: the model, unwrapped.
+        model: the unwrapped model.
         optim: the optimizer wrapper, with loss scale, accumulation and clipping.
         eager: the eager step; its `train` receives the result of `prepare`.
         backend: a backend of `torch.compile`.
         recover: called with the exception if the graph cannot be used; returns the step that replaces it, whose
             `train` receives the result of `prepare`.
         reduce: returns the loss to minimize and the values to log; by default, `sum_losses`.
-        sync: averages gradients over the processes; None for a single process.
+        sync: averages gradients across processes; None for a single process.
         verify: whether to compare graphs with the eager step before their first use.
         dynamic: whether shapes may vary; None detects varying shapes automatically.
         capture_calls: creates the object that captures and replays calls as CUDA graphs; None disables CUDA graphs.
@@ -140,7 +140,7 @@ class GraphStep:
 
     @property
     def uses_graph(self) -> bool:
-        """Whether the step trains with a graph, now or once it is compiled and verified."""
+        """Whether the step uses a graph, either now or once the graph has been compiled and verified."""
         return self._fallback is None
 
     @property
@@ -161,13 +161,13 @@ class GraphStep:
         if self._step is not None:
             changed = self._step.find_change()
         else:
-            changed = None if all(p.requires_grad for p in self._trained) else "requires_grad of parameters"
+            changed = None if all(p.requires_grad for p in self._trained) else "a parameter's requires_grad"
         if changed is not None:
             self._changes.count(changed, self._step)
             self._reset()
             if self._changes.too_many:
-                error = NotCapturedError(f"{changed} changed {self._changes.rebuilds} times; avoid this")
-                return self._fall_back(error, inputs)
+                why = f"its graph was invalidated {self._changes.rebuilds} times; last change: {changed}"
+                return self._fall_back(NotCapturedError(f"{why}; avoid such changes"), inputs)
         if self._step is None and not self._trained:
             if self._started or self.optim.batches == 0:
                 self._started = True
@@ -247,7 +247,7 @@ class GraphStep:
     # ---- run the step ----------------------------------------------------------------------------------
 
     def _call(self, captured: CapturedStep, inputs: Any, ends_window: bool) -> _Called | None:
-        """Call the compiled step; return None while it is compiled in the background."""
+        """Call the compiled step; return None while it is being compiled in the background."""
         optim = self.optim
         grad_buffers = captured.grad_buffers()
         captured.window.set(optim.window)
@@ -327,7 +327,7 @@ class GraphStep:
         with self._on_gradients(seen), observe_backward(self.model) as self.backward_passes:
             logs = self.eager.train(inputs)
         if failed is not None and not self._trained:
-            self._failed = failed  # postpone the comparison until the window has ended
+            self._failed = failed  # postpone the comparison until the window ends
         elif failed is not None and list(map(id, failed[1])) == list(map(id, self._trained)):
             self._replace(failed[0])
         return logs
@@ -361,7 +361,7 @@ class GraphStep:
             if self.sync is None:
                 if not captured.has_graphs or NotCapturedError.inside(error) is not None:
                     return self._fall_back(error, inputs)
-                self._reset()  # the model may have run a different branch, with different parameters
+                self._reset()  # the model may have taken a different branch, with different parameters
                 self._failed, self._started = (error, captured.params), True
                 return self._train_and_record(inputs)
             if self.verify and ends_window not in captured.agreed:
@@ -394,16 +394,14 @@ class GraphStep:
             captured.kinds.add(self._compiling)
             self._compiled_in = self.background.seconds
             if self._compiled_in is None:
-                self.info(
-                    "Background compilation failed. Training waits while the step is compiled in the foreground"
-                )
+                self.info("Background compilation failed. Training waits for compilation in the foreground")
             if not self.verify:
                 self._log_switch()
         if kind in captured.kinds:
             self._compiling = None
             return False
         self._compiling = kind
-        with suppress(OSError):  # if no process can be started, this process compiles at the next batch
+        with suppress(OSError):  # if no process can be started, this process compiles on the next batch
             self.background.start(partial(self._only_compile, captured, inputs, ends_window))
         return True
 
@@ -418,7 +416,7 @@ class GraphStep:
         captured.slow_kinds.add(kind)
         self._compiling = None
         self.info(
-            "Batches that need another graph run eagerly, because compilation takes longer than compile.budget "
+            "Batches that need another graph run eagerly, because compiling it takes longer than compile.budget "
             f"({seconds:g} s)"
         )
         return True
@@ -508,7 +506,7 @@ class GraphStep:
         known = list(map(id, captured.params))
 
         def compare() -> None:
-            # If the model ran a different branch, capture the step with that branch's parameters.
+            # If the model took a different branch, capture the step with that branch's parameters.
             now = list(map(id, trained if ends_window else with_gradients(self.optim.parameters())))
             if self.sync is None and (now and now != known if ends_window else not set(now).issubset(known)):
                 self._reset()

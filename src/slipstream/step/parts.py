@@ -1,7 +1,7 @@
 """`StepPart`: operations around the optimizer update, such as gradient clipping.
 
-`OptimWrapper.parts` is the ordered list of parts. The eager step (`EagerStep`) calls them, and the compiled step
-(`GraphStep`) traces the same calls, so each part is implemented only once. The methods must be traceable, except
+`OptimWrapper.parts` is the ordered list of parts. The eager step (`EagerStep`) calls their methods, and the compiled
+step (`GraphStep`) traces the same calls, so each part is implemented only once. The methods must be traceable, except
 `before_batch` and, if `on_host` is set, `after_batch`. Traceable methods must not call `.item()` or branch on a
 tensor's value, and must store numbers that change in a `slipstream.step.numerics.Scalar`.
 """
@@ -22,7 +22,7 @@ __all__ = ["StepPart", "apply_update", "has_gradients", "with_gradients"]
 class StepPart:
     """Base class for operations around the optimizer update; subclasses override the methods they need.
 
-    The step calls the methods in this order. It calls each method for all parts, in the order of the list:
+    The step calls the methods in the following order, and each method for all parts in list order:
 
     1. `before_batch`: on the host, before each batch.
     2. `gradients`: once per batch, after the forward and backward passes (at most one part in a list may override it).
@@ -59,14 +59,14 @@ class StepPart:
     def before_update(
         self, params: Sequence[nn.Parameter], grads: list[Tensor]
     ) -> Mapping[str, Tensor] | None:
-        """Change `grads` (unscaled, averaged over processes) in place.
+        """Modify `grads` in place. They are unscaled and averaged across processes.
 
         Returns:
             A dict of 0-dim tensors to log, or None.
         """
 
     def after_update(self, params: Sequence[nn.Parameter], previous: Sequence[Tensor]) -> None:
-        """Change `params` in place after the update.
+        """Modify `params` in place after the update.
 
         Args:
             params: the trained parameters.
@@ -77,7 +77,7 @@ class StepPart:
         """Process the new weights; for example, update their average."""
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return a dict that maps names to the tensors that the part changes in place and never replaces."""
+        """Return a dict from names to the tensors that the part modifies in place and never replaces."""
         return {}
 
 

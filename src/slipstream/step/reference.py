@@ -19,7 +19,7 @@ _LOWER = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def copies(inputs: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:
-    """Return the inputs of a graph, with each tensor copied. Tensors of lower precision are converted to `dtype`.
+    """Return the inputs of a graph with each tensor copied. Lower-precision tensors are converted to `dtype`, if set.
 
     The copies have the strides and `requires_grad` of the originals. Copies of tensors that share memory also share
     memory.
@@ -64,7 +64,7 @@ def interpret(graph: fx.GraphModule, inputs: Sequence[Any], double: bool = False
 
     Args:
         graph: the graph that `torch.compile` passes to a backend.
-        inputs: inputs of the graph; with `double`, from `copies(..., torch.float64)`.
+        inputs: the graph's inputs; if `double` is true, the result of `copies(..., torch.float64)`.
         double: whether to compute in float64 and without autocast. Random numbers are still drawn in the graph's
             precision, so that they do not change.
     """
@@ -73,7 +73,7 @@ def interpret(graph: fx.GraphModule, inputs: Sequence[Any], double: bool = False
 
 
 class _Interpreter(fx.Interpreter):
-    """Runs a graph without activation checkpointing, which does not change the results."""
+    """Runs a graph and ignores activation checkpointing, which does not affect the results."""
 
     def __init__(self, graph: fx.GraphModule, double: bool) -> None:
         super().__init__(graph)

@@ -1,4 +1,4 @@
-"""Average gradients over the processes, in buckets, as part of a step's graph."""
+"""Average gradients across processes, in buckets, as part of a step's graph."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _BUCKET_BYTES = (
 
 
 class GradientSync:
-    """Averages gradients over all ranks with functional collectives, which `torch.compile` can trace.
+    """Averages gradients across all ranks with functional collectives, which `torch.compile` can trace.
 
     Buckets contain the gradients in the order in which backward computes them (last layer first). All buckets are sent
-    before the first wait.
+    before the step waits for the first one.
 
     Args:
         world_size: number of ranks.
@@ -36,7 +36,7 @@ class GradientSync:
         self.bucket_bytes = bucket_bytes
 
     def __call__(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return the mean of each gradient over all ranks, in the order of `grads`."""
+        """Return the mean of each gradient across all ranks, in the order of `grads`."""
         buckets = self.buckets(grads)
         sums = []
         for bucket in buckets:

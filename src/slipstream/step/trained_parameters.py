@@ -26,10 +26,10 @@ def keeps_parameters(device: torch.device) -> bool:
 def checking_parameters(
     prepare: Callable[[Any], Any], model: nn.Module, optim: OptimWrapper
 ) -> Callable[[Any], Any]:
-    """Return `prepare`, with a check for replaced parameters where `Module.to` may replace them.
+    """Return `prepare`, with an additional check for replaced parameters if `Module.to` may replace them.
 
-    The check compares the identity of each trained parameter. Sharded models are not checked, because FSDP replaces
-    their parameters itself.
+    The check compares the identity of each trained parameter. Sharded models are not checked, because FSDP itself
+    replaces their parameters.
     """
     params = list(optim.parameters())
     if any(map(is_sharded, params)) or all(map(keeps_parameters, {param.device for param in params})):
@@ -44,7 +44,7 @@ def checking_parameters(
 
 
 class _TrainedParameters:
-    """The parameters of a model that its optimizer trains, with the modules that own them."""
+    """The model parameters that the optimizer trains, and the modules that own them."""
 
     def __init__(self, model: nn.Module, optim: OptimWrapper) -> None:
         self._model, self._optim = model, optim
@@ -62,10 +62,10 @@ class _TrainedParameters:
         self._params = [params[name] for params, name in self._places]
 
     def check(self) -> None:
-        """Check that no module has a different parameter in place of a trained one.
+        """Check that no trained parameter has been replaced by a parameter that the optimizer does not train.
 
         Raises:
-            ModelError: a parameter was replaced, and the optimizer does not contain the new one.
+            ModelError: a parameter was replaced, and the optimizer does not contain the new parameter.
         """
         now = [params.get(name) for params, name in self._places]
         if all(map(is_, now, self._params)):
@@ -77,6 +77,6 @@ class _TrainedParameters:
                 raise ModelError(
                     f"the parameter '{name}' was replaced, so the optimizer does not train it. model.to() replaces the "
                     f"parameters of models on {self._device}; move a copy instead, with "
-                    "copy.deepcopy(model).to(...), or build the optimizer and the training step again"
+                    "copy.deepcopy(model).to(...), or rebuild the optimizer and the training step"
                 )
         self._find()

@@ -22,7 +22,7 @@ _AS_TENSORS = ("lr", "betas")
 """Settings that torch's optimizers accept as tensors; changing them does not recompile the graph."""
 
 _COUNTERS = ("state_steps", "mus", "etas")
-"""Names that `_init_group` uses for state with one number per parameter."""
+"""Names that `_init_group` uses for state that consists of one number per parameter."""
 
 _UNSUPPORTED = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 """Optimizers that branch on tensor values, and Muon, whose bfloat16 updates lose precision if `lr` is a tensor."""
@@ -49,7 +49,7 @@ def infer_trained(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[
 
 
 def call_after_load(optimizer: Optimizer, method: Callable[[], None]) -> None:
-    """Call a bound method whenever the optimizer has loaded a state dict, as long as the method's object is alive."""
+    """Call a bound method each time the optimizer loads a state dict, as long as the method's object is alive."""
     found = weakref.WeakMethod(method)
 
     def loaded(_: Any) -> None:
@@ -89,12 +89,12 @@ def _counts_calls(step: Any, kind: type[Optimizer]) -> bool:
 
 
 class GraphUpdate:
-    """One optimizer step as a function of gradients, which updates parameters and state in place.
+    """One optimizer step as a function of the gradients, with in-place updates of parameters and state.
 
-    In `torch.optim`, each `step` collects lists of parameters, gradients and state through `_init_group`, and passes
-    them to a function. This class calls that `step` with a proxy as `self`, whose `_init_group` returns the graph's
-    gradients and whose learning rates are 0-dim tensors. The update therefore runs torch's own code, and schedulers
-    can change settings without a new graph.
+    In `torch.optim`, each `step` method collects lists of parameters, gradients and state through `_init_group`, and
+    passes them to a function. This class calls that method with a proxy as `self`, whose `_init_group` returns the
+    graph's gradients and whose learning rates are 0-dim tensors. The update therefore runs torch's own code, and
+    schedulers can change settings without a new graph.
 
     Args:
         optimizer: a `torch.optim` optimizer (`can_trace`).
@@ -294,7 +294,7 @@ class _Scratch:
 def _group_by_settings(
     optimizer: Optimizer, params: Sequence[Tensor]
 ) -> list[tuple[list[dict[str, Any]], list[int]]]:
-    """Return lists of groups with identical settings, each with the indices in `params` of the groups' tensors."""
+    """Return lists of groups with identical settings, each with the indices of the groups' tensors in `params`."""
     index = {param: i for i, param in enumerate(params)}
     found: list[tuple[dict[str, Any], list[dict[str, Any]], list[int]]] = []
     for group in optimizer.param_groups:

@@ -3,7 +3,7 @@
 The verification computes the step for one batch four times on copies of the graph's inputs. The first computation uses
 the compiled code. The other three interpret the captured graph: in float64, with eager kernels, and with eager kernels
 and weights that are perturbed by the machine epsilon. The eager step then trains on the original inputs. The network's
-rounding error is the larger of the distances between the two eager interpretations and the float64 result. The compiled
+rounding error is the larger of the two eager interpretations' distances from the float64 result. The compiled
 code and the eager step may differ from the float64 result by a small multiple of this error. A larger error in the
 eager step indicates that the captured graph does not contain the whole step. A larger error in the compiled code
 indicates a compiler bug.
@@ -58,7 +58,7 @@ class OnlyEagerError(NotCapturedError):
 
 
 class UnstableGraphError(OnlyEagerError):
-    """A step needs a new graph too often, because a value that is part of the graph changes."""
+    """A step needs a new graph too often, because a value that is a constant in the graph changes."""
 
 
 class BudgetExceededError(NotCapturedError):
@@ -76,7 +76,7 @@ class WrongNumbersError(SlipstreamError, RuntimeError):
     """A compiled step and the eager step compute different results.
 
     Args:
-        message: the tensor and its error.
+        message: a description of the tensor and its error.
         compiler: whether the captured graph is correct but the compiled code is not.
     """
 
@@ -167,7 +167,7 @@ class Verification:
     def _interpreted(
         self, graph: fx.GraphModule, double: bool = False, perturb: bool = False
     ) -> list[Tensor | None] | None:
-        """Return the results of the captured graph with eager kernels, or None if it cannot be interpreted."""
+        """Return the results of the captured graph with eager kernels, or None if the graph cannot be interpreted."""
         inputs = copies(self.inputs, torch.float64 if double else None)
         try:
             if perturb:
@@ -201,7 +201,7 @@ class Verification:
             False if a gradient overflowed and the weights were not updated, otherwise True.
 
         Raises:
-            WrongNumbersError: the error of the eager step or of the compiled code is too large.
+            WrongNumbersError: the numerical error of the eager step or of the compiled code is too large.
         """
         eager = _values(
             [results.get(id(value), value) if isinstance(value, Tensor) else value for value in self.inputs]
@@ -249,7 +249,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class _Row:
-    """Errors of the results for one tensor, as norms of the difference from the float64 reference."""
+    """Errors in the results for one tensor, as norms of the difference from the float64 reference."""
 
     key: int
     name: str
@@ -327,7 +327,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Typical:
-    """Medians over all tensors of a kind, because a single tensor may be exact by chance or have a zero gradient."""
+    """Medians over all tensors of a kind. A single tensor may be exact by chance or have a zero gradient."""
 
     relative: float
     """Median of the rounding error relative to the change."""

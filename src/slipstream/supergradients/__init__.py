@@ -1,4 +1,4 @@
-"""Run SuperGradients' scripts on Slipstream: importing this package makes `import super_gradients` import Slipstream.
+"""Run SuperGradients scripts with Slipstream: importing this package makes `import super_gradients` import Slipstream.
 
 Start a script with `python -m slipstream.supergradients SCRIPT`, or import this package before `super_gradients`.
 """

@@ -1,4 +1,4 @@
-"""SuperGradients' functions that prepare the process: devices, ranks and loggers."""
+"""SuperGradients' functions for setting up the process: devices, ranks and loggers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ multi_process_safe = master_only
 
 
 def init_trainer() -> None:
-    """Do nothing, because the Runner prepares the process."""
+    """Do nothing, because the Runner sets up the process."""
 
 
 def is_distributed() -> bool:
-    """Return whether a launcher has started this process."""
+    """Return whether this process was started by a launcher."""
     return infer_launcher() != "none"
 
 
@@ -51,10 +51,10 @@ def setup_device(multi_gpu: Any = None, num_gpus: int | None = None, device: str
     Args:
         multi_gpu: a `MultiGPUMode` or its name; or a device, as in `setup_device('cpu')`.
         num_gpus: number of devices; -1 for all, 0 for the CPU.
-        device: 'cuda' for the accelerator of this machine, if available, or 'cpu'.
+        device: 'cuda' for the machine's accelerator, if available, or 'cpu'.
 
     Raises:
-        ConfigError: if the script must be started differently. The message contains the command.
+        ConfigError: if `device` is invalid, or if the script must be started differently; the message explains how.
     """
     import torch
 
@@ -69,7 +69,7 @@ def setup_device(multi_gpu: Any = None, num_gpus: int | None = None, device: str
             f"start the script with {hidden}= (empty)" if hidden else "hide the accelerator from the process"
         )
         raise ConfigError(
-            f"a Runner uses the accelerator of the machine ({kind}); to train on the CPU, {how}", "device"
+            f"the Runner uses the machine's accelerator ({kind}); to train on the CPU, {how}", "device"
         )
     name = str(getattr(multi_gpu, "value", multi_gpu)).upper()
     wanted = num_gpus if num_gpus is not None else -1 if name in _SEVERAL else 1

@@ -26,7 +26,7 @@ class _Module(ModuleType):
             return importlib.import_module(fullname)
         target = MODULES.get(self.__name__, {}).get(name)
         if target is None:
-            # `from MODULE import NAME` then imports MODULE.NAME, and the finder raises an ImportError with the remedy.
+            # `from MODULE import NAME` then imports MODULE.NAME, and the finder's ImportError suggests a remedy.
             raise AttributeError(missing(fullname))
         module, _, attribute = target.partition(":")
         value = getattr(importlib.import_module(module), attribute)
@@ -54,7 +54,7 @@ class _Finder(ReplacementFinder):
 
     def spec_of(self, fullname: str) -> ModuleSpec:
         if fullname not in MODULES:
-            # `from MODULE import NAME` would replace a ModuleNotFoundError with an error that suggests no remedy.
+            # Not a ModuleNotFoundError, because `from MODULE import NAME` would replace its message.
             raise ImportError(missing(fullname), name=fullname)
         return ModuleSpec(fullname, _Loader(), is_package=True)
 
@@ -66,6 +66,6 @@ def install() -> None:
     """Make `import super_gradients` import Slipstream; see `install_finder`.
 
     Raises:
-        ConfigError: if SuperGradients itself is already imported.
+        ConfigError: if the original `super_gradients` package is already imported.
     """
     install_finder(_Finder(), "slipstream.supergradients", _WORKERS)

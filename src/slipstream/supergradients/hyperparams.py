@@ -1,4 +1,4 @@
-"""SuperGradients' functions that return values from recipes."""
+"""SuperGradients' functions for reading recipes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _GROUP = "training_hyperparams"
 
 
 def get(config_name: str, overriding_params: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the `training_params` of a recipe, or those of a file in the config group `training_hyperparams`.
+    """Return the `training_params` from a recipe, or from a file in the config group `training_hyperparams`.
 
     Args:
         config_name: name of the recipe, such as `cifar10_resnet`, or of the file, such as
-            `cifar10_resnet_train_params`; the name may start with the group.
+            `cifar10_resnet_train_params`; the name may be prefixed with the group.
         overriding_params: values that replace those of the recipe; None values have no effect.
 
     Raises:
@@ -38,7 +38,7 @@ def get(config_name: str, overriding_params: Mapping[str, Any] | None = None) ->
 def load_recipe(
     config_name: str, recipes_dir_path: str | Path | None = None, overrides: Sequence[str] | None = None
 ) -> Any:
-    """Return a composed recipe, for `Trainer.train_from_config`, as an OmegaConf container; see `compose`."""
+    """Compose a recipe for `Trainer.train_from_config`, and return an OmegaConf container; see `compose`."""
     with extra("recipes"):
         from omegaconf import OmegaConf
 

@@ -1,4 +1,4 @@
-"""`models.get` with SuperGradients' order of arguments."""
+"""`models.get` with SuperGradients' argument order."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def get(
     checkpoint_num_classes: int | None = None,
     num_input_channels: int | None = None,
 ) -> nn.Module:
-    """Return one of Slipstream's networks, or an instance of a class that was registered by `register_model`.
+    """Return one of Slipstream's networks, or an instance of a class registered with `register_model`.
 
     Args:
         model_name: name of the network.
         arch_params: arguments of the network.
         num_classes: number of classes.
         strict_load, checkpoint_path, load_backbone, checkpoint_num_classes: see `slipstream.apps.zoo.models.get`.
-        pretrained_weights: must be None, except for timm's networks; see `slipstream.apps.zoo.models.get`.
+        pretrained_weights: must be None, except for timm networks; see `slipstream.apps.zoo.models.get`.
         download_required_code: no effect, because nothing is downloaded.
         num_input_channels: number of image channels. Default: the network's own default, usually 3.
 

@@ -170,7 +170,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "super_gradients.training.utils.distributed_training_utils": {**_DEVICE, **_SETUP},
     "super_gradients.training.utils.predict": _PREDICTIONS,
 }
-"""Maps each module of SuperGradients to its names, and each name to the Slipstream object that replaces it."""
+"""Maps each SuperGradients module to its names, and each name to the Slipstream object that replaces it."""
 
 _TOPICS = (
     (
@@ -206,7 +206,7 @@ _TOPICS = (
     ),
     (
         r"processing",
-        "pass a list of transforms to the network's method set_dataset_processing_params(image_processor=[...])",
+        "pass a list of transforms to the network with set_dataset_processing_params(image_processor=[...])",
     ),
     (r"media", "a network's predict method accepts paths, Pillow images, arrays and tensors"),
     (r"checkpoints_dir", "use Trainer(...).checkpoints_dir_path; an experiment has a single folder"),
@@ -220,7 +220,7 @@ _TOPICS = (
 
 
 def missing(fullname: str) -> str:
-    """Return the reason why a module or name from SuperGradients cannot be imported, and what to use instead."""
+    """Return an error message that explains why a SuperGradients name is not available, and what to use instead."""
     parent, _, name = fullname.rpartition(".")
     where = [module for module, names in MODULES.items() if name in names]
     if where:

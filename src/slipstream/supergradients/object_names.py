@@ -15,7 +15,7 @@ class MissingNetworkError(SlipstreamError, AttributeError):
 
 
 class _Networks(type):
-    """The names of all networks as uppercase attributes."""
+    """Metaclass that provides the names of all networks as uppercase attributes."""
 
     def __getattr__(cls, name: str) -> str:
         known = {network.upper(): network for network in models.names()}
@@ -36,7 +36,7 @@ class Models(metaclass=_Networks):
     """Network names for `models.get`: `Models.DDRNET_23` is `'ddrnet_23'`.
 
     Raises:
-        MissingNetworkError: when an attribute is read, if Slipstream does not have this network.
+        MissingNetworkError: when an attribute is accessed, if Slipstream does not provide this network.
     """
 
 
@@ -62,7 +62,7 @@ class StrictLoad(Enum):
 
 
 class MultiGPUMode(StrEnum):
-    """How a script uses several devices."""
+    """How a script uses multiple devices."""
 
     OFF = "Off"
     DATA_PARALLEL = "DP"

@@ -1,4 +1,4 @@
-"""`Trainer` with SuperGradients' order of arguments."""
+"""`Trainer` with SuperGradients' argument order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SuperGradients' front end: its `Trainer`, models, data loaders and callbacks, implemented with the Runner."""
+"""SuperGradients' front end: its `Trainer`, models, data loaders and callbacks, built on the Runner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SuperGradients' phase callbacks as hooks of the Runner."""
+"""SuperGradients' phase callbacks as Runner hooks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _EVENTS_AT = {
 
 _STEPPED = "on_train_batch_gradient_step_end"
 _AROUND_VALIDATIONS = ("on_validation_loader_start", "on_validation_loader_end")
-"""SuperGradients does not call these events for the average of the best models, which has its own events."""
+"""SuperGradients does not call these events when it validates the average of the best models."""
 _INSIDE_THE_STEP = ("on_train_batch_backward_end", "on_train_batch_gradient_step_start")
 
 
@@ -71,11 +71,11 @@ def stage_of(phase: Phase) -> str:
 
 
 def callback_hooks(entries: Sequence[Any]) -> list[Hook | dict[str, Any]]:
-    """Return `phase_callbacks` as hooks: objects as hook objects, and names as hook configurations.
+    """Convert `phase_callbacks` to hooks: objects become hook objects, and names become hook configurations.
 
     Args:
-        entries: `Callback` and `Hook` objects, or names of such classes that are registered in HOOKS, in the syntax of
-            SuperGradients' factories.
+        entries: `Callback` and `Hook` objects, or names under which their classes are registered in HOOKS, in
+            SuperGradients' factory syntax.
 
     Raises:
         UnknownNameError: if a name is not registered.
@@ -102,13 +102,13 @@ def _hook(entry: Any, config_path: str) -> Hook | dict[str, Any]:
 
 @HOOKS.register_module()
 class CallbackHook(Hook):
-    """Call a callback's methods at their events.
+    """Call a callback's methods when their events occur.
 
     Args:
         callback: a `Callback`, or the configuration of a `Callback` class that is registered in HOOKS.
 
     Raises:
-        ConfigError: if `callback` is not a callback, or defines an event inside the training step.
+        ConfigError: if `callback` is not a callback, or handles an event inside the training step.
     """
 
     priority = "ABOVE_NORMAL"  # runs after validation, but before EMAHook restores the trained weights
@@ -133,7 +133,7 @@ class CallbackHook(Hook):
         self._of_average = False
 
     def method_at(self, stage: str) -> Callable[..., None] | None:
-        """Return a function that calls the callback's events for that stage, or None if there are none."""
+        """Return a function that calls the callback's methods for this stage, or None if there are none."""
         events = [event for event in _EVENTS_AT.get(stage, ()) if event in self._handlers]
         averages = stage in ("before_average_val", "after_average_val")
         if averages and (events or any(event in self._handlers for event in _AROUND_VALIDATIONS)):
@@ -178,7 +178,7 @@ def _values(
     outputs: Any = None,
     metrics: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Return the values that are only available at this event, under SuperGradients' names."""
+    """Return the values that are available only during this event, under SuperGradients' names."""
     values: dict[str, Any] = {} if metrics is None else {"metrics_dict": metrics}
     if batch_idx is not None:
         named = isinstance(data_batch, Mapping)
@@ -231,7 +231,7 @@ class EarlyStop(EarlyStoppingHook):
         self.verbose = verbose
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
-        """Compare the metric with its best value."""
+        """Compare the metric with its best value so far."""
         super().after_val_epoch(runner, metrics)
         if self.verbose and runner.is_training:
             best = self._sign * self._best
@@ -244,11 +244,11 @@ class SlidingWindowValidationCallback(Hook):
     """Validate whole images with sliding windows, but only after the last training epoch and outside training.
 
     Earlier validation runs use the dataset's transforms instead, because sliding windows take several times as long.
-    With sliding windows, the model runs eagerly, because a single validation run does not amortize compilation.
+    With sliding windows, the model runs eagerly, because compilation does not pay off in a single validation run.
 
     Args:
-        transforms_for_sliding_window: transforms of the validation images. If empty, only the final transforms of the
-            dataset are kept (SegStandardize, SegNormalize, SegConvertToTensor), so images keep their full size.
+        transforms_for_sliding_window: transforms of the validation images. If empty, only the dataset's final
+            transforms are kept (SegStandardize, SegNormalize, SegConvertToTensor), so images keep their full size.
         crop_size, stride: see `SlidingWindow`. Defaults: those of SuperGradients' SegFormer.
     """
 
@@ -292,7 +292,7 @@ def _transform(entry: Any, config_path: str) -> Any:
 
 
 def _reloaded(loader: DataLoader[Any], transforms: Sequence[Any]) -> DataLoader[Any]:
-    """Return a new loader with other transforms, because running workers would keep the old transforms."""
+    """Return a new loader with these transforms, because running workers would keep the old transforms."""
     return DataLoader(
         _transformed(loader.dataset, transforms),
         batch_sampler=loader.batch_sampler,

@@ -12,7 +12,7 @@ from slipstream.errors import BuildError, ConfigError
 __all__ = ["LAST_OWN_HOOK", "at_user_paths"]
 
 LAST_OWN_HOOK = "LrPlotHook"
-"""The last hook that the translation inserts before `phase_callbacks`."""
+"""The last hook that the translation inserts before the hooks from `phase_callbacks`."""
 
 _PATHS = (
     (r"training_params\.ema\.type", "training_params.ema_params.decay_type"),
@@ -41,10 +41,10 @@ _NAMED = {
 
 @contextmanager
 def at_user_paths(cfg: Mapping[str, Any]) -> Iterator[None]:
-    """Rewrite the config paths in a Runner's errors to those in the user's configuration.
+    """Rewrite config paths in the Runner's errors to match the user's configuration.
 
     The `cfg` argument is the Runner's configuration, translated from the user's configuration. If the user's
-    configuration is in the Runner's syntax, errors are not changed.
+    configuration already uses the Runner's syntax, errors are not changed.
     """
     try:
         yield
@@ -74,7 +74,7 @@ def _user_path(error: ConfigError, cfg: Mapping[str, Any]) -> str:
 
 
 def _own_hooks(cfg: Mapping[str, Any]) -> int:
-    """Return the number of hooks before those of `phase_callbacks`."""
+    """Return the number of hooks that precede those from `phase_callbacks`."""
     hooks = cfg.get("custom_hooks") or ()
     kinds = [hook.get("type") if isinstance(hook, Mapping) else type(hook).__name__ for hook in hooks]
     return kinds.index(LAST_OWN_HOOK) + 1 if LAST_OWN_HOOK in kinds else 0

@@ -66,7 +66,7 @@ def config(
     dataloader_params: Mapping[str, Any] | None = None,
     dataset: Dataset[Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the Runner's configuration of a data loader.
+    """Return a data loader configuration for the Runner.
 
     Exactly one of `name`, `dataloader_params.dataset` (a registered class) and `dataset` selects the dataset. By
     default, loaders whose names end in `_train` shuffle the samples and drop the last incomplete batch.
@@ -81,7 +81,7 @@ def config(
 
     Raises:
         UnknownNameError: if `name` or a key of `dataloader_params` does not exist.
-        ConfigError: if no dataset or more than one dataset is set.
+        ConfigError: if no dataset or more than one dataset is specified.
     """
     data, loader = _without_none(dataset_params), _without_none(dataloader_params)
     named = loader.pop("dataset", None)
@@ -115,7 +115,7 @@ def get(
 ) -> DataLoader[Any]:
     """Return a data loader. If `dataloader` is given, return it unchanged. For arguments and errors, see `config`.
 
-    The Trainer rebuilds the loader with its own sampler for a reproducible order and for distributed training.
+    The Trainer rebuilds the loader with its own sampler to support a reproducible order and distributed training.
     """
     if dataloader is not None:
         if any(value is not None for value in (name, dataset_params, dataloader_params, dataset)):
@@ -139,7 +139,7 @@ def get(
         options["collate_fn"] = partial(FUNCTIONS.resolve(collate["type"]), **arguments)
     if "auto" in (options["num_workers"], options.get("prefetch_factor")):
         raise ConfigError(
-            "'auto' requires a Runner, which measures the best value; use a number, or pass "
+            "'auto' requires a Runner, which finds the best value by measurement; use a number, or pass "
             "dataloaders.config(...) to the Trainer instead of dataloaders.get(...)",
             "dataloader_params.num_workers",
         )
@@ -161,7 +161,7 @@ def _without_none(params: Mapping[str, Any] | None) -> dict[str, Any]:
 def _completed(
     name: str, data: dict[str, Any], loader: dict[str, Any]
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Return the dataset class of `name`, and both parameter dicts merged over its defaults."""
+    """Return the dataset class for `name`, and its default parameters updated with `data` and `loader`."""
     if name not in _NAMES:
         raise UnknownNameError(
             f"no data loader is named '{name}'{did_you_mean(name, _NAMES)} (available: {', '.join(_NAMES)}; for "
@@ -176,7 +176,7 @@ def _completed(
 
 
 def _read_defaults(name: str) -> dict[str, Any]:
-    """Return a file of `recipes/dataset_params` merged over the files in its `defaults`, as built-in Python values."""
+    """Return a file in `recipes/dataset_params`, merged over the files in its `defaults` list, as a built-in dict."""
     with extra("recipes"):
         from omegaconf import OmegaConf
 
@@ -211,8 +211,8 @@ def _with_current_names(transform: Any) -> Any:
     kind = _OLD_TRANSFORMS.get(kind, kind) if isinstance(kind, str) else kind
     if kind == "SegPadShortToCropSize" and transform.get("fill_mask") is None:
         print_log(
-            "SegPadShortToCropSize has no fill_mask, so the padding has class 0, as in SuperGradients. If class 0 is "
-            "not the background, set fill_mask to the ignore_index of the loss",
+            "fill_mask of SegPadShortToCropSize is not set, so the padding has class 0, as in SuperGradients. If class "
+            "0 is not the background, set fill_mask to the loss's ignore_index",
             "current",
             logging.WARNING,
         )

@@ -18,7 +18,7 @@ def describe_data(network: nn.Module, dataset: Any) -> None:
     """Store the class names and transforms of a dataset in one of the zoo's networks, unless the user has set them.
 
     Args:
-        network: the network. Networks of other classes are not changed.
+        network: the network. Networks that are not from the zoo are not changed.
         dataset: the validation dataset. Datasets without transforms or class names are ignored.
     """
     if not isinstance(network, Network):
@@ -36,7 +36,7 @@ def describe_data(network: nn.Module, dataset: Any) -> None:
 
 
 def _inner(dataset: Any) -> Dataset[Any] | None:
-    """Return the dataset inside a wrapper (if there are several, the first dataset), or None."""
+    """Return the dataset inside a wrapper (the first one if there are several), or None."""
     inner = getattr(dataset, "dataset", None)
     several = getattr(dataset, "datasets", None)
     if inner is None and isinstance(several, list | tuple) and several:

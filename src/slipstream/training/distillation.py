@@ -82,7 +82,7 @@ class _Teacher:
 
 
 def _changes(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether a conversion, such as to a device, returns new tensors."""
+    """Return whether a conversion, such as a move to another device, returns new tensors."""
     with torch.no_grad():
         return any(fn(tensor) is not tensor for tensor in chain(module.parameters(), module.buffers()))
 
@@ -182,17 +182,17 @@ class DistillationModel(SupervisedModel):
         return KDOutput(student, teacher)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of the student, and of the `kd_module`."""
+        """Set the training mode of the student and the `kd_module`."""
         super().train(mode)
         if self._kd_module is not None:
             self._kd_module.training = mode
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Apply a conversion, such as a change of the device, to the teacher as well."""
+        """Apply a conversion, such as a move to another device, to the teacher as well."""
         self._teacher.convert(fn, recurse)
         if self._kd_module is not None:
-            self._kd_module.teacher = self.teacher  # a conversion of a copy replaces the teacher
+            self._kd_module.teacher = self.teacher  # converting a copy replaces its teacher
         super()._apply(fn, recurse)
         return self
 

@@ -28,7 +28,7 @@ class IDecayFunction:
 
         Args:
             decay: the value of `ema_params.decay`.
-            step: number of batches, counted from 1.
+            step: number of completed batches, starting at 1.
             total_steps: number of batches in the training run.
         """
         raise NotImplementedError(f"{type(self).__name__} must define __call__(decay, step, total_steps)")
@@ -63,7 +63,7 @@ class _Functions(MutableMapping[str, type[IDecayFunction]]):
 
 
 EMA_DECAY_FUNCTIONS = _Functions()
-"""User-defined decay schedules: `EMA_DECAY_FUNCTIONS["linear"] = LinearDecay`."""
+"""User-defined decay schedules by name, for example `EMA_DECAY_FUNCTIONS["linear"] = LinearDecay`."""
 
 
 def split_decay(params: TrainingParams) -> tuple[TrainingParams, EMAHook | None]:

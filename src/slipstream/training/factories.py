@@ -19,7 +19,7 @@ def read_factory(entry: str | Mapping[str, Any], config_path: str) -> tuple[str,
 
     Args:
         entry: a name, `{Name: {arguments}}`, or `{_target_: path.to.Name, ...}`.
-        config_path: config path of the entry, for errors.
+        config_path: config path of the entry, for error messages.
 
     Raises:
         ConfigError: if `entry` has none of these forms.
@@ -42,7 +42,7 @@ def read_factory(entry: str | Mapping[str, Any], config_path: str) -> tuple[str,
 
 
 def configuration(entry: Any, config_path: str) -> Any:
-    """Return an entry as a configuration with `type`. Configurations and objects are returned unchanged.
+    """Return an entry as a configuration with a `type` key. Configurations and objects are returned unchanged.
 
     Raises:
         ConfigError: see `read_factory`.

@@ -74,7 +74,7 @@ class TestLoadersHook(Hook):
         interval: number of epochs between evaluations.
     """
 
-    __test__ = False  # tells pytest that this is not a test class
+    __test__ = False  # prevents pytest from collecting this class
     priority = "LOWEST"  # runs after the checkpoint is written
 
     def __init__(self, loaders: Mapping[str, Any], interval: int = 1) -> None:
@@ -122,6 +122,6 @@ class HistoryHook(Hook):
             self.history.append({"epoch": runner.epoch, **(metrics or {})})
 
     def after_rollback(self, runner: Runner) -> None:
-        """Remove the metrics of the epochs that are repeated."""
+        """Remove the metrics of the epochs that will be repeated."""
         done = runner.epoch if runner.train_loop.validated else runner.epoch - 1
         self.history = [entry for entry in self.history if entry["epoch"] <= done]

@@ -20,8 +20,8 @@ class KDModule(nn.Module):
     """A student and a teacher for `KDTrainer.train(model=...)`.
 
     A subclass may override `forward` to pass other outputs of the networks to the loss, which receives them unchanged.
-    The subclass cannot have parameters of its own. Only the student is trained, validated and saved; the teacher always
-    runs in evaluation mode. A deep copy shares the teacher.
+    The subclass must not have parameters of its own. Only the student is trained, validated and saved; the teacher
+    always runs in evaluation mode. A deep copy shares the teacher.
 
     Args:
         arch_params: `teacher_input_adapter`, a module for the teacher's images or its configuration.
@@ -58,7 +58,7 @@ class KDModule(nn.Module):
         return type(self).forward is not KDModule.forward
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of the student; the teacher stays in evaluation mode."""
+        """Set the training mode of the student; the teacher stays in evaluation mode."""
         super().train(mode)
         self.teacher.eval()
         return self

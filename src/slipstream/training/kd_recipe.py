@@ -1,4 +1,4 @@
-"""Keys of SuperGradients' recipes for knowledge distillation (`architecture: kd_module`)."""
+"""Keys of SuperGradients' knowledge distillation recipes (`architecture: kd_module`)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def teacher_of(
     """Return the arguments of `DistillationModel` for the teacher.
 
     Args:
-        recipe: a recipe for knowledge distillation.
+        recipe: a knowledge distillation recipe.
         read: function that returns the network and its pretrained weights for a recipe with a single network.
 
     Raises:
@@ -56,8 +56,8 @@ def teacher_of(
         network, pretrained = read({**alone, "checkpoint_params": weights})
     if pretrained is None and not network.get("pretrained"):  # timm's networks load their own weights
         raise ConfigError(
-            "is required, because a student cannot learn from an untrained teacher; set it to the file with the "
-            "teacher's weights",
+            "is required, because a student cannot learn from an untrained teacher; set it to the "
+            "teacher's weights file",
             "teacher_checkpoint_params.checkpoint_path",
         )
     adapter = input_adapter(recipe.get("arch_params"), "arch_params")
@@ -68,8 +68,8 @@ def input_adapter(options: Mapping[str, Any] | None, config_path: str) -> dict[s
     """Return the adapter for the teacher's images, from SuperGradients' `kd_module` arguments.
 
     Raises:
-        UnknownNameError: if there are other arguments.
-        ConfigError: if there is an adapter for the student.
+        UnknownNameError: if an argument does not exist.
+        ConfigError: if an adapter for the student is set.
     """
     adapters = {
         key: value for key, value in (options or {}).items() if value is not None and key != "num_classes"
@@ -98,7 +98,7 @@ def check_mode(run_teacher_on_eval: Any) -> None:
 
 @contextmanager
 def renamed_paths(role: str | None) -> Iterator[None]:
-    """Add `student_` or `teacher_` to the config paths in errors about the sections for one of the networks."""
+    """Add the prefix `student_` or `teacher_` to the config paths in errors about the sections of one network."""
     try:
         yield
     except ConfigError as error:

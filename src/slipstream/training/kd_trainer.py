@@ -22,7 +22,7 @@ class KDTrainer(Trainer):
     `net` and the checkpoints contain only the student.
     """
 
-    def train(  # type: ignore[override]  # SuperGradients' order of arguments
+    def train(  # type: ignore[override]  # SuperGradients' argument order
         self,
         model: nn.Module | None = None,
         training_params: Mapping[str, Any] | None = None,
@@ -57,7 +57,7 @@ class KDTrainer(Trainer):
             module = model
         else:
             raise ConfigError(
-                f"must be a KDModule, not {type(model).__name__}; or pass student=... and teacher=...",
+                f"must be a KDModule, not {type(model).__name__}; alternatively, pass student=... and teacher=...",
                 "model",
             )
         return self._train_network(

@@ -35,7 +35,7 @@ _NAMES = {
     "ChannelWiseKnowledgeDistillationLoss": "ChannelWiseKnowledgeDistillationLoss",
 }
 _NESTED = ("task_loss_fn", "distillation_loss_fn", "kd_loss", "ce_loss", "loss_fcn")
-"""Arguments of losses whose values are themselves losses."""
+"""Loss arguments whose values are also losses."""
 
 _CONFIG_PATH = "training_params.loss"
 _ONLY = {"reduction": "mean", "smooth_dist": None, "from_logits": True}
@@ -44,14 +44,14 @@ _ONLY = {"reduction": "mean", "smooth_dist": None, "from_logits": True}
 
 @MODELS.register_module(name="RecipeCrossEntropy")
 class CrossEntropyLoss(CrossEntropy):
-    """Cross-entropy with SuperGradients' arguments and values.
+    """Cross-entropy with the same arguments and results as in SuperGradients.
 
     For class ids, probabilities p, class weights w and e = `smooth_eps`, the loss of a pixel with class y is
     `-(1 - e) * w[y] * log p[y] - e * mean(w * log p)`. With `smooth_eps` and `weight`, the sum over all pixels is
-    divided by the number of pixels that are not ignored; without `smooth_eps`, by the sum of their weights. Targets
-    that are class probabilities are not smoothed.
+    divided by the number of pixels that are not ignored; without `smooth_eps`, by the sum of their weights. Class
+    probability targets are not smoothed.
 
-    One behavior differs from SuperGradients, which smooths pixels (N, classes, H, W) over W instead of the classes.
+    There is one difference: SuperGradients smooths pixels (N, classes, H, W) over W instead of over the classes.
 
     Args:
         weight, ignore_index: see `CrossEntropy`.
@@ -98,11 +98,11 @@ class CrossEntropyLoss(CrossEntropy):
 def loss_config(
     loss: Any, criterion_params: Mapping[str, Any] | None = None
 ) -> dict[str, Any] | Callable[..., Any]:
-    """Return the configuration of a loss for `MODELS`. A module or function is returned unchanged.
+    """Return a loss configuration for `MODELS`. A module or function is returned unchanged.
 
     Args:
-        loss: a module or function; or a name, `{Name: {arguments}}` or `{_target_: ..., arguments}`. Names are those
-            of SuperGradients (old and new), `slipstream.apps.zoo` and `torch.nn`.
+        loss: a module or function; or a name, `{Name: {arguments}}` or `{_target_: ..., arguments}`. Valid
+            names are those of SuperGradients (old and new), `slipstream.apps.zoo` and `torch.nn`.
         criterion_params: arguments of the loss. Arguments in `loss` override them.
 
     Raises:

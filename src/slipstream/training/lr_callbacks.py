@@ -36,11 +36,11 @@ class LRCallbackBase(PhaseCallback):
 
     Args:
         phase: when the schedule is called.
-        initial_lr: the initial rate, or a dict of rates by name prefix.
+        initial_lr: the initial learning rate, or a dict of learning rates by name prefix.
         update_param_groups: always False.
         train_loader_len: number of batches in an epoch.
         net: the network.
-        training_params: the keys of `training_params` as attributes.
+        training_params: an object with the keys of `training_params` as attributes.
         kwargs: not used.
     """
 
@@ -64,7 +64,7 @@ class LRCallbackBase(PhaseCallback):
         self.training_params = training_params
 
     def __call__(self, context: PhaseContext) -> None:
-        """Change the rates if scheduling is enabled."""
+        """Change the learning rates if scheduling is enabled."""
         if self.is_lr_scheduling_enabled(context):
             self.perform_scheduling(context)
 
@@ -77,16 +77,16 @@ class LRCallbackBase(PhaseCallback):
         raise NotImplementedError(f"{type(self).__name__} must define perform_scheduling(context)")
 
     def update_lr(self, optimizer: Any, epoch: int, batch_idx: int | None = None) -> None:
-        """Set the rate of each parameter group to the rate for its name prefix, or to `lr` if `lr` is a number."""
+        """Set the learning rate of each parameter group: the rate for its name prefix, or `lr` if `lr` is a number."""
         for group in optimizer.param_groups:
             group["lr"] = self.lr[_prefix(group, self.lr)] if isinstance(self.lr, Mapping) else self.lr
 
 
 @HOOKS.register_module()
 class LRCallbackHook(Hook):
-    """Build a schedule when training starts, and call it at its phase.
+    """Build a schedule when training starts, and call it in its phase.
 
-    Checkpoints contain the schedule's attribute `lr`, a number or a dict of numbers, and a resumed run restores it.
+    Checkpoints contain the schedule's `lr` attribute (a number or a dict of numbers), and a resumed run restores it.
     Other attributes are not saved.
 
     Args:
@@ -106,7 +106,7 @@ class LRCallbackHook(Hook):
         """Build the schedule.
 
         Raises:
-            ModelError: if the model has no attribute `network`.
+            ModelError: if the model has no `network` attribute.
         """
         model: Any = unwrap_model(runner.model)
         if not hasattr(model, "network"):
@@ -151,7 +151,7 @@ class LRCallbackHook(Hook):
             self._store(runner)
 
     def after_rollback(self, runner: Runner) -> None:
-        """Restore the rates from the checkpoint."""
+        """Restore the learning rates from the checkpoint."""
         self._restore(runner)
 
     def _store(self, runner: Runner) -> None:
@@ -167,13 +167,13 @@ class LRCallbackHook(Hook):
         if callback is None:
             return
         saved = runner.message_hub.get_info(_KEY, callback.initial_lr)
-        # If the parameter groups differ from those of the resumed run, the saved rates do not belong to them.
+        # If the parameter groups differ from those of the resumed run, the saved rates do not apply to them.
         if not isinstance(saved, Mapping) or saved.keys() == callback.initial_lr.keys():
             callback.lr = dict(saved) if isinstance(saved, Mapping) else saved
 
 
 def split_schedule(training_params: Any) -> tuple[Any, Hook | None]:
-    """Return `training_params` without the keys of a user's schedule, and a hook that calls the schedule, or None.
+    """Return `training_params` without the keys of a user-defined schedule, and a hook that calls it, or None.
 
     Raises:
         ConfigError: if `initial_lr` is missing, or `phase_callbacks` contains a schedule.
@@ -212,5 +212,5 @@ def _schedule(lr_mode: Any) -> type[LRCallbackBase] | None:
 
 
 def _prefix(group: Mapping[str, Any], rates: Mapping[str, float]) -> str:
-    """Return the prefix of a parameter group; the name of a group lists all prefixes with the same rate."""
+    """Return the prefix of a parameter group, whose name lists all prefixes with the same learning rate."""
     return next((name for name in str(group.get("name", "")).split(", ") if name in rates), "default")

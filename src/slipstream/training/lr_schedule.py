@@ -1,4 +1,4 @@
-"""Closed-form learning rate of each iteration for SuperGradients' schedules."""
+"""SuperGradients' learning rate schedules in closed form."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from slipstream.optim.scheduler.checks import check_int
 __all__ = ["MODES", "WARMUPS", "LRSchedule", "check_known"]
 
 WARMUPS = {"LinearEpochLRWarmup": "lr_warmup_epochs", "LinearBatchLRWarmup": "lr_warmup_steps"}
-"""Warm-up modes, and the key that sets the length of each."""
+"""Warm-up modes, and the key that sets the length of the warm-up in each mode."""
 
 
 @dataclass(frozen=True)
 class LRSchedule:
     """The learning rate at iteration t as a function of t and the initial rate, as in SuperGradients 3.7.
 
-    The rate changes after each optimizer step, as a function of the last batch of that step:
+    The rate changes after each optimizer step, as a function of the index of the step's last batch:
     b = A floor(t / A) - 1 with A = `batch_accumulate`. It is constant during the cool-down. With L batches per
     epoch, W warm-up epochs, C cool-down epochs, initial rate i, s = b - W L and S = (max_epochs - W - C) L:
 
@@ -29,17 +29,17 @@ class LRSchedule:
     - `CosineLRScheduler`: i (r + (1 - r) (1 + cos(pi s / (S + 1))) / 2) with r = `cosine_final_lr_ratio`. A
       batch-based warm-up reduces s and S by its number of steps.
     - `ExponentialLRScheduler`: i `lr_decay_factor`^(s / L)
-    - `StepLRScheduler`: i `lr_decay_factor`^n, where n is the number of `lr_updates` not greater than the last
-      completed epoch (counted from 0). With `step_lr_update_freq` f, the updates are ceil(f k), k = 1, 2, ..., between
-      warm-up and cool-down.
+    - `StepLRScheduler`: i `lr_decay_factor`^n, where n is the number of entries in `lr_updates` that are not greater
+      than the index of the last completed epoch (counted from 0). With `step_lr_update_freq` f, the updates are
+      ceil(f k), k = 1, 2, ..., between warm-up and cool-down.
     - `FunctionLRScheduler`: `lr_schedule_function(initial_lr=i, epoch=b // L - W, iter=b % L, max_epoch=S / L,
       iters_per_epoch=L)`
 
     `LinearEpochLRWarmup` increases the rate every epoch from `warmup_initial_lr` (default: i / (W + 1)) to i in epoch
-    W. `LinearBatchLRWarmup` increases it every batch (default: from 0) to i at the last of min(`lr_warmup_steps`, L)
-    batches. If the warm-up is a single batch, the rate stays at its first value until `lr_mode` changes it. An initial
-    rate of 0 stays 0. One behavior differs from SuperGradients, where a cosine schedule after a batch-based warm-up
-    rises again during the cool-down.
+    W. `LinearBatchLRWarmup` increases it every batch (default: from 0) to i in the last of min(`lr_warmup_steps`, L)
+    warm-up batches. If the warm-up lasts a single batch, the rate keeps its start value until `lr_mode` changes it. An
+    initial rate of 0 stays 0. There is one difference: in SuperGradients, a cosine schedule after a batch-based warm-up
+    increases again during the cool-down.
 
     Raises:
         ConfigError, UnknownNameError: if a key is invalid or missing, or conflicts with another key.
@@ -94,7 +94,7 @@ class LRSchedule:
         if self.warmup_epochs:
             start = initial / (self.warmup_epochs + 1) if start is None else start
             return _between(start, initial, step // self.epoch_length, self.warmup_epochs)
-        # A warm-up of one step ends at its start rate.
+        # A warm-up of one batch ends at its start value.
         return (start or 0.0) if self.warmup_batches == 1 else initial
 
     @property
@@ -114,7 +114,7 @@ class LRSchedule:
 
     @property
     def is_warmup_only(self) -> bool:
-        """Whether warm-up and cool-down fill the whole run."""
+        """Whether warm-up and cool-down take up the whole run."""
         between = self.end_epoch * self.epoch_length - self.warmup_iters
         return self.warmup_iters > 0 and between <= 0
 
@@ -139,7 +139,7 @@ class LRSchedule:
         return step // self.batch_accumulate * self.batch_accumulate - 1
 
     def _decay(self, batch: int, skip: int = 0) -> tuple[int, int]:
-        """Return the number of completed decay batches at `batch`, and their total number."""
+        """Return the number of completed decay batches at `batch`, and the total number of decay batches."""
         total = (self.end_epoch - self.lr_warmup_epochs) * self.epoch_length
         return batch - self.lr_warmup_epochs * self.epoch_length - skip, total - skip
 
@@ -198,7 +198,7 @@ MODES: Mapping[str, _Mode] = {
 
 
 def check_known(name: str | None, known: Iterable[str], key: str) -> None:
-    """Raise `UnknownNameError` at `key` unless `name` is None or in `known`."""
+    """Raise `UnknownNameError` for `key` unless `name` is None or in `known`."""
     names = list(known)
     if name is not None and name not in names:
         raise UnknownNameError(

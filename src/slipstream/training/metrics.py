@@ -44,7 +44,7 @@ Ignored = int | Sequence[int] | None
 
 
 class _Overlap(IoUMetric):
-    """Mean over classes of the ratio returned by `ratio`.
+    """Mean over classes of the ratio computed by `ratio`.
 
     The ignored class, and classes that occur neither in the targets nor in the predictions, are excluded, so
     `num_classes` may be larger than the number of classes in the data.
@@ -73,7 +73,7 @@ class _Overlap(IoUMetric):
         super().count(counts, preds, _merged(targets, self.ignore_index, self._others))
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
-        """Return the mean from the counts, or NaN if no class occurs.
+        """Compute the mean from the counts, or NaN if no class occurs.
 
         Raises:
             DataError: if targets or predictions were out of range.
@@ -105,7 +105,7 @@ class _Overlap(IoUMetric):
 
 @METRICS.register_module()
 class IoU(_Overlap):
-    """Mean intersection over union of the classes, from 0 to 1. See `_Overlap`."""
+    """Intersection over union, averaged over the classes, from 0 to 1. See `_Overlap`."""
 
     def ratio(self, hit: Any, both: Any) -> tuple[Any, Any]:
         """Return the intersection and the union."""
@@ -114,7 +114,7 @@ class IoU(_Overlap):
 
 @METRICS.register_module()
 class Dice(_Overlap):
-    """Mean Dice coefficient of the classes, from 0 to 1. See `_Overlap`."""
+    """Dice coefficient, averaged over the classes, from 0 to 1. See `_Overlap`."""
 
     def ratio(self, hit: Any, both: Any) -> tuple[Any, Any]:
         """Return twice the intersection, and the sum of both areas."""
@@ -122,15 +122,15 @@ class Dice(_Overlap):
 
 
 class _Binary(_Overlap):
-    """The overlap ratios of a mask (`target`) and of the remaining pixels (`background`), and their mean.
+    """The overlap ratios for a mask (`target`) and for the remaining pixels (`background`), and their mean.
 
-    A pixel belongs to the predicted mask if the sigmoid of its score is at least `threshold`. If a part occurs neither
-    in the targets nor in the predictions, its ratio is NaN and is excluded from the mean.
+    A pixel belongs to the predicted mask if the sigmoid of its score is at least `threshold`. If the mask or the
+    background occurs neither in the targets nor in the predictions, its ratio is NaN and is excluded from the mean.
 
     Args:
-        dist_sync_on_step: no effect, because counts are summed over all ranks when they are read.
+        dist_sync_on_step: no effect, because counts are summed across all ranks when they are read.
         ignore_index: target id of ignored pixels, or several ids. Default: the dataset's `ignore_index`.
-        threshold: probability, between 0 and 1.
+        threshold: probability threshold, between 0 and 1.
         metrics_args_prep_fn: must be None.
 
     Raises:
@@ -158,11 +158,11 @@ class _Binary(_Overlap):
 
     @classmethod
     def value_names(cls) -> tuple[str, ...]:
-        """Return the names of the values."""
+        """Return the names of the metric's values."""
         return tuple(f"{part}_{cls.label}" for part in ("target", "background", "mean"))
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
-        """Count one batch. Its `scores` are used instead of its `preds` if the model returns them."""
+        """Count the pixels of one batch. If the model returns `scores`, they are used instead of `preds`."""
         if isinstance(data_samples, Mapping) and "scores" in data_samples:
             data_samples = {**data_samples, "preds": data_samples["scores"]}
         super().process(data_batch, data_samples)
@@ -171,7 +171,7 @@ class _Binary(_Overlap):
         """Add the pixels of one batch. Predictions are scores (N, H, W) or (N, 1, H, W), or ids 0 and 1 (N, H, W).
 
         Raises:
-            DataError: if predictions are ids and `threshold` is not 0.5, because the threshold has no effect on ids.
+            DataError: if predictions are class ids and `threshold` is not 0.5, which would have no effect.
         """
         if preds.ndim == targets.ndim + 1 and preds.shape[1] == 1:
             preds = preds.squeeze(1)
@@ -180,12 +180,12 @@ class _Binary(_Overlap):
         elif self.threshold != 0.5:
             raise DataError(
                 f"{type(self).__name__} got {describe(preds)} as preds, and cannot apply threshold={self.threshold} to "
-                "class ids; return scores as floats from the model, or remove threshold"
+                "class ids; return floating-point scores from the model, or remove threshold"
             )
         super().count(counts, preds, targets)
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
-        """Return the values from the counts.
+        """Compute the values from the counts.
 
         Raises:
             DataError: if targets or predictions were out of range.
@@ -196,21 +196,21 @@ class _Binary(_Overlap):
 
 @METRICS.register_module()
 class BinaryIOU(_Binary, IoU):
-    """Intersection over union of a mask and of the background, from 0 to 1. See `_Binary`."""
+    """Intersection over union for a mask and for the background, from 0 to 1. See `_Binary`."""
 
     label = "IOU"
 
 
 @METRICS.register_module()
 class BinaryDice(_Binary, Dice):
-    """Dice coefficients of a mask and of the background, from 0 to 1. See `_Binary`."""
+    """Dice coefficients for a mask and for the background, from 0 to 1. See `_Binary`."""
 
     label = "Dice"
 
 
 @METRICS.register_module()
 class PixelAccuracy(CountingMetric):
-    """The fraction of correctly classified pixels in the dataset, from 0 to 1, or NaN if there are none.
+    """The fraction of correctly classified pixels in the dataset, from 0 to 1, or NaN if no pixels are counted.
 
     Predictions are class ids (N, H, W), or scores (N, classes, H, W) for at least two classes.
 
@@ -227,7 +227,7 @@ class PixelAccuracy(CountingMetric):
         self.ignore_label, self._others = ids[0], ids[1:]
 
     def num_counts(self) -> int:
-        """Return 2: correct pixels and counted pixels."""
+        """Return 2: one count for correct pixels, and one for all counted pixels."""
         return 2
 
     def count(self, counts: Tensor, preds: Tensor, targets: Tensor) -> None:
@@ -245,13 +245,13 @@ class PixelAccuracy(CountingMetric):
         if ids.shape != targets.shape:
             raise DataError(
                 f"PixelAccuracy got {describe(preds)} as preds and {describe(targets)} as targets; it requires "
-                "class ids (N, H, W) or scores (N, classes, H, W) with the size of the targets"
+                "class ids (N, H, W) or scores (N, classes, H, W) of the same size as the targets"
             )
         counted = _merged(targets, self.ignore_label, self._others) != self.ignore_label
         counts.add_(torch.stack([((ids == targets) & counted).sum(), counted.sum()]))
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
-        """Return the fraction from the counts."""
+        """Compute the fraction from the counts."""
         right, counted = results
         return {"PixelAccuracy": right / counted if counted else float("nan")}
 
@@ -268,7 +268,7 @@ class Top1(evaluator.Accuracy):
         super().__init__(topk=self.k)
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
-        """Return the fraction from the counts, or NaN if there are no samples.
+        """Compute the fraction from the counts, or NaN if there are no samples.
 
         Raises:
             DataError: if targets were out of range.
@@ -278,7 +278,7 @@ class Top1(evaluator.Accuracy):
 
 
 Accuracy = Top1
-"""Alias for scripts. In METRICS, `Accuracy` is MMEngine's metric, which returns percent."""
+"""Alias for scripts. In METRICS, `Accuracy` is MMEngine's metric, which returns percentages."""
 
 
 @METRICS.register_module()
@@ -292,14 +292,14 @@ class Top5(Top1):
 def metric_config(
     entries: Sequence[Any] | None, key: str = "valid_metrics_list"
 ) -> list[dict[str, Any] | BaseMetric]:
-    """Return the configurations of metrics for `METRICS`. Metric objects are returned unchanged.
+    """Return metric configurations for `METRICS`. Metric objects are returned unchanged.
 
-    The `dist_sync_on_step` argument has no effect, because counts are summed over all ranks when they are read.
+    The `dist_sync_on_step` argument has no effect, because counts are summed across all ranks when they are read.
 
     Args:
         entries: objects (`BaseMetric` or torchmetrics); or names, `{Name: {arguments}}` or
-            `{_target_: ..., arguments}`. Names are those of SuperGradients or torchmetrics.
-        key: name of the list, for errors.
+            `{_target_: ..., arguments}`. Valid names are those of SuperGradients or torchmetrics.
+        key: name of the list, for error messages.
 
     Raises:
         ConfigError: if an entry has none of these forms, or an argument is not supported.

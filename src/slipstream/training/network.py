@@ -46,7 +46,7 @@ CLASS_LOSSES = (
 class SupervisedModel(Segmentor, PretrainedWeights):
     """A network for supervised classification of images or pixels.
 
-    Batches are dicts with `inputs` and `targets`, or tuples (inputs, targets, ...). Other tuple items are ignored.
+    Batches are dicts with `inputs` and `targets`, or tuples (inputs, targets, ...). Additional tuple items are ignored.
 
     Args:
         network: a module or its configuration. It returns logits (N, classes) or (N, classes, H, W). In training,
@@ -110,10 +110,10 @@ class SupervisedModel(Segmentor, PretrainedWeights):
         """Return the losses, a dict with `preds` and `targets`, or the network's output.
 
         Args:
-            inputs: images (N, C, H, W), of a float dtype or uint8. Pixels of dtype uint8 are converted to floats from
-                0 to 255.
+            inputs: images (N, C, H, W), of a float dtype or uint8; uint8 pixels are converted to floats from 0 to
+                255.
             targets: class ids (N,) or (N, H, W) of any integer dtype, or class probabilities (N, classes).
-            others: other items of the batch; ignored.
+            others: additional batch items; ignored.
             mode: `loss`, `predict` or `tensor`. Predictions are class ids (N, H, W), int64, or logits (N, classes).
         """
         if inputs.dtype == torch.uint8:  # the dataset has no normalizing transform
@@ -143,7 +143,7 @@ class SupervisedModel(Segmentor, PretrainedWeights):
         return predictions
 
     def loss_inputs(self, outputs: Any, inputs: Tensor, targets: Tensor | None) -> Any:
-        """Return the loss's first argument: the network's outputs without the padding of the images."""
+        """Return the loss's first argument: the network's outputs, without the image padding."""
         if main_output(outputs).ndim != 4:
             return outputs
         return self.without_margin(outputs, inputs, targets)
@@ -166,7 +166,7 @@ class SupervisedModel(Segmentor, PretrainedWeights):
         return {"preds": scores, "targets": targets.argmax(1) if mixed else targets}
 
     def read_train_metrics(self) -> dict[str, Any]:
-        """Return the metrics over all ranks by name, and reset the counts. This synchronizes with the device."""
+        """Return the metrics over all ranks by name, and reset the counts. Causes a device synchronization."""
         values: dict[str, Any] = {}
         for metric, counts in zip(self.train_metrics, self._counts(), strict=True):
             values.update(metric.read(counts))
@@ -202,8 +202,8 @@ def _check_targets(scores: Tensor, targets: Tensor) -> None:
     )
     raise DataError(
         f"the targets, a {targets.dtype} tensor of shape {tuple(targets.shape)}, do not match the network's output "
-        f"{tuple(scores.shape)}: they must be class ids {ids} of an integer dtype, or probabilities in the output's "
-        f"shape; {remedy}"
+        f"of shape {tuple(scores.shape)}: they must be class ids {ids} of an integer dtype, or probabilities with the "
+        f"shape of the output; {remedy}"
     )
 
 
@@ -211,8 +211,8 @@ def _check_size(scores: Tensor, targets: Tensor) -> None:
     """Raise `DataError` unless targets and output have the same N, H and W, without a device synchronization."""
     if (len(scores), *scores.shape[-2:]) != (len(targets), *targets.shape[-2:]):
         raise DataError(
-            f"targets {tuple(targets.shape)} do not match the size of the network's output {tuple(scores.shape)}; "
-            "check that the dataset's transforms change the sizes of images and masks in the same way"
+            f"targets of shape {tuple(targets.shape)} and the network's output of shape {tuple(scores.shape)} differ "
+            "in size; check that the dataset's transforms change the sizes of images and masks in the same way"
         )
 
 
@@ -220,8 +220,8 @@ def _counting(metric: CountingMetric | Mapping[str, Any], index: int) -> Countin
     built: Any = METRICS.build(metric) if isinstance(metric, Mapping) else metric
     if not isinstance(built, CountingMetric):
         raise ConfigError(
-            f"{type(built).__name__} cannot count during training without synchronizing with the device; use IoU, "
-            "PixelAccuracy, Dice, BinaryIOU, BinaryDice, Accuracy or Top5, or move it to valid_metrics_list",
+            f"{type(built).__name__} cannot count during training without a device synchronization; use IoU, "
+            "PixelAccuracy, Dice, BinaryIOU, BinaryDice, Accuracy or Top5, or move this metric to valid_metrics_list",
             f"train_metrics[{index}]",
         )
     return built
@@ -231,7 +231,8 @@ def _counting(metric: CountingMetric | Mapping[str, Any], index: int) -> Countin
 class TrainMetricsHook(Hook):
     """Log the training metrics of a `SupervisedModel` after each epoch, as `train/IoU` and so on.
 
-    The values are also stored as infos in the message hub. In a resumed epoch, only the batches after resuming count.
+    The values are also stored as infos in the message hub. If training resumes within an epoch, only the
+    remaining batches are counted.
 
     Raises:
         ModelError: before training, if the model has no training metrics.

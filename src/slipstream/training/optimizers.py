@@ -25,13 +25,13 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "RMSprop": {"weight_decay": 1e-4, "momentum": 0.9},
     "RMSpropTF": {"weight_decay": 1e-4, "momentum": 0.9},
 }
-"""SuperGradients' default arguments of optimizers. `optimizer_params` overrides them."""
+"""SuperGradients' default optimizer arguments. `optimizer_params` overrides them."""
 
 _NO_DECAY = "zero_weight_decay_on_bias_and_bn"
 
 
 def optim_wrapper(params: TrainingParams) -> dict[str, Any]:
-    """Return the `optim_wrapper` configuration without precision, accumulation and clipping, which the plan sets.
+    """Return the `optim_wrapper` configuration without precision, accumulation and clipping, which `SpeedPlan` sets.
 
     Raises:
         ConfigError: if `initial_lr` is missing or invalid, or a key does not apply to an optimizer object.
@@ -69,16 +69,17 @@ def optim_wrapper(params: TrainingParams) -> dict[str, Any]:
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
 class PrefixOptimWrapperConstructor(DefaultOptimWrapperConstructor):
-    """Set the learning rate of each parameter by the longest matching prefix of its name.
+    """Set the learning rate of each parameter according to the longest prefix that matches its name.
 
     Names are relative to the model's `network`, if it has one. Parameters with the same learning rate and weight decay
-    share a group, whose `name` lists their prefixes. Parameters with a rate of 0 stay constant; `freeze` also
-    disables their gradients.
+    share a group, whose `name` lists their prefixes. Parameters with a learning rate of 0 are not updated;
+    `freeze` also disables their gradients.
 
-    The key `initial_lr` of `paramwise_cfg` is a dict that maps each prefix to its learning rate; its entry `default`
-    applies to all other parameters. The value of `warmup_initial_lr` has the same form and is stored in the groups for
-    the schedule. With `finetune`, the network's method `get_finetune_lr_dict(lr)` returns the rates, where lr is the
-    rate of `default`. The key `zero_weight_decay_on_bias_and_bn` disables weight decay for all biases and norm layers.
+    The key `initial_lr` of `paramwise_cfg` is a dict that maps each prefix to its learning rate; its `default` entry
+    applies to all other parameters. The value of `warmup_initial_lr` has the same form and is stored in the parameter
+    groups for the schedule. With `finetune`, the network's `get_finetune_lr_dict(lr)` method returns the rates, where
+    `lr` is the `default` rate. The key `zero_weight_decay_on_bias_and_bn` disables weight decay for all biases and norm
+    layers.
 
     Raises:
         ConfigError: when called, if a prefix matches no parameter, if a trainable parameter matches no prefix and
@@ -93,7 +94,7 @@ class PrefixOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         starts: Mapping[str, float] = self.paramwise_cfg.get("warmup_initial_lr", {})
         no_decay = _biases_and_norms(module) if self.paramwise_cfg.get(_NO_DECAY) else set()
         named = _named_parameters(module)
-        # Not with finetune, because get_finetune_lr_dict may list heads that the network does not have.
+        # Skip this check with finetune, because get_finetune_lr_dict may list heads that the network does not have.
         if "finetune" not in self.paramwise_cfg:
             _check_prefixes(rates, named)
         labels: dict[Any, list[str]] = {}
@@ -118,7 +119,7 @@ class PrefixOptimWrapperConstructor(DefaultOptimWrapperConstructor):
 
 
 def freeze(model: nn.Module, paramwise_cfg: Mapping[str, Any]) -> None:
-    """Disable gradients of all parameters to which `PrefixOptimWrapperConstructor` assigns a rate of 0.
+    """Disable gradients of all parameters to which `PrefixOptimWrapperConstructor` assigns a learning rate of 0.
 
     Call this function before the model is wrapped for distributed training. As in SuperGradients, BatchNorm statistics
     of frozen layers are still updated.
@@ -144,8 +145,8 @@ def _rates_of(model: nn.Module, rules: Mapping[str, Any]) -> Mapping[str, float]
     network: Any = getattr(model, "network", model)
     if not hasattr(network, "get_finetune_lr_dict"):
         raise ConfigError(
-            f"{type(network).__name__} does not support finetune; add a method get_finetune_lr_dict(lr) that returns "
-            "{'head': lr, 'default': 0}, or set initial_lr to such a dict",
+            f"{type(network).__name__} does not support finetune; add a get_finetune_lr_dict(lr) method that returns a "
+            "dict such as {'head': lr, 'default': 0}, or set initial_lr to a dict",
             "training_params.finetune",
         )
     return _rates(network.get_finetune_lr_dict(rates["default"]), "finetune")
@@ -161,7 +162,7 @@ def _check_finetune(params: TrainingParams) -> None:
 
 
 def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by name in the user's network. Shared parameters occur once, under their first name."""
+    """Return the parameters by their names in the user's network. Shared parameters occur once, by their first name."""
     network = getattr(model, "network", None)
     inside = "network." if isinstance(network, nn.Module) else ""
     return {name.removeprefix(inside): parameter for name, parameter in model.named_parameters()}
@@ -198,18 +199,20 @@ def _check_same_prefixes(starts: Iterable[str], rates: Iterable[str]) -> None:
             raise ConfigError(f"'{key}' is not in initial_lr{did_you_mean(key, rates)}", config_path)
     for key in rates:
         if key not in starts:
-            raise ConfigError(f"has no entry for '{key}', which initial_lr contains", config_path)
+            raise ConfigError(f"has no entry for '{key}', but initial_lr does", config_path)
 
 
 def _rates(value: Any, key: str) -> dict[str, float]:
     """Return the learning rates by prefix. A number applies to all parameters."""
     config_path = f"training_params.{key}"
     if value is None or value == {}:
-        raise ConfigError("is required: a number, or a dict of name prefixes and 'default'", config_path)
+        raise ConfigError(
+            "is required: a number, or a dict with name prefixes and 'default' as keys", config_path
+        )
     rates = dict(value) if isinstance(value, Mapping) else {"default": value}
     for prefix, rate in rates.items():
         if not matches(rate, float) or not 0 <= rate < math.inf:
             raise ConfigError(
-                f"must be a finite number of at least 0, not {rate!r}", f"{config_path}.{prefix}"
+                f"must be a finite, non-negative number, not {rate!r}", f"{config_path}.{prefix}"
             )
     return rates

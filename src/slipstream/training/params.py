@@ -1,4 +1,4 @@
-"""The `training_params` of SuperGradients: type, default and translation of each key."""
+"""SuperGradients' `training_params`: the type, default and translation of each key."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DROPPED = ("_convert_",)
 
 @dataclass(frozen=True)
 class Refused:
-    """The reason why a key only supports its default value."""
+    """The reason why a key supports only its default value."""
 
     why: str
 
@@ -43,10 +43,10 @@ _PLAN = "SpeedPlan"
 
 @dataclass(frozen=True)
 class TrainingParams:
-    """One field for each key of SuperGradients, with the same default value.
+    """One field for each SuperGradients key, with the same default value.
 
     The annotation of a field describes its translation: an argument of the `Runner`, a hook, or an option.
-    A `Refused` key only supports its default.
+    A `Refused` key supports only its default value.
     """
 
     # Duration, validation and resuming.
@@ -163,7 +163,7 @@ class TrainingParams:
 
     @classmethod
     def table(cls) -> dict[str, str | Refused]:
-        """Return the translation of each key, or the reason why it only supports its default value."""
+        """Return the translation of each key, or the reason why it supports only its default value."""
         hints = get_type_hints(cls, include_extras=True)
         return {f.name: hints[f.name].__metadata__[0] for f in fields(cls)}
 
@@ -181,7 +181,7 @@ class TrainingParams:
         if self.multiply_head_lr != 1:
             logging.getLogger("slipstream").warning(
                 "training_params.multiply_head_lr has no effect, as in SuperGradients 3.4 and later; to train some "
-                "layers at a different rate, set initial_lr to a dict of rates by name prefix"
+                "layers with a different learning rate, set initial_lr to a dict of rates by name prefix"
             )
         for key in (
             "max_epochs",
@@ -198,7 +198,7 @@ class TrainingParams:
 
 
 def plain(value: Any) -> Any:
-    """Return an OmegaConf container as resolved dicts and lists. Other values are returned unchanged."""
+    """Convert an OmegaConf container to dicts and lists with resolved values. Other values are returned unchanged."""
     if type(value).__module__.partition(".")[0] != "omegaconf":
         return value
     from omegaconf import OmegaConf
@@ -211,7 +211,7 @@ def _may_be_none(hint: Any) -> bool:
 
 
 def _with_current_names(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with older names replaced by those of SuperGradients 3."""
+    """Return the values with older names replaced by their SuperGradients 3 equivalents."""
     for key, current in (("lr_mode", _OLD_SCHEDULES), ("warmup_mode", _OLD_WARMUPS)):
         if isinstance(name := values.get(key), str):
             values[key] = current.get(name, name)

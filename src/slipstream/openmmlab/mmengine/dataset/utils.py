@@ -40,7 +40,7 @@ def _collate(batch: Sequence[Any], leaf: Callable[[Sequence[Any]], Any]) -> Any:
     if len({len(sample) for sample in batch}) > 1:
         raise DataError(
             f"cannot collate samples of different lengths: {[len(sample) for sample in batch]}; "
-            "return the same number of values for every sample, or use pseudo_collate"
+            "return the same number of values for every sample"
         )
     columns = [_collate(column, leaf) for column in zip(*batch, strict=True)]
     if hasattr(first, "_fields"):
