@@ -335,3 +335,18 @@ def test_model_with_an_overridden_train_step_rejects_step_scope(tmp_path):
         run(tmp_path, model=dict(type=Own), speed=dict(compile=GRAPH))
     own = run(tmp_path / "own", model=dict(type=Own), speed=dict(compile=dict(backend="eager")))
     close(own, run(tmp_path / "plain"))
+
+
+class CallsModules(Net):
+    def train_step(self, data, optim_wrapper):
+        loss = F.cross_entropy(self.last(self.first(data[0])), data[1])
+        optim_wrapper.update_params(loss)
+        return {"loss": loss.detach()}
+
+
+@pytest.mark.parametrize(("kind", "count"), [(Own, 0), (CallsModules, 1)])
+def test_warning_for_a_step_that_does_not_call_forward_lists_the_modules(tmp_path, capsys, kind, count):
+    run(tmp_path, model=kind(), speed=dict(compile=dict(backend="eager")), log_level="INFO")
+    said = "".join(capsys.readouterr())
+    assert said.count(f"train_step of {kind.__name__} does not call the model's forward") == count
+    assert said.count("compile=dict(scope='block', blocks=['first', 'last'])") == count

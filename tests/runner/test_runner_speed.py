@@ -128,8 +128,13 @@ def test_plan_that_contradicts_an_existing_wrapper_is_rejected(tmp_path, speed):
 
     word = next(iter(speed))
     for wrapper in (ready(), dict(one=ready()), dict(type=Plain, optimizer=dict(type="SGD", lr=0.1))):
-        with pytest.raises(ConfigError, match=rf"^optim_wrapper: speed.{word} cannot change an existing"):
+        with pytest.raises(
+            ConfigError, match=rf"^optim_wrapper: speed.{word} cannot change an existing"
+        ) as caught:
             Runner(**training(tmp_path, optim_wrapper=wrapper, speed=speed))
+        several = isinstance(wrapper, dict) and "one" in wrapper
+        assert ("the key 'optimizer'" in str(caught.value)) is not several
+        assert ("pass dtype='bfloat16' to AmpOptimWrapper" in str(caught.value)) is (word == "precision")
 
 
 def test_existing_wrapper_that_matches_the_plan_is_accepted():

@@ -78,6 +78,10 @@ def test_none_means_not_set_except_for_fused():
         (["bf16"], "speed: must be 'auto' or a dict"),
         (dict(precison="bf16"), "speed.precison: no such option; did you mean 'precision'"),
         (dict(sources={}), "speed.sources: no such option"),
+        (
+            dict(gradient_accumulation_steps=4),
+            "gradient_accumulation_steps: no such option; use 'accumulate'",
+        ),
         (dict(auto="yes"), "speed.auto: must be True or False"),
         (dict(precision="int4"), "speed.precision: must be one of"),
         (dict(compile=dict(scop="step")), "speed.compile.scop: .*'scope'"),

@@ -58,7 +58,7 @@ class NanGuardHook(Hook):
             return
         if isinstance(optim, OptimWrapperDict) and self.options.action == "skip":
             raise self.wrong(
-                "'skip' supports only one optimizer, but this run has several; use 'stop'", "action"
+                "'skip' supports only one optimizer, but this run has several; use nan_guard='stop'", "action"
             )
         self.release(runner)
         if self.options.action == "skip":

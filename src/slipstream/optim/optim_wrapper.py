@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,12 +19,12 @@ from torch.optim import Optimizer
 from slipstream.config import options
 from slipstream.dist.sharding import is_sharded, largest, shard_like, whole
 from slipstream.errors import ConfigError, LossError, ModelError
-from slipstream.logging import PhaseTimes
+from slipstream.logging import PhaseTimes, print_log
 from slipstream.optim.kernels import with_own_kernels
 from slipstream.optim.layouts import FusedLayouts, lay_out_states
 from slipstream.registry import OPTIM_WRAPPERS
 from slipstream.step.numerics import scale_
-from slipstream.step.parts import StepPart, apply_update
+from slipstream.step.parts import StepPart, apply_update, has_gradients
 from slipstream.typecheck import PositiveInt, Rule, check
 
 __all__ = ["ClipGradients", "GradClip", "OptimWrapper", "total_norm"]
@@ -147,6 +148,9 @@ class OptimWrapper:
         self._max_counts = -1
         self._window_start = 0
         self._trains = False  # whether a backward pass has produced a gradient
+        self.name: str | None = None
+        """Key of the wrapper in an `OptimWrapperDict`; None outside one."""
+        self._has_gradients = False  # whether a backward pass of this wrapper has run since `zero_grad`
 
     # ---- one step -------------------------------------------------------------------------------
 
@@ -157,9 +161,24 @@ class OptimWrapper:
             loss: a scalar tensor.
             kwargs: arguments for `Tensor.backward`, for example `inputs`.
         """
+        if self.name is not None and not self._has_gradients and self.begins_window():
+            self._warn_of_other_gradients(self.name)
         self.backward(self.scale_loss(loss), **kwargs)
         if self.should_update():
             self.update()
+
+    def _warn_of_other_gradients(self, name: str) -> None:
+        """Warn once if there are gradients from another wrapper's loss, which the update includes, as in MMEngine."""
+        if has_gradients(self.parameters()) and not self.overrides_zero_grad:
+            self.name = None
+            print_log(
+                f"The parameters of optim_wrapper['{name}'] have gradients before its backward pass, probably from the "
+                "loss of another optimizer, and the update includes these gradients. To exclude them, call "
+                f"requires_grad_(False) on the modules of optim_wrapper['{name}'] while the other optimizer is "
+                f"updated, or call optim_wrapper['{name}'].zero_grad() before the forward pass",
+                "current",
+                logging.WARNING,
+            )
 
     def update(self) -> None:
         """Update the weights with the gradients of the accumulation window, and clear the gradients."""
@@ -201,6 +220,7 @@ class OptimWrapper:
         if self.guard is not None:
             loss = self.guard.poison(loss)
         self._amplify(loss).backward(**kwargs)
+        self._has_gradients = True
         # Before the last batch of a window, FSDP2 does not store the gradients in `p.grad`.
         if not self._trains and self.should_sync():
             self._check_any_gradient()
@@ -237,6 +257,7 @@ class OptimWrapper:
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients."""
+        self._has_gradients = False
         if kwargs or self.overrides_zero_grad:
             self.optimizer.zero_grad(**kwargs)
             return

@@ -87,7 +87,8 @@ def _optim(model: nn.Module, cfg: Any) -> OptimWrapper:
     if cfg and all(isinstance(part, OptimWrapper) for part in cfg.values()):
         return OptimWrapperDict(**cfg)
     raise ConfigError(
-        f"must contain the key 'optimizer' or only OptimWrapper objects; got the keys {sorted(cfg)}"
+        f"must contain the key 'optimizer' or 'constructor', or only OptimWrapper objects, such as "
+        f"OptimWrapper(torch.optim.Adam(model.generator.parameters())); got the keys {sorted(map(str, cfg))}"
     )
 
 

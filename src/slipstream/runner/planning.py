@@ -155,7 +155,45 @@ def make_step(
         logs: dict[str, Tensor] = own.train_step(batch, optim)
         return logs
 
-    return own_step
+    if core._compiled_call_impl is None:
+        return own_step
+    return _CheckedOwnStep(own_step, core, warn)
+
+
+class _CheckedOwnStep:
+    """A model's own `train_step`; the first call warns if the step does not call the model's compiled forward."""
+
+    def __init__(self, step: Step, model: Any, warn: Callable[[str], None]) -> None:
+        self._step, self._model, self._warn = step, model, warn
+        self._checked = False
+
+    def __call__(self, batch: Any) -> dict[str, Tensor]:
+        """Train on one batch."""
+        if self._checked:
+            return self._step(batch)
+        self._checked = True
+        model, compiled, calls = self._model, self._model._compiled_call_impl, []
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(True)
+            model._compiled_call_impl = compiled
+            return compiled(*args, **kwargs)
+
+        model._compiled_call_impl = call
+        try:
+            return self._step(batch)
+        finally:
+            if not calls:
+                model._compiled_call_impl = compiled
+                children = [
+                    name
+                    for name, child in model.named_children()
+                    if next(child.parameters(), None) is not None
+                ]
+                self._warn(
+                    f"train_step of {type(model).__name__} does not call the model's forward, so nothing is compiled. "
+                    f"To compile the modules that it calls, set compile=dict(scope='block', blocks={children})"
+                )
 
 
 def _prepare(interface: ModelInterface, phases: PhaseTimes | None, batch: Any) -> Any:

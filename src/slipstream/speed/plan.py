@@ -212,12 +212,24 @@ class SpeedPlan:
         return _shown(self.sources.get(option, option))
 
 
+_OTHER_NAMES = {
+    "accumulate_grad_batches": "accumulate",
+    "gradient_accumulation_steps": "accumulate",
+    "gradient_clip_val": "clip_grad",
+    "max_grad_norm": "clip_grad",
+    "mixed_precision": "precision",
+    "torch_compile": "compile",
+}
+"""The names of options in Accelerate, Lightning and transformers."""
+
+
 def _reads_auto(speed: Mapping[str, Any], path: str) -> bool:
     """Check the names of the options in `speed`, and return the value of `auto`."""
     known = [*_OPTIONS, "auto"]
     for key in speed:
         if key not in known:
-            raise UnknownNameError(f"no such option{did_you_mean(str(key), known)}", f"{path}.{key}")
+            hint = f"; use '{own}'" if (own := _OTHER_NAMES.get(key)) else did_you_mean(str(key), known)
+            raise UnknownNameError(f"no such option{hint}", f"{path}.{key}")
     return read_switch(speed.get("auto"), f"{path}.auto")
 
 
