@@ -81,7 +81,7 @@ def test_ratio_is_computed_within_rounds():
         ("<!-- figures: fused -->\n<!-- figures: data -->\n<!-- end -->", "a.md has no end"),
         (
             "<!-- figures: fuse -->\n<!-- end -->",
-            "a.md contains the unknown region 'fuse'. Valid regions: readme,  ",
+            "a.md contains the unknown region 'fuse'. Valid regions: readme,",
         ),
     ],
 )

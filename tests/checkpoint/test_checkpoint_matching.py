@@ -83,7 +83,9 @@ def test_different_groups_and_parameters_are_rejected():
     saved = saved_state("SGD", {})
     net = nn.Linear(3, 2)
     two = torch.optim.SGD([dict(params=[net.weight]), dict(params=[net.bias])], lr=0.1)
-    with pytest.raises(CheckpointError, match=r"are \[2\], but those in the optimizer's groups are \["):
+    with pytest.raises(
+        CheckpointError, match=r"contain \[2\] parameters, but the optimizer's groups contain \["
+    ):
         check_optimizer(two, saved, "optimizer", "a.pth")
     saved["param_groups"][0]["params"] = [1, 0]
     with pytest.raises(CheckpointError, match="in ascending order"):

@@ -374,7 +374,7 @@ def test_failed_custom_import_error_names_the_module(write):
         Config.fromfile(write("a.py", "custom_imports = dict(imports='no_such_module_x')\n"))
     text = "custom_imports = dict(imports=['no_such_module_x'], allow_failed_imports=True)\n"
     assert "custom_imports" in Config.fromfile(write("b.py", text))
-    with pytest.raises(ConfigError, match="custom_imports: expected"):
+    with pytest.raises(ConfigError, match="custom_imports: must be"):
         Config.fromfile(write("c.py", "custom_imports = 3\n"))
 
 

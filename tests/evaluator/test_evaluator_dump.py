@@ -59,8 +59,8 @@ def test_lists_of_samples_arrays_and_plain_values_are_stored(tmp_path):
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        ([{"box": object()}], r"a sample\['box'\], an object of type object"),
-        ([{"names": [{1, 2}]}], r"a sample\['names'\]\[0\], an object of type set"),
+        ([{"box": object()}], r"store sample\['box'\], which is an object of type object"),
+        ([{"names": [{1, 2}]}], r"store sample\['names'\]\[0\], which is an object of type set"),
         ([np.array(["x"])], "ndarray"),
     ],
 )

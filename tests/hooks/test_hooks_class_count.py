@@ -41,7 +41,7 @@ def test_model_with_a_matching_class_count_trains(tmp_path):
 
 
 def test_wrong_class_count_is_reported_before_the_first_batch(tmp_path):
-    with pytest.raises(ModelError, match="3 classes, but the dataset has 5; set num_classes"):
+    with pytest.raises(ModelError, match="3 classes, but the dataset has 5; set the network's num_classes"):
         runner(tmp_path, train="abcde").train()
 
 

@@ -102,7 +102,7 @@ def test_inputs_are_batched_and_arguments_are_passed_to_their_stage():
     samples = infer(arrays[1], return_datasamples=True)["predictions"]
     assert isinstance(samples[0], torch.Tensor)
     assert not samples[0].requires_grad
-    with pytest.raises(ValueError, match=r"no arguments \['colour'\]"):
+    with pytest.raises(ValueError, match=r"does not accept the arguments \['colour'\]"):
         infer(arrays, colour="red")
 
 

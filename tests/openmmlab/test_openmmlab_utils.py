@@ -163,7 +163,7 @@ def test_the_visualizer_draws_on_the_image():
 
 
 def test_a_visualizer_without_a_folder_skips_backends_that_require_one(tmp_path):
-    with pytest.warns(UserWarning, match="does not use LocalVisBackend"):
+    with pytest.warns(UserWarning, match="not used: LocalVisBackend"):
         visualizer = Visualizer("no folder", vis_backends=[dict(type="LocalVisBackend")])
     assert visualizer._vis_backends == {}
     visualizer = Visualizer(

@@ -305,7 +305,7 @@ def test_bad_sample_is_left_out_in_each_epoch(tmp_path, compile):
 
 def test_run_without_a_checkpoint_stops_and_reports_the_cause(tmp_path, capsys):
     with pytest.raises(
-        NonFiniteLossError, match=r"'loss' became nan at iteration 1\..*no complete checkpoint from"
+        NonFiniteLossError, match=r"'loss' became nan at iteration 1\..*no complete checkpoint before"
     ):
         recovering(tmp_path, model=Breaks(broken=[1]))
     incomplete = saving(1, save_optimizer=False)

@@ -73,7 +73,7 @@ def test_invalid_schedules_are_rejected(tmp_path):
         EMA_DECAY_FUNCTIONS["other"] = lambda decay, step, total_steps: decay
     assert list(EMA_DECAY_FUNCTIONS) == ["linear_of_the_test"]
     assert EMA_DECAY_FUNCTIONS["linear_of_the_test"] is LinearDecay
-    with pytest.raises(ConfigError, match="it must be between 0 and 1"):
+    with pytest.raises(ConfigError, match="the decay must be between 0 and 1"):
         train(tmp_path, slope=-1.0)
 
     class Strict(IDecayFunction):

@@ -68,7 +68,7 @@ def test_modules_and_functions_are_returned_unchanged():
         (None, "a loss is required"),
         (3, "not 3"),
         ({"A": {}, "B": {}}, "must be a name"),
-        ({"STDCLoss": {"weights": [1, 1]}}, r"must contain 4 numbers.* not \[1, 1\]"),
+        ({"STDCLoss": {"weights": [1, 1]}}, r"must be 4 numbers.* not \[1, 1\]"),
         ({"STDCLoss": {"ohem_criteria": "OhemBCELoss"}}, "must be None, not"),
         ({"CrossEntropyLoss": {"reduction": "sum"}}, "must be 'mean', not"),
     ],

@@ -159,7 +159,9 @@ def test_sliding_window_applies_only_to_evaluation():
 @pytest.mark.parametrize("step", ["loss_step", "val_step"])
 def test_wrong_number_of_classes_raises_an_error_with_both_numbers(step):
     net = model(num_classes=19)
-    with pytest.raises(ModelError, match=r"4 classes, but the dataset has 19; set num_classes .* to 19"):
+    with pytest.raises(
+        ModelError, match=r"4 classes, but the dataset has 19; set the network's num_classes .* to 19"
+    ):
         getattr(net, step)(batch())
     getattr(model(num_classes=CLASSES), step)(batch())
 

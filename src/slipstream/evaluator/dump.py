@@ -53,7 +53,7 @@ class DumpResults(BaseMetric):
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
         """Store the predictions of one batch on the CPU."""
-        self.results.extend(_storable(sample, "a sample") for sample in _samples(data_samples))
+        self.results.extend(_storable(sample, "sample") for sample in _samples(data_samples))
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
         """Write the file and return no metrics."""

@@ -257,9 +257,9 @@ def test_pictures_are_shown_in_the_viewer(monkeypatch):
 @pytest.mark.parametrize(
     ("image", "message"),
     [
-        (np.zeros((4, 4, 3), np.float32), "must be uint8"),
-        (np.zeros((3, 4, 4), np.uint8), "must be uint8"),
-        (torch.zeros(3, 4, 4), r"uint8 \(3, H, W\)"),
+        (np.zeros((4, 4, 3), np.float32), "an image must have shape .* and dtype uint8"),
+        (np.zeros((3, 4, 4), np.uint8), "an image must have shape .* and dtype uint8"),
+        (torch.zeros(3, 4, 4), r"shape \(3, H, W\) and dtype torch.uint8"),
         ("nothing.png", "nothing.png"),
     ],
 )

@@ -314,7 +314,7 @@ def test_inductor_keeps_all_gradients():
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_number_of_outputs_must_match_number_of_weights(count):
     outputs, targets = stdc_batch()
-    with pytest.raises(ModelError, match=rf"each of the network's outputs \({count}\), but has 4"):
+    with pytest.raises(ModelError, match=rf"one weight per network output \({count}\), but `weights` has 4"):
         STDCLoss(ignore_index=IGNORE)((outputs * 2)[:count], targets)
 
 

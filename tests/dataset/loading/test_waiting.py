@@ -70,7 +70,7 @@ def test_warning_for_a_slow_sample_in_the_main_process_names_its_line():
     assert len(warnings) in (2, 3), "the time between warnings doubles"
     assert warnings[0].startswith("train_dataloader: no batch for 0.2")
     assert "after 2 batches" in warnings[0]
-    assert f"in __getitem__ ({__file__}:" in warnings[0]
+    assert f"executing __getitem__ ({__file__}:" in warnings[0]
     assert "train_dataloader.timeout=SECONDS" in warnings[0]
 
 

@@ -135,7 +135,7 @@ def test_the_supergradients_loader_uses_the_pascal_voc_classes(folder):
 )
 def test_a_category_cannot_have_the_class_of_the_background(folder, classes, categories, category):
     write_categories(folder, categories)
-    with pytest.raises(ConfigError, match=re.escape(f"{category} of '")) as error:
+    with pytest.raises(ConfigError, match=re.escape(f"{category} in '")) as error:
         make(folder, classes)
     assert "put [63, 'background'] first" in str(error.value)
     assert make(folder, [[63, "background"], [1, "person"]]).get_cat_ids(0) == [0, 1]
