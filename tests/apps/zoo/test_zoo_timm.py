@@ -90,7 +90,7 @@ def test_weights_are_only_downloaded_on_request_and_an_offline_error_is_one_line
     "key", ["checkpoint_path", "checkpoint_paths", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"]
 )
 def test_options_that_set_the_source_of_the_weights_raise_an_error(timm, key):
-    with pytest.raises(ConfigError, match="pass a file or URL to models.get as checkpoint_path") as error:
+    with pytest.raises(ConfigError, match=r"pass a file or URL to models\.get as checkpoint_path") as error:
         models.get("timm:tiny_net", 3, arch_params={key: "w.pth"})
     assert key in str(error.value)
     assert timm.calls == []
