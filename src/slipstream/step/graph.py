@@ -431,7 +431,8 @@ class GraphStep:
         seconds, self._compiled_in = self._compiled_in, None
         if seconds is not None or ready:
             how = "" if seconds is None else f" (compiled in the background in {seconds:.0f} s)"
-            self.info(f"The step runs as one graph from batch {self.optim.batches + 1} on{how}")
+            name, first = type(self.model).__name__, self.optim.batches + 1
+            self.info(f"{name}: the step runs as one graph from batch {first} on{how}")
 
     def _capture(self) -> CapturedStep:
         """Create the state that the graphs share; each graph is compiled on its first call.
