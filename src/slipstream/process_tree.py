@@ -12,9 +12,10 @@ __all__ = ["descendants", "end_group", "kill"]
 
 
 def descendants(pid: int) -> dict[int, str]:
-    """Return a dict from the ids of a process's descendants to their start times (empty except on Linux).
+    """Return a dict that maps the ids of a process's descendants to their start times.
 
-    The start time distinguishes a process from a later process with the same id.
+    The dict is empty on systems other than Linux. The start time distinguishes a process from a later
+    process with the same id.
     """
     found: dict[int, str] = {}
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -47,7 +48,7 @@ def end_group(group: int, started: Mapping[int, str]) -> None:
 
 
 def _start_time(pid: int) -> str | None:
-    """Return the start time of a process, or None if it does not exist."""
+    """Return the start time of a process, or None if the process does not exist."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

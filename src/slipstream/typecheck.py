@@ -51,8 +51,8 @@ AllOrPositiveInt = Annotated[int, Rule(lambda value: value == -1 or value >= 1, 
 Positive = Annotated[float, Rule(lambda value: 0 < value < math.inf, "above 0")]
 NonNegative = Annotated[float, Rule(lambda value: 0 <= value < math.inf, "of at least 0")]
 Probability = Annotated[float, Rule(lambda value: 0 <= value <= 1, "between 0 and 1")]
-Number = Annotated[float, Rule(lambda value: value == value, "that may be infinite")]
-"""A float that may be infinite; `float` alone only matches finite numbers."""
+Number = Annotated[float, Rule(lambda value: value == value, "other than NaN")]
+"""A float, including infinity but not NaN. `float` without a rule matches only finite numbers."""
 
 
 _OPTIMIZER_LIMITS: Mapping[str, Any] = {
@@ -106,7 +106,7 @@ def is_real(value: Any) -> bool:
 
 
 def matches(value: Any, annotation: Any) -> bool:
-    """Return whether `value` matches `annotation`; annotations other than those below accept any value.
+    """Return whether `value` matches `annotation`. Any value matches an annotation that is not mentioned below.
 
     An int matches `float`. A bool matches neither `int` nor `float`, and NaN and infinity do not match `float`. Lists
     and tuples are interchangeable, because YAML and JSON have no tuples. Elements of lists, tuples and dicts are also

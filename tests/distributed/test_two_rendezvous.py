@@ -74,8 +74,8 @@ def test_mpi_ranks_on_one_machine_need_no_master_addr(ended):
 def test_every_connected_rank_reports_the_missing_ranks_and_the_world_size_variable(ended):
     for end in ended["missing"]:
         wanted = (
-            r"DistributedError: WORLD_SIZE=4 \(from SLURM_STEP_NUM_TASKS\), but after 4 s only ranks 0, 2 connected to "
-            r"MASTER_ADDR=127\.0\.0\.1, MASTER_PORT=\d+; ranks 1, 3 did not connect; .*"
+            r"DistributedError: WORLD_SIZE=4 \(from SLURM_STEP_NUM_TASKS\), but only ranks 0, 2 connected to "
+            r"MASTER_ADDR=127\.0\.0\.1, MASTER_PORT=\d+ within 4 s, and ranks 1, 3 did not; .*"
         )
         assert re.fullmatch(wanted, last_line(end))
 
@@ -83,11 +83,11 @@ def test_every_connected_rank_reports_the_missing_ranks_and_the_world_size_varia
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("unreachable", "cannot connect to rank 0 at MASTER_ADDR=127.0.0.1, MASTER_PORT="),
-        ("unresolved", "MASTER_ADDR=no-such-host.invalid cannot be resolved"),
+        ("unreachable", "could not connect to rank 0 at MASTER_ADDR=127.0.0.1, MASTER_PORT="),
+        ("unresolved", "MASTER_ADDR=no-such-host.invalid could not be resolved"),
         ("elsewhere", "MASTER_ADDR=no-such-host.invalid"),
         ("taken", "is in use on this machine"),
-        ("silent", "is in use by a program that does not respond"),
+        ("silent", "the program that listens at MASTER_ADDR=127.0.0.1, MASTER_PORT="),
         ("beyond", "RANK=2 must be less than WORLD_SIZE=2"),
     ],
 )

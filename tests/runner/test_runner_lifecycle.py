@@ -252,8 +252,8 @@ def test_run_writes_the_documented_files(tmp_path):
     assert (tmp_path / "last_checkpoint").read_text() == str(tmp_path / "epoch_2.pth")
     assert Config.fromfile(tmp_path / f"{stamp}.py").train_cfg == dict(by_epoch=True, max_epochs=2)
     checkpoint = torch.load(tmp_path / "epoch_2.pth", weights_only=True)
-    entries = {"meta", "state_dict", "message_hub", "optimizer", "batches", "unfinished", "param_schedulers"}
-    assert checkpoint.keys() == entries
+    entries = {"meta", "state_dict", "message_hub", "optimizer", "batches", "unfinished", "windows"}
+    assert checkpoint.keys() == entries | {"param_schedulers"}
     meta = checkpoint["meta"]
     assert (meta["epoch"], meta["iter"], meta["seed"]) == (2, 4, 3)
     assert meta["experiment_name"] == runner.experiment_name

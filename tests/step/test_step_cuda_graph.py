@@ -181,7 +181,7 @@ def test_step_with_a_python_counter_is_not_replayed():
         optim,
         capture_calls=lambda: CapturedCalls(tape),
         dynamic=False,
-        recover=lambda error: step.eager,
+        recover=lambda error, problem: step.eager,
     )
     optimizer = make(expected.parameters())
     for batch in data:

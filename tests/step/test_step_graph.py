@@ -280,7 +280,7 @@ def test_step_that_cannot_be_captured_is_replaced_once():
     def loss(scores, targets):
         return F.cross_entropy(scores, targets) if scores.sum() < 1e9 else scores.sum()
 
-    def recover(error):
+    def recover(error, problem):
         told.append(str(error))
         return EagerStep(lambda b: {"loss": F.cross_entropy(model(b[0]), b[1])}, model, optim)
 
@@ -310,7 +310,7 @@ def test_lost_gradient_is_detected_before_the_graph_is_used():
     average = Scripted(model, [0.5] * STEPS)
     optim.parts.append(AveragePart(average, model, lambda: optim.batches))
 
-    def recover(error):
+    def recover(error, problem):
         told.append(error)
         return EagerStep(lambda b: {"loss": F.cross_entropy(model(b[0]), b[1])}, model, optim)
 
@@ -384,7 +384,7 @@ def test_hook_added_after_the_capture_is_called_even_if_another_hook_was_removed
 
     def captured(model):
         optim = OptimWrapper(optimizer=make(model.parameters()))
-        return graph_step(model, optim, recover=lambda _: EagerStep(_losses_of(model), model, optim))
+        return graph_step(model, optim, recover=lambda _, problem: EagerStep(_losses_of(model), model, optim))
 
     torch.testing.assert_close(run(captured).state_dict(), run(loop).state_dict())
 
@@ -445,7 +445,7 @@ def test_verification_without_memory_for_float64_falls_back_to_eager(monkeypatch
     model, reasons = net(), []
     optim = OptimWrapper(optimizer=SGD(model.parameters(), lr=0.05))
 
-    def recover(error):
+    def recover(error, problem):
         reasons.append(error)
         return EagerStep(_losses_of(model), model, optim)
 

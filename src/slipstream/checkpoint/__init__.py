@@ -10,7 +10,7 @@ from slipstream.checkpoint.files import (
     remove_checkpoint,
     save_checkpoint,
 )
-from slipstream.checkpoint.matching import check_like, check_optimizer, check_tensors, check_window, restoring
+from slipstream.checkpoint.matching import check_like, check_optimizer, check_tensors, restoring
 from slipstream.checkpoint.random_state import get_random_state, set_random_state
 from slipstream.checkpoint.remote import download_checkpoint, local_checkpoint, shown_source
 from slipstream.checkpoint.schema import (
@@ -49,7 +49,6 @@ __all__ = [
     "check_like",
     "check_optimizer",
     "check_tensors",
-    "check_window",
     "checkpoint_of",
     "compare_weights",
     "consolidate",

@@ -16,7 +16,7 @@ from slipstream.checkpoint.schema import OPTIMIZER, check, is_readable, shown
 from slipstream.errors import CheckpointError
 from slipstream.typecheck import is_real
 
-__all__ = ["check_like", "check_optimizer", "check_tensors", "check_window", "restoring"]
+__all__ = ["check_like", "check_optimizer", "check_tensors", "restoring"]
 
 Warn = Callable[[str], None]
 
@@ -65,23 +65,6 @@ def restoring(key: str, source: Any) -> Iterator[None]:
         ) from error
 
 
-def check_window(own: int, saved: int | None, source: Any) -> None:
-    """Check that an unfinished accumulation window has the size `own`; its gradients are divided by its size.
-
-    Args:
-        own: number of batches in the windows of this run.
-        saved: number of batches in the window in the checkpoint, or None if it is unknown.
-
-    Raises:
-        CheckpointError: the sizes differ.
-    """
-    if saved not in (None, own):
-        raise CheckpointError(
-            f"{source} contains the gradients of an unfinished accumulation window of {saved} batches, but this run "
-            f"accumulates {own} batches per update; resume with {saved}, or from a checkpoint at the end of a window"
-        )
-
-
 def check_tensors(
     own: Mapping[str, Any],
     saved: Mapping[str, Any],
@@ -100,7 +83,8 @@ def check_tensors(
         source: name of the checkpoint in messages.
         warn: called for a tensor whose values are rounded when copied.
         shapes: whether the shapes must be equal.
-        layouts: whether the layouts must be equal; the gradient of a dense parameter may be sparse.
+        layouts: whether the layouts must be equal. False for gradients, because a dense parameter can have a sparse
+            gradient.
 
     Raises:
         CheckpointError: a tensor has a different shape, layout or kind of dtype (such as int instead of float).

@@ -276,7 +276,7 @@ ACCELERATED = _entries(
         "gradients": _each(_optional(_tensor)),
         "other_tensors": _each(_tensor),
         "unfinished": _count,
-        "accumulate": _count,
+        "window": _positive,
     },
 )
 """The state of a training step from `slipstream.accelerate`."""
@@ -294,7 +294,7 @@ PENDING = _entries(
     {
         "batches": _by_name(_count),
         "unfinished": _by_name(_count),
-        "windows": _by_name(_count),
+        "windows": _by_name(_positive),
         "gradients": _tensors,
         "rank_gradients": _each(_tensors),
     },

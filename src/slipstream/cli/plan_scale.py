@@ -159,17 +159,18 @@ def _assumptions(args: argparse.Namespace) -> str:
     gpu, network = GPUS[args.gpu], NETWORKS[args.network]
     cards = "per GPU" if network.per_gpu else "per node"
     computing = (
-        f"the measured {args.step_time * 1e3:g} ms on one GPU"
+        f"{args.step_time * 1e3:g} ms per step, as measured on one GPU"
         if args.step_time
         else f"{SUSTAINED_FLOPS:.0%} of {gpu.flops / 1e12:,.0f} TFLOP/s, "
         f"or {SUSTAINED_LINK:.0%} of {gpu.memory_bandwidth / 1e12:g} TB/s, whichever takes longer"
     )
     noise = Strategy("ddp").noise
+    norm = "per GPU" if args.no_sync_bn else "over all GPUs"
     return (
         f"Compute: {computing}. Links: {SUSTAINED_LINK:.0%} of {gpu.link_bandwidth / 1e9:g} GB/s within a node "
-        f"of {args.gpus_per_node} GPUs,\nand of {network.bandwidth * 8 / 1e9:g} Gb/s {cards} between nodes. "
-        f"bf16 activations and gathered parameters, float32 sums,\nAdam; "
-        f"BatchNorm {'per GPU' if args.no_sync_bn else 'over all GPUs'}; the step time of each GPU varies by "
-        f"{noise:.0%}. The input pipeline is fast enough.\n"
-        f"These are predictions, not measurements: docs/scaling.md lists likely errors."
+        f"of {args.gpus_per_node} GPUs,\nand {SUSTAINED_LINK:.0%} of {network.bandwidth * 8 / 1e9:g} Gb/s {cards} "
+        f"between nodes. Activations and gathered parameters are bf16, and reductions are float32.\n"
+        f"The optimizer is Adam. BatchNorm statistics are computed {norm}. "
+        f"The step time of each GPU varies by {noise:.0%}.\nThe input pipeline is assumed to be fast enough. "
+        f"These are predictions, not measurements; see docs/scaling.md."
     )

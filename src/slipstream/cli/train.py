@@ -105,10 +105,12 @@ def summary(runner: Runner) -> str:
 
 
 def _with_best(name: str, value: float, hub: MessageHub) -> str:
-    best = hub.get_info(
+    last = _shown(value)
+    score = hub.get_info(
         f"best_score/{name}"
-    )  # from CheckpointHook, if it saves the best checkpoint by this metric
-    return f"{name} {_shown(value)}" + (f" (best {_shown(best)})" if best not in (None, value) else "")
+    )  # set if CheckpointHook saves the best checkpoint by this metric
+    best = last if score is None else _shown(score)
+    return f"{name} {last}" if best == last else f"{name} {last} (best {best})"
 
 
 def _shown(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Rendezvous of all processes in a job. Errors report missing ranks and incorrect variables."""
+"""Rendezvous of all processes in a job. Errors report missing ranks and incorrect environment variables."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def open_store(here: Placement, seconds: float) -> Store:
         seconds: timeout for connecting to rank 0, and then for waiting for the other ranks.
 
     Raises:
-        DistributedError: a rank is missing, connected twice or has a different world size, or rank 0 is not
-            reachable or cannot listen. Every connected rank raises this error. The message contains the variables
-            and their values.
+        DistributedError: a rank is missing, connected twice or has a different world size, or rank 0 cannot be
+            reached or cannot open its port. Every connected rank raises this error. The message contains the
+            environment variables and their values.
     """
     elastic = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = here.rank == 0 and not elastic
@@ -44,8 +44,8 @@ def open_store(here: Placement, seconds: float) -> Store:
         return _gather(here, store, seconds) if is_leader else _follow(here, store, seconds)
     except dist.DistError as error:
         raise DistributedError(
-            f"rank 0 did not respond at {_master(here)} during the rendezvous; check whether rank 0 started, and read "
-            "its error message"
+            f"rank 0 did not respond at {_master(here)} during the rendezvous; check whether rank 0 is running, and "
+            "if it has exited, read its error message"
         ) from error
 
 
@@ -55,11 +55,11 @@ def _serve(here: Placement, seconds: float) -> Store:
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
             raise DistributedError(
-                f"rank 0 cannot listen: {here.describe('MASTER_PORT')} is in use on this machine by another job or "
-                "another rank 0; set a different MASTER_PORT, the same for every process"
+                f"rank 0 could not open its port: {here.describe('MASTER_PORT')} is in use on this machine by another "
+                "job or another rank 0; set MASTER_PORT to a free port, and use the same port for every process"
             ) from error
         raise DistributedError(
-            f"rank 0 runs on {socket.gethostname()!r} but cannot connect to itself at {_master(here)} within "
+            f"rank 0 runs on {socket.gethostname()!r}, but could not connect to itself at {_master(here)} within "
             f"{seconds:g} s; set MASTER_ADDR to the address of this machine"
         ) from error
 
@@ -69,7 +69,7 @@ def _connect(here: Placement, seconds: float) -> Store:
         socket.getaddrinfo(here.master_addr, int(here.master_port))
     except OSError as error:
         raise DistributedError(
-            f"{here.describe('MASTER_ADDR')} cannot be resolved on {socket.gethostname()!r}: {error}; "
+            f"{here.describe('MASTER_ADDR')} could not be resolved on {socket.gethostname()!r}: {error}; "
             "set MASTER_ADDR to the host name or IP address of the machine that runs rank 0"
         ) from error
     # Another program may accept the connection and never respond. torch has no timeout for this case.
@@ -79,13 +79,14 @@ def _connect(here: Placement, seconds: float) -> Store:
         store = result.get(timeout=3 * seconds + 10)
     except queue.Empty:
         raise DistributedError(
-            f"{_master(here)} is in use by a program that does not respond; set a different MASTER_PORT, the same for "
-            "every process"
+            f"the program that listens at {_master(here)} does not respond; set MASTER_PORT to a free port, and use "
+            "the same port for every process"
         ) from None
     if isinstance(store, dist.DistError):
         raise DistributedError(
-            f"rank {here.rank} on {socket.gethostname()!r} cannot connect to rank 0 at {_master(here)} within "
-            f"{seconds:g} s; check that rank 0 runs there with the same MASTER_PORT, and that no firewall blocks it"
+            f"rank {here.rank} on {socket.gethostname()!r} could not connect to rank 0 at {_master(here)} within "
+            f"{seconds:g} s; check that rank 0 is running at this address with the same MASTER_PORT, and that no "
+            "firewall blocks the connection"
         ) from store
     return store
 
@@ -161,9 +162,9 @@ def _verify(here: Placement, store: Store, inside: Store, session: str, seconds:
         if len(seen) < here.world_size and time.monotonic() > deadline:
             missing = set(range(here.world_size)) - seen
             return (
-                f"{here.describe('WORLD_SIZE')}, but after {seconds:g} s only {_ranks(seen)} connected to "
-                f"{_master(here)}; {_ranks(missing)} did not connect; check that every process was started with this "
-                "address and port"
+                f"{here.describe('WORLD_SIZE')}, but only {_ranks(seen)} connected to {_master(here)} within "
+                f"{seconds:g} s, and {_ranks(missing)} did not; check that every process was started with this address "
+                "and port"
             )
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
@@ -183,7 +184,7 @@ def _conflict(here: Placement, info: dict[str, Any], seen: set[int]) -> str:
     if info["rank"] in seen:
         return (
             f"rank {info['rank']} connected twice to {_master(here)}; each process requires a unique rank "
-            f"({here.sources.get('RANK', 'RANK')}), and each job a unique port"
+            f"({here.sources.get('RANK', 'RANK')}), and each job requires a unique port"
         )
     return ""
 

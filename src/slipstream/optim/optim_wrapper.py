@@ -114,6 +114,11 @@ class OptimWrapper:
         clip_grad: gradient clipping options (see `GradClip`), or None.
     """
 
+    # Defined in the class, because a subclass may not call `__init__`.
+    _key: str | None = None  # in an `OptimWrapperDict`
+    _has_own_gradients = False  # whether the gradients are from this wrapper's losses, or zero
+    _warned = False
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -148,9 +153,6 @@ class OptimWrapper:
         self._max_counts = -1
         self._window_start = 0
         self._trains = False  # whether a backward pass has produced a gradient
-        self.name: str | None = None
-        """Key of the wrapper in an `OptimWrapperDict`; None outside one."""
-        self._has_gradients = False  # whether a backward pass of this wrapper has run since `zero_grad`
 
     # ---- one step -------------------------------------------------------------------------------
 
@@ -161,16 +163,17 @@ class OptimWrapper:
             loss: a scalar tensor.
             kwargs: arguments for `Tensor.backward`, for example `inputs`.
         """
-        if self.name is not None and not self._has_gradients and self.begins_window():
-            self._warn_of_other_gradients(self.name)
+        if self._key is not None and not self._has_own_gradients and self.begins_window():
+            self._warn_of_other_gradients()
         self.backward(self.scale_loss(loss), **kwargs)
         if self.should_update():
             self.update()
 
-    def _warn_of_other_gradients(self, name: str) -> None:
+    def _warn_of_other_gradients(self) -> None:
         """Warn once if there are gradients from another wrapper's loss, which the update includes, as in MMEngine."""
-        if has_gradients(self.parameters()) and not self.overrides_zero_grad:
-            self.name = None
+        name = self._key
+        if not self._warned and has_gradients(self.parameters()) and not self.overrides_zero_grad:
+            self._warned = True
             print_log(
                 f"The parameters of optim_wrapper['{name}'] have gradients before its backward pass, probably from the "
                 "loss of another optimizer, and the update includes these gradients. To exclude them, call "
@@ -220,7 +223,7 @@ class OptimWrapper:
         if self.guard is not None:
             loss = self.guard.poison(loss)
         self._amplify(loss).backward(**kwargs)
-        self._has_gradients = True
+        self._has_own_gradients = True
         # Before the last batch of a window, FSDP2 does not store the gradients in `p.grad`.
         if not self._trains and self.should_sync():
             self._check_any_gradient()
@@ -257,7 +260,7 @@ class OptimWrapper:
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients."""
-        self._has_gradients = False
+        self._has_own_gradients = not kwargs.get("set_to_none", True)
         if kwargs or self.overrides_zero_grad:
             self.optimizer.zero_grad(**kwargs)
             return
@@ -330,9 +333,27 @@ class OptimWrapper:
         """
         return self._inner_count - self._window_start
 
-    @unfinished.setter
-    def unfinished(self, count: int) -> None:
-        self._window_start = self._inner_count - count
+    def resume_window(self, unfinished: int, window: int | None, ratio: float = 1.0) -> None:
+        """Continue the unfinished accumulation window of a checkpoint, whose gradients have been loaded into `p.grad`.
+
+        Each loss is divided by the number of batches in its window. If the window now has a different size, for
+        example because `accumulative_counts` has changed, the gradients are scaled, so that the update uses the mean
+        gradient of the window. Without gradients, the next batch is the first of a window.
+
+        Args:
+            unfinished: number of batches in the checkpoint since the end of the last window.
+            window: number of batches in the whole window, as in the checkpoint; None if it is unknown.
+            ratio: number of batches of this wrapper per batch of the checkpoint, if the batch size has changed.
+        """
+        grads = [param.grad for param in self.parameters() if param.grad is not None]
+        if not unfinished or not grads:
+            return
+        own = max(1, round(unfinished * ratio))
+        self._window_start = self._inner_count - own
+        scale = 1.0 if window is None else window / unfinished * own / self.window
+        if scale != 1:
+            for grad in grads:
+                grad.mul_(scale)
 
     @property
     def window(self) -> int:

@@ -21,7 +21,7 @@ class OptimWrapperDict(OptimWrapper):
         for name, wrapper in optim_wrappers.items():
             if not isinstance(wrapper, OptimWrapper):
                 raise ConfigError(f"must be an OptimWrapper, not {type(wrapper).__name__}", name)
-            wrapper.name = name
+            wrapper._key = name
         self.optim_wrappers = optim_wrappers
         self.grad_norm, self.logs = None, {}
         self.parts = []

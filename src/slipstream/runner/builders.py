@@ -124,7 +124,7 @@ def build_schedulers(cfg: Any, optim: OptimWrapper, loop: BaseLoop, scaled: bool
 
 
 def _check_created_later(cfg: Any) -> None:
-    """Check that no scheduler object has stored learning rates from before `auto_scale_lr` scaled them."""
+    """Check that no scheduler object was created before `auto_scale_lr` scaled the learning rates."""
     parts = cfg if isinstance(cfg, list | tuple) else [cfg]
     for part in parts:
         if part is not None and (not isinstance(part, Mapping) or "scheduler" in part):

@@ -57,8 +57,7 @@ class Checkpoints:
         self.resume_from = resume_from
         """The checkpoint from which `load_or_resume` will resume training, if any; None after the call."""
         self._writer = BackgroundWriter()
-        self._counts: dict[str, int] = {}
-        self._unfinished: dict[str, int] = {}
+        self._counts: tuple[Mapping[str, Mapping[str, int]], int] = {}, 0
         self._loaded = self._initialized = False
         self._names: set[str] = set()  # tensors that were loaded before initialization
         self.resuming = False
@@ -188,11 +187,8 @@ class Checkpoints:
         if optim is not None:
             with restoring("optimizer", source):
                 resume.restore_optimizer(self._runner.model, optim, checkpoint)
-            # With a single optimizer wrapper, the count normally equals the iteration number. It is not restored in
-            # that case, because the iteration number changes if the batch size has changed.
-            counts, iteration = checkpoint.get("batches", {}), checkpoint["meta"]["iter"]
-            self._counts = {name: n for name, n in counts.items() if name or n != iteration}
-            self._unfinished = dict(checkpoint.get("unfinished", {}))
+            counts = {key: checkpoint.get(key, {}) for key in ("batches", "unfinished", "windows")}
+            self._counts = counts, checkpoint["meta"]["iter"]
         if schedulers:
             with restoring("param_schedulers", source):
                 resume.restore_schedulers(schedulers, checkpoint)
@@ -209,7 +205,7 @@ class Checkpoints:
         runner = self._runner
         assert runner.optim_wrapper is not None
         runner.optim_wrapper.initialize_count_status(runner.model, runner.iter, runner.max_iters)
-        resume.restore_counts(runner.optim_wrapper, self._counts, self._unfinished)
+        resume.restore_counts(runner.optim_wrapper, *self._counts)
 
     def restore_random_state(self) -> None:
         """Restore the resumed checkpoint's random state just before the first step. Later calls have no effect."""

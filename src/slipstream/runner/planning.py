@@ -28,6 +28,7 @@ from slipstream.speed.front_ends import is_plain_wrapper
 from slipstream.speed.plan import idle
 from slipstream.speed.steps import Training, build_step
 from slipstream.step import Step
+from slipstream.step.backward_passes import check_compiled_backward
 
 __all__ = ["Prepared", "capabilities_of", "complete_plan", "make_step", "plan_hooks", "prepare", "read_plan"]
 
@@ -155,13 +156,14 @@ def make_step(
         logs: dict[str, Tensor] = own.train_step(batch, optim)
         return logs
 
-    if core._compiled_call_impl is None:
-        return own_step
-    return _CheckedOwnStep(own_step, core, warn)
+    return own_step if core._compiled_call_impl is None else _CompiledOwnStep(own_step, core, warn)
 
 
-class _CheckedOwnStep:
-    """A model's own `train_step`; the first call warns if the step does not call the model's compiled forward."""
+class _CompiledOwnStep:
+    """A model's own `train_step`, if the model is compiled.
+
+    The first call warns if the step does not call the model's forward.
+    """
 
     def __init__(self, step: Step, model: Any, warn: Callable[[str], None]) -> None:
         self._step, self._model, self._warn = step, model, warn
@@ -169,31 +171,40 @@ class _CheckedOwnStep:
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
         """Train on one batch."""
-        if self._checked:
-            return self._step(batch)
+        try:
+            return self._step(batch) if self._checked else self._first(batch)
+        except RuntimeError as error:
+            check_compiled_backward(error)
+            raise
+
+    def _first(self, batch: Any) -> dict[str, Tensor]:
         self._checked = True
         model, compiled, calls = self._model, self._model._compiled_call_impl, []
 
         def call(*args: Any, **kwargs: Any) -> Any:
             calls.append(True)
-            model._compiled_call_impl = compiled
             return compiled(*args, **kwargs)
 
         model._compiled_call_impl = call
         try:
-            return self._step(batch)
+            logs = self._step(batch)
         finally:
-            if not calls:
-                model._compiled_call_impl = compiled
-                children = [
-                    name
-                    for name, child in model.named_children()
-                    if next(child.parameters(), None) is not None
-                ]
-                self._warn(
-                    f"train_step of {type(model).__name__} does not call the model's forward, so nothing is compiled. "
-                    f"To compile the modules that it calls, set compile=dict(scope='block', blocks={children})"
-                )
+            model._compiled_call_impl = compiled
+        if not calls:
+            self._warn_of_no_call()
+        return logs
+
+    def _warn_of_no_call(self) -> None:
+        kind = type(self._model).__name__
+        message = f"train_step of {kind} does not call the model's forward, so nothing is compiled"
+        children = [
+            name for name, child in self._model.named_children() if any(True for _ in child.parameters())
+        ]
+        if children:
+            message += (
+                f". To compile the modules that it calls, set compile=dict(scope='block', blocks={children})"
+            )
+        self._warn(message)
 
 
 def _prepare(interface: ModelInterface, phases: PhaseTimes | None, batch: Any) -> Any:

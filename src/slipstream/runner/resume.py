@@ -202,7 +202,7 @@ def optimizer_state(model: nn.Module, optim: OptimWrapper) -> dict[str, Any]:
     """Return the checkpoint entries for the optimizer, the pending gradients and the DDP communication hook."""
     counts = {name: wrapper.batches for name, wrapper in _wrappers(optim).items()}
     unfinished = {name: wrapper.unfinished for name, wrapper in _wrappers(optim).items()}
-    windows = {name: wrapper.accumulative_counts for name, wrapper in _wrappers(optim).items()}
+    windows = {name: wrapper.window for name, wrapper in _wrappers(optim).items()}
     state = {
         "optimizer": optim.state_dict(),
         "batches": counts,
@@ -215,17 +215,25 @@ def optimizer_state(model: nn.Module, optim: OptimWrapper) -> dict[str, Any]:
     return state
 
 
-def restore_counts(optim: OptimWrapper, counts: Mapping[str, int], unfinished: Mapping[str, int]) -> None:
+def restore_counts(optim: OptimWrapper, saved: Mapping[str, Mapping[str, int]], iteration: int) -> None:
     """Restore the number of batches that each wrapper has counted, which determines where its accumulation windows end.
 
-    `unfinished` contains the number of these batches that belong to an unfinished window.
+    With a single wrapper, the count normally equals the iteration number, which `initialize_count_status` sets. It is
+    not restored in that case, because the iteration number changes if the batch size has changed. The count differs
+    from the iteration number if `train_step` updates the weights several times per batch.
 
-    With a single wrapper, the count normally equals the iteration number, which `initialize_count_status` sets. The
-    count differs if `train_step` updates the weights several times per batch.
+    Args:
+        optim: the optimizer wrapper, after `initialize_count_status`.
+        saved: the entries `batches`, `unfinished` and `windows` of the checkpoint.
+        iteration: the iteration number in the checkpoint.
     """
+    counts, unfinished, windows = (saved.get(key, {}) for key in ("batches", "unfinished", "windows"))
     for name, wrapper in _wrappers(optim).items():
-        wrapper.batches = counts.get(name, wrapper.batches)
-        wrapper.unfinished = unfinished.get(name, wrapper.unfinished)
+        count = counts.get(name)
+        if count is not None and (name or count != iteration):
+            wrapper.batches = count
+        ratio = wrapper.batches / count if count else 1.0
+        wrapper.resume_window(unfinished.get(name, wrapper.unfinished), windows.get(name), ratio)
 
 
 def _wrappers(optim: OptimWrapper) -> dict[str, OptimWrapper]:

@@ -14,7 +14,6 @@ from slipstream.checkpoint import (
     check_like,
     check_optimizer,
     check_tensors,
-    check_window,
     compare_weights,
     weights_in,
 )
@@ -92,7 +91,6 @@ def check_matches(
                     )
             check_tensors(parameters, gradients, where, source, warn, layouts=False)
         check_comm_hook_state(model, checkpoint.get("comm_hook", {}), source)
-        _check_windows(optim, checkpoint, source)
         iteration = checkpoint["meta"]["iter"]
         if iteration % optim.accumulative_counts and not {"gradients", "rank_gradients"} & checkpoint.keys():
             warn(
@@ -101,13 +99,6 @@ def check_matches(
             )
     if schedulers:
         _check_schedulers(schedulers, _required(checkpoint, "param_schedulers"), "param_schedulers", source)
-
-
-def _check_windows(optim: OptimWrapper, checkpoint: Mapping[str, Any], source: Any) -> None:
-    windows, unfinished = checkpoint.get("windows", {}), checkpoint.get("unfinished", {})
-    for name, wrapper in optim.items() if isinstance(optim, OptimWrapperDict) else [("", optim)]:
-        if unfinished.get(name):
-            check_window(wrapper.accumulative_counts, windows.get(name), source)
 
 
 def _check_optim(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from slipstream.checkpoint import ACCELERATED, check_like, check_optimizer, check_tensors, check_window
+from slipstream.checkpoint import ACCELERATED, check_like, check_optimizer, check_tensors
 from slipstream.checkpoint import check as check_schema
 from slipstream.devices import default_device
 from slipstream.dist import get_world_size
@@ -321,7 +321,7 @@ class TrainStep:
         if not self.optim.begins_window():
             state["gradients"] = [param.grad for param in self.optim.parameters()]
             state["unfinished"] = self.optim.unfinished
-            state["accumulate"] = self.optim.accumulative_counts
+            state["window"] = self.optim.window
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -344,7 +344,7 @@ class TrainStep:
             param.grad = None if grad is None else grad.to(param, copy=True)
         # Call this after loading the gradients, which show whether the accumulation window is unfinished.
         self.optim.initialize_count_status(self.model, state["steps"], self._total_steps or -1)
-        self.optim.unfinished = state.get("unfinished", self.optim.unfinished)
+        self.optim.resume_window(state.get("unfinished", self.optim.unfinished), state.get("window"))
 
     def _other_tensors(self) -> list[Tensor]:
         """Return the tensors of the optimizer and `loss_fn` that training can change and that are not in the model."""
@@ -405,7 +405,6 @@ class TrainStep:
             averaged = {key: value for key, value in state["average"].items() if key != "steps"}
             check_tensors(own, averaged, "average", source, warnings.warn)
         self._check_other_tensors(state.get("other_tensors"), source)
-        check_window(self.optim.accumulative_counts, state.get("accumulate"), source)
         gradients = state.get("gradients", [None] * len(params))
         if len(gradients) != len(params):
             raise CheckpointError(

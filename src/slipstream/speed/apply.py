@@ -162,8 +162,11 @@ def plan_optim(cfg: Any, plan: SpeedPlan, device: torch.device) -> Any:
     if not is_plain_wrapper(cfg):
         kind = changes.pop("type", "its constructor")
         kwargs = ", ".join(f"{key}={value!r}" for key, value in changes.items())
-        several = (isinstance(cfg, Mapping) and "optimizer" not in cfg) or isinstance(cfg, OptimWrapperDict)
-        remedy = "" if several else ", or set optim_wrapper to a dict with the key 'optimizer'"
+        if isinstance(cfg, Mapping):
+            remedy = ", or remove its key 'type'" if "optimizer" in cfg else ""
+        else:
+            several = isinstance(cfg, OptimWrapperDict)
+            remedy = "" if several else ", or set optim_wrapper to a dict with the key 'optimizer'"
         raise ConfigError(
             f"{plan.config_path(options[0])} cannot change an existing or custom optimizer wrapper; pass {kwargs} to "
             f"{kind}{remedy}",

@@ -79,7 +79,7 @@ def convolution_fraction(model: nn.Module) -> float:
         for m in model.modules()
         if isinstance(m, nn.Conv2d)
         for name, p in m.named_parameters()
-        if name != "bias" and not is_lazy(p)
+        if name.removeprefix("parametrizations.").startswith("weight") and not is_lazy(p)
     }
     return sum(convolutions.values()) / total if total else 0.0
 

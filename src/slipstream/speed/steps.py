@@ -139,22 +139,22 @@ def _one_graph(
     info: Callable[[str], None],
     cuda_graph: bool,
 ) -> GraphStep:
-    def recover(error: Exception) -> EagerStep:
+    def recover(error: Exception, problem: str | None) -> EagerStep:
         core._compiled_call_impl = None
         if isinstance(error, WrongNumbersError):
             warn(_wrong_numbers(error, how))
+        elif isinstance(reason := NotCapturedError.inside(error), OnlyEagerError):
+            warn(f"The step is not compiled: {explain_failure(reason)}. Training continues eagerly")
+        elif problem is not None:
+            warn(
+                f"The step cannot be compiled as one graph ({explain_failure(error)}), and the model alone cannot be "
+                f"compiled, because {problem}. Training continues eagerly"
+            )
         elif isinstance(error, BudgetExceededError):
             warn(
                 f"The step is not compiled as one graph: {error}. Only the model is compiled, with the same budget"
             )
             compile_model(core, how, warn, warn_limit=False)
-        elif isinstance(reason := NotCapturedError.inside(error), OnlyEagerError):
-            warn(f"The step is not compiled: {explain_failure(reason)}. Training continues eagerly")
-        elif (problem := step.backward_passes.problem) is not None:
-            warn(
-                f"The step cannot be compiled as one graph ({explain_failure(error)}), and the model alone cannot be "
-                f"compiled, because {problem}. Training continues eagerly"
-            )
         else:
             remedy = "To compile the step, change this line of code. " if failed_line(error) else ""
             warn(
@@ -176,7 +176,7 @@ def _one_graph(
             "in the training process"
         )
     in_background = forks and (how.budget is not None or not how.wait)
-    step = GraphStep(
+    return GraphStep(
         loss_of=partial(training.losses, core),
         prepare=training.prepare,
         model=core,
@@ -193,7 +193,6 @@ def _one_graph(
         background=BackgroundCompiler(how.seconds, how.wait) if in_background else None,
         info=info,
     )
-    return step
 
 
 def _wrong_numbers(error: WrongNumbersError, how: CompileOptions) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from slipstream.errors import ModelError
+from slipstream.step.leaves import leaves_of
 
 __all__ = ["BackwardPasses", "check_compiled_backward", "observe_backward"]
 
@@ -25,7 +25,7 @@ class BackwardPasses:
         self.creates_graph = False
         """Whether a backward pass had `create_graph=True`, as in a gradient penalty."""
         self.is_repeated = False
-        """Whether there were several backward passes through the same output (`retain_graph=True`)."""
+        """Whether there were several backward passes through the outputs of one call (`retain_graph=True`)."""
 
     @property
     def problem(self) -> str | None:
@@ -33,32 +33,34 @@ class BackwardPasses:
         if self.creates_graph:
             return "the loss differentiates the model's gradients (create_graph=True)"
         if self.is_repeated:
-            return "there are several backward passes through the same output (retain_graph=True)"
+            return "there are several backward passes through the model's outputs (retain_graph=True)"
         return None
 
-    def observe(self, output: Tensor) -> None:
-        """Record each backward pass through `output`."""
-        seen = [False]
+    def observe(self, outputs: Any) -> None:
+        """Record each backward pass through `outputs`, which one call of the model has returned.
 
-        def hook(_: Tensor) -> None:
+        Compiled code has one autograd node for all its outputs, so backward passes through different outputs count as
+        several passes. A gradient with respect to an output does not run the node that computed it.
+        """
+        passes: set[int] = set()
+
+        def hook(_: Any) -> None:
             self.creates_graph |= torch.is_grad_enabled()  # torch sets the grad mode to `create_graph`
-            self.is_repeated |= seen[0]
-            seen[0] = True
+            passes.add(torch._C._current_graph_task_id())
+            self.is_repeated |= len(passes) > 1
 
-        output.register_hook(hook)
+        for node in {leaf.grad_fn for leaf in leaves_of(outputs) if isinstance(leaf, Tensor)} - {None}:
+            node.register_prehook(hook)
 
 
 @contextmanager
 def observe_backward(model: nn.Module) -> Iterator[BackwardPasses]:
     """Record the backward passes through the outputs of calls of `model` inside the context."""
     found = BackwardPasses()
-
-    def hook(_: nn.Module, __: Any, outputs: Any) -> None:
-        for output in tree_leaves(outputs):
-            if isinstance(output, Tensor) and output.requires_grad:
-                found.observe(output)
-
-    handle = model.register_forward_hook(hook)
+    if isinstance(model, torch.jit.ScriptModule):  # does not support forward hooks in Python
+        yield found
+        return
+    handle = model.register_forward_hook(lambda _, __, outputs: found.observe(outputs))
     try:
         yield found
     finally:
@@ -70,6 +72,6 @@ def check_compiled_backward(error: RuntimeError) -> None:
     if any(part in str(error) for part in _UNSUPPORTED):
         raise ModelError(
             "the loss differentiates the model's gradients (create_graph=True) or runs several backward passes through "
-            "one output (retain_graph=True), which torch.compile does not support for a compiled model; use "
-            "compile=dict(scope='step'), or compile=False"
+            "the model's outputs (retain_graph=True), which torch.compile does not support for a compiled model; set "
+            "compile=False, or compile=dict(scope='step') if the whole step can be compiled as one graph"
         ) from error

@@ -82,20 +82,11 @@ class EagerStep:
             self._drop_leaked_gradients()
             optim.check_gradients()
         part = next((part for part in optim.parts if part.replaces_gradients), None)
-        if part is None:
-            self._switch("forward")
-            try:
-                loss, logs = self._loss(inputs)
-                self._switch("backward")
-                # Backward and, at the end of an accumulation window, clip, step and zero_grad.
-                optim.update_params(loss, **self._backward_kwargs(loss, inputs))
-            except RuntimeError as error:
-                check_compiled_backward(error)
-                self._check_reentrant(error)
-                raise
-            self._switch("step")
-        else:
-            logs = self._repeated(inputs, part)
+        try:
+            logs = self._once(inputs) if part is None else self._repeated(inputs, part)
+        except RuntimeError as error:
+            check_compiled_backward(error)
+            raise
         for part in optim.parts:
             if with_host_parts or not part.on_host:
                 part.after_batch()
@@ -111,10 +102,23 @@ class EagerStep:
         if self.optim.phases is not None:
             self.optim.phases.switch(phase)
 
-    def _loss(self, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def _once(self, inputs: Any) -> dict[str, Tensor]:
+        """Train with one forward and one backward pass."""
+        self._switch("forward")
         with self.optim.optim_context(self.model):  # autocast and, inside a window, no gradient sync
             losses = self.forward(inputs)
-        return self.reduce(losses)
+        loss, logs = self.reduce(losses)
+        self._switch("backward")
+        # Backward and, at the end of an accumulation window, clip, step and zero_grad.
+        restricted = self._backward_kwargs(loss, inputs)
+        try:
+            self.optim.update_params(loss, **restricted)
+        except RuntimeError as error:
+            if restricted:
+                self._check_reentrant(error)
+            raise
+        self._switch("step")
+        return logs
 
     def _repeated(self, inputs: Any, part: StepPart) -> dict[str, Tensor]:
         """Train with a part that computes the gradients of a batch more than once."""

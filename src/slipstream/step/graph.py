@@ -82,8 +82,9 @@ class GraphStep:
         optim: the optimizer wrapper, with loss scale, accumulation and clipping.
         eager: the eager step; its `train` receives the result of `prepare`.
         backend: a backend of `torch.compile`.
-        recover: called with the exception if the graph cannot be used; returns the step that replaces it, whose
-            `train` receives the result of `prepare`.
+        recover: called if the graph cannot be used, with the exception and the reason why the model alone cannot be
+            compiled either, or None. It returns the step that replaces the graph, whose `train` receives the result of
+            `prepare`.
         reduce: returns the loss to minimize and the values to log; by default, `sum_losses`.
         sync: averages gradients across processes; None for a single process.
         verify: whether to compare graphs with the eager step before their first use.
@@ -101,7 +102,7 @@ class GraphStep:
         optim: OptimWrapper,
         eager: EagerStep,
         backend: Backend,
-        recover: Callable[[Exception], EagerStep],
+        recover: Callable[[Exception, str | None], EagerStep],
         reduce: Callable[[Losses], tuple[Tensor, dict[str, Tensor]]] | None = None,
         sync: GradientSync | None = None,
         verify: bool = True,
@@ -116,7 +117,7 @@ class GraphStep:
         self.verify, self.dynamic = verify, dynamic
         self.capture_calls, self.background, self.info = capture_calls, background, info
         self.batches = 0  # number of batches that the compiled code has trained on
-        self.backward_passes = BackwardPasses()  # of the last eager batch before a fallback
+        self._backward_passes = BackwardPasses()  # of the last eager batch before a fallback
         self._fallback: EagerStep | None = None
         self._shapes, self._changes = Shapes(), Changes()
         self._trained: list[nn.Parameter] = []
@@ -324,7 +325,7 @@ class GraphStep:
             self._trained = with_gradients(optim.parameters())
 
         failed, self._failed = self._failed, None  # cleared first, in case the user's code raises an error
-        with self._on_gradients(seen), observe_backward(self.model) as self.backward_passes:
+        with self._on_gradients(seen), observe_backward(self.model) as self._backward_passes:
             logs = self.eager.train(inputs)
         if failed is not None and not self._trained:
             self._failed = failed  # postpone the comparison until the window ends
@@ -368,7 +369,7 @@ class GraphStep:
                 return self._verified(captured, error, inputs, ends_window)
             # The other ranks run their graph and wait for this rank, so run the uncompiled step, which performs the
             # same collectives.
-            self.recover(error)
+            self.recover(error, self._backward_passes.problem)
             captured.run, captured.direct = self._define(captured, compiled=False), None
             called = self._call(captured, inputs, ends_window)
         return self.eager.train(inputs) if called is None else self._finish(captured, called, ends_window)
@@ -586,7 +587,7 @@ class GraphStep:
             self._trained, self._inferred = found, True
 
     def _replace(self, error: Exception) -> None:
-        self._fallback = self.recover(error)
+        self._fallback = self.recover(error, self._backward_passes.problem)
         self._reset()
 
     def _fall_back(self, error: Exception, inputs: Any) -> dict[str, Tensor]:
@@ -594,7 +595,7 @@ class GraphStep:
         if self._inferred and not isinstance(error, BudgetExceededError):
             self._reset()
             return self._train_and_record(inputs)
-        with observe_backward(self.model) as self.backward_passes:
+        with observe_backward(self.model) as self._backward_passes:
             logs = self.eager.train(inputs)  # if the user's code raises an error, the step is not replaced
         self._replace(error)
         return logs

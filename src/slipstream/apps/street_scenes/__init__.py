@@ -1,4 +1,4 @@
-"""StreetScenes: synthetic street photos with label maps of the 19 Cityscapes classes."""
+"""StreetScenes: synthetic street images and label maps with the 19 Cityscapes classes."""
 
 from slipstream.apps.street_scenes.dataset import StreetScenes, draw_street_scene
 

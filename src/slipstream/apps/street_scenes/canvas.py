@@ -1,4 +1,4 @@
-"""The drawing list of a street scene: polygons projected from world coordinates to relative image coordinates.
+"""The shapes of a street scene: polygons projected from world coordinates to relative image coordinates.
 
 A `Canvas` is independent of the image size. World coordinates are in meters: X points right, Y points up from the
 ground, and Z points forward from the camera.

@@ -1,4 +1,4 @@
-"""StreetScenes: synthetic street photographs with exact Cityscapes label maps, for tests and benchmarks."""
+"""StreetScenes: synthetic street images with exact Cityscapes label maps, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ def draw_street_scene(
     The mean CPU time on one core is about 10 ms at 128 x 256, 15 ms at 192 x 384 and 320 ms at 1024 x 2048.
 
     Returns:
-        The image, uint8 (H, W, 3) RGB, and the Cityscapes train ids, uint8 (H, W), with 255 for the hood of the camera
-        car, bins and bus shelters. Labels are exact, because image and labels are painted from the same polygons.
+        The image, uint8 (H, W, 3) RGB, and the Cityscapes train ids, uint8 (H, W), with 255 for bins, bus shelters and
+        the hood of the car that carries the camera. The labels are exact, because the image and the labels are rendered
+        from the same polygons.
 
     Raises:
         ConfigError: if the size is not a pair of ints between 32 and 16384.

@@ -146,7 +146,7 @@ def _main() -> int:
     overrides = f"data_root_dir={shlex.quote(str(options.root))} num_gpus=1 batch_size=2 epochs=1"
     print(
         f"{options.root}: {options.train} training and {options.val} validation scenes in the Cityscapes layout; "
-        f"to train on them: slipstream train cityscapes_regseg48 {overrides}"
+        f"to train on them, run: slipstream train cityscapes_regseg48 {overrides}"
     )
     return 0
 

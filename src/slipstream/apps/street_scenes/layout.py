@@ -53,7 +53,7 @@ class Street(NamedTuple):
 
 
 def lay_out(r: Random) -> Canvas:
-    """Return the drawing list of a random scene. The first shape is the sky, which covers the whole image."""
+    """Return a canvas with the shapes of a random scene. The first shape is the sky, which covers the whole image."""
     canvas = Canvas(_camera(r), _light(r))
     street = _street(r)
     _sky(canvas, r)
@@ -264,7 +264,7 @@ def _walkers(canvas: Canvas, r: Random, s: Street) -> None:
 
 
 def _hood(canvas: Canvas, r: Random) -> None:
-    """Paint the hood of the camera car (in most scenes). Its pixels are not evaluated."""
+    """In most scenes, paint the hood of the car that carries the camera. Metrics ignore the pixels of the hood."""
     if r.random() < 0.25:
         return
     canvas.place(EGO, 1)

@@ -33,9 +33,9 @@ def _clothes(r: Random) -> Color:
 
 
 class _Figure:
-    """A figure drawn as limbs between points. Points are in meters, to the right of and above the figure's foot.
+    """A figure drawn as limbs between points. Points are (right, up) offsets from the foot in meters.
 
-    `squeeze` scales the horizontal axis, so that the figure appears turned away from a side view.
+    `squeeze` scales the horizontal axis, so that the figure appears to be seen at an angle instead of from the side.
     """
 
     def __init__(self, canvas: Canvas, x: float, z: float, scale: float = 1.0, squeeze: float = 1.0) -> None:
@@ -97,7 +97,7 @@ def _arm(man: _Figure, sign: int, stride: float, sleeve: Color, skin: Color) -> 
 
 
 def draw_cycle(canvas: Canvas, r: Random, x: float, z: float, on: int, motor: bool, ridden: bool) -> None:
-    """Draw a bicycle or motorcycle at (x, z), seen from the side or turned away, with a rider or parked."""
+    """Draw a bicycle or motorcycle at (x, z), seen from the side or at an angle, either parked or with a rider."""
     squeeze = r.choice((-1.0, 1.0)) * r.choice((1.0, 0.85, 0.45, 0.12))
     bike = _Figure(canvas, x, z, r.uniform(0.95, 1.08), squeeze)
     length = max(0.3, 0.9 * abs(squeeze))
@@ -150,7 +150,7 @@ def _motorcycle(bike: _Figure, paint: Color, r: Random) -> None:
 def _rider(bike: _Figure, r: Random, helmet: bool) -> None:
     top, legs, skin = _clothes(r), _clothes(r), r.choice(_SKINS)
     hip, chest = (-0.22, 0.98), (0.02, 1.5)
-    # If the figure is turned away, both legs and both shoulders are visible side by side.
+    # If the figure is seen mostly from the front or rear, both legs and both shoulders are visible side by side.
     spread = 0.13 / max(abs(bike.squeeze), 0.12) if abs(bike.squeeze) < 0.5 else 0.0
     for sign, foot in ((-1, (-0.02, 0.18)), (1, (0.02, 0.42))):
         knee = (0.16 + sign * spread, 0.6 + 0.1 * sign)

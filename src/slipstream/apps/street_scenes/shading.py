@@ -1,4 +1,4 @@
-"""Render a drawing list: rasterize shape ids, then compute textures from the world position of each pixel."""
+"""Render the shapes of a canvas: rasterize shape ids, then compute textures from the world position of each pixel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Hole(NamedTuple):
 def render(
     canvas: Canvas, size: tuple[int, int], rng: np.random.Generator
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Return the image (H, W, 3) and the class map (H, W) of a drawing list, both uint8."""
+    """Return the image (H, W, 3) and the class map (H, W) of a canvas, both uint8."""
     shapes = sorted(canvas.shapes, key=_key)
     clouds, finish = _cloud(rng, size), rng.random(2)
     ids, holes = _rasterize(shapes, size)

@@ -83,7 +83,7 @@ def get(
         UnknownNameError: if the network does not exist.
         BuildError: if the network does not accept an option.
         ConfigError: if the number of classes is missing or ambiguous, or `pretrained_weights` is set.
-        CheckpointError: if the file cannot be read or is from a different network.
+        CheckpointError: if the file cannot be read or belongs to a different network.
     """
     _check_name(name, pretrained_weights)
     options = {**(arch_params or {}), **options}
@@ -169,8 +169,8 @@ def load(
     Raises:
         ConfigError: if `strict_load` or `checkpoint_sha256` is invalid.
         ModelError: if the network has no backbone.
-        CheckpointError: if the file cannot be downloaded or read, has a different checksum, or is from a different
-            network.
+        CheckpointError: if the file cannot be downloaded or read, has a different checksum, or belongs to a
+            different network.
     """
     strict = _strictness(strict_load)
     path = _backbone(network) if load_backbone else ""
@@ -233,7 +233,7 @@ def _in_order(
         # The first dimension of a classification layer is the number of classes, which may differ.
         if value.shape[1:] != wanted.shape[1:] if other_classes else value.shape != wanted.shape:
             raise CheckpointError(
-                f"{source} belongs to a different model: matched by order, {theirs} corresponds to {mine}, but their "
+                f"{source} belongs to a different model: {theirs} and {mine} are at the same position, but their "
                 f"shapes are {tuple(value.shape)} and {tuple(wanted.shape)}. Use a checkpoint from this network"
             )
     rest = dict(list(state.items())[len(own) :])
@@ -250,7 +250,7 @@ def _weights(checkpoint: Mapping[str, Any], source: str) -> dict[str, Tensor]:
     }
     if not tensors:
         raise CheckpointError(
-            f"{source} contains no weights: none of its keys {sorted(checkpoint, key=str)} contains a tensor; "
+            f"{source} contains no weights: none of its entries {sorted(checkpoint, key=str)} is a tensor; "
             "use a checkpoint or a state dict"
         )
     return tensors

@@ -49,9 +49,9 @@ def by_index(dataset: Any) -> Any:
         return dataset
     if option := _unsupported(dataset):
         print_log(
-            f"{type(dataset).__name__} sets {option}, so its samples are iterated in its own order, and a resumed run "
-            "may repeat or omit samples; remove this option to make the order depend only on the run's seed and the "
-            "epoch",
+            f"{type(dataset).__name__} sets {option}, so the samples are read in the dataset's own order, and a "
+            "resumed run may repeat or omit samples; remove this option to make the order depend only on the run's "
+            "seed and the epoch",
             "current",
             logging.WARNING,
         )

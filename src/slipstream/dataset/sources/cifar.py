@@ -75,7 +75,7 @@ class _Cifar(Dataset[dict[str, torch.Tensor]]):
     processes share them. `all_transforms` lists the transforms, including the device transforms.
 
     Args:
-        root: folder that contains the archive's folder, or directly contains its files.
+        root: folder that contains either the archive's folder or the files of that folder.
         train: whether to use the training images instead of the test images.
         transforms: `RandomCrop`, `RandomHorizontalFlip`, `Resize`, or functions that take an image, uint8 (3, H,
             W), and a generator; followed by `ToTensor` and `Normalize`. Dicts are built with `TRANSFORMS`.
@@ -229,7 +229,7 @@ def _find(archive: _Archive, root: Path, names: Sequence[str], download: bool) -
     )
     raise DataError(
         f"{archive.name} not found: neither '{root}' nor its subfolder '{archive.folder}' contains {', '.join(names)}."
-        f"{other} Unpack the binary version there ({archive.url}), or pass download=True"
+        f"{other} Unpack the binary version ({archive.url}) into '{root}', or pass download=True"
     )
 
 

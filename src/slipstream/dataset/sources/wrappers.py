@@ -111,7 +111,7 @@ class AtLeast(RepeatDataset):
 
 @DATASETS.register_module()
 class ClassBalancedDataset(Dataset[Any]):
-    """A dataset that repeats samples that contain rare classes (Gupta et al. 2019, LVIS).
+    """A dataset that repeats samples with rare classes (Gupta et al. 2019, LVIS).
 
     Let f(c) be the fraction of samples that contain class c, and t the threshold. Each sample then occurs
     `ceil(max over its classes c of max(1, sqrt(t / f(c))))` times per epoch. Repeats are consecutive and augmented
@@ -119,7 +119,7 @@ class ClassBalancedDataset(Dataset[Any]):
 
     Args:
         dataset: a dataset with `get_cat_ids(index)`, which returns the class ids of a sample, or a dict from which
-            `DATASETS` builds it. The method is called once per sample, at construction.
+            `DATASETS` builds it. The method is called once per sample when the wrapper is built.
         oversample_thr: the threshold t; samples whose classes all have f(c) >= t are not repeated.
 
     Raises:

@@ -49,10 +49,10 @@ class MMDistributedDataParallel(DistributedDataParallel):
 
     Args:
         module: the model.
-        broadcast_buffers: broadcast the buffers of rank 0 before every forward pass. If False, each rank has its own
-            BatchNorm statistics (`SyncBuffersHook` averages them; with SyncBN they are identical).
-        gradient_as_bucket_view: make gradients views of DDP's buckets, which saves memory and a copy without changing
-            the results.
+        broadcast_buffers: whether to broadcast the buffers of rank 0 before every forward pass. If False, each rank has
+            its own BatchNorm statistics (`SyncBuffersHook` averages them; with SyncBN they are identical).
+        gradient_as_bucket_view: whether gradients are views of DDP's buckets, which saves memory and a copy and does
+            not change the results.
         comm_hook: gradient compression: `'bf16'`, `'fp16'`, `'powersgd'`, or
             `dict(type='powersgd', rank=2, start_step=1000)`; see `PowerSGDOptions`.
         kwargs: other arguments for `DistributedDataParallel`.

@@ -146,7 +146,7 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
     """Replace the sharded parameters of a model with full parameters inside the context, then shard them again.
 
     Use this context manager for code that sets weights, such as `init_weights`, because random values drawn for a shard
-    differ from those of a single process. An unsharded model is not changed.
+    differ from those that a single process draws. An unsharded model is not changed.
     """
     owners = [
         (module, name, param)
