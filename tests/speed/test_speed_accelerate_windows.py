@@ -131,3 +131,37 @@ def test_average_that_counts_batches_is_rejected():
     options = dict(accumulate=2, ema=dict(type="threshold", count="batches"))
     with pytest.raises(ConfigError, match=r"speed\.ema\.count: 'batches' does not support batches_per_epoch"):
         accelerate(model, sgd(model), F.cross_entropy, options, batches_per_epoch=3)
+
+
+@pytest.mark.parametrize("compiled", [{}, COMPILED], ids=["eager", "compiled"])
+@pytest.mark.parametrize("accumulate", [1, 3, 8])
+def test_window_resumed_with_a_different_size_uses_the_mean_gradient(compiled, accumulate):
+    data = batches(8)
+    model = net()
+    step = accelerate(model, sgd(model), F.cross_entropy, dict(accumulate=4, **compiled))
+    for batch in data[:2]:
+        step(batch)
+    other = copy.deepcopy(model)
+    resumed = accelerate(other, sgd(other), F.cross_entropy, dict(accumulate=accumulate, **compiled))
+    resumed.load_state_dict(step.state_dict())
+    size = {1: 3, 3: 3, 8: 8}[accumulate]  # the window ends at the next multiple of `accumulate`
+    for batch in data[2:size]:
+        resumed(batch)
+    expected, _ = by_hand(data[:size], size, size)
+    assert_same(other.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize(("before", "after"), [(6, 7), (None, 6), (6, None)])
+def test_window_resumed_with_different_total_steps_uses_the_mean_gradient(before, after):
+    data = batches(8)
+    model = net()
+    step = accelerate(model, sgd(model), F.cross_entropy, dict(accumulate=4), total_steps=before)
+    for batch in data[:5]:
+        step(batch)
+    other = copy.deepcopy(model)
+    resumed = accelerate(other, sgd(other), F.cross_entropy, dict(accumulate=4), total_steps=after)
+    resumed.load_state_dict(step.state_dict())
+    for batch in data[5 : after or 8]:
+        resumed(batch)
+    expected, _ = by_hand(data[: after or 8], 4, 8)
+    assert_same(other.state_dict(), expected.state_dict())
