@@ -135,14 +135,14 @@ def test_an_extended_run_divides_by_the_number_of_batches_since_the_last_update(
         optimizer.zero_grad()
         (sum(loss_of(hand, batches[i]) for i in window) / len(window)).backward()
         optimizer.step()
-    unfinished = 0
+    unfinished, window = 0, None
     for start, stop, total in ((0, 6, 6), (6, 7, 11), (7, 11, 11)):
         wrapper = OptimWrapper(torch.optim.SGD(net.parameters(), 0.1), 4)
         wrapper.initialize_count_status(net, start, total)
-        wrapper.unfinished = unfinished
+        wrapper.resume_window(unfinished, window)
         for x in batches[start:stop]:
             wrapper.update_params(loss_of(net, x))
-        unfinished = wrapper.unfinished
+        unfinished, window = wrapper.unfinished, wrapper.window
         assert wrapper.begins_window() == (stop != 7)
     assert_same(net, hand)
 

@@ -346,11 +346,9 @@ class OptimWrapper:
             ratio: number of batches of this wrapper per batch of the checkpoint, if the batch size has changed.
         """
         grads = [param.grad for param in self.parameters() if param.grad is not None]
-        if not unfinished or not grads:
-            return
-        own = max(1, round(unfinished * ratio))
+        own = max(1, round(unfinished * ratio)) if unfinished and grads else 0
         self._window_start = self._inner_count - own
-        scale = 1.0 if window is None else window / unfinished * own / self.window
+        scale = window / unfinished * own / self.window if own and window is not None else 1.0
         if scale != 1:
             for grad in grads:
                 grad.mul_(scale)

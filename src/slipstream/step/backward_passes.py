@@ -49,8 +49,9 @@ class BackwardPasses:
             passes.add(torch._C._current_graph_task_id())
             self.is_repeated |= len(passes) > 1
 
-        for node in {leaf.grad_fn for leaf in leaves_of(outputs) if isinstance(leaf, Tensor)} - {None}:
-            node.register_prehook(hook)
+        for node in {leaf.grad_fn for leaf in leaves_of(outputs) if isinstance(leaf, Tensor)}:
+            if node is not None:
+                node.register_prehook(hook)
 
 
 @contextmanager
