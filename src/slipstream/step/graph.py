@@ -83,8 +83,7 @@ class GraphStep:
         eager: the eager step; its `train` receives the result of `prepare`.
         backend: a backend of `torch.compile`.
         recover: called if the graph cannot be used, with the exception and the reason why the model alone cannot be
-            compiled either, or None. It returns the step that replaces the graph, whose `train` receives the result of
-            `prepare`.
+            compiled, or None; returns the step to use instead, whose `train` receives the result of `prepare`.
         reduce: returns the loss to minimize and the values to log; by default, `sum_losses`.
         sync: averages gradients across processes; None for a single process.
         verify: whether to compare graphs with the eager step before their first use.
