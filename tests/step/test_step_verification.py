@@ -87,6 +87,11 @@ def test_capture_and_verification_have_no_side_effects():
 def test_rounding_errors_of_an_ill_conditioned_network_pass_verification():
     """This network's float32 gradients have large rounding errors, both with eager kernels and with any compiler."""
     x, y = batches(1, size=4)[0]
+    model = deep()
+    exact = copy.deepcopy(model).double()
+    (grad,) = torch.autograd.grad(F.cross_entropy(model(x), y), [model[1].weight])
+    (wanted,) = torch.autograd.grad(F.cross_entropy(exact(x.double()), y), [exact[1].weight])
+    assert (grad - wanted).norm() > 100 * torch.finfo(torch.float32).eps * wanted.norm()
     assert verified(deep(), (x, y), perturbed)
 
 
