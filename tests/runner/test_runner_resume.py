@@ -1,5 +1,6 @@
 """A resumed run ends with the same weights as an uninterrupted run."""
 
+import copy
 import random
 from contextlib import suppress
 from types import SimpleNamespace
@@ -508,3 +509,32 @@ def test_extended_run_with_a_schedule_equals_an_uninterrupted_one(tmp_path, sche
     whole = trained("whole", 4)
     trained("parts", 2)
     assert_same(weights(trained("parts", 4, resume=True)), weights(whole))
+
+
+@pytest.mark.parametrize(("batch_size", "accumulate", "last"), [(8, 3, 3), (8, 5, 5), (4, 4, 8), (4, 8, 8)])
+def test_window_resumed_with_another_size_uses_the_mean_gradient(tmp_path, batch_size, accumulate, last):
+    inputs, targets = samples()
+    torch.manual_seed(3)
+    net = Net().double()
+    data = TensorDataset(inputs.double(), targets)
+
+    def cfg(size, counts, iters):
+        return dict(
+            model=copy.deepcopy(net),
+            train_dataloader=loader(data, shuffle=False, batch_size=size),
+            train_cfg=dict(by_epoch=False, max_iters=iters),
+            optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.5), accumulative_counts=counts),
+            default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False)),
+        )
+
+    with pytest.raises(StoppedError):
+        run(tmp_path, **cfg(8, 2, 5), custom_hooks=[Stop(1)])
+    resumed = run(tmp_path, **cfg(batch_size, accumulate, last), resume=True)
+    count = last * batch_size
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    windows = {4: [(0, 16), (16, 32)], 8: [(0, count)]}[batch_size] if accumulate == 4 else [(0, count)]
+    for start, stop in windows:
+        optimizer.zero_grad()
+        net(inputs[start:stop].double(), targets[start:stop], "loss")["loss"].backward()
+        optimizer.step()
+    torch.testing.assert_close(weights(resumed), net.state_dict())
