@@ -179,3 +179,12 @@ def test_several_backward_passes_of_one_wrapper_cause_no_warning(capsys):
 def test_error_for_a_positional_optimizer_names_the_argument():
     with pytest.raises(ConfigError, match=r"^loss_scale: .*pass optimizer="):
         AmpOptimWrapper(torch.optim.SGD(Gan().parameters(), lr=0.1), dtype="bfloat16")
+
+
+def test_gradients_that_are_set_to_zero_cause_no_warning(capsys):
+    gan, x = Gan(), torch.ones(4, 2)
+    optim = wrappers(gan)
+    for _ in range(2):
+        optim["critic"].zero_grad(set_to_none=False)
+        optim["critic"].update_params(gan.critic(gan.generator(x).detach()).mean())
+    assert "have gradients before" not in capsys.readouterr().err

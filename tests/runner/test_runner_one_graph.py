@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, ModelError
 from slipstream.hooks import EMAHook, Hook, NanGuardHook
 from slipstream.model import BaseModel
 from slipstream.optim import OptimWrapper
@@ -350,3 +350,18 @@ def test_warning_for_a_step_that_does_not_call_forward_lists_the_modules(tmp_pat
     said = "".join(capsys.readouterr())
     assert said.count(f"train_step of {kind.__name__} does not call the model's forward") == count
     assert said.count("compile=dict(scope='block', blocks=['first', 'last'])") == count
+
+
+class Penalized(Net):
+    def train_step(self, data, optim_wrapper):
+        x = data[0].clone().requires_grad_()
+        scores = self(x, data[1], mode="tensor")
+        (grads,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+        loss = F.cross_entropy(scores, data[1]) + grads.square().mean()
+        optim_wrapper.update_params(loss)
+        return {"loss": loss.detach()}
+
+
+def test_own_step_with_a_gradient_penalty_raises_an_error_with_a_remedy(tmp_path):
+    with pytest.raises(ModelError, match=r"create_graph=True.*set compile=False"):
+        run(tmp_path, model=Penalized(), speed=dict(compile=dict(backend="aot_eager")))

@@ -88,3 +88,12 @@ def test_several_backward_passes_through_an_output_are_detected(caplog):
 def test_compiled_model_raises_an_error_with_a_remedy():
     with pytest.raises(ModelError, match=r"create_graph=True.*set compile=False"):
         train(critic(), penalized, scope="model")
+
+
+def test_repeated_passes_of_sam_raise_an_error_with_a_remedy():
+    net = critic()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    speed = dict(compile=dict(backend="aot_eager", scope="model"), sam=True)
+    step = accelerate(net, optimizer, compute_loss=penalized, speed=speed)
+    with pytest.raises(ModelError, match=r"create_graph=True.*set compile=False"):
+        step(batches()[0])
