@@ -106,9 +106,8 @@ def summary(runner: Runner) -> str:
 
 def _with_best(name: str, value: float, hub: MessageHub) -> str:
     last = _shown(value)
-    score = hub.get_info(
-        f"best_score/{name}"
-    )  # set if CheckpointHook saves the best checkpoint by this metric
+    # CheckpointHook sets this value if it saves the best checkpoint by this metric.
+    score = hub.get_info(f"best_score/{name}")
     best = last if score is None else _shown(score)
     return f"{name} {last}" if best == last else f"{name} {last} (best {best})"
 
