@@ -253,6 +253,9 @@ def test_convolution_fraction_counts_parameters():
     assert convolution_fraction(nn.ReLU()) == 0.0
     shared = nn.Conv2d(2, 3, 3, bias=False)
     assert convolution_fraction(nn.Sequential(shared, shared)) == 1.0
+    normalized = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 2, 3))  # 54 weights, 2 norms, 2 biases
+    parametrized = nn.utils.parametrize.register_parametrization(normalized, "bias", nn.Identity())
+    assert convolution_fraction(parametrized) == pytest.approx(56 / 58)
 
 
 def test_capabilities_are_found_without_initializing_a_device():

@@ -376,11 +376,28 @@ def test_step_that_exceeds_its_time_limit_falls_back_to_the_model():
     step, _ = step_of(model)
     step._step.background = TooSlow(1)
     recover = step._step.recover
-    step._step.recover = lambda error: warned.append(str(error)) or recover(error)
+    step._step.recover = lambda error, problem: warned.append(str(error)) or recover(error, problem)
     assert not any(graphs_in(step, batches))
     assert warned == ["its compilation takes longer than compile.budget (90 s)"]
     assert step.compiled_scope == "model"
     torch.testing.assert_close(model.state_dict(), by_hand(batches), rtol=1e-12, atol=1e-13)
+
+
+def test_step_with_a_gradient_penalty_that_exceeds_its_time_limit_runs_eagerly(caplog):
+    def penalized(model, batch):
+        x = batch[0].clone().requires_grad_()
+        scores = model(x)
+        (grads,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+        return F.cross_entropy(scores, batch[1]) + grads.square().mean()
+
+    torch._dynamo.reset()
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = accelerate(model, optimizer, compute_loss=penalized, speed=dict(compile=COMPILE))
+    step._step.background = TooSlow(1)
+    assert not any(graphs_in(step, [batch(number) for number in range(8)]))
+    assert step.compiled_scope is None
+    assert "because the loss differentiates the model's gradients" in caplog.text
 
 
 def test_first_graph_is_kept_if_another_shape_exceeds_the_time_limit():
