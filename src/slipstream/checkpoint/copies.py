@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.checkpoint.threads import run_in_threads
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["copy_in_threads"]
 

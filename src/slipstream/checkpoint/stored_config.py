@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import yaml
-
-from slipstream.config.yaml_format import BoundedLoader
-
 __all__ = ["stored_config"]
 
 
@@ -17,6 +13,10 @@ def stored_config(meta: Any) -> dict[str, Any]:
     This function does not follow `_base_`, import modules or read environment variables. Otherwise, an untrusted
     checkpoint could insert the values of environment variables into a file name or a URL.
     """
+    import yaml  # imported here, because a Runner without configuration files does not need it
+
+    from slipstream.config.yaml_format import BoundedLoader
+
     try:
         cfg = yaml.load(meta["cfg"], BoundedLoader)
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError, yaml.YAMLError):

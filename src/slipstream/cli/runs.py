@@ -132,7 +132,7 @@ def _metrics(rows: Sequence[RunRow]) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    from slipstream.report.svg import number
+    from slipstream.report.scalars import number
 
     if value is None:
         return "–"

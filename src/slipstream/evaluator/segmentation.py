@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -13,6 +12,9 @@ from slipstream.errors import ConfigError, DataError, did_you_mean
 from slipstream.evaluator.counting import CountingMetric
 from slipstream.evaluator.samples import describe
 from slipstream.registry import METRICS
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 __all__ = ["IoUMetric"]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slipstream.hooks.checkpoint import CheckpointHook
-from slipstream.report.charts import is_rate
-from slipstream.report.svg import number
+from slipstream.report.scalars import is_rate, number
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner

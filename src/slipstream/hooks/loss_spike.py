@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from slipstream.dist import all_gather_object
@@ -174,8 +173,8 @@ class LossSpikeHook(Hook):
         """Return the limit for the next loss, or infinity if there are too few losses or most of them are 0."""
         if len(self._losses) < self.min_history:
             return math.inf
-        middle = median(self._losses)
-        spread = median(abs(loss - middle) for loss in self._losses)
+        middle = _median(self._losses)
+        spread = _median(abs(loss - middle) for loss in self._losses)
         scale = max(_NORMAL * spread, _SMALLEST * abs(middle))
         return middle + self.threshold * scale if scale else math.inf
 
@@ -183,13 +182,21 @@ class LossSpikeHook(Hook):
         steps = f" for {self.patience} consecutive steps" if self.patience > 1 else ""
         return (
             f"'{self.monitor}' rose to {loss:.4g} at iteration {number}, above the limit of {self._limit():.4g}"
-            f"{steps} (the median of the last {len(self._losses)} losses is {median(self._losses):.4g}). Lower the "
+            f"{steps} (the median of the last {len(self._losses)} losses is {_median(self._losses):.4g}). Lower the "
             "learning rate or clip the gradients (clip_grad=dict(max_norm=1.0)), or check the data"
         )
 
     def release(self, runner: Runner) -> None:
         """Unsubscribe from the losses."""
         self._undo.close()
+
+
+def _median(values: Iterable[float]) -> float:
+    from statistics import (
+        median,  # imported here, because it imports decimal and fractions, which are slow to import
+    )
+
+    return median(values)
 
 
 def _mean_by_step(ranks: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float]]:

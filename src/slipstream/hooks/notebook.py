@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import sys
-from html import escape
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +11,6 @@ from slipstream.hooks.hook import Hook
 from slipstream.hooks.live_values import LiveValues
 from slipstream.registry import HOOKS
 from slipstream.report import Curve
-from slipstream.report.style import svg_document
-from slipstream.report.svg import Line, line_chart
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -113,6 +110,8 @@ class NotebookHook(Hook):
 
 
 def _table(rows: list[tuple[str, str]]) -> str:
+    from html import escape  # imported here, because only notebooks need it
+
     head = "".join(f"<th>{escape(name)}</th>" for name, _ in rows)
     cells = "".join(f"<td>{escape(value)}</td>" for _, value in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody><tr>{cells}</tr></tbody></table>"
@@ -120,6 +119,11 @@ def _table(rows: list[tuple[str, str]]) -> str:
 
 def _chart(name: str, curve: Curve) -> str:
     """Return a chart as an image, so that its style does not affect the notebook."""
+    from html import escape
+
+    from slipstream.report.style import svg_document
+    from slipstream.report.svg import Line, line_chart
+
     svg = svg_document(line_chart(name, [Line(name, curve)], "iteration", name))
     encoded = base64.b64encode(svg.encode("utf-8", errors="replace")).decode("ascii")
     title = escape(name, quote=True)

@@ -25,10 +25,10 @@ from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.registry import HOOKS
 from slipstream.report import Curve, PhaseSplit, RunRecord, write_report
 from slipstream.report.advice import waits
-from slipstream.report.charts import is_rate
 from slipstream.report.config_values import flat_config
 from slipstream.report.log_files import log_file, read_log
 from slipstream.report.record import Compute, Confusion, Example, LoadingRate, OptionRow, Status, TunedOptions
+from slipstream.report.scalars import is_rate
 from slipstream.speed.table import option_rows
 from slipstream.step import EagerStep
 from slipstream.step.graph import GraphStep

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from slipstream.errors import DataError
 from slipstream.evaluator.samples import read_tensors
-from slipstream.report.examples import PNG_SIGNATURE
-from slipstream.report.record import Example
+from slipstream.report.record import PNG_SIGNATURE, Example
 
 __all__ = ["ExampleSelection"]
 

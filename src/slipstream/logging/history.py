@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from slipstream.errors import CheckpointError, ConfigError, DataError, UnknownNameError, did_you_mean
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 __all__ = ["HistoryBuffer"]
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from html import escape
 
 from slipstream.report.record import RunRecord
+from slipstream.report.scalars import is_rate, number
 from slipstream.report.style import table
-from slipstream.report.svg import STYLES, Line, line_chart, number
+from slipstream.report.svg import STYLES, Line, line_chart
 
-__all__ = ["MOST_CHARTS", "curve_charts", "figure", "is_per_class", "is_rate"]
+__all__ = ["MOST_CHARTS", "curve_charts", "figure", "is_per_class"]
 
 MOST_CHARTS = 24
 """Maximum number of charts on a page; the remaining scalars are listed in a table."""
@@ -60,13 +61,6 @@ def _groups(record: RunRecord) -> Iterator[tuple[str, str, list[str]]]:
     for name in training:
         if name not in times and name != "train/loss":
             yield name, "", [name]
-
-
-def is_rate(name: str) -> bool:
-    """Return whether a scalar is a learning rate: `train/lr` or `train/<optimizer>.lr`, optionally with `/<group>`."""
-    kind, _, rest = name.partition("/")
-    optimizer = rest.partition("/")[0]
-    return kind == "train" and (optimizer == "lr" or optimizer.endswith(".lr"))
 
 
 def is_per_class(record: RunRecord, name: str) -> bool:

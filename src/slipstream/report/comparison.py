@@ -14,8 +14,9 @@ from slipstream.report.advice import OUTSIDE, mean_speed, training_seconds
 from slipstream.report.charts import MOST_CHARTS, figure
 from slipstream.report.curve import Curve
 from slipstream.report.record import RunRecord
+from slipstream.report.scalars import number
 from slipstream.report.style import document, section, table
-from slipstream.report.svg import STYLES, Line, line_chart, number
+from slipstream.report.svg import STYLES, Line, line_chart
 from slipstream.report.utilization import utilization
 
 __all__ = ["MOST_RUNS", "ComparedRun", "compare", "comparison_csv", "comparison_page"]

@@ -6,12 +6,9 @@ import base64
 import binascii
 from html import escape
 
-from slipstream.report.record import Example
+from slipstream.report.record import PNG_SIGNATURE, Example
 
-__all__ = ["PNG_SIGNATURE", "examples_section"]
-
-PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-"""The first bytes of a PNG file."""
+__all__ = ["examples_section"]
 
 
 def examples_section(examples: list[Example]) -> str:

@@ -10,10 +10,10 @@ from slipstream.report.advice import OUTSIDE, advice, mean_speed, training_secon
 from slipstream.report.charts import curve_charts, is_per_class
 from slipstream.report.classes import confusion_section
 from slipstream.report.curve import Curve
-from slipstream.report.examples import PNG_SIGNATURE, examples_section
-from slipstream.report.record import RunRecord
+from slipstream.report.examples import examples_section
+from slipstream.report.record import PNG_SIGNATURE, RunRecord
+from slipstream.report.scalars import number
 from slipstream.report.style import document, section, table
-from slipstream.report.svg import number
 from slipstream.report.utilization import utilization, utilization_note
 
 __all__ = ["DESCRIPTIONS", "duration", "page"]

@@ -12,6 +12,7 @@ from slipstream.typecheck import NonNegative, NonNegativeInt, Probability, descr
 
 __all__ = [
     "FORMAT",
+    "PNG_SIGNATURE",
     "Compute",
     "Confusion",
     "Example",
@@ -26,6 +27,8 @@ __all__ = [
 
 FORMAT = 1
 """Format version of `report.json`."""
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+"""The first bytes of a PNG file."""
 
 Status = Literal["finished", "interrupted", "failed", "incomplete"]
 """`incomplete`: the run is still running, or it was killed before it could write its report."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from html import escape
 
 from slipstream.report.curve import Curve
+from slipstream.report.scalars import number
 
-__all__ = ["STYLES", "Line", "line_chart", "number"]
+__all__ = ["STYLES", "Line", "line_chart"]
 
 STYLES = 8
 """Number of line styles (color and dashes) in the style sheet."""
@@ -28,23 +29,6 @@ class Line:
 
     label: str
     curve: Curve
-
-
-def number(value: float | None, digits: int = 4) -> str:
-    """Return a number as a short string with `digits` significant digits; None is shown as a dash."""
-    if value is None:
-        return "–"
-    if not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "infinity" if value > 0 else "-infinity"
-    if value and not 1e-3 <= abs(value) < 1e6:
-        mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
-        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
-    text = f"{value:,.{max(digits - 1 - _magnitude(value), 0)}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
-
-
-def _magnitude(value: float) -> int:
-    return math.floor(math.log10(abs(value))) if value else 0
 
 
 def line_chart(title: str, lines: Sequence[Line], x_label: str, unit: str = "", bands: bool = True) -> str:

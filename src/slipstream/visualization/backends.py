@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
-import numpy.typing as npt
 
 from slipstream.errors import ConfigError
 from slipstream.extras import extra, is_installed
@@ -20,6 +19,7 @@ from slipstream.registry import VISBACKENDS
 from slipstream.visualization.values import as_json, as_text, check_image, scalars_in
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from torch.utils.tensorboard import SummaryWriter
 
 _PLACE = "the backend's save_dir"

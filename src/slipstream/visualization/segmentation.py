@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from slipstream.errors import DataError
 from slipstream.extras import extra
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from PIL import Image, ImageDraw
 
 __all__ = ["colorize", "contact_sheet", "overlay"]
 
-RGB = npt.NDArray[np.uint8]
+RGB: TypeAlias = "npt.NDArray[np.uint8]"
 Palette = Sequence[Sequence[int]]
 
 _CELL = 320  # width of an image, in pixels

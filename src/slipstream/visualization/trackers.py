@@ -8,15 +8,17 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from slipstream.errors import ConfigError
 from slipstream.registry import VISBACKENDS
 from slipstream.visualization.backends import BaseVisBackend
 from slipstream.visualization.values import as_dict, as_text, check_image, flatten, scalars_in
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 __all__ = ["MLflowVisBackend", "WandbVisBackend"]
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from slipstream.errors import DataError
 from slipstream.redaction import redact
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 __all__ = ["as_dict", "as_json", "as_text", "check_image", "flatten", "scalars_in"]
 

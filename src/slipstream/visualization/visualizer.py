@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.registry import VISBACKENDS, VISUALIZERS
 from slipstream.typecheck import shown
 from slipstream.visualization.backends import BaseVisBackend
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 __all__ = ["Visualizer"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.random import mtrand
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -38,20 +38,24 @@ def _seed_bits(generator: np.random.Generator, seed: int) -> None:
     generator.bit_generator.state = type(generator.bit_generator)(seed).state
 
 
-_KINDS: dict[type, GeneratorKind] = {
-    random.Random: GeneratorKind(random.Random.getstate, random.Random.setstate, random.Random.seed),
-    np.random.RandomState: GeneratorKind(
-        lambda generator: generator.get_state(legacy=False),
-        np.random.RandomState.set_state,
-        np.random.RandomState.seed,
-    ),
-    np.random.Generator: GeneratorKind(
-        lambda generator: generator.bit_generator.state, _set_bits, _seed_bits
-    ),
-    torch.Generator: GeneratorKind(
-        torch.Generator.get_state, torch.Generator.set_state, torch.Generator.manual_seed
-    ),
-}
+@cache  # np.random is imported on first use, because it is slow to import
+def _kinds() -> dict[type, GeneratorKind]:
+    return {
+        random.Random: GeneratorKind(random.Random.getstate, random.Random.setstate, random.Random.seed),
+        np.random.RandomState: GeneratorKind(
+            lambda generator: generator.get_state(legacy=False),
+            np.random.RandomState.set_state,
+            np.random.RandomState.seed,
+        ),
+        np.random.Generator: GeneratorKind(
+            lambda generator: generator.bit_generator.state, _set_bits, _seed_bits
+        ),
+        torch.Generator: GeneratorKind(
+            torch.Generator.get_state, torch.Generator.set_state, torch.Generator.manual_seed
+        ),
+    }
+
+
 # A dataset or model referenced by the sampler has its own generators, which do not determine the sampling order.
 _NOT_SEARCHED = (type, ModuleType, Tensor, np.ndarray, nn.Module, Dataset, DataLoader, str, bytes, int, float)
 
@@ -60,9 +64,9 @@ def generator_kind(value: Any) -> GeneratorKind | None:
     """Return the functions for a generator, or None for other values, global generators and `SystemRandom`."""
     if isinstance(value, random.SystemRandom) or value is torch.default_generator:
         return None
-    if value is getattr(random.seed, "__self__", None) or value is getattr(mtrand, "_rand", None):
+    if value is getattr(random.seed, "__self__", None) or value is getattr(np.random.mtrand, "_rand", None):
         return None
-    return next((kind for base, kind in _KINDS.items() if isinstance(value, base)), None)
+    return next((kind for base, kind in _kinds().items() if isinstance(value, base)), None)
 
 
 def find_generators(roots: Sequence[Any]) -> dict[str, Any]:

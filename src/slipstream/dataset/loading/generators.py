@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.random import mtrand
 
 __all__ = ["IsolatedGenerators", "hash_numbers", "isolate_random_state", "seed_generators"]
 
@@ -49,8 +48,8 @@ class IsolatedGenerators:
         self._others: tuple[Any, torch.Tensor] | None = None
 
     def __enter__(self) -> IsolatedGenerators:
-        self._outside = random.getstate(), mtrand.get_bit_generator(), torch.get_rng_state()
-        mtrand.set_bit_generator(self._numpy)
+        self._outside = random.getstate(), np.random.mtrand.get_bit_generator(), torch.get_rng_state()
+        np.random.mtrand.set_bit_generator(self._numpy)
         if self._others is not None:
             random.setstate(self._others[0])
             torch.set_rng_state(self._others[1])
@@ -59,7 +58,7 @@ class IsolatedGenerators:
     def __exit__(self, *error: object) -> None:
         python, numpy, torch_state = self._outside
         random.setstate(python)
-        mtrand.set_bit_generator(numpy)
+        np.random.mtrand.set_bit_generator(numpy)
         torch.set_rng_state(torch_state)
 
     def keep(self) -> None:
