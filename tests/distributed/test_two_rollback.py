@@ -29,9 +29,9 @@ class Breaks(Net):
         return out
 
 
-class LeaveOut(Hook):
+class Skip(Hook):
     def before_train(self, runner):
-        info = dict(count=0, left_out=[[3, 4], [7, 8]], samples_per_step=runner.samples_per_step)
+        info = dict(count=0, skipped=[[3, 4], [7, 8]], samples_per_step=runner.samples_per_step)
         runner.message_hub.update_info("rollback", info)
         runner.rollback.load()
 
@@ -53,12 +53,12 @@ def train(folder, broken, *hooks, **speed):
     )
     weights = {name: whole(p).tolist() for name, p in runner.model.named_parameters()}
     log = next(folder.glob("*/*.log")).read_text() if get_rank() == 0 else ""
-    return weights, sorted(runner.rollback.left_out), log
+    return weights, sorted(runner.rollback.skipped), log
 
 
 def both(folder, **speed):
     init_once()
-    return train(folder / "one", [4, 8], **speed), train(folder / "other", [], LeaveOut(), **speed)
+    return train(folder / "one", [4, 8], **speed), train(folder / "other", [], Skip(), **speed)
 
 
 def init_once():
@@ -99,7 +99,7 @@ def spike(folder):
         ),
         custom_hooks=[dict(type="LossSpikeHook", action="rollback", window=10, min_history=5)],
     )
-    return sorted(runner.rollback.left_out), max(runner.message_hub.get_info("loss_spike/loss")[0])
+    return sorted(runner.rollback.skipped), max(runner.message_hub.get_info("loss_spike/loss")[0])
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +111,8 @@ def answers(tmp_path_factory):
 def test_both_ranks_continue_without_the_batches_of_a_fault_on_one_rank(answers, kind):
     for answer in answers[kind]:
         assert not isinstance(answer, str), answer
-        (weights, left_out, _), (expected, *_) = answer
-        assert left_out == [4, 8]
+        (weights, skipped, _), (expected, *_) = answer
+        assert skipped == [4, 8]
         assert weights == expected
     (one, *_), (other, *_) = answers[kind]
     assert one[0] == other[0]
@@ -125,7 +125,7 @@ def test_both_ranks_continue_without_the_batches_of_a_fault_on_one_rank(answers,
 def test_both_ranks_roll_back_to_before_a_spike_on_one_rank(answers):
     for answer in answers["spike"]:
         assert not isinstance(answer, str), answer
-        left_out, highest = answer
-        assert left_out == [17, 18]
+        skipped, highest = answer
+        assert skipped == [17, 18]
         assert highest < 10
     assert answers["spike"][0] == answers["spike"][1]  # the mean over both ranks

@@ -178,7 +178,7 @@ def train(folder, spikes=(), max_iters=60, **options):
 def test_run_rolls_back_to_before_the_spike(tmp_path):
     runner = train(tmp_path, [31], action="rollback")
     # The losses of steps 31 to 35 are read together. The update of step 30 may have caused the spike.
-    assert runner.rollback.left_out == {30, 31, 32, 33, 34, 35}
+    assert runner.rollback.skipped == {30, 31, 32, 33, 34, 35}
     assert runner.iter == 60
     assert runner.message_hub.get_scalar("train/loss").max(30) < 5
     log = next(tmp_path.glob("*/*.log")).read_text()
@@ -190,7 +190,7 @@ def test_run_rolls_back_to_before_the_spike(tmp_path):
 def test_action_warn_does_not_change_the_run(tmp_path, capsys):
     warned = train(tmp_path / "a", [31])
     assert "rose to" in capsys.readouterr().out
-    assert warned.rollback.left_out == frozenset()
+    assert warned.rollback.skipped == frozenset()
     assert not warned.meter.on_read
 
 

@@ -62,7 +62,7 @@ def test_best_checkpoint_of_abandoned_steps_is_replaced_by_the_previous_best(
     states = Weights()
     made = options(BEFORE + AFTER, states, best_filename=name, async_save=async_save)
     runner = run(tmp_path, **made)
-    assert runner.rollback.left_out == {13, 14, 15, 16, 17, 18}
+    assert runner.rollback.skipped == {13, 14, 15, 16, 17, 18}
     assert [path.name for path in tmp_path.glob("best*")] == [number]
     content = torch.load(tmp_path / number, weights_only=True)
     assert content["meta"]["iter"] == 10

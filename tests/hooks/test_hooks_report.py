@@ -303,12 +303,12 @@ def test_steps_that_are_repeated_after_a_rollback_are_recorded_once(tmp_path, by
         ),
         speed=dict(nan_guard="rollback"),
     )
-    left_out = len(runner.rollback.left_out)
-    assert left_out == 2
+    skipped = len(runner.rollback.skipped)
+    assert skipped == 2
     made = report(runner)
     for name, each in made.curves.items():
         assert each.x == sorted(each.x), name
-    assert sum(made.curves["train/loss"].count) == 20 - left_out
+    assert sum(made.curves["train/loss"].count) == 20 - skipped
     assert sum(made.curves["train/loss"].bad) == 0
     assert made.curves["val/mIoU"].x == [5, 10, 15, 20]
     assert not [name for name in made.curves if "second evaluation" in name]
@@ -399,7 +399,7 @@ def test_phases_include_rollbacks_and_the_end_of_the_run(tmp_path, monkeypatch):
         def after_train(self, runner):
             now[0] += 7.0
 
-        def after_left_out_iter(self, runner, batch_idx):
+        def after_skipped_iter(self, runner, batch_idx):
             now[0] += 5.0
 
     monkeypatch.setattr(Rollback, "recover", slow(Rollback.recover))

@@ -118,7 +118,7 @@ def with_transforms(affine=True):
     pixels = image(2, 3, 4, 5)
     return pixels, {
         "inputs": torch.from_numpy(pixels),
-        "finish": parameters if affine else parameters[:, :13],
+        "device_params": parameters if affine else parameters[:, :13],
     }
 
 
@@ -166,6 +166,6 @@ def test_user_preprocessor_receives_transformed_images_from_cast_data():
 
 def test_device_transforms_apply_to_nested_batches():
     pixels, batch = with_transforms()
-    labeled, plain = BaseDataPreprocessor()([{"a": batch}, {"finish": "a value of the user"}])
+    labeled, plain = BaseDataPreprocessor()([{"a": batch}, {"device_params": "a value of the user"}])
     np.testing.assert_allclose(labeled["a"]["inputs"].numpy(), (pixels / 2 - 10) / 20, atol=1e-5)
-    assert plain == {"finish": "a value of the user"}
+    assert plain == {"device_params": "a value of the user"}

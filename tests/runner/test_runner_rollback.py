@@ -69,8 +69,8 @@ def recovering(folder, interval=3, model=None, guard=None, **changes):
     return run(folder, **{**options, **changes})
 
 
-def by_hand(left_out, steps=20, window=1, lr_end=10):
-    """Train with a plain loop (SGD with momentum, and a linear warm-up) on all batches except those in `left_out`."""
+def by_hand(skipped, steps=20, window=1, lr_end=10):
+    """Train with a plain loop (SGD with momentum, and a linear warm-up) on all batches except those in `skipped`."""
     torch.manual_seed(3)
     net = Net()
     inputs, targets = samples()
@@ -79,12 +79,12 @@ def by_hand(left_out, steps=20, window=1, lr_end=10):
     indices = [index for order in orders for index in order]
     for step in range(1, steps + 1):
         optim.param_groups[0]["lr"] = 0.1 * min(1.0, 0.2 + 0.8 * (step - 1) / (lr_end - 1))
-        if step not in left_out:
+        if step not in skipped:
             batch = indices[8 * step - 8 : 8 * step]
             loss = net(inputs[batch], targets[batch], "loss")["loss"]
             (loss / window).backward()
         if step % window == 0:
-            if step not in left_out:
+            if step not in skipped:
                 optim.step()
             optim.zero_grad()
     return net.state_dict()
@@ -107,43 +107,43 @@ def test_run_without_the_faulty_batches_matches_a_plain_loop(tmp_path, cfg, samp
         tmp_path, model=model, train_cfg=cfg, train_dataloader=loader(sampler=sampler), **WARM_UP
     )
     # A NaN gradient in step 8 is found as a NaN weight or as the NaN loss of step 9.
-    left_out = {8, 9} if in_gradient else {7, 8}
-    assert runner.rollback.left_out == left_out
+    skipped = {8, 9} if in_gradient else {7, 8}
+    assert runner.rollback.skipped == skipped
     assert runner.iter == 20
-    expected = by_hand(left_out)
+    expected = by_hand(skipped)
     for name, value in weights(runner).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_the_window_with_the_fault_and_the_preceding_window_are_left_out(tmp_path):
+def test_the_window_with_the_fault_and_the_preceding_window_are_skipped(tmp_path):
     torch.manual_seed(3)
     model = Breaks(broken=[12])
     runner = recovering(tmp_path, 5, model, **{**WARM_UP, "speed": dict(nan_guard="rollback", accumulate=2)})
     # The checkpoint after step 10 contains no open window. Steps 11 and 12 are the window with the fault.
-    assert runner.rollback.left_out == {11, 12}
+    assert runner.rollback.skipped == {11, 12}
     expected = by_hand({11, 12}, window=2)
     for name, value in weights(runner).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_pending_gradients_of_a_left_out_window_are_dropped(tmp_path):
+def test_pending_gradients_of_a_skipped_window_are_dropped(tmp_path):
     torch.manual_seed(3)
     model = Breaks(broken=[6])
     runner = recovering(tmp_path, 5, model, **{**WARM_UP, "speed": dict(nan_guard="rollback", accumulate=2)})
-    assert runner.rollback.left_out == {6}  # step 5 is in the checkpoint, as the gradients of an open window
+    assert runner.rollback.skipped == {6}  # step 5 is in the checkpoint, as the gradients of an open window
     expected = by_hand({5, 6}, window=2)
     for name, value in weights(runner).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-class LeaveOut(Hook):
+class Skip(Hook):
     """A hook that leaves out batches from the start of the run."""
 
     def __init__(self, first, last):
         self.range = [first, last]
 
     def before_train(self, runner):
-        info = dict(count=0, left_out=[self.range], samples_per_step=runner.samples_per_step)
+        info = dict(count=0, skipped=[self.range], samples_per_step=runner.samples_per_step)
         runner.message_hub.update_info("rollback", info)
         runner.rollback.load()
 
@@ -181,8 +181,8 @@ def test_complete_state_is_restored(tmp_path, workers, interval, by_epoch):
         )
 
     one = trained("one", [13])
-    assert one.rollback.left_out == ({13} if not by_epoch else {12, 13})
-    other = trained("other", [], LeaveOut(min(one.rollback.left_out), 13))
+    assert one.rollback.skipped == ({13} if not by_epoch else {12, 13})
+    other = trained("other", [], Skip(min(one.rollback.skipped), 13))
     assert_same(weights(one), weights(other))
     assert_same(average(one), average(other))
     files = [
@@ -226,7 +226,7 @@ def test_loss_scale_is_restored(tmp_path):
         return recovering(tmp_path / name, 5, Breaks(broken=broken), **changes)
 
     one = trained("one", [8])
-    other = trained("other", [], LeaveOut(7, 8))
+    other = trained("other", [], Skip(7, 8))
     assert_same(weights(one), weights(other))
     assert one.optim_wrapper.loss_scaler.state_dict() == other.optim_wrapper.loss_scaler.state_dict()
     assert one.optim_wrapper.loss_scaler.get_scale() > 64.0
@@ -246,8 +246,8 @@ def test_compiled_run_equals_a_run_without_the_faulty_batches(tmp_path):
         )
 
     one = trained("one", 11)
-    other = trained("other", 0, LeaveOut(9, 12))
-    assert one.rollback.left_out == set(range(9, 13))
+    other = trained("other", 0, Skip(9, 12))
+    assert one.rollback.skipped == set(range(9, 13))
     assert one.iter == other.iter == 20
     for mine, yours in ((weights(one), weights(other)), (average(one), average(other))):
         for name, value in mine.items():
@@ -278,7 +278,7 @@ def bad_sample(index=17):
 
 
 @pytest.mark.parametrize("compile", [None, dict(scope="step", backend="eager")])
-def test_bad_sample_is_left_out_in_each_epoch(tmp_path, compile):
+def test_bad_sample_is_skipped_in_each_epoch(tmp_path, compile):
     torch.manual_seed(0)
     runner = recovering(
         tmp_path,
@@ -350,34 +350,34 @@ def test_damaged_checkpoint_is_not_used_as_the_last_good_one(tmp_path):
     log = next(tmp_path.glob("*/*.log")).read_text()
     assert "iter_6.pth" in log.split("trying an earlier checkpoint")[0]
     assert "Rolling back to " + str(tmp_path / "iter_3.pth") in log
-    assert runner.rollback.left_out == {7, 8}
+    assert runner.rollback.skipped == {7, 8}
 
 
-def test_skip_before_leaves_out_more_batches_and_uses_an_earlier_checkpoint(tmp_path):
+def test_skip_before_skips_more_batches_and_uses_an_earlier_checkpoint(tmp_path):
     runner = recovering(tmp_path, 3, Breaks(broken=[11]), dict(skip_before=4))
-    assert runner.rollback.left_out == set(range(6, 12))
+    assert runner.rollback.skipped == set(range(6, 12))
     assert "iter_3.pth (iteration 3;" in next(tmp_path.glob("*/*.log")).read_text()
 
 
-def test_resumed_run_leaves_out_the_same_batches(tmp_path):
+def test_resumed_run_skips_the_same_batches(tmp_path):
     def trained(name, broken, **changes):
         torch.manual_seed(0)
         return recovering(tmp_path / name, 1, Breaks(broken=broken), guard=dict(skip_before=3), **changes)
 
     whole = trained("whole", [8])
-    assert whole.rollback.left_out == {4, 5, 6, 7, 8}
+    assert whole.rollback.skipped == {4, 5, 6, 7, 8}
 
     class Stop(Hook):
         priority = "LOWEST"
 
-        def after_left_out_iter(self, runner, batch_idx):
+        def after_skipped_iter(self, runner, batch_idx):
             if runner.iter + 1 == 6:
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         trained("part", [8], custom_hooks=[Stop()])
     resumed = trained("part", [], resume=True)
-    assert resumed.rollback.left_out == whole.rollback.left_out
+    assert resumed.rollback.skipped == whole.rollback.skipped
     assert resumed.message_hub.get_info("rollback")["count"] == 1
     assert_same(weights(resumed), weights(whole))
 
@@ -386,11 +386,11 @@ def test_damaged_list_of_rollbacks_is_ignored(tmp_path, capsys):
     recovering(tmp_path, 1)
     path = tmp_path / "iter_20.pth"
     content = torch.load(path)
-    content["message_hub"]["runtime_info"]["rollback"]["left_out"] = [[3, 1], "x"]
+    content["message_hub"]["runtime_info"]["rollback"]["skipped"] = [[3, 1], "x"]
     torch.save(content, path)
     longer = dict(by_epoch=True, max_epochs=5)
     runner = recovering(tmp_path, 1, Breaks(), resume=True, train_cfg=longer)
-    assert runner.rollback.left_out == frozenset()
+    assert runner.rollback.skipped == frozenset()
     assert "list of rollbacks is damaged" in capsys.readouterr().out
 
 
@@ -401,7 +401,7 @@ def test_losses_of_the_last_steps_are_checked_before_the_run_ends(tmp_path):
         model=Breaks(broken=[20]),
         default_hooks={**hooks, "logger": dict(type="LoggerHook", interval=100)},
     )
-    assert runner.rollback.left_out == {19, 20}
+    assert runner.rollback.skipped == {19, 20}
     assert runner.iter == 20
 
 
@@ -441,7 +441,7 @@ def test_checkpoint_with_the_bad_update_is_not_restored_again(tmp_path):
         line.split(" (iteration ")[1].split(";")[0] for line in log.splitlines() if "Rolling back" in line
     ]
     assert targets == ["9", "6"]  # iter_9.pth contains the update of step 9
-    assert runner.rollback.left_out == {9, 10, 11}
+    assert runner.rollback.skipped == {9, 10, 11}
     assert runner.iter == 20
     assert all(value.abs().max() < 1e6 for value in weights(runner).values())
 
@@ -467,7 +467,7 @@ class Grows(Breaks):
 
 def test_buffer_whose_shape_changed_is_replaced(tmp_path):
     runner = recovering(tmp_path, model=Grows(broken=[8]))
-    assert runner.rollback.left_out == {7, 8}
+    assert runner.rollback.skipped == {7, 8}
 
 
 def test_overwritten_checkpoint_does_not_count_as_an_earlier_one(tmp_path):
@@ -475,7 +475,7 @@ def test_overwritten_checkpoint_does_not_count_as_an_earlier_one(tmp_path):
     hooks["checkpoint"]["filename_tmpl"] = "latest.pth"
     runner = recovering(tmp_path, 3, Breaks(broken=[11]), dict(skip_before=4), default_hooks=hooks)
     assert "latest.pth (iteration 9;" in next(tmp_path.glob("*/*.log")).read_text()
-    assert runner.rollback.left_out == {10, 11}
+    assert runner.rollback.skipped == {10, 11}
 
 
 def overflowing(index=17):
@@ -502,7 +502,7 @@ def test_infinite_batchnorm_statistics_are_never_saved(tmp_path):
     assert not (tmp_path / "iter_4.pth").exists()
 
 
-def test_all_batches_since_the_checkpoint_are_left_out_if_a_statistic_is_infinite(tmp_path):
+def test_all_batches_since_the_checkpoint_are_skipped_if_a_statistic_is_infinite(tmp_path):
     """The fault is found only when a checkpoint is written, so each of these batches may have caused it."""
     runner = recovering(
         tmp_path,
@@ -511,7 +511,7 @@ def test_all_batches_since_the_checkpoint_are_left_out_if_a_statistic_is_infinit
         train_cfg=dict(by_epoch=True, max_epochs=1),
         train_dataloader=loader(overflowing(), shuffle=False),
     )
-    assert runner.rollback.left_out == {3, 4}
+    assert runner.rollback.skipped == {3, 4}
     assert runner.iter == 5
     assert all(value.isfinite().all() for value in weights(runner).values())
 
@@ -553,7 +553,7 @@ def test_generator_of_a_user_defined_sampler_is_restored(tmp_path, make):
             tmp_path / name, 5, Breaks(broken=broken), train_dataloader=data, custom_hooks=list(hooks)
         )
 
-    one, other = trained("one", [12]), trained("other", [], LeaveOut(11, 12))
+    one, other = trained("one", [12]), trained("other", [], Skip(11, 12))
     assert_same(weights(one), weights(other))
     assert "keeps state" not in next((tmp_path / "one").glob("*/*.log")).read_text()
 

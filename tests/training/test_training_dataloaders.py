@@ -161,7 +161,7 @@ def test_runner_builds_the_configuration(street):
     loader = build_dataloader(cfg, seed=0, name="val_dataloader", training=False)
     (batch,) = loader
     assert batch["inputs"].shape == (2, 3, 32, 64)
-    assert batch["finish"].shape[0] == 2
+    assert batch["device_params"].shape[0] == 2
 
 
 def test_runner_makes_the_order_of_a_loader_reproducible():

@@ -106,7 +106,7 @@ def _displayed(sample: Any) -> RGB:
     """Return the image (uint8, H x W x 3) with on-device color transforms applied, but without normalization."""
     image, params = image_and_target(sample)[0], None
     if isinstance(sample, Mapping):
-        params = sample.get("finish")
+        params = sample.get("device_params")
     if params is not None and len(params) >= COLORS:
         image = transform_images(image[None], params[None, :COLORS])[0].round().to(torch.uint8)
     if image.dtype.is_floating_point:  # normalized by the dataset; rescale min..max to 0..255

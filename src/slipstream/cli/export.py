@@ -190,7 +190,7 @@ def _check_predictions(
     """Compare the scores with validation predictions, which use the data preprocessor and the model's own resize."""
     batch: dict[str, Tensor] = {"inputs": images}
     if params is not None:
-        batch["finish"] = params.expand(len(images), -1)
+        batch["device_params"] = params.expand(len(images), -1)
     if found.ndim == 4:
         batch["targets"] = torch.zeros((len(images), *images.shape[-2:]), dtype=torch.long)
     predicted = model.val_step(batch)["preds"]

@@ -294,7 +294,7 @@ class CheckpointHook(Hook):
         if self.every_n_train_iters(runner, self.interval, self.save_begin) or last:
             self._save_regular(runner, runner.iter + 1)
 
-    def after_left_out_iter(self, runner: Runner, batch_idx: int) -> None:
+    def after_skipped_iter(self, runner: Runner, batch_idx: int) -> None:
         """Save a checkpoint if one is due after this batch."""
         self.after_train_iter(runner, batch_idx)
 

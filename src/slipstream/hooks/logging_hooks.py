@@ -79,7 +79,7 @@ class LoggerHook(Hook):
             runner.logger.info(line)
             runner.visualizer.add_scalars(tag, step=runner.iter, file_path=runner.json_log)
 
-    def after_left_out_iter(self, runner: Runner, batch_idx: int) -> None:
+    def after_skipped_iter(self, runner: Runner, batch_idx: int) -> None:
         """Log the losses if a log line is due after this batch."""
         self.after_train_iter(runner, batch_idx)
 
@@ -148,7 +148,7 @@ class ProgressBarHook(Hook):
             with suppress(OSError):  # the terminal may be closed
                 self._bar.update(runner.iter + 1, self._text)
 
-    def after_left_out_iter(self, runner: Runner, batch_idx: int) -> None:
+    def after_skipped_iter(self, runner: Runner, batch_idx: int) -> None:
         """Update the bar."""
         self.after_train_iter(runner, batch_idx)
 

@@ -54,7 +54,7 @@ class PreemptionHook(Hook):
         )
         raise Interrupted if received == signal.Signals.SIGINT.name else Preempted
 
-    def after_left_out_iter(self, runner: Runner, batch_idx: int) -> None:
+    def after_skipped_iter(self, runner: Runner, batch_idx: int) -> None:
         """Save and stop if a rank has received a signal."""
         self.after_train_iter(runner, batch_idx)
 

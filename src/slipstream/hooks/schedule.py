@@ -41,7 +41,7 @@ class ParamSchedulerHook(Hook):
         for scheduler in self._by_iter:
             scheduler.step()
 
-    def after_left_out_iter(self, runner: Runner, batch_idx: int) -> None:
+    def after_skipped_iter(self, runner: Runner, batch_idx: int) -> None:
         """Step the iteration-based schedulers, because the batch counts as a step."""
         self.after_train_iter(runner, batch_idx)
 

@@ -53,7 +53,7 @@ class IterTimerHook(Hook):
         if len(self._new) == _MOST_UNREAD:
             self.read_logs(runner)
 
-    def after_left_out_iter(self, runner: Runner, batch_idx: int) -> None:
+    def after_skipped_iter(self, runner: Runner, batch_idx: int) -> None:
         """Exclude the time of the batch from the next step's time."""
         self._last = perf_counter()
 

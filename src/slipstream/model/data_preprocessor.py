@@ -21,8 +21,8 @@ __all__ = ["BaseDataPreprocessor", "ImgDataPreprocessor"]
 class BaseDataPreprocessor(nn.Module):
     """Move a batch (nested dicts, lists and tuples of tensors) to the module's device, and apply device transforms.
 
-    If a batch contains parameters for device transforms (key `finish`), `cast_data` applies these transforms to the
-    images (key `inputs`); see `slipstream.dataset.apply_device_transforms`.
+    If a batch contains parameters for device transforms (key `device_params`), `cast_data` applies these transforms to
+    the images (key `inputs`); see `slipstream.dataset.apply_device_transforms`.
 
     Args:
         non_blocking: copy from pinned memory asynchronously.

@@ -259,14 +259,14 @@ class _TrainLoop(BaseLoop):
 
     def _train_on(self, idx: int, data_batch: Any) -> None:
         """Train on one batch, or skip the batch if it caused a fault."""
-        if self._iter + 1 not in self._runner.rollback.left_out:
+        if self._iter + 1 not in self._runner.rollback.skipped:
             self.run_iter(idx, data_batch)
             return
         runner = self._runner
         runner.phases.switch("hooks")
-        runner.rollback.leave_out()
+        runner.rollback.skip()
         self.inner_iter = idx + 1
-        for hook in runner.hooks_at("after_left_out_iter"):
+        for hook in runner.hooks_at("after_skipped_iter"):
             hook(runner, batch_idx=idx)
         self._iter += 1
         runner.phases.switch("data")

@@ -107,7 +107,7 @@ class Rollback:
         self._buffers: dict[str, Tensor] = {}
         self._count = 0
         self._ranges: list[tuple[int, int]] = []
-        self.left_out: frozenset[int] = frozenset()
+        self.skipped: frozenset[int] = frozenset()
         """The steps (counted from 1) whose batches are skipped."""
 
     # ---- faults and checkpoints ------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class Rollback:
         end = error.last if isinstance(error, LossSpikeError) else error.iteration
         first = ((error.iteration - 1) // window - 1) * window + 1
         previous = first
-        while any(step in self.left_out for step in range(first - window, first + window)):
+        while any(step in self.skipped for step in range(first - window, first + window)):
             first -= window
         last = ((end - 1) // window + 1) * window
         return first - skip_before, min(last, self._runner.max_iters), first < previous
@@ -281,10 +281,10 @@ class Rollback:
 
     def _set(self, ranges: Sequence[tuple[int, int]], count: int) -> None:
         self._ranges, self._count = list(ranges), count
-        self.left_out = frozenset(i for first, last in ranges for i in range(first, last + 1))
+        self.skipped = frozenset(i for first, last in ranges for i in range(first, last + 1))
         info = {
             "count": count,
-            "left_out": [list(pair) for pair in ranges],
+            "skipped": [list(pair) for pair in ranges],
             "samples_per_step": self._runner.samples_per_step,
         }
         self._runner.message_hub.update_info(_KEY, info)
@@ -292,7 +292,7 @@ class Rollback:
     def load(self) -> None:
         """Restore the resumed run's list of rollbacks from the message hub."""
         runner, info = self._runner, self._runner.message_hub.get_info(_KEY)
-        self._ranges, self._count, self.left_out = [], 0, frozenset()
+        self._ranges, self._count, self.skipped = [], 0, frozenset()
         if not _is_valid(info):
             if info is not None:
                 runner.logger.warning(
@@ -300,14 +300,14 @@ class Rollback:
                     "skipped after rollbacks will be used again"
                 )
             return
-        if info["samples_per_step"] != runner.samples_per_step and info["left_out"]:
+        if info["samples_per_step"] != runner.samples_per_step and info["skipped"]:
             runner.logger.warning(
                 "The batch size has changed since the run was rolled back, so the skipped batches will be used again"
             )
-            info = {**info, "left_out": []}
-        self._set([(first, last) for first, last in info["left_out"]], info["count"])
+            info = {**info, "skipped": []}
+        self._set([(first, last) for first, last in info["skipped"]], info["count"])
 
-    def leave_out(self) -> None:
+    def skip(self) -> None:
         """Count a batch without training on it, and drop the gradients of its accumulation window."""
         runner = self._runner
         optim = runner.optim_wrapper
@@ -334,8 +334,8 @@ def _is_valid(info: Any) -> bool:
         isinstance(info, dict)
         and matches(info.get("count"), int)
         and matches(info.get("samples_per_step"), int)
-        and matches(info.get("left_out"), list[list[int]])
-        and all(len(pair) == 2 and 0 <= pair[1] - pair[0] <= 10**6 for pair in info["left_out"])
+        and matches(info.get("skipped"), list[list[int]])
+        and all(len(pair) == 2 and 0 <= pair[1] - pair[0] <= 10**6 for pair in info["skipped"])
     )
 
 

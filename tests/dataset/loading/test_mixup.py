@@ -87,12 +87,13 @@ def test_labels_are_smoothed_before_they_are_mixed():
 
 def test_other_items_of_a_sample_are_kept():
     batch = [
-        {"inputs": image, "targets": label, "finish": torch.full((6,), 2.0)} for image, label in samples()
+        {"inputs": image, "targets": label, "device_params": torch.full((6,), 2.0)}
+        for image, label in samples()
     ]
     found = mixed(4, batch)
     images, targets = mixed(4)
     torch.testing.assert_close(
-        found, {"inputs": images, "targets": targets, "finish": torch.full((6, 6), 2.0)}
+        found, {"inputs": images, "targets": targets, "device_params": torch.full((6, 6), 2.0)}
     )
     assert FUNCTIONS.resolve("CollateMixup") is collate_mixup
 
@@ -111,7 +112,11 @@ def test_the_same_seed_gives_the_same_batch():
         ({"mode": "elem"}, ConfigError, "only mode='batch'"),
         ({"mixup_alpha": 0.0}, ConfigError, "must be greater than 0"),
         (
-            {"batch": [{"inputs": image, "targets": 0, "finish": torch.ones(19)} for image, _ in samples()]},
+            {
+                "batch": [
+                    {"inputs": image, "targets": 0, "device_params": torch.ones(19)} for image, _ in samples()
+                ]
+            },
             DataError,
             "without color changes",
         ),

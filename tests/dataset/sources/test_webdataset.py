@@ -147,7 +147,7 @@ def test_augmentation_depends_only_on_seed_epoch_and_index(shards):
     assert again[0].shape == (3, 4, 4)
     crops = {dataset[SampleIndex(3, 0, epoch)]["inputs"].numpy().tobytes() for epoch in range(8)}
     assert len(crops) > 1
-    assert "finish" in dataset[0]
+    assert "device_params" in dataset[0]
 
 
 def ids(dataset, rank, world_size, workers, epoch, monkeypatch):

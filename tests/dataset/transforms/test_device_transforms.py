@@ -87,7 +87,9 @@ class Fixed(SegColorJitter):
 @settings(max_examples=60, deadline=None)
 def test_stages_follow_the_torchvision_formulas_in_the_order_of_each_sample(changes, seed):
     plain = batch_of([], [seed, seed + 1])["inputs"]
-    params = [batch_of([Fixed(order)], [seed])["finish"][0] for order in (changes, list(reversed(changes)))]
+    params = [
+        batch_of([Fixed(order)], [seed])["device_params"][0] for order in (changes, list(reversed(changes)))
+    ]
     found = transform_images(plain, torch.stack(params)).permute(0, 2, 3, 1).numpy()
     for image, order, result in zip(plain, (changes, reversed(changes)), found, strict=True):
         np.testing.assert_allclose(result, jittered(image.permute(1, 2, 0).numpy(), order), atol=2e-3)
@@ -162,11 +164,11 @@ def test_standardize_and_normalize_match_the_formula():
 )
 def test_number_of_parameters_depends_on_the_transforms(transforms, length):
     sample = apply_transforms(transforms, make(), np.random.default_rng(0))
-    assert (list(sample["finish"].shape) if length else sample.get("finish")) == (
+    assert (list(sample["device_params"].shape) if length else sample.get("device_params")) == (
         [length] if length else None
     )
     if length:
-        assert sample["finish"].dtype == torch.float32
+        assert sample["device_params"].dtype == torch.float32
     assert sample["inputs"].dtype == sample["targets"].dtype == torch.uint8
 
 
@@ -188,7 +190,7 @@ def test_batch_without_parameters_is_returned_unchanged():
 
 def test_lists_of_images_are_transformed_one_by_one():
     batches = [batch_of(RECIPE[:3] + TAIL, [seed], width=20 + seed) for seed in (0, 5)]
-    listed = {key: [batch[key][0] for batch in batches] for key in ("inputs", "targets", "finish")}
+    listed = {key: [batch[key][0] for batch in batches] for key in ("inputs", "targets", "device_params")}
     done = apply_device_transforms(listed)
     for found, batch in zip(done["inputs"], batches, strict=True):
         torch.testing.assert_close(found, apply_device_transforms(batch)["inputs"][0])
@@ -196,7 +198,9 @@ def test_lists_of_images_are_transformed_one_by_one():
 
 @pytest.mark.parametrize(("inputs", "params"), [((2, 3, 4, 4), (2, 7)), ((2, 1, 4, 4), (2, 13))])
 def test_invalid_parameters_raise_an_error(inputs, params):
-    with pytest.raises(DataError, match=r"'finish' has .* parameters per image .* SegmentationDataset"):
+    with pytest.raises(
+        DataError, match=r"'device_params' has .* parameters per image .* SegmentationDataset"
+    ):
         transform_images(torch.zeros(inputs), torch.zeros(params))
 
 
@@ -233,7 +237,7 @@ def test_batches_with_mixed_device_transforms_raise_an_error(first, collate):
 
 
 def test_other_values_under_the_key_finish_are_accepted():
-    check_same_params([{"finish": 3, "inputs": 0}, {"finish": "line", "inputs": 0}, (1, 2)])
+    check_same_params([{"device_params": 3, "inputs": 0}, {"device_params": "line", "inputs": 0}, (1, 2)])
 
 
 # ---- order of transforms ----------------------------------------------------------------------
@@ -260,7 +264,7 @@ def test_custom_function_receives_the_result_of_earlier_transforms():
     for transform in transforms:
         sample = transform(sample, rng)
     found = apply_transforms(transforms, make(), np.random.default_rng(5))
-    assert "finish" not in found  # the jitter precedes the function, so it runs on the host
+    assert "device_params" not in found  # the jitter precedes the function, so it runs on the host
     np.testing.assert_array_equal(found["inputs"].permute(1, 2, 0).numpy(), sample["image"])
     np.testing.assert_array_equal(found["targets"].numpy(), sample["mask"])
 
@@ -269,19 +273,19 @@ def test_last_of_two_jitters_runs_on_the_device():
     first, rng = Fixed([(0, 0.5)]), np.random.default_rng(0)
     found = apply_transforms([first, JITTER], make(), rng)
     np.testing.assert_array_equal(found["inputs"].permute(1, 2, 0).numpy(), first(make(), None)["image"])
-    assert found["finish"].shape == (13,)
+    assert found["device_params"].shape == (13,)
 
 
 def test_colors_depend_only_on_seed_epoch_and_index():
     dataset = Noise(RECIPE)
     one, again = dataset[SampleIndex(1, 7, 2)], Noise(RECIPE)[SampleIndex(1, 7, 2)]
-    assert all(torch.equal(one[key], again[key]) for key in ("inputs", "targets", "finish"))
-    others = [dataset[SampleIndex(*other)]["finish"] for other in ((1, 8, 2), (1, 7, 3), (2, 7, 2))]
-    assert not any(torch.equal(one["finish"], other) for other in others)
+    assert all(torch.equal(one[key], again[key]) for key in ("inputs", "targets", "device_params"))
+    others = [dataset[SampleIndex(*other)]["device_params"] for other in ((1, 8, 2), (1, 7, 3), (2, 7, 2))]
+    assert not any(torch.equal(one["device_params"], other) for other in others)
     rng = np.random.default_rng((7, 2, 1))
     rng.permutation(3)
     factors = [rng.uniform(0.5, 1.5) for _ in range(3)]
-    np.testing.assert_allclose(one["finish"][4:13:3].numpy(), factors, rtol=1e-6)
+    np.testing.assert_allclose(one["device_params"][4:13:3].numpy(), factors, rtol=1e-6)
     rest = apply_transforms(RECIPE[1:5], make(seed=1), rng)
     assert all(torch.equal(one[key], rest[key]) for key in ("inputs", "targets"))
 

@@ -241,7 +241,7 @@ def _prepared(image: RGB, task: str, transforms: Sequence[Any]) -> PreparedImage
     for transform in pixel_transforms:
         planes = transform(planes, sample_rng(0))
     inputs = torch.from_numpy(np.array(planes, order="C"))
-    sample = {"inputs": inputs} if params is None else {"inputs": inputs, "finish": params}
+    sample = {"inputs": inputs} if params is None else {"inputs": inputs, "device_params": params}
     return PreparedImage(sample, (0, 0, inputs.shape[-1], inputs.shape[-2]), image.shape[:2])
 
 

@@ -442,7 +442,11 @@ def _loader(
         if any(tensor.device.type != "cpu" for tensor in dataset.tensors):
             options["pin_memory"] = False  # only CPU memory can be pinned
         dataset, options["collate_fn"] = TensorBatches(dataset), _identity
-    elif skip_errors or collate is not default_collate or not getattr(dataset, "draws_nothing_global", False):
+    elif (
+        skip_errors
+        or collate is not default_collate
+        or not getattr(dataset, "independent_of_global_rng", False)
+    ):
         dataset = SeededDataset(dataset, collate, skip_errors, options.get("num_workers", 0))
         options["collate_fn"] = _identity
     options = with_workers(options, dataset, batches, name)

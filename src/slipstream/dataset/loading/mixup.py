@@ -64,7 +64,7 @@ def collate_mixup(
             f"mixup combines pairs of images, but this batch has {len(data_batch)} images; use an even batch_size and "
             "drop_last=True"
         )
-    images, ids, finish = _stacked(data_batch)
+    images, ids, others = _stacked(data_batch)
     probabilities = _smoothed(ids, num_classes, label_smoothing)
     uses_cutmix = cutmix_alpha > 0 and (mixup_alpha <= 0 or bool(torch.rand(()) < switch_prob))
     alpha = cutmix_alpha if uses_cutmix else mixup_alpha
@@ -74,7 +74,7 @@ def collate_mixup(
             _cut(images, factor, correct_lam) if uses_cutmix else (_mixed(images, factor), factor)
         )
     targets = _mixed(probabilities, factor)
-    return (images, targets) if finish is None else {"inputs": images, "targets": targets, **finish}
+    return (images, targets) if others is None else {"inputs": images, "targets": targets, **others}
 
 
 def _stacked(samples: Sequence[Any]) -> tuple[Tensor, Tensor, dict[str, Tensor] | None]:
@@ -82,15 +82,15 @@ def _stacked(samples: Sequence[Any]) -> tuple[Tensor, Tensor, dict[str, Tensor] 
     if not isinstance(samples[0], Mapping):
         stacked = torch.stack([sample[0] for sample in samples]).float()
         return stacked, torch.as_tensor([int(sample[1]) for sample in samples]), None
-    finish = {}
-    if "finish" in samples[0]:
-        finish["finish"] = torch.stack([sample["finish"] for sample in samples])
-        if finish["finish"].shape[-1] != AFFINE:
+    others = {}
+    if "device_params" in samples[0]:
+        others["device_params"] = torch.stack([sample["device_params"] for sample in samples])
+        if others["device_params"].shape[-1] != AFFINE:
             raise DataError(
                 "CollateMixup requires images without color changes; remove them from the transforms"
             )
     images = torch.stack([sample["inputs"] for sample in samples]).float()
-    return images, torch.as_tensor([int(sample["targets"]) for sample in samples]), finish
+    return images, torch.as_tensor([int(sample["targets"]) for sample in samples]), others
 
 
 def _smoothed(ids: Tensor, num_classes: int, label_smoothing: float) -> Tensor:

@@ -29,7 +29,7 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
     (one [r, g, b] per class) and `ignore_index` (id of pixels without a class, or None).
 
     A sample is `{"inputs": uint8 (3, H, W) RGB, "targets": uint8 (H, W)}`. If the transforms include color changes or
-    normalization, it also contains `"finish"`, the device transform parameters, which the data preprocessor
+    normalization, it also contains `"device_params"`, the device transform parameters, which the data preprocessor
     applies (see `apply_transforms`). Augmentation depends only on the (seed, epoch, index) of a `SampleIndex`, not on
     workers, processes or the access order.
 

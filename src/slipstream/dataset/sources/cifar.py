@@ -70,9 +70,10 @@ class _Cifar(Dataset[dict[str, torch.Tensor]]):
     """Photographs of 32 x 32 pixels, each with a class id.
 
     A sample is `{"inputs": uint8 (3, 32, 32) RGB, "targets": int64 ()}`. If the transforms contain `ToTensor`, it also
-    contains `"finish"`, the parameters of the device transforms (`slipstream.dataset.transforms.device_transforms`).
-    Augmentation depends only on the (seed, epoch, index) of a `SampleIndex`. The files are memory-mapped, so all
-    processes share them. `all_transforms` lists the transforms, including the device transforms.
+    contains `"device_params"`, the parameters of the device transforms (see
+    `slipstream.dataset.transforms.device_transforms`). Augmentation depends only on the (seed, epoch, index) of a
+    `SampleIndex`. The files are memory-mapped, so all processes share them. `all_transforms`
+    lists the transforms, including the device transforms.
 
     Args:
         root: folder that contains either the archive's folder or the files of that folder.
@@ -127,10 +128,10 @@ class _Cifar(Dataset[dict[str, torch.Tensor]]):
             for transform in self.transforms:
                 image = transform(image, rng)
         sample = {"inputs": torch.from_numpy(np.array(image, order="C")), "targets": self.targets[int(index)]}
-        return sample if self._device_params is None else {**sample, "finish": self._device_params}
+        return sample if self._device_params is None else {**sample, "device_params": self._device_params}
 
     @property
-    def draws_nothing_global(self) -> bool:
+    def independent_of_global_rng(self) -> bool:
         """Whether samples never use the global random generators. If True, the loader does not seed them."""
         known = (RandomCrop, RandomHorizontalFlip, Resize)
         own = type(self) in (CIFAR10, CIFAR100)

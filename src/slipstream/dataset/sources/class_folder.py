@@ -33,7 +33,7 @@ class ImageNetDataset(Dataset[dict[str, torch.Tensor]]):
     """Images in folders, one folder for each class. Class ids are assigned in the order of the sorted folder names.
 
     A sample is `{"inputs": uint8 (3, H, W) RGB, "targets": int64 ()}`. If the transforms contain `ToTensor`, it also
-    contains `"finish"`, the device transform parameters. Augmentation depends only on the (seed, epoch, index)
+    contains `"device_params"`, the device transform parameters. Augmentation depends only on the (seed, epoch, index)
     of a `SampleIndex`. The attribute `image_paths` lists the files. `all_transforms` lists the transforms, including
     the device transforms.
 
@@ -90,7 +90,7 @@ class ImageNetDataset(Dataset[dict[str, torch.Tensor]]):
         for transform in self.transforms:
             image = transform(image, rng)
         sample = {"inputs": torch.from_numpy(np.array(image, order="C")), "targets": self.targets[int(index)]}
-        return sample if self._device_params is None else {**sample, "finish": self._device_params}
+        return sample if self._device_params is None else {**sample, "device_params": self._device_params}
 
     def get_cat_ids(self, index: int) -> list[int]:
         """Return a list that contains the class id of sample `index`."""

@@ -103,7 +103,7 @@ class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
         }
 
     @property
-    def draws_nothing_global(self) -> bool:
+    def independent_of_global_rng(self) -> bool:
         """Whether samples never use the global random generators. If True, the loader does not seed them."""
         return type(self) is FashionMNIST
 

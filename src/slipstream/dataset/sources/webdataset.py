@@ -40,8 +40,8 @@ class WebDataset(Dataset[dict[str, Any]]):
 
     A sample is a dict with the decoded file of each field (see `decode_field`). With the default fields, it is
     `{"inputs": uint8 (3, H, W) RGB, "targets": int64 ()}`. If the transforms contain `ToTensor`, the sample also
-    contains `"finish"`, the parameters of the device transforms. Samples are ordered as in the shards; augmentation
-    depends only on the seed, epoch and index of a `SampleIndex`.
+    contains `"device_params"`, the parameters of the device transforms. Samples are ordered as in the shards;
+    augmentation depends only on the seed, epoch and index of a `SampleIndex`.
 
     Args:
         shards: paths of the tar files, which must not be compressed. A path may contain `*`, or ranges such as
@@ -92,7 +92,7 @@ class WebDataset(Dataset[dict[str, Any]]):
         sample = {field: self._field(int(index), field) for field in self.shards.fields}
         if self.transforms or self._device_params is not None:
             sample["inputs"] = self._transformed(sample.get("inputs"), index)
-        return sample if self._device_params is None else {**sample, "finish": self._device_params}
+        return sample if self._device_params is None else {**sample, "device_params": self._device_params}
 
     def get_cat_ids(self, index: int) -> list[int]:
         """Return a list that contains the class id of sample `index`.

@@ -1,7 +1,7 @@
 """Device transforms: color changes and normalization of a batch of images on the device.
 
 A dataset does not compute these transforms. It draws their parameters and adds them to each sample, under the key
-`finish`, as a float32 tensor of shape (K,). K determines the layout, so no value has to be read from the device:
+`device_params`, as a float32 tensor of shape (K,). K determines the layout, so no value has to be read from the device:
 
     13  colors:    left, top, right, bottom of the image without its padding, then three stages of (f, s, c)
      6  affine:     scale and shift of red, green, blue
@@ -53,9 +53,9 @@ def transform_images(inputs: Tensor, params: Tensor) -> Tensor:
     length = params.shape[-1]
     if length not in (COLORS, AFFINE, COLORS + AFFINE) or inputs.shape[1] != 3:
         raise DataError(
-            f"'finish' has {length} parameters per image for images of shape {tuple(inputs.shape)}; it requires 6, 13 "
-            "or 19 parameters (as returned by a SegmentationDataset with color jitter or normalization) and images "
-            "of shape (N, 3, H, W)"
+            f"'device_params' has {length} parameters per image for images of shape {tuple(inputs.shape)}; it requires "
+            "6, 13 or 19 parameters (as returned by a SegmentationDataset with color jitter or normalization) and "
+            "images of shape (N, 3, H, W)"
         )
     images = torch.empty_like(inputs, dtype=torch.float32)
     # On the CPU, processing one image at a time keeps the image in the cache and takes half the time.
@@ -74,14 +74,14 @@ def transform_images(inputs: Tensor, params: Tensor) -> Tensor:
 
 
 def apply_device_transforms(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Apply the parameters in `finish` to `inputs`; return the batch without `finish`.
+    """Apply the parameters in `device_params` to `inputs`; return the batch without `device_params`.
 
-    A batch without `finish` is returned unchanged. `inputs` may also be a list of (3, H, W) images.
+    A batch without `device_params` is returned unchanged. `inputs` may also be a list of (3, H, W) images.
     """
     rest = dict(batch)
-    if "inputs" not in rest or "finish" not in rest:
+    if "inputs" not in rest or "device_params" not in rest:
         return rest
-    inputs, params = rest["inputs"], rest.pop("finish")
+    inputs, params = rest["inputs"], rest.pop("device_params")
     if isinstance(inputs, Tensor):
         return {**rest, "inputs": transform_images(inputs, params)}
     each = [transform_images(image[None], row[None])[0] for image, row in zip(inputs, params, strict=True)]
@@ -90,7 +90,7 @@ def apply_device_transforms(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 def normalizes(batch: Mapping[str, Any]) -> bool:
     """Return whether the batch's device transforms normalize its images."""
-    params = batch.get("finish")
+    params = batch.get("device_params")
     return params is not None and params[0].shape[-1] != COLORS
 
 
@@ -99,7 +99,7 @@ def check_same_params(samples: Sequence[Any]) -> None:
 
     Without this check, collating would fail or silently drop the parameters.
     """
-    params = [sample.get("finish") if isinstance(sample, Mapping) else None for sample in samples]
+    params = [sample.get("device_params") if isinstance(sample, Mapping) else None for sample in samples]
     if len({getattr(row, "shape", None) for row in params}) > 1:
         raise DataError(
             "a batch mixes samples with and without color changes (SegColorJitter) or normalization (SegStandardize, "

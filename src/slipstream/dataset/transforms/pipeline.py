@@ -33,7 +33,7 @@ class Composed:
         """Return the transformed sample as new tensors, in the format of `apply_transforms`."""
         planes, mask = self.region.render(self.sample)
         packed = {"inputs": torch.from_numpy(planes), "targets": torch.from_numpy(mask)}
-        return packed if self.params is None else {**packed, "finish": torch.from_numpy(self.params)}
+        return packed if self.params is None else {**packed, "device_params": torch.from_numpy(self.params)}
 
 
 def apply_transforms(
@@ -42,7 +42,7 @@ def apply_transforms(
     """Return the transformed sample as new tensors.
 
     The keys are `inputs`, uint8 (3, H, W), `targets`, uint8 (H, W), and, if the transforms end with color jitter or
-    normalization, `finish`, the float32 parameters of `slipstream.dataset.transforms.device_transforms`. Random
+    normalization, `device_params`, the float32 parameters of `slipstream.dataset.transforms.device_transforms`. Random
     numbers are drawn in the order of the transforms. Color changes do not affect the padding. Contrast changes use the
     mean of the visible pixels. A color jitter that precedes a custom transform or another color jitter runs on the CPU
     with Pillow.
