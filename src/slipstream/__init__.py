@@ -5,7 +5,9 @@ Public names are imported on first use, which keeps `import slipstream` fast.
 
 from __future__ import annotations
 
+import gc
 import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,11 +37,26 @@ _PACKAGES = (
 __all__ = ["Config", "Preemption", "Runner", "Trainer", "__version__", "accelerate", "feed", "tune"]
 
 
+def _import(name: str) -> ModuleType:
+    """Import a module with garbage collection disabled.
+
+    Imported objects stay alive, so a collection would free nothing. It would take about as long as the import itself,
+    because it also traverses torch's objects.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(name)
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return getattr(importlib.import_module(_MODULES[name]), name)
+        return getattr(_import(_MODULES[name]), name)
     if name in _PACKAGES:
-        return importlib.import_module(f"slipstream.{name}")
+        return _import(f"slipstream.{name}")
     raise AttributeError(f"module 'slipstream' has no attribute '{name}'")
 
 
