@@ -1,11 +1,11 @@
-"""The checksums of chunks are combined into the checksum of all the data."""
+"""The checksums of chunks are combine_checksums into the checksum of all the data."""
 
 import random
 import zlib
 
 import pytest
 
-from slipstream.checkpoint.crc import combined
+from slipstream.checkpoint.crc import combine_checksums
 
 
 @pytest.mark.parametrize("first", [0, 1, 999, 1000])
@@ -17,4 +17,4 @@ def test_combined_checksum_matches_zlib(first, count, length):
         content[:first],
         *(content[first + i * length : first + (i + 1) * length] for i in range(count)),
     ]
-    assert combined([zlib.crc32(chunk) for chunk in chunks], length) == zlib.crc32(content)
+    assert combine_checksums([zlib.crc32(chunk) for chunk in chunks], length) == zlib.crc32(content)

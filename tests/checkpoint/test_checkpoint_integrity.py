@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.checkpoint import integrity, load_checkpoint, save_checkpoint
-from slipstream.checkpoint.integrity import verified, verify
+from slipstream.checkpoint.integrity import open_verified, verify
 from slipstream.errors import CheckpointError
 
 
@@ -137,7 +137,7 @@ def test_file_that_is_truncated_while_it_is_read_raises_an_error(saved, tmp_path
     weight = saved[0]["state_dict"]["layer5.weight"].numpy().tobytes()
 
     def load():
-        with verified(path) as file:
+        with open_verified(path) as file:
             file.seek(saved[1].index(weight))
             os.truncate(path, file.tell() + 5000)
             file.read(len(weight))

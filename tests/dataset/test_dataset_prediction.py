@@ -16,7 +16,7 @@ from slipstream.registry import TRANSFORMS
 @pytest.mark.parametrize("size", [(7, 5), (16, 18), (40, 30), (13, 64)])
 def test_a_pixel_of_the_image_has_the_class_at_its_center(size):
     ids = torch.arange(20 * 24).reshape(20, 24)
-    found = PreparedImage({}, (3, 1, 21, 17), size).at_image_size(ids)
+    found = PreparedImage({}, (3, 1, 21, 17), size).resize_to_image(ids)
     rows, columns = (
         [first + floor(Fraction(2 * i + 1, 2 * length) * source) for i in range(length)]
         for first, source, length in ((1, 16, size[0]), (3, 18, size[1]))
@@ -38,7 +38,7 @@ def test_crops_are_left_out_so_that_the_whole_image_is_predicted():
     image = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
     crop = TRANSFORMS.build(dict(type="SegCropImageAndMask", crop_size=4, mode="center"))
     prepared = prepare_image(image, [crop])
-    found = prepared.at_image_size(prepared.sample["inputs"][0])
+    found = prepared.resize_to_image(prepared.sample["inputs"][0])
     assert found.tolist() == image[..., 0].tolist()
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from slipstream.dist import slurm
-from slipstream.dist.placement import Placement, infer_launcher, placement
+from slipstream.dist.placement import Placement, infer_launcher, read_placement
 from slipstream.errors import DistributedError
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
@@ -143,7 +143,7 @@ def _no_scontrol(monkeypatch):
     ],
 )
 def test_placement_is_read_from_the_launchers_variables(launcher, environ, port, wanted):
-    assert placement(launcher, environ, port) == wanted
+    assert read_placement(launcher, environ, port) == wanted
 
 
 @pytest.mark.parametrize(
@@ -162,27 +162,27 @@ def test_missing_variable_error_names_the_variable_and_the_launcher(launcher, en
             with pytest.raises(
                 DistributedError, match=rf"launcher '{launcher}' requires .* {name}, which is not set"
             ):
-                placement(launcher, rest)
+                read_placement(launcher, rest)
 
 
 def test_missing_mpi_variables_error_lists_the_supported_names():
     with pytest.raises(
         DistributedError, match=r"OMPI_COMM_WORLD_RANK, MV2_COMM_WORLD_RANK, PMI_RANK, but .*mpirun"
     ):
-        placement("mpi", TORCHRUN)
+        read_placement("mpi", TORCHRUN)
 
 
 @pytest.mark.parametrize("environ", [BATCH_SCRIPT, SALLOC_SHELL], ids=["batch script", "salloc"])
 def test_slurm_job_without_srun_raises_an_error(environ):
     with pytest.raises(DistributedError, match=r"SLURM_NTASKS=[26], but SLURM_STEP_ID is not set.* srun"):
-        placement("slurm", environ)
+        read_placement("slurm", environ)
 
 
 def test_error_for_missing_master_addr_on_several_machines_suggests_a_remedy():
     with pytest.raises(
         DistributedError, match=r"OMPI_COMM_WORLD_LOCAL_SIZE=2 of 4 .*mpirun -x MASTER_ADDR="
     ) as info:
-        placement("mpi", {**OPEN_MPI, "MASTER_ADDR": ""})
+        read_placement("mpi", {**OPEN_MPI, "MASTER_ADDR": ""})
     assert "mpiexec -genv" in str(info.value)
 
 
@@ -206,25 +206,25 @@ def test_error_for_missing_master_addr_on_several_machines_suggests_a_remedy():
 @pytest.mark.parametrize("value", ["one", "-1", "1.5", "²"])
 def test_variable_that_is_not_a_number_raises_an_error(launcher, environ, name, value):
     with pytest.raises(DistributedError, match=rf" {name} must be a non-negative integer, not '{value}'"):
-        placement(launcher, {**environ, name: value})
+        read_placement(launcher, {**environ, name: value})
 
 
 def test_rank_above_the_world_size_error_names_the_variables():
     with pytest.raises(
         DistributedError, match=r"RANK=6 \(from SLURM_PROCID\) .* WORLD_SIZE=6 \(from SLURM_STEP_NUM"
     ):
-        placement("slurm", {**SBATCH_SRUN, "SLURM_PROCID": "6"})
+        read_placement("slurm", {**SBATCH_SRUN, "SLURM_PROCID": "6"})
 
 
 def test_unknown_launcher_error_names_the_nearest_launcher():
     with pytest.raises(DistributedError, match="unknown launcher 'slrum'; did you mean 'slurm'"):
-        placement("slrum", {})
+        read_placement("slrum", {})
 
 
 def test_jobs_and_steps_on_one_node_have_different_ports():
     def port(job, step):
         return int(
-            placement(
+            read_placement(
                 "slurm", {**OLD_SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
             ).master_port
         )
@@ -237,7 +237,7 @@ def test_jobs_and_steps_on_one_node_have_different_ports():
 
 def test_open_mpi_jobs_have_different_ports_that_are_equal_on_all_ranks():
     def port(**more):
-        return placement("mpi", {**OPEN_MPI, **more}).master_port
+        return read_placement("mpi", {**OPEN_MPI, **more}).master_port
 
     assert port() == port(OMPI_COMM_WORLD_RANK="1", PMIX_RANK="1")
     assert port() != port(PMIX_NAMESPACE="1202061314")

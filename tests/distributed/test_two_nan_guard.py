@@ -8,7 +8,7 @@ from torch import nn
 from two_processes import run_in_two
 
 from slipstream.dist import init_dist
-from slipstream.dist.sharding import whole
+from slipstream.dist.sharding import full_tensor
 from slipstream.model import MMDistributedDataParallel
 from slipstream.model.wrappers import MMFullyShardedDataParallel
 from slipstream.optim import OptimWrapper
@@ -51,7 +51,7 @@ def train(wrap, batches, guard=True):
             x[0, 0] = math.nan
         extra = math.nan if kind == NO_GRADIENT_ON_1 and rank == 1 else 0.0
         step((x, math.inf if kind == INF_LOSS_ON_0 and rank == 0 else extra))
-    weights = {name: whole(p).tolist() for name, p in core.named_parameters()}
+    weights = {name: full_tensor(p).tolist() for name, p in core.named_parameters()}
     return weights, optim.guard.read() if guard else None
 
 

@@ -7,7 +7,7 @@ import torch
 from two_processes import run_in_two
 
 from slipstream.dist import get_rank, init_dist
-from slipstream.dist.sharding import whole
+from slipstream.dist.sharding import full_tensor
 from slipstream.hooks import Hook
 from tiny_runs import Net, run
 
@@ -51,7 +51,7 @@ def train(folder, broken, *hooks, **speed):
         optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9)),
         speed=dict(nan_guard="rollback", **speed),
     )
-    weights = {name: whole(p).tolist() for name, p in runner.model.named_parameters()}
+    weights = {name: full_tensor(p).tolist() for name, p in runner.model.named_parameters()}
     log = next(folder.glob("*/*.log")).read_text() if get_rank() == 0 else ""
     return weights, sorted(runner.rollback.skipped), log
 

@@ -252,7 +252,7 @@ def test_flipped_bits_in_shards_raise_an_error(copy):
         load_checkpoint(copy)
     with pytest.raises(CheckpointError, match=rf"{name} is damaged"):
         verify_checkpoint(copy)
-    verify_checkpoint(copy, part=1, of=10**6)  # a different part
+    verify_checkpoint(copy, part=1, num_parts=10**6)  # a different part
 
 
 @pytest.mark.parametrize("parts", ["none", "twice", "beyond"])

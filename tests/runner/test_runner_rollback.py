@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Sampler, TensorDataset
 
 from slipstream.checkpoint import files
-from slipstream.checkpoint.integrity import verified
+from slipstream.checkpoint.integrity import open_verified
 from slipstream.errors import NonFiniteLossError
 from slipstream.hooks import EMAHook, Hook
 from tiny_runs import (
@@ -329,7 +329,7 @@ def test_run_stops_after_max_rollbacks(tmp_path):
 
 def test_checkpoint_is_read_once(tmp_path, monkeypatch):
     read = []
-    monkeypatch.setattr(files, "verified", lambda path: read.append(path) or verified(path))
+    monkeypatch.setattr(files, "open_verified", lambda path: read.append(path) or open_verified(path))
     recovering(tmp_path)
     assert read == [tmp_path / "iter_6.pth"]
 

@@ -12,7 +12,7 @@ from slipstream.checkpoint.files import (
 )
 from slipstream.checkpoint.matching import check_like, check_optimizer, check_tensors, restoring
 from slipstream.checkpoint.random_state import get_random_state, set_random_state
-from slipstream.checkpoint.remote import download_checkpoint, local_checkpoint, shown_source
+from slipstream.checkpoint.remote import download_checkpoint, local_checkpoint, redacted_source
 from slipstream.checkpoint.schema import (
     ACCELERATED,
     ACCELERATED_FILE,
@@ -63,6 +63,7 @@ __all__ = [
     "newest_checkpoints",
     "plain",
     "read_meta",
+    "redacted_source",
     "remove_checkpoint",
     "remove_partial_checkpoints",
     "restoring",
@@ -70,7 +71,6 @@ __all__ = [
     "save_checkpoint",
     "set_random_state",
     "sharded_name",
-    "shown_source",
     "stored_config",
     "verify_checkpoint",
     "weights_in",

@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.checkpoint.copies import copy_in_threads
-from slipstream.checkpoint.files import plain, tied
+from slipstream.checkpoint.files import plain, preserve_ties
 from slipstream.checkpoint.sharded import write_checkpoint
 from slipstream.dist import get_world_size, is_main_process
-from slipstream.dist.sharding import is_sharded, local, with_local
+from slipstream.dist.sharding import is_sharded, local_shard, with_local
 from slipstream.errors import CheckpointError
 
 __all__ = ["BackgroundWriter"]
 
-_WITHOUT_EVENTS = ("cpu", "mps")
+_DEVICES_WITHOUT_EVENTS = ("cpu", "mps")
 
 
 class BackgroundWriter:
@@ -120,7 +120,7 @@ class BackgroundWriter:
 
         def copy(name: str, tensor: Tensor) -> Tensor:
             if is_sharded(tensor) and tensor.device.type == "cpu":
-                return with_local(tensor, buffered(name, local(tensor)))
+                return with_local(tensor, buffered(name, local_shard(tensor)))
             if is_sharded(tensor):
                 devices.add(tensor.device)
                 return tensor.clone()
@@ -131,15 +131,15 @@ class BackgroundWriter:
             devices.add(tensor.device)
             return buffered(name, tensor)
 
-        content = plain(checkpoint, warn, copy=tied(copy))
+        content = plain(checkpoint, warn, copy=preserve_ties(copy))
         copy_in_threads(on_host)
         self._buffers = buffers
-        accelerators = [device for device in devices if device.type not in _WITHOUT_EVENTS]
+        accelerators = [device for device in devices if device.type not in _DEVICES_WITHOUT_EVENTS]
         return content, {d: torch.accelerator.current_stream(d).record_event() for d in accelerators}
 
 
 def _copies_asynchronously(tensor: Tensor) -> bool:
-    return tensor.device.type not in _WITHOUT_EVENTS
+    return tensor.device.type not in _DEVICES_WITHOUT_EVENTS
 
 
 def _buffer_for(tensor: Tensor, previous: Tensor | None) -> Tensor:

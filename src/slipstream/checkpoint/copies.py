@@ -33,16 +33,16 @@ def copy_in_threads(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             target.copy_(source)
         else:
             chunks += zip(_chunks(target), _chunks(source), strict=True)
-    others = max(min(torch.get_num_threads(), _MAX_THREADS) - 1, 0)
-    with ThreadPoolExecutor(max(others, 1)) as pool:  # starts threads on demand
-        run_in_threads(lambda pair: np.copyto(*pair), chunks, pool, others)
+    extra_threads = max(min(torch.get_num_threads(), _MAX_THREADS) - 1, 0)
+    with ThreadPoolExecutor(max(extra_threads, 1)) as pool:  # starts threads on demand
+        run_in_threads(lambda pair: np.copyto(*pair), chunks, pool, extra_threads)
 
 
 def _same_bytes(target: Tensor, source: Tensor) -> bool:
     """Return whether the tensors can be copied as bytes: both are dense and have the same strides."""
-    last = sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True))
-    lazy = source.is_conj() or source.is_neg() or source.is_quantized
-    return not lazy and last + 1 == source.numel() and target.stride() == source.stride()
+    last_offset = sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True))
+    is_lazy = source.is_conj() or source.is_neg() or source.is_quantized
+    return not is_lazy and last_offset + 1 == source.numel() and target.stride() == source.stride()
 
 
 def _chunks(tensor: Tensor) -> Iterator[Any]:

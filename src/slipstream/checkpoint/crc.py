@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["combined"]
+__all__ = ["combine_checksums"]
 
 _POLYNOMIAL = 0xEDB88320  # CRC-32; bit 31 is the coefficient of x^0, and bit 0 is the coefficient of x^31
 _ONE, _X_TO_8 = 1 << 31, 1 << 23
 
 
-def combined(checksums: Sequence[int], length: int) -> int:
+def combine_checksums(checksums: Sequence[int], length: int) -> int:
     """Return the CRC-32 of a sequence of chunks, given the CRC-32 of each chunk.
 
     All chunks except the first are `length` bytes long.

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.checkpoint.integrity import verified
-from slipstream.checkpoint.mmengine_files import is_from_mmengine, safe_globals, translated
+from slipstream.checkpoint.integrity import open_verified
+from slipstream.checkpoint.mmengine_files import convert_checkpoint, is_from_mmengine, safe_globals
 from slipstream.dist.sharding import is_sharded
 from slipstream.errors import CheckpointError, did_you_mean
 from slipstream.files import check_space, replacing, write_text
@@ -30,17 +30,17 @@ __all__ = [
     "mark_last_checkpoint",
     "newest_checkpoints",
     "plain",
+    "preserve_ties",
     "read_file",
     "remove_checkpoint",
     "replaced_name",
     "save_checkpoint",
-    "tied",
 ]
 
-LAST = "last_checkpoint"
-PLAIN = "plain.pth"
+LAST_FILE = "last_checkpoint"
+PLAIN_FILE = "plain.pth"
 """File in the folder of a sharded checkpoint."""
-_BEST = ("best_*.pth", "best_*.sharded", "ckpt_best.pth", "ckpt_best.sharded")
+_BEST_PATTERNS = ("best_*.pth", "best_*.sharded", "ckpt_best.pth", "ckpt_best.sharded")
 
 
 def save_checkpoint(checkpoint: Mapping[str, Any], path: str | Path, warn: Callable[[str], None]) -> None:
@@ -67,15 +67,15 @@ def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str,
         CheckpointError: the file does not exist, is damaged, or contains pickled objects.
     """
     if not path.is_file():
-        known = (p for pattern in ("*.pth", "*.sharded") for p in path.parent.glob(pattern))
-        siblings = [p.name for p in known] if path.parent.is_dir() else []
+        candidates = (p for pattern in ("*.pth", "*.sharded") for p in path.parent.glob(pattern))
+        siblings = [p.name for p in candidates] if path.parent.is_dir() else []
         raise CheckpointError(f"the checkpoint {path} does not exist{did_you_mean(path.name, siblings)}")
     if not _is_torch_file(path):
         raise CheckpointError(
             f"{path} is not a checkpoint: it was not written by torch.save; pass a different file"
         )
     try:
-        with verified(path) as file, torch.serialization.safe_globals(safe_globals()):
+        with open_verified(path) as file, torch.serialization.safe_globals(safe_globals()):
             checkpoint = torch.load(file, map_location=map_location, weights_only=True)
     except CheckpointError:
         raise
@@ -92,7 +92,7 @@ def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str,
         ) from error
     if not isinstance(checkpoint, Mapping):
         raise CheckpointError(f"{path} must contain a dict, not a {type(checkpoint).__name__}")
-    return translated(dict(checkpoint), path) if is_from_mmengine(checkpoint) else dict(checkpoint)
+    return convert_checkpoint(dict(checkpoint), path) if is_from_mmengine(checkpoint) else dict(checkpoint)
 
 
 def _is_torch_file(path: Path) -> bool:
@@ -103,14 +103,14 @@ def _is_torch_file(path: Path) -> bool:
 
 def mark_last_checkpoint(folder: str | Path, path: Path) -> None:
     """Make `path` the checkpoint that `find_latest_checkpoint(folder)` returns."""
-    write_text(Path(folder) / LAST, str(path.absolute()))
+    write_text(Path(folder) / LAST_FILE, str(path.absolute()))
 
 
 def remove_checkpoint(folder: Path, name: str) -> None:
     """Remove the checkpoint `name` (a file, or the folder of a sharded checkpoint) from `folder`, if it exists.
 
-    `name` may come from an untrusted checkpoint. Therefore, this function only removes paths inside `folder`, and only
-    folders with the suffix `.sharded`. Symlinks are not followed: a symlink is removed, but not its target.
+    `name` may come from an untrusted checkpoint. Therefore, this function removes only paths inside `folder`. It
+    removes a folder only if it has the suffix `.sharded`. A symlink is removed, but not its target.
     """
     path = Path(os.path.normpath(folder / name))
     if not path.is_relative_to(os.path.normpath(folder)):
@@ -131,7 +131,7 @@ def find_latest_checkpoint(folder: str | Path) -> Path | None:
     Raises:
         CheckpointError: the checkpoint that `last_checkpoint` refers to does not exist.
     """
-    pointer = Path(folder) / LAST
+    pointer = Path(folder) / LAST_FILE
     if not pointer.is_file():
         return None
     try:
@@ -158,9 +158,9 @@ def checkpoint_of(path: Path) -> Path:
     Raises:
         CheckpointError: the folder contains no checkpoint.
     """
-    if not path.is_dir() or path.suffix == ".sharded" or (path / PLAIN).is_file():
+    if not path.is_dir() or path.suffix == ".sharded" or (path / PLAIN_FILE).is_file():
         return path
-    best = _by_age([path], _BEST)
+    best = _by_age([path], _BEST_PATTERNS)
     found = best[0] if best else find_latest_checkpoint(path)
     if found is None:
         raise CheckpointError(
@@ -194,7 +194,7 @@ def newest_checkpoints(folder: str | Path) -> tuple[list[Path], str | None]:
         {folder.resolve(): folder, latest.parent.resolve(): latest.parent}.values() if latest else [folder]
     )
     if latest is None:
-        return found, f"{folder / LAST} does not exist" if found else None
+        return found, f"{folder / LAST_FILE} does not exist" if found else None
     return [latest, *(path for path in found if path != latest)], None
 
 
@@ -226,29 +226,31 @@ def plain(
     if isinstance(value, Tensor) and not is_sharded(value) and not hasattr(value, "__tensor_flatten__"):
         # The subclass and the attributes of a tensor would be pickled as objects.
         value = value.detach().as_subclass(Tensor)
-    copy = tied(_on_cpu) if copy is None else copy
+    copy = preserve_ties(_on_cpu) if copy is None else copy
     if isinstance(value, Tensor):
         return copy(where, value)
-    if value is None or type(value) in _PLAIN:
+    if value is None or type(value) in _PLAIN_TYPES:
         return value
     # Instances of subclasses (NumPy's float64, IntEnum) are pickled with their class, so convert them.
-    for kind in _BASES:
+    for kind in _BASE_TYPES:
         if isinstance(value, kind):
             return kind(value)
     if isinstance(value, str):
         return value.reference if isinstance(value, Reference) else str.__str__(value)
-    number = isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biuf" and value.itemsize <= 8
-    if number and isinstance(value, np.generic):
+    is_number = (
+        isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biuf" and value.itemsize <= 8
+    )
+    if is_number and isinstance(value, np.generic):
         return value.item()
-    if number:
+    if is_number:
         return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
     if isinstance(value, Mapping):
         items = ((plain(k, warn, where), plain(v, warn, f"{where}.{k}", copy)) for k, v in value.items())
         return {k: v for k, v in items if k is not _OMITTED and v is not _OMITTED}
     if isinstance(value, list | tuple | set | frozenset):
         parts = [plain(v, warn, f"{where}[{i}]", copy) for i, v in enumerate(value)]
-        kept = [part for part in parts if part is not _OMITTED]
-        return tuple(kept) if isinstance(value, tuple) else kept
+        parts = [part for part in parts if part is not _OMITTED]
+        return tuple(parts) if isinstance(value, tuple) else parts
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, torch.device | torch.dtype):
@@ -260,7 +262,7 @@ def plain(
     return _OMITTED
 
 
-def tied(copy: Callable[[str, Tensor], Tensor]) -> Callable[[str, Tensor], Tensor]:
+def preserve_ties(copy: Callable[[str, Tensor], Tensor]) -> Callable[[str, Tensor], Tensor]:
     """Wrap `copy` so that it returns the same tensor for equal views of the same storage (tied weights)."""
     copies: dict[Any, Tensor] = {}
 
@@ -281,6 +283,6 @@ def _on_cpu(where: str, tensor: Tensor) -> Tensor:
     return tensor if is_sharded(tensor) else tensor.cpu()
 
 
-_BASES: tuple[Any, ...] = (int, float, complex, bytes)
-_PLAIN = (bool, str, *_BASES)
+_BASE_TYPES: tuple[Any, ...] = (int, float, complex, bytes)
+_PLAIN_TYPES = (bool, str, *_BASE_TYPES)
 _OMITTED = object()

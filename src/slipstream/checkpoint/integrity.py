@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, cast
 from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
-from slipstream.checkpoint.crc import combined
+from slipstream.checkpoint.crc import combine_checksums
 from slipstream.checkpoint.threads import run_in_threads
 from slipstream.cores import cores
 from slipstream.errors import CheckpointError
@@ -26,14 +26,14 @@ try:  # about four times as fast as zlib
 except ImportError:
     from zlib import crc32
 
-__all__ = ["verified", "verify"]
+__all__ = ["open_verified", "verify"]
 
 _HEADER = 30  # size of an entry's header in bytes, excluding the name and the extra field that follow
 _CHUNK = 2**22  # bytes per read: small enough to stay in the CPU cache until the checksum is computed
 
 
 @contextmanager
-def verified(path: Path, start: int = 0, length: int | None = None) -> Iterator[IO[bytes]]:
+def open_verified(path: Path, start: int = 0, length: int | None = None) -> Iterator[IO[bytes]]:
     """Yield a part of `path` as a file for `torch.load`. The bytes read in the `with` block are verified.
 
     At the end of the block, the other entries are verified as well. Two kinds of files have no checksums and are not
@@ -61,9 +61,9 @@ def verify(path: Path, start: int = 0, length: int | None = None) -> None:
     """Verify each entry of the zip archive in a part of the file against its checksum.
 
     Raises:
-        CheckpointError: see `verified`.
+        CheckpointError: see `open_verified`.
     """
-    with verified(path, start, length):
+    with open_verified(path, start, length):
         pass
 
 
@@ -74,8 +74,8 @@ class _Archive(io.RawIOBase):
     """
 
     def __init__(self, path: Path, file: io.FileIO, start: int, length: int | None) -> None:
-        self._others = min(cores(), 8) - 1
-        self._pool = ThreadPoolExecutor(max(self._others, 1))  # starts threads on demand
+        self._extra_threads = min(cores(), 8) - 1
+        self._pool = ThreadPoolExecutor(max(self._extra_threads, 1))  # starts threads on demand
         self._path, self._file, self._lock = path, file, threading.Lock()
         rest = max(os.fstat(file.fileno()).st_size - start, 0)
         self._start, self._size = start, rest if length is None else min(length, rest)
@@ -104,8 +104,8 @@ class _Archive(io.RawIOBase):
         has_checksums = any(entry.CRC for entry in entries)
         for entry in entries if has_checksums else ():
             header = self._bytes(entry.header_offset, _HEADER)
-            names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-            content = entry.header_offset + _HEADER + names
+            name_length = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+            content = entry.header_offset + _HEADER + name_length
             self._entries[content], self._unread[entry] = entry, content
         self.seek(0)
 
@@ -170,18 +170,18 @@ class _Archive(io.RawIOBase):
         if len(target) <= _CHUNK:
             self._fill(target, position)
             return crc32(target)
-        # Only the first chunk may be shorter, because `combined` requires the other chunks to have the same length.
+        # Only the first chunk may be shorter, because `combine_checksums` requires equal lengths of the other chunks.
         ends = range(len(target) % _CHUNK or _CHUNK, len(target) + 1, _CHUNK)
         checksums = [0] * len(ends)
 
         def read(chunk: tuple[int, int]) -> None:
-            number, end = chunk
+            index, end = chunk
             part = target[max(end - _CHUNK, 0) : end]
             self._fill(part, position + end - len(part))
-            checksums[number] = crc32(part)  # while the chunk is in this core's cache
+            checksums[index] = crc32(part)  # while the chunk is in this core's cache
 
-        run_in_threads(read, list(enumerate(ends)), self._pool, self._others)
-        return combined(checksums, _CHUNK)
+        run_in_threads(read, list(enumerate(ends)), self._pool, self._extra_threads)
+        return combine_checksums(checksums, _CHUNK)
 
     def _matches(self, entry: ZipInfo) -> bool:
         position, rest, checksum = self._unread[entry], entry.file_size, 0
@@ -197,9 +197,9 @@ class _Archive(io.RawIOBase):
 
     def _bytes(self, position: int, count: int) -> bytes:
         """Return `count` bytes, or fewer at the end of the archive."""
-        found = bytearray(max(min(count, self._size - position), 0))
-        self._fill(memoryview(found), position)
-        return bytes(found)
+        data = bytearray(max(min(count, self._size - position), 0))
+        self._fill(memoryview(data), position)
+        return bytes(data)
 
     def _fill(self, target: memoryview, position: int) -> None:
         while target:

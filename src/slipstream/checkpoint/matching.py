@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from slipstream.checkpoint.schema import OPTIMIZER, check, is_readable, shown
+from slipstream.checkpoint.schema import OPTIMIZER, check, describe_value, is_readable
 from slipstream.errors import CheckpointError
 from slipstream.typecheck import is_real
 
@@ -120,8 +120,8 @@ def _kind(tensor: Tensor) -> str:
 
 def _different(where: str, text: str, saved: Any, source: Any) -> CheckpointError:
     return CheckpointError(
-        f"{source}: '{where}' must be {text} in this run, not {shown(saved)}. Resume with the configuration of the "
-        "original run, or start a new run with load_from"
+        f"{source}: '{where}' must be {text} in this run, not {describe_value(saved)}. Resume with the configuration "
+        "of the original run, or start a new run with load_from"
     )
 
 
@@ -180,8 +180,8 @@ def check_optimizer(
 ) -> None:
     """Check that `saved` is a valid state for `optimizer`.
 
-    Parameter states are only checked for the optimizers in `torch.optim` and their subclasses, because
-    the structure of other states is unknown. For the checked optimizers, `warn` is called if parameters have no state.
+    Parameter states are checked only for the optimizers in `torch.optim` and their subclasses, because the structure of
+    other states is unknown. For the checked optimizers, `warn` is called if parameters have no state.
 
     Raises:
         CheckpointError: groups, parameters, options or states differ.
@@ -198,13 +198,13 @@ def check_optimizer(
     for index, (own, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         _check_group(optimizer.defaults, own, group, f"{where}.param_groups[{index}]", source)
     params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-    numbers = list(chain.from_iterable(group["params"] for group in groups))
-    if sorted(numbers) != numbers or len({*numbers}) != len({*map(id, params)}):
+    indices = list(chain.from_iterable(group["params"] for group in groups))
+    if sorted(indices) != indices or len({*indices}) != len({*map(id, params)}):
         raise CheckpointError(
-            f"{source}: '{where}.param_groups' must contain parameter numbers in ascending order, not {numbers[:20]}; "
+            f"{source}: '{where}.param_groups' must contain parameter indices in ascending order, not {indices[:20]}; "
             "use load_from to start a new run from the weights"
         )
-    _check_states(optimizer, dict(zip(numbers, params, strict=True)), saved, where, source, warn)
+    _check_states(optimizer, dict(zip(indices, params, strict=True)), saved, where, source, warn)
 
 
 def _check_states(
@@ -218,29 +218,29 @@ def _check_states(
     inner = getattr(optimizer, "optim", optimizer)  # the inner optimizer of a ZeroRedundancyOptimizer
     kinds = [kind.__name__ for kind in type(inner).__mro__ if kind.__module__.startswith("torch.optim.")]
     kind = next((name for name in kinds if name in _STATES), None)
-    groups = {number: group for group in saved["param_groups"] for number in group["params"]}
-    for number, state in saved["state"].items():
-        place = f"{where}.state[{number!r}]"
+    groups = {index: group for group in saved["param_groups"] for index in group["params"]}
+    for index, state in saved["state"].items():
+        place = f"{where}.state[{index!r}]"
         if not isinstance(state, Mapping):
             raise _different(place, "a dict", state, source)
         if kind is None:
             continue
-        if number not in params:
+        if index not in params:
             raise CheckpointError(
                 f"{source}: '{place}' does not belong to any of the {len(params)} parameters; use load_from "
                 "to start a new run from the weights"
             )
         extra = [
             name
-            for (of, option), name in _STATES_OF_OPTIONS.items()
-            if of == kind and groups[number].get(option)
+            for (optimizer_name, option), name in _STATES_OF_OPTIONS.items()
+            if optimizer_name == kind and groups[index].get(option)
         ]
         missing = [name for name in (*_STATES[kind], *extra) if name not in state]
         if missing and (state or kind != "SGD"):
             raise CheckpointError(
                 f"{source}: '{place}.{missing[0]}' is missing; use load_from to start a new run from the weights"
             )
-        _check_state(params[number], state, kind == "SGD", place, source)
+        _check_state(params[index], state, kind == "SGD", place, source)
 
     stateless = [n for n, p in params.items() if p.requires_grad and not saved["state"].get(n)]
     stateful = kind is not None and (kind != "SGD" or any(g.get("momentum") for g in saved["param_groups"]))

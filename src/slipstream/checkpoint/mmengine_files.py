@@ -11,7 +11,7 @@ import numpy as np
 
 from slipstream.errors import CheckpointError
 
-__all__ = ["is_from_mmengine", "safe_globals", "translated"]
+__all__ = ["convert_checkpoint", "is_from_mmengine", "safe_globals"]
 
 _NUMPY_CLASSES = ("bool", "int32", "int64", "uint8", "float16", "float32", "float64")
 
@@ -55,11 +55,11 @@ def is_from_mmengine(checkpoint: Mapping[str, Any]) -> bool:
     return isinstance(meta, Mapping) and "mmengine_version" in meta
 
 
-def translated(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
+def convert_checkpoint(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return an MMEngine checkpoint with its message hub and `meta` converted, so that Slipstream can resume from it.
 
     NumPy numbers become built-in numbers. Only the newest values of each scalar history are kept. `path`, the
-    path of the checkpoint, is only used in messages.
+    path of the checkpoint, is used only in messages.
 
     Raises:
         CheckpointError: the message hub is damaged.
@@ -78,13 +78,13 @@ def translated(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _entries(hub: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]:
-    found = hub.get(key, {})
-    if not isinstance(found, Mapping):
+    entries = hub.get(key, {})
+    if not isinstance(entries, Mapping):
         raise CheckpointError(
-            f"{path} is damaged: message_hub.{key} must be a dict, not {type(found).__name__}; use a different "
+            f"{path} is damaged: message_hub.{key} must be a dict, not {type(entries).__name__}; use a different "
             "checkpoint, or remove 'message_hub' from this one"
         )
-    return found
+    return entries
 
 
 def _history(value: Any) -> dict[str, Any]:

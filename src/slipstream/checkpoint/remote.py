@@ -14,10 +14,10 @@ from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files import download, replacing, user_cache
 from slipstream.logging import print_log
 
-__all__ = ["download_checkpoint", "local_checkpoint", "shown_source"]
+__all__ = ["download_checkpoint", "local_checkpoint", "redacted_source"]
 
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+(::|://))+")
-_SHOWN = 200
+_MAX_REASON_LENGTH = 200
 
 
 @contextmanager
@@ -39,13 +39,13 @@ def local_checkpoint(path: str | Path, sha256: str | None = None) -> Iterator[Pa
         raise ConfigError(
             f"must be 64 hexadecimal digits, not {sha256!r}", "checkpoint_params.checkpoint_sha256"
         )
-    wanted = None if sha256 is None else str(sha256).lower()
+    expected = None if sha256 is None else str(sha256).lower()
     if not (isinstance(path, str) and _URL.match(path)):
         local = checkpoint_of(Path(path).expanduser())
-        _check(local, wanted, str(path))
+        _check(local, expected, str(path))
         yield local
-    elif wanted is not None:
-        yield _cached(path, wanted)
+    elif expected is not None:
+        yield _cached(path, expected)
     else:
         with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
             file = Path(folder) / "checkpoint.pth"
@@ -59,7 +59,7 @@ def _cached(url: str, sha256: str) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as temporary:
             download_checkpoint(url, temporary)
-            _check(temporary, sha256, _shown(url))
+            _check(temporary, sha256, _redact_url(url))
     return file
 
 
@@ -67,11 +67,11 @@ def _check(file: Path, sha256: str | None, source: str) -> None:
     if sha256 is None:
         return
     if not file.is_file():
-        what = "is a folder" if file.is_dir() else "does not exist"
-        raise CheckpointError(f"{source} {what}; checkpoint_params.checkpoint_sha256 requires a file")
-    if (found := _digest(file)) != sha256:
+        problem = "is a folder" if file.is_dir() else "does not exist"
+        raise CheckpointError(f"{source} {problem}; checkpoint_params.checkpoint_sha256 requires a file")
+    if (actual := _digest(file)) != sha256:
         raise CheckpointError(
-            f"the SHA-256 checksum of {source} is {found}, but checkpoint_params.checkpoint_sha256 is {sha256}; the "
+            f"the SHA-256 checksum of {source} is {actual}, but checkpoint_params.checkpoint_sha256 is {sha256}; the "
             "file is damaged or is a different version"
         )
 
@@ -87,25 +87,28 @@ def download_checkpoint(url: str, target: Path) -> None:
     Raises:
         CheckpointError: the download fails. In this case, the file may be incomplete.
     """
-    print_log(f"downloading {_shown(url)}", "current")
+    print_log(f"downloading {_redact_url(url)}", "current")
     try:
         download(url, target)
     except Exception as error:  # fsspec's file systems can raise any exception
-        reason = " ".join(str(error).replace(url, _shown(url)).split())[:_SHOWN] or type(error).__name__
+        reason = (
+            " ".join(str(error).replace(url, _redact_url(url)).split())[:_MAX_REASON_LENGTH]
+            or type(error).__name__
+        )
         package = (
             "; run: pip install huggingface_hub" if isinstance(error, ImportError) and "hf:" in url else ""
         )
         raise CheckpointError(
-            f"{_shown(url)} cannot be downloaded: {reason}{package}; check the URL and the network, or download the "
-            "file on another machine and set checkpoint_path to it"
+            f"{_redact_url(url)} cannot be downloaded: {reason}{package}; check the URL and the network, or download "
+            "the file on another machine and set checkpoint_path to it"
         ) from error
 
 
-def shown_source(path: str | Path) -> str:
-    """Return a path or URL as a string, without a URL's password and query. The query may contain a signature."""
-    return _shown(path) if isinstance(path, str) and _URL.match(path) else str(path)
+def redacted_source(path: str | Path) -> str:
+    """Return a path unchanged as a string, or a URL without its password and query, which may contain a signature."""
+    return _redact_url(path) if isinstance(path, str) and _URL.match(path) else str(path)
 
 
-def _shown(url: str) -> str:
+def _redact_url(url: str) -> str:
     """Return the URL without its password and its query, which may contain a signature."""
     return re.sub(r"//[^/@]*@", "//", url.partition("?")[0])

@@ -26,13 +26,13 @@ __all__ = [
     "PENDING",
     "RESUMED",
     "check",
+    "describe_value",
     "is_readable",
-    "shown",
     "weights_in",
 ]
 
 Rule = Callable[[Any, str], Iterator[str]]
-_LARGEST = 2**63 - 1
+_MAX_INT = 2**63 - 1
 
 
 def check(value: Any, rule: Rule, source: Any, where: str = "") -> None:
@@ -62,7 +62,7 @@ def weights_in(checkpoint: Mapping[Any, Any], source: Any) -> dict[str, Any]:
     return dict(state)
 
 
-def shown(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Return a short description of `value` for a message."""
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
@@ -78,13 +78,13 @@ def shown(value: Any) -> str:
 def _must_be(text: str, accepts: Callable[[Any], bool]) -> Rule:
     def rule(value: Any, where: str) -> Iterator[str]:
         if not accepts(value):
-            yield f"'{where}' must be {text}, not {shown(value)}"
+            yield f"'{where}' must be {text}, not {describe_value(value)}"
 
     return rule
 
 
 def _is_integer(value: Any, low: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= _LARGEST
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= _MAX_INT
 
 
 def is_readable(value: Any) -> TypeGuard[Tensor]:
@@ -123,7 +123,7 @@ def _by_name(rule: Rule) -> Rule:
         yield from _mapping(value, where)
         for key, element in value.items():
             if not isinstance(key, str):
-                yield f"'{where}' must have string keys, not {shown(key)}"
+                yield f"'{where}' must have string keys, not {describe_value(key)}"
             yield from rule(element, f"{where}.{key}")
 
     return by_name
@@ -154,12 +154,12 @@ def _all(*rules: Rule) -> Rule:
 def _tuple(*rules: Rule) -> Rule:
     """Accept a list or tuple with one element for each rule."""
 
-    def of_rules(value: Any, where: str) -> Iterator[str]:
+    def tuple_rule(value: Any, where: str) -> Iterator[str]:
         yield from _each(_anything, len(rules))(value, where)
         for index, (rule, element) in enumerate(zip(rules, value, strict=True)):
             yield from rule(element, f"{where}[{index}]")
 
-    return of_rules
+    return tuple_rule
 
 
 def _anything(value: Any, where: str) -> Iterator[str]:
@@ -189,14 +189,14 @@ def _infos(value: Any, where: str) -> Iterator[str]:
     """Check the entries of `runtime_info` that the engine's hooks read when they resume."""
     yield from _by_name(_anything)(value, where)
     for key, info in value.items():
-        rule = next((rule for start, rule in _INFOS.items() if key.startswith(start)), _anything)
+        rule = next((rule for prefix, rule in _INFOS.items() if key.startswith(prefix)), _anything)
         yield from rule(info, f"{where}.{key}")
 
 
 def _meta(value: Any, where: str) -> Iterator[str]:
     yield from _META(value, where)
     if "iter" in value and value.get("inner_samples", 0) > value["iter"] * value.get(
-        "samples_per_step", _LARGEST
+        "samples_per_step", _MAX_INT
     ):
         yield f"'{where}.inner_samples' must be at most iter x samples_per_step, not {value['inner_samples']}"
 
@@ -212,7 +212,7 @@ _number = _must_be("a number", is_real)
 _count = _must_be("a non-negative integer", _is_integer)
 _step = _must_be("a non-negative integer", _is_step)
 _positive = _must_be("a positive integer", lambda v: _is_integer(v, 1))
-_seed = _must_be("an integer", lambda v: _is_integer(v, -_LARGEST))
+_seed = _must_be("an integer", lambda v: _is_integer(v, -_MAX_INT))
 _not_nan = _must_be("a number other than NaN", lambda v: is_real(v) and not math.isnan(v))
 _tensors = _by_name(_tensor)
 

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.checkpoint.files import PLAIN, plain, read_file, replaced_name, save_checkpoint
-from slipstream.checkpoint.integrity import verified, verify
+from slipstream.checkpoint.files import PLAIN_FILE, plain, read_file, replaced_name, save_checkpoint
+from slipstream.checkpoint.integrity import open_verified, verify
 from slipstream.dist import all_gather_object, broadcast_object_list, is_main_process
-from slipstream.dist.sharding import is_sharded, placements_on, whole
+from slipstream.dist.sharding import full_tensor, is_sharded, placements_on
 from slipstream.errors import CheckpointError
 from slipstream.files import disk_problem, sync_folder
 
@@ -74,7 +74,7 @@ def write_checkpoint(
     paths: dict[str, list[Any]] = {}
 
     def extract(path: tuple[Any, ...], tensor: Tensor) -> None:
-        # The number makes the keys unique, because different path elements (1 and "1") can have the same string form.
+        # The index makes the keys unique, because different path elements (1 and "1") can have the same string form.
         key = f"{len(tensors)}/" + "/".join(map(str, path))
         tensors[key], paths[key] = tensor, list(path)
 
@@ -88,7 +88,7 @@ def write_checkpoint(
         _write_folder(folder, rest, tensors, paths, group)
         return folder
     for key, tensor in tensors.items():
-        full = whole(tensor)
+        full = full_tensor(tensor)
         if is_main_process():
             _put(rest, paths[key], full.cpu())
     _on_main(lambda: save_checkpoint(rest, path, warn), path, group)
@@ -126,7 +126,7 @@ def load_sharded(
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged.
     """
-    content = read_file(folder / PLAIN, map_location)
+    content = read_file(folder / PLAIN_FILE, map_location)
     with _reading(folder):
         checkpoint, index = content["checkpoint"], content["index"]
         for key, entry in index.items():
@@ -153,15 +153,15 @@ def _reading(folder: Path) -> Iterator[None]:
 def read_meta(path: Path) -> dict[str, Any]:
     """Return the `meta` entry of a checkpoint without reading the shards of a sharded checkpoint."""
     with _reading(path):
-        content = read_file(path / PLAIN)["checkpoint"] if path.is_dir() else read_file(path)
+        content = read_file(path / PLAIN_FILE)["checkpoint"] if path.is_dir() else read_file(path)
         meta: dict[str, Any] = content.get("meta", {})
         return meta
 
 
-def verify_checkpoint(path: Path, part: int = 0, of: int = 1) -> None:
+def verify_checkpoint(path: Path, part: int = 0, num_parts: int = 1) -> None:
     """Verify a checkpoint against its checksums.
 
-    For a sharded checkpoint, only every `of`-th shard is verified, starting at shard `part`.
+    For a sharded checkpoint, only every `num_parts`-th shard is verified, starting at shard `part`.
 
     Raises:
         CheckpointError: the checkpoint is damaged or incomplete.
@@ -171,9 +171,9 @@ def verify_checkpoint(path: Path, part: int = 0, of: int = 1) -> None:
             verify(path)
         return
     with _reading(path):
-        index = read_file(path / PLAIN)["index"]
+        index = read_file(path / PLAIN_FILE)["index"]
         shards = [shard for entry in index.values() for shard in entry["parts"]]
-        for _, _, name, start, length in shards[part::of]:
+        for _, _, name, start, length in shards[part::num_parts]:
             verify(path / _file_name(name), start, length)
 
 
@@ -195,9 +195,9 @@ def consolidate(folder: str | Path, out: str | Path, warn: Warn = warnings.warn)
         CheckpointError: `folder` is not a sharded checkpoint, or it is damaged.
     """
     folder = Path(folder)
-    if not (folder / PLAIN).is_file():
+    if not (folder / PLAIN_FILE).is_file():
         raise CheckpointError(
-            f"{folder} is not a sharded checkpoint, because it contains no {PLAIN}; pass a folder such as "
+            f"{folder} is not a sharded checkpoint, because it contains no {PLAIN_FILE}; pass a folder such as "
             "epoch_3.sharded"
         )
     save_checkpoint(load_sharded(folder), out, warn)
@@ -248,7 +248,9 @@ def _write_folder(
 
         def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
             super().finish(metadata, results)
-            self.places = {result.index: result.storage_data for of_rank in results for result in of_rank}
+            self.places = {
+                result.index: result.storage_data for rank_results in results for result in rank_results
+            }
 
     writer = Writer(temporary)
 
@@ -258,7 +260,7 @@ def _write_folder(
 
     def commit() -> None:
         index = _index(metadata, writer.places, paths)
-        save_checkpoint({"checkpoint": rest, "index": index}, temporary / PLAIN, lambda _: None)
+        save_checkpoint({"checkpoint": rest, "index": index}, temporary / PLAIN_FILE, lambda _: None)
         old = replaced_name(folder)
         if folder.exists():  # otherwise `old` may be the only complete checkpoint
             shutil.rmtree(old, ignore_errors=True)
@@ -290,7 +292,7 @@ def _on_main(action: Callable[[], None], path: Path, group: dist.ProcessGroup | 
             action()
         except Exception as error:
             failure = error
-    problem = [failure and _described(failure, path.parent)]
+    problem = [failure and _describe(failure, path.parent)]
     broadcast_object_list(problem, group=group)
     if problem[0] is not None:
         raise CheckpointError(f"{path} cannot be written: {problem[0]}") from failure
@@ -313,11 +315,11 @@ def _index(metadata: Metadata, places: Mapping[Any, Any], paths: dict[str, list[
 def _reason(error: CheckpointException, folder: Path) -> str:
     """Return the errors of the failed ranks, without their tracebacks."""
     return "; ".join(
-        f"rank {rank}: {_described(failure[0], folder)}" for rank, failure in error.failures.items()
+        f"rank {rank}: {_describe(failure[0], folder)}" for rank, failure in error.failures.items()
     )
 
 
-def _described(error: BaseException, folder: Path) -> str:
+def _describe(error: BaseException, folder: Path) -> str:
     if (problem := disk_problem(error, folder)) is None:
         return repr(error)
     return f"{problem}. Earlier checkpoints are kept. Free some space, then continue with resume=True"
@@ -386,7 +388,7 @@ def _reader(folder: Path, metadata: Metadata) -> FileSystemReader:
         def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
             for item in plan.items:
                 place = metadata.storage_data[item.storage_index]
-                with verified(folder / place.relative_path, place.offset, place.length) as file:
+                with open_verified(folder / place.relative_path, place.offset, place.length) as file:
                     shard = torch.load(file, map_location="cpu", weights_only=True)
                 for dim, (offset, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                     shard = shard.narrow(dim, offset, size)
@@ -406,8 +408,8 @@ def _check_parts(key: str, entry: Mapping[str, Any]) -> None:
     inside = all(
         len(offsets) == len(sizes) == len(shape)
         and all(
-            0 <= first <= first + size <= whole
-            for first, size, whole in zip(offsets, sizes, shape, strict=True)
+            0 <= first <= first + size <= length
+            for first, size, length in zip(offsets, sizes, shape, strict=True)
         )
         for offsets, sizes in parts
     )

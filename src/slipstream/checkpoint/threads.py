@@ -11,8 +11,10 @@ __all__ = ["run_in_threads"]
 T = TypeVar("T")
 
 
-def run_in_threads(action: Callable[[T], object], items: Sequence[T], pool: Executor, others: int) -> None:
-    """Call `action` for each item, in the calling thread and in up to `others` threads from `pool`.
+def run_in_threads(
+    action: Callable[[T], object], items: Sequence[T], pool: Executor, extra_threads: int
+) -> None:
+    """Call `action` for each item, in the calling thread and in up to `extra_threads` threads from `pool`.
 
     Each thread takes the next item, so a thread whose core is busy with another process delays only one item. When this
     function returns or raises, no thread is still running `action`.
@@ -26,7 +28,7 @@ def run_in_threads(action: Callable[[T], object], items: Sequence[T], pool: Exec
         for item in rest:
             action(item)
 
-    running = [pool.submit(take) for _ in range(min(others, len(items) - 1))]
+    running = [pool.submit(take) for _ in range(min(extra_threads, len(items) - 1))]
     try:
         take()
     finally:

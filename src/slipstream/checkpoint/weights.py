@@ -11,9 +11,9 @@ from torch import nn
 
 from slipstream.errors import CheckpointError
 
-__all__ = ["compare_weights", "load_weights", "revise"]
+__all__ = ["compare_weights", "load_weights", "loaded_names", "revise"]
 
-_SHOWN = 5
+_MAX_LISTED_NAMES = 5
 
 
 def revise(state: Mapping[str, Any], revise_keys: Sequence[tuple[str, str]]) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def compare_weights(
     not_tensors = any(not isinstance(state[key], torch.Tensor) for key in shapes)
     if shapes and (strict or not_tensors or 2 * len(shapes) > len(own)):
         raise CheckpointError(
-            f"{source} belongs to a different model: {_some([*shapes.values()])}. Check the number of classes "
+            f"{source} belongs to a different model: {_abbreviate([*shapes.values()])}. Check the number of classes "
             "and the model's options"
         )
     if own and not state:
@@ -88,10 +88,10 @@ def compare_weights(
         )
     if own and len(missing) == len(own):
         raise CheckpointError(
-            f"{source} contains none of this model's tensors. It contains {_some(unexpected)}; the model requires "
-            f"{_some(missing)}. Rename the keys with revise_keys, or check the model"
+            f"{source} contains none of this model's tensors. It contains {_abbreviate(unexpected)}; the model "
+            f"requires {_abbreviate(missing)}. Rename the keys with revise_keys, or check the model"
         )
-    skipped = [f"skipped because of different shapes: {_some([*shapes.values()])}"] if shapes else []
+    skipped = [f"skipped because of different shapes: {_abbreviate([*shapes.values()])}"] if shapes else []
     return [*_differences(missing, unexpected), *skipped], list(shapes)
 
 
@@ -112,10 +112,10 @@ def _shape(value: Any) -> tuple[int, ...] | str:
 
 
 def _differences(missing: list[str], unexpected: list[str]) -> list[str]:
-    lines = [f"missing keys: {_some(missing)}"] if missing else []
-    return [*lines, f"unexpected keys: {_some(unexpected)}"] if unexpected else lines
+    lines = [f"missing keys: {_abbreviate(missing)}"] if missing else []
+    return [*lines, f"unexpected keys: {_abbreviate(unexpected)}"] if unexpected else lines
 
 
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+def _abbreviate(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_LISTED_NAMES} more" if len(names) > _MAX_LISTED_NAMES else ""
+    return ", ".join(names[:_MAX_LISTED_NAMES]) + more

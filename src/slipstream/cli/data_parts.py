@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from slipstream.config import Config
 from slipstream.cores import cores
-from slipstream.dataset.loading.streaming import by_index
+from slipstream.dataset.loading.streaming import as_map_style
 from slipstream.errors import ConfigError
 from slipstream.registry import DATASETS, default_scope
 from slipstream.runner.user_config import add_config_path
@@ -77,7 +77,7 @@ def parts_of(cfg: Config, split: str) -> list[Part]:
     if isinstance(dataset, Mapping):
         with config_context(cfg):
             dataset = DATASETS.build(dataset)
-    return list(_leaves(split, f"{split}_dataloader.dataset", by_index(dataset)))
+    return list(_leaves(split, f"{split}_dataloader.dataset", as_map_style(dataset)))
 
 
 def check_numbered(dataset: Any, config_path: str) -> None:

@@ -18,7 +18,7 @@ from slipstream.cli.data_parts import check_numbered, config_context, image_and_
 from slipstream.config import Config
 from slipstream.dataset import default_palette
 from slipstream.dataset.loading.loader import build_dataloader, set_epoch
-from slipstream.dataset.transforms.device_transforms import COLORS, transform_images
+from slipstream.dataset.transforms.device_transforms import NUM_COLOR_PARAMS, transform_images
 from slipstream.errors import ConfigError
 from slipstream.visualization import colorize, contact_sheet, overlay
 
@@ -107,8 +107,8 @@ def _displayed(sample: Any) -> RGB:
     image, params = image_and_target(sample)[0], None
     if isinstance(sample, Mapping):
         params = sample.get("device_params")
-    if params is not None and len(params) >= COLORS:
-        image = transform_images(image[None], params[None, :COLORS])[0].round().to(torch.uint8)
+    if params is not None and len(params) >= NUM_COLOR_PARAMS:
+        image = transform_images(image[None], params[None, :NUM_COLOR_PARAMS])[0].round().to(torch.uint8)
     if image.dtype.is_floating_point:  # normalized by the dataset; rescale min..max to 0..255
         image = image - image.min()
         image = (image * (255 / image.max().clamp(min=1e-6))).round().to(torch.uint8)

@@ -17,7 +17,7 @@ from slipstream.cli.doctor_checks import NO, OK, WARN, Machine, Row, inspect_mac
 from slipstream.cores import cores
 from slipstream.devices import default_device
 from slipstream.dist import infer_launcher
-from slipstream.dist.placement import placement
+from slipstream.dist.placement import read_placement
 from slipstream.errors import DistributedError
 from slipstream.runner.environment import collect_env
 
@@ -143,11 +143,11 @@ def _launcher() -> Row:
             "not started by a launcher; use train --nproc, submit, or --launcher pytorch, slurm, mpi",
         )
     try:
-        here = placement(launcher, os.environ)
+        placement = read_placement(launcher, os.environ)
     except DistributedError as error:
         return WARN, "launcher", str(error)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return OK, "launcher", ", ".join([launcher, *map(here.describe, names)])
+    return OK, "launcher", ", ".join([launcher, *map(placement.describe, names)])
 
 
 def _setting(name: str) -> str:

@@ -210,7 +210,7 @@ def _predictor(model: Any, transforms: Sequence[Any]) -> Callable[[NDArray[np.ui
                 f"the predictions must be class ids of shape (N, H, W), but their shape is {tuple(preds.shape)}; "
                 "`slipstream predict` requires a segmentation checkpoint"
             )
-        mask: Mask = prepared.at_image_size(preds[0]).to(torch.uint8).numpy()
+        mask: Mask = prepared.resize_to_image(preds[0]).to(torch.uint8).numpy()
         return mask
 
     return predict

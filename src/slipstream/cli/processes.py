@@ -124,15 +124,15 @@ def _machines(environ: Mapping[str, str]) -> _Machines | None:
     """Return the job's machines from torchrun's environment variables, or None if this is the only machine."""
     if environ.get("PET_NNODES", "1") == "1":
         return None
-    from slipstream.dist.placement import DEFAULT_PORT, number, text
+    from slipstream.dist.placement import DEFAULT_PORT, read_int, read_str
 
-    count, rank = (number(environ, name, "pytorch") for name in ("PET_NNODES", "PET_NODE_RANK"))
+    count, rank = (read_int(environ, name, "pytorch") for name in ("PET_NNODES", "PET_NODE_RANK"))
     if rank >= count:
         raise DistributedError(
             f"PET_NODE_RANK={rank} must be less than PET_NNODES={count}; machine ranks start at 0"
         )
-    port = number(environ, "PET_MASTER_PORT", "pytorch") if environ.get("PET_MASTER_PORT") else DEFAULT_PORT
-    return _Machines(count, rank, f"{text(environ, 'PET_MASTER_ADDR', 'pytorch')}:{port}")
+    port = read_int(environ, "PET_MASTER_PORT", "pytorch") if environ.get("PET_MASTER_PORT") else DEFAULT_PORT
+    return _Machines(count, rank, f"{read_str(environ, 'PET_MASTER_ADDR', 'pytorch')}:{port}")
 
 
 @contextmanager

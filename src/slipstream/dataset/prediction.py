@@ -29,8 +29,8 @@ class PreparedImage:
     size: tuple[int, int]
     """The height and width of the image before the transforms."""
 
-    def at_image_size(self, ids: Tensor) -> Tensor:
-        """Return `ids`, class ids (H, W) of `inputs`, on the CPU, cropped to `box` and resized to `size` (nearest)."""
+    def resize_to_image(self, ids: Tensor) -> Tensor:
+        """Return the class ids of `inputs`, (H, W), cropped to `box` and resized to `size` (nearest), on the CPU."""
         left, top, right, bottom = self.box
         inside = ids[top:bottom, left:right].cpu()
         rows, columns = (
@@ -51,7 +51,7 @@ def prepare_image(image: NDArray[np.uint8], transforms: Sequence[Transform]) -> 
     composed = compose(
         transforms, {"image": image, "mask": np.zeros((height, width), np.uint8)}, sample_rng(0)
     )
-    return PreparedImage(composed.packed(), composed.region.image_box, (height, width))
+    return PreparedImage(composed.apply(), composed.region.image_box, (height, width))
 
 
 def validation_transforms(cfg: Mapping[str, Any]) -> list[Any] | None:

@@ -93,8 +93,8 @@ def all_reduce_params(
 
     Args:
         params: the same tensors in the same order on every rank.
-        coalesce: copy the tensors into flat buckets before the reduction. This is faster but needs memory for the
-            copies. If False, tensors are reduced one by one.
+        coalesce: copy the tensors into flat buckets before the reduction. This is faster than reducing the
+            tensors one by one (False), but requires memory for the copies.
         bucket_size_mb: size of a bucket in MiB; -1 puts all tensors of one dtype into one bucket.
         op: sum, mean, max, min or product.
         group: process group; the default group if None.
@@ -153,14 +153,14 @@ def _check_op(op: str, tensors: Iterable[Tensor]) -> None:
 
 
 def _reduce(data: Tensor, op: str, group: dist.ProcessGroup | None) -> None:
-    whole = not (data.is_floating_point() or data.is_complex())
+    is_integral = not (data.is_floating_point() or data.is_complex())
     # No backend supports reductions of bool or int16. A mean is computed from a sum, which must not overflow.
-    small = data.dtype in (torch.bool, torch.int16)
-    dtype = torch.int64 if whole and (small or op == "mean") else data.dtype
+    is_small = data.dtype in (torch.bool, torch.int16)
+    dtype = torch.int64 if is_integral and (is_small or op == "mean") else data.dtype
     moved = data.to(_device(data, group), dtype).contiguous()
     dist.all_reduce(moved, _OPS[op], group)
     if op == "mean":
-        moved.div_(get_world_size(group), rounding_mode="trunc" if whole else None)
+        moved.div_(get_world_size(group), rounding_mode="trunc" if is_integral else None)
     if moved is not data:
         data.copy_(moved)
 
@@ -214,18 +214,18 @@ def _check_agreement(function: str, signature: Any, group: dist.ProcessGroup | N
         return
     call = (function, signature)
     digest = hashlib.blake2b(repr(call).encode(), digest_size=7).digest()
-    number = int.from_bytes(digest, "little")
-    bounds = torch.tensor([number, -number])
+    value = int.from_bytes(digest, "little")
+    bounds = torch.tensor([value, -value])
     dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
     largest, smallest = bounds.tolist()
     if largest == -smallest:
         return
-    everyone: list[Any] = [None] * get_world_size(group)
-    dist.all_gather_object(everyone, call, group)
-    other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
+    calls: list[Any] = [None] * get_world_size(group)
+    dist.all_gather_object(calls, call, group)
+    other = next(rank for rank, rank_call in enumerate(calls) if rank_call != calls[0])
     raise DistributedError(
         f"{function} requires the same call, shapes and dtypes on every rank: rank 0 has "
-        f"{_format(everyone[0])}, rank {other} has {_format(everyone[other])}"
+        f"{_format(calls[0])}, rank {other} has {_format(calls[other])}"
     )
 
 

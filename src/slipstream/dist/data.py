@@ -22,8 +22,12 @@ def get_data_device(data: Tensor | Mapping[Any, Any] | Iterable[Any]) -> torch.d
     devices = {tensor.device for tensor in _tensors(data)}
     if len(devices) == 1:
         return devices.pop()
-    found = ", ".join(sorted(map(str, devices))) or "none"
-    raise DataError(f"all tensors in the data must be on the same device; found tensors on: {found}")
+    if not devices:
+        raise DataError("the data contains no tensors, so it has no device")
+    raise DataError(
+        "all tensors in the data must be on the same device, but they are on the devices "
+        f"{', '.join(sorted(map(str, devices)))}"
+    )
 
 
 def cast_data_device(data: Any, device: torch.device, out: Any = None) -> Any:
@@ -52,7 +56,7 @@ def cast_data_device(data: Any, device: torch.device, out: Any = None) -> Any:
             f"the data must consist of tensors in dicts, lists or tuples, not {type(data).__name__}"
         )
     if out is None:
-        return _like(data, keys, [cast_data_device(part, device) for part in parts])
+        return _rebuild(data, keys, [cast_data_device(part, device) for part in parts])
     same = set(out) == set(keys) if isinstance(out, Mapping) else len(out) == len(keys)
     if isinstance(out, Mapping) != isinstance(data, Mapping) or not same:
         raise DataError("`out` must have the same structure as the data: the same keys and lengths")
@@ -61,7 +65,7 @@ def cast_data_device(data: Any, device: torch.device, out: Any = None) -> Any:
     return out
 
 
-def _like(data: Any, keys: list[Any], parts: list[Any]) -> Any:
+def _rebuild(data: Any, keys: list[Any], parts: list[Any]) -> Any:
     if isinstance(data, Mapping):
         return type(data)(zip(keys, parts, strict=True))  # type: ignore[call-arg]
     return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)

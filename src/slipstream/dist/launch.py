@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from slipstream.dist.failure_detection import start_failure_detection
 from slipstream.dist.info import is_distributed
-from slipstream.dist.placement import Placement, placement
+from slipstream.dist.placement import Placement, read_placement
 from slipstream.dist.rendezvous import open_store
 from slipstream.errors import DistributedError, did_you_mean
 from slipstream.typecheck import Rule, matches, shown
@@ -64,23 +64,25 @@ def init_dist(launcher: str, backend: str | None = None, init_backend: str = "to
     _check_known(backend)
     if init_backend != "torch":
         raise DistributedError(f"init_backend must be 'torch', not {init_backend!r}")
-    here = placement(launcher, os.environ, kwargs.pop("port", None))
+    placement = read_placement(launcher, os.environ, kwargs.pop("port", None))
     os.environ.pop("LOCAL_WORLD_SIZE", None)
-    os.environ.update(here.environ())
+    os.environ.update(placement.environ())
     # Without `check_available`, a CUDA build returns "cuda" even on a machine without a GPU.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    own = _BACKENDS.get(accelerator.type) if accelerator else None
-    backend = backend or (f"cpu:gloo,{accelerator.type}:{own}" if accelerator and own else "gloo")
+    native = _BACKENDS.get(accelerator.type) if accelerator else None
+    backend = backend or (f"cpu:gloo,{accelerator.type}:{native}" if accelerator and native else "gloo")
     if accelerator is not None:
         _check_supports(backend, accelerator.type)
-        torch.accelerator.set_device_index(_device_index(here, torch.accelerator.device_count(), backend))
+        torch.accelerator.set_device_index(
+            _device_index(placement, torch.accelerator.device_count(), backend)
+        )
     if "timeout" in kwargs and not isinstance(kwargs["timeout"], timedelta):
         kwargs["timeout"] = timedelta(seconds=kwargs["timeout"])
     init_timeout = float(kwargs.pop("init_timeout", 300))
     if not kwargs.get("init_method") and not kwargs.get("store"):
-        kwargs["store"] = open_store(here, init_timeout)
+        kwargs["store"] = open_store(placement, init_timeout)
         kwargs["store"].set_timeout(kwargs.get("timeout", timedelta(minutes=30)))
-    dist.init_process_group(backend, rank=here.rank, world_size=here.world_size, **kwargs)
+    dist.init_process_group(backend, rank=placement.rank, world_size=placement.world_size, **kwargs)
     start_failure_detection()
 
 
@@ -115,31 +117,29 @@ def _check_supports(backend: str, device: str) -> None:
         kind, _, name = part.rpartition(":")
         if kind in ("", device) and device in supported.get(name, ()):
             return
-    if (own := _BACKENDS.get(device)) is None:
+    if (native := _BACKENDS.get(device)) is None:
         remedy = f"torch.distributed has no known backend for {device}; start one process"
-    elif own in supported:
-        remedy = f"use '{own}' or 'cpu:gloo,{device}:{own}', or remove the option"
+    elif native in supported:
+        remedy = f"use '{native}' or 'cpu:gloo,{device}:{native}', or remove the option"
     else:
-        remedy = (
-            f"install a build of torch{'_npu' if device == 'npu' else ''} that includes the backend '{own}'"
-        )
+        remedy = f"install a build of torch{'_npu' if device == 'npu' else ''} that includes the backend '{native}'"
     raise DistributedError(f"dist_cfg.backend: '{backend}' does not support tensors on {device}; {remedy}")
 
 
-def _device_index(here: Placement, count: int, backend: str) -> int:
+def _device_index(placement: Placement, count: int, backend: str) -> int:
     """Return the index of this process's device among the visible devices.
 
     A launcher may make only one device visible to each process (`srun --gpus-per-task=1`). The index is then 0
     for every local rank.
     """
-    if here.local_rank < count:
-        return here.local_rank
+    if placement.local_rank < count:
+        return placement.local_rank
     shared = not any(name in backend for name in _BACKENDS.values())
     if shared or (count == 1 and any(name in os.environ for name in _MASKS)):
-        return here.local_rank % count
+        return placement.local_rank % count
     mask = next((f" ({name}={os.environ[name]})" for name in _MASKS if name in os.environ), "")
     gloo = ", or use backend='gloo'" if "nccl" in backend else ""  # gloo supports CUDA tensors
     raise DistributedError(
-        f"no device for {here.describe('LOCAL_RANK')}: {backend} requires one device for each process on this machine, "
-        f"but only {count} are visible{mask}; start {count} processes per machine{gloo}"
+        f"no device for {placement.describe('LOCAL_RANK')}: {backend} requires one device for each process on this "
+        f"machine, but only {count} are visible{mask}; start {count} processes per machine{gloo}"
     )

@@ -62,28 +62,30 @@ def gather_named_tensors(
     kinds = all_gather_object({name: (t.shape, t.dtype, t.layout) for name, t in tensors.items()}, group)
     gathered: list[dict[str, Tensor]] = [{} for _ in kinds]
     device = get_comm_device(group)
-    for name, (shape, dtype, layout) in {n: kind for of_rank in kinds for n, kind in of_rank.items()}.items():
+    for name, (shape, dtype, layout) in {
+        n: kind for rank_kinds in kinds for n, kind in rank_kinds.items()
+    }.items():
         if layout is torch.strided:
             sent = tensors[name] if name in tensors else torch.zeros(shape, dtype=dtype, device=device)
-            found: list[Any] = all_gather(sent, group)  # HCCL has no `gather`
+            received: list[Any] = all_gather(sent, group)  # HCCL has no `gather`
         else:  # sparse tensors on different ranks have different sizes
-            found = all_gather_object(tensors[name].cpu() if name in tensors else None, group)
-        for rank, received in enumerate(found):
+            received = all_gather_object(tensors[name].cpu() if name in tensors else None, group)
+        for rank, tensor in enumerate(received):
             if name in kinds[rank]:
-                gathered[rank][name] = received.cpu()
+                gathered[rank][name] = tensor.cpu()
     return gathered if get_rank(group) == 0 else []
 
 
-def own_or_mean(of_ranks: Sequence[Mapping[str, Tensor]], rank: int, world_size: int) -> dict[str, Tensor]:
+def own_or_mean(saved: Sequence[Mapping[str, Tensor]], rank: int, world_size: int) -> dict[str, Tensor]:
     """Return the tensors of `rank`, or the mean over the saved ranks if the number of ranks has changed.
 
-    `of_ranks` is a result of `gather_named_tensors`, with the tensors of one saved rank in each element.
+    `saved` is a result of `gather_named_tensors`, with the tensors of one saved rank in each element.
     """
-    if len(of_ranks) == world_size:
-        return dict(of_ranks[rank])
-    names = {name: None for tensors in of_ranks for name in tensors}
-    present = {name: [tensors[name] for tensors in of_ranks if name in tensors] for name in names}
-    return {name: torch.stack(found).sum(0) / len(of_ranks) for name, found in present.items()}
+    if len(saved) == world_size:
+        return dict(saved[rank])
+    names = {name: None for tensors in saved for name in tensors}
+    values = {name: [tensors[name] for tensors in saved if name in tensors] for name in names}
+    return {name: torch.stack(parts).sum(0) / len(saved) for name, parts in values.items()}
 
 
 def broadcast_object_list(data: list[Any], src: int = 0, group: dist.ProcessGroup | None = None) -> None:

@@ -10,7 +10,16 @@ from typing import Literal
 
 from slipstream.errors import DistributedError, did_you_mean
 
-__all__ = ["LAUNCHERS", "Launcher", "Placement", "first_set", "infer_launcher", "number", "placement", "text"]
+__all__ = [
+    "LAUNCHERS",
+    "Launcher",
+    "Placement",
+    "first_set",
+    "infer_launcher",
+    "read_int",
+    "read_placement",
+    "read_str",
+]
 
 Launcher = Literal["none", "pytorch", "slurm", "mpi"]
 LAUNCHERS: tuple[Launcher, ...] = ("none", "pytorch", "slurm", "mpi")
@@ -55,7 +64,7 @@ class Placement:
         return values if self.local_size is None else {**values, "LOCAL_WORLD_SIZE": str(self.local_size)}
 
 
-def placement(launcher: str, environ: Mapping[str, str], port: int | str | None = None) -> Placement:
+def read_placement(launcher: str, environ: Mapping[str, str], port: int | str | None = None) -> Placement:
     """Read the placement of this process from the environment variables that `launcher` sets.
 
     Raises:
@@ -70,13 +79,13 @@ def placement(launcher: str, environ: Mapping[str, str], port: int | str | None 
             f"unknown launcher {launcher!r}{did_you_mean(launcher, LAUNCHERS)}; "
             f"use one of {', '.join(readers)}"
         )
-    here = readers[launcher](environ, str(port) if port else None)
-    if here.rank >= here.world_size:
+    placement = readers[launcher](environ, str(port) if port else None)
+    if placement.rank >= placement.world_size:
         raise DistributedError(
-            f"{here.describe('RANK')} must be less than {here.describe('WORLD_SIZE')}; ranks start at 0, and the world "
-            "size is the total number of processes on all machines"
+            f"{placement.describe('RANK')} must be less than {placement.describe('WORLD_SIZE')}; ranks start at 0, and "
+            "the world size is the total number of processes on all machines"
         )
-    return here
+    return placement
 
 
 def infer_launcher(environ: Mapping[str, str] | None = None) -> Launcher:
@@ -90,7 +99,7 @@ def infer_launcher(environ: Mapping[str, str] | None = None) -> Launcher:
     return "slurm" if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ else "none"
 
 
-def text(environ: Mapping[str, str], name: str, launcher: str) -> str:
+def read_str(environ: Mapping[str, str], name: str, launcher: str) -> str:
     """Return the value of a variable that the launcher must have set."""
     if not environ.get(name):
         raise DistributedError(
@@ -100,9 +109,9 @@ def text(environ: Mapping[str, str], name: str, launcher: str) -> str:
     return environ[name]
 
 
-def number(environ: Mapping[str, str], name: str, launcher: str) -> int:
+def read_int(environ: Mapping[str, str], name: str, launcher: str) -> int:
     """Return the value of a variable that must be a non-negative integer."""
-    value = text(environ, name, launcher)
+    value = read_str(environ, name, launcher)
     if not value.isdecimal():
         raise DistributedError(
             f"the environment variable {name} must be a non-negative integer, not {value!r}"
@@ -118,12 +127,12 @@ def first_set(environ: Mapping[str, str], *names: str) -> str:
 def _torchrun(environ: Mapping[str, str], port: str | None) -> Placement:
     local = environ.get("LOCAL_WORLD_SIZE")
     return Placement(
-        rank=number(environ, "RANK", "pytorch"),
-        local_rank=number(environ, "LOCAL_RANK", "pytorch"),
-        world_size=number(environ, "WORLD_SIZE", "pytorch"),
-        master_addr=text(environ, "MASTER_ADDR", "pytorch"),
-        master_port=port or str(number(environ, "MASTER_PORT", "pytorch")),
-        local_size=number(environ, "LOCAL_WORLD_SIZE", "pytorch") if local else None,
+        rank=read_int(environ, "RANK", "pytorch"),
+        local_rank=read_int(environ, "LOCAL_RANK", "pytorch"),
+        world_size=read_int(environ, "WORLD_SIZE", "pytorch"),
+        master_addr=read_str(environ, "MASTER_ADDR", "pytorch"),
+        master_port=port or str(read_int(environ, "MASTER_PORT", "pytorch")),
+        local_size=read_int(environ, "LOCAL_WORLD_SIZE", "pytorch") if local else None,
     )
 
 
@@ -135,11 +144,11 @@ def _mpi(environ: Mapping[str, str], port: str | None) -> Placement:
             f"launcher 'mpi' requires one of {names}, but none is set; start the program with mpirun"
         )
     rank, size, local_rank, local_size = families[0]
-    world = number(environ, size, "mpi")
-    local = number(environ, local_size, "mpi") if environ.get(local_size) else None
+    world = read_int(environ, size, "mpi")
+    local = read_int(environ, local_size, "mpi") if environ.get(local_size) else None
     return Placement(
-        rank=number(environ, rank, "mpi"),
-        local_rank=number(environ, local_rank, "mpi"),
+        rank=read_int(environ, rank, "mpi"),
+        local_rank=read_int(environ, local_rank, "mpi"),
         world_size=world,
         master_addr=environ.get("MASTER_ADDR") or _mpi_master(world, local, local_size),
         master_port=port or _mpi_port(environ),
@@ -160,7 +169,7 @@ def _mpi_master(world: int, local: int | None, local_size: str) -> str:
 
 def _mpi_port(environ: Mapping[str, str]) -> str:
     if environ.get("MASTER_PORT"):
-        return str(number(environ, "MASTER_PORT", "mpi"))
+        return str(read_int(environ, "MASTER_PORT", "mpi"))
     # Two jobs on one machine need different ports. Open MPI sets a job name; Hydra sets no variable for it.
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
     if not job:

@@ -23,11 +23,11 @@ from slipstream.errors import DistributedError
 __all__ = ["open_store"]
 
 
-def open_store(here: Placement, seconds: float) -> Store:
+def open_store(placement: Placement, seconds: float) -> Store:
     """Return a store for this job after every rank has connected to it; rank 0 or torchrun runs the server.
 
     Args:
-        here: placement of this process; rank 0 (or torchrun) listens at `master_port`.
+        placement: placement of this process; rank 0 (or torchrun) listens at `master_port`.
         seconds: timeout for connecting to rank 0, and then for waiting for the other ranks.
 
     Raises:
@@ -36,133 +36,133 @@ def open_store(here: Placement, seconds: float) -> Store:
             environment variables and their values.
     """
     elastic = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves = here.rank == 0 and not elastic
-    store = _serve(here, seconds) if serves else _connect(here, seconds)
+    serves = placement.rank == 0 and not elastic
+    store = _serve(placement, seconds) if serves else _connect(placement, seconds)
     try:
         # torchrun keeps its store when it restarts the processes, so the counter is not reset.
-        is_leader = here.rank == 0 and (elastic or store.add("rank 0", 1) == 1)
-        return _gather(here, store, seconds) if is_leader else _follow(here, store, seconds)
+        is_leader = placement.rank == 0 and (elastic or store.add("rank 0", 1) == 1)
+        return _gather(placement, store, seconds) if is_leader else _follow(placement, store, seconds)
     except dist.DistError as error:
         raise DistributedError(
-            f"rank 0 did not respond at {_master(here)} during the rendezvous; check whether rank 0 is running, and "
-            "if it has exited, read its error message"
+            f"rank 0 did not respond at {_master(placement)} during the rendezvous; check whether rank 0 is running, "
+            "and if it has exited, read its error message"
         ) from error
 
 
-def _serve(here: Placement, seconds: float) -> Store:
+def _serve(placement: Placement, seconds: float) -> Store:
     try:
-        return _store(here, seconds, serves=True)
+        return _store(placement, seconds, serves=True)
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
             raise DistributedError(
-                f"rank 0 could not open its port: {here.describe('MASTER_PORT')} is in use on this machine by another "
-                "job or another rank 0; set MASTER_PORT to a free port, and use the same port for every process"
+                f"rank 0 could not open its port: {placement.describe('MASTER_PORT')} is in use on this machine by "
+                "another job or another rank 0; set MASTER_PORT to a free port, and use the same port for every process"
             ) from error
         raise DistributedError(
-            f"rank 0 runs on {socket.gethostname()!r}, but could not connect to itself at {_master(here)} within "
+            f"rank 0 runs on {socket.gethostname()!r}, but could not connect to itself at {_master(placement)} within "
             f"{seconds:g} s; set MASTER_ADDR to the address of this machine"
         ) from error
 
 
-def _connect(here: Placement, seconds: float) -> Store:
+def _connect(placement: Placement, seconds: float) -> Store:
     try:
-        socket.getaddrinfo(here.master_addr, int(here.master_port))
+        socket.getaddrinfo(placement.master_addr, int(placement.master_port))
     except OSError as error:
         raise DistributedError(
-            f"{here.describe('MASTER_ADDR')} could not be resolved on {socket.gethostname()!r}: {error}; "
+            f"{placement.describe('MASTER_ADDR')} could not be resolved on {socket.gethostname()!r}: {error}; "
             "set MASTER_ADDR to the host name or IP address of the machine that runs rank 0"
         ) from error
     # Another program may accept the connection and never respond. torch has no timeout for this case.
     result: queue.SimpleQueue[Store | dist.DistError] = queue.SimpleQueue()
-    threading.Thread(target=lambda: result.put(_attempt(here, seconds)), daemon=True).start()
+    threading.Thread(target=lambda: result.put(_try_to_connect(placement, seconds)), daemon=True).start()
     try:
         store = result.get(timeout=3 * seconds + 10)
     except queue.Empty:
         raise DistributedError(
-            f"the program that listens at {_master(here)} does not respond; set MASTER_PORT to a free port, and use "
-            "the same port for every process"
+            f"the program that listens at {_master(placement)} does not respond; set MASTER_PORT to a free port, and "
+            "use the same port for every process"
         ) from None
     if isinstance(store, dist.DistError):
         raise DistributedError(
-            f"rank {here.rank} on {socket.gethostname()!r} could not connect to rank 0 at {_master(here)} within "
-            f"{seconds:g} s; check that rank 0 is running at this address with the same MASTER_PORT, and that no "
-            "firewall blocks the connection"
+            f"rank {placement.rank} on {socket.gethostname()!r} could not connect to rank 0 at {_master(placement)} "
+            f"within {seconds:g} s; check that rank 0 is running at this address with the same MASTER_PORT, and that "
+            "no firewall blocks the connection"
         ) from store
     return store
 
 
-def _attempt(here: Placement, seconds: float) -> Store | dist.DistError:
+def _try_to_connect(placement: Placement, seconds: float) -> Store | dist.DistError:
     try:
-        return _store(here, seconds)
+        return _store(placement, seconds)
     except dist.DistError as error:
         return error
 
 
-def _store(here: Placement, seconds: float, serves: bool = False) -> Store:
+def _store(placement: Placement, seconds: float, serves: bool = False) -> Store:
     return TCPStore(
-        here.master_addr,
-        int(here.master_port),
-        here.world_size,
+        placement.master_addr,
+        int(placement.master_port),
+        placement.world_size,
         is_master=serves,
         timeout=timedelta(seconds=seconds),
         wait_for_workers=False,
     )
 
 
-def _gather(here: Placement, store: Store, seconds: float) -> Store:
+def _gather(placement: Placement, store: Store, seconds: float) -> Store:
     """Create a session on rank 0, count the ranks that connect, and publish the result.
 
     The result is an error message, or an empty string on success. After a restart, torchrun's store contains the
     earlier keys; the session's prefix separates them from the new keys.
     """
     session = secrets.token_hex(8)
-    inside = PrefixStore(session, store)
-    inside.add("arrived", 1)
-    inside.set("info/1", json.dumps(_info(here)))
-    error = _verify(here, store, inside, session, seconds)
-    inside.set("error", error)
+    session_store = PrefixStore(session, store)
+    session_store.add("arrived", 1)
+    session_store.set("info/1", json.dumps(_info(placement)))
+    error = _verify(placement, store, session_store, session, seconds)
+    session_store.set("error", error)
     if error:
-        _wait_for_readers(inside)
+        _wait_for_readers(session_store)
         raise DistributedError(error)
-    return inside
+    return session_store
 
 
-def _follow(here: Placement, store: Store, seconds: float) -> Store:
+def _follow(placement: Placement, store: Store, seconds: float) -> Store:
     """Request the session from rank 0, join it and wait for the result."""
     # Rank 0 may start up to `seconds` later than this rank and then wait for `seconds`.
     timeout = timedelta(seconds=2 * seconds + 10)
     session_key = f"session/{store.add('requests', 1)}"
     store.wait([session_key], timeout)
-    inside = PrefixStore(store.get(session_key).decode(), store)
-    inside.set(f"info/{inside.add('entries', 1) + 1}", json.dumps(_info(here)))
-    inside.add("arrived", 1)
-    inside.wait(["error"], timeout)
-    error = inside.get("error").decode()
-    inside.add("read", 1)
+    session_store = PrefixStore(store.get(session_key).decode(), store)
+    session_store.set(f"info/{session_store.add('entries', 1) + 1}", json.dumps(_info(placement)))
+    session_store.add("arrived", 1)
+    session_store.wait(["error"], timeout)
+    error = session_store.get("error").decode()
+    session_store.add("read", 1)
     if error:
         raise DistributedError(error)
-    return inside
+    return session_store
 
 
-def _verify(here: Placement, store: Store, inside: Store, session: str, seconds: float) -> str:
+def _verify(placement: Placement, store: Store, session_store: Store, session: str, seconds: float) -> str:
     deadline = time.monotonic() + seconds
     pause = 0.001
     seen: set[int] = set()
-    answered = read = 0
-    while len(seen) < here.world_size:
-        requests, arrived = store.add("requests", 0), inside.add("arrived", 0)
-        for index in range(answered + 1, requests + 1):
+    num_answered = num_read = 0
+    while len(seen) < placement.world_size:
+        requests, arrived = store.add("requests", 0), session_store.add("arrived", 0)
+        for index in range(num_answered + 1, requests + 1):
             store.set(f"session/{index}", session)
-        for index in range(read + 1, arrived + 1):
-            info = json.loads(inside.get(f"info/{index}"))
-            if error := _conflict(here, info, seen):
+        for index in range(num_read + 1, arrived + 1):
+            info = json.loads(session_store.get(f"info/{index}"))
+            if error := _conflict(placement, info, seen):
                 return error
             seen.add(info["rank"])
-        answered, read = requests, arrived
-        if len(seen) < here.world_size and time.monotonic() > deadline:
-            missing = set(range(here.world_size)) - seen
+        num_answered, num_read = requests, arrived
+        if len(seen) < placement.world_size and time.monotonic() > deadline:
+            missing = set(range(placement.world_size)) - seen
             return (
-                f"{here.describe('WORLD_SIZE')}, but only {_ranks(seen)} connected to {_master(here)} within "
+                f"{placement.describe('WORLD_SIZE')}, but only {_ranks(seen)} connected to {_master(placement)} within "
                 f"{seconds:g} s, and {_ranks(missing)} did not; check that every process was started with this address "
                 "and port"
             )
@@ -171,20 +171,24 @@ def _verify(here: Placement, store: Store, inside: Store, session: str, seconds:
     return ""
 
 
-def _info(here: Placement) -> dict[str, Any]:
-    return {"rank": here.rank, "world": here.world_size, "description": here.describe("WORLD_SIZE")}
+def _info(placement: Placement) -> dict[str, Any]:
+    return {
+        "rank": placement.rank,
+        "world": placement.world_size,
+        "description": placement.describe("WORLD_SIZE"),
+    }
 
 
-def _conflict(here: Placement, info: dict[str, Any], seen: set[int]) -> str:
-    if info["world"] != here.world_size:
+def _conflict(placement: Placement, info: dict[str, Any], seen: set[int]) -> str:
+    if info["world"] != placement.world_size:
         return (
-            f"rank 0 has {here.describe('WORLD_SIZE')}, but rank {info['rank']} has {info['description']}; "
-            f"all processes that connect to {_master(here)} must have the same world size"
+            f"rank 0 has {placement.describe('WORLD_SIZE')}, but rank {info['rank']} has {info['description']}; "
+            f"all processes that connect to {_master(placement)} must have the same world size"
         )
     if info["rank"] in seen:
         return (
-            f"rank {info['rank']} connected twice to {_master(here)}; each process requires a unique rank "
-            f"({here.sources.get('RANK', 'RANK')}), and each job requires a unique port"
+            f"rank {info['rank']} connected twice to {_master(placement)}; each process requires a unique rank "
+            f"({placement.sources.get('RANK', 'RANK')}), and each job requires a unique port"
         )
     return ""
 
@@ -197,8 +201,8 @@ def _wait_for_readers(store: Store) -> None:
             time.sleep(0.05)
 
 
-def _master(here: Placement) -> str:
-    return f"{here.describe('MASTER_ADDR')}, {here.describe('MASTER_PORT')}"
+def _master(placement: Placement) -> str:
+    return f"{placement.describe('MASTER_ADDR')}, {placement.describe('MASTER_PORT')}"
 
 
 def _ranks(ranks: Iterable[int]) -> str:

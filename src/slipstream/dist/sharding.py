@@ -15,7 +15,16 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["is_sharded", "largest", "local", "mesh_of", "placements_on", "shard_like", "whole", "with_local"]
+__all__ = [
+    "full_tensor",
+    "is_sharded",
+    "local_shard",
+    "max_abs",
+    "mesh_of",
+    "placements_on",
+    "shard_like",
+    "with_local",
+]
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -36,7 +45,7 @@ def placements_on(mesh: DeviceMesh) -> tuple[Any, ...]:
     return (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0))
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Return the local shard of a sharded tensor, without a copy; plain tensors are returned unchanged."""
     if not is_sharded(tensor):
         return tensor
@@ -59,32 +68,37 @@ def with_local(tensor: Tensor, shard: Tensor) -> Tensor:
     )
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor, detached, on every process; this call is collective for a sharded tensor."""
     full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return full.detach()
 
 
-def largest(tensors: Sequence[Tensor]) -> Tensor:
+def max_abs(tensors: Sequence[Tensor]) -> Tensor:
     """Return the largest absolute value in sharded tensors as a 0-dim tensor, the same on all processes.
 
     A process may have an empty shard of some or all tensors; torch's infinity norm fails in this case.
     """
-    shards = [shard for shard in map(local, tensors) if shard.numel()]
-    found = torch.zeros((), dtype=tensors[0].dtype, device=local(tensors[0]).device)
+    shards = [shard for shard in map(local_shard, tensors) if shard.numel()]
+    result = torch.zeros((), dtype=tensors[0].dtype, device=local_shard(tensors[0]).device)
     if shards:
-        found = torch.stack(torch._foreach_norm(shards, float("inf"))).max().to(found)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found
+        result = torch.stack(torch._foreach_norm(shards, float("inf"))).max().to(result)
+    dist.all_reduce(result, dist.ReduceOp.MAX)
+    return result
 
 
-def shard_like(value: Any, own: Any) -> Any:
-    """Shard `value` like `own` if `own` is sharded and has the same shape; otherwise return it unchanged.
+def shard_like(value: Any, template: Any) -> Any:
+    """Shard `value` like `template` if `template` is sharded and has the same shape; otherwise return it unchanged.
 
     Every process passes the full `value` and keeps its shard, without communication.
     """
-    if not is_sharded(own) or not isinstance(value, Tensor) or is_sharded(value) or value.shape != own.shape:
+    if (
+        not is_sharded(template)
+        or not isinstance(value, Tensor)
+        or is_sharded(value)
+        or value.shape != template.shape
+    ):
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(value.detach(), own.device_mesh, own.placements, src_data_rank=None)
+    return distribute_tensor(value.detach(), template.device_mesh, template.placements, src_data_rank=None)

@@ -7,7 +7,7 @@ import re
 import subprocess
 from collections.abc import Iterator, Mapping
 
-from slipstream.dist.placement import Placement, first_set, number, text
+from slipstream.dist.placement import Placement, first_set, read_int, read_str
 from slipstream.errors import DistributedError
 
 __all__ = ["expand_nodelist", "first_host", "slurm_placement"]
@@ -24,15 +24,15 @@ def expand_nodelist(nodelist: str) -> list[str]:
         DistributedError: `nodelist` is not a valid node list.
     """
     hosts: list[str] = []
-    at = 0
-    while match := _OUTSIDE_BRACKETS.match(nodelist, at):
+    position = 0
+    while match := _OUTSIDE_BRACKETS.match(nodelist, position):
         pieces = [
             [literal] if literal else list(_numbers(ranges, nodelist))
             for ranges, literal in _PIECE.findall(match[1])
         ]
         hosts += ("".join(parts) for parts in itertools.product(*pieces))
-        at = match.end()
-    if at != len(nodelist) or not hosts or nodelist.endswith(","):
+        position = match.end()
+    if position != len(nodelist) or not hosts or nodelist.endswith(","):
         raise DistributedError(f"{nodelist!r} is not a valid Slurm node list (example: n[01-03,7],gpu1)")
     return hosts
 
@@ -40,14 +40,14 @@ def expand_nodelist(nodelist: str) -> list[str]:
 def first_host(nodelist: str) -> str:
     """Return the first host in a Slurm node list, using `scontrol` if it is installed."""
     try:
-        shown = subprocess.run(
+        result = subprocess.run(
             ["scontrol", "show", "hostnames", nodelist],
             capture_output=True,
             text=True,
             check=True,
             timeout=20,
         )
-        return shown.stdout.split()[0]
+        return result.stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return expand_nodelist(nodelist)[0]
 
@@ -55,14 +55,14 @@ def first_host(nodelist: str) -> str:
 def slurm_placement(environ: Mapping[str, str], port: str | None) -> Placement:
     """Read the placement of a task. A job step that uses only some of the job's nodes has its own node list."""
     size = first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
-    world = number(environ, size, "slurm")
+    world = read_int(environ, size, "slurm")
     if "SLURM_STEP_ID" not in environ and world > 1:
         raise DistributedError(
             f"{size}={world}, but SLURM_STEP_ID is not set: this process runs in the batch script or in the salloc "
             "shell, where Slurm starts only one process; start the program with srun"
         )
     nodes = first_set(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
-    address = environ.get("MASTER_ADDR") or first_host(text(environ, nodes, "slurm"))
+    address = environ.get("MASTER_ADDR") or first_host(read_str(environ, nodes, "slurm"))
     sources = {
         "RANK": "SLURM_PROCID",
         "LOCAL_RANK": "SLURM_LOCALID",
@@ -72,8 +72,8 @@ def slurm_placement(environ: Mapping[str, str], port: str | None) -> Placement:
     if not port and not environ.get("MASTER_PORT"):
         sources["MASTER_PORT"] = f"SLURM_JOB_ID={environ.get('SLURM_JOB_ID')}"
     return Placement(
-        rank=number(environ, "SLURM_PROCID", "slurm"),
-        local_rank=number(environ, "SLURM_LOCALID", "slurm"),
+        rank=read_int(environ, "SLURM_PROCID", "slurm"),
+        local_rank=read_int(environ, "SLURM_LOCALID", "slurm"),
         world_size=world,
         master_addr=address,
         master_port=port or _port(environ),
@@ -84,11 +84,11 @@ def slurm_placement(environ: Mapping[str, str], port: str | None) -> Placement:
 
 def _port(environ: Mapping[str, str]) -> str:
     if environ.get("MASTER_PORT"):
-        return str(number(environ, "MASTER_PORT", "slurm"))
+        return str(read_int(environ, "MASTER_PORT", "slurm"))
     # Jobs that share a node have similar ids. The range avoids Slurm's ports (from 6817, srun from 60001) and
     # Linux's ephemeral ports (from 32768).
-    job = number(environ, "SLURM_JOB_ID", "slurm")
-    step = number(environ, "SLURM_STEP_ID", "slurm") if environ.get("SLURM_STEP_ID") else 0
+    job = read_int(environ, "SLURM_JOB_ID", "slurm")
+    step = read_int(environ, "SLURM_STEP_ID", "slurm") if environ.get("SLURM_STEP_ID") else 0
     return str(20000 + (8 * job + step) % 10000)
 
 

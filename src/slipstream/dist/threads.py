@@ -27,11 +27,11 @@ def wait_for_gloo_threads(timeout: float = 2.0) -> None:
     other ranks. A thread that waits for the GIL also sleeps, but it wakes up when this thread releases the GIL.
     """
     deadline = time.monotonic() + timeout
-    before: list[tuple[str, str]] = []
-    while (now := _states()) and time.monotonic() < deadline:
-        if now == before and all(state == "S" for state, _ in now):
+    previous: list[tuple[str, str]] = []
+    while (current := _states()) and time.monotonic() < deadline:
+        if current == previous and all(state == "S" for state, _ in current):
             return
-        before = now
+        previous = current
         time.sleep(2 * sys.getswitchinterval())  # waiting threads try to acquire the GIL once per interval
 
 

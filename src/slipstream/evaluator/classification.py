@@ -15,7 +15,7 @@ from slipstream.typecheck import PositiveInt, check
 
 __all__ = ["Accuracy"]
 
-_MOST_CLASSES = 200
+_MAX_CLASSES = 200
 """Maximum number of dataset classes for which a confusion matrix is computed if `num_classes` is not set."""
 
 
@@ -63,9 +63,9 @@ class Accuracy(CountingMetric):
     @property
     def _classes(self) -> int:
         """The number of classes in the confusion matrix, the same on all ranks; 0 if there is no matrix."""
-        named = (self.dataset_meta or {}).get("classes")
-        known = len(named) if isinstance(named, list | tuple) and len(named) <= _MOST_CLASSES else 0
-        return self.num_classes or known
+        names = (self.dataset_meta or {}).get("classes")
+        num_names = len(names) if isinstance(names, list | tuple) and len(names) <= _MAX_CLASSES else 0
+        return self.num_classes or num_names
 
     def count(self, counts: Tensor, preds: Tensor, targets: Tensor) -> None:
         """Add the samples of one batch."""
@@ -82,8 +82,8 @@ class Accuracy(CountingMetric):
             bad = bad | (targets >= preds.shape[1])
         # If `counts` was created before the dataset's classes were known, it contains no matrix.
         if len(pairs := counts[len(self.topk) + 2 :]):
-            outside = self._count_pairs(pairs, preds, targets, round(len(pairs) ** 0.5))
-            bad = bad if self.num_classes is None else bad | outside
+            invalid = self._count_pairs(pairs, preds, targets, round(len(pairs) ** 0.5))
+            bad = bad if self.num_classes is None else bad | invalid
         counts[: len(self.topk)].add_(torch.stack([hits[:, :k].sum() for k in self.topk]))
         counts[len(self.topk)].add_(len(targets))
         counts[len(self.topk) + 1].add_(bad.sum())
@@ -112,18 +112,18 @@ class Accuracy(CountingMetric):
 
     def _hits(self, preds: Tensor, targets: Tensor) -> Tensor:
         """Return a bool tensor `(N, max k)`, True where the class at that rank is the target."""
-        widest = max(self.topk)
+        max_k = max(self.topk)
         if preds.ndim == 1:
-            if widest > 1 or preds.is_floating_point():
+            if max_k > 1 or preds.is_floating_point():
                 raise DataError(
                     f"Accuracy got {describe(preds)} as preds; topk={self.topk} requires scores (N, classes)"
                 )
             return (preds == targets)[:, None]
-        if preds.shape[1] < widest:
+        if preds.shape[1] < max_k:
             raise DataError(
-                f"top-{widest} accuracy requires at least {widest} classes, got {preds.shape[1]}; set a smaller topk"
+                f"top-{max_k} accuracy requires at least {max_k} classes, got {preds.shape[1]}; set a smaller topk"
             )
-        return preds.topk(widest, dim=1).indices == targets[:, None]
+        return preds.topk(max_k, dim=1).indices == targets[:, None]
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
         """Return the accuracies in percent (NaN if there are no samples), and set `confusion`.
@@ -131,11 +131,11 @@ class Accuracy(CountingMetric):
         Raises:
             DataError: if ids out of range were counted.
         """
-        right, (total, bad, *cells) = results[: len(self.topk)], results[len(self.topk) :]
+        hits, (total, bad, *cells) = results[: len(self.topk)], results[len(self.topk) :]
         if bad:
-            what = "targets" if self.num_classes is None else "targets or predictions"
+            kind = "targets" if self.num_classes is None else "targets or predictions"
             raise DataError(
-                f"{bad} of {total} {what} are not valid class ids for the model (found by Accuracy); map the dataset's "
+                f"{bad} of {total} {kind} are not valid class ids for the model (found by Accuracy); map the dataset's "
                 "labels to 0..classes-1, or set the model's number of classes to that of the dataset"
             )
         self.confusion = None
@@ -145,5 +145,5 @@ class Accuracy(CountingMetric):
             self.confusion = [cells[row : row + classes] for row in range(0, len(cells), classes)]
         return {
             f"top{k}": 100 * n / total if total else float("nan")
-            for k, n in zip(self.topk, right, strict=True)
+            for k, n in zip(self.topk, hits, strict=True)
         }

@@ -28,7 +28,7 @@ class CountingMetric(BaseMetric):
     _counts: Tensor | None = None
     confusion: list[list[int]] | None = None
     """The confusion matrix of the last evaluation (rows: targets, columns: predictions), if the metric computes one."""
-    reads_scores: ClassVar[bool] = False
+    uses_scores: ClassVar[bool] = False
     """Whether the metric uses the scores of networks with one output channel instead of their class ids."""
 
     @abstractmethod
@@ -66,16 +66,16 @@ class CountingMetric(BaseMetric):
         """
         counts = self._zeros(torch.device("cpu")) if self._counts is None else self._counts
         self._counts = None
-        return self.read(counts)
+        return self.evaluate_counts(counts)
 
-    def read(self, counts: Tensor) -> dict[str, Any]:
+    def evaluate_counts(self, counts: Tensor) -> dict[str, Any]:
         """Sum the counts over all ranks in place and return the metric's values; synchronizes with the device.
 
         Raises:
             DataError: if labels out of range were counted.
         """
         all_reduce(counts)
-        return self._named(self.compute_metrics(counts.tolist()))
+        return self._add_prefix(self.compute_metrics(counts.tolist()))
 
     def _zeros(self, device: torch.device) -> Tensor:
         # Tensors created in inference mode cannot be modified outside of it (for example by `all_reduce`).

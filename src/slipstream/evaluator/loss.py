@@ -23,10 +23,10 @@ class LossMetric(BaseMetric):
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
         """Return the mean of each loss by name."""
         names = dict.fromkeys(name for losses, _ in results for name in losses)
-        found = {
+        weighted = {
             name: [(losses[name].double(), n) for losses, n in results if name in losses] for name in names
         }
         return {
             name: float(sum(loss * n for loss, n in values) / sum(n for _, n in values))
-            for name, values in found.items()
+            for name, values in weighted.items()
         }

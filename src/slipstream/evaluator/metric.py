@@ -91,7 +91,7 @@ class BaseMetric(ABC):
         failure: Exception | None = None
         if is_main_process():
             try:
-                outcome = [self._computed(results or [])]
+                outcome = [self._compute(results or [])]
             except Exception as error:  # the other ranks wait for the broadcast
                 failure, outcome = error, [f"{type(error).__name__}: {error}"]
         broadcast_object_list(outcome)
@@ -104,16 +104,16 @@ class BaseMetric(ABC):
         metrics: dict[str, Any] = outcome[0]
         return metrics
 
-    def _computed(self, results: list[Any]) -> dict[str, Any]:
+    def _compute(self, results: list[Any]) -> dict[str, Any]:
         if not results:
             warnings.warn(
                 f"{type(self).__name__} has no results because process() was never called "
                 "or did not append to self.results",
                 stacklevel=3,
             )
-        return self._named(self.compute_metrics(results))
+        return self._add_prefix(self.compute_metrics(results))
 
-    def _named(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    def _add_prefix(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Add the prefix to the names and convert scalars to built-in Python numbers."""
         prefix = f"{self.prefix}/" if self.prefix else ""
         return {prefix + name: _plain(value) for name, value in metrics.items()}

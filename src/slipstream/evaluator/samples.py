@@ -15,47 +15,47 @@ __all__ = ["Pair", "describe", "read_pair", "read_tensors"]
 Pair = tuple[Any, Any]
 
 
-def read_pair(data_samples: Any, reader: str) -> Pair:
+def read_pair(data_samples: Any, metric_name: str) -> Pair:
     """Return `(preds, targets)` for a batch.
 
     Args:
         data_samples: a dict with `preds` and `targets`, a tuple `(preds, targets)`, or a list with one such
             dict or tuple per sample, whose tensors are stacked.
-        reader: name of the metric, for error messages.
+        metric_name: name of the metric in error messages.
 
     Raises:
         DataError: if `data_samples` has a different structure.
     """
     if isinstance(data_samples, list) and data_samples and all(_is_sample(s) for s in data_samples):
         preds, targets = zip(*(_split(sample) for sample in data_samples), strict=True)
-        return _stack(preds, reader), _stack(targets, reader)
+        return _stack(preds, metric_name), _stack(targets, metric_name)
     if _is_sample(data_samples):
         return _split(data_samples)
     raise DataError(
-        f"{reader} got {describe(data_samples)}; in predict mode the model must return a dict with "
+        f"{metric_name} got {describe(data_samples)}; in predict mode the model must return a dict with "
         "'preds' and 'targets', or a tuple (preds, targets)"
     )
 
 
-def read_tensors(data_samples: Any, reader: str) -> tuple[Tensor, Tensor]:
+def read_tensors(data_samples: Any, metric_name: str) -> tuple[Tensor, Tensor]:
     """Return `(preds, targets)` like `read_pair`, detached. Both must be tensors on the same device.
 
     Raises:
         DataError: if `data_samples` has a different structure, contains values that are not tensors, or contains
             tensors on different devices, or if the targets are not integers.
     """
-    preds, targets = read_pair(data_samples, reader)
+    preds, targets = read_pair(data_samples, metric_name)
     for name, value in (("preds", preds), ("targets", targets)):
         if not isinstance(value, Tensor):
-            raise DataError(f"{reader} requires {name} to be a tensor, not {describe(value)}")
+            raise DataError(f"{metric_name} requires {name} to be a tensor, not {describe(value)}")
     if preds.device != targets.device:
         raise DataError(
-            f"{reader} got preds on {preds.device} and targets on {targets.device}; "
+            f"{metric_name} got preds on {preds.device} and targets on {targets.device}; "
             "return both on the model's device"
         )
     if targets.is_floating_point() or targets.is_complex():
         raise DataError(
-            f"{reader} requires integer class ids as targets, got {targets.dtype}; convert them with .long()"
+            f"{metric_name} requires integer class ids as targets, got {targets.dtype}; convert them with .long()"
         )
     return preds.detach(), targets.detach()
 
@@ -85,13 +85,13 @@ def _split(sample: Any) -> Pair:
     return preds, targets
 
 
-def _stack(values: tuple[Any, ...], reader: str) -> Any:
+def _stack(values: tuple[Any, ...], metric_name: str) -> Any:
     if all(isinstance(value, int | float) for value in values):
         return torch.tensor(values)
     if not all(isinstance(value, Tensor) for value in values):
         return list(values)  # for metrics that accept lists, such as boxes
     if len({value.shape for value in values}) > 1:
         raise DataError(
-            f"{reader} got samples of different sizes in one batch; set the batch size (or the chunk size) to 1"
+            f"{metric_name} got samples of different sizes in one batch; set the batch size (or the chunk size) to 1"
         )
     return torch.stack(values)

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["IoUMetric"]
 
-_KNOWN = ("mIoU", "mDice", "mFscore")
+_IOU_METRICS = ("mIoU", "mDice", "mFscore")
 _DEFAULT_IGNORE_INDEX = 255
-_COPIES = 64  # at least the warp size of the GPU (32, or 64 on AMD)
+_NUM_COPIES = 64  # at least the warp size of the GPU (32, or 64 on AMD)
 
 
 @METRICS.register_module()
@@ -66,10 +66,10 @@ class IoUMetric(CountingMetric):
     ) -> None:
         super().__init__(collect_device, prefix, collect_dir)
         for name in iou_metrics:
-            if name not in _KNOWN:
-                hint = did_you_mean(name, _KNOWN)
+            if name not in _IOU_METRICS:
+                hint = did_you_mean(name, _IOU_METRICS)
                 raise ConfigError(
-                    f"unknown metric {name!r}{hint}; known metrics: {', '.join(_KNOWN)}", "iou_metrics"
+                    f"unknown metric {name!r}{hint}; known metrics: {', '.join(_IOU_METRICS)}", "iou_metrics"
                 )
         self.iou_metrics = tuple(iou_metrics)
         self.per_class = per_class
@@ -114,15 +114,15 @@ class IoUMetric(CountingMetric):
         if self.ignore_index is not None:
             cells.masked_fill_(targets == self.ignore_index, ignored)
         cells = cells.flatten()
-        if cells.device.type == "cpu" or len(counts) * _COPIES > len(cells):
+        if cells.device.type == "cpu" or len(counts) * _NUM_COPIES > len(cells):
             counts.scatter_add_(0, cells, counts.new_ones(1).expand_as(cells))
         else:
             _add_in_copies(counts, cells, ignored)
 
     def _class_ids(self, preds: Tensor, targets: Tensor) -> Tensor:
         """Return the predicted class ids, in the shape of the targets."""
-        scores = preds.ndim == targets.ndim + 1 and preds.shape[1] == self.num_classes
-        ids = preds.argmax(dim=1) if scores else preds
+        has_scores = preds.ndim == targets.ndim + 1 and preds.shape[1] == self.num_classes
+        ids = preds.argmax(dim=1) if has_scores else preds
         if ids.shape != targets.shape or ids.is_floating_point():
             raise DataError(
                 f"IoUMetric got {describe(preds)} as preds and {describe(targets)} as targets; it requires "
@@ -182,19 +182,19 @@ def _add_in_copies(counts: Tensor, cells: Tensor, padding_bin: int) -> None:
     Adjacent pixels often have the same class. On an accelerator, threads that add to the same bin wait for each other,
     so adjacent pixels are counted in different copies.
     """
-    padding = -len(cells) % _COPIES
-    rows = F.pad(cells, (0, padding), value=padding_bin).view(-1, _COPIES)
-    copies = counts.new_zeros(len(counts), _COPIES)
+    padding = -len(cells) % _NUM_COPIES
+    rows = F.pad(cells, (0, padding), value=padding_bin).view(-1, _NUM_COPIES)
+    copies = counts.new_zeros(len(counts), _NUM_COPIES)
     copies.scatter_add_(0, rows, copies.new_ones(1, 1).expand_as(rows))
     counts.add_(copies.sum(1))
     counts[padding_bin].sub_(padding)
 
 
-def _percent(part: npt.ArrayLike, whole: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Return 100 * part / whole, or NaN where `whole` is zero."""
-    part, whole = np.asarray(part, np.float64), np.asarray(whole, np.float64)
+def _percent(part: npt.ArrayLike, total: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """Return 100 * part / total, or NaN where `total` is zero."""
+    part, total = np.asarray(part, np.float64), np.asarray(total, np.float64)
     percent = np.full_like(part, np.nan)
-    np.divide(100 * part, whole, out=percent, where=whole > 0)
+    np.divide(100 * part, total, out=percent, where=total > 0)
     return percent
 
 

@@ -49,8 +49,8 @@ class TorchMetric(BaseMetric):
                 f"must be a torchmetrics Metric or MetricCollection, got {type(self.metric).__name__}",
                 "metric",
             )
-        collection = isinstance(self.metric, nn.ModuleDict)
-        self.name = name or ("" if collection else type(self.metric).__name__)
+        is_collection = isinstance(self.metric, nn.ModuleDict)
+        self.name = name or ("" if is_collection else type(self.metric).__name__)
         self._on_device = False
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
@@ -76,7 +76,7 @@ class TorchMetric(BaseMetric):
         value = self.metric.compute()
         self.metric.reset()
         self._on_device = False
-        return self._named(dict(_flatten(self.name, value)))
+        return self._add_prefix(dict(_flatten(self.name, value)))
 
     def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
         """Not used; torchmetrics stores the state."""

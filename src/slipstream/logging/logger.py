@@ -37,7 +37,7 @@ class MMLogger(logging.Logger):
 
     Attributes:
         console: the rich Console that prints the log lines; a `ProgressBar` on this console stays below them.
-        rank: the rank of this process; ranks other than 0 only print errors to the console.
+        rank: the rank of this process; ranks other than 0 print only errors to the console.
     """
 
     def __init__(self, name: str, console: Console, rank: int = 0) -> None:
@@ -63,7 +63,7 @@ class MMLogger(logging.Logger):
         finally:
             _loggers.reset(token)
 
-    def keep_current(self) -> None:
+    def make_current(self) -> None:
         """Make `get_current_instance` return this logger in this context from now on."""
         _loggers.set(self._with_others())
 
@@ -85,7 +85,7 @@ class MMLogger(logging.Logger):
         """Return the logger of the active Runner in this context, or else a logger that prints to stderr."""
         for logger in reversed(list(_loggers.get().values())):
             return logger
-        return _on_console("slipstream", _console(stderr=True), logging.INFO)
+        return _console_logger("slipstream", _console(stderr=True), logging.INFO)
 
 
 class _ConsoleHandler(logging.Handler):
@@ -151,15 +151,17 @@ def build_logger(
     Args:
         name: name of the run, used by `MMLogger.get_instance(name)`; not printed.
         log_file: file to which messages of all levels are written; its folder is created if it does not exist.
-        level: minimum level printed to the console of rank 0; other ranks only print errors.
+        level: minimum level printed to the console of rank 0; other ranks print only errors.
         rank: rank of this process.
         redactor: replaces secrets in log lines. The default replaces known tokens and secrets from the environment.
 
     Raises:
         ConfigError: if `level` is not a log level of Python's `logging` module.
     """
-    shown = _level_number(level)
-    logger = _on_console(name, _console(), shown if rank == 0 else max(shown, logging.ERROR), rank)
+    console_level = _level_number(level)
+    logger = _console_logger(
+        name, _console(), console_level if rank == 0 else max(console_level, logging.ERROR), rank
+    )
     logger.addFilter(redactor or Redactor())
     if log_file is not None:
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)
@@ -189,10 +191,10 @@ def print_log(msg: object, logger: logging.Logger | str | None = None, level: in
     elif not isinstance(logger, str):
         raise ConfigError(f"logger must be a Logger, a name or None, not {type(logger).__name__}")
     elif logger != "silent":
-        _named(logger).log(level, msg)
+        _find_logger(logger).log(level, msg)
 
 
-def _named(name: str) -> MMLogger:
+def _find_logger(name: str) -> MMLogger:
     known = _loggers.get()
     if name not in known:
         hint = did_you_mean(name, known)
@@ -208,7 +210,7 @@ def _console(stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False)
 
 
-def _on_console(name: str, console: Console, level: int, rank: int = 0) -> MMLogger:
+def _console_logger(name: str, console: Console, level: int, rank: int = 0) -> MMLogger:
     logger = MMLogger(name, console, rank)
     logger.addHandler(_ConsoleHandler(console, level))
     return logger

@@ -144,7 +144,7 @@ class MessageHub:
                 "the state dict is not a saved MessageHub: it requires 'log_scalars' and 'runtime_info'; "
                 "pass the result of MessageHub.state_dict"
             ) from error
-        histories = {key: _loaded(key, history) for key, history in saved.items()}
+        histories = {key: _load_history(key, history) for key, history in saved.items()}
         self._scalars.update(histories)
         self._infos.update(infos)
         self._resumed.update(dict.fromkeys([*histories, *infos], True))
@@ -158,7 +158,7 @@ class MessageHub:
         finally:
             _hubs.reset(token)
 
-    def keep_current(self) -> None:
+    def make_current(self) -> None:
         """Make `get_current_instance` return this hub in this context from now on."""
         _hubs.set(self._with_others())
 
@@ -170,7 +170,7 @@ class MessageHub:
     def get_instance(cls, name: str) -> MessageHub:
         """Return this context's hub `name`; the first call creates it. A run's hub is named after the run."""
         if name not in _hubs.get():
-            cls(name).keep_current()
+            cls(name).make_current()
         return _hubs.get()[name]
 
     @classmethod
@@ -186,7 +186,7 @@ class MessageHub:
         return cls.get_instance("slipstream")
 
 
-def _loaded(key: str, state: Any) -> HistoryBuffer:
+def _load_history(key: str, state: Any) -> HistoryBuffer:
     history = HistoryBuffer()
     try:
         history.load_state_dict(state)
@@ -201,12 +201,12 @@ def _number(key: str, value: Any) -> Number:
     try:
         number = value.item()
     except (AttributeError, ValueError, RuntimeError) as error:
-        what = (
+        description = (
             f"a {type(value).__name__} of shape {tuple(value.shape)}"
             if hasattr(value, "shape")
             else repr(value)
         )
-        raise DataError(f"the scalar '{key}' must be a single number, not {what}") from error
+        raise DataError(f"the scalar '{key}' must be a single number, not {description}") from error
     return _number(key, number)
 
 

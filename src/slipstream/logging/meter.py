@@ -15,7 +15,7 @@ from slipstream.logging.message_hub import MessageHub
 __all__ = ["Meter"]
 
 _Key = tuple[int, str]  # index of the pending step, name of the output
-_Broken = tuple[int, str, float]  # number of the step, name and value of the loss
+_NonFinite = tuple[int, str, float]  # iteration, name and value of the loss
 
 
 class Meter:
@@ -55,13 +55,13 @@ class Meter:
             LossError: if an output is not a 0-dim tensor.
             NonFiniteLossError: raised by `flush`, which runs after every `max_pending` steps.
         """
-        kept = {}
+        detached = {}
         for name, value in outputs.items():
             if not isinstance(value, Tensor) or value.ndim:
                 raise _not_a_scalar(name, value, iteration)
             # A tensor attached to the autograd graph would keep all activations of the step alive.
-            kept[name] = value.detach() if value.requires_grad else value
-        self._pending.append((iteration, kept))
+            detached[name] = value.detach() if value.requires_grad else value
+        self._pending.append((iteration, detached))
         self.newest = iteration
         if len(self._pending) >= self.max_pending:
             self.flush()
@@ -75,23 +75,23 @@ class Meter:
         """
         pending, self._pending = self._pending, []
         values = _read(pending)
-        broken = self._record(pending, values)
-        error = _first_error(broken, self.locate) if broken and not self.tolerant else None
+        non_finite = self._record(pending, values)
+        error = _first_error(non_finite, self.locate) if non_finite and not self.tolerant else None
         if self.agree is not None:
             error = self.agree(error)
         if error is not None:
             raise error
-        self.dropped += dict.fromkeys(iteration for iteration, _, _ in broken)
+        self.dropped += dict.fromkeys(iteration for iteration, _, _ in non_finite)
         if self.on_read:
-            read = [(i, {name: values[n, name] for name in out}) for n, (i, out) in enumerate(pending)]
+            steps = [(i, {name: values[n, name] for name in out}) for n, (i, out) in enumerate(pending)]
             for function in self.on_read:
-                function(read)
+                function(steps)
 
     def _record(
         self, pending: Sequence[tuple[int, Mapping[str, Tensor]]], values: Mapping[_Key, float]
-    ) -> list[_Broken]:
+    ) -> list[_NonFinite]:
         """Write the values to the hub; return the losses that are not finite."""
-        broken: list[_Broken] = []
+        non_finite: list[_NonFinite] = []
         for index, (iteration, outputs) in enumerate(pending):
             for name in outputs:
                 value = values[index, name]
@@ -99,13 +99,13 @@ class Meter:
                 if finite or not self.tolerant:
                     self.hub.update_scalar(f"train/{name}", value)
                 if "loss" in name and not finite:
-                    broken.append((iteration, name, value))
-        return broken
+                    non_finite.append((iteration, name, value))
+        return non_finite
 
 
-def _first_error(broken: Sequence[_Broken], locate: Callable[[], str] | None) -> NonFiniteLossError:
+def _first_error(non_finite: Sequence[_NonFinite], locate: Callable[[], str] | None) -> NonFiniteLossError:
     # Report a single loss term rather than the sum `loss`, which is then also non-finite.
-    term = min((b for b in broken if b[0] == broken[0][0]), key=lambda b: b[1] == "loss")
+    term = min((b for b in non_finite if b[0] == non_finite[0][0]), key=lambda b: b[1] == "loss")
     return _non_finite(*term, locate() if locate else "")
 
 
@@ -116,10 +116,10 @@ def _read(pending: list[tuple[int, dict[str, Tensor]]]) -> dict[_Key, float]:
             keys[value.device][value.dtype].append((index, name))
     values: dict[_Key, float] = {}
     for by_dtype in keys.values():
-        wide = torch.float64 if torch.float64 in by_dtype else torch.float32
+        dtype = torch.float64 if torch.float64 in by_dtype else torch.float32
         # Use one stack per dtype, because stacking promotes mixed dtypes: fp16 with int64 overflows in fp16.
         stacks = [
-            torch.stack([pending[i][1][name] for i, name in group]).to(wide) for group in by_dtype.values()
+            torch.stack([pending[i][1][name] for i, name in group]).to(dtype) for group in by_dtype.values()
         ]
         order = [key for group in by_dtype.values() for key in group]
         values.update(zip(order, torch.cat(stacks).tolist(), strict=True))
@@ -128,11 +128,11 @@ def _read(pending: list[tuple[int, dict[str, Tensor]]]) -> dict[_Key, float]:
 
 def _not_a_scalar(name: str, value: object, iteration: int) -> LossError:
     if isinstance(value, Tensor):
-        what = f"a tensor of shape {tuple(value.shape)}; reduce it with .mean() or .sum()"
+        description = f"a tensor of shape {tuple(value.shape)}; reduce it with .mean() or .sum()"
     else:
-        what = f"{type(value).__name__}; return a 0-dim tensor, such as torch.tensor(value)"
+        description = f"{type(value).__name__}; return a 0-dim tensor, such as torch.tensor(value)"
     return LossError(
-        f"the step's output '{name}' at iteration {iteration} must be a 0-dim tensor, not {what}"
+        f"the step's output '{name}' at iteration {iteration} must be a 0-dim tensor, not {description}"
     )
 
 

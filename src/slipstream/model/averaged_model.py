@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.dist import all_reduce_params
-from slipstream.dist.sharding import local, mesh_of
+from slipstream.dist.sharding import local_shard, mesh_of
 from slipstream.errors import ConfigError, ModelError, did_you_mean
 from slipstream.registry import MODELS
 from slipstream.step.average import copied_to
@@ -177,7 +177,9 @@ class BaseAveragedModel(nn.Module):
             *(module._modules for module in modules),
             *(module._parameters for module in modules),
         ]
-        return _Averaged([local(param) for param in model.parameters()], averaged, owned, _values(owned))
+        return _Averaged(
+            [local_shard(param) for param in model.parameters()], averaged, owned, _values(owned)
+        )
 
     def _buffers_of(self, model: nn.Module) -> list[Tensor]:
         """Return the buffers that are averaged."""

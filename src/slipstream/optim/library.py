@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from slipstream.dist.sharding import whole
+from slipstream.dist.sharding import full_tensor
 from slipstream.errors import ConfigError
 from slipstream.registry import OPTIMIZERS
 
@@ -178,7 +178,7 @@ class BertAdam(_Foreach):
     def _update(self, group: Mapping[str, Any], params: list[Tensor]) -> None:
         grads: _Tensors = _gradients(params)
         if group["max_grad_norm"] > 0:
-            norm = whole(nn.utils.get_total_norm(grads))
+            norm = full_tensor(nn.utils.get_total_norm(grads))
             grads = torch._foreach_mul(grads, (group["max_grad_norm"] / (norm + 1e-6)).clamp(max=1.0))
         means, squares = self._state("exp_avg", params), self._state("exp_avg_sq", params)
         torch._foreach_lerp_(means, grads, 1 - group["b1"])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slipstream.config import options
-from slipstream.dist.sharding import is_sharded, largest, shard_like, whole
+from slipstream.dist.sharding import full_tensor, is_sharded, max_abs, shard_like
 from slipstream.errors import ConfigError, LossError, ModelError
 from slipstream.logging import PhaseTimes, print_log
 from slipstream.optim.kernels import with_own_kernels
@@ -83,7 +83,11 @@ def total_norm(tensors: list[Tensor], norm_type: float = 2.0) -> Tensor:
     """Return the total norm of all tensors (0-dim); for sharded tensors, over all processes."""
     if not any(map(is_sharded, tensors)):
         return nn.utils.get_total_norm(tensors, norm_type)
-    return largest(tensors) if math.isinf(norm_type) else whole(nn.utils.get_total_norm(tensors, norm_type))
+    return (
+        max_abs(tensors)
+        if math.isinf(norm_type)
+        else full_tensor(nn.utils.get_total_norm(tensors, norm_type))
+    )
 
 
 class _Guard(Protocol):

@@ -25,7 +25,7 @@ from slipstream.dist import (
     is_distributed,
     sync_random_seed,
 )
-from slipstream.dist.placement import placement
+from slipstream.dist.placement import read_placement
 from slipstream.errors import DistributedError
 from slipstream.typecheck import NonNegativeInt, Rule
 
@@ -106,7 +106,7 @@ def _unused_launcher() -> str | None:
     """Return the launcher that started several processes, or None."""
     started = infer_launcher()
     try:
-        alone = started == "none" or placement(started, os.environ).world_size == 1
+        alone = started == "none" or read_placement(started, os.environ).world_size == 1
     except DistributedError:  # the job's environment variables are set, but the process's are not
         return None
     return None if alone else started

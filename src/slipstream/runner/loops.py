@@ -278,7 +278,7 @@ class _TrainLoop(BaseLoop):
         for hook in runner.hooks_at("before_train_iter"):
             hook(runner, batch_idx=idx, data_batch=data_batch)
         phases.switch("step")
-        self.step_samples = self._sizes.at(idx, data_batch) * get_world_size()
+        self.step_samples = self._sizes.get(idx, data_batch) * get_world_size()
         outputs = runner.step(data_batch)
         phases.samples += self.step_samples
         phases.switch("logging")
@@ -327,7 +327,7 @@ class _TrainLoop(BaseLoop):
         self._runner.checkpoints.restore_random_state()
         if self._runner.speed.prefetch and can_draw_ahead(self.dataloader):
             feed = DeviceFeed(self.dataloader, self._runner.device, self._runner.speed.prefetch)
-            batches = feed.ahead(batches)
+            batches = feed.move_batches(batches)
         return enumerate(until_one_ends(batches, self.dataloader, self._runner.logger.warning), start)
 
     def _end_pass(self) -> None:

@@ -35,7 +35,7 @@ from slipstream.dist import (
     is_main_process,
     own_or_mean,
 )
-from slipstream.dist.sharding import is_sharded, local, mesh_of, shard_like
+from slipstream.dist.sharding import is_sharded, local_shard, mesh_of, shard_like
 from slipstream.errors import CheckpointError, NonFiniteLossError
 from slipstream.model import unwrap_model
 from slipstream.model.pretrained import load_pretrained, needs_pretrained
@@ -337,7 +337,7 @@ def check_weights(model: nn.Module, iteration: int) -> None:
     ]
     if not named:
         return
-    flags = torch.stack([local(tensor).isfinite().all() for _, tensor in named])
+    flags = torch.stack([local_shard(tensor).isfinite().all() for _, tensor in named])
     if any(is_sharded(tensor) for _, tensor in named):  # all ranks must obtain the same result
         whole_flags = flags.float()
         all_reduce(whole_flags, "min")

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _get_capturable_supported_devices
 
 from slipstream.config import optional
-from slipstream.dist.sharding import is_sharded, local
+from slipstream.dist.sharding import is_sharded, local_shard
 from slipstream.errors import ConfigError, NonFiniteLossError, did_you_mean
 from slipstream.step.leaves import leaves_of
 from slipstream.step.numerics import all_finite, keep_unless
@@ -294,7 +294,7 @@ def _can_undo(optimizer: Optimizer, params: list[nn.Parameter], device: torch.de
 def _updated(optimizer: Optimizer, params: list[Tensor], device: torch.device) -> list[Tensor]:
     """Return the local tensors that a step changes: parameters and their state."""
     state = (value for p in params for value in optimizer.state.get(p, {}).values())
-    return [local(t) for t in (*params, *state) if isinstance(t, Tensor) and t.device == device]
+    return [local_shard(t) for t in (*params, *state) if isinstance(t, Tensor) and t.device == device]
 
 
 def _finite_everywhere(params: list[nn.Parameter], device: torch.device) -> Tensor:
@@ -310,7 +310,7 @@ def _finite_everywhere(params: list[nn.Parameter], device: torch.device) -> Tens
 
 
 def _values(grad: Tensor) -> Tensor:
-    return grad._values() if grad.is_sparse else local(grad)
+    return grad._values() if grad.is_sparse else local_shard(grad)
 
 
 def _count_on_device(optimizer: Optimizer) -> None:
@@ -360,7 +360,7 @@ class Locator:
 
     def _not_finite(self, values: Any) -> Tensor:
         tensors = [
-            local(value)
+            local_shard(value)
             for value in leaves_of(values)
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel()
         ]

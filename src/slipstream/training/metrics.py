@@ -138,7 +138,7 @@ class _Binary(_Overlap):
     """
 
     label: ClassVar[str]
-    reads_scores = True
+    uses_scores = True
 
     def __init__(
         self,

@@ -169,7 +169,7 @@ class SupervisedModel(Segmentor, PretrainedWeights):
         """Return the metrics over all ranks by name, and reset the counts. Causes a device synchronization."""
         values: dict[str, Any] = {}
         for metric, counts in zip(self.train_metrics, self._counts(), strict=True):
-            values.update(metric.read(counts))
+            values.update(metric.evaluate_counts(counts))
             counts.zero_()
         return values
 
@@ -179,7 +179,7 @@ class SupervisedModel(Segmentor, PretrainedWeights):
             return
         found = self.predictions(outputs, inputs, targets)
         for metric, counts in zip(self.train_metrics, self._counts(), strict=True):
-            preds = found["scores"] if metric.reads_scores and "scores" in found else found["preds"]
+            preds = found["scores"] if metric.uses_scores and "scores" in found else found["preds"]
             metric.count(counts, preds.detach(), found["targets"])
 
     def _counts(self) -> list[Tensor]:

@@ -254,7 +254,9 @@ class _FirstBatches(EpochBatchSampler):
 def _repeated(loader: DataLoader[Any], batches: EpochBatchSampler, count: int) -> DataLoader[Any]:
     """Return a copy of the loader that repeats its first batches in one pass, so that workers load continuously."""
     options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
-    first = _FirstBatches(batches.batch_sampler, batches.seed, batches.samples, batches.stamp, batches.limit)
+    first = _FirstBatches(
+        batches.batch_sampler, batches.seed, batches.samples, batches.use_sample_index, batches.limit
+    )
     first.count = count
     found = RunLoader(loader.dataset, batch_sampler=first, **options)
     found.stall_warning = getattr(loader, "stall_warning", found.stall_warning)

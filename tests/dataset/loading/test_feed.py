@@ -99,7 +99,7 @@ def test_early_break_closes_the_loader_and_the_next_pass_is_complete():
 def test_ahead_method_continues_an_iterator():
     loader = iter(range(9))
     assert next(loader) == 0
-    assert list(fed(range(9)).ahead(loader)) == list(range(1, 9))
+    assert list(fed(range(9)).move_batches(loader)) == list(range(1, 9))
 
 
 def test_cpu_feed_returns_batches_unchanged_without_drawing_ahead():
@@ -167,7 +167,7 @@ def test_worker_error_is_raised():
     seen, loader = [], DataLoader(Broken(), batch_size=4, num_workers=1)
     iterator = iter(loader)
     with pytest.raises(ValueError, match="no such image"):
-        collect(seen, fed(loader).ahead(iterator))
+        collect(seen, fed(loader).move_batches(iterator))
     iterator._shutdown_workers()
     assert len(seen) == 3
 
@@ -213,21 +213,23 @@ def pinners():
 
 
 def test_pinning_thread_keeps_the_order_and_ends_with_the_iteration(pinning):
-    assert list(module._pinned(iter(range(7)), torch.device("cuda:0"))) == list(range(7))
+    assert list(module._pin_batches(iter(range(7)), torch.device("cuda:0"))) == list(range(7))
     assert len(pinning) == 7
     assert all(name.startswith("slipstream-pin") for name in pinning)
     assert pinners() == []
 
 
 def test_pinning_thread_ends_after_an_early_break(pinning):
-    for batch in module._run_ahead(module._pinned(iter(range(9)), torch.device("cuda:0")), CopyStream(), 2):
+    for batch in module._run_ahead(
+        module._pin_batches(iter(range(9)), torch.device("cuda:0")), CopyStream(), 2
+    ):
         if batch == 1:
             break
     assert pinners() == []
 
 
 def test_pinning_thread_error_is_raised_after_earlier_batches(pinning):
-    batches, seen = module._pinned(iter([0, 1, "bad", 3]), torch.device("cuda:0")), []
+    batches, seen = module._pin_batches(iter([0, 1, "bad", 3]), torch.device("cuda:0")), []
     with pytest.raises(RuntimeError, match="out of memory"):
         collect(seen, module._run_ahead(batches, CopyStream(), 2))
     assert seen == [0, 1]

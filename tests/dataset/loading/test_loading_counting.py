@@ -69,7 +69,7 @@ def build(cfg):
 def test_sizes_match_the_batches(cfg):
     made = build(cfg)
     sizes = BatchSizes(made)
-    found = [(sizes.at(number, batch), batch[0]) for number, batch in enumerate(made)]
+    found = [(sizes.get(number, batch), batch[0]) for number, batch in enumerate(made)]
     assert found
     for size, inputs in found:
         assert size == len(inputs)
@@ -93,7 +93,7 @@ def test_sizes_match_the_samples_that_a_sampler_draws(sampler, expected, workers
     sizes = BatchSizes(made)
     for epoch, numbers in enumerate(expected):
         set_epoch(made, epoch)
-        assert [sizes.at(number, batch) for number, batch in enumerate(made)] == numbers
+        assert [sizes.get(number, batch) for number, batch in enumerate(made)] == numbers
 
 
 def two_views(samples):
@@ -105,7 +105,7 @@ def test_samples_that_a_resumed_run_skips_are_not_counted():
     made = build(loader(TensorDataset(*samples(19)), shuffle=False))
     sizes = BatchSizes(made)
     set_epoch(made, 0, 1, 3)
-    assert [(sizes.at(1 + index, batch), len(batch[0])) for index, batch in enumerate(made)] == [
+    assert [(sizes.get(1 + index, batch), len(batch[0])) for index, batch in enumerate(made)] == [
         (5, 5),
         (3, 3),
     ]

@@ -118,7 +118,7 @@ def test_the_same_seed_gives_the_same_batch():
                 ]
             },
             DataError,
-            "without color changes",
+            "color jitter",
         ),
     ],
 )

@@ -242,7 +242,7 @@ class Stream(IterableDataset):
         (Samples(), dict(skip_errors=True), True, "skip_errors: must be an int of at least 0"),
         (Samples(), dict(skip_errors=-1), True, "skip_errors: must be an int of at least 0, not -1"),
         (Samples(), dict(skip_errors=1.5), True, "skip_errors: must be an int of at least 0"),
-        (Samples(), dict(skip_errors=1), False, "skip_errors: is only supported for training"),
+        (Samples(), dict(skip_errors=1), False, "skip_errors: is supported only for training"),
         (Stream(), dict(skip_errors=1), True, "skip_errors: does not support iterable datasets"),
         (Samples(), dict(skip_error=1), True, "no option 'skip_error'; did you mean 'skip_errors'"),
     ],

@@ -217,7 +217,7 @@ def test_invalid_list_file_raises_an_error(tmp_path, text, message):
         (
             "data",
             "trian",
-            r"no folder 'trian'; did you mean 'train'\? Expected files are left.*data_root_dir=",
+            r"no folder 'trian'; did you mean 'train'\? The expected layout is left.*data_root_dir=",
         ),
         ("data", "empty", r"no image files in .*leftImg8bit\.png.* leftImg8bit/<split>"),
     ],

@@ -57,7 +57,7 @@ def outcome(read, path):
 
 def by_pillow(read, path):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "_plain_png", lambda *_: None)
+        patch.setattr(decode, "_decode_plain_png", lambda *_: None)
         return outcome(read, path)
 
 

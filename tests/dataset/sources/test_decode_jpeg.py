@@ -85,7 +85,9 @@ def test_pixels_match_pillow(
     pixels = read_image(file)
     assert pixels.shape == (height, width, 3)
     np.testing.assert_array_equal(pixels, by_pillow(read_image, file))
-    np.testing.assert_array_equal(decode._plain_jpeg(file, MAX_PIXELS), pixels)  # simplejpeg decodes the file
+    np.testing.assert_array_equal(
+        decode._decode_plain_jpeg(file, MAX_PIXELS), pixels
+    )  # simplejpeg decodes the file
 
 
 @pytest.mark.parametrize("progressive", [False, True])
@@ -95,11 +97,11 @@ def test_pixels_with_vertical_subsampling_match_pillow(file, progressive):
     at = data.index(START_OF_FRAME[progressive]) + 11
     assert data[at] == 0x21
     file.write_bytes(data[:at] + b"\x12" + data[at + 1 :])
-    np.testing.assert_array_equal(decode._plain_jpeg(file, MAX_PIXELS), by_pillow(read_image, file))
+    np.testing.assert_array_equal(decode._decode_plain_jpeg(file, MAX_PIXELS), by_pillow(read_image, file))
 
 
 def test_simplejpeg_decodes_rgb_and_grayscale_files(file, monkeypatch):
-    monkeypatch.setattr(decode, "_by_pillow", None)
+    monkeypatch.setattr(decode, "_decode_with_pillow", None)
     for mode in ("RGB", "L"):
         file.write_bytes(jpeg(picture(40, 30, mode)))
         assert read_image(file).shape == (30, 40, 3)
@@ -109,13 +111,13 @@ def test_simplejpeg_decodes_rgb_and_grayscale_files(file, monkeypatch):
 def test_an_image_in_memory_is_decoded_like_a_file(file, monkeypatch):
     file.write_bytes(jpeg(picture(40, 30)))
     expected = read_image(file)
-    monkeypatch.setattr(decode, "_by_pillow", None)
+    monkeypatch.setattr(decode, "_decode_with_pillow", None)
     assert np.array_equal(read_image(decode.ImageBytes("a.jpg", file.read_bytes())), expected)
 
 
 def test_pillow_decodes_cmyk_files(file):
     file.write_bytes(jpeg(picture(40, 30, "CMYK")))
-    assert decode._plain_jpeg(file, MAX_PIXELS) is None
+    assert decode._decode_plain_jpeg(file, MAX_PIXELS) is None
     np.testing.assert_array_equal(read_image(file), np.asarray(Image.open(file).convert("RGB")))
 
 
@@ -124,7 +126,7 @@ def test_orientation_is_applied(file, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     file.write_bytes(jpeg(picture(40, 30), exif=exif))
-    assert (decode._plain_jpeg(file, MAX_PIXELS) is None) == (2 <= orientation <= 8)
+    assert (decode._decode_plain_jpeg(file, MAX_PIXELS) is None) == (2 <= orientation <= 8)
     assert read_image(file).shape == ((40, 30, 3) if 5 <= orientation <= 8 else (30, 40, 3))
     np.testing.assert_array_equal(read_image(file), by_pillow(read_image, file))
 
@@ -188,7 +190,7 @@ def test_another_jpeg_library_in_pillow_disables_simplejpeg(file, version, monke
     decode._jpeg_decoder.cache_clear()
     try:
         file.write_bytes(jpeg(picture(30, 20)))
-        assert decode._plain_jpeg(file, MAX_PIXELS) is None
+        assert decode._decode_plain_jpeg(file, MAX_PIXELS) is None
         assert read_image(file).shape == (20, 30, 3)
     finally:
         decode._jpeg_decoder.cache_clear()

@@ -76,7 +76,11 @@ def test_consecutive_files_with_the_same_key_form_a_sample(tmp_path):
     ]
     index = shard_index(write(tmp_path / "a.tar", [(name, b"") for name in names]), tmp_path)
     assert index.keys == ["a/x", "b/x", "y.d/z"]
-    assert [index.of(sample) for sample in range(3)] == [["1.jpg", "cls", "seg.png"], ["jpg"], ["json"]]
+    assert [index.sample_extensions(sample) for sample in range(3)] == [
+        ["1.jpg", "cls", "seg.png"],
+        ["jpg"],
+        ["json"],
+    ]
 
 
 def test_two_files_with_the_same_extension_raise_an_error(tmp_path):

@@ -203,7 +203,7 @@ def test_only_visible_pixels_are_read(scale):
 
     read = []
     sample = {key: value.view(Recorded) for key, value in make(200, 100).items()}
-    region = CropRegion.whole(sample["mask"]).resized((round(200 * scale), round(100 * scale)))
+    region = CropRegion.identity(sample["mask"]).resized((round(200 * scale), round(100 * scale)))
     region.cropped(round(100 * scale), round(40 * scale), (round(20 * scale), round(10 * scale))).render(
         sample
     )
@@ -229,7 +229,7 @@ def test_rendered_tensors_do_not_share_memory_with_the_sample():
 
 
 def test_image_box_excludes_padding():
-    whole = CropRegion.whole(np.zeros((4, 6), np.uint8))
+    whole = CropRegion.identity(np.zeros((4, 6), np.uint8))
     padded = whole.padded(3, 1, (10, 8), (7, 7, 7, 7))
     assert padded.image_box == (3, 1, 9, 5)
     assert padded.flipped().image_box == (1, 1, 7, 5)

@@ -1,4 +1,4 @@
-"""Color changes and normalization on the device, compared with independent references."""
+"""Color jitter and normalization on the device, compared with independent references."""
 
 from __future__ import annotations
 

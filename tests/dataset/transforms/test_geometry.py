@@ -320,7 +320,7 @@ def test_composed_transforms_match_transforms_applied_one_by_one():
     wanted = make()
     for transform in transforms:
         wanted = transform(wanted, rng())
-    found = compose(transforms, make(), rng()).packed()
+    found = compose(transforms, make(), rng()).apply()
     np.testing.assert_array_equal(found["targets"], wanted["mask"])
     np.testing.assert_array_equal(found["inputs"].permute(1, 2, 0), wanted["image"])
 

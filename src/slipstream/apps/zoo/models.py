@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from slipstream.apps.zoo.network import Network
 from slipstream.apps.zoo.timm_networks import PREFIX
-from slipstream.checkpoint import load_checkpoint, load_weights, local_checkpoint, revise, shown_source
+from slipstream.checkpoint import load_checkpoint, load_weights, local_checkpoint, redacted_source, revise
 from slipstream.errors import CheckpointError, ConfigError, ModelError, UnknownNameError, did_you_mean
 from slipstream.logging import print_log
 from slipstream.model.pretrained import load_pretrained
@@ -177,7 +177,7 @@ def load(
     part = network.get_submodule(path)
     with local_checkpoint(checkpoint_path, checkpoint_sha256) as file:
         checkpoint = load_checkpoint(file)
-    source = shown_source(checkpoint_path)
+    source = redacted_source(checkpoint_path)
     state = _weights(checkpoint, source)
     if any(key.startswith("network.") for key in state):
         state = {key: value for key, value in state.items() if key.startswith("network.")}

@@ -296,7 +296,7 @@ def _result(image: RGB, prepared: PreparedImage, scores: Tensor, processing: Pro
         found = ClassificationPrediction(float(probabilities[label]), label, (height, width))
         return ImageClassificationPrediction(image, found, names)
     ids = (scores[0] > 0).long() if binary else scores.argmax(0)
-    mask = prepared.at_image_size(ids).numpy()
+    mask = prepared.resize_to_image(ids).numpy()
     palette = processing.palette or ()
     if len(palette) < count:
         palette = default_palette(min(count, 256))

@@ -28,15 +28,15 @@ class BatchSizes:
         self._size = batch_size(loader)
         self._batches = loader.batch_sampler if isinstance(loader.batch_sampler, EpochBatchSampler) else None
 
-    def at(self, number: int, batch: Any) -> int:
-        """Return the number of samples in batch `number` (starting at 0), or 1 if it cannot be determined.
+    def get(self, batch_index: int, batch: Any) -> int:
+        """Return the number of samples in batch `batch_index` (starting at 0), or 1 if it cannot be determined.
 
         Call this method while the pass over the loader is in progress, because the sizes may differ in the next pass.
         """
-        if self._batches is not None and (drawn := self._batches.size_of(number)) is not None:
-            return drawn
-        found = count_samples(batch)
-        return self._size or 1 if found is None else min(found, self._size or found)
+        if self._batches is not None and (size := self._batches.batch_size_at(batch_index)) is not None:
+            return size
+        count = count_samples(batch)
+        return self._size or 1 if count is None else min(count, self._size or count)
 
 
 def count_samples(batch: Any) -> int | None:

@@ -18,7 +18,7 @@ from slipstream.errors import ConfigError
 __all__ = ["CopyStream", "DeviceFeed", "can_draw_ahead", "feed", "read_prefetch"]
 
 Batch = TypeVar("Batch")
-_WITHOUT_STREAMS = ("cpu", "mps", "meta")
+_DEVICES_WITHOUT_STREAMS = ("cpu", "mps", "meta")
 
 
 def read_prefetch(value: Any) -> int:
@@ -100,18 +100,18 @@ class DeviceFeed(Generic[Batch]):
         return len(self.loader)  # type: ignore[arg-type]  # raises the loader's TypeError if it has no length
 
     def __iter__(self) -> Iterator[Batch]:
-        return self.ahead(iter(self.loader))
+        return self.move_batches(iter(self.loader))
 
-    def ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def move_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Return an iterator that moves the remaining batches of an iterator over the loader to the device."""
         if self._copy_stream is None:
             if self.device.type == "cpu":
                 return batches
-            if self.prefetch == 0 or self.device.type in _WITHOUT_STREAMS:
+            if self.prefetch == 0 or self.device.type in _DEVICES_WITHOUT_STREAMS:
                 return (_move(batch, self.device) for batch in batches)
             self._copy_stream = _SideStream(self.device)
-        if not getattr(self.loader, "pin_memory", False) and self.device.type not in _WITHOUT_STREAMS:
-            batches = _pinned(batches, self.device)
+        if not getattr(self.loader, "pin_memory", False) and self.device.type not in _DEVICES_WITHOUT_STREAMS:
+            batches = _pin_batches(batches, self.device)
         return _run_ahead(batches, self._copy_stream, self.prefetch)
 
 
@@ -135,7 +135,7 @@ def _until_failure(batches: Iterator[Any], failures: list[Exception]) -> Iterato
         failures.append(failure)
 
 
-def _pinned(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+def _pin_batches(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     """Yield the batches in pinned memory; a thread pins each batch while the next one is drawn."""
 
     def set_device() -> None:  # otherwise the thread's first call would initialize device 0
@@ -145,9 +145,9 @@ def _pinned(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
         pinning: Future[Any] | None = None
         failures: list[Exception] = []
         for batch in _until_failure(batches, failures):
-            before, pinning = pinning, thread.submit(_pin, batch)
-            if before is not None:
-                yield before.result()
+            previous, pinning = pinning, thread.submit(_pin, batch)
+            if previous is not None:
+                yield previous.result()
         if pinning is not None:
             yield pinning.result()
         if failures:
@@ -195,8 +195,8 @@ def _pin_tensor(tensor: Tensor) -> Tensor:
 
 
 def _resolve(device: torch.device | str | None) -> torch.device:
-    found = default_device() if device is None else torch.device(device)
-    index: int | None = found.index  # None for "cuda"; torch annotates it as int
-    if index is not None or found.type in _WITHOUT_STREAMS:
-        return found
-    return torch.device(found.type, torch.accelerator.current_device_index())
+    resolved = default_device() if device is None else torch.device(device)
+    index: int | None = resolved.index  # None for "cuda"; torch annotates it as int
+    if index is not None or resolved.type in _DEVICES_WITHOUT_STREAMS:
+        return resolved
+    return torch.device(resolved.type, torch.accelerator.current_device_index())

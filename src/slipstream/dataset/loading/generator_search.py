@@ -57,7 +57,19 @@ def _kinds() -> dict[type, GeneratorKind]:
 
 
 # A dataset or model referenced by the sampler has its own generators, which do not determine the sampling order.
-_NOT_SEARCHED = (type, ModuleType, Tensor, np.ndarray, nn.Module, Dataset, DataLoader, str, bytes, int, float)
+_EXCLUDED_TYPES = (
+    type,
+    ModuleType,
+    Tensor,
+    np.ndarray,
+    nn.Module,
+    Dataset,
+    DataLoader,
+    str,
+    bytes,
+    int,
+    float,
+)
 
 
 def generator_kind(value: Any) -> GeneratorKind | None:
@@ -94,7 +106,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
     """Return the attributes and items of a value that may contain generators, each with the suffix of its name."""
     children: Iterable[tuple[str, Any]]
     if isinstance(value, list | tuple | deque):
-        children = ((f"[{number}]", item) for number, item in enumerate(value))
+        children = ((f"[{index}]", item) for index, item in enumerate(value))
     elif isinstance(value, dict):
         children = ((f"[{key!r}]", item) for key, item in value.items())
     else:
@@ -113,6 +125,6 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 def _is_plain(value: Any) -> bool:
     return (
         value is None
-        or isinstance(value, _NOT_SEARCHED)
+        or isinstance(value, _EXCLUDED_TYPES)
         or (callable(value) and not hasattr(value, "__dict__"))
     )

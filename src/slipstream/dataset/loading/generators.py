@@ -48,7 +48,7 @@ class IsolatedGenerators:
         self._others: tuple[Any, torch.Tensor] | None = None
 
     def __enter__(self) -> IsolatedGenerators:
-        self._outside = random.getstate(), np.random.mtrand.get_bit_generator(), torch.get_rng_state()
+        self._global_state = random.getstate(), np.random.mtrand.get_bit_generator(), torch.get_rng_state()
         np.random.mtrand.set_bit_generator(self._numpy)
         if self._others is not None:
             random.setstate(self._others[0])
@@ -56,7 +56,7 @@ class IsolatedGenerators:
         return self
 
     def __exit__(self, *error: object) -> None:
-        python, numpy, torch_state = self._outside
+        python, numpy, torch_state = self._global_state
         random.setstate(python)
         np.random.mtrand.set_bit_generator(numpy)
         torch.set_rng_state(torch_state)

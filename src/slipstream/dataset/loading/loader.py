@@ -30,7 +30,7 @@ from slipstream.dataset.loading.samplers import (
     check_not_empty,
 )
 from slipstream.dataset.loading.samples import SeededDataset
-from slipstream.dataset.loading.streaming import StreamingSamples, by_index
+from slipstream.dataset.loading.streaming import StreamingSamples, as_map_style
 from slipstream.dataset.loading.waiting import STALL_WARNING, stop_workers
 from slipstream.dataset.loading.worker_init import worker_init
 from slipstream.dataset.loading.workers import check_workers, with_workers
@@ -76,8 +76,8 @@ def build_dataloader(
         DataError: the dataset is empty, or `drop_last` is set and the dataset is smaller than one batch.
     """
     limit = None
-    if isinstance(cfg, Mapping) and isinstance(ready := cfg.get("dataloader"), DataLoader):
-        limit, cfg = _limit(cfg, name), ready
+    if isinstance(cfg, Mapping) and isinstance(existing := cfg.get("dataloader"), DataLoader):
+        limit, cfg = _limit(cfg, name), existing
     if isinstance(cfg, DataLoader):
         check_not_empty(cfg.dataset, name)
         return _check_has_batches(_wrap_loader(cfg, seed, training, limit), name, training)
@@ -117,17 +117,17 @@ def _list_loader(batches: Sequence[Any], seed: int, name: str) -> RunLoader:
     return RunLoader(dataset, batch_size=None, collate_fn=_identity, **_defaults({}, seed))
 
 
-def set_epoch(loader: DataLoader[Any], epoch: int, start: int = 0, used: int = 0) -> None:
+def set_epoch(loader: DataLoader[Any], epoch: int, start: int = 0, skip: int = 0) -> None:
     """Set the epoch of the next iteration over the loader, and the batch at which it starts.
 
     Args:
         loader: a loader.
-        epoch: number of the epoch, starting at 0.
-        start: number of the first batch, starting at 0.
-        used: number of samples to skip at the beginning of this batch; requires `can_start_inside_batch`.
+        epoch: index of the epoch, starting at 0.
+        start: index of the first batch, starting at 0.
+        skip: number of samples to skip at the beginning of this batch; requires `can_start_inside_batch`.
     """
     if isinstance(loader.batch_sampler, EpochBatchSampler):
-        loader.batch_sampler.set_epoch(epoch, start, used)
+        loader.batch_sampler.set_epoch(epoch, start, skip)
     elif hasattr(loader.dataset, "set_epoch"):
         loader.dataset.set_epoch(epoch)
 
@@ -148,8 +148,8 @@ def last_batch_size(loader: DataLoader[Any]) -> int | None:
     if inner.drop_last or isinstance(batches.sampler, InfiniteSampler):
         return inner.batch_size
     full, rest = divmod(batches.samples, inner.batch_size)
-    cut = batches.limit is not None and batches.limit <= full
-    return inner.batch_size if rest == 0 or cut else rest
+    is_truncated = batches.limit is not None and batches.limit <= full
+    return inner.batch_size if rest == 0 or is_truncated else rest
 
 
 def can_start_inside_batch(loader: DataLoader[Any]) -> bool:
@@ -255,7 +255,7 @@ def limited_stream(loader: DataLoader[Any], count: int) -> DataLoader[Any] | Non
 
 
 class TensorBatches(Dataset[Any]):
-    """`TensorDataset` wrapper that indexes a whole batch in one call, which is many times faster than collating."""
+    """`TensorDataset` wrapper that indexes a whole batch at once, which is many times faster than collating samples."""
 
     def __init__(self, dataset: TensorDataset) -> None:
         self.dataset = dataset
@@ -284,9 +284,9 @@ def _limit(cfg: Mapping[str, Any], name: str) -> int | None:
         raise ConfigError(f"'{other[0]}' cannot be changed for an existing DataLoader; remove this key", name)
     limit: int | None = cfg.get("num_batch_per_epoch")
     check(limit, PositiveInt | None, f"{name}.num_batch_per_epoch")
-    ready = cfg["dataloader"]
+    existing = cfg["dataloader"]
     if limit is not None and (
-        isinstance(by_index(ready.dataset), IterableDataset) or ready.batch_sampler is None
+        isinstance(as_map_style(existing.dataset), IterableDataset) or existing.batch_sampler is None
     ):
         raise ConfigError(
             "requires a DataLoader with a batch sampler; remove this option", f"{name}.num_batch_per_epoch"
@@ -333,14 +333,14 @@ def _check_fault_options(options: Mapping[str, Any], name: str, training: bool) 
     check(skip := options.get("skip_errors", 0), NonNegativeInt, f"{name}.skip_errors")
     if skip and not training:
         raise ConfigError(
-            "is only supported for training, because metrics would count replacement samples twice; remove the "
+            "is supported only for training, because metrics would count replacement samples twice; remove the "
             "failing samples from the dataset",
             f"{name}.skip_errors",
         )
 
 
 def _dataset(cfg: Any, name: str) -> Any:
-    dataset = by_index(DATASETS.build(cfg) if isinstance(cfg, Mapping) else cfg)
+    dataset = as_map_style(DATASETS.build(cfg) if isinstance(cfg, Mapping) else cfg)
     readable = hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")
     if not readable or isinstance(dataset, str | bytes | Mapping):
         raise ConfigError(
@@ -372,10 +372,10 @@ def _batch_sampler(options: dict[str, Any], dataset: Any, seed: int, training: b
     return batch_sampler or BatchSampler(sampler, batch_size, drop_last)
 
 
-def _check_sampler(sampler: Any, path: str, wrong: Any) -> None:
-    """Check that `sampler` is a configuration or an iterable; a list must not contain items of type `wrong`."""
+def _check_sampler(sampler: Any, path: str, forbidden: Any) -> None:
+    """Check that `sampler` is a configuration or an iterable; a list must not contain items of type `forbidden`."""
     iterable = sampler is None or (hasattr(sampler, "__iter__") and not isinstance(sampler, str | bytes))
-    if not iterable or (isinstance(sampler, list) and any(isinstance(item, wrong) for item in sampler)):
+    if not iterable or (isinstance(sampler, list) and any(isinstance(item, forbidden) for item in sampler)):
         raise ConfigError(f"must be a sampler or a dict with a 'type', not {shown(sampler)}", path)
 
 
@@ -400,7 +400,7 @@ def _collate(options: dict[str, Any], name: str) -> dict[str, Any]:
 def _function(cfg: Any, path: str) -> Any:
     """Return `cfg` if it is a function, or the registered function specified by a name or a dict with a `type`.
 
-    Names are only looked up in the registry, so a data file cannot import a function.
+    Names are looked up only in the registry, so a YAML or JSON configuration file cannot import a function.
     """
     if isinstance(cfg, str):
         cfg = {"type": cfg}
@@ -435,10 +435,12 @@ def _loader(
 ) -> RunLoader:
     collate, limit = options["collate_fn"], options.pop("num_batch_per_epoch", None)
     skip_errors = options.pop("skip_errors", 0)
-    tensors = type(dataset) is TensorDataset and collate is default_collate
+    indexes_tensors = type(dataset) is TensorDataset and collate is default_collate
     samples = _samples_per_pass(dataset, batch_sampler)
-    batches = EpochBatchSampler(batch_sampler, seed, samples, stamp=not tensors, limit=limit)
-    if tensors:
+    batches = EpochBatchSampler(
+        batch_sampler, seed, samples, use_sample_index=not indexes_tensors, limit=limit
+    )
+    if indexes_tensors:
         if any(tensor.device.type != "cpu" for tensor in dataset.tensors):
             options["pin_memory"] = False  # only CPU memory can be pinned
         dataset, options["collate_fn"] = TensorBatches(dataset), _identity
@@ -475,7 +477,7 @@ def _samples_per_pass(dataset: Any, batch_sampler: Any) -> int:
 
 
 def _defaults(options: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Return the arguments for `DataLoader`; without workers, drop the arguments that require workers."""
+    """Return the arguments for `DataLoader`. If there are no workers, arguments that require workers are omitted."""
     # `timeout` is still set if `num_workers="auto"` selected no workers.
     unused = () if options.get("num_workers") else ("persistent_workers", "prefetch_factor", "timeout")
     return {
@@ -491,7 +493,7 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
-def _sharded(batches: Any, dataset: Any, seed: int, training: bool) -> Any:
+def _shard(batches: Any, dataset: Any, seed: int, training: bool) -> Any:
     """Return a batch sampler for this rank's shard of the data; distributed samplers are returned unchanged.
 
     Raises:
@@ -513,7 +515,10 @@ def _wrap_loader(loader: DataLoader[Any], seed: int, training: bool, limit: int 
     """Return a copy of `loader` that can start at any batch and whose order depends only on the seed and epoch."""
     batches = loader.batch_sampler
     options = _copied_options(loader)
-    if isinstance(samples := by_index(loader.dataset), StreamingSamples) and loader.batch_size is not None:
+    if (
+        isinstance(samples := as_map_style(loader.dataset), StreamingSamples)
+        and loader.batch_size is not None
+    ):
         sampler = DefaultSampler(samples, samples.stream.shuffle, seed, round_up=training)
         batches = BatchSampler(sampler, loader.batch_size, loader.drop_last)
         return _loader(samples, batches, seed, {**options, "num_batch_per_epoch": limit})
@@ -523,11 +528,11 @@ def _wrap_loader(loader: DataLoader[Any], seed: int, training: bool, limit: int 
         if limit is None:
             return loader
         batches = EpochBatchSampler(
-            batches.batch_sampler, batches.seed, batches.samples, batches.stamp, limit
+            batches.batch_sampler, batches.seed, batches.samples, batches.use_sample_index, limit
         )
         return RunLoader(loader.dataset, batch_sampler=batches, **_defaults(options, seed))
     if get_world_size() > 1:
-        batches = _sharded(batches, loader.dataset, seed, training)
+        batches = _shard(batches, loader.dataset, seed, training)
     return _loader(loader.dataset, batches, seed, {**options, "num_batch_per_epoch": limit})
 
 

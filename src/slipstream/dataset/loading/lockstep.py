@@ -32,25 +32,25 @@ def agree_on_length(loader: DataLoader[Any], warn: Callable[[str], None]) -> int
     lengths = all_gather_object(length(loader))
     if None in lengths:
         return None
-    fewest = min(lengths)
-    if fewest < max(lengths):
-        warn(f"The ranks have {lengths[:8]} batches per epoch; each rank uses {fewest} and skips the rest")
+    shortest = min(lengths)
+    if shortest < max(lengths):
+        warn(f"The ranks have {lengths[:8]} batches per epoch; each rank uses {shortest} and skips the rest")
         if isinstance(loader.batch_sampler, EpochBatchSampler):
-            loader.batch_sampler.limit = fewest
-    return int(fewest)
+            loader.batch_sampler.limit = shortest
+    return int(shortest)
 
 
 def check_complete(loader: DataLoader[Any], name: str, batches: int, expected: int | None) -> None:
     """Raise a DataError if a pass over `loader` ended after fewer than `expected` batches (None: no minimum)."""
     streamed = isinstance(loader.dataset, IterableDataset)
     # With `drop_last`, each worker drops the incomplete last batch of its own shard of an iterable dataset.
-    uncertain = max(loader.num_workers - 1, 0) if streamed and loader.drop_last else 0
+    tolerance = max(loader.num_workers - 1, 0) if streamed and loader.drop_last else 0
     if is_infinite(loader):
         raise DataError(
-            f"{name} ended after {_counted(batches)}, but its sampler never ends; fix the "
+            f"{name} ended after {_describe_count(batches)}, but its sampler never ends; fix the "
             "dataset, transform or collate_fn that raises StopIteration"
         )
-    if expected is None or batches >= expected - uncertain:
+    if expected is None or batches >= expected - tolerance:
         return
     if streamed and batches == 0 and expected == 1:
         raise DataError(f"{name} yields no batches; check the dataset")
@@ -71,26 +71,26 @@ def until_one_ends(
     While the current batch is in use, the next batch is drawn, and an asynchronous all-reduce checks that every rank
     has a next batch. Loaders that are known to have the same length on every rank need no all-reduce.
     """
-    if get_world_size() == 1 or _known_equal(loader):
+    if get_world_size() == 1 or _has_equal_lengths(loader):
         yield from batches
         return
     iterator = iter(batches)
-    ahead = next(iterator, _END)
-    all_have_next = _start_all_have_next(ahead is not _END)
+    next_batch = next(iterator, _END)
+    all_have_next = _start_all_have_next(next_batch is not _END)
     count = 0
     while all_have_next():
-        batch, ahead = ahead, next(iterator, _END)
-        all_have_next = _start_all_have_next(ahead is not _END)
+        batch, next_batch = next_batch, next(iterator, _END)
+        all_have_next = _start_all_have_next(next_batch is not _END)
         count += 1
         yield batch
-    if ahead is not _END:
+    if next_batch is not _END:
         warn(
-            f"The epoch ends after {_counted(count)} because another rank has no more data; rank {get_rank()} has "
-            "unused batches. To use all batches, give every rank the same number (for example, with DefaultSampler)"
+            f"The epoch ends after {_describe_count(count)} because another rank has no more data; rank {get_rank()} "
+            "has unused batches. To use all batches, give every rank the same number (for example, with DefaultSampler)"
         )
 
 
-def _counted(batches: int) -> str:
+def _describe_count(batches: int) -> str:
     return f"{batches} batch{'es' * (batches != 1)}"
 
 
@@ -138,7 +138,7 @@ def _start_all_have_next(has_next: bool) -> Callable[[], bool]:
     return wait
 
 
-def _known_equal(loader: DataLoader[Any]) -> bool:
+def _has_equal_lengths(loader: DataLoader[Any]) -> bool:
     batches = loader.batch_sampler
     inner = batches.batch_sampler if isinstance(batches, EpochBatchSampler) else batches
     if type(inner) is not BatchSampler:

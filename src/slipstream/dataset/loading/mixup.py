@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.dataset.transforms.device_transforms import AFFINE
+from slipstream.dataset.transforms.device_transforms import NUM_AFFINE_PARAMS
 from slipstream.errors import ConfigError, DataError
 from slipstream.registry import FUNCTIONS
 
@@ -31,8 +31,8 @@ def collate_mixup(
 ) -> Any:
     """Return a batch in which each image i is mixed with image N - 1 - i, with class probabilities as targets.
 
-    A factor l, which is the same for the whole batch, is drawn from Beta(alpha, alpha). Mixup returns
-    `l * image + (1 - l) * other`, in float32. CutMix replaces a rectangle whose area is 1 - l of the image. The targets
+    A factor l, which is the same for the whole batch, is drawn from Beta(alpha, alpha). Mixup returns `l * image + (1 -
+    l) * other`, in float32. CutMix replaces a rectangle that covers the fraction 1 - l of the image's area. The targets
     are mixed with the same factor, after label smoothing. Random numbers are drawn from torch's global generator, which
     a loader seeds from (seed, epoch, index).
 
@@ -51,7 +51,7 @@ def collate_mixup(
 
     Raises:
         ConfigError: an argument is not supported, or both alphas are 0.
-        DataError: the number of samples is odd, the images have color changes, or a class id is out of range.
+        DataError: the number of samples is odd, the transforms include color jitter, or a class id is out of range.
     """
     if mode != "batch" or cutmix_minmax is not None:
         raise ConfigError(
@@ -85,10 +85,8 @@ def _stacked(samples: Sequence[Any]) -> tuple[Tensor, Tensor, dict[str, Tensor] 
     others = {}
     if "device_params" in samples[0]:
         others["device_params"] = torch.stack([sample["device_params"] for sample in samples])
-        if others["device_params"].shape[-1] != AFFINE:
-            raise DataError(
-                "CollateMixup requires images without color changes; remove them from the transforms"
-            )
+        if others["device_params"].shape[-1] != NUM_AFFINE_PARAMS:
+            raise DataError("CollateMixup does not support color jitter; remove it from the transforms")
     images = torch.stack([sample["inputs"] for sample in samples]).float()
     return images, torch.as_tensor([int(sample["targets"]) for sample in samples]), others
 

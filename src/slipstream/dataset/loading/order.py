@@ -17,7 +17,7 @@ __all__ = ["EpochOrder", "batch_indices"]
 
 
 def batch_indices(
-    loader: DataLoader[Any], epoch: int, number: int, order: EpochOrder | None = None
+    loader: DataLoader[Any], epoch: int, batch_index: int, order: EpochOrder | None = None
 ) -> list[int] | None:
     """Return the indices of this rank's samples in a batch, or None if the order cannot be recomputed.
 
@@ -28,43 +28,47 @@ def batch_indices(
 
     Args:
         loader: a loader returned by `build_dataloader`. An iteration in progress is not affected.
-        epoch: number of the batch's epoch (pass over the data), starting at 0; always 0 for an endless sampler.
-        number: number of the batch in the epoch, starting at 0.
-        order: the order used by an earlier call with this loader. This call continues or replaces the order.
+        epoch: index of the epoch (pass over the data) that contains the batch, starting at 0; always 0 for an endless
+            sampler.
+        batch_index: index of the batch in the epoch, starting at 0.
+        order: an `EpochOrder` to pass to each call with this loader, so that consecutive calls for batches of the same
+            epoch do not draw the order again. By default, every call draws it.
     """
     batches = loader.batch_sampler
     if not isinstance(batches, EpochBatchSampler) or not uses_own_generator(batches):
         return None
     epoch = 0 if batches.repeats else epoch
-    found = _sampled(batches, epoch, number, order or EpochOrder())
-    if found is not None and isinstance(loader.dataset, SeededDataset):
+    indices = _sampled_indices(batches, epoch, batch_index, order or EpochOrder())
+    if indices is not None and isinstance(loader.dataset, SeededDataset):
         # An endless sampler passes over the dataset several times; each pass counts as an epoch.
-        passes = number * batches.batch_sampler.batch_size // batches.samples
-        return loader.dataset.used(epoch + passes, found)
-    return found
+        passes = batch_index * batches.batch_sampler.batch_size // batches.samples
+        return loader.dataset.resolve_replacements(epoch + passes, indices)
+    return indices
 
 
-def _sampled(batches: EpochBatchSampler, epoch: int, number: int, order: EpochOrder) -> list[int] | None:
+def _sampled_indices(
+    batches: EpochBatchSampler, epoch: int, batch_index: int, order: EpochOrder
+) -> list[int] | None:
     """Return the indices that the sampler yields for a batch."""
     inner, sampler = batches.batch_sampler, batches.sampler
     if isinstance(sampler, InfiniteSampler):
-        first = number * inner.batch_size
-        passes = copy.copy(sampler)
-        passes.set_epoch(epoch)
-        return passes.indices(first, first + inner.batch_size)
+        first = batch_index * inner.batch_size
+        copied = copy.copy(sampler)
+        copied.set_epoch(epoch)
+        return copied.indices(first, first + inner.batch_size)
     # Copy the sampler and its generator, because an iteration in progress uses the originals.
     sampler = copy.copy(sampler)
     if isinstance(getattr(sampler, "generator", None), torch.Generator):
         sampler.generator = torch.Generator()
-    again = EpochBatchSampler(
+    copied_batches = EpochBatchSampler(
         BatchSampler(sampler, inner.batch_size, inner.drop_last),
         batches.seed,
         batches.samples,
-        stamp=False,
+        use_sample_index=False,
         limit=batches.limit,
     )
-    again.set_epoch(epoch)
-    return order.batch(again, number)
+    copied_batches.set_epoch(epoch)
+    return order.batch(copied_batches, batch_index)
 
 
 class EpochOrder:
@@ -75,10 +79,10 @@ class EpochOrder:
         self._next = 0
         self._rest: Iterator[list[int]] = iter(())
 
-    def batch(self, batches: EpochBatchSampler, number: int) -> list[int] | None:
-        """Return a batch of the sampler's epoch, or None if the epoch has fewer batches."""
-        if batches.epoch != self._epoch or number < self._next:
+    def batch(self, batches: EpochBatchSampler, batch_index: int) -> list[int] | None:
+        """Return batch `batch_index` of the sampler's epoch, or None if the epoch has fewer batches."""
+        if batches.epoch != self._epoch or batch_index < self._next:
             self._epoch, self._next, self._rest = batches.epoch, 0, iter(batches)
-        found = next(islice(self._rest, number - self._next, None), None)
-        self._next = number + 1
-        return found
+        indices = next(islice(self._rest, batch_index - self._next, None), None)
+        self._next = batch_index + 1
+        return indices

@@ -61,11 +61,11 @@ class RepeatAugSampler(Sampler[int]):
         self.rank, self.world_size = get_dist_info()
         self.size, self.shuffle, self.seed = len(dataset), shuffle, seed or 0
         self.num_repeats = max(num_repeats, 1)
-        parts = selected_ratio or self.world_size
+        divisor = selected_ratio or self.world_size
         if selected_round:
-            self.num_samples = self.size // selected_round * selected_round // parts
+            self.num_samples = self.size // selected_round * selected_round // divisor
         else:
-            self.num_samples = math.ceil(self.size / parts)
+            self.num_samples = math.ceil(self.size / divisor)
         if self.num_samples == 0:
             raise DataError(
                 f"RepeatAugSampler: an epoch of {self.size} samples, rounded down to a multiple of {selected_round}, "
@@ -77,8 +77,8 @@ class RepeatAugSampler(Sampler[int]):
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(self.size, generator=generator) if self.shuffle else torch.arange(self.size)
         total = math.ceil(self.size * self.num_repeats)
-        for number in range(self.num_samples):
-            position = (self.rank + number * self.world_size) % total
+        for index in range(self.num_samples):
+            position = (self.rank + index * self.world_size) % total
             sample = int(position // self.num_repeats)
             first = math.ceil(sample * self.num_repeats)
             yield RepeatedIndex(int(order[sample]), position - first)

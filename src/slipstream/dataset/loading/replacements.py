@@ -9,8 +9,8 @@ from torch.utils.data import get_worker_info
 
 __all__ = ["Replacements"]
 
-_EPOCHS = 8
-"""Minimum number of epochs whose replacements are stored, unless `_MAX_ROWS` imposes a lower limit."""
+_MIN_EPOCHS = 8
+"""Number of epochs whose replacements are always stored, unless this would require more than `_MAX_ROWS` rows."""
 _MAX_ROWS = 4096
 
 
@@ -26,8 +26,8 @@ class Replacements:
     """
 
     def __init__(self, samples: int, workers: int) -> None:
-        self._rows = min(_EPOCHS * samples, _MAX_ROWS)
-        # The first row of each process is the number of rows written; the others are (epoch + 1, index, replacement).
+        self._rows = min(_MIN_EPOCHS * samples, _MAX_ROWS)
+        # Row 0 of each process contains the number of rows written. Each other row is (epoch + 1, index, replacement).
         self._table = torch.zeros(workers + 1, self._rows + 1, 3, dtype=torch.int64).share_memory_()
 
     def add(self, epoch: int, index: int, replacement: int) -> None:
@@ -41,8 +41,8 @@ class Replacements:
         row[0] = epoch + 1
         table[0, 0] = count + 1
 
-    def used(self, epoch: int, indices: Sequence[int]) -> list[int]:
-        """Return the indices of the samples that were used in this epoch for `indices`."""
+    def resolve(self, epoch: int, indices: Sequence[int]) -> list[int]:
+        """Return `indices` with the index of each sample that was replaced in this epoch changed to its replacement."""
         rows = self._table[:, 1:].reshape(-1, 3)
-        found = {index: other for _, index, other in rows[rows[:, 0] == epoch + 1].tolist()}
-        return [found.get(int(index), int(index)) for index in indices]
+        replacements = {index: other for _, index, other in rows[rows[:, 0] == epoch + 1].tolist()}
+        return [replacements.get(int(index), int(index)) for index in indices]

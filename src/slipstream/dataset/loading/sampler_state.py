@@ -31,10 +31,10 @@ class SamplerState:
         self._samplers = [sampler for sampler in samplers if hasattr(sampler, "__dict__")]
         self._generators = {
             name: (generator, kind, kind.get(generator))
-            for name, generator in self._found().items()
+            for name, generator in self._find_generators().items()
             if (kind := generator_kind(generator)) is not None
         }
-        self._attributes = self._read()
+        self._attributes = self._copy_attributes()
 
     def set_epoch(self, epoch: int) -> None:
         """Set the generators to their states at the beginning of an epoch."""
@@ -63,7 +63,7 @@ class SamplerState:
                 _check(generator, kind, state, name)
         self._generators |= restored
 
-    def _found(self) -> dict[str, Any]:
+    def _find_generators(self) -> dict[str, Any]:
         """Return the generators in the samplers' attributes, except those that are seeded from the run's seed."""
         seeded = [vars(sampler).get("generator") for sampler in self._samplers]
         seeded = [generator for generator in seeded if isinstance(generator, torch.Generator)]
@@ -77,11 +77,11 @@ class SamplerState:
     def new_generators(self) -> list[str]:
         """Return the names of the generators that did not exist when this object was created."""
         known = {id(generator) for generator, _, _ in self._generators.values()}
-        return [name for name, generator in self._found().items() if id(generator) not in known]
+        return [name for name, generator in self._find_generators().items() if id(generator) not in known]
 
     def iterators(self) -> list[str]:
         """Return the names of the attributes that are iterators."""
-        return [name for name, value in self._read().items() if isinstance(value, Iterator)]
+        return [name for name, value in self._copy_attributes().items() if isinstance(value, Iterator)]
 
     def save_attributes(self) -> list[dict[str, Any]]:
         """Return the attributes of the samplers, with copies of containers."""
@@ -97,7 +97,7 @@ class SamplerState:
                 if not (isinstance(value, _CONTAINERS) and _equal(attributes.get(name), value)):
                     attributes[name] = value
 
-    def changed(self) -> list[str]:
+    def changed_attributes(self) -> list[str]:
         """Return the names of the attributes that an iteration has changed, such as `Weighted.position`.
 
         These are numbers, strings and containers whose values have changed since this object was created, and all
@@ -106,11 +106,11 @@ class SamplerState:
         before = self._attributes
         return [
             name
-            for name, value in self._read().items()
+            for name, value in self._copy_attributes().items()
             if isinstance(value, Iterator) or (name in before and not _equal(before[name], value))
         ]
 
-    def _read(self) -> dict[str, Any]:
+    def _copy_attributes(self) -> dict[str, Any]:
         return {
             f"{type(sampler).__name__}.{name}": _copied(value)
             for sampler in self._samplers
@@ -119,7 +119,7 @@ class SamplerState:
         }
 
 
-_LIMITS = {"pos": 624, "buffer_pos": 4}
+_MAX_POSITIONS = {"pos": 624, "buffer_pos": 4}
 """Maximum positions in the states of MT19937 and Philox. NumPy does not check the position when a state is set."""
 _CONTAINERS = (list, dict, set, deque)
 
@@ -148,8 +148,8 @@ def _saved(state: Any) -> Any:
 def _restored(saved: Any, like: Any, name: str) -> Any:
     """Convert `saved`, a result of `_saved`, back to a generator state; `like` is a state with the same structure."""
     if isinstance(like, dict) and isinstance(saved, dict) and saved.keys() == like.keys():
-        for key in saved.keys() & _LIMITS.keys():
-            if not isinstance(saved[key], int) or not 0 <= saved[key] <= _LIMITS[key]:
+        for key in saved.keys() & _MAX_POSITIONS.keys():
+            if not isinstance(saved[key], int) or not 0 <= saved[key] <= _MAX_POSITIONS[key]:
                 raise ValueError(f"the state of the sampler's generator {name} has an invalid '{key}'")
         return {key: _restored(saved[key], value, name) for key, value in like.items()}
     if isinstance(like, tuple | list) and isinstance(saved, list) and len(saved) == len(like):
@@ -165,13 +165,13 @@ def _restored(saved: Any, like: Any, name: str) -> Any:
 
 def _check(generator: Any, kind: GeneratorKind, state: Any, name: str) -> None:
     """Check that `state` can be set; the generator keeps its current state."""
-    present = kind.get(generator)
+    current = kind.get(generator)
     try:
         kind.set(generator, state)
     except Exception as error:  # the state can have any format
         raise ValueError(f"the state of the sampler's generator {name} cannot be set ({error})") from error
     finally:
-        kind.set(generator, present)
+        kind.set(generator, current)
 
 
 def _equal(one: Any, other: Any) -> bool:

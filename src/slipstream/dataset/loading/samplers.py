@@ -108,15 +108,15 @@ class InfiniteSampler(Sampler[int]):
     def indices(self, first: int, end: int) -> list[int]:
         """Return this rank's indices at positions `first` to `end - 1`, without drawing the preceding indices."""
         orders: dict[int, list[int]] = {}
-        found = []
+        indices = []
         for position in range(
             self.rank + first * self.world_size, self.rank + end * self.world_size, self.world_size
         ):
-            number, offset = divmod(position, self.size)
-            if number not in orders:
-                orders[number] = _order(self.size, self.shuffle, self.seed + self.epoch + number)
-            found.append(orders[number][offset])
-        return found
+            pass_index, offset = divmod(position, self.size)
+            if pass_index not in orders:
+                orders[pass_index] = _order(self.size, self.shuffle, self.seed + self.epoch + pass_index)
+            indices.append(orders[pass_index][offset])
+        return indices
 
     def set_epoch(self, epoch: int) -> None:
         """Set the pass over the dataset at which the next iteration starts."""
@@ -124,7 +124,7 @@ class InfiniteSampler(Sampler[int]):
 
 
 # If their `generator` is set, these samplers draw all random numbers from it.
-_USE_OWN_GENERATOR = (
+_SAMPLERS_WITH_OWN_GENERATOR = (
     DefaultSampler,
     InfiniteSampler,
     DistributedSampler,
@@ -134,8 +134,8 @@ _USE_OWN_GENERATOR = (
     WeightedRandomSampler,
 )
 
-_COMPARED = 10_000
-"""Number of indices to draw when comparing two draws of the same epoch."""
+_NUM_COMPARED_INDICES = 10_000
+"""Number of indices that `differing_state` compares in two draws of the same epoch."""
 
 
 class EpochBatchSampler(Sampler[list[int]]):
@@ -150,31 +150,37 @@ class EpochBatchSampler(Sampler[list[int]]):
         batch_sampler: iterable of lists of indices.
         seed: seed of the run.
         samples: number of this rank's samples in one pass over the dataset.
-        stamp: whether to yield `SampleIndex` objects; False for datasets whose samples do not depend on the epoch.
+        use_sample_index: whether to yield `SampleIndex` objects; False for datasets whose samples do not depend on the
+            epoch.
         limit: maximum number of batches in an epoch; None means all.
     """
 
     def __init__(
-        self, batch_sampler: Any, seed: int, samples: int, stamp: bool = True, limit: int | None = None
+        self,
+        batch_sampler: Any,
+        seed: int,
+        samples: int,
+        use_sample_index: bool = True,
+        limit: int | None = None,
     ) -> None:
         self.batch_sampler = batch_sampler
         self.sampler: Any = getattr(batch_sampler, "sampler", None)
         self.seed = seed
         self.samples = max(samples, 1)
-        self.stamp = stamp
+        self.use_sample_index = use_sample_index
         self.limit = limit
         self.repeats = False
         """Whether every epoch is the same as epoch 0."""
         self._state = SamplerState([self.sampler, batch_sampler])
         self.epoch = 0
         self.start = 0
-        self.used = 0
+        self.skip = 0
         self._sizes: list[tuple[int, int]] = []
 
-    def set_epoch(self, epoch: int, start: int = 0, used: int = 0) -> None:
-        """Start the next iteration in this epoch at batch `start`, after the first `used` samples of the batch."""
+    def set_epoch(self, epoch: int, start: int = 0, skip: int = 0) -> None:
+        """Start the next iteration in this epoch at batch `start`, after the first `skip` samples of the batch."""
         epoch = 0 if self.repeats else epoch
-        self.epoch, self.start, self.used = epoch, start, used
+        self.epoch, self.start, self.skip = epoch, start, skip
         for sampler in (self.sampler, self.batch_sampler):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
@@ -196,42 +202,42 @@ class EpochBatchSampler(Sampler[list[int]]):
 
     def changed_state(self) -> list[str]:
         """Return the names of the sampler's attributes that an iteration has changed and that cannot be restored."""
-        return [] if uses_own_generator(self) else self._state.changed()
+        return [] if uses_own_generator(self) else self._state.changed_attributes()
 
     def differing_state(self, epoch: int) -> list[str]:
         """Return the names of attributes that determine an epoch's order but cannot be set for the epoch.
 
         The list is empty if two draws of the epoch have the same order. If they differ and the cause is not found, the
         list contains the name of the sampler's class. The attributes of the sampler are restored after the draws. Only
-        the first `_COMPARED` samples are drawn. If a sampler stores an iterator, nothing is drawn.
+        the first `_NUM_COMPARED_INDICES` samples are drawn. If a sampler stores an iterator, nothing is drawn.
         """
         if uses_own_generator(self):
             return []
         if names := self._state.iterators():
             return names
-        samplers = [part for part in (self.batch_sampler, self.sampler) if part is not None]
-        if any(isinstance(part, Iterator) for part in samplers):
+        samplers = [sampler for sampler in (self.batch_sampler, self.sampler) if sampler is not None]
+        if any(isinstance(sampler, Iterator) for sampler in samplers):
             return [type(samplers[-1]).__name__]
         before = self.epoch, self._state.save_attributes()
         try:
             if self._first_indices(epoch) == self._first_indices(epoch):
                 return []
-            unknown = self._state.changed() or self._state.new_generators()
+            unknown = self._state.changed_attributes() or self._state.new_generators()
             return unknown or [type(samplers[-1]).__name__]
         finally:
             self.epoch = before[0]
             self._state.restore_attributes(before[1])
 
     def _first_indices(self, epoch: int) -> list[str]:
-        """Return the batches with the first `_COMPARED` indices of an epoch, as strings."""
+        """Return the batches with the first `_NUM_COMPARED_INDICES` indices of an epoch, as strings."""
         self.set_epoch(epoch)
-        found, count = [], 0
+        batches, count = [], 0
         for batch in islice(self._batches(), self.limit):
-            found.append(repr(batch))
+            batches.append(repr(batch))
             count += len(batch)
-            if count >= _COMPARED:
+            if count >= _NUM_COMPARED_INDICES:
                 break
-        return found
+        return batches
 
     @property
     def endless(self) -> bool:
@@ -240,23 +246,27 @@ class EpochBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         start, self.start = self.start, 0
-        used, self.used = self.used, 0
+        skip, self.skip = self.skip, 0
         first, drawn = self.epoch, 0
         self._sizes = []
-        for number, batch in enumerate(islice(self._batches(), self.limit)):
+        for index, batch in enumerate(islice(self._batches(), self.limit)):
             # For an endless sampler, each pass over the dataset counts as an epoch.
             epoch = first + drawn // self.samples
             drawn += len(batch)
-            if number == start:
-                batch = batch[used:] if used else batch
-            if number >= start:
+            if index == start:
+                batch = batch[skip:] if skip else batch
+            if index >= start:
                 if not self._sizes or self._sizes[-1][1] != len(batch):
-                    self._sizes.append((number, len(batch)))
-                yield [self._stamped(index, epoch) for index in batch] if self.stamp else batch
+                    self._sizes.append((index, len(batch)))
+                yield (
+                    [self._sample_index(sample, epoch) for sample in batch]
+                    if self.use_sample_index
+                    else batch
+                )
 
-    def size_of(self, number: int) -> int | None:
+    def batch_size_at(self, batch_index: int) -> int | None:
         """Return the number of samples in a batch of the latest iteration, or None if no batch has been drawn."""
-        position = bisect.bisect_right(self._sizes, number, key=itemgetter(0))
+        position = bisect.bisect_right(self._sizes, batch_index, key=itemgetter(0))
         return self._sizes[position - 1][1] if position else None
 
     def _batches(self) -> Iterator[list[int]]:
@@ -270,7 +280,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         self._state.set_epoch(self.epoch)
         return isolate_random_state(self.batch_sampler, (self.seed, self.epoch))
 
-    def _stamped(self, index: Any, epoch: int) -> Any:
+    def _sample_index(self, index: Any, epoch: int) -> Any:
         if not hasattr(index, "__index__"):
             return index
         return SampleIndex(index, self.seed + getattr(index, "seed_offset", 0), epoch)
@@ -284,7 +294,9 @@ class EpochBatchSampler(Sampler[list[int]]):
 
 def uses_own_generator(batches: EpochBatchSampler) -> bool:
     """Return whether the order depends only on the seed and the epoch, and not on the global generators."""
-    return type(batches.batch_sampler) is BatchSampler and type(batches.sampler) in _USE_OWN_GENERATOR
+    return (
+        type(batches.batch_sampler) is BatchSampler and type(batches.sampler) in _SAMPLERS_WITH_OWN_GENERATOR
+    )
 
 
 def check_not_empty(dataset: Any, name: str) -> None:

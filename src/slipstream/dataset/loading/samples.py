@@ -22,11 +22,11 @@ from slipstream.logging import print_log
 
 __all__ = ["SeededDataset", "describe_sample", "skipped_samples"]
 
-_LISTS = ("image_paths", "data_list", "samples", "imgs", "images", "img_files", "files", "paths")
+_LIST_ATTRIBUTES = ("image_paths", "data_list", "samples", "imgs", "images", "img_files", "files", "paths")
 """Attributes in which datasets store one entry per sample."""
 _PATH_KEYS = ("img_path", "image_path", "file_path", "file_name", "filename", "path", "file", "image")
 _LOOKS_LIKE_A_FILE = re.compile(r"[^\n]{1,500}\.\w{1,6}")
-_LISTED = 10
+_MAX_LISTED_INDICES = 10
 """Maximum number of indices listed in a message."""
 
 
@@ -65,9 +65,9 @@ class SeededDataset(Dataset[Any]):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def used(self, epoch: int, indices: Sequence[int]) -> list[int]:
-        """Return `indices`, in which the index of each replaced sample is changed to the index of its replacement."""
-        return list(indices) if self._replacements is None else self._replacements.used(epoch, indices)
+    def resolve_replacements(self, epoch: int, indices: Sequence[int]) -> list[int]:
+        """Return `indices` with the index of each sample that was replaced in this epoch changed to its replacement."""
+        return list(indices) if self._replacements is None else self._replacements.resolve(epoch, indices)
 
     def __getitem__(self, index: Any) -> Any:
         with self._generators:
@@ -80,7 +80,9 @@ class SeededDataset(Dataset[Any]):
                 check_same_params(samples)
                 return self.collate(samples)
             except Exception as error:
-                _raise(error, f"the batch of samples {_listed(indices)} of {type(self.dataset).__name__}")
+                _raise(
+                    error, f"the batch of samples {_join_indices(indices)} of {type(self.dataset).__name__}"
+                )
 
     def _get(self, index: Any) -> Any:
         try:
@@ -88,12 +90,12 @@ class SeededDataset(Dataset[Any]):
         except Exception as error:
             if self.failed is None or not hasattr(index, "__index__"):
                 _raise(error, describe_sample(self.dataset, index))
-            self._count(index, error)
-        for other in self._others(index):
+            self._count_failure(index, error)
+        for other in self._replacement_indices(index):
             try:
                 sample = self._read(other)
             except Exception as error:
-                self._count(other, error)
+                self._count_failure(other, error)
                 continue
             assert self._replacements is not None
             self._replacements.add(other.epoch, int(index), int(other))
@@ -108,24 +110,24 @@ class SeededDataset(Dataset[Any]):
             seed_generators((seed, epoch, int(index) % 2**64))
         return self.dataset[index]
 
-    def _others(self, index: int) -> Iterator[SampleIndex]:
+    def _replacement_indices(self, index: int) -> Iterator[SampleIndex]:
         """Yield the indices of all samples, starting at a position that depends on (seed, epoch, index)."""
         seed, epoch = getattr(index, "seed", 0), getattr(index, "epoch", 0)
         first = hash_numbers((seed, epoch, int(index) % 2**64))
         for offset in range(len(self)):
             yield SampleIndex((first + offset) % len(self), seed, epoch)
 
-    def _count(self, index: int, error: Exception) -> None:
+    def _count_failure(self, index: int, error: Exception) -> None:
         """Count a failing sample; raise a DataError if more than `skip_errors` samples have failed."""
         assert self.failed is not None
-        known = bool(self.failed[int(index)])
+        already_failed = bool(self.failed[int(index)])
         self.failed[int(index)] = True
         reason = f"{describe_sample(self.dataset, index)}: {type(error).__name__}: {error}"
         if (count := int(self.failed.sum())) > self.skip_errors:
             raise DataError(
                 f"{count} samples raised an error, more than skip_errors={self.skip_errors}; the last one is {reason}"
             ) from error
-        if not known:
+        if not already_failed:
             print_log(f"Skipped {reason}", "current", logging.WARNING)
 
 
@@ -133,7 +135,7 @@ def skipped_samples(dataset: Any) -> str:
     """Return a description of the samples that a loader's dataset has skipped, or an empty string if there are none."""
     failed = getattr(dataset, "failed", None) if isinstance(dataset, SeededDataset) else None
     indices = [] if failed is None else failed.nonzero()[:, 0].tolist()
-    return f"{len(indices)} of {len(dataset)} samples: {_listed(indices)}" if indices else ""
+    return f"{len(indices)} of {len(dataset)} samples: {_join_indices(indices)}" if indices else ""
 
 
 def describe_sample(dataset: Any, index: Any) -> str:
@@ -144,30 +146,30 @@ def describe_sample(dataset: Any, index: Any) -> str:
     return f"sample {index} of {type(dataset).__name__}"
 
 
-def _raise(error: Exception, what: str) -> NoReturn:
+def _raise(error: Exception, place: str) -> NoReturn:
     """Raise `error` with a note that states where it was raised.
 
     A loop would interpret `StopIteration` as the end of the data, so a different error is raised instead.
     """
     if isinstance(error, StopIteration):
         raise DataError(
-            f"{what} raised StopIteration, which would end the epoch early; in the dataset, its transforms or "
+            f"{place} raised StopIteration, which would end the epoch early; in the dataset, its transforms or "
             "collate_fn, find the call to next() whose iterator is exhausted"
         ) from error
-    error.add_note(f"({what})")
+    error.add_note(f"({place})")
     raise error
 
 
-def _listed(indices: Sequence[Any]) -> str:
-    shown = ", ".join(str(index) for index in indices[:_LISTED])
-    return f"{shown}, ..." if len(indices) > _LISTED else shown
+def _join_indices(indices: Sequence[Any]) -> str:
+    text = ", ".join(str(index) for index in indices[:_MAX_LISTED_INDICES])
+    return f"{text}, ..." if len(indices) > _MAX_LISTED_INDICES else text
 
 
 def _file(dataset: Any, index: Any) -> str | None:
     """Return the file of a sample, or None."""
     if (inner := _inner(dataset, index)) is not None:
         return _file(*inner)
-    for name in _LISTS:
+    for name in _LIST_ATTRIBUTES:
         entries = getattr(dataset, name, None)
         if isinstance(entries, Sequence) and (path := _path(entries[index])):
             return path
@@ -177,8 +179,9 @@ def _file(dataset: Any, index: Any) -> str | None:
 def _inner(dataset: Any, index: int) -> tuple[Any, int] | None:
     """Return the wrapped dataset and the index in it, for wrappers from torch and from this package."""
     if hasattr(dataset, "cumulative_sizes"):
-        which = bisect.bisect_right(dataset.cumulative_sizes, index)
-        return dataset.datasets[which], index - (dataset.cumulative_sizes[which - 1] if which else 0)
+        dataset_index = bisect.bisect_right(dataset.cumulative_sizes, index)
+        start = dataset.cumulative_sizes[dataset_index - 1] if dataset_index else 0
+        return dataset.datasets[dataset_index], index - start
     if not hasattr(dataset, "dataset"):
         return None
     for name in ("indices", "repeat_indices"):

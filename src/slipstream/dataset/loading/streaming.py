@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from slipstream.logging import print_log
 
-__all__ = ["StreamingSamples", "by_index"]
+__all__ = ["StreamingSamples", "as_map_style"]
 
 
 class StreamingSamples(Dataset[Any]):
@@ -39,7 +39,7 @@ class StreamingSamples(Dataset[Any]):
         return getattr(self.stream, name)
 
 
-def by_index(dataset: Any) -> Any:
+def as_map_style(dataset: Any) -> Any:
     """Return `StreamingSamples` for a MosaicML `StreamingDataset`, and other datasets unchanged.
 
     A `StreamingDataset` with unsupported options is also returned unchanged, with a warning.

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 __all__ = ["WorkerInit", "signals_blocked", "worker_init"]
 
-_IGNORED = [
+_IGNORED_SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 ]
 _POLL_INTERVAL = 1.0
@@ -56,11 +56,11 @@ class WorkerInit:
             self.user_init(worker_id)
 
     def _prepare(self) -> None:
-        for number in _IGNORED:
+        for number in _IGNORED_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         if hasattr(signal, "sigtimedwait"):
             signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)  # blocked by `signals_blocked`
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED_SIGNALS)  # blocked by `signals_blocked`
         threading.Thread(target=_end_with_parent, daemon=True).start()
         Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
 
@@ -74,8 +74,8 @@ def worker_init(user_init: Callable[[int], None] | None) -> WorkerInit:
 def signals_blocked(loader: DataLoader[Any]) -> Iterator[None]:
     """Block signals in this thread while the workers of `loader` start, if a `WorkerInit` prepares them.
 
-    New processes inherit the blocked signals. Otherwise, a signal that arrives before `WorkerInit` has run, such as
-    SIGTERM from Slurm, would terminate the worker and therefore the run.
+    New processes inherit the blocked signals. If the signals were not blocked, a signal that arrives before
+    `WorkerInit` has run, such as SIGTERM from Slurm, would terminate the worker and therefore the run.
     """
     if not isinstance(loader.worker_init_fn, WorkerInit) or not hasattr(signal, "sigtimedwait"):
         yield
@@ -85,7 +85,7 @@ def signals_blocked(loader: DataLoader[Any]) -> Iterator[None]:
         resource_tracker.ensure_running()  # if it started later, it would unblock SIGINT and SIGTERM
     if method == "forkserver":
         forkserver.ensure_running()  # the server and its processes would otherwise keep these signals blocked
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, [*_IGNORED, signal.SIGTERM])
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, [*_IGNORED_SIGNALS, signal.SIGTERM])
     try:
         yield
     finally:
@@ -106,7 +106,7 @@ def _end_with_parent() -> None:
     while os.getppid() == parent.pid if forked else parent.is_alive():
         if not hasattr(signal, "sigtimedwait"):
             time.sleep(_POLL_INTERVAL)
-        elif (got := signal.sigtimedwait((signal.SIGTERM,), _POLL_INTERVAL)) and got.si_pid == parent.pid:
+        elif (info := signal.sigtimedwait((signal.SIGTERM,), _POLL_INTERVAL)) and info.si_pid == parent.pid:
             os._exit(0)
     os._exit(1)
 

@@ -35,22 +35,22 @@ _TARGET_BATCH_TIME = 0.03
 _TRIAL_BATCHES = 64
 """Number of the run's batches whose samples are used in the trials."""
 _MAX_PREFETCH_FACTOR = 8
-_MOST = 1024
+_MAX_VALUE = 1024
 """Largest valid `num_workers` and `prefetch_factor`; larger values are mistakes that would exhaust resources."""
 
 
 def check_workers(options: Mapping[str, Any], name: str, streamed: bool) -> None:
     """Raise a `ConfigError` if `num_workers` or `prefetch_factor` is neither a valid number nor `auto`."""
-    for key, least in (("num_workers", 0), ("prefetch_factor", 1)):
+    for key, minimum in (("num_workers", 0), ("prefetch_factor", 1)):
         value = options.get(key)
         if isinstance(value, str) and value == _AUTO:
             if streamed:
                 raise ConfigError(
                     f"'{_AUTO}' does not support iterable datasets; set a number", f"{name}.{key}"
                 )
-        elif value is not None and not (matches(value, int) and least <= value <= _MOST):
+        elif value is not None and not (matches(value, int) and minimum <= value <= _MAX_VALUE):
             raise ConfigError(
-                f"must be an integer from {least} to {_MOST}, or '{_AUTO}', not {shown(value)}",
+                f"must be an integer from {minimum} to {_MAX_VALUE}, or '{_AUTO}', not {shown(value)}",
                 f"{name}.{key}",
             )
 
@@ -58,8 +58,8 @@ def check_workers(options: Mapping[str, Any], name: str, streamed: bool) -> None
 def end_workers(loader: DataLoader[Any]) -> None:
     """Stop the persistent workers of a loader; the next epoch starts new workers.
 
-    Otherwise, garbage collection would take five seconds per worker, because it closes the workers' queues first, or
-    the traceback of an error would keep the workers alive.
+    If workers are not stopped explicitly, the traceback of an error may keep them alive, or garbage collection takes
+    five seconds per worker, because it closes their queues first.
     """
     if getattr(loader, "_iterator", None) is not None:
         stop_workers(loader._iterator)
@@ -71,11 +71,11 @@ def with_workers(
 ) -> dict[str, Any]:
     """Return a loader's options with each `auto` replaced by a number, and log the measurements.
 
-    The throughput is measured for 1, 2, 4, ... workers, up to the number of cores available to this process divided
-    by the number of processes on the machine. The result is the smallest number of workers whose throughput is within
-    5% of the best. The result is 0 if loading without workers is more than 1.5 times as fast, because most of the time
-    is then spent transferring batches between processes. No new trial starts after five seconds. Samples are read only
-    in worker processes, so the generators and caches of this process do not change.
+    The throughput is measured for 1, 2, 4, ... workers, up to the number of cores available to this process divided by
+    the number of processes on the machine. The result is the smallest number of workers whose throughput is within 5%
+    of the best. The result is 0 if the throughput without workers is more than 1.5 times the best throughput with
+    workers, because most of the time is then spent transferring batches between processes. No new trial starts after
+    five seconds. Samples are read only in worker processes, so the generators and caches of this process do not change.
 
     Args:
         options: options of the `DataLoader`, with its `collate_fn`.
@@ -97,9 +97,9 @@ def with_workers(
         limit = max(cores() // get_local_size(), 1)
         rates = trials.rates(limit)
         chosen["num_workers"] = _choose_num_workers(rates, limit)
-        shown = ", ".join(f"{workers}: {rate:.3g}" for workers, rate in rates.items())
+        rates_text = ", ".join(f"{workers}: {rate:.3g}" for workers, rate in rates.items())
         messages.append(
-            f"num_workers={chosen['num_workers']} (limit {limit}; samples/s by number of workers: {shown})"
+            f"num_workers={chosen['num_workers']} (limit {limit}; samples/s by number of workers: {rates_text})"
         )
     if auto_prefetch and chosen["num_workers"]:
         max_batches = (
@@ -158,24 +158,24 @@ class _Trials:
         ):  # loading a batch may be faster than loading its samples one by one
             self.batch_seconds = float(np.median([seconds for seconds, _ in self._probe(self.size)]))
 
-    def rates(self, limit: int, present: int = 0) -> dict[int, float]:
+    def rates(self, limit: int, required: int = 0) -> dict[int, float]:
         """Return samples/s for each number of workers, measured until more workers no longer help or the time runs out.
 
         Args:
             limit: the largest number of workers to try.
-            present: a worker count that is always measured.
+            required: a worker count that is always measured.
         """
         chunk = min(max(round(self.size * _TARGET_BATCH_TIME / self.batch_seconds), 1), self.size)
-        found = {0: self.size / self.batch_seconds}
+        rates = {0: self.size / self.batch_seconds}
         end, best = time.monotonic() + _TIME_LIMIT, 0.0
         for workers in _candidates(limit):
-            found[workers] = rate = self._throughput(workers, chunk)
+            rates[workers] = rate = self._throughput(workers, chunk)
             if rate < 1.05 * best or time.monotonic() > end:
                 break
             best = rate
-        if present not in found:
-            found[present] = self._throughput(present, chunk)
-        return found
+        if required not in rates:
+            rates[required] = self._throughput(required, chunk)
+        return rates
 
     def slowest_batch(self) -> float:
         """Return the time of a batch that contains the slowest sample measured, relative to the mean batch time."""
@@ -196,10 +196,10 @@ class _Trials:
         """Read several batches of `size` samples in one worker, and return the (seconds, bytes) of each."""
         batches = self._loader(_Probe(self.dataset, self.collate), _identity, 1, size)
         next(batches)  # not measured: it includes imports and opening files
-        found, end = [next(batches), next(batches)], time.monotonic() + _TRIAL_TIME
+        measurements, end = [next(batches), next(batches)], time.monotonic() + _TRIAL_TIME
         while time.monotonic() < end:
-            found.append(next(batches))
-        return found
+            measurements.append(next(batches))
+        return measurements
 
     def _loader(self, dataset: Any, collate: Any, workers: int, size: int) -> Iterator[Any]:
         sampler = (list(islice(self._indices, size)) for _ in iter(int, 1))

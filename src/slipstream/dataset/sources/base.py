@@ -28,7 +28,7 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
     A subclass defines `load`, `__len__` and `metainfo`, a dict with `classes` (tuple of str), `palette`
     (one [r, g, b] per class) and `ignore_index` (id of pixels without a class, or None).
 
-    A sample is `{"inputs": uint8 (3, H, W) RGB, "targets": uint8 (H, W)}`. If the transforms include color changes or
+    A sample is `{"inputs": uint8 (3, H, W) RGB, "targets": uint8 (H, W)}`. If the transforms include color jitter or
     normalization, it also contains `"device_params"`, the device transform parameters, which the data preprocessor
     applies (see `apply_transforms`). Augmentation depends only on the (seed, epoch, index) of a `SampleIndex`, not on
     workers, processes or the access order.

@@ -25,11 +25,11 @@ Key: TypeAlias = tuple[str, str]
 Pair: TypeAlias = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 _MAGIC = b"SLIPDEC\0"
-_FORMAT = 1
+_FORMAT_VERSION = 1
 _FIELDS = struct.Struct("<8sIII16sI")  # magic, format, fields of _Header, CRC-32 of the header
 _PAGE = 4096  # image and mask start at page boundaries
-_ENDING = ".decoded"
-_ABANDONED = 3600  # seconds after which a temporary file counts as abandoned
+_SUFFIX = ".decoded"
+_MAX_TEMPORARY_AGE = 3600  # seconds after which a temporary file counts as abandoned
 
 
 class DecodeCache:
@@ -37,8 +37,8 @@ class DecodeCache:
 
     A file is written under a temporary name and then renamed, so several processes can fill the cache at the same
     time and never read a partial file. A file contains the version of its sample and is rewritten when the version
-    changes. The header is checked each time a file is opened. The pixel checksum is checked only the first time in each
-    process.
+    changes. The header is checked each time a file is opened. The pixel checksum is checked only the first time that a
+    process opens the file.
 
     The size of a file is 4 bytes per pixel plus up to 8 KiB. Do not run `prune` while another machine is training from
     the same network folder, because that machine's memory maps of the removed files become invalid.
@@ -88,7 +88,7 @@ class DecodeCache:
         header = _Header.unpack(data[: _FIELDS.size + 4])
         if header is not None and header.digest != digest:
             return None
-        if header is not None and self._intact(data, header):
+        if header is not None and self._is_intact(data, header):
             return header.views(data)
         warnings.warn(
             f"'{path}' is damaged; the sample will be decoded again and the file rewritten", stacklevel=2
@@ -122,7 +122,7 @@ class DecodeCache:
     def path(self, name: str) -> Path:
         """Return the path of the file for a sample with this name (the first part of its key)."""
         digest = hashlib.blake2b(os.fsencode(name), digest_size=16).hexdigest()
-        return self.folder / digest[:2] / f"{digest[2:]}{_ENDING}"
+        return self.folder / digest[:2] / f"{digest[2:]}{_SUFFIX}"
 
     @staticmethod
     def file_size(shape: tuple[int, int]) -> int:
@@ -134,15 +134,15 @@ class DecodeCache:
 
         Returns the number of removed files and their total size in bytes.
         """
-        kept = {self.path(name) for name in keep}
+        kept_paths = {self.path(name) for name in keep}
         count = size = 0
         for path in self.folder.glob("[0-9a-f][0-9a-f]/*"):
             try:
                 stat = path.stat()
             except FileNotFoundError:
                 continue  # another process has just renamed its temporary file
-            abandoned = path.name.endswith(".tmp") and time.time() - stat.st_mtime > _ABANDONED
-            if abandoned or (path.name.endswith(_ENDING) and path not in kept):
+            abandoned = path.name.endswith(".tmp") and time.time() - stat.st_mtime > _MAX_TEMPORARY_AGE
+            if abandoned or (path.name.endswith(_SUFFIX) and path not in kept_paths):
                 path.unlink()
                 count, size = count + 1, size + stat.st_size
         return count, size
@@ -158,7 +158,7 @@ class DecodeCache:
                 stacklevel=3,
             )
 
-    def _intact(self, data: mmap.mmap | bytes, header: _Header) -> bool:
+    def _is_intact(self, data: mmap.mmap | bytes, header: _Header) -> bool:
         if len(data) != header.file_size:
             return False
         if header.digest not in self._verified:
@@ -181,13 +181,13 @@ class _Header(NamedTuple):
         if len(data) < _FIELDS.size + 4:
             return None
         magic, version, *fields = _FIELDS.unpack_from(data)
-        if magic == _MAGIC and version != _FORMAT:
+        if magic == _MAGIC and version != _FORMAT_VERSION:
             return cls(0, 0, b"", 0)
-        whole = zlib.crc32(data[: _FIELDS.size]) == int.from_bytes(data[_FIELDS.size :], "little")
-        return cls(*fields) if magic == _MAGIC and whole else None
+        is_intact = zlib.crc32(data[: _FIELDS.size]) == int.from_bytes(data[_FIELDS.size :], "little")
+        return cls(*fields) if magic == _MAGIC and is_intact else None
 
     def pack(self) -> bytes:
-        fields = _FIELDS.pack(_MAGIC, _FORMAT, *self)
+        fields = _FIELDS.pack(_MAGIC, _FORMAT_VERSION, *self)
         return (fields + zlib.crc32(fields).to_bytes(4, "little")).ljust(_PAGE, b"\0")
 
     @property

@@ -72,8 +72,8 @@ class _Cifar(Dataset[dict[str, torch.Tensor]]):
     A sample is `{"inputs": uint8 (3, 32, 32) RGB, "targets": int64 ()}`. If the transforms contain `ToTensor`, it also
     contains `"device_params"`, the parameters of the device transforms (see
     `slipstream.dataset.transforms.device_transforms`). Augmentation depends only on the (seed, epoch, index) of a
-    `SampleIndex`. The files are memory-mapped, so all processes share them. `all_transforms`
-    lists the transforms, including the device transforms.
+    `SampleIndex`. The files are memory-mapped, so all processes share them. `all_transforms` lists the transforms,
+    including the device transforms.
 
     Args:
         root: folder that contains either the archive's folder or the files of that folder.
@@ -100,7 +100,7 @@ class _Cifar(Dataset[dict[str, torch.Tensor]]):
         self.transforms, self._device_params = read_transforms(transforms)
         archive = self._archive
         count = len(archive.classes)
-        self._paths = _find(archive, Path(root), archive.train if train else archive.test, download)
+        self._paths = _find_files(archive, Path(root), archive.train if train else archive.test, download)
         self._map_files()
         class_id = archive.label_bytes - 1
         for path, records in zip(self._paths, self._records, strict=True):
@@ -120,8 +120,8 @@ class _Cifar(Dataset[dict[str, torch.Tensor]]):
             raise IndexError(
                 f"sample index {int(index)} is out of range for {type(self).__name__}; use 0 to {len(self) - 1}"
             )
-        which = bisect_right(self._starts, index) - 1
-        record = self._records[which][int(index) - self._starts[which]]
+        file_index = bisect_right(self._starts, index) - 1
+        record = self._records[file_index][int(index) - self._starts[file_index]]
         image = record[self._archive.label_bytes :].reshape(3, 32, 32)
         if self.transforms:
             rng = sample_rng(index)
@@ -134,8 +134,8 @@ class _Cifar(Dataset[dict[str, torch.Tensor]]):
     def independent_of_global_rng(self) -> bool:
         """Whether samples never use the global random generators. If True, the loader does not seed them."""
         known = (RandomCrop, RandomHorizontalFlip, Resize)
-        own = type(self) in (CIFAR10, CIFAR100)
-        return own and all(type(transform) in known for transform in self.transforms)
+        is_own_class = type(self) in (CIFAR10, CIFAR100)
+        return is_own_class and all(type(transform) in known for transform in self.transforms)
 
     def get_cat_ids(self, index: int) -> list[int]:
         """Return a list that contains the class id of sample `index`."""
@@ -143,13 +143,13 @@ class _Cifar(Dataset[dict[str, torch.Tensor]]):
 
     def _map_files(self) -> None:
         self._records: list[NDArray[np.uint8]] = [
-            _mapped(path, self._archive.label_bytes + _PIXELS) for path in self._paths
+            _map_records(path, self._archive.label_bytes + _PIXELS) for path in self._paths
         ]
         lengths = [len(records) for records in self._records]
         self._starts = np.cumsum([0, *lengths[:-1]]).tolist()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Otherwise pickle would copy the mapped files to each spawned worker.
+        # Exclude the mapped files, because pickle would copy them to each spawned worker.
         return {key: value for key, value in self.__dict__.items() if key != "_records"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -204,7 +204,7 @@ class CIFAR100(_Cifar):
     )
 
 
-def _mapped(path: Path, length: int) -> NDArray[np.uint8]:
+def _map_records(path: Path, length: int) -> NDArray[np.uint8]:
     """Return the records in a file, uint8 (N, length)."""
     size = path.stat().st_size
     if size == 0 or size % length:
@@ -215,7 +215,7 @@ def _mapped(path: Path, length: int) -> NDArray[np.uint8]:
     return np.asarray(np.memmap(path, dtype=np.uint8, mode="r")).reshape(-1, length)
 
 
-def _find(archive: _Archive, root: Path, names: Sequence[str], download: bool) -> list[Path]:
+def _find_files(archive: _Archive, root: Path, names: Sequence[str], download: bool) -> list[Path]:
     for folder in (root / archive.folder, root):
         if all((folder / name).is_file() for name in names):
             return [folder / name for name in names]

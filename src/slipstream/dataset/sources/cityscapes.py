@@ -29,7 +29,7 @@ __all__ = ["CityscapesConcatDataset", "CityscapesDataset"]
 
 _IMAGE, _LABEL_IDS, _TRAIN_IDS = "_leftImg8bit.png", "_gtFine_labelIds.png", "_gtFine_labelTrainIds.png"
 _LAYOUT = (
-    "Expected files are leftImg8bit/<split>/<city>/<city>_<sequence>_<frame>_leftImg8bit.png and "
+    "The expected layout is leftImg8bit/<split>/<city>/<city>_<sequence>_<frame>_leftImg8bit.png and "
     f"gtFine/<split>/<city>/...{_LABEL_IDS} (or ...{_TRAIN_IDS}) in root_dir (in recipes, data_root_dir=FOLDER); "
     "splits are train, val, test"
 )
@@ -88,8 +88,8 @@ class CityscapesDataset(ImageMaskPairs):
         pairs = _read_list(root, list_file, split) if list_file else _find_pairs(root, split)
         train_ids = _default_train_ids() if labels_csv_path is None else _read_table(root / labels_csv_path)
         self._label_ids = _mask_ids(train_ids, ignore_label, "Cityscapes label ids are 0 to 33, and 255")
-        same = {i: i for i in range(_CLASSES)} | {255: 255, ignore_label: 255}
-        self._train_ids = _mask_ids(same, ignore_label, "Cityscapes train ids are 0 to 18, and 255")
+        identity = {i: i for i in range(_CLASSES)} | {255: 255, ignore_label: 255}
+        self._train_ids = _mask_ids(identity, ignore_label, "Cityscapes train ids are 0 to 18, and 255")
         metainfo = {
             "classes": CITYSCAPES_CLASSES,
             "palette": [list(color) for color in CITYSCAPES_PALETTE],
@@ -209,22 +209,22 @@ def _read_table(path: Path) -> dict[int, int]:
         raise DataError(
             f"the label table '{path}' has no column trainId; its columns are {', '.join(reader.fieldnames)}"
         )
-    found = {}
+    train_ids = {}
     for row_number, row in enumerate(reader):
         label_id, train_id = row.get("id", str(row_number)), row["trainid"]
         try:
-            found[int(label_id) % 256] = int(train_id)
+            train_ids[int(label_id) % 256] = int(train_id)
         except (TypeError, ValueError) as error:
             raise DataError(
                 f"'{path}', line {row_number + 2}: id {label_id!r} and trainId {train_id!r} must be integers"
             ) from error
-    wrong = sorted({i for i in found.values() if i not in (*range(_CLASSES), -1, 255)})
+    wrong = sorted({i for i in train_ids.values() if i not in (*range(_CLASSES), -1, 255)})
     if wrong:
         raise DataError(
             f"the label table '{path}' has the invalid train ids {wrong}; use 0 to {_CLASSES - 1}, or 255 or "
             "-1 for pixels that are not scored. For other classes, use ImageMaskFolder with a label_map"
         )
-    return found | {255: 255}
+    return train_ids | {255: 255}
 
 
 def _read_text(path: Path) -> str:

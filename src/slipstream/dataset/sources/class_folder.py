@@ -1,4 +1,4 @@
-"""A folder of images with one subfolder for each class, such as ImageNet."""
+"""Image classification datasets that consist of one folder per class, such as ImageNet."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slipstream.registry import DATASETS
 
 __all__ = ["ImageNetDataset"]
 
-_LAYOUT = "Expected files are root/CLASS/IMAGE, with one folder for each class"
+_LAYOUT = "The expected layout is root/CLASS/IMAGE, with one folder for each class"
 
 
 @DATASETS.register_module()
@@ -65,8 +65,8 @@ class ImageNetDataset(Dataset[dict[str, torch.Tensor]]):
         except DataError as error:
             raise with_remedy(error, f"{_LAYOUT} (in recipes, set data_root_dir=FOLDER)") from error
         parts = [(path.relative_to(folder).parts, path) for path in files.values()]
-        if flat := [path for names, path in parts if len(names) < 2]:
-            raise DataError(f"'{flat[0]}' is not in a class folder. {_LAYOUT}")
+        if unclassified := [path for names, path in parts if len(names) < 2]:
+            raise DataError(f"'{unclassified[0]}' is not in a class folder. {_LAYOUT}")
         classes = sorted({names[0] for names, _ in parts})
         ids = {name: index for index, name in enumerate(classes)}
         self.image_paths = [path for _, path in parts]

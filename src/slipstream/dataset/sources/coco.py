@@ -36,7 +36,7 @@ _MIN_PIXELS = 1000
 
 @dataclass(frozen=True)
 class _Image:
-    number: int
+    image_id: int
     """Image id in the annotation file."""
     name: str
     shape: tuple[int, int]
@@ -107,36 +107,36 @@ class CoCoSegmentationDataSet(SegmentationDataset):
         names = tuple(name for _, name in self._classes)
         self.metainfo = {"classes": names, "palette": default_palette(len(names)), "ignore_index": None}
         self._version = _version(path, self._classes)
-        images = _read_images(content, [number for number, _ in self._classes], path)
+        images = _read_images(content, [category_id for category_id, _ in self._classes], path)
         _check_background(self._classes, content, path)
-        self._images = _selected(images, user_cache("coco") / f"{self._version}.json", path)
+        self._images = _select_images(images, user_cache("coco") / f"{self._version}.json", path)
 
     def __len__(self) -> int:
         return len(self._images)
 
     def load(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """Return image `index` as uint8 (H, W, 3) RGB and its mask as uint8 (H, W)."""
-        found = self._images[index]
-        image = read_image(self.image_folder / found.name, self.max_pixels)
-        if image.shape[:2] != found.shape:
+        entry = self._images[index]
+        image = read_image(self.image_folder / entry.name, self.max_pixels)
+        if image.shape[:2] != entry.shape:
             raise DataError(
-                f"'{self.image_folder / found.name}' is {image.shape[1]} x {image.shape[0]} pixels, but "
-                f"{found.shape[1]} x {found.shape[0]} in the annotation file; replace the image or correct "
+                f"'{self.image_folder / entry.name}' is {image.shape[1]} x {image.shape[0]} pixels, but "
+                f"{entry.shape[1]} x {entry.shape[0]} in the annotation file; replace the image or correct "
                 "the annotation file"
             )
-        return image, found.mask()
+        return image, entry.mask()
 
     def cache_key(self, index: int) -> tuple[str, str]:
-        """Return the sample's name (reader class, image path, image id) and version (of image and annotation file)."""
-        found = self._images[index]
-        path = self.image_folder / found.name
+        """Return a name (dataset class, image path, image id) and a version (of the image and the annotation file)."""
+        entry = self._images[index]
+        path = self.image_folder / entry.name
         try:
             stat = path.stat()
         except OSError as error:
             raise DataError(f"cannot read '{path}': {error.strerror}") from error
-        reader = f"{type(self).__module__}.{type(self).__qualname__}"
+        dataset_class = f"{type(self).__module__}.{type(self).__qualname__}"
         return (
-            f"{reader}\n{path.absolute()}\n{found.number}",
+            f"{dataset_class}\n{path.absolute()}\n{entry.image_id}",
             f"{stat.st_size}-{stat.st_mtime_ns}-{self._version}",
         )
 
@@ -155,19 +155,19 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_classes(
-    given: Iterable[Sequence[Any]] | Literal["voc"] | None, content: Mapping[str, Any], path: Path
+    selection: Iterable[Sequence[Any]] | Literal["voc"] | None, content: Mapping[str, Any], path: Path
 ) -> list[tuple[int, str]]:
     """Return the category id and the name of each class."""
-    if given is None:
+    if selection is None:
         names = {0: "background", **_category_names(content, path)}
         if max(names) < 256:
-            return [(number, names.get(number, f"unused {number}")) for number in range(max(names) + 1)]
+            return [(i, names.get(i, f"unused {i}")) for i in range(max(names) + 1)]
         raise ConfigError(
             "is required, because a category id is greater than 255", "dataset_classes_inclusion_tuples_list"
         )
-    pairs: Any = _VOC_CLASSES if given == "voc" else given
+    pairs: Any = _VOC_CLASSES if selection == "voc" else selection
     try:
-        classes = [(int(number), str(name)) for number, name in pairs]
+        classes = [(int(category_id), str(name)) for category_id, name in pairs]
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"must be 'voc' or a list of [category id, name]: {error}",
@@ -192,7 +192,7 @@ def _category_names(content: Mapping[str, Any], path: Path) -> dict[int, str]:
 
 def _read_images(content: Mapping[str, Any], categories: list[int], path: Path) -> list[_Image]:
     """Return the images in the annotation file, with their instances of these categories."""
-    class_ids = {number: class_id for class_id, number in enumerate(categories)}
+    class_ids = {category_id: class_id for class_id, category_id in enumerate(categories)}
     try:
         images = {
             entry["id"]: _Image(
@@ -200,11 +200,11 @@ def _read_images(content: Mapping[str, Any], categories: list[int], path: Path) 
             )
             for entry in content["images"]
         }
-        found: dict[Any, list[tuple[int, Outline]]] = {number: [] for number in images}
+        outlines: dict[Any, list[tuple[int, Outline]]] = {image_id: [] for image_id in images}
         for entry in content["annotations"]:
             if (class_id := class_ids.get(entry["category_id"])) is not None and entry["image_id"] in images:
                 outline = read_outline(entry["segmentation"], images[entry["image_id"]].shape)
-                found[entry["image_id"]].append((class_id, outline))
+                outlines[entry["image_id"]].append((class_id, outline))
     except DataError as error:  # from read_outline; DataError is a ValueError
         raise DataError(
             f"annotation {entry.get('id')} of image {entry['image_id']} in '{path}': {error}"
@@ -212,8 +212,7 @@ def _read_images(content: Mapping[str, Any], categories: list[int], path: Path) 
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"the annotation file '{path}' is invalid: {error!r}; use the COCO format") from error
     return [
-        _Image(image.number, image.name, image.shape, tuple(found[number]))
-        for number, image in images.items()
+        _Image(image.image_id, image.name, image.shape, tuple(outlines[key])) for key, image in images.items()
     ]
 
 
@@ -221,27 +220,27 @@ def _check_background(classes: list[tuple[int, str]], content: Mapping[str, Any]
     """Raise a ConfigError if a category in the annotation file is assigned class 0, the background class."""
     background = classes[0][0]
     names = _category_names(content, path) if "categories" in content else {}
-    used = {*names, *(entry["category_id"] for entry in content["annotations"])}
-    if background not in used or names.get(background, "").lower() == "background":
+    category_ids = {*names, *(entry["category_id"] for entry in content["annotations"])}
+    if background not in category_ids or names.get(background, "").lower() == "background":
         return
-    unused = max(number for number in [*used, *dict(classes)] if isinstance(number, int)) + 1
+    unused_id = max(i for i in [*category_ids, *dict(classes)] if isinstance(i, int)) + 1
     name = f" ({names[background]!r})" if background in names else ""
     raise ConfigError(
         f"category {background}{name} in '{path}' would have class 0, which is the class of all pixels outside the "
-        f"instances; list the classes, and put [{unused}, 'background'] first (the id {unused} is unused)",
+        f"instances; list the classes, and put [{unused_id}, 'background'] first (the id {unused_id} is unused)",
         "dataset_classes_inclusion_tuples_list",
     )
 
 
-def _selected(images: list[_Image], kept: Path, path: Path) -> list[_Image]:
-    """Return the images that are not excluded; their ids are stored in the file `kept`."""
+def _select_images(images: list[_Image], selection_file: Path, path: Path) -> list[_Image]:
+    """Return the images that are not excluded; their ids are stored in `selection_file`."""
     try:
-        numbers = set(json.loads(kept.read_bytes()))
+        image_ids = set(json.loads(selection_file.read_bytes()))
     except (OSError, ValueError, TypeError):
         print_log(f"selecting images from '{path}': reading the masks of {len(images)} images", "current")
-        numbers = {image.number for image in images if np.count_nonzero(image.mask()) > _MIN_PIXELS}
-        _store(kept, sorted(numbers))
-    selected = [image for image in images if image.number in numbers]
+        image_ids = {image.image_id for image in images if np.count_nonzero(image.mask()) > _MIN_PIXELS}
+        _store(selection_file, sorted(image_ids))
+    selected = [image for image in images if image.image_id in image_ids]
     if not selected:
         raise DataError(
             f"no image in the annotation file '{path}' has more than {_MIN_PIXELS} pixels in its instances; check "
@@ -250,14 +249,14 @@ def _selected(images: list[_Image], kept: Path, path: Path) -> list[_Image]:
     return selected
 
 
-def _store(kept: Path, numbers: list[int]) -> None:
+def _store(selection_file: Path, image_ids: list[int]) -> None:
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(kept) as temporary:
-            temporary.write_text(json.dumps(numbers))
+        selection_file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(selection_file) as temporary:
+            temporary.write_text(json.dumps(image_ids))
     except OSError as error:
         print_log(
-            f"cannot write '{kept}' ({error.strerror or error}); the next run will select the images again",
+            f"cannot write '{selection_file}' ({error.strerror or error}); the next run will select the images again",
             "current",
             logging.WARNING,
         )

@@ -16,9 +16,9 @@ Outline: TypeAlias = list[NDArray[np.float64]] | NDArray[np.int64]
 """Polygons, each (points, 2) with x and y in pixels, or run lengths."""
 Ints: TypeAlias = NDArray[np.int64]
 
-_FINE = 5
+_CELLS_PER_PIXEL = 5
 """The COCO API rounds points to a grid with this many cells per pixel."""
-_CENTER = _FINE // 2
+_CENTER = _CELLS_PER_PIXEL // 2
 _MAX_COORDINATE = 100_000
 """Limit on coordinates, because memory usage grows with the length of the outline."""
 
@@ -62,16 +62,22 @@ def fill_polygon(points: NDArray[np.float64], shape: tuple[int, int]) -> NDArray
     ends where the outline steps from the center cell to the cell to its right.
     """
     height, width = shape
-    fine = np.trunc(points * _FINE + 0.5).astype(np.int64)
-    ends = np.roll(fine, -1, axis=0)
-    flat = np.abs(ends - fine) @ np.array([1, -1]) >= 0  # edges that are at least as wide as they are tall
+    points_on_grid = np.trunc(points * _CELLS_PER_PIXEL + 0.5).astype(np.int64)
+    ends = np.roll(points_on_grid, -1, axis=0)
+    flat = (
+        np.abs(ends - points_on_grid) @ np.array([1, -1]) >= 0
+    )  # edges that are at least as wide as they are tall
     columns, rows = np.concatenate(
-        [_flat(*_ordered(fine[flat], ends[flat], 0)), _steep(*_ordered(fine[~flat], ends[~flat], 1))], axis=1
+        [
+            _flat_crossings(*_ordered(points_on_grid[flat], ends[flat], 0)),
+            _steep_crossings(*_ordered(points_on_grid[~flat], ends[~flat], 1)),
+        ],
+        axis=1,
     )
     inside = (columns >= 0) & (columns < width)
     mask = np.zeros((width, height), bool)
     if inside.any():
-        columns, rows = columns[inside], np.clip((rows[inside] + _CENTER) // _FINE, 0, height)
+        columns, rows = columns[inside], np.clip((rows[inside] + _CENTER) // _CELLS_PER_PIXEL, 0, height)
         first, last = int(columns.min()), int(columns.max()) + 1
         steps = np.bincount((columns - first) * height + rows, minlength=(last - first) * height + 1)
         mask[first:last] = (steps.cumsum()[:-1] % 2).reshape(-1, height)
@@ -91,27 +97,29 @@ def _ordered(first: Ints, last: Ints, axis: int) -> tuple[Ints, Ints, Ints, Ints
     return start[:, 0], start[:, 1], end[:, 0], end[:, 1]
 
 
-def _flat(x0: Ints, y0: Ints, x1: Ints, y1: Ints) -> Ints:
-    """Return the pixel columns and fine rows, (2, steps), where edges that are wider than tall cross a center cell."""
-    low = -((_CENTER - x0) // _FINE)  # the first column whose center cell is not to the left of the edge
-    edge, offset = _ragged(np.maximum((x1 - _CENTER - 1) // _FINE - low + 1, 0))
+def _flat_crossings(x0: Ints, y0: Ints, x1: Ints, y1: Ints) -> Ints:
+    """Return the pixel columns and grid rows, (2, steps), where edges that are wider than tall cross a center cell."""
+    low = -(
+        (_CENTER - x0) // _CELLS_PER_PIXEL
+    )  # the first column whose center cell is not to the left of the edge
+    edge, offset = _ragged(np.maximum((x1 - _CENTER - 1) // _CELLS_PER_PIXEL - low + 1, 0))
     columns = low[edge] + offset
-    slope, steps = (y1 - y0)[edge] / (x1 - x0)[edge], columns * _FINE + _CENTER - x0[edge]
+    slope, steps = (y1 - y0)[edge] / (x1 - x0)[edge], columns * _CELLS_PER_PIXEL + _CENTER - x0[edge]
     rows = np.minimum(
         np.trunc(y0[edge] + slope * steps + 0.5), np.trunc(y0[edge] + slope * (steps + 1) + 0.5)
     )
     return np.stack([columns, rows.astype(np.int64)])
 
 
-def _steep(x0: Ints, y0: Ints, x1: Ints, y1: Ints) -> Ints:
-    """Return the pixel columns and fine rows, (2, steps), where edges that are taller than wide cross a center cell."""
+def _steep_crossings(x0: Ints, y0: Ints, x1: Ints, y1: Ints) -> Ints:
+    """Return the pixel columns and grid rows, (2, steps), where edges that are taller than wide cross a center cell."""
     edge, offset = _ragged(y1 - y0)
     slope = (x1 - x0)[edge] / (y1 - y0)[edge]
     before = np.trunc(x0[edge] + slope * offset + 0.5).astype(np.int64)
     after = np.trunc(x0[edge] + slope * (offset + 1) + 0.5).astype(np.int64)
     cells = np.minimum(before, after)
-    passed = (before != after) & (cells % _FINE == _CENTER)
-    return np.stack([cells // _FINE, y0[edge] + offset])[:, passed]
+    crosses_center = (before != after) & (cells % _CELLS_PER_PIXEL == _CENTER)
+    return np.stack([cells // _CELLS_PER_PIXEL, y0[edge] + offset])[:, crosses_center]
 
 
 def _ragged(counts: Ints) -> tuple[Ints, Ints]:

@@ -29,7 +29,7 @@ MAX_PIXELS = 178_956_970
 _GRAY, _RGB = 0, 2  # PNG color types
 _JPEG = b"\xff\xd8\xff"  # the first bytes of a JPEG file
 _ORIENTATION = 0x0112  # EXIF tag
-_TURNS = (
+_TRANSPOSITIONS = (
     "FLIP_LEFT_RIGHT",
     "ROTATE_180",
     "FLIP_TOP_BOTTOM",
@@ -75,12 +75,12 @@ def read_image(path: Path | ImageBytes, max_pixels: int | None = MAX_PIXELS) -> 
         DataError: the file cannot be read, has more than `max_pixels` pixels (None: no limit), or is a grayscale image
             with more than 8 bits per pixel.
     """
-    pixels = _plain_png(path, max_pixels, _RGB)
+    pixels = _decode_plain_png(path, max_pixels, _RGB)
     if pixels is None:
-        pixels = _plain_jpeg(path, max_pixels)
+        pixels = _decode_plain_jpeg(path, max_pixels)
     if pixels is not None:
         return pixels
-    image, _ = _by_pillow(path, max_pixels)
+    image, _ = _decode_with_pillow(path, max_pixels)
     if image.mode[0] in "IF":  # converting these to RGB would clip, not scale
         raise DataError(f"the image '{path}' has mode {image.mode}; convert it to 8 bits per channel")
     return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
@@ -95,10 +95,10 @@ def read_mask(path: Path | ImageBytes, max_pixels: int | None = MAX_PIXELS) -> N
         DataError: the file cannot be read, has more than `max_pixels` pixels (None: no limit), or is not a
             single-channel 8-bit file.
     """
-    pixels = _plain_png(path, max_pixels, _GRAY)
+    pixels = _decode_plain_png(path, max_pixels, _GRAY)
     if pixels is not None:
         return pixels[..., 0]
-    image, codecs = _by_pillow(path, max_pixels)
+    image, codecs = _decode_with_pillow(path, max_pixels)
     if image.mode not in ("L", "P"):
         raise DataError(
             f"the mask '{path}' has mode {image.mode}; its pixels must be class ids in one 8-bit channel "
@@ -114,8 +114,11 @@ def read_mask(path: Path | ImageBytes, max_pixels: int | None = MAX_PIXELS) -> N
 
 def check_readable(path: Path, max_pixels: int | None = MAX_PIXELS) -> None:
     """Raise a DataError if the file cannot be decoded as an image of any mode, or has too many pixels."""
-    if _plain_png(path, max_pixels, _GRAY, _RGB) is None and _plain_jpeg(path, max_pixels) is None:
-        _by_pillow(path, max_pixels)
+    if (
+        _decode_plain_png(path, max_pixels, _GRAY, _RGB) is None
+        and _decode_plain_jpeg(path, max_pixels) is None
+    ):
+        _decode_with_pillow(path, max_pixels)
 
 
 @contextmanager
@@ -144,7 +147,9 @@ def open_image(path: Path | ImageBytes, max_pixels: int | None = MAX_PIXELS) -> 
         raise DataError(f"cannot read '{path}': {error}; {remedy}") from error
 
 
-def _plain_png(path: Path | ImageBytes, max_pixels: int | None, *kinds: int) -> NDArray[np.uint8] | None:
+def _decode_plain_png(
+    path: Path | ImageBytes, max_pixels: int | None, *kinds: int
+) -> NDArray[np.uint8] | None:
     """Return the pixels of a plain PNG with one of these color types, uint8 (H, W, 1 or 3), or None for other files.
 
     The result is also None if pywuffs is not installed or finds an error; Pillow then decodes the file or
@@ -155,8 +160,8 @@ def _plain_png(path: Path | ImageBytes, max_pixels: int | None, *kinds: int) -> 
         return None
     try:
         with path.open("rb") as file:
-            start = file.read(29)
-            if not _is_plain(start, max_pixels, kinds):
+            header = file.read(29)
+            if not _is_plain(header, max_pixels, kinds):
                 return None
             file.seek(0)
             data = file.read()
@@ -166,7 +171,7 @@ def _plain_png(path: Path | ImageBytes, max_pixels: int | None, *kinds: int) -> 
         return None
     from pywuffs.aux import ImageDecoder
 
-    result = ImageDecoder(formats[start[25]]).decode(data)
+    result = ImageDecoder(formats[header[25]]).decode(data)
     return None if result.error_message else result.pixbuf
 
 
@@ -202,14 +207,14 @@ def _is_plain(start: bytes, max_pixels: int | None, kinds: tuple[int, ...]) -> b
 
 def _chunks(data: bytes) -> Iterator[bytes]:
     """Yield the type of each chunk of a PNG, or the keyword of a text chunk. Metadata may follow the pixels."""
-    at = 8
-    while kind := data[at + 4 : at + 8]:
+    position = 8
+    while kind := data[position + 4 : position + 8]:
         text = kind in (b"tEXt", b"zTXt", b"iTXt")
-        yield data[at + 8 : at + 88].partition(b"\0")[0] if text else kind
-        at += 12 + int.from_bytes(data[at : at + 4], "big")
+        yield data[position + 8 : position + 88].partition(b"\0")[0] if text else kind
+        position += 12 + int.from_bytes(data[position : position + 4], "big")
 
 
-def _plain_jpeg(path: Path | ImageBytes, max_pixels: int | None) -> NDArray[np.uint8] | None:
+def _decode_plain_jpeg(path: Path | ImageBytes, max_pixels: int | None) -> NDArray[np.uint8] | None:
     """Return the pixels of an RGB or grayscale JPEG that is not rotated, uint8 (H, W, 3), or None for other files.
 
     Pillow reads the header and checks the size. The result is also None if simplejpeg cannot replace Pillow's decoder
@@ -266,7 +271,9 @@ def _is_scaled(codecs: Sequence[tuple[Any, ...]]) -> bool:
     )
 
 
-def _by_pillow(path: Path | ImageBytes, max_pixels: int | None) -> tuple[Image.Image, list[tuple[Any, ...]]]:
+def _decode_with_pillow(
+    path: Path | ImageBytes, max_pixels: int | None
+) -> tuple[Image.Image, list[tuple[Any, ...]]]:
     """Return the loaded, oriented image, and the Pillow codecs that decoded it, with their arguments."""
     try:
         with open_image(path, max_pixels) as image:
@@ -274,22 +281,24 @@ def _by_pillow(path: Path | ImageBytes, max_pixels: int | None) -> tuple[Image.I
                 (codec, *(args if isinstance(args, tuple) else (args,))) for codec, _, _, args in image.tile
             ]
             if image.format == "TIFF":
-                # Otherwise, Pillow memory-maps the file with the rotated size, which scrambles the pixels.
+                # Prevent Pillow from memory-mapping the file with the rotated size, which would scramble the pixels.
                 image.filename = ""
             image.load()
-            return _oriented(image), codecs
+            return _apply_orientation(image), codecs
     except DataError:
         raise
     except Exception as error:  # Pillow's decoders raise many types of errors on broken files
         raise DataError(f"cannot read '{path}': {error}") from error
 
 
-def _oriented(image: Image.Image) -> Image.Image:
+def _apply_orientation(image: Image.Image) -> Image.Image:
     """Return the image as viewers display it. Cameras store the pixels in sensor order."""
     from PIL import Image
 
     orientation = _orientation(image)
-    return image if orientation is None else image.transpose(Image.Transpose[_TURNS[orientation - 2]])
+    return (
+        image if orientation is None else image.transpose(Image.Transpose[_TRANSPOSITIONS[orientation - 2]])
+    )
 
 
 def _orientation(image: Image.Image) -> int | None:

@@ -28,8 +28,8 @@ def download_data(url: str, target: Path, md5: str, remedy: str) -> None:
     except OSError as error:
         raise DataError(f"cannot download {url}: {error}. {remedy}") from error
     with target.open("rb") as file:
-        found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-    if found != md5:
+        actual = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    if actual != md5:
         raise DataError(
-            f"the file downloaded from {url} is damaged: its MD5 checksum is {found}, expected {md5}; try again"
+            f"the file downloaded from {url} is damaged: its MD5 checksum is {actual}, expected {md5}; try again"
         )

@@ -49,7 +49,7 @@ _CLASSES = (
     "Ankle boot",
 )
 _PAD = 2
-_LARGEST = 16 + 60_000 * 28 * 28
+_MAX_FILE_SIZE = 16 + 60_000 * 28 * 28
 
 
 @DATASETS.register_module()
@@ -98,7 +98,7 @@ class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
             )
         image = self.images[int(index)]
         return {
-            "inputs": _augmented(image, sample_rng(index)) if self.augment else image,
+            "inputs": _augment(image, sample_rng(index)) if self.augment else image,
             "targets": self.targets[int(index)],
         }
 
@@ -112,7 +112,7 @@ class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
         return [int(self.targets[index])]
 
 
-def _augmented(image: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
+def _augment(image: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
     offsets = 2 * _PAD + 1
     mirrored, position = divmod(int(rng.integers(2 * offsets * offsets)), offsets * offsets)
     top, left = divmod(position, offsets)
@@ -158,12 +158,12 @@ def _read_idx(path: Path, ndim: int) -> torch.Tensor:
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            data = file.read(_LARGEST + 1)  # a small .gz file can expand to any size
+            data = file.read(_MAX_FILE_SIZE + 1)  # a small .gz file can expand to any size
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read '{path}': {error}; download it again") from error
-    if len(data) > _LARGEST:
+    if len(data) > _MAX_FILE_SIZE:
         raise DataError(
-            f"'{path}' is larger than the largest Fashion-MNIST file ({_LARGEST:,} bytes); download it again"
+            f"'{path}' is larger than the largest Fashion-MNIST file ({_MAX_FILE_SIZE:,} bytes); download it again"
         )
     start = 4 + 4 * ndim
     if data[:4] != bytes([0, 0, 8, ndim]) or len(data) < start:

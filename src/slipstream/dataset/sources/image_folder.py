@@ -1,4 +1,4 @@
-"""A folder of images and a folder of masks, paired by name."""
+"""Segmentation datasets that consist of a folder of images and a folder of masks, paired by file name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slipstream.registry import DATASETS
 __all__ = ["ImageMaskFolder"]
 
 
-_WHERE = "set data_root (in SuperGradients' recipes, data_root_dir=FOLDER) to the dataset's folder"
+_REMEDY = "set data_root (in SuperGradients' recipes, data_root_dir=FOLDER) to the dataset's folder"
 
 
 @DATASETS.register_module()
@@ -80,7 +80,7 @@ class ImageMaskFolder(ImageMaskPairs):
             mask_files = files_by_name(mask_root, mask_suffix, "mask")
         except DataError as error:
             folders = f"Images must be in '{image_root}', masks in '{mask_root}'"
-            raise with_remedy(error, f"{folders}; {_WHERE}") from error
+            raise with_remedy(error, f"{folders}; {_REMEDY}") from error
         check_pairs(
             image_files, mask_files, "set image_suffix and mask_suffix if the names have different suffixes"
         )
@@ -98,15 +98,15 @@ class ImageMaskFolder(ImageMaskPairs):
 
 
 def _label_table(
-    label_map: Mapping[int, int], classes: int, ignore_index: int | None
+    label_map: Mapping[int, int], num_classes: int, ignore_index: int | None
 ) -> np.ndarray[Any, Any] | None:
     """Return the new id for each of the 256 possible ids in a file, or None if no id changes."""
     table = np.arange(256, dtype=np.uint8)
     for old, new in label_map.items():
-        if not 0 <= old <= 255 or not (0 <= new < classes or new == ignore_index):
+        if not 0 <= old <= 255 or not (0 <= new < num_classes or new == ignore_index):
             raise ConfigError(
                 f"label_map: {old} -> {new} must map a pixel value (0 to 255) to a class id "
-                f"(0 to {classes - 1}) or to ignore_index={ignore_index}"
+                f"(0 to {num_classes - 1}) or to ignore_index={ignore_index}"
             )
         table[old] = new
     return table if label_map else None

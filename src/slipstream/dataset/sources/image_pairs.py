@@ -31,7 +31,7 @@ _EXTENSIONS = {"image": (*_LOSSLESS, ".jpeg", ".jpg", ".webp"), "mask": _LOSSLES
 
 
 _REMEDY = "Fix or replace the file (`slipstream data stats RECIPE` lists every broken file)"
-_SKIP = ", or set skip_corrupt=True in the dataset to skip unreadable files"
+_SKIP_HINT = ", or set skip_corrupt=True in the dataset to skip unreadable files"
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ImageMaskPairs(SegmentationDataset):
         self.metainfo = metainfo
         self.max_pixels = max_pixels
         if skip_corrupt:
-            pairs = _readable(pairs, max_pixels)
+            pairs = _readable_pairs(pairs, max_pixels)
         self.image_paths = [image for image, _ in pairs]
         self.mask_paths = [mask for _, mask in pairs]
 
@@ -109,10 +109,10 @@ class ImageMaskPairs(SegmentationDataset):
         mask = values
         if ids.table is not None:  # `translate` is several times faster than NumPy indexing
             mask = np.frombuffer(bytearray(values).translate(ids.table.data), np.uint8).reshape(values.shape)
-        wrong = self._wrong(mask)
-        if wrong is not None:
-            found, pixels = np.unique(values[wrong], return_counts=True)
-            listed = ", ".join(f"{i} ({n} pixels)" for i, n in zip(found, pixels, strict=True))
+        invalid = self._invalid_pixels(mask)
+        if invalid is not None:
+            ids_found, pixels = np.unique(values[invalid], return_counts=True)
+            listed = ", ".join(f"{i} ({n} pixels)" for i, n in zip(ids_found, pixels, strict=True))
             raise DataError(f"the mask '{path}' has invalid label ids: {listed}; {ids.expected}")
         return mask
 
@@ -122,7 +122,7 @@ class ImageMaskPairs(SegmentationDataset):
         return [i for i in ids if i != self.metainfo["ignore_index"]]
 
     def cache_key(self, index: int) -> tuple[str, str]:
-        """Return a name (reader class and paths) and a version (file sizes, modification times and the id mapping)."""
+        """Return a name (dataset class and paths) and a version (file sizes, modification times and the id mapping)."""
         files = (self.image_paths[index], self.mask_paths[index])
         try:
             stats = [path.stat() for path in files]
@@ -133,9 +133,11 @@ class ImageMaskPairs(SegmentationDataset):
         meaning = f"oriented {len(self.metainfo['classes'])} {self.metainfo['ignore_index']} ".encode()
         digest = hashlib.blake2b(meaning + (b"" if table is None else table.tobytes()), digest_size=8)
         version = "-".join(f"{s.st_size}-{s.st_mtime_ns}" for s in stats)
-        reader = f"{type(self).__module__}.{type(self).__qualname__}"  # a subclass may decode differently
+        dataset_class = (
+            f"{type(self).__module__}.{type(self).__qualname__}"  # a subclass may decode differently
+        )
         return "\n".join(
-            [reader, *(str(path.absolute()) for path in files)]
+            [dataset_class, *(str(path.absolute()) for path in files)]
         ), f"{version}-{digest.hexdigest()}"
 
     def _loaded(self, index: int) -> Sample:
@@ -143,53 +145,53 @@ class ImageMaskPairs(SegmentationDataset):
             return super()._loaded(index)
         except DataError as error:
             unreadable = _faults((self.image_paths[index], self.mask_paths[index]), self.max_pixels)
-            raise with_remedy(error, _REMEDY + _SKIP if unreadable else _REMEDY) from error
+            raise with_remedy(error, _REMEDY + _SKIP_HINT if unreadable else _REMEDY) from error
 
-    def _wrong(self, mask: NDArray[np.uint8]) -> NDArray[np.bool_] | None:
+    def _invalid_pixels(self, mask: NDArray[np.uint8]) -> NDArray[np.bool_] | None:
         """Return a mask of the pixels that are neither a class id nor the ignored id, or None if all ids are valid."""
         count, ignored = len(self.metainfo["classes"]), self.metainfo["ignore_index"]
         if mask.max() < count + (ignored == count):
             return None
-        wrong: NDArray[np.bool_] = mask >= count
+        invalid: NDArray[np.bool_] = mask >= count
         if ignored is not None:
-            wrong &= mask != ignored
-        return wrong if wrong.any() else None
+            invalid &= mask != ignored
+        return invalid if invalid.any() else None
 
 
-def files_by_name(folder: Path, suffix: str | None, what: str) -> dict[str, Path]:
+def files_by_name(folder: Path, suffix: str | None, kind: str) -> dict[str, Path]:
     """Return the files in `folder` and its subfolders whose names end with `suffix`.
 
     The keys are relative paths without the suffix.
 
-    Symbolic links to folders are followed; hidden files and folders are skipped. If `suffix` is None, `what` ("image"
+    Symbolic links to folders are followed; hidden files and folders are skipped. If `suffix` is None, `kind` ("image"
     or "mask") determines the extensions.
 
     Raises:
         DataError: the folder is missing or cannot be read, contains no matching files, or contains two files with the
             same name.
     """
-    check_folder(folder, what)
-    endings = (suffix,) if suffix else _EXTENSIONS[what]
+    check_folder(folder, kind)
+    suffixes = (suffix,) if suffix else _EXTENSIONS[kind]
     found: dict[str, Path] = {}
-    for path in sorted(_files_below(folder)):
-        if not path.name.lower().endswith(tuple(e.lower() for e in endings)):
+    for path in sorted(_walk_files(folder)):
+        if not path.name.lower().endswith(tuple(e.lower() for e in suffixes)):
             continue
         stem = path.name[: -len(suffix)] if suffix else path.stem
         name = (path.relative_to(folder).parent / stem).as_posix()
         if name in found:
             raise DataError(
-                f"two {what} files have the name '{name}': '{found[name]}' and '{path}'; remove one of them"
+                f"two {kind} files have the name '{name}': '{found[name]}' and '{path}'; remove one of them"
             )
         found[name] = path
     if not found:
-        raise DataError(f"no {what} files in '{folder}': no file name ends with {' or '.join(endings)}")
+        raise DataError(f"no {kind} files in '{folder}': no file name ends with {' or '.join(suffixes)}")
     return found
 
 
-def _files_below(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """Yield the files in `folder` and its subfolders, skipping symbolic links to the folders in `above`."""
+def _walk_files(folder: Path, parents: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """Yield the files in `folder` and its subfolders, skipping symbolic links to the folders in `parents`."""
     resolved = folder.resolve()
-    if resolved in above:
+    if resolved in parents:
         return
     try:
         with os.scandir(folder) as entries:
@@ -198,12 +200,12 @@ def _files_below(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator
         raise DataError(f"cannot read '{error.filename or folder}': {error.strerror}") from error
     for is_folder, path in found:
         if is_folder:
-            yield from _files_below(path, above | {resolved})
+            yield from _walk_files(path, parents | {resolved})
         else:
             yield path
 
 
-def check_folder(folder: Path, what: str) -> None:
+def check_folder(folder: Path, kind: str) -> None:
     """Raise a DataError if `folder` does not exist. The message contains the first missing folder and a hint."""
     if folder.is_dir():
         return
@@ -212,7 +214,7 @@ def check_folder(folder: Path, what: str) -> None:
         missing = missing.parent
     hint = did_you_mean(missing.name, [p.name for p in missing.parent.iterdir() if p.is_dir()])
     raise DataError(
-        f"the {what} folder '{folder}' does not exist: "
+        f"the {kind} folder '{folder}' does not exist: "
         f"'{missing.parent}' has no folder '{missing.name}'{hint}"
     )
 
@@ -235,23 +237,23 @@ def check_pairs(images: Mapping[str, Path], masks: Mapping[str, Path], remedy: s
         )
 
 
-def _readable(pairs: Sequence[tuple[Path, Path]], max_pixels: int | None) -> list[tuple[Path, Path]]:
+def _readable_pairs(pairs: Sequence[tuple[Path, Path]], max_pixels: int | None) -> list[tuple[Path, Path]]:
     # Decoders release the GIL.
     with ThreadPoolExecutor(cores()) as pool:
         faults = list(pool.map(partial(_faults, max_pixels=max_pixels), pairs))
     for fault in (fault for found in faults for fault in found):
         print_log(f"skip_corrupt: skipping a sample: {fault}", "current", logging.WARNING)
-    left = [pair for pair, found in zip(pairs, faults, strict=True) if not found]
-    if not left:
+    readable = [pair for pair, found in zip(pairs, faults, strict=True) if not found]
+    if not readable:
         raise DataError(f"no sample can be read ({len(pairs)} in total); first error: {faults[0][0]}")
-    return left
+    return readable
 
 
 def _faults(pair: tuple[Path, Path], max_pixels: int | None) -> list[str]:
-    found = []
+    faults = []
     for path in pair:
         try:
             check_readable(path, max_pixels)
         except DataError as error:
-            found.append(str(error))
-    return found
+            faults.append(str(error))
+    return faults

@@ -28,7 +28,7 @@ _IMAGES = ("bmp", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp")
 _PICKLES = ("pickle", "pkl", "pt", "pth", "pyd")
 _URL = re.compile(r"[a-z0-9]+:", re.IGNORECASE)
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-_LISTED = 5
+_MAX_LISTED_PATHS = 5
 
 
 def shard_paths(shards: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -44,7 +44,7 @@ def shard_paths(shards: str | Path | Sequence[str | Path]) -> list[Path]:
             raise ConfigError(
                 f"'{pattern}' is not a local file; download the shards, or mount the storage", "shards"
             )
-        for path in _expanded(str(pattern)):
+        for path in _expand_ranges(str(pattern)):
             files = sorted(glob.glob(path)) if glob.has_magic(path) else [path]  # noqa: PTH207  (absolute patterns)
             if missing := [file for file in files if not Path(file).is_file()]:
                 raise DataError(
@@ -57,12 +57,12 @@ def shard_paths(shards: str | Path | Sequence[str | Path]) -> list[Path]:
         raise ConfigError("at least one shard is required", "shards")
     resolved = [path.resolve() for path in found]
     if len(set(resolved)) < len(resolved):
-        double = next(path for path in resolved if resolved.count(path) > 1)
-        raise ConfigError(f"the shard '{double}' is listed twice; list each shard once", "shards")
+        duplicate = next(path for path in resolved if resolved.count(path) > 1)
+        raise ConfigError(f"the shard '{duplicate}' is listed twice; list each shard once", "shards")
     return found
 
 
-def _expanded(pattern: str) -> list[str]:
+def _expand_ranges(pattern: str) -> list[str]:
     """Expand the ranges in a pattern. Numbers are padded with zeros to the width of the first number."""
     pieces = _RANGE.split(pattern)
     ranges = [
@@ -109,11 +109,11 @@ class TarShards:
         self._extensions = sorted({word for shard in shards for word in shard.extensions})
         # int64 (samples, fields, 3): index of the extension, offset and size.
         self._parts = np.concatenate(
-            [self._located(shard, path) for shard, path in zip(shards, self.paths, strict=True)]
+            [self._locate_files(shard, path) for shard, path in zip(shards, self.paths, strict=True)]
         )
         if not len(self):
             raise DataError(
-                f"the shards contain no samples: {', '.join(map(str, self.paths[:_LISTED]))}; check the paths"
+                f"the shards contain no samples: {', '.join(map(str, self.paths[:_MAX_LISTED_PATHS]))}; check the paths"
             )
 
     def __len__(self) -> int:
@@ -182,8 +182,8 @@ class TarShards:
     def _column(self, field: str) -> int:
         return list(self.fields).index(field)
 
-    def _located(self, shard: ShardIndex, path: Path) -> NDArray[np.int64]:
-        """Return extension index, offset and size of the selected files in a shard, int64 (samples, fields, 3)."""
+    def _locate_files(self, shard: ShardIndex, path: Path) -> NDArray[np.int64]:
+        """Return the extension index, offset and size of each selected file in a shard, int64 (samples, fields, 3)."""
         found = np.full((len(shard.keys), len(self.fields), 3), -1, np.int64)
         for position, (name, alternatives) in enumerate(self.fields.items()):
             for extension in reversed([word for word in alternatives if word in shard.extensions]):
@@ -196,7 +196,8 @@ class TarShards:
                 raise DataError(
                     f"{len(missing)} of {len(shard.keys)} samples in '{path}' {verb} no file for '{name}' "
                     f"({';'.join(alternatives)}); the first is {shard.keys[missing[0]]!r} with the extensions "
-                    f"{', '.join(shard.of(int(missing[0])))}; change fields['{name}'], or recreate the shard"
+                    f"{', '.join(shard.sample_extensions(int(missing[0])))}; change fields['{name}'], or recreate the "
+                    "shard"
                 )
         return found
 

@@ -16,7 +16,7 @@ from slipstream.registry import DATASETS
 __all__ = ["SuperviselyPersonsDataset"]
 
 _CLASSES = ("background", "person")
-_SHOWN = 5
+_MAX_LISTED_FILES = 5
 
 
 @DATASETS.register_module()
@@ -73,7 +73,7 @@ def _read_table(root: Path, list_file: str) -> list[tuple[Path, Path]]:
     missing = [str(file) for pair in pairs for file in pair if not file.is_file()]
     if missing:
         raise DataError(
-            f"files listed in '{path}' do not exist: {', '.join(missing[:_SHOWN])} ({len(missing)} in total); set "
-            "root_dir to the folder that contains them"
+            f"files listed in '{path}' do not exist: {', '.join(missing[:_MAX_LISTED_FILES])} ({len(missing)} in "
+            "total); set root_dir to the folder that contains them"
         )
     return pairs

@@ -18,14 +18,14 @@ __all__ = ["TarMember", "tar_members"]
 
 _BLOCK = 512
 _MAX_EXTENDED = 2**20
-"""Maximum size in bytes of an extended header, which only contains the name and attributes of the next file."""
+"""Maximum size in bytes of an extended header, which contains only the name and attributes of the next file."""
 _RECORD = 10_240
 """Default record size in bytes. Writers pad an archive to a multiple of this size."""
 _FILES = (b"0", b"\0", b"7")
 _LINKS = {b"1": "a hard link", b"2": "a symbolic link"}
 _FOLDER, _LONG_NAME, _ATTRIBUTES = b"5", b"L", b"x"
-_IGNORED = (b"g", b"K")  # attributes of all files, and the target of a link
-_EXTENDED = (_LONG_NAME, _ATTRIBUTES, *_IGNORED)
+_IGNORED_TYPES = (b"g", b"K")  # attributes of all files, and the target of a link
+_EXTENDED = (_LONG_NAME, _ATTRIBUTES, *_IGNORED_TYPES)
 
 
 class TarMember(NamedTuple):
@@ -60,39 +60,39 @@ def tar_members(path: Path) -> Iterator[TarMember]:
 
 
 def _members(file: BinaryIO, path: Path, end: int) -> Iterator[TarMember]:
-    at, name, size = 0, None, None
+    position, name, size = 0, None, None
     while True:
-        file.seek(at)
-        header = _parse(file.read(_BLOCK), path, at)
+        file.seek(position)
+        header = _parse(file.read(_BLOCK), path, position)
         if header is None:
-            _check_end(file, path, at)
+            _check_end(file, path, position)
             return
         length = header.size if size is None or header.kind in _EXTENDED else size
-        start = at + _BLOCK
+        start = position + _BLOCK
         if length > end - start:
             raise DataError(
-                f"'{path}' is incomplete: {_shown(name or header.name)} has {length:,} bytes, but the file ends after "
+                f"'{path}' is incomplete: {_quote(name or header.name)} has {length:,} bytes, but the file ends after "
                 f"{max(0, end - start):,} of them; copy the file again"
             )
-        at = start + length + -length % _BLOCK
+        position = start + length + -length % _BLOCK
         if header.kind in (_LONG_NAME, _ATTRIBUTES):
-            content = _extended(file, path, length)
+            content = _read_extended_header(file, path, length)
             if header.kind == _LONG_NAME:
                 name = content.rstrip(b"\0")
             else:
                 attributes = _attributes(content, path, start)
                 name = attributes.get(b"path", name)
                 size = _decimal(attributes[b"size"], path, start) if b"size" in attributes else size
-        elif header.kind not in _IGNORED:
+        elif header.kind not in _IGNORED_TYPES:
             if header.kind != _FOLDER:
-                own = name or header.name
-                _check_kind(header.kind, own, path)
-                yield TarMember(os.fsdecode(own), start, length)
+                member_name = name or header.name
+                _check_kind(header.kind, member_name, path)
+                yield TarMember(os.fsdecode(member_name), start, length)
             name = size = None
 
 
-def _check_end(file: BinaryIO, path: Path, at: int) -> None:
-    """Raise an error if a file contains nonzero bytes after the block at `at`, which ends the archive.
+def _check_end(file: BinaryIO, path: Path, position: int) -> None:
+    """Raise an error if a file contains nonzero bytes after the block at `position`, which ends the archive.
 
     Writers pad an archive with zeros to a whole record.
     """
@@ -100,8 +100,8 @@ def _check_end(file: BinaryIO, path: Path, at: int) -> None:
     while content := file.read(2**20):
         if any(content):
             raise DataError(
-                f"'{path}' contains data after the end of the archive at byte {at:,}: it is damaged, or consists of "
-                "several archives; copy the file again, or extract the archives and create one archive"
+                f"'{path}' contains data after the end of the archive at byte {position:,}: it is damaged, or consists "
+                "of several archives; copy the file again, or extract the archives and create one archive"
             )
         zeros += len(content)
     if zeros > _RECORD:
@@ -111,30 +111,30 @@ def _check_end(file: BinaryIO, path: Path, at: int) -> None:
         )
 
 
-def _parse(block: bytes, path: Path, at: int) -> _Header | None:
+def _parse(block: bytes, path: Path, position: int) -> _Header | None:
     """Parse a header block; return None for the block of zeros that ends an archive."""
     if len(block) < _BLOCK:
-        if at == 0:
+        if position == 0:
             raise DataError(
                 f"'{path}' is not a tar archive: it has fewer than {_BLOCK} bytes; copy it again, or remove it"
             )
         raise DataError(f"'{path}' is incomplete: it has no end-of-archive block; copy the file again")
     if not any(block):
         return None
-    expected = _number(block[148:156])
+    expected = _parse_number(block[148:156])
     if expected != sum(block[:148]) + sum(block[156:]) + 8 * ord(" "):
-        if at == 0:
+        if position == 0:
             raise DataError(
                 f"'{path}' is not an uncompressed tar archive. Compressed archives do not support random access; "
                 "decompress the file first"
             )
         raise DataError(
-            f"'{path}' is damaged: the header at byte {at:,} has a wrong checksum; copy the file again"
+            f"'{path}' is damaged: the header at byte {position:,} has a wrong checksum; copy the file again"
         )
-    size = _number(block[124:136])
+    size = _parse_number(block[124:136])
     if size is None or size < 0:
         raise DataError(
-            f"'{path}' is damaged: the header at byte {at:,} has an invalid size; copy the file again"
+            f"'{path}' is damaged: the header at byte {position:,} has an invalid size; copy the file again"
         )
     name = block[:100].partition(b"\0")[0]
     if block[257:263] == b"ustar\0" and (prefix := block[345:500].partition(b"\0")[0]):
@@ -142,7 +142,7 @@ def _parse(block: bytes, path: Path, at: int) -> _Header | None:
     return _Header(name, size, block[156:157])
 
 
-def _number(field: bytes) -> int | None:
+def _parse_number(field: bytes) -> int | None:
     """Parse a number in a header, which is octal or, in GNU's format, binary; return None if it is invalid."""
     if field[0] in (0x80, 0xFF):
         return int.from_bytes(field[1:], "big", signed=False) if field[0] == 0x80 else -1
@@ -150,7 +150,7 @@ def _number(field: bytes) -> int | None:
     return int(digits or b"0", 8) if all(digit in b"01234567" for digit in digits) else None
 
 
-def _extended(file: BinaryIO, path: Path, size: int) -> bytes:
+def _read_extended_header(file: BinaryIO, path: Path, size: int) -> bytes:
     if size > _MAX_EXTENDED:
         raise DataError(
             f"'{path}' is damaged: it contains an extended header of {size:,} bytes, more than {_MAX_EXTENDED:,}; "
@@ -161,11 +161,11 @@ def _extended(file: BinaryIO, path: Path, size: int) -> bytes:
 
 def _attributes(content: bytes, path: Path, start: int) -> dict[bytes, bytes]:
     """Return the records of a pax header. Each record is `LENGTH KEY=VALUE`, followed by a newline."""
-    found, at = {}, 0
-    while at < len(content) and content[at]:
-        length = _decimal(content[at : at + 8].partition(b" ")[0], path, start)
-        key, equals, value = content[at : at + length].partition(b" ")[2].partition(b"=")
-        if length > len(content) - at or not equals or not value.endswith(b"\n"):
+    records, position = {}, 0
+    while position < len(content) and content[position]:
+        length = _decimal(content[position : position + 8].partition(b" ")[0], path, start)
+        key, equals, value = content[position : position + length].partition(b" ")[2].partition(b"=")
+        if length > len(content) - position or not equals or not value.endswith(b"\n"):
             raise DataError(
                 f"'{path}' is damaged: the extended header at byte {start:,} is invalid; copy the file again"
             )
@@ -173,9 +173,9 @@ def _attributes(content: bytes, path: Path, start: int) -> dict[bytes, bytes]:
             raise DataError(
                 f"'{path}' contains a sparse file, which is not supported; store it as a regular file"
             )
-        found[key] = value[:-1]
-        at += length
-    return found
+        records[key] = value[:-1]
+        position += length
+    return records
 
 
 def _decimal(digits: bytes, path: Path, start: int) -> int:
@@ -189,14 +189,14 @@ def _decimal(digits: bytes, path: Path, start: int) -> int:
 def _check_kind(kind: bytes, name: bytes, path: Path) -> None:
     if kind in _LINKS:
         raise DataError(
-            f"{_shown(name)} in '{path}' is {_LINKS[kind]}, and links are not followed; create the archive with the "
+            f"{_quote(name)} in '{path}' is {_LINKS[kind]}, and links are not followed; create the archive with the "
             "contents of the file (tar --dereference --hard-dereference)"
         )
     if kind not in _FILES:
         raise DataError(
-            f"{_shown(name)} in '{path}' is not a regular file (type {kind!r}); create the archive without it"
+            f"{_quote(name)} in '{path}' is not a regular file (type {kind!r}); create the archive without it"
         )
 
 
-def _shown(name: bytes) -> str:
+def _quote(name: bytes) -> str:
     return repr(os.fsdecode(name)[:200])

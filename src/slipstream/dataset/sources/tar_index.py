@@ -41,7 +41,7 @@ class ShardIndex:
     parts: NDArray[np.int64]
     version: tuple[int, int]
 
-    def of(self, sample: int) -> list[str]:
+    def sample_extensions(self, sample: int) -> list[str]:
         """Return the extensions of a sample."""
         return [self.extensions[i] for i in self.parts[self.parts[:, 0] == sample, 1]]
 
@@ -67,15 +67,15 @@ def shard_index(path: Path, folder: str | Path | None = None) -> ShardIndex:
         ) from error
     version = np.array([_FORMAT, status.st_size, status.st_mtime_ns])
     name = hashlib.blake2b(os.fsencode(path.absolute()), digest_size=16).hexdigest()
-    cached = (Path(folder) if folder else user_cache("tar_shards")) / f"{name}.npz"
-    index = _read(cached, version)
+    cache_file = (Path(folder) if folder else user_cache("tar_shards")) / f"{name}.npz"
+    index = _read(cache_file, version)
     if index is None:
-        index = _built(path, (status.st_size, status.st_mtime_ns))
-        _store(cached, index, version)
+        index = _build(path, (status.st_size, status.st_mtime_ns))
+        _store(cache_file, index, version)
     return index
 
 
-def _built(path: Path, version: tuple[int, int]) -> ShardIndex:
+def _build(path: Path, version: tuple[int, int]) -> ShardIndex:
     keys: list[str] = []
     extensions: dict[str, int] = {}
     parts: list[tuple[int, int, int, int]] = []
@@ -106,8 +106,8 @@ def _store(path: Path, index: ShardIndex, version: NDArray[np.int64]) -> None:
                 file,
                 version=version,
                 parts=index.parts,
-                extensions=_packed(index.extensions),
-                keys=_packed(index.keys),
+                extensions=_pack(index.extensions),
+                keys=_pack(index.keys),
             )
     except OSError as error:
         warnings.warn(
@@ -133,7 +133,7 @@ def _read(path: Path, version: NDArray[np.int64]) -> ShardIndex | None:
     ):
         return None
     size, time = int(version[1]), int(version[2])
-    index = ShardIndex(_unpacked(keys), _unpacked(extensions), parts, (size, time))
+    index = ShardIndex(_unpack(keys), _unpack(extensions), parts, (size, time))
     return index if _is_consistent(index, size) else None
 
 
@@ -146,10 +146,10 @@ def _is_consistent(index: ShardIndex, size: int) -> bool:
     return bool((parts >= 0).all() and (parts < limits).all() and (parts[:, 2:].sum(1) <= size).all())
 
 
-def _packed(words: Sequence[str]) -> NDArray[np.uint8]:
+def _pack(words: Sequence[str]) -> NDArray[np.uint8]:
     """Encode the words as bytes, each followed by a zero byte, which file names cannot contain."""
     return np.frombuffer(b"".join(os.fsencode(word) + b"\0" for word in words), np.uint8)
 
 
-def _unpacked(data: NDArray[np.uint8]) -> list[str]:
+def _unpack(data: NDArray[np.uint8]) -> list[str]:
     return [os.fsdecode(word) for word in data.tobytes().split(b"\0")[:-1]]

@@ -73,8 +73,8 @@ class WebDataset(Dataset[dict[str, Any]]):
     ) -> None:
         self.all_transforms = list(transforms)
         self.transforms, self._device_params = read_transforms(transforms)
-        chosen = {"inputs": _IMAGE, "targets": "cls"} if fields is None else fields
-        self.shards = TarShards(shard_paths(shards), chosen, index, max_bytes)
+        fields = {"inputs": _IMAGE, "targets": "cls"} if fields is None else fields
+        self.shards = TarShards(shard_paths(shards), fields, index, max_bytes)
         self.max_pixels = max_pixels
         self.metainfo: dict[str, Any] = {}
         if classes is not None:
@@ -123,11 +123,11 @@ class WebDataset(Dataset[dict[str, Any]]):
             self._check_class(int(value), name)
         return value
 
-    def _check_class(self, number: int, name: str) -> None:
+    def _check_class(self, class_id: int, name: str) -> None:
         classes = self.metainfo.get("classes")
-        if classes and not 0 <= number < len(classes):
+        if classes and not 0 <= class_id < len(classes):
             raise DataError(
-                f"'{name}' contains {number}, which is not one of the {len(classes)} classes; "
+                f"'{name}' contains {class_id}, which is not one of the {len(classes)} classes; "
                 "fix `classes` or the file"
             )
 
@@ -205,14 +205,14 @@ class WebSegmentationDataset(SegmentationDataset):
         return image, mask
 
     def cache_key(self, index: int) -> tuple[str, str]:
-        """Return a name (reader class, shard, position and files) and a version (shard version and class ids)."""
+        """Return a name (dataset class, shard, position and files) and a version (shard version and class ids)."""
         path = self.shards.path(index)
         version = "-".join(map(str, self.shards.version(index)))
-        reader = f"{type(self).__module__}.{type(self).__qualname__}"
+        dataset_class = f"{type(self).__module__}.{type(self).__qualname__}"
         names = [self.shards.name(index, field) for field in self.shards.fields]
         classes = f"{len(self.metainfo['classes'])} {self.metainfo['ignore_index']}"
         place = f"{path.absolute()}:{self.shards.position(index)}"
-        return "\n".join([reader, place, *names]), f"{version}-{classes}"
+        return "\n".join([dataset_class, place, *names]), f"{version}-{classes}"
 
     def _encoded(self, index: int, field: str) -> ImageBytes:
         return ImageBytes(self.shards.name(index, field), self.shards.read(index, field))

@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset as TorchConcatDataset
 from torch.utils.data import Dataset
 
 from slipstream.dataset.loading.sample_index import SampleIndex
-from slipstream.dataset.loading.streaming import by_index
+from slipstream.dataset.loading.streaming import as_map_style
 from slipstream.errors import ConfigError, DataError
 from slipstream.registry import DATASETS
 
@@ -39,26 +39,26 @@ class ConcatDataset(TorchConcatDataset[Any]):
     ) -> None:
         if not datasets:
             raise ConfigError("ConcatDataset requires at least one dataset")
-        super().__init__([_built(dataset) for dataset in datasets])
+        super().__init__([_build(dataset) for dataset in datasets])
         ignored = {ignore_keys} if isinstance(ignore_keys, str) else set(ignore_keys)
         self.metainfo = _metainfo(self.datasets[0])
         for position, dataset in enumerate(self.datasets[1:], start=1):
             _check_same(self.metainfo, _metainfo(dataset), ignored, position)
 
     def __getitem__(self, idx: int) -> Any:
-        which, local = self._locate(idx)
-        return self.datasets[which][_inner_index(idx, local)]
+        dataset_index, local = self._locate(idx)
+        return self.datasets[dataset_index][_inner_index(idx, local)]
 
     def get_cat_ids(self, idx: int) -> list[int]:
         """Return the class ids that occur in sample `idx`."""
-        which, local = self._locate(idx)
-        return _cat_ids(self.datasets[which], local)
+        dataset_index, local = self._locate(idx)
+        return _cat_ids(self.datasets[dataset_index], local)
 
     def _locate(self, idx: int) -> tuple[int, int]:
         """Return the position of the dataset that contains sample `idx`, and the index within that dataset."""
         _check_index(idx, len(self))
-        which = bisect.bisect_right(self.cumulative_sizes, idx)
-        return which, int(idx) - (self.cumulative_sizes[which - 1] if which else 0)
+        dataset_index = bisect.bisect_right(self.cumulative_sizes, idx)
+        return dataset_index, int(idx) - (self.cumulative_sizes[dataset_index - 1] if dataset_index else 0)
 
 
 @DATASETS.register_module()
@@ -76,7 +76,7 @@ class RepeatDataset(Dataset[Any]):
     def __init__(self, dataset: Dataset[Any] | Mapping[str, Any], times: int) -> None:
         if times < 1:
             raise ConfigError(f"times must be at least 1, got {times}")
-        self.dataset = _built(dataset)
+        self.dataset = _build(dataset)
         self.times = times
         self.metainfo = _metainfo(self.dataset)
 
@@ -105,7 +105,7 @@ class AtLeast(RepeatDataset):
     def __init__(self, dataset: Dataset[Any] | Mapping[str, Any], min_samples: int) -> None:
         if min_samples < 1:
             raise ConfigError(f"must be at least 1, got {min_samples}", "min_samples")
-        built = _built(dataset)
+        built = _build(dataset)
         super().__init__(built, math.ceil(min_samples / max(1, len(built))))
 
 
@@ -127,20 +127,20 @@ class ClassBalancedDataset(Dataset[Any]):
     """
 
     def __init__(self, dataset: Dataset[Any] | Mapping[str, Any], oversample_thr: float) -> None:
-        self.dataset = _built(dataset)
+        self.dataset = _build(dataset)
         self.oversample_thr = oversample_thr
         self.metainfo = _metainfo(self.dataset)
         factors = self._repeat_factors()
         self.repeat_indices = [i for i, factor in enumerate(factors) for _ in range(math.ceil(factor))]
         self._copies = [copy for factor in factors for copy in range(math.ceil(factor))]
-        self._most_copies = math.ceil(max(factors, default=1.0))
+        self._max_copies = math.ceil(max(factors, default=1.0))
 
     def __len__(self) -> int:
         return len(self.repeat_indices)
 
     def __getitem__(self, idx: int) -> Any:
         _check_index(idx, len(self))
-        return self.dataset[_inner_index(idx, self.repeat_indices[idx], self._copies[idx], self._most_copies)]
+        return self.dataset[_inner_index(idx, self.repeat_indices[idx], self._copies[idx], self._max_copies)]
 
     def get_cat_ids(self, idx: int) -> list[int]:
         """Return the class ids that occur in sample `idx`."""
@@ -154,8 +154,8 @@ class ClassBalancedDataset(Dataset[Any]):
         return [max((factor[c] for c in ids), default=1.0) for ids in classes]
 
 
-def _built(dataset: Dataset[Any] | Mapping[str, Any]) -> Any:
-    return by_index(DATASETS.build(dataset) if isinstance(dataset, Mapping) else dataset)
+def _build(dataset: Dataset[Any] | Mapping[str, Any]) -> Any:
+    return as_map_style(DATASETS.build(dataset) if isinstance(dataset, Mapping) else dataset)
 
 
 def _metainfo(dataset: Any) -> dict[str, Any]:
@@ -176,18 +176,18 @@ def _check_index(index: int, length: int) -> None:
         raise IndexError(f"sample index {int(index)} is out of range; use 0 to {length - 1}")
 
 
-def _inner_index(index: int, to: int, repeat: int = 0, times: int = 1) -> SampleIndex:
-    """Return the index `to` with the seed of `index` and an epoch that is unique for each epoch and repeat."""
+def _inner_index(index: int, inner: int, repeat: int = 0, times: int = 1) -> SampleIndex:
+    """Return the index `inner` with the seed of `index` and an epoch that is unique for each epoch and repeat."""
     epoch = getattr(index, "epoch", 0) * times + repeat
-    return SampleIndex(to, getattr(index, "seed", 0), epoch)
+    return SampleIndex(inner, getattr(index, "seed", 0), epoch)
 
 
 def _check_same(first: dict[str, Any], other: dict[str, Any], ignored: set[str], position: int) -> None:
     for key in sorted((first.keys() | other.keys()) - ignored):
-        ours, theirs = first.get(key), other.get(key)
+        first_value, other_value = first.get(key), other.get(key)
         # Tuples, lists and arrays with the same values count as identical.
-        if not np.array_equal(ours, theirs):  # type: ignore[arg-type]
+        if not np.array_equal(first_value, other_value):  # type: ignore[arg-type]
             raise DataError(
-                f"metainfo['{key}'] of dataset {position} is {theirs!r}, but dataset 0 has {ours!r}; "
+                f"metainfo['{key}'] of dataset {position} is {other_value!r}, but dataset 0 has {first_value!r}; "
                 f"make them identical, or pass ignore_keys=['{key}'] if they may differ"
             )

@@ -43,13 +43,13 @@ class CropRegion:
     """Whether the source was mirrored before it was resized. Nearest-neighbor ties are then resolved to the right."""
 
     @classmethod
-    def whole(cls, mask: Pixels) -> CropRegion:
+    def identity(cls, mask: Pixels) -> CropRegion:
         """Return the region that leaves a sample with this mask unchanged."""
         height, width = mask.shape
         return cls((width, height), (width, height), (0, 0, width, height), (width, height), (0, 0))
 
     @property
-    def is_whole(self) -> bool:
+    def covers_source(self) -> bool:
         """Whether the region covers the whole source without resizing or padding; it may be mirrored."""
         return self.scaled == self.canvas == self.source and self.box == (0, 0, *self.source)
 
@@ -64,7 +64,7 @@ class CropRegion:
         """Return the region resized to `size`."""
         if size == self.canvas:
             return self
-        if not self.is_whole:
+        if not self.covers_source:
             return None
         return CropRegion(
             self.source, size, (0, 0, *size), size, (0, 0), None, self.mirrored, mirrored_first=self.mirrored
@@ -91,9 +91,9 @@ class CropRegion:
         """Return the region mirrored left to right."""
         return replace(self, mirrored=not self.mirrored)
 
-    def rendered(self, sample: Sample) -> Sample:
+    def apply(self, sample: Sample) -> Sample:
         """Return the transformed sample, or `sample` itself if nothing changes."""
-        if self.is_whole and not self.mirrored:
+        if self.covers_source and not self.mirrored:
             return sample
         planes, mask = self.render(sample)
         return {"image": planes.transpose(1, 2, 0), "mask": mask}
@@ -139,13 +139,13 @@ class Geometric(ABC):
 
     def region_for(self, mask: Pixels, rng: np.random.Generator) -> CropRegion:
         """Return the region after this transform alone, for a sample with this mask."""
-        region = self.update_region(CropRegion.whole(mask), rng)
+        region = self.update_region(CropRegion.identity(mask), rng)
         assert region is not None, "a region that covers the whole sample supports every transform"
         return region
 
     def __call__(self, sample: Sample, rng: np.random.Generator) -> Sample:
         """Return the transformed sample."""
-        return self.region_for(sample["mask"], rng).rendered(sample)
+        return self.region_for(sample["mask"], rng).apply(sample)
 
 
 def _crop_axis(offset: int, first: int, last: int, start: int, length: int) -> tuple[int, int, int]:

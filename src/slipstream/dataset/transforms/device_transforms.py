@@ -1,9 +1,9 @@
-"""Device transforms: color changes and normalization of a batch of images on the device.
+"""Device transforms: color jitter and normalization of a batch of images on the device.
 
 A dataset does not compute these transforms. It draws their parameters and adds them to each sample, under the key
 `device_params`, as a float32 tensor of shape (K,). K determines the layout, so no value has to be read from the device:
 
-    13  colors:    left, top, right, bottom of the image without its padding, then three stages of (f, s, c)
+    13  color:     left, top, right, bottom of the image without its padding, then three stages of (f, s, c)
      6  affine:     scale and shift of red, green, blue
     19  both, in this order
 
@@ -23,15 +23,15 @@ from torch import Tensor
 from slipstream.errors import DataError
 
 __all__ = [
-    "AFFINE",
-    "COLORS",
+    "NUM_AFFINE_PARAMS",
+    "NUM_COLOR_PARAMS",
     "apply_device_transforms",
     "check_same_params",
     "normalizes",
     "transform_images",
 ]
 
-COLORS, AFFINE = 13, 6
+NUM_COLOR_PARAMS, NUM_AFFINE_PARAMS = 13, 6
 """Number of color parameters and number of affine parameters."""
 _STAGES = 3
 _GRAY = (0.299, 0.587, 0.114)
@@ -40,7 +40,7 @@ _GRAY = (0.299, 0.587, 0.114)
 def transform_images(inputs: Tensor, params: Tensor) -> Tensor:
     """Return the transformed images, float32 (N, 3, H, W).
 
-    Color changes do not affect the padding, and contrast changes exclude the padding from the mean. Unlike in Pillow
+    Color jitter does not affect the padding, and contrast changes exclude the padding from the mean. Unlike in Pillow
     and torchvision, intermediate results are not rounded to integers.
 
     Args:
@@ -51,24 +51,27 @@ def transform_images(inputs: Tensor, params: Tensor) -> Tensor:
         DataError: K is not 6, 13 or 19, or the images do not have three channels.
     """
     length = params.shape[-1]
-    if length not in (COLORS, AFFINE, COLORS + AFFINE) or inputs.shape[1] != 3:
+    if (
+        length not in (NUM_COLOR_PARAMS, NUM_AFFINE_PARAMS, NUM_COLOR_PARAMS + NUM_AFFINE_PARAMS)
+        or inputs.shape[1] != 3
+    ):
         raise DataError(
             f"'device_params' has {length} parameters per image for images of shape {tuple(inputs.shape)}; it requires "
             "6, 13 or 19 parameters (as returned by a SegmentationDataset with color jitter or normalization) and "
             "images of shape (N, 3, H, W)"
         )
     images = torch.empty_like(inputs, dtype=torch.float32)
-    # On the CPU, processing one image at a time keeps the image in the cache and takes half the time.
+    # On the CPU, processing one image at a time keeps the image in the cache, which halves the time.
     one_by_one = images.device.type == "cpu" and not torch.compiler.is_compiling()
     size = 1 if one_by_one else max(1, len(images))
     for outputs, images_in, rows in zip(
         images.split(size), inputs.split(size), params.split(size), strict=True
     ):
         outputs.copy_(images_in)
-        if length != AFFINE:
-            _color(outputs, rows[:, :COLORS, None, None, None])
-        if length != COLORS:
-            scale, shift = rows[:, -AFFINE:].reshape(-1, 2, 3, 1, 1).unbind(1)
+        if length != NUM_AFFINE_PARAMS:
+            _color(outputs, rows[:, :NUM_COLOR_PARAMS, None, None, None])
+        if length != NUM_COLOR_PARAMS:
+            scale, shift = rows[:, -NUM_AFFINE_PARAMS:].reshape(-1, 2, 3, 1, 1).unbind(1)
             outputs.mul_(scale).add_(shift)
     return images
 
@@ -84,14 +87,14 @@ def apply_device_transforms(batch: Mapping[str, Any]) -> dict[str, Any]:
     inputs, params = rest["inputs"], rest.pop("device_params")
     if isinstance(inputs, Tensor):
         return {**rest, "inputs": transform_images(inputs, params)}
-    each = [transform_images(image[None], row[None])[0] for image, row in zip(inputs, params, strict=True)]
-    return {**rest, "inputs": each}
+    images = [transform_images(image[None], row[None])[0] for image, row in zip(inputs, params, strict=True)]
+    return {**rest, "inputs": images}
 
 
 def normalizes(batch: Mapping[str, Any]) -> bool:
     """Return whether the batch's device transforms normalize its images."""
     params = batch.get("device_params")
-    return params is not None and params[0].shape[-1] != COLORS
+    return params is not None and params[0].shape[-1] != NUM_COLOR_PARAMS
 
 
 def check_same_params(samples: Sequence[Any]) -> None:
@@ -102,14 +105,17 @@ def check_same_params(samples: Sequence[Any]) -> None:
     params = [sample.get("device_params") if isinstance(sample, Mapping) else None for sample in samples]
     if len({getattr(row, "shape", None) for row in params}) > 1:
         raise DataError(
-            "a batch mixes samples with and without color changes (SegColorJitter) or normalization (SegStandardize, "
+            "a batch mixes samples with and without color jitter (SegColorJitter) or normalization (SegStandardize, "
             "SegNormalize, ToTensor); use the same steps in the transforms of all datasets, or normalize in the data "
             "preprocessor"
         )
 
 
 def _color(images: Tensor, params: Tensor) -> None:
-    """Run the three stages in place, which takes half the time on the CPU; `params` has shape (N, 13, 1, 1, 1)."""
+    """Apply the three stages in place, in half the time of out-of-place operations on the CPU.
+
+    `params` has shape (N, 13, 1, 1, 1).
+    """
     inside = _inside(images, params[:, :4, 0])
     pixels = inside.sum((-2, -1), keepdim=True).clamp(min=1)
     for stage in range(_STAGES):

@@ -5,7 +5,7 @@ generator, and returns a new sample. Sizes are (width, height), as in SuperGradi
 bilinearly (with Pillow's antialiasing when they shrink), and masks with nearest-neighbor interpolation.
 
 A dataset does not call the transforms one by one. It composes the geometric transforms into one `CropRegion`. Color
-changes and normalization run on the device (see `pipeline.py`).
+jitter and normalization run on the device (see `pipeline.py`).
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class SegRandomRescale(Geometric):
 
     def update_region(self, region: CropRegion, rng: np.random.Generator) -> CropRegion | None:
         """Return the region, scaled by a random factor."""
-        return _rescaled(region, rng.uniform(*self.scales)) if region.is_whole else None
+        return _rescaled(region, rng.uniform(*self.scales)) if region.covers_source else None
 
 
 @TRANSFORMS.register_module()

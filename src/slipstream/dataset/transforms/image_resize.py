@@ -16,9 +16,9 @@ from slipstream.registry import TRANSFORMS
 __all__ = ["CenterCrop", "RandomResizedCropAndInterpolation", "Resize"]
 
 _FILTERS = ("bilinear", "bicubic", "lanczos", "hamming", "nearest", "box")
-_RANDOM = ("bilinear", "bicubic")
-_ATTEMPTS = 10
-"""Number of random boxes to try; if none fits in the image, the center of the image is used."""
+_RANDOM_FILTERS = ("bilinear", "bicubic")
+_MAX_ATTEMPTS = 10
+"""Maximum number of random boxes to try; if none fits in the image, the center of the image is used."""
 
 Image = NDArray[np.uint8]
 
@@ -75,8 +75,9 @@ class CenterCrop:
 class RandomResizedCropAndInterpolation:
     """Crop a random box and resize it to a fixed size.
 
-    The area of the box is a uniformly random fraction of the image, and the logarithm of its aspect ratio is uniformly
-    random. If ten random boxes do not fit in the image, the largest centered box with an allowed aspect ratio is used.
+    The area of the box is a uniformly random fraction of the image's area, and the logarithm of its aspect ratio is
+    uniformly random. If ten random boxes do not fit in the image, the largest centered box with an allowed aspect ratio
+    is used.
 
     Args:
         size: (height, width) of the result, or one number for both.
@@ -97,11 +98,11 @@ class RandomResizedCropAndInterpolation:
             if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
                 raise ConfigError(f"must be [smallest, largest], with positive values, not {bounds!r}", name)
         self.scale, self.ratio = (scale[0], scale[1]), (ratio[0], ratio[1])
-        self.filters = _RANDOM if interpolation == "random" else (_filter(interpolation),)
+        self.filters = _RANDOM_FILTERS if interpolation == "random" else (_filter(interpolation),)
 
     def box(self, height: int, width: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
         """Return a random box (left, top, right, bottom) in an image of this size."""
-        for _ in range(_ATTEMPTS):
+        for _ in range(_MAX_ATTEMPTS):
             area = height * width * rng.uniform(*self.scale)
             ratio = math.exp(rng.uniform(math.log(self.ratio[0]), math.log(self.ratio[1])))
             columns, rows = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))

@@ -1,4 +1,4 @@
-"""Apply a list of transforms to a sample: one crop-resize on the CPU; color changes and normalization on the device."""
+"""Apply a list of transforms to a sample: one crop-resize on the CPU; color jitter and normalization on the device."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Composed:
     params: Floats | None
     """Parameters of the device transforms (`slipstream.dataset.transforms.device_transforms`), if there are any."""
 
-    def packed(self) -> dict[str, torch.Tensor]:
+    def apply(self) -> dict[str, torch.Tensor]:
         """Return the transformed sample as new tensors, in the format of `apply_transforms`."""
         planes, mask = self.region.render(self.sample)
-        packed = {"inputs": torch.from_numpy(planes), "targets": torch.from_numpy(mask)}
-        return packed if self.params is None else {**packed, "device_params": torch.from_numpy(self.params)}
+        tensors = {"inputs": torch.from_numpy(planes), "targets": torch.from_numpy(mask)}
+        return tensors if self.params is None else {**tensors, "device_params": torch.from_numpy(self.params)}
 
 
 def apply_transforms(
@@ -43,7 +43,7 @@ def apply_transforms(
 
     The keys are `inputs`, uint8 (3, H, W), `targets`, uint8 (H, W), and, if the transforms end with color jitter or
     normalization, `device_params`, the float32 parameters of `slipstream.dataset.transforms.device_transforms`. Random
-    numbers are drawn in the order of the transforms. Color changes do not affect the padding. Contrast changes use the
+    numbers are drawn in the order of the transforms. Color jitter does not affect the padding. Contrast changes use the
     mean of the visible pixels. A color jitter that precedes a custom transform or another color jitter runs on the CPU
     with Pillow.
 
@@ -51,54 +51,54 @@ def apply_transforms(
         DataError: the sample, or the output of a custom transform, has the wrong dtype or shape.
         ConfigError: see `check_transforms`.
     """
-    return compose(transforms, sample, rng, name).packed()
+    return compose(transforms, sample, rng, name).apply()
 
 
 def compose(
     transforms: Sequence[Transform], sample: Sample, rng: np.random.Generator, name: str = "the sample"
 ) -> Composed:
-    """Compose the transforms for a sample; `Composed.packed` applies them."""
-    plan = _read(transforms)
-    region, changes = _whole_region(sample, name), None
+    """Compose the transforms for a sample; `Composed.apply` applies them."""
+    plan = _plan(transforms)
+    region, changes = _initial_region(sample, name), None
     for position, transform in enumerate(plan.pixels):
-        if position == plan.deferred:
+        if position == plan.jitter_index:
             changes = transform.draw(rng)  # type: ignore[attr-defined]
         elif not isinstance(transform, Geometric):
-            sample = transform(region.rendered(sample), rng)
-            region = _whole_region(sample, name)
+            sample = transform(region.apply(sample), rng)
+            region = _initial_region(sample, name)
         elif (updated := transform.update_region(region, rng)) is not None:
             region = updated
         else:
-            sample = region.rendered(sample)
+            sample = region.apply(sample)
             region = transform.region_for(sample["mask"], rng)
-    params = [] if changes is None else [_colors(region, changes)]
+    params = [] if changes is None else [_color_params(region, changes)]
     if plan.affine:
-        params.append(_affine(plan.affine))
+        params.append(_affine_params(plan.affine))
     return Composed(sample, region, np.concatenate(params) if params else None)
 
 
 def check_transforms(transforms: Sequence[Transform]) -> None:
     """Raise a ConfigError if another transform follows normalization or SegConvertToTensor."""
-    _read(transforms)
+    _plan(transforms)
 
 
 def normalization(transforms: Sequence[Transform]) -> Floats | None:
     """Return the scale and shift of each channel, float32 (6,), of the final normalization, or None without it."""
-    plan = _read(transforms)
-    return _affine(plan.affine) if plan.affine else None
+    plan = _plan(transforms)
+    return _affine_params(plan.affine) if plan.affine else None
 
 
 @dataclass(frozen=True)
 class _Plan:
     pixels: Sequence[Transform]
     """Transforms that are applied to the uint8 pixels."""
-    deferred: int
+    jitter_index: int
     """Position of the color jitter that runs on the device, or -1 if there is none."""
     affine: Sequence[Affine]
     """Normalization, which runs on the device."""
 
 
-def _read(transforms: Sequence[Transform]) -> _Plan:
+def _plan(transforms: Sequence[Transform]) -> _Plan:
     end = len(transforms)
     if end and isinstance(transforms[-1], SegConvertToTensor):
         end -= 1
@@ -107,27 +107,27 @@ def _read(transforms: Sequence[Transform]) -> _Plan:
         start -= 1
     pixels = transforms[:start]
     _check_order(pixels, transforms)
-    deferred = start - 1
-    while deferred >= 0 and isinstance(pixels[deferred], Geometric):
-        deferred -= 1
-    if deferred >= 0 and not isinstance(pixels[deferred], SegColorJitter):
-        deferred = -1
-    return _Plan(pixels, deferred, transforms[start:end])  # type: ignore[arg-type]
+    jitter_index = start - 1
+    while jitter_index >= 0 and isinstance(pixels[jitter_index], Geometric):
+        jitter_index -= 1
+    if jitter_index >= 0 and not isinstance(pixels[jitter_index], SegColorJitter):
+        jitter_index = -1
+    return _Plan(pixels, jitter_index, transforms[start:end])  # type: ignore[arg-type]
 
 
 def _check_order(pixels: Sequence[Transform], transforms: Sequence[Transform]) -> None:
     for position, transform in enumerate(pixels):
         if isinstance(transform, Affine | SegConvertToTensor):
-            after = transforms[position + 1]
+            following = transforms[position + 1]
             raise ConfigError(
-                f"{type(transform).__name__} precedes {getattr(after, '__name__', type(after).__name__)}, but runs on "
-                "the device, after all other transforms; the list must end with SegStandardize, SegNormalize and "
-                "SegConvertToTensor, in this order",
+                f"{type(transform).__name__} precedes {getattr(following, '__name__', type(following).__name__)}, but "
+                "runs on the device, after all other transforms; the list must end with SegStandardize, SegNormalize "
+                "and SegConvertToTensor, in this order",
                 f"transforms[{position}]",
             )
 
 
-def _whole_region(sample: Sample, name: str) -> CropRegion:
+def _initial_region(sample: Sample, name: str) -> CropRegion:
     """Check the dtypes and shapes of the sample; return the region that covers the whole sample."""
     image, mask = sample["image"], sample["mask"]
     if not image.dtype == mask.dtype == np.uint8 or mask.ndim != 2 or image.shape != (*mask.shape, 3):
@@ -135,10 +135,10 @@ def _whole_region(sample: Sample, name: str) -> CropRegion:
             f"{name}: image {image.dtype} {image.shape} and mask {mask.dtype} {mask.shape} must be uint8 (H, W, 3) "
             "and uint8 (H, W); check the return values of load() and of custom transforms"
         )
-    return CropRegion.whole(mask)
+    return CropRegion.identity(mask)
 
 
-def _colors(region: CropRegion, changes: Sequence[tuple[int, float]]) -> Floats:
+def _color_params(region: CropRegion, changes: Sequence[tuple[int, float]]) -> Floats:
     """Return the color parameters: the rectangle of the image without padding, and the three stages."""
     stages = np.array([[1, 0, 0]] * 3, np.float32)
     for stage, (kind, factor) in zip(stages, changes, strict=False):
@@ -146,7 +146,7 @@ def _colors(region: CropRegion, changes: Sequence[tuple[int, float]]) -> Floats:
     return np.concatenate([np.array(region.image_box, np.float32), stages.ravel()])
 
 
-def _affine(transforms: Sequence[Affine]) -> Floats:
+def _affine_params(transforms: Sequence[Affine]) -> Floats:
     scale, shift = np.ones(3), np.zeros(3)
     for transform in transforms:
         scale, shift = transform.compose(scale, shift)

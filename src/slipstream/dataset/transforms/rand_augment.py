@@ -15,7 +15,7 @@ from slipstream.registry import TRANSFORMS
 
 __all__ = ["RandAugmentTransform"]
 
-_MAX = 10.0
+_MAX_MAGNITUDE = 10.0
 _WEIGHTS = {
     "Rotate": 0.3, "ShearX": 0.2, "ShearY": 0.2, "TranslateXRel": 0.1, "TranslateYRel": 0.1, "Color": 0.025,
     "Sharpness": 0.025, "AutoContrast": 0.025, "Solarize": 0.005, "SolarizeAdd": 0.005, "Contrast": 0.005,
@@ -51,7 +51,7 @@ class RandAugmentTransform:
         red, green, blue = (min(255, round(255 * value)) for value in img_mean)
         self.fill = (red, green, blue)
         sections = _sections(config_str)
-        self.magnitude = float(sections.get("m", _MAX))
+        self.magnitude = float(sections.get("m", _MAX_MAGNITUDE))
         self.operations = int(sections.get("n", 2))
         self.deviation = float(sections.get("mstd", 0))
         self.increasing = "inc" in sections
@@ -77,30 +77,30 @@ class RandAugmentTransform:
         picture = Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0)))
         for index in chosen:
             if rng.random() < 0.5:
-                picture = self._apply(names[index], picture, self._drawn(rng), rng)
+                picture = self._apply(names[index], picture, self._draw_magnitude(rng), rng)
         return np.asarray(picture).transpose(2, 0, 1)
 
-    def _drawn(self, rng: np.random.Generator) -> float:
+    def _draw_magnitude(self, rng: np.random.Generator) -> float:
         magnitude = self.magnitude
         if self.deviation == float("inf"):
             magnitude = rng.uniform(0, magnitude)
         elif self.deviation:
             magnitude = rng.normal(magnitude, self.deviation)
-        return min(_MAX, max(0.0, magnitude))
+        return min(_MAX_MAGNITUDE, max(0.0, magnitude))
 
     def _apply(self, name: str, picture: Any, magnitude: float, rng: np.random.Generator) -> Any:
         from PIL import ImageEnhance
 
-        part = magnitude / _MAX
+        strength = magnitude / _MAX_MAGNITUDE
         sign = -1 if rng.random() < 0.5 else 1
         if name in _SIGNED:
-            return self._moved(name, picture, sign * part * _SIGNED[name])
+            return self._move(name, picture, sign * strength * _SIGNED[name])
         if name in _ENHANCE:
-            factor = 1 + sign * 0.9 * part if self.increasing else 0.1 + 1.8 * part
+            factor = 1 + sign * 0.9 * strength if self.increasing else 0.1 + 1.8 * strength
             return getattr(ImageEnhance, name)(picture).enhance(factor)
-        return _COLORS[name](picture, part, self.increasing)
+        return _COLORS[name](picture, strength, self.increasing)
 
-    def _moved(self, name: str, picture: Any, value: float) -> Any:
+    def _move(self, name: str, picture: Any, value: float) -> Any:
         from PIL import Image
 
         bilinear = Image.Resampling.BILINEAR
@@ -118,52 +118,52 @@ class RandAugmentTransform:
 def _sections(text: str) -> dict[str, str]:
     """Return the sections of a configuration string by name."""
     first, *rest = text.split("-")
-    found = {}
+    sections = {}
     for section in rest:
         match = re.fullmatch(r"(mstd|inc|m|n|w)(\d+(?:\.\d+)?|inf)", section)
         if match is None:
             raise ConfigError(
                 f"invalid section '{section}'; use m, n, mstd, inc or w, followed by a number", "config_str"
             )
-        found[match[1]] = match[2]
+        sections[match[1]] = match[2]
     if first != "rand":
         raise ConfigError(f"must start with 'rand', not '{first}'", "config_str")
-    return found
+    return sections
 
 
-def _autocontrast(picture: Any, part: float, increasing: bool) -> Any:
+def _autocontrast(picture: Any, strength: float, increasing: bool) -> Any:
     from PIL import ImageOps
 
     return ImageOps.autocontrast(picture)
 
 
-def _equalize(picture: Any, part: float, increasing: bool) -> Any:
+def _equalize(picture: Any, strength: float, increasing: bool) -> Any:
     from PIL import ImageOps
 
     return ImageOps.equalize(picture)
 
 
-def _invert(picture: Any, part: float, increasing: bool) -> Any:
+def _invert(picture: Any, strength: float, increasing: bool) -> Any:
     from PIL import ImageOps
 
     return ImageOps.invert(picture)
 
 
-def _posterize(picture: Any, part: float, increasing: bool) -> Any:
-    bits = int(part * 4)
+def _posterize(picture: Any, strength: float, increasing: bool) -> Any:
+    bits = int(strength * 4)
     mask = 256 - 2 ** (8 - (4 - bits if increasing else bits))
     return picture.point([value & mask for value in range(256)] * 3)
 
 
-def _solarize(picture: Any, part: float, increasing: bool) -> Any:
+def _solarize(picture: Any, strength: float, increasing: bool) -> Any:
     from PIL import ImageOps
 
-    threshold = int(part * 256)
+    threshold = int(strength * 256)
     return ImageOps.solarize(picture, 256 - threshold if increasing else threshold)
 
 
-def _solarize_add(picture: Any, part: float, increasing: bool) -> Any:
-    added = int(part * 110)
+def _solarize_add(picture: Any, strength: float, increasing: bool) -> Any:
+    added = int(strength * 110)
     return picture.point([min(255, value + added) if value < 128 else value for value in range(256)] * 3)
 
 

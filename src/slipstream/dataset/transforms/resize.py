@@ -39,10 +39,10 @@ def bilinear(image: Pixels, scaled: Pair, box: Box) -> Pixels:
     if scaled == (width, height):
         return image[top:bottom, left:right]
     x, y = _Axis(left, right, width, scaled[0]), _Axis(top, bottom, height, scaled[1])
-    inefficient = x.from_edge * y.from_edge > _MAX_OVERHEAD * (right - left) * (bottom - top)
+    inefficient = x.length_from_edge * y.length_from_edge > _MAX_OVERHEAD * (right - left) * (bottom - top)
     if inefficient or x.is_copy or y.is_copy:
-        return _by_pillow(image, x, y)
-    return _by_torch(image, x, y)
+        return _resize_with_pillow(image, x, y)
+    return _resize_with_torch(image, x, y)
 
 
 def nearest(mask: Pixels, scaled: Pair, box: Box, mirrored_first: bool) -> Pixels:
@@ -89,20 +89,20 @@ class _Axis:
         return max(0, math.floor(begin - reach)), min(self.source, math.ceil(end + reach))
 
     @property
-    def from_end(self) -> bool:
+    def is_end_nearest(self) -> bool:
         """Whether the end of the axis is the nearest edge."""
         return self.last > self.scaled - self.first
 
     @property
-    def from_edge(self) -> int:
+    def length_from_edge(self) -> int:
         """Number of resized pixels from the nearest edge to the far end of the output pixels."""
-        return self.scaled - self.first if self.from_end else self.last
+        return self.scaled - self.first if self.is_end_nearest else self.last
 
     @property
-    def to_edge(self) -> slice:
+    def source_from_edge(self) -> slice:
         """Source pixels from the nearest edge to the far end of the needed pixels."""
         low, high = self.needed
-        return slice(low, self.source) if self.from_end else slice(0, high)
+        return slice(low, self.source) if self.is_end_nearest else slice(0, high)
 
     @property
     def scale(self) -> float:
@@ -112,29 +112,31 @@ class _Axis:
     @property
     def is_copy(self) -> bool:
         """Whether torch would copy the pixels unchanged because the input and output sizes are the same."""
-        length = self.to_edge.stop - self.to_edge.start
+        length = self.source_from_edge.stop - self.source_from_edge.start
         return self.scaled != self.source and math.floor(length * self.scale) == length
 
 
-def _by_torch(image: Pixels, x: _Axis, y: _Axis) -> Pixels:
+def _resize_with_torch(image: Pixels, x: _Axis, y: _Axis) -> Pixels:
     """Resize the source from the nearest corner, because torch aligns the output grid with the input's corner."""
     # torch has a fast path for channels-last images, and warns about read-only arrays.
-    source = np.require(image[y.to_edge, x.to_edge], requirements=["C", "W"])
+    source = np.require(image[y.source_from_edge, x.source_from_edge], requirements=["C", "W"])
     images = torch.from_numpy(source).permute(2, 0, 1)[None]
     scale = [y.scale, x.scale]
     resized = F.interpolate(_reorient(images, x, y), scale_factor=scale, mode="bilinear", antialias=True)
-    crop = resized[:, :, *(slice(a.from_edge - (a.last - a.first), a.from_edge) for a in (y, x))]
+    crop = resized[
+        :, :, *(slice(a.length_from_edge - (a.last - a.first), a.length_from_edge) for a in (y, x))
+    ]
     result: Pixels = _reorient(crop, x, y)[0].permute(1, 2, 0).numpy()
     return result
 
 
 def _reorient(images: Tensor, x: _Axis, y: _Axis) -> Tensor:
     """Flip the images (N, 3, H, W) so that their nearest corner is at the top left; the function is its own inverse."""
-    dims = [dim for dim, axis in ((2, y), (3, x)) if axis.from_end]
+    dims = [dim for dim, axis in ((2, y), (3, x)) if axis.is_end_nearest]
     return images.flip(dims) if dims else images
 
 
-def _by_pillow(image: Pixels, x: _Axis, y: _Axis) -> Pixels:
+def _resize_with_pillow(image: Pixels, x: _Axis, y: _Axis) -> Pixels:
     (x0, x1), (y0, y1) = x.needed, y.needed
     corners = [
         p * axis.source / axis.scaled for p, axis in ((x.first, x), (y.first, y), (x.last, x), (y.last, y))

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from slipstream.config import options
 from slipstream.dist import all_gather_object, broadcast, get_world_size
-from slipstream.dist.sharding import is_sharded, mesh_of, shard_like, whole
+from slipstream.dist.sharding import full_tensor, is_sharded, mesh_of, shard_like
 from slipstream.errors import ConfigError, DistributedError, did_you_mean
 from slipstream.model.wrappers.distributed import train_wrapped
 from slipstream.registry import MODEL_WRAPPERS
@@ -155,7 +155,7 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
         if is_sharded(param)
     ]
     plain = {
-        param: nn.Parameter(whole(param), requires_grad=param.requires_grad)
+        param: nn.Parameter(full_tensor(param), requires_grad=param.requires_grad)
         for _, _, param in owners
         if param is not None
     }

@@ -87,8 +87,8 @@ class Runner(OwnRunner):
     def _open_logs(self, arguments: dict[str, Any]) -> None:
         super()._open_logs(arguments)
         # As in MMEngine, models and hooks may use the current instances in their constructors.
-        self.logger.keep_current()
-        self.message_hub.keep_current()
+        self.logger.make_current()
+        self.message_hub.make_current()
 
 
 def _with_collate(loader: Any) -> Any:
