@@ -10,7 +10,7 @@ import torch
 
 from slipstream.cli import bench, bench_cell
 from slipstream.cli.bench_cell import Cell
-from slipstream.cli.bench_report import Measured, block_interval, write_report
+from slipstream.cli.bench_report import Measurement, block_interval, write_report
 from slipstream.cli.child import Child
 from slipstream.cli.main import main
 from slipstream.cli.step_times import StepTimer
@@ -295,19 +295,22 @@ def test_interval_is_the_range_of_the_means_of_six_blocks(count, low, high):
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_fewer_steps_than_blocks_have_no_interval(count):
     assert block_interval([1.0] * count) is None
-    assert " to " not in Measured(cell(), [1.0] * (count or 1), samples_per_step=4).summary()
+    assert " to " not in Measurement(cell(), [1.0] * (count or 1), samples_per_step=4).summary()
 
 
 def test_step_time_includes_updates_and_waits_of_individual_steps():
     steps = [0.1, 0.1, 0.1, 0.5] * 6
-    measured = Measured(cell(), steps, samples_per_step=4)
+    measured = Measurement(cell(), steps, samples_per_step=4)
     assert measured.summary() == "200.0 (200.0 to 200.0) ms per step, 20.0 samples/s"
     assert block_interval(steps) == pytest.approx((0.2, 0.2))
 
 
 def test_table_and_picture_allow_rows_without_an_interval(tmp_path):
-    rows = [Measured(cell(), [0.1, 0.3], samples_per_step=4), Measured(cell(amp=True), [9.0, *[0.1] * 19], 4)]
-    files = write_report(tmp_path, dict(cpu="c", device="d", torch="t", date="now"), rows, picture=True)
+    rows = [
+        Measurement(cell(), [0.1, 0.3], samples_per_step=4),
+        Measurement(cell(amp=True), [9.0, *[0.1] * 19], 4),
+    ]
+    files = write_report(tmp_path, dict(cpu="c", device="d", torch="t", date="now"), rows, plot=True)
     assert len(files) == 3
     page = files[1].read_text()
     assert "| tiny.py | eager, 1 device, float32 | 200.0 | 20.0 | 1.00 | 0 |" in page

@@ -235,10 +235,10 @@ def test_sheet_shows_the_samples_of_the_training_epoch(folder, capsys, monkeypat
         "slipstream.cli.data_show.contact_sheet", lambda *a: shown.append(a) or Image.new("L", (1, 1))
     )
     printed = ran(capsys, "show", "recipe.yaml", "--count", "6", "--epoch", "2", "--out", "new/sheet.png")
-    assert "new/sheet.png: 6 samples of train" in printed
+    assert "new/sheet.png: 6 samples of the train split" in printed
     assert (folder / "new/sheet.png").is_file()
     ((rows, titles, captions, legend),) = shown
-    assert titles == ("image", "mask", "both")
+    assert titles == ("image", "mask", "overlay")
     assert [name for name, _ in legend] == ["road", "tree", "car", "ghost", "(ignored)"]
     inputs, targets = network_inputs(epoch=2)
     for (image, mask, _), caption, seen, target in zip(rows, captions, inputs, targets, strict=True):

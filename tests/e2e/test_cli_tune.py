@@ -91,7 +91,7 @@ def test_overrides_may_follow_options():
 
 def test_a_short_search_writes_both_files(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(search, "_LONGEST_ROUND", 0.02)
+    monkeypatch.setattr(search, "_MAX_ROUND_SECONDS", 0.02)
     monkeypatch.setattr(search, "_ROUNDS_FRACTION", 0.0)
     assert main(["tune", RECIPE, *SMALL, "--options", "fused,prefetch", "--budget", "5m", "--no-cache"]) == 0
     printed = capsys.readouterr().out

@@ -4,7 +4,7 @@ import pytest
 from records import record
 
 from slipstream.report import PhaseSplit
-from slipstream.report.advice import advice, tuned_text, waits
+from slipstream.report.advice import advice, tuned_text, waits_for_data
 from slipstream.report.record import LoadingRate, TunedOptions
 
 
@@ -121,9 +121,9 @@ def test_probe_that_did_not_measure_the_current_number_of_workers_is_not_used():
 
 
 def test_waiting_is_reported_if_it_takes_at_least_five_percent_of_the_time():
-    assert waits(record(phases=split(data=5.0, forward=95.0)))
-    assert not waits(record(phases=split(data=4.9, forward=95.1)))
-    assert not waits(record(phases=split(steps=10, data=50.0, forward=50.0)))
+    assert waits_for_data(record(phases=split(data=5.0, forward=95.0)))
+    assert not waits_for_data(record(phases=split(data=4.9, forward=95.1)))
+    assert not waits_for_data(record(phases=split(steps=10, data=50.0, forward=50.0)))
 
 
 def test_text_for_a_result_of_tune_states_what_was_measured():

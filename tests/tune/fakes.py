@@ -33,7 +33,7 @@ class Script:
     fail_when_timed: BaseException | None = None
     batch_size: int | None = 8
     shapes: int = 1
-    counted: bool = False
+    counts_steps: bool = False
     startup: float = 0.0
     """Startup time of the trial in seconds, excluding its warm-up steps."""
 
@@ -74,7 +74,7 @@ class FakeProcess:
             "num_workers": 0,
             "batch_size": script.batch_size,
             "shapes": script.shapes,
-            "counted": script.counted,
+            "counts_steps": script.counts_steps,
             "auto": {},
             "buffered": self.script.buffered,
             "accumulate": self.script.accumulate,

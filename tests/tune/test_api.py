@@ -374,7 +374,7 @@ def test_half_batches_of_a_runner_have_the_same_samples_and_losses_as_whole_batc
     cfg = tiny_runs.training(tmp_path, train_dataloader=tiny_runs.loader(tiny_runs.Noisy(80)))
     with Process(RunnerJob(cfg)) as process:
         warm = process.wait_for("warm", 60)
-    assert (warm["batch_size"], warm["shapes"], warm["counted"]) == (8, 1, False)
+    assert (warm["batch_size"], warm["shapes"], warm["counts_steps"]) == (8, 1, False)
     with Process(RunnerJob(cfg, SPLIT), partial(Timer, warmup=2 * WARMUP)) as process:
         assert halves(process) == pytest.approx(warm["losses"], rel=1e-5)
 
@@ -425,16 +425,16 @@ class FailsOnRankOne(tiny_runs.Net):
 
 
 @pytest.mark.parametrize(
-    ("changes", "counted"),
+    ("changes", "counts_steps"),
     [
         (dict(param_scheduler=[dict(type="LinearLR", by_epoch=False)]), True),
         (dict(param_scheduler=dict(type="StepLR", step_size=3)), False),
         (dict(train_cfg=dict(by_epoch=False, max_iters=9)), True),
     ],
 )
-def test_a_trial_reports_whether_the_run_counts_steps(tmp_path, changes, counted):
+def test_a_trial_reports_whether_the_run_counts_steps(tmp_path, changes, counts_steps):
     with Process(RunnerJob(tiny_runs.training(tmp_path, **changes))) as process:
-        assert process.wait_for("warm", 60)["counted"] is counted
+        assert process.wait_for("warm", 60)["counts_steps"] is counts_steps
 
 
 def test_a_loader_that_ends_is_iterated_again(own):

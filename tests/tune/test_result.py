@@ -53,7 +53,7 @@ def test_summary_reports_epoch_times_and_when_compilation_pays_off():
 def test_summary_names_faster_options_that_are_not_part_of_the_plan():
     row = Row("parallel=ddp, 2 processes", "faster", "use --nproc 2", "baseline", FASTER)
     text = result(rows=[row]).summary()
-    assert "parallel=ddp, 2 processes is 2.00 times as fast; use --nproc 2" in text
+    assert "parallel=ddp, 2 processes is 2.00 times as fast as the baseline; use --nproc 2" in text
 
 
 def test_the_batch_size_for_accumulation_is_written_and_read(tmp_path):

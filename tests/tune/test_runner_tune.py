@@ -86,7 +86,7 @@ from pathlib import Path
 import pytest, test_runner_tune
 from slipstream.tune import search
 with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(search, "_LONGEST_ROUND", 0.02)
+    patch.setattr(search, "_MAX_ROUND_SECONDS", 0.02)
     patch.setattr(search, "_ROUNDS_FRACTION", 0.0)
     test_runner_tune.check_that_nothing_changes(Path({str(tmp_path)!r}), test_runner_tune.objects, {trained})
 """

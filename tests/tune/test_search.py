@@ -14,7 +14,7 @@ from slipstream.tune import search as tune_search
 from slipstream.tune.jobs import Setting
 from slipstream.tune.options import check_names
 from slipstream.tune.process import Process, TrialError
-from slipstream.tune.search import Search, _how_to_launch
+from slipstream.tune.search import Search, _launch_hint
 
 
 def search(scripts, names=("channels_last", "fused", "precision"), budget=60, speed=None, rows=None):
@@ -360,7 +360,7 @@ def test_dynamic_shapes_are_measured_if_the_shapes_of_the_batches_differ(fake_pr
 def test_single_compile_options_are_combined():
     scope = Setting({"compile": {"scope": "step"}, "fused": True})
     mode = Setting({"compile": {"mode": "default"}})
-    assert scope.plus(mode).speed == {"compile": {"scope": "step", "mode": "default"}, "fused": True}
+    assert scope.merge(mode).speed == {"compile": {"scope": "step", "mode": "default"}, "fused": True}
 
 
 def test_accumulation_is_timed_for_the_samples_of_one_baseline_batch(fake_process):
@@ -395,7 +395,7 @@ def test_data_parallelism_is_reported_with_its_command_but_not_adopted(fake_proc
 def test_the_command_for_data_parallelism_contains_the_compared_plan():
     plan = Setting({"fused": True, "compile": {"scope": "step"}}, num_workers=2)
     trial = Setting({"parallel": "ddp", "sync_bn": True}, batch_size=4, processes=2)
-    *_, command = _how_to_launch(plan.plus(trial), "auto").partition("slipstream train ... ")
+    *_, command = _launch_hint(plan.merge(trial), "auto").partition("slipstream train ... ")
     words = shlex.split(command)
     assert words[:2] == ["--nproc", "2"]
     cfg = Config(dict(speed="auto", train_dataloader=dict(batch_size=8, num_workers=0)))
@@ -427,7 +427,7 @@ def test_data_parallelism_is_skipped_if_it_is_not_possible(fake_process, monkeyp
     [
         (Script(batch_size=5), "requires an even batch size that can be changed, not 5"),
         (Script(batch_size=None), "requires an even batch size that can be changed, not None"),
-        (Script(counted=True), "the run length or the learning rate schedule is specified in steps"),
+        (Script(counts_steps=True), "the run length or the learning rate schedule is specified in steps"),
         (Script(sources={"accumulate": "speed.accumulate"}), "already set by the run"),
     ],
 )

@@ -32,7 +32,7 @@ def test_colorize_supports_256_classes_and_a_negative_ignore_index():
 
 @pytest.mark.parametrize(("ids", "named"), [([[0, 3, 7]], r"\[3, 7\]"), ([[-1, 0, 0]], r"\[-1\]")])
 def test_class_id_without_a_color_raises_an_error(ids, named):
-    with pytest.raises(DataError, match=rf"class ids {named}, but the palette only has 3 colors"):
+    with pytest.raises(DataError, match=rf"class ids {named}, but the palette has only 3 colors"):
         colorize(np.array(ids), PALETTE)
 
 

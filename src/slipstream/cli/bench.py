@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.cli.bench_cell import Cell
-from slipstream.cli.bench_report import Measured, write_report
-from slipstream.cli.child import ending_on_sigterm, run_child
+from slipstream.cli.bench_report import Measurement, write_report
+from slipstream.cli.child import exit_on_sigterm, run_child
 from slipstream.cli.configure import load_config
-from slipstream.cli.profile import writable
+from slipstream.cli.profile import prepare_output_folder
 from slipstream.cli.tables import print_table
 from slipstream.cores import cores, cpu_name
 from slipstream.errors import ConfigError
@@ -30,7 +30,7 @@ _RECIPES = [
     f"street_scenes_{name}"
     for name in ("pp_lite_t", "stdc1_seg", "regseg48", "segformer_b0", "ddrnet_23_slim")
 ]
-_SHORTEST_WARMUP = 3  # a compiled step is captured and verified during the second step
+_MIN_WARMUP = 3  # a compiled step is captured and verified during the second step
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,35 +42,35 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: an option is invalid, a recipe does not exist, or the output folder is not writable.
     """
-    if args.warmup < _SHORTEST_WARMUP:
+    if args.warmup < _MIN_WARMUP:
         raise ConfigError(
-            f"must be at least {_SHORTEST_WARMUP}, because a compiled step is captured and verified in the second step",
+            f"must be at least {_MIN_WARMUP}, because a compiled step is captured and verified in the second step",
             "--warmup",
         )
     for recipe in args.recipes:
         load_config(recipe, (), args.config_dir, bool(args.trust))
-    out = writable(Path(args.out))
+    out = prepare_output_folder(Path(args.out))
     environment = _environment(args)
-    found: list[Measured] = []
+    results: list[Measurement] = []
     status = 0
     try:
-        with ending_on_sigterm():
-            planned = list(_cells(args))
-            for number, cell in enumerate(planned, start=1):
-                print(f"{number}/{len(planned)}  {cell.recipe}: {cell.options}", end="  ", flush=True)
-                found.append(_measure(cell, args.timeout))
-                print(found[-1].summary(), flush=True)
-                write_report(out, environment, found, picture=False)
+        with exit_on_sigterm():
+            cells = list(_cells(args))
+            for number, cell in enumerate(cells, start=1):
+                print(f"{number}/{len(cells)}  {cell.recipe}: {cell.options}", end="  ", flush=True)
+                results.append(_measure(cell, args.timeout))
+                print(results[-1].summary(), flush=True)
+                write_report(out, environment, results, plot=False)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = 130
     finally:
-        files = write_report(out, environment, found, picture=True)
+        files = write_report(out, environment, results, plot=True)
         print_table(
-            ["recipe", "options", "result"], [[m.cell.recipe, m.cell.options, m.summary()] for m in found]
+            ["recipe", "options", "result"], [[m.cell.recipe, m.cell.options, m.summary()] for m in results]
         )
         print(f"Results: {', '.join(map(str, files))}")
-    return status or int(any(measured.error for measured in found))
+    return status or int(any(measured.error for measured in results))
 
 
 def _cells(args: argparse.Namespace) -> Iterator[Cell]:
@@ -97,21 +97,24 @@ def _device_counts() -> list[int]:
     return [1, 2] if default_device().type == "cpu" or torch.accelerator.device_count() > 1 else [1]
 
 
-def _measure(cell: Cell, timeout: float) -> Measured:
+def _measure(cell: Cell, timeout: float) -> Measurement:
     """Execute a run in a separate process. All runs use the same number of cores in total."""
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         spec, result = Path(folder) / "spec.json", Path(folder) / "result.json"
         spec.write_text(json.dumps(asdict(cell)), encoding="utf-8")
         threads = str(max(1, cores() // cell.processes))
         argv = ["-m", "slipstream.cli.bench_cell", str(spec), str(result)]
-        done = run_child(argv, timeout=timeout, quiet=True, grace=2.0, environ={"OMP_NUM_THREADS": threads})
-        if done.status or not result.is_file():
-            return Measured(
+        child = run_child(argv, timeout=timeout, quiet=True, grace=2.0, environ={"OMP_NUM_THREADS": threads})
+        if child.status or not result.is_file():
+            return Measurement(
                 cell,
-                error=done.reason or "the process did not write a result; train the recipe and check its log",
+                error=child.reason
+                or "the process did not write a result; train the recipe and check its log",
             )
         values: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-    return Measured(cell, values["seconds"], values["samples_per_step"], values["memory"], values["threads"])
+    return Measurement(
+        cell, values["seconds"], values["samples_per_step"], values["memory"], values["threads"]
+    )
 
 
 def _environment(args: argparse.Namespace) -> dict[str, Any]:

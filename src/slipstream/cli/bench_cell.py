@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Cell", "main"]
 
-_REPLACED = ("precision", "compile", "parallel", "ema", "sync_bn")
+_OVERRIDDEN_OPTIONS = ("precision", "compile", "parallel", "ema", "sync_bn")
 """The speed options that each run overrides."""
 
 
@@ -52,8 +52,8 @@ class Cell:
     def options(self) -> str:
         """A description of this run's options, without the recipe name."""
         parallel = "1 device" if self.processes == 1 else f"{self.processes} devices"
-        words = ["compiled" if self.compiled else "eager", parallel, "AMP" if self.amp else "float32"]
-        return ", ".join([*words, *(["SyncBN + EMA"] if self.averaging else [])])
+        parts = ["compiled" if self.compiled else "eager", parallel, "AMP" if self.amp else "float32"]
+        return ", ".join([*parts, *(["SyncBN + EMA"] if self.averaging else [])])
 
 
 def main(argv: list[str]) -> int:
@@ -116,9 +116,9 @@ def _measure(rank: int, cell: Cell, result: str, port: int | None) -> None:
     timer = StepTimer(cell.warmup, cell.steps, device)
     with at_user_paths(cfg):
         runner = Runner.from_cfg(cfg)
-        first_batch = runner.samples_per_step  # the repeated-batch loader has no batch size
+        samples_per_step = runner.samples_per_step  # the repeated-batch loader has no batch size
         if cell.synthetic:
-            runner.train_loop.dataloader = _repeated(runner.train_loop.dataloader)
+            runner.train_loop.dataloader = _repeat_first_batch(runner.train_loop.dataloader)
         runner.register_hook(timer)
         try:
             runner.train()
@@ -138,10 +138,10 @@ def _measure(rank: int, cell: Cell, result: str, port: int | None) -> None:
             "the loss of a timed step is not finite; run `slipstream train` with the recipe, and check its log"
         )
     if rank == 0:
-        samples = first_batch if cell.synthetic else timer.samples / cell.steps
-        found = {"seconds": timer.seconds, "samples_per_step": samples, "memory": timer.memory()}
+        samples = samples_per_step if cell.synthetic else timer.samples / cell.steps
+        measurement = {"seconds": timer.seconds, "samples_per_step": samples, "memory": timer.memory()}
         Path(result).write_text(
-            json.dumps({**found, "cell": asdict(cell), "threads": torch.get_num_threads()})
+            json.dumps({**measurement, "cell": asdict(cell), "threads": torch.get_num_threads()})
         )
 
 
@@ -192,7 +192,7 @@ def _other_options(speed: Any, cell: Cell) -> dict[str, Any]:
     from slipstream.tune.jobs import merged_speed
 
     # An eager step cannot be captured as a CUDA graph.
-    removed = _REPLACED if cell.compiled else (*_REPLACED, "cuda_graph")
+    removed = _OVERRIDDEN_OPTIONS if cell.compiled else (*_OVERRIDDEN_OPTIONS, "cuda_graph")
     return {name: value for name, value in merged_speed(speed, {}).items() if name not in removed}
 
 
@@ -207,7 +207,7 @@ def _speed(cell: Cell) -> dict[str, Any]:
     return speed
 
 
-def _repeated(loader: Any) -> Any:
+def _repeat_first_batch(loader: Any) -> Any:
     """Return a loader that yields the first batch of `loader` as many times as `loader` yields batches."""
     from torch.utils.data import DataLoader
 

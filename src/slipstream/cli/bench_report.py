@@ -15,7 +15,7 @@ from slipstream.extras import is_installed
 from slipstream.files import replacing, write_text
 from slipstream.tune.statistics import median_interval
 
-__all__ = ["Measured", "block_interval", "write_report"]
+__all__ = ["Measurement", "block_interval", "write_report"]
 
 _COLUMNS = (
     "recipe",
@@ -25,20 +25,20 @@ _COLUMNS = (
     "speed relative to eager, 1 device, float32",
     "memory, MiB",
 )
-_BLOCKS = 6
-"""Smallest number of independent values whose range contains the median with a probability of at least 95%."""
+_NUM_BLOCKS = 6
+"""Minimum number of independent values whose range contains the median with a probability of at least 95%."""
 _NOTE = (
     "Each row is measured in separate processes. The step time is the mean of all timed steps. The steps are divided "
-    f"into {_BLOCKS} blocks of consecutive steps, and the interval is the range of the block means. It "
+    f"into {_NUM_BLOCKS} blocks of consecutive steps, and the interval is the range of the block means. It "
     "contains the median block mean with a probability of at least 95% if the blocks are independent. With fewer than "
-    f"{_BLOCKS} steps, no interval is reported. A temporary slowdown of the machine affects whole rows, so repeat "
+    f"{_NUM_BLOCKS} steps, no interval is reported. A temporary slowdown of the machine affects whole rows, so repeat "
     "the command before comparing rows with similar times. Memory is the peak memory of the first process: the "
     "device memory or, on a CPU, the resident memory of the whole process."
 )
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """The result of one run: the duration of each timed step, or the error."""
 
     cell: Cell
@@ -58,8 +58,8 @@ class Measured:
 
     def milliseconds(self) -> str:
         """Return the step time and its interval in milliseconds, without the unit."""
-        found = block_interval(self.seconds)
-        interval = f" ({found[0] * 1e3:.1f} to {found[1] * 1e3:.1f})" if found else ""
+        bounds = block_interval(self.seconds)
+        interval = f" ({bounds[0] * 1e3:.1f} to {bounds[1] * 1e3:.1f})" if bounds else ""
         return f"{self.seconds_per_step * 1e3:.1f}{interval}"
 
     def summary(self) -> str:
@@ -81,42 +81,42 @@ def block_interval(seconds: Sequence[float]) -> tuple[float, float] | None:
     Returns:
         The interval in seconds, or None if there are fewer than 6 steps.
     """
-    if len(seconds) < _BLOCKS:
+    if len(seconds) < _NUM_BLOCKS:
         return None
-    bounds = [number * len(seconds) // _BLOCKS for number in range(_BLOCKS + 1)]
+    bounds = [index * len(seconds) // _NUM_BLOCKS for index in range(_NUM_BLOCKS + 1)]
     return median_interval([fmean(seconds[start:stop]) for start, stop in pairwise(bounds)], 0.95)
 
 
 def write_report(
-    out: Path, environment: Mapping[str, Any], found: Sequence[Measured], picture: bool
+    out: Path, environment: Mapping[str, Any], measurements: Sequence[Measurement], plot: bool
 ) -> list[Path]:
-    """Write `bench.json`, `bench.md` and, if `picture` is True and matplotlib is installed, `bench.png`.
+    """Write `bench.json`, `bench.md` and, if `plot` is True and matplotlib is installed, `bench.png`.
 
     Returns:
         The paths of the written files.
     """
     files = [out / "bench.json", out / "bench.md"]
-    cells = [{**asdict(m), "interval": block_interval(m.seconds)} for m in found]
+    cells = [{**asdict(m), "interval": block_interval(m.seconds)} for m in measurements]
     for path, text in zip(
         files,
-        [json.dumps({**environment, "cells": cells}, indent=1), _markdown(environment, found)],
+        [json.dumps({**environment, "cells": cells}, indent=1), _markdown(environment, measurements)],
         strict=True,
     ):
         write_text(path, text + "\n")
-    if picture and any(m.seconds for m in found):
+    if plot and any(m.seconds for m in measurements):
         if is_installed("matplotlib"):
-            files.append(_draw(out / "bench.png", environment, found))
+            files.append(_draw(out / "bench.png", environment, measurements))
         else:
             print("No plot was written: matplotlib is not installed. Run: pip install 'slipstream[plots]'")
     return files
 
 
-def _markdown(environment: Mapping[str, Any], found: Sequence[Measured]) -> str:
+def _markdown(environment: Mapping[str, Any], measurements: Sequence[Measurement]) -> str:
     lines = ["# Training speed", "", *(f"- {name}: {value}" for name, value in environment.items()), ""]
-    bases = [m for m in found if m.seconds and _is_base(m.cell)]
-    eager = {m.cell.recipe: m.seconds_per_step / m.samples_per_step for m in bases}
+    baselines = [m for m in measurements if m.seconds and _is_baseline(m.cell)]
+    eager = {m.cell.recipe: m.seconds_per_step / m.samples_per_step for m in baselines}
     lines += [f"| {' | '.join(_COLUMNS)} |", "|---|---|---:|---:|---:|---:|"]
-    for m in found:
+    for m in measurements:
         if m.error:
             lines.append(
                 f"| {m.cell.recipe} | {m.cell.options} | failed: {m.error.replace('|', '/')} | | | |"
@@ -131,22 +131,22 @@ def _markdown(environment: Mapping[str, Any], found: Sequence[Measured]) -> str:
     return "\n".join([*lines, "", _NOTE])
 
 
-def _is_base(cell: Cell) -> bool:
+def _is_baseline(cell: Cell) -> bool:
     return not (cell.compiled or cell.amp or cell.averaging) and cell.processes == 1
 
 
-def _draw(path: Path, environment: Mapping[str, Any], found: Sequence[Measured]) -> Path:
+def _draw(path: Path, environment: Mapping[str, Any], measurements: Sequence[Measurement]) -> Path:
     """Plot the samples per second of each successful run, with the interval."""
     from matplotlib.figure import Figure
 
-    measured = [m for m in found if m.seconds]
-    speeds = [m.samples_per_step / m.seconds_per_step for m in measured]
-    bars = [_error_bar(m) for m in measured]
-    figure = Figure(figsize=(10, 1.5 + 0.28 * len(measured)), layout="constrained")
+    successful = [m for m in measurements if m.seconds]
+    speeds = [m.samples_per_step / m.seconds_per_step for m in successful]
+    bars = [_error_bar(m) for m in successful]
+    figure = Figure(figsize=(10, 1.5 + 0.28 * len(successful)), layout="constrained")
     axes = figure.subplots()
-    labels = [f"{m.cell.recipe}: {m.cell.options}" for m in measured]
-    axes.barh(range(len(measured)), speeds, xerr=[*zip(*bars, strict=True)], capsize=2)
-    axes.set_yticks(range(len(measured)), labels, fontsize=7)
+    labels = [f"{m.cell.recipe}: {m.cell.options}" for m in successful]
+    axes.barh(range(len(successful)), speeds, xerr=[*zip(*bars, strict=True)], capsize=2)
+    axes.set_yticks(range(len(successful)), labels, fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("samples per second (mean of the steps; interval of block means)")
     axes.set_title(
@@ -158,8 +158,10 @@ def _draw(path: Path, environment: Mapping[str, Any], found: Sequence[Measured])
     return path
 
 
-def _error_bar(measured: Measured) -> tuple[float, float]:
+def _error_bar(measurement: Measurement) -> tuple[float, float]:
     """Return the distances from the mean speed to the ends of its interval, in samples per second."""
-    low, high = block_interval(measured.seconds) or (measured.seconds_per_step,) * 2
-    speed, slowest, fastest = (measured.samples_per_step / s for s in (measured.seconds_per_step, high, low))
+    low, high = block_interval(measurement.seconds) or (measurement.seconds_per_step,) * 2
+    speed, slowest, fastest = (
+        measurement.samples_per_step / s for s in (measurement.seconds_per_step, high, low)
+    )
     return max(speed - slowest, 0.0), max(fastest - speed, 0.0)  # rounding may make them negative

@@ -34,12 +34,12 @@ def run(args: argparse.Namespace) -> int:
         SlipstreamError: the recipe is invalid, or a batch fails.
     """
     with redirect_stdout(sys.stderr):  # keep log lines out of the JSON output
-        found = _checked(configure(args))
+        results = _check(configure(args))
     if args.json:
-        print(json.dumps(_strict(found), indent=1, allow_nan=False))
+        print(json.dumps(_strict(results), indent=1, allow_nan=False))
         return 0
-    for part, values in found.items():
-        text = ", ".join(f"{name} {_shown(value)}" for name, value in values.items())
+    for part, values in results.items():
+        text = ", ".join(f"{name} {_format(value)}" for name, value in values.items())
         print(f"{part}: {text}")
     print(f"{args.config} is valid")
     return 0
@@ -64,7 +64,7 @@ class _OneStep(Hook):
         raise _Finished
 
 
-def _checked(cfg: Config) -> Mapping[str, Mapping[str, Any]]:
+def _check(cfg: Config) -> Mapping[str, Mapping[str, Any]]:
     from slipstream.runner import Runner
     from slipstream.training.config_paths import at_user_paths
     from slipstream.tune.measured_config import keep_training_only
@@ -83,14 +83,14 @@ def _checked(cfg: Config) -> Mapping[str, Mapping[str, Any]]:
         with suppress(_Finished):
             runner.train()
         loader = runner.train_dataloader
-        found: dict[str, dict[str, Any]] = {"train": {**_sizes(loader), **_finite_loss(hook.loss)}}
+        results: dict[str, dict[str, Any]] = {"train": {**_sizes(loader), **_finite_loss(hook.loss)}}
         if cfg.get("val_cfg") is not None:
             metrics = runner.val()
-            found["val"] = {
+            results["val"] = {
                 **_sizes(runner.val_dataloader),
                 **{key: float(value) for key, value in metrics.items()},
             }
-    return found
+    return results
 
 
 def _finite_loss(loss: float | None) -> Mapping[str, float]:
@@ -123,16 +123,16 @@ def _sizes(loader: Any) -> Mapping[str, Any]:
         return {}
 
 
-def _strict(found: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+def _strict(results: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
     """Return the values, with None in place of NaN and infinity, which JSON cannot represent."""
     return {
         part: {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in values.items()
         }
-        for part, values in found.items()
+        for part, values in results.items()
     }
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -17,7 +17,7 @@ from typing import IO
 
 from slipstream.process_tree import descendants, end_group
 
-__all__ = ["Child", "ending_on_sigterm", "run_child"]
+__all__ = ["Child", "exit_on_sigterm", "run_child"]
 
 _GRACE = 20.0
 """Seconds between asking a process to exit and killing it. Training saves its state during this time."""
@@ -54,7 +54,7 @@ def run_child(
         grace: seconds to wait for the process to exit after it is interrupted.
         environ: environment variables to set in addition to those of this process.
     """
-    start, last = perf_counter(), deque[str](maxlen=50)
+    start, last_lines = perf_counter(), deque[str](maxlen=50)
     process = subprocess.Popen(
         [sys.executable, *argv],
         stdout=subprocess.DEVNULL if quiet else None,
@@ -65,32 +65,34 @@ def run_child(
         start_new_session=True,  # so that Ctrl-C reaches the new process only through this process
     )
     assert process.stderr is not None
-    reader = threading.Thread(target=_copy, args=(process.stderr, last, quiet), daemon=True)
+    reader = threading.Thread(target=_copy, args=(process.stderr, last_lines, quiet), daemon=True)
     reader.start()
-    ended = ""
+    timeout_reason = ""
     try:
         process.wait(timeout)
     except subprocess.TimeoutExpired:
-        ended = f"did not finish within {timeout:g} s"
+        timeout_reason = f"did not finish within {timeout:g} s"
     finally:
         _end(process, grace)
         reader.join(timeout=5)
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
     return Child(
-        status or int(bool(ended)), ended or _reason(process.returncode, last), perf_counter() - start
+        status or int(bool(timeout_reason)),
+        timeout_reason or _reason(process.returncode, last_lines),
+        perf_counter() - start,
     )
 
 
-def _copy(stream: IO[str], last: deque[str], quiet: bool) -> None:
+def _copy(stream: IO[str], last_lines: deque[str], quiet: bool) -> None:
     for line in stream:
-        last.append(line.rstrip())
+        last_lines.append(line.rstrip())
         if not quiet:
             sys.stderr.write(line)
 
 
 def _end(process: subprocess.Popen[str], grace: float) -> None:
     """Terminate the process, then kill the remaining processes that it started or that belong to its group."""
-    started = descendants(process.pid) if process.poll() is None else {}
+    children = descendants(process.pid) if process.poll() is None else {}
     try:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
@@ -101,8 +103,8 @@ def _end(process: subprocess.Popen[str], grace: float) -> None:
             process.wait(grace)
     finally:
         if process.poll() is None:
-            started |= descendants(process.pid)
-        end_group(process.pid, started)
+            children |= descendants(process.pid)
+        end_group(process.pid, children)
         process.wait()
 
 
@@ -121,17 +123,17 @@ def _reason(returncode: int, lines: Sequence[str]) -> str:
 
 
 @contextmanager
-def ending_on_sigterm() -> Iterator[None]:
+def exit_on_sigterm() -> Iterator[None]:
     """Raise SystemExit in the `with` block on SIGTERM, so that processes started in the block are terminated."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
+    def stop(signum: int, frame: FrameType | None) -> None:
+        sys.exit(128 + signum)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    previous = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)

@@ -11,9 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.child import ending_on_sigterm
+from slipstream.cli.child import exit_on_sigterm
 from slipstream.cli.configure import load_config
-from slipstream.cli.profile import writable
+from slipstream.cli.profile import prepare_output_folder
 from slipstream.cli.tables import print_table
 from slipstream.cores import cores, cpu_name
 from slipstream.errors import UnknownNameError, did_you_mean
@@ -48,16 +48,16 @@ def run(args: argparse.Namespace) -> int:
                 "--with",
             )
     names += [name for name in ("loop", "slipstream") if name not in names]
-    out, subject = writable(Path(args.out)), _subject(args)
+    out, subject = prepare_output_folder(Path(args.out)), _subject(args)
     environment = _environment(args)
-    with ending_on_sigterm():
-        found = compare(subject, names, args.steps, args.rounds, args.timeout, _print_line)
-    print_table(HEADER, rows(found), width=140)
-    print(f"Results: {', '.join(map(str, write(found, environment, out)))}")
-    if found.stopped:
-        print(found.stopped, file=sys.stderr)
+    with exit_on_sigterm():
+        comparison = compare(subject, names, args.steps, args.rounds, args.timeout, _print_line)
+    print_table(HEADER, rows(comparison), width=140)
+    print(f"Results: {', '.join(map(str, write(comparison, environment, out)))}")
+    if comparison.stopped:
+        print(comparison.stopped, file=sys.stderr)
         return 130
-    return int(any(entry.status not in ("same losses", "not installed") for entry in found.entries))
+    return int(any(entry.status not in ("same losses", "not installed") for entry in comparison.entries))
 
 
 def _subject(args: argparse.Namespace) -> Subject:

@@ -35,8 +35,8 @@ def run(args: argparse.Namespace) -> int:
         f"    {name}) words={shlex.quote(' '.join(_words(each)))} ;;" for name, each in commands.items()
     )
     script = _BASH % {"commands": shlex.quote(" ".join([*commands, "--help", "--version"])), "cases": cases}
-    before = "autoload -U +X bashcompinit && bashcompinit\n" if args.shell == "zsh" else ""
-    print(before + script, end="")
+    prefix = "autoload -U +X bashcompinit && bashcompinit\n" if args.shell == "zsh" else ""
+    print(prefix + script, end="")
     return 0
 
 

@@ -15,10 +15,10 @@ from slipstream.errors import ConfigError
 from slipstream.recipes import compose, find_recipe, is_composed
 from slipstream.recipes.shortcuts import hints, runner_overrides, set_ema
 
-__all__ = ["Configured", "command_args", "configure", "load_config", "read_config"]
+__all__ = ["LoadedConfig", "command_args", "configure", "load_config", "read_config"]
 
 # Sections whose builders accept keys that the recipe does not list.
-_OPEN = (
+_OPEN_SECTIONS = (
     "optim_wrapper.*",
     "train_dataloader.*",
     "val_dataloader.*",
@@ -28,10 +28,10 @@ _OPEN = (
 )
 
 # An override that specifies a file written by `slipstream tune`.
-_TUNED = re.compile(r"\+*speed=.+\.ya?ml['\"]?$")
+_TUNED_OVERRIDE = re.compile(r"\+*speed=.+\.ya?ml['\"]?$")
 
 
-class Configured(NamedTuple):
+class LoadedConfig(NamedTuple):
     """The configuration for a command, and the number of devices."""
 
     cfg: Config
@@ -48,14 +48,14 @@ def configure(args: argparse.Namespace) -> Config:
     return read_config(args).cfg
 
 
-def read_config(args: argparse.Namespace) -> Configured:
+def read_config(args: argparse.Namespace) -> LoadedConfig:
     """Return the configuration for a command, with its overrides applied, and the number of devices.
 
     Raises:
         ConfigError: see `configure`.
     """
-    read = load_config(args.config, args.overrides, args.config_dir, bool(args.trust))
-    cfg = read.cfg
+    loaded = load_config(args.config, args.overrides, args.config_dir, bool(args.trust))
+    cfg = loaded.cfg
     path = find_recipe(args.config, args.config_dir)
     if "model" not in cfg:
         raise ConfigError(
@@ -66,28 +66,28 @@ def read_config(args: argparse.Namespace) -> Configured:
     cfg.work_dir = str(Path(work_dir).expanduser())
     if getattr(args, "launcher", None) is not None:
         cfg.launcher = args.launcher
-    return read
+    return loaded
 
 
 def load_config(
     name: str, overrides: Sequence[str] = (), config_dir: str | None = None, trust: bool = False
-) -> Configured:
+) -> LoadedConfig:
     """Return the configuration of a recipe or file in any supported syntax; see `Config.fromfile` for `trust`.
 
     Raises:
         ConfigError: see `configure`.
     """
     tuned, overrides = _tuned_file(overrides)
-    read = _load(name, overrides, config_dir, trust)
+    loaded = _load(name, overrides, config_dir, trust)
     if tuned is not None:
-        _apply_tuned(read.cfg, tuned, overrides)
-    return read
+        _apply_tuned(loaded.cfg, tuned, overrides)
+    return loaded
 
 
-def _load(name: str, overrides: Sequence[str], config_dir: str | None, trust: bool) -> Configured:
+def _load(name: str, overrides: Sequence[str], config_dir: str | None, trust: bool) -> LoadedConfig:
     path = find_recipe(name, config_dir)
     if is_composed(path):
-        return _composed(name, overrides, config_dir, trust)
+        return _compose(name, overrides, config_dir, trust)
     from slipstream.runner import Runner
     from slipstream.speed import CFG_OPTIONS
 
@@ -96,8 +96,8 @@ def _load(name: str, overrides: Sequence[str], config_dir: str | None, trust: bo
     # Hydra marks a new key with a leading +. An override without a key is unchanged, so that the error can quote it.
     words = [word if (stripped := word.lstrip("+")).startswith("=") else stripped for word in overrides]
     words = runner_overrides(cfg, set_ema(cfg, words))
-    cfg.override(words, known=[*known, *CFG_OPTIONS, *_OPEN], hints=hints(cfg))
-    return Configured(cfg, gpus=1)
+    cfg.override(words, known=[*known, *CFG_OPTIONS, *_OPEN_SECTIONS], hints=hints(cfg))
+    return LoadedConfig(cfg, gpus=1)
 
 
 def _config_class() -> type[Config]:
@@ -109,7 +109,7 @@ def _config_class() -> type[Config]:
     return Config
 
 
-def _composed(name: str, overrides: Sequence[str], config_dir: str | None, trust: bool) -> Configured:
+def _compose(name: str, overrides: Sequence[str], config_dir: str | None, trust: bool) -> LoadedConfig:
     from slipstream.dist.placement import infer_launcher
     from slipstream.training.recipe import gpus, recipe_config
 
@@ -117,12 +117,12 @@ def _composed(name: str, overrides: Sequence[str], config_dir: str | None, trust
     count = gpus(recipe)
     # SuperGradients' recipes specify only "DDP", not the launcher.
     launcher = "none" if count == 1 else infer_launcher(os.environ)
-    return Configured(Config(recipe_config(recipe, launcher)), count)
+    return LoadedConfig(Config(recipe_config(recipe, launcher)), count)
 
 
 def _tuned_file(overrides: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the file (written by `slipstream tune`) from an override `speed=FILE.yaml`, and the other overrides."""
-    files = [word for word in overrides if _TUNED.match(word)]
+    files = [word for word in overrides if _TUNED_OVERRIDE.match(word)]
     if len(files) > 1:
         raise ConfigError(f"only one file can be specified; remove all but one of {' '.join(files)}", "speed")
     file = files[0].partition("=")[2].strip("'\"") if files else None
@@ -144,9 +144,9 @@ def _apply_tuned(cfg: Config, file: str, overrides: Sequence[str]) -> None:
         if any(name == key or name.startswith(f"{key}.") for key in keys):
             raise ConfigError(f"'{word}' and '{file}' set the same option; remove one of them", name)
     for section, values in tuned.items():
-        before = cfg.get(section) or {}
-        before = {"auto": True} if before == "auto" else before
-        cfg[section] = {**before, **values}
+        current = cfg.get(section) or {}
+        current = {"auto": True} if current == "auto" else current
+        cfg[section] = {**current, **values}
 
 
 def command_args(args: argparse.Namespace, **changed: str | bool) -> list[str]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from slipstream.cli.configure import configure
 from slipstream.cli.data_parts import Part, map_samples, parts_of, split_names
-from slipstream.cli.data_table import written_size
+from slipstream.cli.data_table import format_size
 from slipstream.config import Config
 from slipstream.dataset import DecodeCache, SegmentationDataset
 from slipstream.errors import ConfigError, DataError
@@ -21,7 +21,7 @@ from slipstream.recipes import find_recipe, is_composed
 
 __all__ = ["run"]
 
-_SAMPLED = 8  # number of samples used to estimate the required disk space
+_NUM_SAMPLED = 8  # number of samples used to estimate the required disk space
 _ROOTS = ("data_root", "root_dir", "root")  # arguments for the data folder in the supported datasets
 
 
@@ -58,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
 def _missing_overrides(args: argparse.Namespace, caches: list[tuple[Part, DecodeCache]]) -> list[str]:
     """Return the overrides that enable caches that the recipe does not use yet."""
     composed = is_composed(find_recipe(args.config, args.config_dir))
-    new = [(p, c) for p, c in caches if p.dataset.cache is None or p.dataset.cache.folder != c.folder]
+    missing = [(p, c) for p, c in caches if p.dataset.cache is None or p.dataset.cache.folder != c.folder]
     key = "+dataset_params.{0.split}_dataset_params.cache" if composed else "{0.config_path}.cache"
-    return list(dict.fromkeys(f"{key.format(part)}={cache.folder}" for part, cache in new))
+    return list(dict.fromkeys(f"{key.format(part)}={cache.folder}" for part, cache in missing))
 
 
 def _cacheable(parts: list[Part]) -> Iterator[Part]:
@@ -98,19 +98,19 @@ def _check_disk_space(folder: Path, parts: list[Part]) -> None:
     Raises:
         DataError: there is not enough free disk space.
     """
-    need = sum(_needed(part.dataset, DecodeCache(folder)) for part in parts)
+    required = sum(_required_bytes(part.dataset, DecodeCache(folder)) for part in parts)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    print(f"{folder}: needs about {written_size(need)} more; {written_size(free)} is free")
-    if need > free:
+    print(f"{folder}: needs about {format_size(required)} more; {format_size(free)} is free")
+    if required > free:
         raise DataError(
             f"not enough disk space in '{existing}' for the cache; use `--folder` to set a different folder"
         )
 
 
-def _needed(dataset: Any, cache: DecodeCache) -> float:
+def _required_bytes(dataset: Any, cache: DecodeCache) -> float:
     missing = [i for i, key in _cache_keys(dataset) if not cache.path(key).is_file()]
-    positions = np.linspace(0, len(missing) - 1, min(_SAMPLED, len(missing))).astype(int)
+    positions = np.linspace(0, len(missing) - 1, min(_NUM_SAMPLED, len(missing))).astype(int)
     sizes = [_size(dataset, missing[p]) for p in positions]
     known = [size for size in sizes if size is not None]
     return len(missing) * sum(known) / max(len(known), 1)
@@ -134,17 +134,17 @@ def _size(dataset: Any, index: int) -> int | None:
 
 def _fill_all(part: Part, cache: DecodeCache, workers: int | None) -> list[str]:
     """Cache the samples of a dataset, print a summary, and return an error for each unreadable sample."""
-    faults, sizes, made = [], [], 0
+    faults, sizes, decoded = [], [], 0
     for result in map_samples(partial(_fill, cache), part.dataset, workers, f"{part.title}: caching"):
         if isinstance(result, str):
             faults.append(result)
         else:
             size, new = result
             sizes.append(size)
-            made += new
+            decoded += new
     print(
-        f"{part.title}: {len(sizes):,} sample{'s' * (len(sizes) != 1)}, {written_size(sum(sizes))}, verified; "
-        f"{made:,} decoded now, {len(sizes) - made:,} already cached"
+        f"{part.title}: {len(sizes):,} sample{'s' * (len(sizes) != 1)}, {format_size(sum(sizes))}, verified; "
+        f"{decoded:,} decoded now, {len(sizes) - decoded:,} already cached"
     )
     return faults
 
@@ -170,8 +170,8 @@ def _fill(cache: DecodeCache, dataset: Any, index: int) -> tuple[int, bool] | st
 
 def _prune(caches: list[tuple[Part, DecodeCache]]) -> None:
     for folder in dict.fromkeys(cache.folder for _, cache in caches):
-        keep = [
+        keys = [
             key for part, cache in caches if cache.folder == folder for _, key in _cache_keys(part.dataset)
         ]
-        count, size = DecodeCache(folder).prune(keep)
-        print(f"{folder}: {count:,} file{'s' * (count != 1)} removed, {written_size(size)}")
+        count, size = DecodeCache(folder).prune(keys)
+        print(f"{folder}: {count:,} file{'s' * (count != 1)} removed, {format_size(size)}")

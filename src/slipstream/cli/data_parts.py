@@ -20,10 +20,10 @@ from slipstream.runner.user_config import add_config_path
 
 __all__ = [
     "Part",
-    "check_numbered",
+    "check_map_style",
     "config_context",
     "image_and_target",
-    "loader_batch",
+    "loader_batch_size",
     "map_samples",
     "parts_of",
     "split_names",
@@ -49,19 +49,19 @@ class Part:
         return self.split if self.config_path.count(".") == 1 else self.config_path
 
 
-def split_names(cfg: Config, only: str | None) -> list[str]:
+def split_names(cfg: Config, requested: str | None) -> list[str]:
     """Return all splits of a recipe, or only the requested one.
 
     Raises:
         ConfigError: the recipe does not have the requested split.
     """
-    found = [split for split in _SPLITS if cfg.get(f"{split}_dataloader") is not None]
-    if only is None and found:
-        return found
-    if only not in found:
-        known = ", ".join(found) or "none"
-        raise ConfigError(f"the recipe has no {only or 'train'}_dataloader (available splits: {known})")
-    return [only]
+    splits = [split for split in _SPLITS if cfg.get(f"{split}_dataloader") is not None]
+    if requested is None and splits:
+        return splits
+    if requested not in splits:
+        known = ", ".join(splits) or "none"
+        raise ConfigError(f"the recipe has no {requested or 'train'}_dataloader (available splits: {known})")
+    return [requested]
 
 
 def parts_of(cfg: Config, split: str) -> list[Part]:
@@ -80,7 +80,7 @@ def parts_of(cfg: Config, split: str) -> list[Part]:
     return list(_leaves(split, f"{split}_dataloader.dataset", as_map_style(dataset)))
 
 
-def check_numbered(dataset: Any, config_path: str) -> None:
+def check_map_style(dataset: Any, config_path: str) -> None:
     """Raise ConfigError if the dataset is iterable-style."""
     if isinstance(dataset, IterableDataset):
         raise ConfigError(
@@ -96,7 +96,7 @@ def config_context(cfg: Config) -> Iterator[None]:
         yield
 
 
-def loader_batch(cfg: Config, split: str) -> int | None:
+def loader_batch_size(cfg: Config, split: str) -> int | None:
     """Return the batch size of the split, or None if a custom batch sampler determines it."""
     loader = cfg[f"{split}_dataloader"]
     if isinstance(loader, DataLoader):
@@ -144,8 +144,8 @@ def map_samples(
     )
     console = Console(stderr=True)
     # rich 13.0 prints an empty line for a disabled progress bar.
-    shown = console.is_terminal
-    yield from track(calls, title, len(dataset), console=console, transient=True) if shown else calls
+    show_progress = console.is_terminal
+    yield from track(calls, title, len(dataset), console=console, transient=True) if show_progress else calls
 
 
 class _Calls(Dataset[Any]):
@@ -171,5 +171,5 @@ def _leaves(split: str, config_path: str, dataset: Any) -> Iterator[Part]:
     elif hasattr(dataset, "dataset"):
         yield from _leaves(split, f"{config_path}.dataset", dataset.dataset)
     else:
-        check_numbered(dataset, config_path)
+        check_map_style(dataset, config_path)
         yield Part(split, config_path, dataset)

@@ -1,4 +1,4 @@
-"""`slipstream data show`: draw samples as the network receives them."""
+"""`slipstream data show`: write a contact sheet of samples as the network receives them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from slipstream.cli.configure import configure
-from slipstream.cli.data_parts import check_numbered, config_context, image_and_target, split_names
+from slipstream.cli.data_parts import check_map_style, config_context, image_and_target, split_names
 from slipstream.config import Config
 from slipstream.dataset import default_palette
 from slipstream.dataset.loading.loader import build_dataloader, set_epoch
@@ -26,7 +26,7 @@ __all__ = ["run"]
 
 _ALPHA = 0.55
 _PALE = (228, 230, 234)
-_ACROSS = 3  # images per row if the samples have no masks
+_NUM_COLUMNS = 3  # number of images per row if the samples have no masks
 
 RGB = NDArray[np.uint8]
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     (split,) = split_names(cfg, args.split or "train")
     out = Path(args.out or f"{split}_epoch_{args.epoch}.png")
     loader = _loader(cfg, split)
-    check_numbered(loader.dataset, f"{split}_dataloader.dataset")
+    check_map_style(loader.dataset, f"{split}_dataloader.dataset")
     set_epoch(loader, args.epoch)
     indices = list(islice(chain.from_iterable(loader.batch_sampler or ()), args.count))
     if not indices:
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:  # ValueError: Pillow does not support the file extension
         raise ConfigError(f"cannot write '{out}': {error}; choose a different file", "--out") from error
     count = f"{len(samples)} sample{'s' * (len(samples) != 1)}"
-    print(f"{out}: {count} of {split}, as loaded by a single process in epoch {args.epoch}")
+    print(f"{out}: {count} of the {split} split, as loaded by a single process in epoch {args.epoch}")
     return 0
 
 
@@ -71,11 +71,11 @@ def _loader(cfg: Config, split: str) -> DataLoader[Any]:
 
 
 def _sheet(samples: Sequence[Any], captions: Sequence[str], meta: Mapping[str, Any]) -> Any:
-    pairs = [(_displayed(sample), image_and_target(sample)[1].numpy()) for sample in samples]
+    pairs = [(_display_image(sample), image_and_target(sample)[1].numpy()) for sample in samples]
     classes, ignored = meta.get("classes") or (), meta.get("ignore_index")
     palette = meta.get("palette") or default_palette(256)
     if pairs[0][1].ndim == 0:
-        return _labeled(pairs, captions, classes)
+        return _labeled_sheet(pairs, captions, classes)
     # Ignored pixels must not have the same color as a class.
     blank = _PALE if [0, 0, 0] in map(list, palette) else (0, 0, 0)
     rows = []
@@ -86,23 +86,23 @@ def _sheet(samples: Sequence[Any], captions: Sequence[str], meta: Mapping[str, A
     legend = list(zip(classes, palette, strict=False))
     if ignored is not None:
         legend.append(("(ignored)", blank))
-    return contact_sheet(rows, ("image", "mask", "both"), captions, legend)
+    return contact_sheet(rows, ("image", "mask", "overlay"), captions, legend)
 
 
-def _labeled(pairs: Sequence[tuple[RGB, Any]], captions: Sequence[str], classes: Sequence[str]) -> Any:
+def _labeled_sheet(pairs: Sequence[tuple[RGB, Any]], captions: Sequence[str], classes: Sequence[str]) -> Any:
     """Return a contact sheet of images, each with its class name below it."""
     blank = np.full_like(pairs[0][0], 255)
-    images = [image for image, _ in pairs] + [blank] * (-len(pairs) % _ACROSS)
+    images = [image for image, _ in pairs] + [blank] * (-len(pairs) % _NUM_COLUMNS)
     names = [
         f"{caption.split(',')[0]}: {classes[int(label)] if classes else int(label)}"
         for (_, label), caption in zip(pairs, captions, strict=True)
     ]
-    starts = range(0, len(images), _ACROSS)
-    rows = [images[start : start + _ACROSS] for start in starts]
-    return contact_sheet(rows, [""] * _ACROSS, [names[start : start + _ACROSS] for start in starts])
+    starts = range(0, len(images), _NUM_COLUMNS)
+    rows = [images[start : start + _NUM_COLUMNS] for start in starts]
+    return contact_sheet(rows, [""] * _NUM_COLUMNS, [names[start : start + _NUM_COLUMNS] for start in starts])
 
 
-def _displayed(sample: Any) -> RGB:
+def _display_image(sample: Any) -> RGB:
     """Return the image (uint8, H x W x 3) with on-device color transforms applied, but without normalization."""
     image, params = image_and_target(sample)[0], None
     if isinstance(sample, Mapping):

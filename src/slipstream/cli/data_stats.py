@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.cli.configure import configure
-from slipstream.cli.data_parts import Part, image_and_target, loader_batch, map_samples, parts_of, split_names
+from slipstream.cli.data_parts import (
+    Part,
+    image_and_target,
+    loader_batch_size,
+    map_samples,
+    parts_of,
+    split_names,
+)
 from slipstream.cli.data_table import print_statistics
 from slipstream.dataset import SampleIndex, SegmentationDataset, apply_transforms, sample_rng
 from slipstream.errors import DataError
@@ -26,7 +33,7 @@ with extra("images"):
 
 __all__ = ["run"]
 
-_TIMED = 16  # number of samples to time
+_NUM_TIMED = 16  # number of samples to time
 
 
 class _Sample(NamedTuple):
@@ -42,7 +49,7 @@ class _Sample(NamedTuple):
 def run(args: argparse.Namespace) -> int:
     """Print the statistics of each split. Return 1 if any data is broken."""
     cfg = configure(args)
-    found, splits, files = [], [], []
+    results, splits, files = [], [], []
     for split in split_names(cfg, args.split):
         try:
             parts = parts_of(cfg, split)
@@ -51,13 +58,15 @@ def run(args: argparse.Namespace) -> int:
             continue
         for part in parts:
             samples = []
-            for sample in map_samples(_look_at, part.dataset, args.workers, f"{part.title}: reading"):
+            for sample in map_samples(
+                _sample_statistics, part.dataset, args.workers, f"{part.title}: reading"
+            ):
                 samples.append(sample) if isinstance(sample, _Sample) else files.extend(sample)
-            found.append({**_content(part, samples), **_costs(part, loader_batch(cfg, split))})
+            results.append({**_content(part, samples), **_costs(part, loader_batch_size(cfg, split))})
             if not args.json:
-                print_statistics(found[-1])
+                print_statistics(results[-1])
     if args.json:
-        print(json.dumps({"data": found, "faults": splits + files}, indent=1))
+        print(json.dumps({"data": results, "faults": splits + files}, indent=1))
         return 1 if splits or files else 0
     for title, faults in (("Unreadable splits", splits), ("Broken files", files)):
         if faults:
@@ -65,14 +74,14 @@ def run(args: argparse.Namespace) -> int:
     return 1 if splits or files else 0
 
 
-def _look_at(dataset: Any, index: int) -> _Sample | list[str]:
+def _sample_statistics(dataset: Any, index: int) -> _Sample | list[str]:
     """Return the statistics of a sample, or a list of its errors."""
     try:
         if not isinstance(dataset, SegmentationDataset):
-            return _look_at_tensors(*image_and_target(dataset[index]))
+            return _tensor_statistics(*image_and_target(dataset[index]))
         image, mask = dataset.load(index)
     except DataError as error:
-        return list(dict.fromkeys([str(error), *_faults_of_files(dataset, index)]))
+        return list(dict.fromkeys([str(error), *_file_errors(dataset, index)]))
     ids = {i: n for i, n in enumerate(_histogram(mask).tolist()) if n}
     classes, ignored = len(dataset.metainfo["classes"]), dataset.metainfo["ignore_index"]
     if unknown := [i for i in ids if i >= classes and i != ignored]:
@@ -83,7 +92,7 @@ def _look_at(dataset: Any, index: int) -> _Sample | list[str]:
     return _Sample((mask.shape[0], mask.shape[1]), ids, _histogram(image).reshape(3, 256))
 
 
-def _look_at_tensors(image: Tensor, target: Tensor) -> _Sample:
+def _tensor_statistics(image: Tensor, target: Tensor) -> _Sample:
     """Return the statistics of an image (C, H, W) with a class label or a mask."""
     ids, counts = np.unique(target.numpy(), return_counts=True)
     values = None
@@ -97,7 +106,7 @@ def _histogram(pixels: NDArray[np.uint8]) -> NDArray[np.int64]:
     return np.array(Image.fromarray(pixels).histogram(), np.int64)
 
 
-def _faults_of_files(dataset: Any, index: int) -> Iterator[str]:
+def _file_errors(dataset: Any, index: int) -> Iterator[str]:
     """Yield an error for each broken file of a sample. `load` stops at the first broken file."""
     for name in ("load_image", "load_mask"):
         try:
@@ -115,7 +124,7 @@ def _content(part: Part, samples: list[_Sample]) -> dict[str, Any]:
         images.update(sample.ids.keys())
     meta: Mapping[str, Any] = getattr(part.dataset, "metainfo", None) or {}
     names = meta.get("classes") or [str(i) for i in sorted(pixels)]
-    every = max(pixels.total(), 1)
+    total = max(pixels.total(), 1)
     ignored = meta.get("ignore_index")
     sizes = Counter(sample.size for sample in samples).most_common()
     return {
@@ -127,10 +136,10 @@ def _content(part: Part, samples: list[_Sample]) -> dict[str, Any]:
         "augmented": not isinstance(part.dataset, SegmentationDataset),
         "sizes": [{"height": h, "width": w, "samples": n} for (h, w), n in sizes],
         "classes": [
-            {"id": i, "name": name, "share": pixels[i] / every, "samples": images[i]}
+            {"id": i, "name": name, "share": pixels[i] / total, "samples": images[i]}
             for i, name in enumerate(names)
         ],
-        "ignored": None if ignored is None else pixels[ignored] / every,
+        "ignored": None if ignored is None else pixels[ignored] / total,
         **_moments([sample.values for sample in samples if sample.values is not None]),
     }
 
@@ -150,15 +159,15 @@ def _costs(part: Part, batch: int | None) -> dict[str, Any]:
     """Return the median loading times per sample in one process, in seconds, and the size of a batch in bytes."""
     dataset, sizes = part.dataset, []
     seconds = defaultdict[str, list[float]](list)
-    for index in np.linspace(0, len(dataset) - 1, min(_TIMED, len(dataset))).astype(int).tolist():
+    for index in np.linspace(0, len(dataset) - 1, min(_NUM_TIMED, len(dataset))).astype(int).tolist():
         try:
-            sample = _timed(dataset, index, seconds)
+            sample = _load_timed(dataset, index, seconds)
         except DataError:
             continue  # already reported
         tensors = sample.values() if isinstance(sample, Mapping) else sample
         sizes.append(sum(t.nbytes for t in tensors if isinstance(t, Tensor)))
     return {
-        "seconds": {what: statistics.median(times) for what, times in seconds.items()},
+        "seconds": {name: statistics.median(times) for name, times in seconds.items()},
         "batch": {
             "samples": batch,
             "bytes": round(batch * statistics.fmean(sizes)) if batch and sizes else None,
@@ -166,7 +175,7 @@ def _costs(part: Part, batch: int | None) -> dict[str, Any]:
     }
 
 
-def _timed(dataset: Any, index: int, seconds: Mapping[str, list[float]]) -> Any:
+def _load_timed(dataset: Any, index: int, seconds: Mapping[str, list[float]]) -> Any:
     """Return a sample and append its loading times to `seconds`."""
     start = perf_counter()
     if not isinstance(dataset, SegmentationDataset):

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.json:
         print(
-            json.dumps({title: [_named(row) for row in rows] for title, rows in sections.items()}, indent=1)
+            json.dumps({title: [_as_dict(row) for row in rows] for title, rows in sections.items()}, indent=1)
         )
     for title, rows in sections.items() if not args.json else ():
         print(title)
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     return int(any(mark == WARN for rows in sections.values() for mark, _, _ in rows))
 
 
-def _named(row: Row) -> dict[str, str]:
+def _as_dict(row: Row) -> dict[str, str]:
     mark, name, text = row
     return {"state": _STATES[mark], "name": name, "text": text}
 
@@ -87,10 +87,10 @@ def _packages() -> Iterator[Row]:
         except PackageNotFoundError:
             yield WARN, name, "not installed: pip install slipstream"
     for extra, module in _EXTRAS.items():
-        there = importlib.util.find_spec(module) is not None
+        installed = importlib.util.find_spec(module) is not None
         yield (
             (OK, module, "installed")
-            if there
+            if installed
             else (NO, module, f"optional: pip install 'slipstream[{extra}]'{_GAINS.get(extra, '')}")
         )
 
@@ -159,7 +159,7 @@ def _autocast_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     try:
         with torch.autocast(device.type, dtype=dtype):
             a = torch.ones(8, 8, device=device)
-            fits = (a @ a).dtype == dtype
+            supported = (a @ a).dtype == dtype
     except (RuntimeError, TypeError, ValueError) as error:
         return str(error).splitlines()[0]
-    return None if fits else f"autocast on {device.type} does not support {dtype}"
+    return None if supported else f"autocast on {device.type} does not support {dtype}"

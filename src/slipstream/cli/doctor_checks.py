@@ -25,10 +25,10 @@ Row = tuple[str, str, str]  # mark, name, description
 OK, NO, WARN = "ok", "--", "!!"
 
 _GIB = 2**30
-_SMALL_SHM = 256 * 2**20
-_SLOW_SHM = 0.5e9  # bytes per second; ordinary memory is several times as fast
+_MIN_SHM = 256 * 2**20
+_MIN_SHM_SPEED = 0.5e9  # bytes per second; ordinary memory is several times as fast
 _SHM_SAMPLE = 64 * 2**20
-_SMALL_MEMORY = 2 * _GIB
+_MIN_MEMORY = 2 * _GIB
 _DEBUGGING = ("CUDA_LAUNCH_BLOCKING", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 
 
@@ -105,7 +105,7 @@ def _threads(machine: Machine) -> Iterator[Row]:
         yield (
             WARN,
             "threads",
-            f"torch uses {machine.threads} threads on {_counted(machine.cores)}: set OMP_NUM_THREADS={machine.cores}",
+            f"torch uses {machine.threads} threads on {_num_cores(machine.cores)}: set OMP_NUM_THREADS={machine.cores}",
         )
 
 
@@ -115,7 +115,7 @@ def _workers(machine: Machine) -> Iterator[Row]:
         yield (
             WARN,
             "cores",
-            f"{machine.local_processes} processes share {_counted(machine.cores)}: start fewer processes, or request "
+            f"{machine.local_processes} processes share {_num_cores(machine.cores)}: start fewer processes, or request "
             "more cores",
         )
     for path, count in machine.workers.items():
@@ -124,24 +124,24 @@ def _workers(machine: Machine) -> Iterator[Row]:
             yield (
                 WARN,
                 path,
-                f"{total} workers on {_counted(machine.cores)}: set num_workers=auto, which measures the best value, "
+                f"{total} workers on {_num_cores(machine.cores)}: set num_workers=auto, which measures the best value, "
                 "or request more cores (sbatch --cpus-per-task)",
             )
 
 
-def _counted(cores: int) -> str:
+def _num_cores(cores: int) -> str:
     return f"{cores} core{'s' * (cores != 1)}"
 
 
 def _shared_memory(machine: Machine) -> Iterator[Row]:
-    if machine.shm_total is not None and machine.shm_total < _SMALL_SHM:
+    if machine.shm_total is not None and machine.shm_total < _MIN_SHM:
         yield (
             WARN,
             "/dev/shm",
             f"{machine.shm_total // 2**20} MiB is too small for data loader workers: use docker run --shm-size=8g, "
             "or a memory volume at /dev/shm in Kubernetes",
         )
-    if machine.shm_speed is not None and machine.shm_speed < _SLOW_SHM:
+    if machine.shm_speed is not None and machine.shm_speed < _MIN_SHM_SPEED:
         yield (
             WARN,
             "/dev/shm",
@@ -164,7 +164,7 @@ def _cgroup(machine: Machine) -> Iterator[Row]:
     text = f"{limit / _GIB:.1f} GiB"
     if machine.memory is not None:
         text += f" of the machine's {machine.memory / _GIB:.1f} GiB"
-    small = limit < _SMALL_MEMORY
+    small = limit < _MIN_MEMORY
     yield (
         WARN if small else NO,
         "cgroup memory",

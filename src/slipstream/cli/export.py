@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slipstream.cli.export_formats import FORMATS, Format, errors_of_converters
-from slipstream.cli.trained import Trained, find_checkpoint, load_trained
+from slipstream.cli.export_formats import FORMATS, Format, convert_errors
+from slipstream.cli.trained import TrainedModel, find_checkpoint, load_trained
 from slipstream.dataset.transforms.geometry import Affine, SegConvertToTensor
 from slipstream.dataset.transforms.image_transforms import Normalize, ToTensor, read_transforms
 from slipstream.dataset.transforms.pipeline import normalization
@@ -26,9 +26,10 @@ from slipstream.model.tasks import Task, main_output
 __all__ = ["run"]
 
 _TOLERANCE = 1e-3
-"""Largest accepted difference in a score, relative to the largest score."""
-_SIDE = 256
-_LARGER = (128, 64)
+"""Maximum accepted difference in a score, relative to the largest score."""
+_DEFAULT_SIZE = 256
+"""Height and width of the first test image, in pixels, if `--shape` is not set."""
+_SIZE_INCREASE = (128, 64)
 """Additional height and width of the second test image, in pixels."""
 
 
@@ -42,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"the folder '{out.absolute().parent}' does not exist; create it first", "--out")
     params = _normalization(trained.transforms)
-    network = _Deployed(trained.model, params).eval()
-    shape = args.shape or (_channels(trained.model), _SIDE, _SIDE)
+    network = _ExportedNetwork(trained.model, params).eval()
+    shape = args.shape or (_channels(trained.model), _DEFAULT_SIZE, _DEFAULT_SIZE)
     dynamic = len(shape) == 3 and not args.fixed_size
     if dynamic and network.divisor > 1:
         raise ConfigError(
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-class _Deployed(nn.Module):
+class _ExportedNetwork(nn.Module):
     """The computation from pixels to scores: normalization, padding, the network, and the resize to the image size.
 
     Args:
@@ -84,15 +85,15 @@ class _Deployed(nn.Module):
 
     def __init__(self, model: nn.Module, params: Tensor | None) -> None:
         super().__init__()
-        self.model = model.network if isinstance(model, Task) else _Tensors(model)
+        self.model = model.network if isinstance(model, Task) else _TensorModel(model)
         self.is_segmentor = isinstance(model, Segmentor)
-        before = getattr(model, "data_preprocessor", None)
-        if type(before) not in (ImgDataPreprocessor, BaseDataPreprocessor, type(None)):
+        preprocessor = getattr(model, "data_preprocessor", None)
+        if type(preprocessor) not in (ImgDataPreprocessor, BaseDataPreprocessor, type(None)):
             raise ModelError(
-                f"models with the data preprocessor {type(before).__name__} cannot be exported; use "
+                f"models with the data preprocessor {type(preprocessor).__name__} cannot be exported; use "
                 "ImgDataPreprocessor or BaseDataPreprocessor"
             )
-        images = before if isinstance(before, ImgDataPreprocessor) else ImgDataPreprocessor()
+        images = preprocessor if isinstance(preprocessor, ImgDataPreprocessor) else ImgDataPreprocessor()
         scale, shift = 1 / images.std, -images.mean / images.std
         if params is not None:
             scale, shift = params.view(2, -1, 1, 1)
@@ -118,7 +119,7 @@ class _Deployed(nn.Module):
         return scores[..., :height, :width] if self.divisor > 1 else scores
 
 
-class _Tensors(nn.Module):
+class _TensorModel(nn.Module):
     """A custom model, called with `mode="tensor"`."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -150,7 +151,7 @@ def _channels(model: nn.Module) -> int:
 def _check_inputs(shape: Sequence[int], dynamic: bool) -> list[Tensor]:
     """Return two batches of different sizes, with pixel values from 0 to 255."""
     generator = torch.Generator().manual_seed(0)
-    other = [shape[0], shape[1] + _LARGER[0], shape[2] + _LARGER[1]] if dynamic else shape
+    other = [shape[0], shape[1] + _SIZE_INCREASE[0], shape[2] + _SIZE_INCREASE[1]] if dynamic else shape
     return [torch.randint(256, size, generator=generator).float() for size in ((2, *shape), (1, *other))]
 
 
@@ -166,11 +167,11 @@ def _largest_difference(
     load, largest = kind.load(file), 0.0
     for images in checks:
         expected = network(images)
-        with errors_of_converters(f"the exported file does not accept inputs of shape {tuple(images.shape)}"):
-            found = load(images)
+        with convert_errors(f"the exported file does not accept inputs of shape {tuple(images.shape)}"):
+            actual = load(images)
         scale = max(float(expected.abs().max()), 1e-12)
         difference = (
-            float((found - expected).abs().max()) / scale if found.shape == expected.shape else float("inf")
+            float((actual - expected).abs().max()) / scale if actual.shape == expected.shape else float("inf")
         )
         largest = max(largest, difference)
         if not difference <= _TOLERANCE:
@@ -180,27 +181,27 @@ def _largest_difference(
                 "--fixed-size if only some input sizes fail"
             )
         if isinstance(model, Task):
-            _check_predictions(model, params, images, found, _TOLERANCE * scale)
+            _check_predictions(model, params, images, actual, _TOLERANCE * scale)
     return largest
 
 
 def _check_predictions(
-    model: Any, params: Tensor | None, images: Tensor, found: Tensor, tolerance: float
+    model: Any, params: Tensor | None, images: Tensor, scores: Tensor, tolerance: float
 ) -> None:
     """Compare the scores with validation predictions, which use the data preprocessor and the model's own resize."""
     batch: dict[str, Tensor] = {"inputs": images}
     if params is not None:
         batch["device_params"] = params.expand(len(images), -1)
-    if found.ndim == 4:
+    if scores.ndim == 4:
         batch["targets"] = torch.zeros((len(images), *images.shape[-2:]), dtype=torch.long)
     predicted = model.val_step(batch)["preds"]
-    if predicted.shape == found.shape:
-        error = (predicted - found).abs().max()
-    elif found.shape[1] == 1:  # a segmentor: class 1 where the score is at least 0
-        differs = predicted != (found[:, 0] >= 0)
-        error = (found[:, 0].abs() * differs).max()
+    if predicted.shape == scores.shape:
+        error = (predicted - scores).abs().max()
+    elif scores.shape[1] == 1:  # a segmentor: class 1 where the score is at least 0
+        differs = predicted != (scores[:, 0] >= 0)
+        error = (scores[:, 0].abs() * differs).max()
     else:  # class ids; several classes may have nearly the same score
-        error = (found.amax(1) - found.gather(1, predicted[:, None])[:, 0]).abs().max()
+        error = (scores.amax(1) - scores.gather(1, predicted[:, None])[:, 0]).abs().max()
     if not float(error) <= tolerance:
         raise ModelError(
             "the exported file and validation predict different classes for the same images; use a different format"
@@ -208,7 +209,7 @@ def _check_predictions(
 
 
 @torch.no_grad()
-def _meaning(network: _Deployed, images: Tensor) -> str:
+def _meaning(network: _ExportedNetwork, images: Tensor) -> str:
     """Return a sentence that explains how to determine the class from the scores."""
     scores = network(images)
     if scores.ndim != 1 and scores.shape[1] != 1:
@@ -219,11 +220,11 @@ def _meaning(network: _Deployed, images: Tensor) -> str:
 
 
 def _description(
-    trained: Trained, shape: Sequence[int], dynamic: bool, difference: float, meaning: str
+    trained: TrainedModel, shape: Sequence[int], dynamic: bool, difference: float, meaning: str
 ) -> str:
     included = (Affine, SegConvertToTensor, ToTensor, Normalize)
     pairs = zip(trained.transform_configs, trained.transforms, strict=True)
-    found: Mapping[str, Any] = {
+    content: Mapping[str, Any] = {
         "checkpoint": str(trained.path),
         "input": {
             "name": "images",
@@ -237,7 +238,7 @@ def _description(
         "transforms_before": [config for config, built in pairs if not isinstance(built, included)],
         "largest_difference": difference,
     }
-    return json.dumps(found, indent=1, default=str) + "\n"
+    return json.dumps(content, indent=1, default=str) + "\n"
 
 
 def _sizes(shape: Sequence[int], dynamic: bool) -> str:

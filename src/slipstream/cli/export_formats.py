@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from slipstream.errors import ModelError
 from slipstream.extras import extra
 
-__all__ = ["FORMATS", "Format", "errors_of_converters"]
+__all__ = ["FORMATS", "Format", "convert_errors"]
 
 _OPSET = 18
-_LARGEST = 1.8e9
+_MAX_FILE_BYTES = 1.8e9
 """Size in bytes above which the weights are written to a second file, because an ONNX file is limited to 2 GB."""
 
 
@@ -31,17 +31,17 @@ class Format(NamedTuple):
     load: Callable[[Path], Callable[[Tensor], Tensor]]
 
 
-def _exported(module: nn.Module, example: Tensor, dynamic: bool) -> Any:
+def _export(module: nn.Module, example: Tensor, dynamic: bool) -> Any:
     """Export a module to a graph that accepts any batch size and, if `dynamic` is True, any height and width."""
     sizes = {0: torch.export.Dim.DYNAMIC}
     if dynamic:
         sizes.update({2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC})
-    with errors_of_converters("the model cannot be captured as a graph"), torch.no_grad():
+    with convert_errors("the model cannot be captured as a graph"), torch.no_grad():
         return torch.export.export(module, (example,), dynamic_shapes={"images": sizes})
 
 
 def _write_torch(module: nn.Module, example: Tensor, dynamic: bool, file: Path) -> None:
-    torch.export.save(_exported(module, example, dynamic), file)
+    torch.export.save(_export(module, example, dynamic), file)
 
 
 def _load_torch(file: Path) -> Callable[[Tensor], Tensor]:
@@ -50,12 +50,12 @@ def _load_torch(file: Path) -> Callable[[Tensor], Tensor]:
 
 
 def _write_torchscript(module: nn.Module, example: Tensor, dynamic: bool, file: Path) -> None:
-    with errors_of_converters("the model cannot be traced"), torch.no_grad():
+    with convert_errors("the model cannot be traced"), torch.no_grad():
         torch.jit.trace(module, example, check_trace=False).save(str(file))
 
 
 def _load_torchscript(file: Path) -> Callable[[Tensor], Tensor]:
-    with errors_of_converters("the exported file cannot be loaded"):
+    with convert_errors("the exported file cannot be loaded"):
         module: Callable[[Tensor], Tensor] = torch.jit.load(str(file))
     return module
 
@@ -67,8 +67,8 @@ def _write_onnx(module: nn.Module, example: Tensor, dynamic: bool, file: Path) -
         import onnxscript  # noqa: F401
 
     size = sum(value.numel() * value.element_size() for value in module.state_dict().values())
-    graph = _exported(module, example, dynamic)
-    with errors_of_converters("the graph cannot be converted to ONNX"):
+    graph = _export(module, example, dynamic)
+    with convert_errors("the graph cannot be converted to ONNX"):
         torch.onnx.export(
             graph,
             (example,),
@@ -77,7 +77,7 @@ def _write_onnx(module: nn.Module, example: Tensor, dynamic: bool, file: Path) -
             input_names=["images"],
             output_names=["scores"],
             opset_version=_OPSET,
-            external_data=size > _LARGEST,
+            external_data=size > _MAX_FILE_BYTES,
             verbose=False,
         )
 
@@ -96,7 +96,7 @@ def _write_openvino(module: nn.Module, example: Tensor, dynamic: bool, file: Pat
 
     onnx_file = file.with_suffix(".onnx")
     _write_onnx(module, example, dynamic, onnx_file)
-    with errors_of_converters("the ONNX graph cannot be converted to OpenVINO"):
+    with convert_errors("the ONNX graph cannot be converted to OpenVINO"):
         openvino.save_model(openvino.convert_model(onnx_file), file, compress_to_fp16=False)
     for written in file.parent.glob(f"{onnx_file.name}*"):
         written.unlink()
@@ -113,7 +113,7 @@ def _load_openvino(file: Path) -> Callable[[Tensor], Tensor]:
 
 
 @contextmanager
-def errors_of_converters(what: str) -> Iterator[None]:
+def convert_errors(message: str) -> Iterator[None]:
     """Suppress warnings from the converters, and convert their errors to one-line errors.
 
     Raises:
@@ -129,8 +129,8 @@ def errors_of_converters(what: str) -> Iterator[None]:
     except Exception as error:  # the converters raise many types of errors
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ModelError(
-            f"{what}: {type(error).__name__}: {lines[0] if lines else ''}. Try --fixed-size, a different --shape, or a "
-            "different format"
+            f"{message}: {type(error).__name__}: {lines[0] if lines else ''}. Try --fixed-size, a different --shape, "
+            "or a different format"
         ) from error
     finally:
         logger.setLevel(level)

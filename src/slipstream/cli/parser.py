@@ -30,11 +30,11 @@ class Parser(argparse.ArgumentParser):
 
     def options(self) -> dict[str, str]:
         """Return the long options and their help texts."""
-        found = {}
+        options = {}
         for action in self._actions:
             names = [name for name in action.option_strings if name.startswith("--")]
-            found.update({name: action.help or "" for name in names if action.help != argparse.SUPPRESS})
-        return found
+            options.update({name: action.help or "" for name in names if action.help != argparse.SUPPRESS})
+        return options
 
     @property
     def takes_recipe(self) -> bool:
@@ -398,7 +398,7 @@ def _add_data(commands: _Commands) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     stats = actions.add_parser("stats", help="show classes, sizes, means, broken files and loading times")
     cache = actions.add_parser("cache", help="decode all samples into a verified cache on disk")
-    show = actions.add_parser("show", help="draw a contact sheet of samples as the network receives them")
+    show = actions.add_parser("show", help="write a contact sheet of samples as the network receives them")
     for action in (stats, cache, show):
         _add_recipe(action)
         action.set_defaults(work_dir=None)

@@ -28,7 +28,7 @@ from slipstream.recipes import find_recipe, recipes
 
 __all__ = ["run"]
 
-_SIZE, _BATCH = (768, 768), 8
+_DEFAULT_SIZE, _DEFAULT_BATCH = (768, 768), 8
 _HEADER = (
     "GPUs", "best", "step ms", "samples/s", "eff.", "exposed ms", "wait ms", "GB", "DDP ms", "HSDP ms", "FSDP2 ms",
 )  # fmt: skip
@@ -40,15 +40,15 @@ def run(args: argparse.Namespace) -> int:
     model, size, batch = _model(args.model, args.size, args.batch_per_gpu, bool(args.trust))
     gpu, network = _preset("gpu", args.gpu, GPUS), _preset("network", args.network, NETWORKS)
     clusters = [make_cluster(gpu, network, n, args.gpus_per_node) for n in args.gpus]
-    found = [_predict(model, cluster, batch, args) for cluster in clusters]
+    results = [_predict(model, cluster, batch, args) for cluster in clusters]
     if args.json:
-        print(json.dumps([_as_json(predictions) for predictions in found], indent=1))
+        print(json.dumps([_as_json(predictions) for predictions in results], indent=1))
         return 0
     print(
         f"{model.name}: {model.parameters / 1e6:,.1f} million parameters, {size[0]} x {size[1]} pixels, "
         f"{model.flops / 1e9:,.1f} GFLOP forward; {batch} sample{'s' * (batch != 1)} per GPU"
     )
-    print_table(_HEADER, map(list, map(_cells, found)), 110, right=[n for n in _HEADER if n != "best"])
+    print_table(_HEADER, map(list, map(_cells, results)), 110, right=[n for n in _HEADER if n != "best"])
     print(_assumptions(args))
     return 0
 
@@ -58,14 +58,14 @@ def _model(
 ) -> tuple[Model, tuple[int, int], int]:
     """Return the model for a recipe or network, the image height and width, and the batch size per GPU."""
     if name in _FORMULAS:
-        size = size or _SIZE
-        return _FORMULAS[name](*size), size, batch or _BATCH
+        size = size or _DEFAULT_SIZE
+        return _FORMULAS[name](*size), size, batch or _DEFAULT_BATCH
     import torch
 
     from slipstream.registry import MODELS
 
     if name in recipes() or Path(name).suffix:
-        network, own_size, own_batch = _of_recipe(name, trust)
+        network, own_size, own_batch = _read_recipe(name, trust)
         size, batch = size or own_size, batch or own_batch
     elif MODELS.get(name) is not None:
         network = {"type": name}
@@ -74,11 +74,11 @@ def _model(
         raise UnknownNameError(f"no recipe or network is named '{name}'{did_you_mean(name, known)}")
     with torch.device("meta"):
         module = MODELS.build(network)
-    size = size or _SIZE
-    return describe(module, (3, *size), name), size, batch or _BATCH
+    size = size or _DEFAULT_SIZE
+    return describe(module, (3, *size), name), size, batch or _DEFAULT_BATCH
 
 
-def _of_recipe(name: str, trust: bool) -> tuple[Any, tuple[int, int] | None, int | None]:
+def _read_recipe(name: str, trust: bool) -> tuple[Any, tuple[int, int] | None, int | None]:
     from slipstream.cli.configure import load_config
 
     cfg = load_config(name, trust=trust).cfg
@@ -127,8 +127,8 @@ def _cells(predictions: list[Prediction]) -> Iterator[str]:
         yield from ("none fits", *["–"] * 5)
     yield f"{chosen.memory / 1e9:.1f}"
     for kind in ("ddp", "hsdp", "fsdp2"):
-        one = by_kind.get(kind)
-        yield "–" if one is None else _ms(one.step_time) if one.fits else "too big"
+        prediction = by_kind.get(kind)
+        yield "–" if prediction is None else _ms(prediction.step_time) if prediction.fits else "too big"
 
 
 def _ms(seconds: float) -> str:
@@ -157,8 +157,8 @@ def _as_json(predictions: list[Prediction]) -> dict[str, Any]:
 
 def _assumptions(args: argparse.Namespace) -> str:
     gpu, network = GPUS[args.gpu], NETWORKS[args.network]
-    cards = "per GPU" if network.per_gpu else "per node"
-    computing = (
+    scope = "per GPU" if network.per_gpu else "per node"
+    compute = (
         f"{args.step_time * 1e3:g} ms per step, as measured on one GPU"
         if args.step_time
         else f"{SUSTAINED_FLOPS:.0%} of {gpu.flops / 1e12:,.0f} TFLOP/s, "
@@ -167,8 +167,8 @@ def _assumptions(args: argparse.Namespace) -> str:
     noise = Strategy("ddp").noise
     norm = "per GPU" if args.no_sync_bn else "over all GPUs"
     return (
-        f"Compute: {computing}. Links: {SUSTAINED_LINK:.0%} of {gpu.link_bandwidth / 1e9:g} GB/s within a node "
-        f"of {args.gpus_per_node} GPUs,\nand {SUSTAINED_LINK:.0%} of {network.bandwidth * 8 / 1e9:g} Gb/s {cards} "
+        f"Compute: {compute}. Links: {SUSTAINED_LINK:.0%} of {gpu.link_bandwidth / 1e9:g} GB/s within a node "
+        f"of {args.gpus_per_node} GPUs,\nand {SUSTAINED_LINK:.0%} of {network.bandwidth * 8 / 1e9:g} Gb/s {scope} "
         f"between nodes. Activations and gathered parameters are bf16, and reductions are float32.\n"
         f"The optimizer is Adam. BatchNorm statistics are computed {norm}. "
         f"The step time of each GPU varies by {noise:.0%}.\nThe input pipeline is assumed to be fast enough. "

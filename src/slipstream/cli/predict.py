@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from slipstream.cli.predict_inputs import Input, find_inputs, frame_rate, frames, video_writer
 from slipstream.cli.tables import print_table, printable
-from slipstream.cli.trained import Trained, find_checkpoint, load_trained
+from slipstream.cli.trained import TrainedModel, find_checkpoint, load_trained
 from slipstream.dataset.prediction import prepare_image
 from slipstream.devices import default_device, is_out_of_memory
 from slipstream.errors import CheckpointError, ConfigError, DataError, ModelError, SlipstreamError
@@ -36,7 +36,7 @@ __all__ = ["run"]
 
 Mask = NDArray[np.uint8]
 RGB = NDArray[np.uint8]
-_MOST_CLASSES = 256
+_MAX_CLASSES = 256
 """Maximum number of classes in a mask file."""
 
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     inputs = find_inputs(args.images, Path(args.out))
     out = Path(args.out)
     trained = load_trained(path, args.config, bool(args.trust), default_device())
-    _check_segments(trained)
+    _check_segmentation(trained)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if job.failed else 0
 
 
-def _check_segments(trained: Trained) -> None:
+def _check_segmentation(trained: TrainedModel) -> None:
     """Check that the model predicts a class for each pixel, and that the checkpoint contains the class colors."""
     model, path, palette = trained.model, trained.path, trained.palette
     # Classification datasets may have a palette, and `SupervisedModel` trains networks for both tasks.
@@ -79,9 +79,9 @@ def _check_segments(trained: Trained) -> None:
             f"{path} does not contain a class palette, which `slipstream predict` requires; add 'palette' to the "
             "dataset's metainfo, and train again"
         )
-    if len(palette) > _MOST_CLASSES:
+    if len(palette) > _MAX_CLASSES:
         raise CheckpointError(
-            f"{path} has {len(palette)} classes; a mask file can contain at most {_MOST_CLASSES}"
+            f"{path} has {len(palette)} classes; a mask file can contain at most {_MAX_CLASSES}"
         )
 
 
@@ -92,7 +92,7 @@ class _Job:
         quiet: whether to print JSON at the end instead of text.
     """
 
-    def __init__(self, trained: Trained, out: Path, max_pixels: int, every: int, quiet: bool) -> None:
+    def __init__(self, trained: TrainedModel, out: Path, max_pixels: int, every: int, quiet: bool) -> None:
         self.trained, self.out, self.max_pixels, self.every, self.quiet = (
             trained,
             out,
@@ -138,8 +138,8 @@ class _Job:
             print(json.dumps(self._results(), indent=1))
         elif self.counts:
             total = _shares(np.sum(list(self.counts.values()), axis=0))
-            seen = np.sum([counts > 0 for counts in self.counts.values()], axis=0)
-            rows = zip(self.trained.classes, total, seen, strict=True)
+            num_files = np.sum([counts > 0 for counts in self.counts.values()], axis=0)
+            rows = zip(self.trained.classes, total, num_files, strict=True)
             cells = [(name, f"{share:.2%}", str(files)) for name, share, files in rows]
             print_table(("class", "share of pixels", "files"), cells, 60, right=("share of pixels", "files"))
             print(f"Shares per file: {self.out / 'classes.csv'}")
@@ -147,7 +147,7 @@ class _Job:
             print(printable(f"slipstream: error: {message}"), file=sys.stderr)
 
     def _picture(self, path: Path, stem: Path) -> list[Path]:
-        mask, blended = self._segmented(path, read_image(path, self.max_pixels))
+        mask, blended = self._segment(path, read_image(path, self.max_pixels))
         files = [Path(f"{stem}_mask.png"), Path(f"{stem}_overlay.png")]
         self._save_mask(mask, files[0])
         _save(Image.fromarray(blended), files[1])
@@ -156,21 +156,21 @@ class _Job:
     def _video(self, path: Path, stem: Path) -> list[Path]:
         """Write one mask file per frame, and a video of overlays. A compressed video would not preserve class ids."""
         files = [Path(f"{stem}_mask"), Path(f"{stem}_overlay.mp4")]
-        number = -1
+        index = -1
         with ExitStack() as stack:
             write = None
-            for number, image in frames(path, self.every):
+            for index, image in frames(path, self.every):
                 if write is None:
                     files[0].mkdir(parents=True, exist_ok=True)
                     write = stack.enter_context(video_writer(files[1], frame_rate(path) / self.every))
-                mask, blended = self._segmented(path, image)
-                self._save_mask(mask, files[0] / f"{number:06d}.png")
+                mask, blended = self._segment(path, image)
+                self._save_mask(mask, files[0] / f"{index:06d}.png")
                 write(blended)
-        if number < 0:
+        if index < 0:
             raise DataError(f"cannot read '{path}': the video has no frames; remove it from the arguments")
         return files
 
-    def _segmented(self, path: Path, image: RGB) -> tuple[Mask, RGB]:
+    def _segment(self, path: Path, image: RGB) -> tuple[Mask, RGB]:
         """Return the mask and the overlay of an image, and add its pixels to the counts."""
         mask = self.predict(image)
         blended = overlay(image, mask, self.palette)  # also checks the class ids

@@ -22,7 +22,7 @@ RGB = NDArray[np.uint8]
 
 _IMAGES = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm", ".wmv")
-_RATE = 25  # frames per second, for videos that do not specify their frame rate
+_DEFAULT_RATE = 25  # frames per second, for videos that do not specify their frame rate
 
 
 class Input(NamedTuple):
@@ -47,34 +47,34 @@ def find_inputs(names: Sequence[str], out: Path) -> list[Input]:
     Raises:
         DataError: a folder or pattern matches no file, or two files would have the same output files.
     """
-    found: dict[Path, Input] = {}
+    inputs: dict[Path, Input] = {}
     for name in names:
-        for item in _matching(name, out.resolve()):
-            first = found.setdefault(item.stem, item)
+        for item in _match(name, out.resolve()):
+            first = inputs.setdefault(item.stem, item)
             if first.path != item.path:
                 raise DataError(
                     f"{first.path} and {item.path} have the same output files; process them separately, with "
                     "patterns such as FOLDER/*.jpg and different `--out` folders"
                 )
-    return list(found.values())
+    return list(inputs.values())
 
 
-def _matching(name: str, out: Path) -> Iterator[Input]:
+def _match(name: str, out: Path) -> Iterator[Input]:
     path = Path(name)
     if path.is_dir():
-        inside = [p for p in sorted(path.rglob("*")) if p.suffix.lower() in _IMAGES + _VIDEOS and p.is_file()]
-        inside = [p for p in inside if out not in p.resolve().parents]
-        if not inside:
+        files = [p for p in sorted(path.rglob("*")) if p.suffix.lower() in _IMAGES + _VIDEOS and p.is_file()]
+        files = [p for p in files if out not in p.resolve().parents]
+        if not files:
             raise DataError(
                 f"the folder {name} contains no images or videos; supported suffixes are "
                 f"{', '.join(_IMAGES + _VIDEOS)}"
             )
-        yield from (Input(p, p.relative_to(path).with_suffix("")) for p in inside)
+        yield from (Input(p, p.relative_to(path).with_suffix("")) for p in files)
     elif glob.has_magic(name) and not path.exists():
-        if not (matching := sorted(glob.glob(name, recursive=True))):  # noqa: PTH207  (Path.glob rejects absolute patterns)
+        if not (matches := sorted(glob.glob(name, recursive=True))):  # noqa: PTH207  (Path.glob rejects absolute patterns)
             raise DataError(f"no file matches {name}; check the pattern")
-        for match in matching:
-            yield from _matching(match, out)
+        for match in matches:
+            yield from _match(match, out)
     else:
         yield Input(path, Path(path.stem))
 
@@ -86,24 +86,24 @@ def frames(path: Path, every: int = 1) -> Iterator[tuple[int, RGB]]:
         MissingPackageError: PyAV is not installed.
         DataError: the video cannot be read.
     """
-    with _opened(path) as container:
+    with _open(path) as container:
         if not container.streams.video:
             raise DataError(f"cannot read '{path}': the file contains no video; remove it from the arguments")
-        for number, frame in enumerate(container.decode(container.streams.video[0])):
-            if number % every == 0:
+        for index, frame in enumerate(container.decode(container.streams.video[0])):
+            if index % every == 0:
                 pixels = np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
-                yield number, np.ascontiguousarray(pixels)
+                yield index, np.ascontiguousarray(pixels)
 
 
 def frame_rate(path: Path) -> Fraction:
     """Return the frame rate of a video in frames per second."""
-    with _opened(path) as container:
+    with _open(path) as container:
         rate = container.streams.video[0].average_rate if container.streams.video else None
-        return Fraction(rate or _RATE)
+        return Fraction(rate or _DEFAULT_RATE)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open(path: Path) -> Iterator[Any]:
     with extra("video"):
         import av
 

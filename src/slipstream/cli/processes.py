@@ -239,8 +239,8 @@ def restarted_with_progress(work_dir: str) -> bool:
     """
     if not _attempt():
         return False
-    before = (Path(os.environ[_FOLDER]) / _PROGRESS).read_text() if in_launch() else ""
-    return _progress(work_dir) != before
+    initial = (Path(os.environ[_FOLDER]) / _PROGRESS).read_text() if in_launch() else ""
+    return _progress(work_dir) != initial
 
 
 def _attempt() -> int:
@@ -252,8 +252,10 @@ def _was_preempted(work_dir: str) -> bool:
     from slipstream.preemption import CHECKPOINT_NAME
 
     pointer = Path(work_dir) / "last_checkpoint"
-    before = (Path(os.environ[_FOLDER]) / _PROGRESS).read_text()
-    return _progress(work_dir) != before and Path(pointer.read_text(encoding="utf-8")).stem == CHECKPOINT_NAME
+    initial = (Path(os.environ[_FOLDER]) / _PROGRESS).read_text()
+    return (
+        _progress(work_dir) != initial and Path(pointer.read_text(encoding="utf-8")).stem == CHECKPOINT_NAME
+    )
 
 
 def _progress(work_dir: str) -> str:

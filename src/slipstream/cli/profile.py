@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from slipstream.cli.profiling import StepProfiler
     from slipstream.config import Config
 
-__all__ = ["run", "writable"]
+__all__ = ["prepare_output_folder", "run"]
 
-_SHOWN = 15
+_MAX_OPERATIONS = 15
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     cfg = configure(args)
     if cfg.get("launcher", "none") != "none":
         raise ConfigError("only a single process can be profiled; set launcher=none", "launcher")
-    out = writable(Path(args.out) if args.out else Path(cfg.work_dir) / "profile")
+    out = prepare_output_folder(Path(args.out) if args.out else Path(cfg.work_dir) / "profile")
     hook = StepProfiler(args.warmup, args.steps, args.stacks, default_device())
     _train(cfg, hook)
     if hook.profile is None:
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def writable(out: Path) -> Path:
+def prepare_output_folder(out: Path) -> Path:
     """Create the output folder and a temporary file in it, so that write errors are raised before the steps run."""
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -107,21 +107,24 @@ def _summary(hook: StepProfiler, steps: int) -> str:
     per_step = hook.seconds / steps
     lines = [
         f"Step: {per_step * 1e3:.1f} ms, {hook.samples / hook.seconds:.1f} samples/s "
-        f"(mean of {_counted(steps)} without the profiler)",
+        f"(mean of {_step_count(steps)} without the profiler)",
         f"Waiting for data: {hook.wait_seconds / hook.seconds:.1%} of this time "
         f"({hook.wait_seconds / steps * 1e3:.2f} ms per step)",
         "",
         *_operations(hook.profile, steps),
         "",
     ]
-    found = hook.synchronizations
-    if found.problem:
-        return "\n".join([*lines, f"Host-device synchronizations: {found.problem}"])
-    lines.append(f"Host-device synchronizations in {_counted(steps)}: {sum(found.lines.values()) or 'none'}")
-    return "\n".join([*lines, *(f"  {count:4}x {line}" for line, count in found.lines.most_common())])
+    synchronizations = hook.synchronizations
+    if synchronizations.problem:
+        return "\n".join([*lines, f"Host-device synchronizations: {synchronizations.problem}"])
+    total = sum(synchronizations.lines.values())
+    lines.append(f"Host-device synchronizations in {_step_count(steps)}: {total or 'none'}")
+    return "\n".join(
+        [*lines, *(f"  {count:4}x {line}" for line, count in synchronizations.lines.most_common())]
+    )
 
 
-def _counted(steps: int) -> str:
+def _step_count(steps: int) -> str:
     return f"{steps} step{'s' * (steps != 1)}"
 
 
@@ -134,9 +137,9 @@ def _operations(recorded: profile | None, steps: int) -> Iterator[str]:
     rows.sort(key=lambda event: getattr(event, name), reverse=True)
     total = sum(getattr(event, name) for event in rows) or 1
     yield f"{'slowest operations (' + ('device' if on_device else 'CPU') + ' time)':50} ms/step  share  calls/step"
-    for event in rows[:_SHOWN]:
-        spent = getattr(event, name)
-        yield f"  {event.key[:47]:48} {spent / steps / 1e3:7.2f} {spent / total:6.1%} {event.count / steps:11.1f}"
+    for event in rows[:_MAX_OPERATIONS]:
+        time = getattr(event, name)
+        yield f"  {event.key[:47]:48} {time / steps / 1e3:7.2f} {time / total:6.1%} {event.count / steps:11.1f}"
 
 
 def _memory(events: list[dict[str, Any]], path: Path) -> str:
@@ -162,6 +165,6 @@ def _memory(events: list[dict[str, Any]], path: Path) -> str:
         writer.writerow(["milliseconds", "device_type", "device_id", "allocated_bytes"])
         writer.writerows([f"{(row[0] - start) / 1e3:.3f}", *row[1:]] for row in sorted(rows))
     allocated = [row[3] for row in devices]
-    what = "device memory" if devices[0][1] != 0 else "CPU tensors allocated since recording started"
+    label = "device memory" if devices[0][1] != 0 else "CPU tensors allocated since recording started"
     low, high = min(allocated) / 2**20, max(allocated) / 2**20
-    return f"Memory: {what}: {low:,.1f} to {high:,.1f} MiB; over time: {path}"
+    return f"Memory: {label}: {low:,.1f} to {high:,.1f} MiB; over time: {path}"

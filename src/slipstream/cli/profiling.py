@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Finished", "StepProfiler", "Synchronizations", "source_line"]
 
-_OURS, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
+_PACKAGE, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
 
 
 class Finished(Exception):  # noqa: N818 (not an error)
@@ -80,10 +80,10 @@ def source_line() -> str:
     """Return the innermost line of user code that this package called or, if there is none, of this package's code."""
     stack = [f for f in traceback.extract_stack() if f.filename not in (__file__, warnings.__file__)]
     stack = [f for f in stack if not Path(f.filename).is_relative_to(_TORCH)]
-    ours = [Path(f.filename).is_relative_to(_OURS) for f in stack]
-    called = stack[ours.index(True) :] if any(ours) else stack
-    users = [f for f in called if not Path(f.filename).is_relative_to(_OURS)]
-    for frame in reversed(users or called):
+    in_package = [Path(f.filename).is_relative_to(_PACKAGE) for f in stack]
+    called = stack[in_package.index(True) :] if any(in_package) else stack
+    user_frames = [f for f in called if not Path(f.filename).is_relative_to(_PACKAGE)]
+    for frame in reversed(user_frames or called):
         return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return "unknown line: no Python code is on the stack"
 

@@ -19,7 +19,7 @@ __all__ = ["recipe_schema"]
 
 _SIMPLE = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 _OBJECTS = {"type": "object"}
-_NOT_WRITTEN = ("cfg", "work_dir")
+_OMITTED = ("cfg", "work_dir")
 
 
 def recipe_schema() -> dict[str, Any]:
@@ -29,7 +29,7 @@ def recipe_schema() -> dict[str, Any]:
     are arguments of classes specified in the recipe.
     """
     hints = _hints(Runner.__init__)
-    names = [name for name in inspect.signature(Runner).parameters if name not in _NOT_WRITTEN]
+    names = [name for name in inspect.signature(Runner).parameters if name not in _OMITTED]
     params = {
         "type": ["object", "string", "null"],
         "properties": {field.name: {} for field in dataclasses.fields(TrainingParams)},

@@ -21,12 +21,12 @@ def run(args: argparse.Namespace) -> int:
 
         print(json.dumps(recipe_schema(), indent=1))
         return 0
-    found = recipes(args.config_dir)
+    descriptions = recipes(args.config_dir)
     if args.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(descriptions, indent=1))
         return 0
-    width = max(map(len, found))
-    for name, purpose in found.items():
+    width = max(map(len, descriptions))
+    for name, purpose in descriptions.items():
         print(f"{name:{width}}  {purpose}")
     return 0
 

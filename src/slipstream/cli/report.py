@@ -14,11 +14,11 @@ __all__ = ["run"]
 def run(args: argparse.Namespace) -> int:
     """Write the page, and print its path."""
     from slipstream.report import read_run, run_folder, write_report
-    from slipstream.report.comparison import MOST_RUNS, compare, comparison_csv, comparison_page
+    from slipstream.report.comparison import MAX_RUNS, compare, comparison_csv, comparison_page
     from slipstream.report.page import page
 
-    if len(args.runs) > MOST_RUNS:
-        raise ConfigError(f"at most {MOST_RUNS} runs can be compared, not {len(args.runs)}; pass fewer runs")
+    if len(args.runs) > MAX_RUNS:
+        raise ConfigError(f"at most {MAX_RUNS} runs can be compared, not {len(args.runs)}; pass fewer runs")
     try:
         folders = [run_folder(Path(name)) for name in args.runs]
         records = [read_run(folder) for folder in folders]
@@ -42,10 +42,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(path: Path, text: str) -> None:
-    from slipstream.report import write_page
+    from slipstream.report import write_file
 
     try:
-        write_page(path, text)
+        write_file(path, text)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; choose a different file") from error
     print(printable(f"Wrote {path}"))

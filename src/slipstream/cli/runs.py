@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-_METRICS = 3
+_MAX_METRICS = 3
 """Number of metrics shown as columns."""
 
 
@@ -39,9 +39,11 @@ def run(args: argparse.Namespace) -> int:
         if readable and all(row.value(name) is None for row in rows):
             raise ConfigError(f"no run has a value for '{name}'{_hint(name, rows)}", "--filter")
     rows = [row for row in rows if all(_equals(row.value(name), text) for name, text in args.filter)]
-    rows = _sorted(rows, key, args.sort.endswith("-"))
-    shown = [*_keys(rows, ()), "run"]
-    columns = args.columns if {key, f"val/{key}"} & {*shown, *args.columns} else [*args.columns, key]
+    rows = _sort(rows, key, args.sort.endswith("-"))
+    default_columns = [*_keys(rows, ()), "run"]
+    columns = (
+        args.columns if {key, f"val/{key}"} & {*default_columns, *args.columns} else [*args.columns, key]
+    )
     if args.json:
         print(json.dumps(list(_values(rows, columns)), indent=1, default=str))
         return 0
@@ -78,10 +80,10 @@ def _equals(value: Any, text: str) -> bool:
     return str(value).lower() == text.lower()
 
 
-def _sorted(rows: Sequence[RunRow], key: str, descending: bool) -> list[RunRow]:
+def _sort(rows: Sequence[RunRow], key: str, descending: bool) -> list[RunRow]:
     """Return the rows sorted by a value: numbers before strings, and rows with a missing or NaN value at the end."""
     known = [row for row in rows if not _is_missing(row.value(key))]
-    known.sort(key=lambda row: _rank(row.value(key)), reverse=descending)
+    known.sort(key=lambda row: _sort_key(row.value(key)), reverse=descending)
     return [*known, *(row for row in rows if _is_missing(row.value(key)))]
 
 
@@ -89,11 +91,11 @@ def _is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _has_no_json(value: Any) -> bool:
+def _is_non_finite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _rank(value: Any) -> tuple[bool, float, str]:
+def _sort_key(value: Any) -> tuple[bool, float, str]:
     is_number = isinstance(value, int | float)
     return not is_number, float(value) if is_number else 0.0, "" if is_number else str(value)
 
@@ -101,8 +103,8 @@ def _rank(value: Any) -> tuple[bool, float, str]:
 def _values(rows: Sequence[RunRow], columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the columns for each run. NaN and infinity are converted to strings, because JSON cannot represent them."""
     for row in rows:
-        found = {key: row.value(key) for key in _keys(rows, columns)}
-        finite = {key: str(value) if _has_no_json(value) else value for key, value in found.items()}
+        values = {key: row.value(key) for key in _keys(rows, columns)}
+        finite = {key: str(value) if _is_non_finite(value) else value for key, value in values.items()}
         yield {"run": str(row.folder), **finite, "problem": row.problem}
 
 
@@ -115,7 +117,7 @@ def _print(folder: Path, rows: Sequence[RunRow], columns: Sequence[str]) -> None
     header = ["run", *(key.replace("images_per_second", "images/s") for key in keys)]
     names = [row.folder.relative_to(folder) if row.folder != folder else row.folder.name for row in rows]
     cells = [
-        [printable(str(name)), *(_shown(row.value(key)) for key in keys)]
+        [printable(str(name)), *(_format(row.value(key)) for key in keys)]
         for name, row in zip(names, rows, strict=True)
     ]
     print_table(header, cells, 110, right=header[3:])
@@ -128,10 +130,10 @@ def _metrics(rows: Sequence[RunRow]) -> list[str]:
         for name in row.record.curves if row.record else ():
             if name.startswith("val/") and "IoU/" not in name:
                 counts[name] = counts.get(name, 0) + 1
-    return sorted(counts, key=lambda name: -counts[name])[:_METRICS]
+    return sorted(counts, key=lambda name: -counts[name])[:_MAX_METRICS]
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     from slipstream.report.scalars import number
 
     if value is None:

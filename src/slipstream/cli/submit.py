@@ -39,7 +39,7 @@ def _submit_to_slurm(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(text, end="")
         return 0
-    start = _start(work_dir)
+    start = _start_description(work_dir)
     work_dir.mkdir(parents=True, exist_ok=True)
     path = work_dir / _FILE
     path.write_text(text)
@@ -133,7 +133,7 @@ def _options(args: argparse.Namespace, work_dir: Path) -> list[str]:
     return options + [option if option.startswith("-") else f"--{option}" for option in args.sbatch]
 
 
-def _start(work_dir: Path) -> str:
+def _start_description(work_dir: Path) -> str:
     from slipstream.checkpoint import find_latest_checkpoint
 
     latest = find_latest_checkpoint(work_dir)
@@ -142,11 +142,13 @@ def _start(work_dir: Path) -> str:
 
 def _sbatch(path: Path) -> str:
     try:
-        done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=True)
+        result = subprocess.run(
+            ["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=True
+        )
     except FileNotFoundError:
         raise DistributedError(
             f"sbatch not found on this machine; submit {path} on a node of the Slurm cluster"
         ) from None
     except subprocess.CalledProcessError as error:
         raise DistributedError(f"sbatch rejected {path}: {' '.join(error.stderr.split())}") from None
-    return done.stdout.strip().partition(";")[0]  # JOB or JOB;CLUSTER
+    return result.stdout.strip().partition(";")[0]  # JOB or JOB;CLUSTER

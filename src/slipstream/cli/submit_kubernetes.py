@@ -23,7 +23,7 @@ from slipstream.redaction import is_secret_name
 __all__ = ["manifest", "run"]
 
 _GRACE_PERIOD = 120
-_ENDING = 10
+_LAUNCHER_EXIT_TIME = 10
 """Seconds of the grace period that are reserved for the launcher to exit after the training processes."""
 
 _LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
@@ -63,9 +63,9 @@ def manifest(args: argparse.Namespace, work_dir: str) -> str:
     train = ["python", "-m", "slipstream", *argv, f"--nproc={tasks_per_node(args)}"]
     metadata = {"name": _job_name(args)}
     if args.namespace:
-        metadata["namespace"] = _checked(_NAME, args.namespace, "--namespace")
+        metadata["namespace"] = _check(_NAME, args.namespace, "--namespace")
     if args.api == "v2":
-        runtime = _checked(_NAME, args.runtime or RUNTIME, "--runtime")
+        runtime = _check(_NAME, args.runtime or RUNTIME, "--runtime")
         job = train_job(args, metadata, _pod(args, volumes, train), runtime)
     elif args.runtime:
         raise ConfigError("`--runtime` requires `--api v2`; a PyTorchJob has no training runtime")
@@ -93,13 +93,14 @@ def _pytorch_job(args: argparse.Namespace, metadata: dict[str, str], pod: dict[s
     }
 
 
-_RESUMES = """\
+_RESUME_NOTE = """\
 # A restarted pod resumes from the last checkpoint in its --work-dir, or starts from scratch if there is none.
 """
 
 _HEADERS = {
-    "v1": "# Written by `slipstream submit --to kubernetes` for the Kubeflow Training Operator.\n" + _RESUMES,
-    "v2": "# Written by `slipstream submit --to kubernetes --api v2` for Kubeflow Trainer.\n" + _RESUMES,
+    "v1": "# Written by `slipstream submit --to kubernetes` for the Kubeflow Training Operator.\n"
+    + _RESUME_NOTE,
+    "v2": "# Written by `slipstream submit --to kubernetes --api v2` for Kubeflow Trainer.\n" + _RESUME_NOTE,
 }
 
 _SCRIPT = """\
@@ -125,15 +126,15 @@ exit "$status"
 
 def _pod(args: argparse.Namespace, volumes: list[_Volume], command: list[str]) -> dict[str, Any]:
     grace: int = args.grace_period or _GRACE_PERIOD
-    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, grace - _ENDING)), **_environ(args)}
+    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, grace - _LAUNCHER_EXIT_TIME)), **_environ(args)}
     container: dict[str, Any] = {
         "name": "pytorch",  # the operator requires this name
-        "image": _required(args.image, "--image"),
-        "command": [_escaped(word) for word in command],
+        "image": _require(args.image, "--image"),
+        "command": [_escape(word) for word in command],
         "env": [{"name": name, "value": value} for name, value in variables.items()],
     }
     if args.secret:
-        names = [_checked(_NAME, name, "--secret") for name in args.secret]
+        names = [_check(_NAME, name, "--secret") for name in args.secret]
         container["envFrom"] = [{"secretRef": {"name": name}} for name in names]
     if limits := _limits(args):
         container["resources"] = {"limits": limits}
@@ -144,7 +145,7 @@ def _pod(args: argparse.Namespace, volumes: list[_Volume], command: list[str]) -
     # Data loader workers pass batches through shared memory, and a container has only 64 MiB of it by default.
     shm = {"medium": "Memory"}
     if args.shm_size:
-        shm["sizeLimit"] = _checked(_QUANTITY, args.shm_size, "--shm-size")
+        shm["sizeLimit"] = _check(_QUANTITY, args.shm_size, "--shm-size")
     return {
         "terminationGracePeriodSeconds": grace,
         "containers": [container],
@@ -158,7 +159,7 @@ def _pod(args: argparse.Namespace, volumes: list[_Volume], command: list[str]) -
     }
 
 
-def _escaped(script: str) -> str:
+def _escape(script: str) -> str:
     """Escape the script for Kubernetes, which replaces `$(NAME)` and `$$` in commands."""
     return re.sub(r"\$(?=[$(])", "$$", script)
 
@@ -176,14 +177,14 @@ def _limits(args: argparse.Namespace) -> dict[str, str]:
     if args.cpus_per_task:
         limits["cpu"] = str(args.cpus_per_task * tasks_per_node(args))
     if args.mem:
-        limits["memory"] = _checked(_QUANTITY, args.mem, "--mem")
+        limits["memory"] = _check(_QUANTITY, args.mem, "--mem")
     return limits
 
 
 def _environ(args: argparse.Namespace) -> dict[str, str]:
     variables = dict(args.env)
     for name, value in variables.items():
-        _checked(_VARIABLE, name, "--env")
+        _check(_VARIABLE, name, "--env")
         if value and is_secret_name(name):
             raise ConfigError(
                 f"`--env`: the manifest would contain the secret {name}; create a Secret in the cluster that contains "
@@ -194,7 +195,7 @@ def _environ(args: argparse.Namespace) -> dict[str, str]:
 
 def _volume(word: str) -> _Volume:
     claim, _, path = word.partition(":")
-    _checked(_NAME, claim, "--volume")
+    _check(_NAME, claim, "--volume")
     if not path.startswith("/") or posixpath.normpath(path) != path or path == "/":
         raise ConfigError(f"`--volume`: '{word}' is not CLAIM:PATH with an absolute path, such as runs:/runs")
     return _Volume(claim, path)
@@ -222,29 +223,27 @@ def _in_volume(work_dir: str, volumes: list[_Volume]) -> str:
 
 def _job_name(args: argparse.Namespace) -> str:
     """Return the job name, which is short enough for its pod names to have at most 63 characters."""
-    pod = (
-        f"-worker-{args.nodes}" if args.api != "v2" else f"-node-0-{args.nodes}-12345"
-    )  # suffix of pod names
-    longest = _MAX_POD - len(pod)
+    pod_suffix = f"-worker-{args.nodes}" if args.api != "v2" else f"-node-0-{args.nodes}-12345"
+    max_length = _MAX_POD - len(pod_suffix)
     name = args.job_name
     if not name:
         name = re.sub(r"[^a-z0-9]+", "-", Path(args.config).stem.lower()).strip("-")
-        name = (name if name[:1].isalpha() else f"train-{name}")[:longest].rstrip("-")
-    if not _LABEL.fullmatch(name) or len(name) > longest:
+        name = (name if name[:1].isalpha() else f"train-{name}")[:max_length].rstrip("-")
+    if not _LABEL.fullmatch(name) or len(name) > max_length:
         raise ConfigError(
-            f"`--job-name`: '{name}' must start with a letter and consist of at most {longest} lowercase letters, "
+            f"`--job-name`: '{name}' must start with a letter and consist of at most {max_length} lowercase letters, "
             "digits and hyphens"
         )
     return str(name)
 
 
-def _required(value: str | None, flag: str) -> str:
+def _require(value: str | None, flag: str) -> str:
     if not value:
         raise ConfigError(f"`{flag}` is required for `--to kubernetes`")
     return value
 
 
-def _checked(pattern: re.Pattern[str], value: str, flag: str) -> str:
+def _check(pattern: re.Pattern[str], value: str, flag: str) -> str:
     if len(value) > _MAX_NAME or not pattern.fullmatch(value):
         raise ConfigError(f"`{flag}`: '{value}' is not valid in Kubernetes; it must match {pattern.pattern}")
     return value

@@ -26,8 +26,8 @@ __all__ = ["run"]
 
 _POLL_INTERVAL = 0.2
 """Seconds between checks for a signal."""
-_PATIENCE = 5.0
-"""Seconds after which a message reports which nodes the job is waiting for."""
+_MESSAGE_DELAY = 5.0
+"""Seconds of waiting after which a message reports the nodes that the job requires."""
 _TIMEOUT = 10.0
 """Seconds to wait for a connection to the cluster."""
 
@@ -70,14 +70,14 @@ def _address(args: argparse.Namespace) -> str:
 
 def _connect(ray: Any, address: str) -> None:
     try:
-        if address != "auto":  # otherwise, Ray would try to connect for several minutes
+        if address != "auto":  # without this check, Ray would try to connect for several minutes
             host, _, port = address.rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), _TIMEOUT).close()
         ray.init(address=address, log_to_driver=False, logging_level="error")
     except (OSError, OverflowError, RuntimeError, ValueError) as error:
-        where = "on this machine" if address == "auto" else f"at {address}"
+        place = "on this machine" if address == "auto" else f"at {address}"
         raise DistributedError(
-            f"cannot connect to a Ray cluster {where} ({_reason(error)}); start one with `ray start --head`, or pass "
+            f"cannot connect to a Ray cluster {place} ({_reason(error)}); start one with `ray start --head`, or pass "
             "the address of its head node with --address HOST:PORT"
         ) from None
 
@@ -87,23 +87,23 @@ def _signals() -> Iterator[list[int]]:
     """Collect the signals that this process receives. The second signal raises KeyboardInterrupt."""
     received: list[int] = []
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        received.append(number)
+    def handle(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
         if len(received) > 1:
             raise KeyboardInterrupt
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, handle) for number in handled}
+    handled = [signum for signum in numbers if signal.getsignal(signum) != signal.SIG_IGN]
+    previous = {signum: signal.signal(signum, handle) for signum in handled}
     try:
         yield received
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
 
 
 @dataclass(frozen=True)
-class _Place:
+class _NodeActor:
     """The actor on a node, and the node's address."""
 
     actor: Any
@@ -123,44 +123,44 @@ def _resources(args: argparse.Namespace) -> dict[str, float]:
     return resources
 
 
-def _start_nodes(ray: Any, args: argparse.Namespace, received: Sequence[int]) -> list[_Place] | None:
+def _start_nodes(ray: Any, args: argparse.Namespace, received: Sequence[int]) -> list[_NodeActor] | None:
     """Wait for the nodes and start an actor on each node. Return None if a signal arrives first."""
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    wanted = _resources(args)
-    group = placement_group([wanted] * args.nodes, strategy="STRICT_SPREAD", name=args.job_name or "")
-    begin, told = time.monotonic(), False
+    required = _resources(args)
+    group = placement_group([required] * args.nodes, strategy="STRICT_SPREAD", name=args.job_name or "")
+    begin, reported = time.monotonic(), False
     while not group.wait(_POLL_INTERVAL):
         if received:
             return None
-        if not told and time.monotonic() - begin > _PATIENCE:
-            told = True
-            print(_waiting(wanted, args.nodes, ray.nodes()), file=sys.stderr, flush=True)
-    remote = ray.remote(num_cpus=wanted["CPU"], num_gpus=wanted.get("GPU", 0), max_concurrency=2)(Node)
+        if not reported and time.monotonic() - begin > _MESSAGE_DELAY:
+            reported = True
+            print(_waiting_message(required, args.nodes, ray.nodes()), file=sys.stderr, flush=True)
+    remote = ray.remote(num_cpus=required["CPU"], num_gpus=required.get("GPU", 0), max_concurrency=2)(Node)
     actors = [
         remote.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
         for index in range(args.nodes)
     ]
     try:
-        return [_Place(actor, *ray.get(actor.endpoint.remote())) for actor in actors]
+        return [_NodeActor(actor, *ray.get(actor.endpoint.remote())) for actor in actors]
     except ray.exceptions.RayError as error:
         raise DistributedError(
             f"an actor failed to start ({_reason(error)}); Slipstream must be installed on all nodes of the cluster"
         ) from None
 
 
-def _waiting(wanted: dict[str, float], count: int, nodes: Sequence[dict[str, Any]]) -> str:
+def _waiting_message(required: dict[str, float], count: int, nodes: Sequence[dict[str, Any]]) -> str:
     def text(resources: dict[str, float]) -> str:
-        return ", ".join(f"{resources.get(name, 0):g} {name}" for name in wanted)
+        return ", ".join(f"{resources.get(name, 0):g} {name}" for name in required)
 
-    present = "; ".join(text(node["Resources"]) for node in nodes if node["Alive"])
-    return f"slipstream: waiting for {count} x ({text(wanted)}); total resources of each node: {present}"
+    available = "; ".join(text(node["Resources"]) for node in nodes if node["Alive"])
+    return f"slipstream: waiting for {count} x ({text(required)}); total resources of each node: {available}"
 
 
 def _start_training(
-    ray: Any, args: argparse.Namespace, work_dir: Path, nodes: Sequence[_Place]
-) -> dict[Any, _Place]:
+    ray: Any, args: argparse.Namespace, work_dir: Path, nodes: Sequence[_NodeActor]
+) -> dict[Any, _NodeActor]:
     """Start the launcher on each node. Return a dict that maps each output stream to its node."""
     argv = command_args(args, command="train", work_dir=str(work_dir), resume=True)
     argv.append(f"--nproc={tasks_per_node(args)}")
@@ -181,12 +181,12 @@ def _start_training(
     return streams
 
 
-def _follow(ray: Any, streams: dict[Any, _Place], received: Sequence[int]) -> int:
+def _follow(ray: Any, streams: dict[Any, _NodeActor], received: Sequence[int]) -> int:
     """Print the output until all nodes have finished. Return the status of the first node that failed, or 0.
 
     The other nodes are stopped when a node fails, and all nodes are stopped after a signal.
     """
-    total, first, stopped = len(streams), 0, False
+    total, first_failure, stopped = len(streams), 0, False
     while streams:
         ready, _ = ray.wait(list(streams), timeout=_POLL_INTERVAL)
         for stream in ready:
@@ -196,16 +196,16 @@ def _follow(ray: Any, streams: dict[Any, _Place], received: Sequence[int]) -> in
                 continue
             node = streams.pop(stream)
             status = item if isinstance(item, int) else 1
-            if status and not first:
-                first = status
+            if status and not first_failure:
+                first_failure = status
                 if status != EXIT_STATUS and not received:
                     _report(node, total, item)
         # If one node has saved its state, the others have already saved theirs or will do so soon.
-        if not stopped and (received or first not in (0, EXIT_STATUS)):
+        if not stopped and (received or first_failure not in (0, EXIT_STATUS)):
             stopped = True
             for node in streams.values():
                 node.actor.stop.remote()
-    return first
+    return first_failure
 
 
 def _next(ray: Any, stream: Any) -> str | int | Exception:
@@ -217,14 +217,14 @@ def _next(ray: Any, stream: Any) -> str | int | Exception:
     return item
 
 
-def _report(node: _Place, total: int, ended: int | Exception) -> None:
-    what = (
-        f"exited with status {ended}; see the messages above"
-        if isinstance(ended, int)
-        else f"failed: {_reason(ended)}"
+def _report(node: _NodeActor, total: int, result: int | Exception) -> None:
+    message = (
+        f"exited with status {result}; see the messages above"
+        if isinstance(result, int)
+        else f"failed: {_reason(result)}"
     )
-    where = f"on the node {node.address}" + (f" (one of {total})" if total > 1 else "")
-    print(f"slipstream: error: the training processes {where} {what}", file=sys.stderr)
+    place = f"on the node {node.address}" + (f" (one of {total})" if total > 1 else "")
+    print(f"slipstream: error: the training processes {place} {message}", file=sys.stderr)
 
 
 def _reason(error: Exception) -> str:

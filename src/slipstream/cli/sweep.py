@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.cli.child import Child, ending_on_sigterm, run_child
+from slipstream.cli.child import Child, exit_on_sigterm, run_child
 from slipstream.cli.configure import command_args, read_config
 from slipstream.cli.tables import print_table
 from slipstream.errors import ConfigError
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["read_sweep", "sweep", "write_result"]
 
 _OPEN, _CLOSE = "([{", ")]}"
-_PLAIN = re.compile(r"[^\w.=+-]+")
-_LONGEST = 100  # maximum number of characters in a folder name
+_UNSAFE_CHARACTERS = re.compile(r"[^\w.=+-]+")
+_MAX_NAME_LENGTH = 100  # maximum number of characters in a folder name
 
 
 @dataclass
@@ -72,15 +72,15 @@ def sweep(args: argparse.Namespace) -> int:
         _restore_completed(base, runs)
     status = 0
     try:
-        with ending_on_sigterm():
+        with exit_on_sigterm():
             for number, run in enumerate(runs, start=1):
                 is_complete = run.status == 0
                 note = " (already complete; skipped)" if is_complete else ""
-                print(f"Run {number} of {len(runs)}: {_named(run.values)}{note}", flush=True)
+                print(f"Run {number} of {len(runs)}: {_format_values(run.values)}{note}", flush=True)
                 if is_complete:
                     continue
-                if _train(args, run) == _preempted():
-                    status = _preempted()
+                if _train(args, run) == _preempted_status():
+                    status = _preempted_status()
                     break
                 _write(base, runs)
     except KeyboardInterrupt:
@@ -94,20 +94,20 @@ def sweep(args: argparse.Namespace) -> int:
 
 
 def read_sweep(words: Sequence[str], overrides: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Return the values by key, given words such as `lr=1e-4,3e-4`.
+    """Return the values by key, given arguments such as `lr=1e-4,3e-4`.
 
     Commas inside brackets or quotes do not separate values.
 
     Raises:
-        ConfigError: a word has no key or no values, or a key or a value appears twice.
+        ConfigError: an argument has no key or no values, or a key or a value appears twice.
     """
-    found: dict[str, list[str]] = {}
+    sweeps: dict[str, list[str]] = {}
     for word in words:
         key, equals, text = word.partition("=")
         values = _split(text)
         if not key or not equals or not all(values):
             raise ConfigError(f"must be key=value,value,..., such as lr=1e-4,3e-4, not '{word}'", "--sweep")
-        if key in found or any(
+        if key in sweeps or any(
             override.partition("=")[0].lstrip("+") == key.lstrip("+") for override in overrides
         ):
             raise ConfigError(
@@ -115,8 +115,8 @@ def read_sweep(words: Sequence[str], overrides: Sequence[str] = ()) -> dict[str,
             )
         if len(set(values)) != len(values):
             raise ConfigError(f"'{word}' contains a value twice; list each value once", "--sweep")
-        found[key] = values
-    return found
+        sweeps[key] = values
+    return sweeps
 
 
 def _with_overrides(args: argparse.Namespace) -> argparse.Namespace:
@@ -125,39 +125,40 @@ def _with_overrides(args: argparse.Namespace) -> argparse.Namespace:
     Raises:
         ConfigError: no override lists several values, and `--sweep` is not given.
     """
-    listed = [word for word in args.overrides if len(_split(word.partition("=")[2])) > 1]
-    if not listed and not args.sweep:
+    swept = [word for word in args.overrides if len(_split(word.partition("=")[2])) > 1]
+    if not swept and not args.sweep:
         raise ConfigError("requires an override with several values, such as lr=1e-4,3e-4", "--multirun")
-    overrides = [word for word in args.overrides if word not in listed]
+    overrides = [word for word in args.overrides if word not in swept]
     return argparse.Namespace(
-        **{**vars(args), "overrides": overrides, "sweep": [*args.sweep, *listed], "multirun": False}
+        **{**vars(args), "overrides": overrides, "sweep": [*args.sweep, *swept], "multirun": False}
     )
 
 
 def _split(text: str) -> list[str]:
     parts, depth, quote = [""], 0, ""
-    for letter in text:
-        if letter == "," and not depth and not quote:
+    for character in text:
+        if character == "," and not depth and not quote:
             parts.append("")
             continue
-        parts[-1] += letter
+        parts[-1] += character
         if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "'\"":
-            quote = letter
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
         else:
-            depth += (letter in _OPEN) - (letter in _CLOSE)
+            depth += (character in _OPEN) - (character in _CLOSE)
     return [part.strip() for part in parts]
 
 
 def _runs(args: argparse.Namespace, values: Mapping[str, Sequence[str]]) -> Iterator[Run]:
     """Yield the runs, after checking the configuration of each."""
-    for number, combination in enumerate(itertools.product(*values.values())):
-        chosen = dict(zip(values, combination, strict=True))
-        overrides = [*args.overrides, *(f"{key}={value}" for key, value in chosen.items())]
+    for index, combination in enumerate(itertools.product(*values.values())):
+        selected = dict(zip(values, combination, strict=True))
+        overrides = [*args.overrides, *(f"{key}={value}" for key, value in selected.items())]
         cfg = read_config(argparse.Namespace(**{**vars(args), "overrides": overrides})).cfg
-        name = _PLAIN.sub("-", f"{number}_" + "_".join(f"{key}={value}" for key, value in chosen.items()))
-        yield Run(chosen, str(Path(cfg.work_dir) / "sweep" / name[:_LONGEST]), list(args.overrides))
+        label = "_".join(f"{key}={value}" for key, value in selected.items())
+        name = _UNSAFE_CHARACTERS.sub("-", f"{index}_{label}")[:_MAX_NAME_LENGTH]
+        yield Run(selected, str(Path(cfg.work_dir) / "sweep" / name), list(args.overrides))
 
 
 def _restore_completed(base: Path, runs: Sequence[Run]) -> None:
@@ -165,7 +166,7 @@ def _restore_completed(base: Path, runs: Sequence[Run]) -> None:
     try:
         earlier = list(json.loads((base / "sweep.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
-        return  # without a readable table, each run continues from its last checkpoint
+        return  # if the table cannot be read, each run resumes from its last checkpoint
     completed = [row for row in earlier if isinstance(row, dict) and row.get("status") == 0]
     for run, row in itertools.product(runs, completed):
         if all(row.get(key) == getattr(run, key) for key in ("values", "folder", "overrides")):
@@ -184,14 +185,14 @@ def _train(args: argparse.Namespace, run: Run) -> int:
         if args.max_restarts:
             argv.append(f"--max-restarts={args.max_restarts}")
         run.status, run.error = 130, "interrupted"  # remains set if the run is interrupted
-        done: Child = run_child(argv)
+        child: Child = run_child(argv)
         if result.is_file():
             run.metrics = json.loads(result.read_text(encoding="utf-8"))
-    run.status, run.error, run.seconds = done.status, done.reason, done.seconds
-    return done.status
+    run.status, run.error, run.seconds = child.status, child.reason, child.seconds
+    return child.status
 
 
-def _preempted() -> int:
+def _preempted_status() -> int:
     from slipstream.preemption import EXIT_STATUS
 
     return EXIT_STATUS
@@ -202,16 +203,16 @@ def write_result(path: str, runner: Runner) -> None:
     from slipstream.files import write_text
 
     scalars = {name: history.current() for name, history in runner.message_hub.log_scalars.items()}
-    found = {
+    metrics = {
         name.removeprefix("val/"): value
         for name, value in scalars.items()
         if name.startswith("val/") and not name.endswith("time")
     }
-    if not found and "train/loss" in scalars:
-        found["loss"] = scalars["train/loss"]
+    if not metrics and "train/loss" in scalars:
+        metrics["loss"] = scalars["train/loss"]
     if speed := runner.message_hub.get_info("images_per_second"):
-        found["images/s"] = speed
-    write_text(Path(path), json.dumps(found))
+        metrics["images/s"] = speed
+    write_text(Path(path), json.dumps(metrics))
 
 
 def _write(base: Path, runs: Sequence[Run]) -> None:
@@ -239,5 +240,5 @@ def _print(runs: Sequence[Run]) -> None:
     print_table([*(short if len(set(short)) == len(keys) else keys), *names, "time"], rows)
 
 
-def _named(values: Mapping[str, str]) -> str:
+def _format_values(values: Mapping[str, str]) -> str:
     return ", ".join(f"{key}={value}" for key, value in values.items())

@@ -57,23 +57,23 @@ def _runner_class() -> type[Runner]:
     return Runner
 
 
-def _devices(cfg: Config, wanted: int | None) -> int:
+def _devices(cfg: Config, expected: int | None) -> int:
     """Return the number of devices to train on. Warn if this machine has fewer than the recipe expects."""
-    if wanted == 1:
+    if expected == 1:
         return 1
     import torch
 
     count = torch.accelerator.device_count()
-    if wanted is None or count >= wanted:
-        return wanted or count
-    there, batch = max(count, 1), cfg.train_dataloader.batch_size
+    if expected is None or count >= expected:
+        return expected or count
+    available, batch = max(count, 1), cfg.train_dataloader.batch_size
     print(
-        f"slipstream: warning: the recipe expects {wanted} GPUs, but this machine has {count}; the batch size is "
-        f"{there} x {batch} instead of {wanted} x {batch}. Set training_params.batch_accumulate="
-        f"{-(-wanted // there)} to compensate, or num_gpus={there} to disable this warning",
+        f"slipstream: warning: the recipe expects {expected} GPUs, but this machine has {count}; the batch size is "
+        f"{available} x {batch} instead of {expected} x {batch}. Set training_params.batch_accumulate="
+        f"{-(-expected // available)} to compensate, or num_gpus={available} to disable this warning",
         file=sys.stderr,
     )
-    return there
+    return available
 
 
 def _resume(args: argparse.Namespace, cfg: Config) -> None:
@@ -105,12 +105,12 @@ def summary(runner: Runner) -> str:
 
 
 def _with_best(name: str, value: float, hub: MessageHub) -> str:
-    last = _shown(value)
+    last = _format(value)
     # CheckpointHook sets this value if it saves the best checkpoint by this metric.
     score = hub.get_info(f"best_score/{name}")
-    best = last if score is None else _shown(score)
+    best = last if score is None else _format(score)
     return f"{name} {last}" if best == last else f"{name} {last} (best {best})"
 
 
-def _shown(value: float) -> str:
+def _format(value: float) -> str:
     return f"{value:.4f}" if abs(value) < 1 else f"{value:.2f}"  # a fraction, or a percentage

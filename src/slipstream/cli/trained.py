@@ -27,11 +27,11 @@ from slipstream.registry import TRANSFORMS
 from slipstream.runner.builders import build_model
 from slipstream.training.network import SupervisedModel
 
-__all__ = ["Trained", "find_checkpoint", "load_trained"]
+__all__ = ["TrainedModel", "find_checkpoint", "load_trained"]
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedModel:
     """A trained model and the data from its checkpoint."""
 
     path: Path
@@ -59,7 +59,7 @@ def find_checkpoint(name: str | None) -> Path:
     return checkpoint_of(_newest_run() if name is None else Path(name))
 
 
-def load_trained(path: Path, config: str | None, trust: bool, device: torch.device) -> Trained:
+def load_trained(path: Path, config: str | None, trust: bool, device: torch.device) -> TrainedModel:
     """Build a checkpoint's model on `device`, in evaluation mode, and load its weights.
 
     Args:
@@ -93,7 +93,7 @@ def load_trained(path: Path, config: str | None, trust: bool, device: torch.devi
     palette = data.get("palette")
     classes = list(data.get("classes") or ())
     classes += [str(index) for index in range(len(classes), len(palette or ()))]
-    return Trained(path, _description(path, checkpoint), model, transforms, configs, classes, palette)
+    return TrainedModel(path, _description(path, checkpoint), model, transforms, configs, classes, palette)
 
 
 def _model(cfg: Mapping[str, Any]) -> Any:
@@ -130,12 +130,12 @@ def _own_config(meta: Mapping[str, Any], path: Path) -> Config:
 def _description(path: Path, checkpoint: Mapping[str, Any]) -> str:
     details = []
     hub = checkpoint.get("message_hub")
-    found = hub.get("runtime_info") if isinstance(hub, Mapping) else None
-    infos = found if isinstance(found, Mapping) else {}
-    for key, value in infos.items():
+    info = hub.get("runtime_info") if isinstance(hub, Mapping) else None
+    values = info if isinstance(info, Mapping) else {}
+    for key, value in values.items():
         metric = str(key).removeprefix("best_score/")
-        best = metric != key and Path(str(infos.get(f"best_ckpt/{metric}"))).name == path.name
-        if best and isinstance(value, int | float):
+        is_best = metric != key and Path(str(values.get(f"best_ckpt/{metric}"))).name == path.name
+        if is_best and isinstance(value, int | float):
             details.append(f"best {metric}: {value:.4g}")
     meta = checkpoint.get("meta")
     if isinstance(meta, Mapping) and isinstance(epoch := meta.get("epoch"), int):

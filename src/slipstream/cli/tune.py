@@ -64,15 +64,15 @@ def _find(args: argparse.Namespace, cfg: Config, seconds: float, start: float) -
         sizes = search_batch_sizes(config_job(cfg), args.max_batch_size, seconds, _print_size)
         print(sizes)
         return 130 if sizes.stopped == "interrupted" else 0
-    found = sweep_lr(config_job(cfg), 1e-7, 1.0, 100, seconds)
-    print(found)
+    lr_range = sweep_lr(config_job(cfg), 1e-7, 1.0, 100, seconds)
+    print(lr_range)
     if is_installed("matplotlib"):
-        print(f"Written: {found.plot(Path(args.out).with_name('lr_range.png'))}")
+        print(f"Written: {lr_range.plot(Path(args.out).with_name('lr_range.png'))}")
     return 0
 
 
 def _print_row(row: Row) -> None:
-    ratio = f"{row.estimate.ratio:.2f} times as fast, " if row.estimate else ""
+    ratio = f"{row.estimate.ratio:.2f} times as fast as {row.reference}, " if row.estimate else ""
     print(f"{row.label}: {ratio}{row.status}{': ' + row.reason if row.reason else ''}", flush=True)
 
 

@@ -20,12 +20,12 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.training.config_paths import at_user_paths
     from slipstream.training.recipe import pretrained_whole
 
-    several = needs_launch(args)
+    must_launch = needs_launch(args)
     cfg = configure(args)
     checkpoint = args.checkpoint or cfg.get("load_from") or find_latest_checkpoint(cfg.work_dir)
     if checkpoint is None and not pretrained_whole(cfg):
         raise CheckpointError(f"no checkpoint found in {cfg.work_dir}; train first or set `--checkpoint`")
-    if several:
+    if must_launch:
         return launch(args, cfg.work_dir)
     cfg.load_from, cfg.resume = checkpoint and str(checkpoint), False
     with at_user_paths(cfg):

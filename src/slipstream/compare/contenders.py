@@ -182,8 +182,8 @@ def _with_runner(work: Work, base_model: Any, base_hook: Any, runner: Any, **opt
             super().__init__()
             self.net = work.net
 
-        def forward(self, *batch: Any, mode: str, **named: Any) -> dict[str, Tensor]:
-            return {"loss": work.loss(self.net, batch or named)}
+        def forward(self, *batch: Any, mode: str, **kwargs: Any) -> dict[str, Tensor]:
+            return {"loss": work.loss(self.net, batch or kwargs)}
 
         def init_weights(self) -> None:
             """Keep the initial weights, because all contenders must start from the same weights."""

@@ -47,7 +47,7 @@ class Entry:
     seconds: list[float] = field(default_factory=list)
     """Mean step time of each round."""
     ratio: Estimate | None = None
-    """Ratio of the loop's step time to the contender's, in each round. Above 1, the contender is faster."""
+    """The loop's step time divided by the contender's. A value above 1 means that the contender is faster."""
     peak_mib: float | None = None
     first_loss: float | None = None
     final_loss: float | None = None
@@ -144,9 +144,9 @@ def compare(
             for name in CONTENDERS:
                 if name == "loop" or name in names:
                     measurement.start(name, stack)
-            for number in range(rounds):
-                measurement.round(number)
-                report(f"round {number + 1} of {rounds}")
+            for index in range(rounds):
+                measurement.round(index)
+                report(f"round {index + 1} of {rounds}")
         except KeyboardInterrupt:
             stopped = "interrupted"
     return Comparison(subject.name, measurement.entries(), steps, rounds, subject.samples_per_step, stopped)
@@ -166,7 +166,7 @@ class _Measurement:
             reason = f"{contender.package} is missing; run: pip install 'slipstream[peers]'"
             self._end(replace(entry, status="not installed", reason=reason))
             return
-        began = time.monotonic()
+        start_time = time.monotonic()
         process = stack.enter_context(Process(_Job(name, self._subject), partial(Timer, warmup=WARMUP)))
         try:
             running = _Running(name, process, process.wait_for("warm", self._timeout))
@@ -179,12 +179,12 @@ class _Measurement:
             self._end(replace(entry, status="failed", reason=running.problem))
             return
         self._running[name] = running
-        self._report(f"{contender.label}: ready after {time.monotonic() - began:.0f} s")
+        self._report(f"{contender.label}: ready after {time.monotonic() - start_time:.0f} s")
 
-    def round(self, number: int) -> None:
+    def round(self, index: int) -> None:
         """Time all contenders once."""
         order = list(self._running.values())
-        turn = number % len(order)
+        turn = index % len(order)
         for running in order[turn:] + order[:turn]:
             try:
                 running.time(self._steps, self._timeout)
@@ -196,10 +196,10 @@ class _Measurement:
     def entries(self) -> list[Entry]:
         """Return the measurements in the order of `CONTENDERS`."""
         loop = self._running.get("loop")
-        found = dict(self._ended)
+        entries = dict(self._ended)
         if loop is not None:
-            found |= {name: _entry(running, loop) for name, running in self._running.items()}
-        return [found[name] for name in CONTENDERS if name in found]
+            entries |= {name: _entry(running, loop) for name, running in self._running.items()}
+        return [entries[name] for name in CONTENDERS if name in entries]
 
     def _fail(self, entry: Entry, failure: TrialError) -> None:
         if entry.name == "loop":

@@ -25,10 +25,10 @@ from slipstream.tune.jobs import RunnerJob, Setting
 
 __all__ = ["Batches", "Subject", "config_subject", "model_loss", "network_subject"]
 
-_BATCHES = 6
+_NUM_BATCHES = 6
 """Number of different batches. Training repeats these batches."""
-_CLASSES = 19
-_STEPS = 10**9
+_NUM_CLASSES = 19
+_NUM_STEPS = 10**9
 _TRAINING_PARAMS = (
     "ema",
     "ema_params",
@@ -62,7 +62,7 @@ class Subject:
 class Batches(Dataset[Any]):
     """A dataset whose samples are whole batches, which are repeated until the dataset has `length` samples."""
 
-    def __init__(self, batches: list[Any], length: int = _STEPS) -> None:
+    def __init__(self, batches: list[Any], length: int = _NUM_STEPS) -> None:
         self._batches, self._length = batches, length
 
     def __len__(self) -> int:
@@ -97,7 +97,7 @@ def config_subject(cfg: Mapping[str, Any], name: str) -> Subject:
         if cfg.get(key) is None:
             raise ConfigError("is required, because training is measured", key)
     with tempfile.TemporaryDirectory(prefix="slipstream-compare-") as folder:
-        plain = _plain(cfg, Path(folder))
+        plain = _plain_config(cfg, Path(folder))
         with at_user_paths(plain):
             runner = Runner.from_cfg(plain)
             model: Any = unwrap_model(runner.model)
@@ -108,7 +108,7 @@ def config_subject(cfg: Mapping[str, Any], name: str) -> Subject:
                     "must have a single optimizer, because the loops for the other frameworks use only one",
                     "optim_wrapper",
                 )
-            loaded = islice(iter(runner.train_dataloader), _BATCHES)
+            loaded = islice(iter(runner.train_dataloader), _NUM_BATCHES)
             batches = [model.data_preprocessor(batch, True) for batch in loaded]
             samples = runner.samples_per_step
             runner.visualizer.close()
@@ -132,13 +132,13 @@ def network_subject(name: str, size: tuple[int, int] = (128, 256), batch_size: i
     device, generator = default_device(), torch.Generator().manual_seed(0)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        network = MODELS.build({"type": name, "num_classes": _CLASSES})
-    images = [torch.randn(batch_size, 3, *size, generator=generator) for _ in range(_BATCHES)]
+        network = MODELS.build({"type": name, "num_classes": _NUM_CLASSES})
+    images = [torch.randn(batch_size, 3, *size, generator=generator) for _ in range(_NUM_BATCHES)]
     with torch.random.fork_rng(), torch.no_grad():
         outputs = network.eval()(images[0][:1])
     dense = (outputs[0] if isinstance(outputs, tuple | list) else outputs).dim() == 4
     shape = (batch_size, *size) if dense else (batch_size,)
-    targets = [torch.randint(0, _CLASSES, shape, generator=generator) for _ in range(_BATCHES)]
+    targets = [torch.randint(0, _NUM_CLASSES, shape, generator=generator) for _ in range(_NUM_BATCHES)]
     kind = (
         {"type": "Segmentor", "loss": {"type": "MultiHeadCrossEntropy"}} if dense else {"type": "Classifier"}
     )
@@ -148,7 +148,7 @@ def network_subject(name: str, size: tuple[int, int] = (128, 256), batch_size: i
     return Subject(name, model, batches, optimizer, batch_size)
 
 
-def _plain(cfg: Mapping[str, Any], folder: Path) -> Config:
+def _plain_config(cfg: Mapping[str, Any], folder: Path) -> Config:
     """Return the configuration without speed options and hooks. A run with it writes only to `folder`."""
     plain = RunnerJob(cfg, Setting()).trial_config(folder)
     plain.speed, plain.custom_hooks, plain.param_scheduler = None, [], None

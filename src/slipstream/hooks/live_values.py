@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slipstream.hooks.checkpoint import CheckpointHook
-from slipstream.report.scalars import is_rate, number
+from slipstream.report.scalars import is_learning_rate, number
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -42,7 +42,7 @@ class LiveValues:
         rows = []
         if "train/loss" in hub.log_scalars:
             rows.append(("loss", number(hub.get_scalar("train/loss").mean(_LOSSES))))
-        if (rate := next((key for key in hub.log_scalars if is_rate(key)), None)) is not None:
+        if (rate := next((key for key in hub.log_scalars if is_learning_rate(key)), None)) is not None:
             rows.append(("lr", number(float(hub.get_scalar(rate).current()), 3)))
         if self._metric is not None:
             rows.append(self._metric)

@@ -24,11 +24,11 @@ from slipstream.model import unwrap_model
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.registry import HOOKS
 from slipstream.report import Curve, PhaseSplit, RunRecord, write_report
-from slipstream.report.advice import waits
+from slipstream.report.advice import waits_for_data
 from slipstream.report.config_values import flat_config
 from slipstream.report.log_files import log_file, read_log
 from slipstream.report.record import Compute, Confusion, Example, LoadingRate, OptionRow, Status, TunedOptions
-from slipstream.report.scalars import is_rate
+from slipstream.report.scalars import is_learning_rate
 from slipstream.speed.table import option_rows
 from slipstream.step import EagerStep
 from slipstream.step.graph import GraphStep
@@ -159,7 +159,7 @@ class ReportHook(Hook):
             if new and key.startswith("train/"):
                 # Learning rates are also recorded before checkpoints and at the end of a run, so add only the latest
                 # value.
-                values = history.newest(1 if is_rate(key) else new)
+                values = history.newest(1 if is_learning_rate(key) else new)
                 self._curve(key).add(at, reversed(values))  # in step order
             self._seen[key] = history.total
         self._read_speed(runner, at)
@@ -273,7 +273,11 @@ class ReportHook(Hook):
         record.compute = self._compute.result(runner)
         if runner.error is None:
             record.tuned = _attempt(runner, _tuned)
-            if self._probe_workers and record.environment.get("world_size", "1") == "1" and waits(record):
+            if (
+                self._probe_workers
+                and record.environment.get("world_size", "1") == "1"
+                and waits_for_data(record)
+            ):
                 record.loading_rates = _attempt(runner, _probe)
         self._measured = record.compute, record.loading_rates, record.tuned
 

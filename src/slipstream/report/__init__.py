@@ -1,7 +1,7 @@
 """Reports on training runs: a run's record, its HTML page, the comparison of several runs, and the list of runs."""
 
 from slipstream.report.curve import Curve
-from slipstream.report.files import read_run, write_page, write_report
+from slipstream.report.files import read_run, write_file, write_report
 from slipstream.report.find import find_runs, run_folder
 from slipstream.report.record import PhaseSplit, RunRecord
 
@@ -12,6 +12,6 @@ __all__ = [
     "find_runs",
     "read_run",
     "run_folder",
-    "write_page",
+    "write_file",
     "write_report",
 ]

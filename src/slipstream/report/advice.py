@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from slipstream.report.record import RunRecord
 
 __all__ = [
-    "OUTSIDE",
+    "NON_TRAINING_PHASES",
     "Advice",
     "advice",
+    "has_enough_steps",
     "mean_speed",
     "training_seconds",
-    "trusted_split",
     "tuned_text",
-    "waits",
+    "waits_for_data",
 ]
 
-OUTSIDE = ("other", "test")
+NON_TRAINING_PHASES = ("other", "test")
 """The phases of a run that are not part of training."""
 
-_WAITS = 0.05
-"""Minimum fraction of time spent waiting for data that leads to a recommendation."""
-_FEWEST_STEPS = 10
-"""Recommendations require more steps than this; the time breakdown of a short run poorly predicts longer runs."""
+_MIN_WAIT_SHARE = 0.05
+"""Waiting for data leads to a recommendation if it takes at least this fraction of the training time."""
+_MIN_STEPS = 11
+"""Minimum number of steps for recommendations. The time breakdown of a shorter run poorly predicts longer runs."""
 
 
 @dataclass(frozen=True)
@@ -54,27 +54,31 @@ class Advice:
         )
 
 
-def trusted_split(record: RunRecord) -> bool:
+def has_enough_steps(record: RunRecord) -> bool:
     """Return whether the run has enough steps for recommendations."""
-    return record.phases.steps > _FEWEST_STEPS and training_seconds(record) > 0
+    return record.phases.steps >= _MIN_STEPS and training_seconds(record) > 0
 
 
 def training_seconds(record: RunRecord) -> float:
     """Return the duration of training, validation and checkpoints, excluding the first step."""
-    return sum(seconds for phase, seconds in record.phases.seconds.items() if phase not in OUTSIDE)
-
-
-def waits(record: RunRecord) -> bool:
-    """Return whether the run has spent a significant part of its time waiting for data."""
-    return trusted_split(record) and record.phases.seconds.get("data", 0.0) >= _WAITS * training_seconds(
-        record
+    return sum(
+        seconds for phase, seconds in record.phases.seconds.items() if phase not in NON_TRAINING_PHASES
     )
 
 
+def waits_for_data(record: RunRecord) -> bool:
+    """Return whether the run spent a significant part of its training time waiting for data."""
+    waiting = record.phases.seconds.get("data", 0.0)
+    return has_enough_steps(record) and waiting >= _MIN_WAIT_SHARE * training_seconds(record)
+
+
 def mean_speed(record: RunRecord) -> float | None:
-    """Return the mean training speed in images/s, excluding the first step, validation and checkpoints, or None."""
-    outside = ("validation", "checkpoint", *OUTSIDE)
-    seconds = sum(value for phase, value in record.phases.seconds.items() if phase not in outside)
+    """Return the mean training speed in images/s, or None if it is unknown.
+
+    The first step, validation and checkpoints are excluded.
+    """
+    excluded = ("validation", "checkpoint", *NON_TRAINING_PHASES)
+    seconds = sum(value for phase, value in record.phases.seconds.items() if phase not in excluded)
     return record.phases.samples / seconds if record.phases.samples and seconds > 0 else None
 
 
@@ -86,31 +90,33 @@ def advice(record: RunRecord) -> list[Advice]:
     forward and backward passes, nor for the optimizer on an accelerator, because the host cannot measure how much of
     this time an option would save.
     """
-    if not trusted_split(record):
+    if not has_enough_steps(record):
         return []
     total = training_seconds(record)
-    share = {
-        phase: seconds / total for phase, seconds in record.phases.seconds.items() if phase not in OUTSIDE
+    shares = {
+        phase: seconds / total
+        for phase, seconds in record.phases.seconds.items()
+        if phase not in NON_TRAINING_PHASES
     }
-    found = [*_of_data(record, share), *_of_others(record, share)]
-    return sorted((item for item in found if item.share < 1), key=lambda item: -item.share)
+    items = [*_input_advice(record, shares), *_phase_advice(record, shares)]
+    return sorted((item for item in items if item.share < 1), key=lambda item: -item.share)
 
 
-def _of_data(record: RunRecord, share: dict[str, float]) -> list[Advice]:
-    found = []
-    if (waiting := share.get("data", 0.0)) >= _WAITS:
+def _input_advice(record: RunRecord, shares: dict[str, float]) -> list[Advice]:
+    items = []
+    if (waiting := shares.get("data", 0.0)) >= _MIN_WAIT_SHARE:
         workers = record.settings.get("num_workers")
-        more = f"num_workers is {workers}. " if isinstance(workers, int) else ""
-        found.append(
+        setting = f"num_workers is {workers}. " if isinstance(workers, int) else ""
+        items.append(
             Advice(
                 waiting,
                 "is spent waiting for data",
-                f"{more}Try more workers if there are free cores, the decode-once cache (slipstream data cache), or "
+                f"{setting}Try more workers if there are free cores, the decode-once cache (slipstream data cache), or "
                 "smaller files.",
-                _measured_workers(record),
+                _worker_summary(record),
             )
         )
-    if (copies := share.get("preprocess", 0.0)) >= 0.05:
+    if (copies := shares.get("preprocess", 0.0)) >= 0.05:
         on_device = record.settings.get("device") != "cpu"
         prefetch = on_device and not record.settings.get("prefetch")
         remedy = (
@@ -118,36 +124,36 @@ def _of_data(record: RunRecord, share: dict[str, float]) -> list[Advice]:
             if prefetch
             else "Simplify the data preprocessor."
         )
-        found.append(Advice(copies, "is spent in the data preprocessor", remedy))
-    return found
+        items.append(Advice(copies, "is spent in the data preprocessor", remedy))
+    return items
 
 
-def _measured_workers(record: RunRecord) -> str:
+def _worker_summary(record: RunRecord) -> str:
     """Return a summary of the measured loading rates, or an empty string if there are none.
 
     Training cannot be faster than the loader alone, or than the steps without waiting for data.
     """
     rates = {each.num_workers: each.samples_per_second for each in record.loading_rates}
-    present, speed, samples = record.settings.get("num_workers"), mean_speed(record), record.phases.samples
-    if present not in rates or speed is None:
+    current, speed, samples = record.settings.get("num_workers"), mean_speed(record), record.phases.samples
+    if current not in rates or speed is None:
         return ""
-    computing = samples / max(samples / speed - record.phases.seconds.get("data", 0.0), 1e-9)
+    compute_rate = samples / max(samples / speed - record.phases.seconds.get("data", 0.0), 1e-9)
     # Loading in the training process does not overlap with the steps.
-    possible = {count: min(rate, computing) for count, rate in rates.items() if count and rate}
-    most = max(possible.values(), default=0.0)
-    best = min((count for count, rate in possible.items() if rate >= 0.95 * most), default=present)
-    listed = ", ".join(f"{count}: {rate:.4g}" for count, rate in rates.items())
+    attainable = {count: min(rate, compute_rate) for count, rate in rates.items() if count and rate}
+    max_rate = max(attainable.values(), default=0.0)
+    best = min((count for count, rate in attainable.items() if rate >= 0.95 * max_rate), default=current)
+    rates_text = ", ".join(f"{count}: {rate:.4g}" for count, rate in rates.items())
     probe = (
-        f"After the run, batches were loaded without training (samples/s by num_workers: {listed}); training "
+        f"After the run, batches were loaded without training (samples/s by num_workers: {rates_text}); training "
         f"reached {speed:.4g}."
     )
-    if best == present or possible[best] < 1.02 * speed:
+    if best == current or attainable[best] < 1.02 * speed:
         return (
-            f"{probe} No measured worker count is faster than num_workers={present}. Try the decode-once "
+            f"{probe} No measured worker count is faster than num_workers={current}. Try the decode-once "
             "cache (slipstream data cache), smaller files, or simpler transforms."
         )
     total = training_seconds(record)
-    ratio = total / (total - samples / speed + samples / possible[best])
+    ratio = total / (total - samples / speed + samples / attainable[best])
     bound = math.ceil(ratio * 100) / 100
     return f"{probe} With num_workers={best}, training would speed up by a factor of at most {bound:.2f}."
 
@@ -156,27 +162,27 @@ def tuned_text(record: RunRecord) -> str:
     """Return a summary of the `slipstream tune` result for this configuration, or an empty string if there is none."""
     if not record.tuned:
         return ""
-    found = record.tuned[0]
-    how = (
+    tuned = record.tuned[0]
+    interval = (
         "the product of the ratios of the individual options"
-        if found.is_product
-        else f"{found.low:.2f} to {found.high:.2f}"
+        if tuned.is_product
+        else f"{tuned.low:.2f} to {tuned.high:.2f}"
     )
     return (
-        f"slipstream tune has measured this configuration on this machine: with {' + '.join(found.adopted)}, training "
-        f"steps run {found.ratio:.2f} times as fast as without ({how}; validation is not included). Run slipstream "
-        "tune again to write this result from its cache to tuned.yaml, and train with +speed=tuned.yaml."
+        f"slipstream tune has measured this configuration on this machine: with {' + '.join(tuned.adopted)}, training "
+        f"steps run {tuned.ratio:.2f} times as fast as without ({interval}; validation is not included). Run "
+        "slipstream tune again to write this result from its cache to tuned.yaml, and train with +speed=tuned.yaml."
     )
 
 
-def _of_others(record: RunRecord, share: dict[str, float]) -> list[Advice]:
+def _phase_advice(record: RunRecord, shares: dict[str, float]) -> list[Advice]:
     # On an accelerator, the host waits for the device when it reads losses, so this time is not the cost of logging.
     on_host = record.settings.get("device") == "cpu"
     background = (
         ", or in the background (async_save=True)" if record.settings.get("async_save") is False else ""
     )
     rules = [
-        ("validation", 0.2, True, "is validation", "Validate less often (train_cfg.val_interval)."),
+        ("validation", 0.2, True, "is spent in validation", "Validate less often (train_cfg.val_interval)."),
         ("checkpoint", 0.03, True, "is spent saving checkpoints",
          f"Save less often (default_hooks.checkpoint.interval){background}."),
         ("logging", 0.03, on_host, "is spent reading losses and writing log lines",
@@ -186,7 +192,7 @@ def _of_others(record: RunRecord, share: dict[str, float]) -> list[Advice]:
          "Try fused=True, which computes the update in fewer kernels."),
     ]  # fmt: skip
     return [
-        Advice(share[phase], problem, remedy)
-        for phase, least, applies, problem, remedy in rules
-        if applies and share.get(phase, 0.0) >= least
+        Advice(shares[phase], problem, remedy)
+        for phase, min_share, applies, problem, remedy in rules
+        if applies and shares.get(phase, 0.0) >= min_share
     ]

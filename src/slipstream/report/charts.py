@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from html import escape
 
 from slipstream.report.record import RunRecord
-from slipstream.report.scalars import is_rate, number
+from slipstream.report.scalars import is_learning_rate, number
 from slipstream.report.style import table
 from slipstream.report.svg import STYLES, Line, line_chart
 
-__all__ = ["MOST_CHARTS", "curve_charts", "figure", "is_per_class"]
+__all__ = ["MAX_CHARTS", "curve_charts", "figure", "is_per_class"]
 
-MOST_CHARTS = 24
+MAX_CHARTS = 24
 """Maximum number of charts on a page; the remaining scalars are listed in a table."""
 
 
@@ -20,9 +20,9 @@ def curve_charts(record: RunRecord) -> str:
     """Return the charts of a run, or an empty string if the run recorded nothing."""
     groups = list(_groups(record))
     charts = [
-        chart for title, unit, names in groups[:MOST_CHARTS] if (chart := _chart(record, title, unit, names))
+        chart for title, unit, names in groups[:MAX_CHARTS] if (chart := _chart(record, title, unit, names))
     ]
-    rest = [name for _, _, names in groups[MOST_CHARTS:] for name in names]
+    rest = [name for _, _, names in groups[MAX_CHARTS:] for name in names]
     if not charts:
         return ""
     rows = [[name, number(record.curves[name].last())] for name in rest]
@@ -39,7 +39,7 @@ def curve_charts(record: RunRecord) -> str:
 def _groups(record: RunRecord) -> Iterator[tuple[str, str, list[str]]]:
     """Yield the title, unit and curves of each chart, starting with the most important chart."""
     names = list(record.curves)
-    rates = [name for name in names if is_rate(name)]
+    rates = [name for name in names if is_learning_rate(name)]
     training = [name for name in names if name.startswith("train/") and name not in rates]
     times = [name for name in training if name in ("train/time", "train/data_time")]
     if "train/loss" in names:
@@ -48,9 +48,9 @@ def _groups(record: RunRecord) -> Iterator[tuple[str, str, list[str]]]:
         if name.startswith(("val/", "test/")) and not is_per_class(record, name):
             yield name, "", [name]
     # A curve without a group (`train/lr`) repeats the curve of the optimizer's first parameter group.
-    named = [name for name in rates if not any(other.startswith(f"{name}/") for other in rates)]
-    for first in range(0, len(named), STYLES):
-        yield "learning rate", "", named[first : first + STYLES]
+    group_rates = [name for name in rates if not any(other.startswith(f"{name}/") for other in rates)]
+    for start in range(0, len(group_rates), STYLES):
+        yield "learning rate", "", group_rates[start : start + STYLES]
     if "speed/images_per_second" in names:
         yield "training speed", "images/s", ["speed/images_per_second"]
     if times:

@@ -9,9 +9,10 @@ from slipstream.report.style import table
 
 __all__ = ["class_rows", "confusion_section"]
 
-_MOST_IN_MATRIX = 30
+_MAX_MATRIX_CLASSES = 30
 """Maximum number of classes for which the full matrix is shown."""
-_CONFUSIONS = 15
+_MAX_CONFUSIONS = 15
+"""Maximum number of rows in the table of the most frequent confusions."""
 
 
 def class_rows(confusion: Confusion) -> list[list[str]]:
@@ -34,8 +35,8 @@ def class_rows(confusion: Confusion) -> list[list[str]]:
     return rows
 
 
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f}" if whole else "–"
+def _percent(part: int, total: int) -> str:
+    return f"{100 * part / total:.1f}" if total else "–"
 
 
 def confusion_section(confusion: Confusion) -> tuple[str, str]:
@@ -47,8 +48,8 @@ def confusion_section(confusion: Confusion) -> tuple[str, str]:
         '<p class="note">Share: fraction of all targets. A dash means that a value is undefined, because the number '
         "of targets or predictions in its denominator is zero.</p>"
     )
-    small = len(confusion.classes) <= _MOST_IN_MATRIX
-    return title, classes + note + (_matrix(confusion) if small else "") + _largest(confusion)
+    small = len(confusion.classes) <= _MAX_MATRIX_CLASSES
+    return title, classes + note + (_matrix(confusion) if small else "") + _most_frequent(confusion)
 
 
 def _matrix(confusion: Confusion) -> str:
@@ -75,7 +76,7 @@ def _cell(value: int, total: int, is_hit: bool) -> str:
     return f"<td{mark}{shade}>{text}</td>"
 
 
-def _largest(confusion: Confusion) -> str:
+def _most_frequent(confusion: Confusion) -> str:
     """Return a table of the most frequent confusions."""
     names, matrix = confusion.classes, confusion.matrix
     pairs = [
@@ -86,7 +87,7 @@ def _largest(confusion: Confusion) -> str:
     ]
     rows = [
         [names[target], names[guess], f"{value:,}", _percent(value, sum(matrix[target]))]
-        for value, target, guess in sorted(pairs, reverse=True)[:_CONFUSIONS]
+        for value, target, guess in sorted(pairs, reverse=True)[:_MAX_CONFUSIONS]
     ]
     if not rows:
         return ""

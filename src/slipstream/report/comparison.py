@@ -10,8 +10,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from slipstream.report.advice import OUTSIDE, mean_speed, training_seconds
-from slipstream.report.charts import MOST_CHARTS, figure
+from slipstream.report.advice import NON_TRAINING_PHASES, mean_speed, training_seconds
+from slipstream.report.charts import MAX_CHARTS, figure
 from slipstream.report.curve import Curve
 from slipstream.report.record import RunRecord
 from slipstream.report.scalars import number
@@ -19,12 +19,12 @@ from slipstream.report.style import document, section, table
 from slipstream.report.svg import STYLES, Line, line_chart
 from slipstream.report.utilization import utilization
 
-__all__ = ["MOST_RUNS", "ComparedRun", "compare", "comparison_csv", "comparison_page"]
+__all__ = ["MAX_RUNS", "ComparedRun", "compare", "comparison_csv", "comparison_page"]
 
-MOST_RUNS = STYLES
+MAX_RUNS = STYLES
 """Maximum number of runs that can be compared, because each run has its own line style."""
 _UNKNOWN = "unknown"
-_SETTINGS_OF_A_RUN = ("work_dir", "experiment_name", "resume", "load_from")
+_RUN_SPECIFIC_SETTINGS = ("work_dir", "experiment_name", "resume", "load_from")
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ def comparison_page(runs: Sequence[ComparedRun]) -> str:
         f"<h1>Comparison of {len(runs)} runs</h1>",
         section(
             "Results",
-            table(["", *labels], [[name, *map(_shown, row)] for name, row in _results(runs)], numeric),
+            table(["", *labels], [[name, *map(_format, row)] for name, row in _results(runs)], numeric),
         ),
-        section("Time breakdown, percent of training", _split(runs)),
+        section("Time breakdown, percent of training", _time_breakdown(runs)),
         section("Settings that differ", _settings(runs)),
         section("Curves", _charts(runs)),
     ]
@@ -86,14 +86,14 @@ def _cell(value: Any) -> Any:
     )
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     if isinstance(value, float):
         return number(value)
     return "–" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _results(runs: Sequence[ComparedRun]) -> list[tuple[str, list[Any]]]:
-    """Return the name and the values of each result; for curves, the last value, and for metrics also the extremes."""
+    """Return the name and the values of each result: the last value of each curve, and the extremes of each metric."""
     records = [run.record for run in runs]
     rows: list[tuple[str, list[Any]]] = [
         ("status", [record.status for record in records]),
@@ -101,20 +101,20 @@ def _results(runs: Sequence[ComparedRun]) -> list[tuple[str, list[Any]]]:
         ("duration, s", [round(record.seconds, 3) for record in records]),
         ("images/s, mean", [mean_speed(record) for record in records]),
     ]
-    if any(used := [utilization(record) for record in records]):
-        rows.append(("model FLOPs utilization", used))
+    if any(utilizations := [utilization(record) for record in records]):
+        rows.append(("model FLOPs utilization", utilizations))
     names = dict.fromkeys(name for record in records for name in record.curves)
     for name in names:
-        rows.append((f"{name}, last", [_of(record, name, "last") for record in records]))
+        rows.append((f"{name}, last", [_curve_value(record, name, "last") for record in records]))
         if name.startswith(("val/", "test/")):
             rows += [
-                (f"{name}, {kind}", [_of(record, name, kind) for record in records])
+                (f"{name}, {kind}", [_curve_value(record, name, kind) for record in records])
                 for kind in ("min", "max")
             ]
     return rows
 
 
-def _of(record: RunRecord, name: str, kind: str) -> float | None:
+def _curve_value(record: RunRecord, name: str, kind: str) -> float | None:
     curve = record.curves.get(name)
     if curve is None:
         return None
@@ -123,7 +123,7 @@ def _of(record: RunRecord, name: str, kind: str) -> float | None:
 
 def _shares(runs: Sequence[ComparedRun]) -> list[tuple[str, list[Any]]]:
     phases = dict.fromkeys(
-        phase for run in runs for phase in run.record.phases.seconds if phase not in OUTSIDE
+        phase for run in runs for phase in run.record.phases.seconds if phase not in NON_TRAINING_PHASES
     )
     return [(phase, [_share(run.record, phase) for run in runs]) for phase in phases]
 
@@ -133,8 +133,8 @@ def _share(record: RunRecord, phase: str) -> float | None:
     return round(100 * record.phases.seconds.get(phase, 0.0) / total, 2) if total else None
 
 
-def _split(runs: Sequence[ComparedRun]) -> str:
-    rows = [[name, *map(_shown, row)] for name, row in _shares(runs)]
+def _time_breakdown(runs: Sequence[ComparedRun]) -> str:
+    rows = [[name, *map(_format, row)] for name, row in _shares(runs)]
     if not rows:
         return ""
     return table(["host time", *(run.label for run in runs)], rows, tuple(range(1, len(runs) + 1)))
@@ -143,10 +143,10 @@ def _split(runs: Sequence[ComparedRun]) -> str:
 def _differences(runs: Sequence[ComparedRun]) -> list[tuple[str, list[Any]]]:
     """Return the settings and versions that differ between the runs whose settings are known.
 
-    A value is None if a run does not have the setting, and `unknown` if they were not recorded.
+    A value is None if the run does not have the setting, and `unknown` if the settings of the run were not recorded.
     """
     records = [run.record for run in runs]
-    keys = sorted({key for record in records for key in record.config} - set(_SETTINGS_OF_A_RUN))
+    keys = sorted({key for record in records for key in record.config} - set(_RUN_SPECIFIC_SETTINGS))
     rows = [(key, [_setting(record.config, key) for record in records]) for key in keys]
     names = sorted({name for record in records for name in record.environment})
     rows += [
@@ -164,10 +164,10 @@ def _differ(values: Sequence[Any]) -> bool:
 
 
 def _settings(runs: Sequence[ComparedRun]) -> str:
-    without = [run.label for run in runs if not run.record.config]
+    unknown = [run.label for run in runs if not run.record.config]
     note = ""
-    if without:
-        text = f"The configuration is unknown for runs without a report.json file: {', '.join(without)}."
+    if unknown:
+        text = f"The configuration is unknown for runs without a report.json file: {', '.join(unknown)}."
         note = f'<p class="note">{escape(text)}</p>'
     rows = [[key, *("not set" if v is None else str(v) for v in row)] for key, row in _differences(runs)]
     if not rows:
@@ -181,7 +181,7 @@ def _charts(runs: Sequence[ComparedRun]) -> str:
         key=lambda name: (name != "train/loss", not name.startswith(("val/", "test/"))),
     )
     charts = []
-    for name in names[:MOST_CHARTS]:
+    for name in names[:MAX_CHARTS]:
         # A run without this curve keeps its line style in the other charts.
         lines = [Line(run.label, run.record.curves.get(name, Curve())) for run in runs]
         charts.append(figure(name, line_chart(name, lines, "iteration", bands=False)))

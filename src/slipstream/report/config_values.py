@@ -10,9 +10,9 @@ from typing import Any
 
 __all__ = ["flat_config"]
 
-_MOST = 3000
-_LONGEST = 300
-_SHORT_LIST = 32
+_MAX_VALUES = 3000
+_MAX_LENGTH = 300
+_MAX_INLINE_ITEMS = 32
 
 
 def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
     A short list of numbers and strings is converted to a string. Objects are represented by their class names. At most
     3,000 values are returned, with at most 300 characters each.
     """
-    return dict(islice(_leaves(config, ""), _MOST))
+    return dict(islice(_leaves(config, ""), _MAX_VALUES))
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -32,14 +32,14 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         for index, item in enumerate(value):
             yield from _leaves(item, f"{path}.{index}")
     elif isinstance(value, list | tuple):
-        yield path, _cut(f"[{', '.join(map(str, value))}]")
+        yield path, _truncate(f"[{', '.join(map(str, value))}]")
     else:
         yield path, _plain(value)
 
 
 def _is_short(values: list[Any] | tuple[Any, ...]) -> bool:
     plain = all(value is None or isinstance(value, bool | int | float | str) for value in values)
-    return plain and len(values) <= _SHORT_LIST
+    return plain and len(values) <= _MAX_INLINE_ITEMS
 
 
 def _plain(value: Any) -> Any:
@@ -48,11 +48,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, str | PurePath):
-        return _cut(str(value))
+        return _truncate(str(value))
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return f"{value.__module__}.{value.__qualname__}"
     return f"<{type(value).__name__}>"
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+def _truncate(text: str) -> str:
+    return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."

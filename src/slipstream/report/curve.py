@@ -46,33 +46,33 @@ class Curve:
 
     def add(self, x: float, values: Iterable[float]) -> None:
         """Append a point that summarizes `values`, which are in step order. If `values` is empty, do nothing."""
-        every = list(values)
-        if not every:
+        all_values = list(values)
+        if not all_values:
             return
-        finite, mean = every, sum(every) / len(every)
+        finite, mean = all_values, sum(all_values) / len(all_values)
         if not math.isfinite(mean):
-            finite = [value for value in every if math.isfinite(value)]
+            finite = [value for value in all_values if math.isfinite(value)]
             mean = sum(value / len(finite) for value in finite)  # divide before summing, to avoid an overflow
         self.x.append(x)
         self.mean.append(mean if finite else None)
         self.low.append(min(finite, default=None))
         self.high.append(max(finite, default=None))
         self.count.append(len(finite))
-        self.bad.append(len(every) - len(finite))
-        self.newest.append(every[-1])
+        self.bad.append(len(all_values) - len(finite))
+        self.newest.append(all_values[-1])
         if len(self) >= self.limit:
             self._merge()
 
     def truncate(self, x: float) -> None:
-        """Remove the points whose latest value is from after iteration `x`."""
-        kept = sum(each <= x for each in self.x)
+        """Remove the points whose latest value was recorded after iteration `x`."""
+        count = sum(each <= x for each in self.x)
         for name in _LISTS:
-            del getattr(self, name)[kept:]
+            del getattr(self, name)[count:]
 
-    def points(self, most: int) -> Curve:
-        """Return a curve with at most `most` points (at least 2), merged from this curve."""
+    def points(self, max_points: int) -> Curve:
+        """Return a curve with at most `max_points` points (at least 2), merged from this curve."""
         merged = Curve(max(self.limit, len(self) + 1), **{name: list(getattr(self, name)) for name in _LISTS})
-        while len(merged) > max(most, 2):
+        while len(merged) > max(max_points, 2):
             merged._merge()
         return merged
 
@@ -104,14 +104,13 @@ class Curve:
         lists = {name: data.get(name) for name in _LISTS}
         newest = data.get("newest", data.get("mean"))  # reports written by earlier versions have no `newest`
         if isinstance(newest, list):
-            lists["newest"] = [_parsed(value) for value in newest]
+            lists["newest"] = [_parse(value) for value in newest]
         lengths = {len(values) if isinstance(values, list) else -1 for values in lists.values()}
         if len(lengths) > 1 or -1 in lengths:
             raise DataError(f"{path} must contain lists of the same length: {', '.join(_LISTS)}")
         for name, values in lists.items():
             if not all(_ACCEPTS[name](value) for value in values or ()):
-                kind = "finite numbers" if name in _VALUES else f"numbers between 0 and {_MOST}"
-                raise DataError(f"{path}.{name} must contain {kind}")
+                raise DataError(f"{path}.{name} must contain {_KINDS[name]}")
         return cls(**lists)  # type: ignore[arg-type]
 
     def _append(self, *values: Any) -> None:
@@ -142,7 +141,7 @@ class Curve:
 
 
 _VALUES = ("mean", "low", "high")
-_MOST = 2**53
+_MAX_COUNT = 2**53
 """Maximum step number and count. A float represents all integers up to this value exactly."""
 _LISTS = ("x", "mean", "low", "high", "count", "bad", "newest")
 _NON_FINITE = ("nan", "inf", "-inf")
@@ -152,8 +151,8 @@ def _finite(values: Sequence[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _parsed(value: Any) -> Any:
-    """Convert a value that `_rounded` returned back to a number; None, from earlier versions, becomes NaN."""
+def _parse(value: Any) -> Any:
+    """Convert a value written by `_rounded` to a number. None, which earlier versions wrote, is converted to NaN."""
     if value is None:
         return math.nan
     return float(value) if isinstance(value, str) and value in _NON_FINITE else value
@@ -165,7 +164,7 @@ def _is_finite_or_none(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return is_real(value) and 0 <= value <= _MOST and value == int(value)
+    return is_real(value) and 0 <= value <= _MAX_COUNT and value == int(value)
 
 
 _ACCEPTS: dict[str, Callable[[Any], bool]] = {
@@ -173,6 +172,12 @@ _ACCEPTS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(_VALUES, _is_finite_or_none),
     "newest": is_real,
 }
+_KINDS = {
+    **dict.fromkeys(("x", "count", "bad"), f"integers between 0 and {_MAX_COUNT}"),
+    **dict.fromkeys(_VALUES, "finite numbers or null"),
+    "newest": f"numbers or the strings {', '.join(_NON_FINITE)}",
+}
+"""The values that `_ACCEPTS` accepts, for error messages."""
 
 
 def _rounded(value: float | None) -> float | str | None:

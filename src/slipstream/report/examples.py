@@ -17,9 +17,9 @@ def examples_section(examples: list[Example]) -> str:
     if not items:
         return ""
     return (
-        f'<ul class="examples">{items}</ul><p class="note">Samples from the last validation run, from batches '
-        "spread across its data: first the errors, in order of decreasing probability, then the correct predictions "
-        "with the lowest probability. The images show the inputs before data preprocessing; the "
+        f'<ul class="examples">{items}</ul><p class="note">Samples from batches that are spread across '
+        "the data of the last validation run: first the errors, in order of decreasing probability, then the correct "
+        "predictions with the lowest probability. The images show the inputs before data preprocessing; the "
         "brightness of inputs that are not 8-bit images is scaled.</p>"
     )
 

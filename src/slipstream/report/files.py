@@ -11,10 +11,10 @@ from slipstream.report.log_files import check_file, record_from_logs
 from slipstream.report.parsing import parse_json
 from slipstream.report.record import RunRecord
 
-__all__ = ["HTML", "JSON", "read_run", "write_page", "write_report"]
+__all__ = ["HTML", "JSON", "read_run", "write_file", "write_report"]
 
 JSON, HTML = "report.json", "report.html"
-_LARGEST = 64 * 2**20
+_MAX_BYTES = 64 * 2**20
 """Size limit of `report.json`, in bytes; the largest reports are a few MB."""
 
 
@@ -24,7 +24,7 @@ def read_run(folder: Path) -> RunRecord:
     If the record's status is `incomplete`, the log files are read instead, because the run may have continued.
 
     Raises:
-        DataError: a file is damaged, is not a regular file, or is not readable. The message contains the file and
+        DataError: a file is damaged, is not a regular file, or is not readable. The message names the file and
             a remedy.
     """
     path = folder / JSON
@@ -40,8 +40,8 @@ def read_run(folder: Path) -> RunRecord:
 
 def _read(path: Path) -> RunRecord:
     try:
-        if path.stat().st_size > _LARGEST:
-            raise DataError(f"{path} is larger than {_LARGEST // 2**20} MiB")
+        if path.stat().st_size > _MAX_BYTES:
+            raise DataError(f"{path} is larger than {_MAX_BYTES // 2**20} MiB")
         data = parse_json(path.read_text(encoding="utf-8"), allow_nan=False)
     except (OSError, ValueError) as error:
         if isinstance(error, DataError):
@@ -54,12 +54,12 @@ def write_report(record: RunRecord, folder: Path) -> Path:
     """Write `report.json` and `report.html` to a run folder atomically, and return the path of the page."""
     from slipstream.report.page import page
 
-    write_page(folder / JSON, json.dumps(record.to_json(), allow_nan=False, indent=None) + "\n")
-    write_page(folder / HTML, page(record, folder))
+    write_file(folder / JSON, json.dumps(record.to_json(), allow_nan=False, indent=None) + "\n")
+    write_file(folder / HTML, page(record, folder))
     return folder / HTML
 
 
-def write_page(path: Path, text: str) -> None:
+def write_file(path: Path, text: str) -> None:
     """Write a text file atomically."""
     # Text from a run may contain characters that UTF-8 cannot represent, for example from a file name.
     write_text(path, text, errors="replace")

@@ -14,9 +14,9 @@ from slipstream.report.files import JSON, read_run
 from slipstream.report.log_files import log_file
 from slipstream.report.record import RunRecord
 
-__all__ = ["COLUMNS", "RunRow", "find_runs", "is_run", "row_of", "run_folder"]
+__all__ = ["COLUMNS", "RunRow", "find_runs", "is_run", "read_row", "run_folder"]
 
-_DEPTH = 5
+_MAX_DEPTH = 5
 """Number of folder levels that are searched."""
 
 
@@ -37,7 +37,7 @@ class RunRow:
             return str(self.folder)
         if key == "status":
             return self.status
-        return None if self.record is None else value_of(self.record, key)
+        return None if self.record is None else record_value(self.record, key)
 
 
 def is_run(folder: Path) -> bool:
@@ -63,23 +63,23 @@ def find_runs(folder: Path) -> list[RunRow]:
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; pass a folder that contains runs")
-    return [row_of(found) for found in sorted(_run_folders(folder))]
+    return [read_row(run) for run in sorted(_run_folders(folder))]
 
 
 def _run_folders(folder: Path) -> Iterator[Path]:
     depth = len(folder.parts)
     for path, names, _ in os.walk(folder):
-        here = Path(path)
-        if is_run(here):
+        current = Path(path)
+        if is_run(current):
             names.clear()
-            yield here
-        elif len(here.parts) - depth >= _DEPTH:
+            yield current
+        elif len(current.parts) - depth >= _MAX_DEPTH:
             names.clear()
         else:
             names[:] = [name for name in names if not name.startswith(".") and not name.endswith(".sharded")]
 
 
-def row_of(folder: Path) -> RunRow:
+def read_row(folder: Path) -> RunRow:
     """Return the row of a run folder."""
     try:
         record = read_run(folder)
@@ -109,18 +109,18 @@ def run_folder(path: Path) -> Path:
             f"{path} contains no run (no report.json and no log file); to search subfolders, use slipstream runs {path}"
         )
     return max(
-        map(row_of, runs), key=lambda row: (_trained(row), row.value("started") or "", row.folder.name)
+        map(read_row, runs), key=lambda row: (_has_training(row), row.value("started") or "", row.folder.name)
     ).folder
 
 
-def _trained(row: RunRow) -> bool:
+def _has_training(row: RunRow) -> bool:
     return row.record is not None and any(name.startswith("train/") for name in row.record.curves)
 
 
-def value_of(record: RunRecord, key: str) -> Any:
+def record_value(record: RunRecord, key: str) -> Any:
     """Return the value named `key` from a record, or None; see `RunRow.value`."""
-    if key in _OF_RECORD:
-        return _OF_RECORD[key](record)
+    if key in _RECORD_COLUMNS:
+        return _RECORD_COLUMNS[key](record)
     for name in (key, f"val/{key}", f"test/{key}", f"train/{key}"):
         if name in record.curves:
             return _last(record, name)
@@ -132,7 +132,7 @@ def _last(record: RunRecord, name: str) -> float | None:
     return None if curve is None else curve.last()
 
 
-_OF_RECORD: dict[str, Callable[[RunRecord], Any]] = {
+_RECORD_COLUMNS: dict[str, Callable[[RunRecord], Any]] = {
     "name": lambda record: record.name,
     "started": lambda record: record.started,
     "iteration": lambda record: record.iteration,
@@ -142,5 +142,5 @@ _OF_RECORD: dict[str, Callable[[RunRecord], Any]] = {
     "loss": lambda record: _last(record, "train/loss"),
     "images_per_second": mean_speed,
 }
-COLUMNS = ("run", "folder", "status", *_OF_RECORD)
+COLUMNS = ("run", "folder", "status", *_RECORD_COLUMNS)
 """The names of the columns. `RunRow.value` also accepts the names of scalars and configuration keys."""

@@ -16,11 +16,11 @@ from slipstream.report.parsing import parse_json
 from slipstream.report.record import LogMessage, RunRecord
 from slipstream.typecheck import is_real
 
-__all__ = ["MOST_MESSAGES", "LogFile", "check_file", "log_file", "read_log", "record_from_logs"]
+__all__ = ["MAX_MESSAGES", "LogFile", "check_file", "log_file", "read_log", "record_from_logs"]
 
-MOST_MESSAGES = 200
+MAX_MESSAGES = 200
 """Maximum number of warnings and errors to keep."""
-_LONGEST = 4000
+_MAX_MESSAGE_LENGTH = 4000
 """Maximum number of characters to keep of each message."""
 _RECORD = re.compile(r"^(\d{4}/\d\d/\d\d \d\d:\d\d:\d\d) - (DEBUG|INFO|WARNING|ERROR|CRITICAL) - (.*)$")
 _SCALARS = "scalars.json"
@@ -46,36 +46,36 @@ class LogFile:
 
 
 def log_file(folder: Path) -> Path | None:
-    """Return the log in a run folder, or None. The log is named after the folder, or is the only log in it."""
-    named = folder / f"{folder.name}.log"
-    if named.is_file():
-        return named
+    """Return the log file that is named after the run folder or, if it does not exist, the only log file; or None."""
+    named_log = folder / f"{folder.name}.log"
+    if named_log.is_file():
+        return named_log
     logs = sorted(folder.glob("*.log"))
     return logs[0] if len(logs) == 1 else None
 
 
 def read_log(path: Path) -> LogFile:
     """Parse a log file. Lines in other formats are skipped; a missing file is treated as empty."""
-    found = LogFile()
+    log = LogFile()
     first = last = None
     for time, level, text in _records(path):
-        if (read := _parsed_time(time)) is not None:
-            first, last = first or read, read
+        if (timestamp := _parse_time(time)) is not None:
+            first, last = first or timestamp, timestamp
         if level == "INFO" and text.startswith("Environment: "):
-            found.environment = found.environment or _environment(text)
-        found.by_epoch = found.by_epoch or (level == "INFO" and _EPOCH.match(text) is not None)
+            log.environment = log.environment or _environment(text)
+        log.by_epoch = log.by_epoch or (level == "INFO" and _EPOCH.match(text) is not None)
         if level in ("WARNING", "ERROR", "CRITICAL") or text.startswith("torch.compile: "):
-            if len(found.messages) < MOST_MESSAGES:
-                found.messages.append(LogMessage(time, level, text[:_LONGEST]))
+            if len(log.messages) < MAX_MESSAGES:
+                log.messages.append(LogMessage(time, level, text[:_MAX_MESSAGE_LENGTH]))
             else:
-                found.dropped += 1
+                log.dropped += 1
     if first is not None and last is not None:
-        found.started = first.isoformat(" ")
-        found.seconds = max((last - first).total_seconds(), 0.0)
-    return found
+        log.started = first.isoformat(" ")
+        log.seconds = max((last - first).total_seconds(), 0.0)
+    return log
 
 
-def _parsed_time(text: str) -> datetime | None:
+def _parse_time(text: str) -> datetime | None:
     """Return the time of a line, or None if the date does not exist, such as 2026/02/30."""
     try:
         return datetime.fromisoformat(text.replace("/", "-"))
@@ -167,8 +167,8 @@ def _json_lines(folder: Path) -> Iterator[dict[str, Any]]:
 
 def _add_line(record: RunRecord, line: dict[str, Any]) -> None:
     iteration, step, epoch = (_count(line.get(key)) for key in ("iter", "step", "epoch"))
-    at = step if iteration is None else iteration
-    if at is None:
+    x = step if iteration is None else iteration
+    if x is None:
         return
     if iteration is not None:
         record.iteration = max(record.iteration, iteration)
@@ -186,7 +186,7 @@ def _add_line(record: RunRecord, line: dict[str, Any]) -> None:
         else:
             continue
         # LocalVisBackend writes NaN and infinity as null.
-        record.curves.setdefault(name, Curve()).add(at, [float("nan") if value is None else float(value)])
+        record.curves.setdefault(name, Curve()).add(x, [float("nan") if value is None else float(value)])
 
 
 def _count(value: Any) -> int | None:

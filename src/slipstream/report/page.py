@@ -6,7 +6,14 @@ import base64
 from html import escape
 from pathlib import Path
 
-from slipstream.report.advice import OUTSIDE, advice, mean_speed, training_seconds, trusted_split, tuned_text
+from slipstream.report.advice import (
+    NON_TRAINING_PHASES,
+    advice,
+    has_enough_steps,
+    mean_speed,
+    training_seconds,
+    tuned_text,
+)
 from slipstream.report.charts import curve_charts, is_per_class
 from slipstream.report.classes import confusion_section
 from slipstream.report.curve import Curve
@@ -33,7 +40,7 @@ DESCRIPTIONS = {
     "other": "start and end of the run",
 }
 """The phases of `slipstream.logging.PhaseTimes` in the order in which the page lists them."""
-_LARGEST_PICTURE = 4 * 2**20
+_MAX_IMAGE_BYTES = 4 * 2**20
 _STATUS = {
     "finished": "finished",
     "interrupted": "interrupted",
@@ -52,7 +59,7 @@ def page(record: RunRecord, folder: Path | None = None) -> str:
     sections = [
         _head(record),
         section("Recommendations", _advice(record)),
-        section("Time", _split(record)),
+        section("Time", _time_breakdown(record)),
         section("Curves", curve_charts(record)),
         *(section(*confusion_section(each)) for each in record.confusions),
         section("Predictions", examples_section(record.examples) + _picture(folder)),
@@ -90,8 +97,8 @@ def _head(record: RunRecord) -> str:
 
 
 def _progress(record: RunRecord) -> str:
-    of = f" of {record.max_iterations:,}" if record.max_iterations else ""
-    text = f"iteration {record.iteration:,}{of}"
+    total = f" of {record.max_iterations:,}" if record.max_iterations else ""
+    text = f"iteration {record.iteration:,}{total}"
     return f"epoch {record.epoch:,} of {record.max_epochs:,}, {text}" if record.max_epochs else text
 
 
@@ -105,11 +112,11 @@ def _tiles(record: RunRecord) -> str:
         tiles.append(("train/loss, last step", number(loss.last()), _spread(loss)))
     if (speed := mean_speed(record)) is not None:
         tiles.append(("images/s", number(speed), "mean over training, excluding the first step"))
-    if (used := utilization(record)) is not None:
-        tiles.append(("model FLOPs utilization", f"{used:.1%}", f"of the {record.compute.precision} peak"))
+    if (mfu := utilization(record)) is not None:
+        tiles.append(("model FLOPs utilization", f"{mfu:.1%}", f"of the {record.compute.precision} peak"))
     for name, label in (("memory/device_peak_mib", "device memory"), ("memory/host_mib", "host memory")):
-        if name in record.curves and (most := record.curves[name].highest()) is not None:
-            tiles.append((label, f"{number(most, 3)} MiB", "maximum recorded"))
+        if name in record.curves and (peak := record.curves[name].highest()) is not None:
+            tiles.append((label, f"{number(peak, 3)} MiB", "maximum recorded"))
     if record.seconds:
         tiles.append(("duration", duration(record.seconds), ""))
     items = (
@@ -141,17 +148,17 @@ def duration(seconds: float) -> str:
 def _advice(record: RunRecord) -> str:
     if record.source == "logs":
         return ""
-    found, tuned = [item.text for item in advice(record)], tuned_text(record)
+    texts, tuned = [item.text for item in advice(record)], tuned_text(record)
     if tuned:
-        found.insert(0, tuned)
-    if found:
-        items = "".join(f"<li>{escape(text)}</li>" for text in found)
+        texts.insert(0, tuned)
+    if texts:
+        items = "".join(f"<li>{escape(text)}</li>" for text in texts)
         return (
             f'<ul class="advice">{items}</ul><p class="note">Each upper bound assumes that all of the time spent in '
             "the phase is eliminated and that nothing else changes. The bounds of several recommendations cannot be "
             "multiplied.</p>"
         )
-    if not trusted_split(record):
+    if not has_enough_steps(record):
         steps = record.phases.steps
         return (
             f'<p class="note">None: the run has {steps} training step{"" if steps == 1 else "s"}, too few for a '
@@ -163,23 +170,23 @@ def _advice(record: RunRecord) -> str:
     )
 
 
-def _split(record: RunRecord) -> str:
-    split = record.phases
+def _time_breakdown(record: RunRecord) -> str:
+    phases = record.phases
     total = training_seconds(record)
-    if total <= 0 or not split.steps:
+    if total <= 0 or not phases.steps:
         return ""
-    largest = max(seconds for phase, seconds in split.seconds.items() if phase not in OUTSIDE)
+    largest = max(seconds for phase, seconds in phases.seconds.items() if phase not in NON_TRAINING_PHASES)
     rows = []
     for phase, description in DESCRIPTIONS.items():
-        seconds, first = split.seconds.get(phase, 0.0), split.first.get(phase, 0.0)
+        seconds, first = phases.seconds.get(phase, 0.0), phases.first.get(phase, 0.0)
         if not seconds and not first:
             continue
         if phase == "step" and record.step and not record.step.startswith("eager"):
             description = f"training step: {record.step}"
-        inside = phase not in OUTSIDE
-        per_step = number(1e3 * seconds / (split.steps - 1), 3) if inside and split.steps > 1 else "–"
-        bar = f'<span class="bar" style="width:{100 * seconds / largest:.1f}%"></span>' if inside else ""
-        share = f"{seconds / total:.1%}" if inside else "–"
+        in_training = phase not in NON_TRAINING_PHASES
+        per_step = number(1e3 * seconds / (phases.steps - 1), 3) if in_training and phases.steps > 1 else "–"
+        bar = f'<span class="bar" style="width:{100 * seconds / largest:.1f}%"></span>' if in_training else ""
+        share = f"{seconds / total:.1%}" if in_training else "–"
         rows.append(
             f'<tr><td>{escape(description)}</td><td class="wide">{bar}</td><td class="num">{share}</td>'
             f'<td class="num">{seconds:.4g}</td><td class="num">{per_step}</td>'
@@ -189,13 +196,13 @@ def _split(record: RunRecord) -> str:
         "<tr><th>host time</th><th></th><th class='num'>share</th><th class='num'>seconds</th>"
         "<th class='num'>ms per step</th><th class='num'>first step, ms</th></tr>"
     )
-    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in _split_notes(record))
+    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in _time_notes(record))
     return (
         f'<div class="scroll"><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>{notes}'
     )
 
 
-def _split_notes(record: RunRecord) -> list[str]:
+def _time_notes(record: RunRecord) -> list[str]:
     notes = [
         f"Measured on the host of rank 0 over {record.phases.steps:,} training steps. The first step is listed "
         "separately, because it includes worker startup, memory allocation and compilation. Shares are fractions "
@@ -229,7 +236,7 @@ def _picture(folder: Path | None) -> str:
     pictures = folder.glob("vis_data/vis_image/predictions_*.png")
     try:
         newest = max(pictures, key=lambda path: path.stat().st_mtime, default=None)
-        if newest is None or newest.stat().st_size > _LARGEST_PICTURE:
+        if newest is None or newest.stat().st_size > _MAX_IMAGE_BYTES:
             return ""
         data = newest.read_bytes()
     except OSError:

@@ -8,8 +8,8 @@ from typing import Any
 
 __all__ = ["parse_json"]
 
-_MOST_DIGITS = 300
-"""Larger integers cannot be converted to float."""
+_MAX_DIGITS = 300
+"""Maximum number of digits of an integer. Larger integers cannot always be converted to float."""
 
 
 def parse_json(text: str, allow_nan: bool = True) -> Any:
@@ -23,14 +23,14 @@ def parse_json(text: str, allow_nan: bool = True) -> Any:
             text,
             parse_int=_integer,
             parse_float=_float,
-            parse_constant=float if allow_nan else _no_constant,
+            parse_constant=float if allow_nan else _reject_constant,
         )
     except RecursionError:
         raise ValueError("the values are nested too deeply") from None
 
 
 def _integer(text: str) -> int:
-    if len(text) > _MOST_DIGITS:
+    if len(text) > _MAX_DIGITS:
         raise ValueError(f"an integer has {len(text)} digits")
     return int(text)
 
@@ -41,5 +41,5 @@ def _float(text: str) -> float:
     return value
 
 
-def _no_constant(name: str) -> None:
+def _reject_constant(name: str) -> None:
     raise ValueError(f"{name} is not valid JSON")

@@ -202,34 +202,35 @@ class RunRecord:
         return data
 
     @classmethod
-    def from_json(cls, data: Any, where: str) -> RunRecord:
+    def from_json(cls, data: Any, file_name: str) -> RunRecord:
         """Return the record written by `to_json`; unknown fields are ignored.
 
         Args:
             data: the parsed JSON.
-            where: name of the file, used in error messages.
+            file_name: name of the file, used in error messages.
 
         Raises:
-            DataError: a field is missing or has a different type, or a newer version wrote the file.
+            DataError: a field is missing or has the wrong type, or a different version wrote the file.
         """
         if not isinstance(data, Mapping) or not isinstance(data.get("format"), int):
-            raise DataError(f"{where} is not a report: it has no 'format'")
+            raise DataError(f"{file_name} is not a report: it has no 'format'")
         if data["format"] != FORMAT:
             raise DataError(
-                f"{where} has format {data['format']}, but this version of Slipstream reads format {FORMAT}; "
+                f"{file_name} has format {data['format']}, but this version of Slipstream reads format {FORMAT}; "
                 "use the version that wrote it"
             )
         curves = data.get("curves", {})
         if not isinstance(curves, Mapping):
-            raise DataError(f"'curves' in {where} must be an object")
+            raise DataError(f"'curves' in {file_name} must be an object")
         values = {name: data[name] for name in _HINTS if name in data and name != "curves"}
         values["curves"] = {
-            str(name): Curve.from_json(curve, f"curves.{name} in {where}") for name, curve in curves.items()
+            str(name): Curve.from_json(curve, f"curves.{name} in {file_name}")
+            for name, curve in curves.items()
         }
         for name, kind in _NESTED.items():
             if name in values:
-                values[name] = _nested(values[name], kind, name, where)
-        record: RunRecord = _build(cls, values, "", where)
+                values[name] = _nested(values[name], kind, name, file_name)
+        record: RunRecord = _build(cls, values, "", file_name)
         return record
 
 
@@ -246,30 +247,30 @@ _NESTED: dict[str, Any] = {
 _HINTS = get_type_hints(RunRecord, include_extras=True)
 
 
-def _nested(value: Any, kind: Any, name: str, where: str) -> Any:
+def _nested(value: Any, kind: Any, name: str, file_name: str) -> Any:
     if kind in (PhaseSplit, Compute):
-        return _object(value, kind, name, where)
+        return _object(value, kind, name, file_name)
     if not isinstance(value, list):
-        raise DataError(f"'{name}' in {where} must be a list")
-    return [_object(item, kind, f"{name}[{index}]", where) for index, item in enumerate(value)]
+        raise DataError(f"'{name}' in {file_name} must be a list")
+    return [_object(item, kind, f"{name}[{index}]", file_name) for index, item in enumerate(value)]
 
 
-def _object(value: Any, kind: Any, path: str, where: str) -> Any:
+def _object(value: Any, kind: Any, path: str, file_name: str) -> Any:
     if not isinstance(value, Mapping):
-        raise DataError(f"'{path}' in {where} must be an object")
+        raise DataError(f"'{path}' in {file_name} must be an object")
     known = {each.name for each in fields(kind)}
-    item = _build(kind, {key: entry for key, entry in value.items() if key in known}, f"{path}.", where)
+    item = _build(kind, {key: entry for key, entry in value.items() if key in known}, f"{path}.", file_name)
     if isinstance(item, Confusion) and {len(item.matrix), *map(len, item.matrix)} != {len(item.classes)}:
-        raise DataError(f"'{path}.matrix' in {where} must have one row and one column per class")
+        raise DataError(f"'{path}.matrix' in {file_name} must have one row and one column per class")
     return item
 
 
-def _build(kind: Any, values: dict[str, Any], prefix: str, where: str) -> Any:
+def _build(kind: Any, values: dict[str, Any], prefix: str, file_name: str) -> Any:
     hints = _HINTS if kind is RunRecord else get_type_hints(kind, include_extras=True)
     for name, value in values.items():
         if name not in (*_NESTED, "curves") and not matches(value, hints[name]):
-            raise DataError(f"'{prefix}{name}' in {where} must be {described(hints[name])}")
+            raise DataError(f"'{prefix}{name}' in {file_name} must be {described(hints[name])}")
     try:
         return kind(**values)
     except TypeError as error:
-        raise DataError(f"{where} is incomplete: {error}") from error
+        raise DataError(f"{file_name} is incomplete: {error}") from error

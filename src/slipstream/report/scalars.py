@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["is_rate", "number"]
+__all__ = ["is_learning_rate", "number"]
 
 
-def is_rate(name: str) -> bool:
+def is_learning_rate(name: str) -> bool:
     """Return whether a scalar is a learning rate: `train/lr` or `train/<optimizer>.lr`, optionally with `/<group>`."""
     kind, _, rest = name.partition("/")
     optimizer = rest.partition("/")[0]

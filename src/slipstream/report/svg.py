@@ -16,10 +16,10 @@ STYLES = 8
 """Number of line styles (color and dashes) in the style sheet."""
 _WIDTH, _HEIGHT = 520, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 10, 34
-_POINTS = 400
-_LARGEST = 1e300
+_MAX_POINTS = 400
+_MAX_VALUE = 1e300
 """Larger values are drawn beyond the edge, because the range of an axis must be finite."""
-_MARKED = 40
+_MAX_MARKED_POINTS = 40
 """If a line has at most this many points, each point is marked with a circle."""
 
 
@@ -44,28 +44,28 @@ def line_chart(title: str, lines: Sequence[Line], x_label: str, unit: str = "", 
         unit: unit of the vertical axis, shown in its label.
         bands: whether to draw the bands.
     """
-    shown = [Line(line.label, line.curve.points(_POINTS)) for line in lines]
-    if not any(len(line.curve) for line in shown):
+    drawn = [Line(line.label, line.curve.points(_MAX_POINTS)) for line in lines]
+    if not any(len(line.curve) for line in drawn):
         return ""
-    drawn = [
-        c for line in shown for c in ((line.curve.low, line.curve.high) if bands else (line.curve.mean,))
+    bounds = [
+        c for line in drawn for c in ((line.curve.low, line.curve.high) if bands else (line.curve.mean,))
     ]
-    extremes = (v for curve in drawn for v in curve if v is not None)
-    values = [min(max(value, -_LARGEST), _LARGEST) for value in extremes]
-    axis = _Axis.covering(values)
-    across = _Axis.linear([x for line in shown for x in line.curve.x], integers=True)
+    extremes = (v for curve in bounds for v in curve if v is not None)
+    values = [min(max(value, -_MAX_VALUE), _MAX_VALUE) for value in extremes]
+    y_axis = _Axis.for_values(values)
+    x_axis = _Axis.linear([x for line in drawn for x in line.curve.x], integers=True)
     parts = [
-        _grid(axis, across),
-        *(_line(line, index, axis, across, bands) for index, line in enumerate(shown)),
+        _grid(y_axis, x_axis),
+        *(_line(line, index, y_axis, x_axis, bands) for index, line in enumerate(drawn)),
     ]
-    scale = " (log scale)" if axis.log else ""
+    scale = " (log scale)" if y_axis.log else ""
     caption = f"{unit}{scale}".strip()
     if caption:
         parts.append(f'<text class="axis" x="{_LEFT}" y="{_TOP - 1}" dy="-2">{escape(caption)}</text>')
     parts.append(
         f'<text class="axis" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 3}" text-anchor="end">{escape(x_label)}</text>'
     )
-    legend = _legend(shown) if len(shown) > 1 else ""
+    legend = _legend(drawn) if len(drawn) > 1 else ""
     return (
         f'<svg viewBox="0 -12 {_WIDTH} {_HEIGHT + 12}" role="img" aria-label="{escape(title, quote=True)}">'
         f"{''.join(parts)}</svg>{legend}"
@@ -82,15 +82,18 @@ class _Axis:
     log: bool = False
 
     @classmethod
-    def covering(cls, values: Sequence[float]) -> _Axis:
-        """Return an axis; the scale is logarithmic if all values are positive and most of them span two decades."""
+    def for_values(cls, values: Sequence[float]) -> _Axis:
+        """Return an axis that covers the values.
+
+        The scale is logarithmic if all values are positive and the middle 90% of them span more than two decades.
+        """
         ranked = sorted(values)
         if ranked and ranked[0] > 0:
             low, high = ranked[len(ranked) // 20], ranked[-1 - len(ranked) // 20]
             if high > 100 * low:
                 exponents = range(math.floor(math.log10(ranked[0])), math.ceil(math.log10(ranked[-1])) + 1)
-                every = -(-len(exponents) // 6)
-                ticks = tuple(10.0**e for e in exponents[::every])
+                stride = -(-len(exponents) // 6)
+                ticks = tuple(10.0**e for e in exponents[::stride])
                 return cls(10.0 ** exponents[0], 10.0 ** exponents[-1], ticks, True)
         return cls.linear(ranked)
 
@@ -108,7 +111,7 @@ class _Axis:
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
         return cls(low, high, tuple(index * step for index in range(first, last + 1)))
 
-    def at(self, value: float) -> float:
+    def position(self, value: float) -> float:
         if self.log:
             low, high, value = math.log10(self.low), math.log10(self.high), math.log10(max(value, self.low))
         else:
@@ -117,7 +120,7 @@ class _Axis:
 
 
 def _round_step(step: float) -> float:
-    """Return the smallest of 1, 2 or 5 times a power of ten that is at least `step`; 1 if `step` is too small."""
+    """Return the smallest number of the form 1, 2 or 5 times 10**n that is at least `step`, or 1 if `step` is tiny."""
     if step < 1e-300:
         return 1.0
     base = 10.0 ** math.floor(math.log10(step))
@@ -125,24 +128,24 @@ def _round_step(step: float) -> float:
 
 
 def _x(axis: _Axis, value: float) -> float:
-    return round(_LEFT + axis.at(value) * (_WIDTH - _LEFT - _RIGHT), 1)
+    return round(_LEFT + axis.position(value) * (_WIDTH - _LEFT - _RIGHT), 1)
 
 
 def _y(axis: _Axis, value: float) -> float:
-    return round(_HEIGHT - _BOTTOM - axis.at(value) * (_HEIGHT - _TOP - _BOTTOM), 1)
+    return round(_HEIGHT - _BOTTOM - axis.position(value) * (_HEIGHT - _TOP - _BOTTOM), 1)
 
 
-def _grid(axis: _Axis, across: _Axis) -> str:
+def _grid(y_axis: _Axis, x_axis: _Axis) -> str:
     parts = []
-    for tick in axis.ticks:
-        y = _y(axis, tick)
+    for tick in y_axis.ticks:
+        y = _y(y_axis, tick)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
         parts.append(
             f'<text class="axis" x="{_LEFT - 6}" y="{y}" dy="0.32em" text-anchor="end">{number(tick, 3)}</text>'
         )
     bottom = _HEIGHT - _BOTTOM
-    for tick in across.ticks:
-        x = _x(across, tick)
+    for tick in x_axis.ticks:
+        x = _x(x_axis, tick)
         parts.append(f'<line class="tick" x1="{x}" x2="{x}" y1="{bottom}" y2="{bottom + 4}"/>')
         parts.append(
             f'<text class="axis" x="{x}" y="{bottom + 16}" text-anchor="middle">{number(tick, 6)}</text>'
@@ -151,54 +154,54 @@ def _grid(axis: _Axis, across: _Axis) -> str:
     return "".join(parts)
 
 
-def _line(line: Line, index: int, axis: _Axis, across: _Axis, bands: bool) -> str:
+def _line(line: Line, index: int, y_axis: _Axis, x_axis: _Axis, bands: bool) -> str:
     curve, style = line.curve, f"s{index % STYLES}"
     parts = []
-    for first, last in _runs(curve.mean):
+    for first, last in _segments(curve.mean):
         points = [
-            (_x(across, curve.x[i]), _y(axis, m))
+            (_x(x_axis, curve.x[i]), _y(y_axis, m))
             for i in range(first, last)
             if (m := curve.mean[i]) is not None
         ]
-        if bands and (band := _band(curve, first, last, axis, across)):
+        if bands and (band := _band(curve, first, last, y_axis, x_axis)):
             parts.append(f'<path class="band {style}" d="{band}"/>')
         if len(points) > 1:
             path = "M" + "L".join(f"{x} {y}" for x, y in points)
             parts.append(f'<path class="line {style}" d="{path}"/>')
-        if len(points) == 1 or len(curve) <= _MARKED:
+        if len(points) == 1 or len(curve) <= _MAX_MARKED_POINTS:
             parts += [f'<circle class="dot {style}" cx="{x}" cy="{y}" r="2.4"/>' for x, y in points]
     for x, bad in zip(curve.x, curve.bad, strict=True):
         if bad:
-            at = _x(across, x)
+            center = _x(x_axis, x)
             parts.append(
-                f'<path class="bad" d="M{at - 4} {_TOP - 4}l8 8m0 -8l-8 8">'
+                f'<path class="bad" d="M{center - 4} {_TOP - 4}l8 8m0 -8l-8 8">'
                 f"<title>{bad} NaN or infinite value{'' if bad == 1 else 's'} between the previous point and step "
                 f"{number(x, 9)}</title></path>"
             )
     return "".join(parts)
 
 
-def _runs(values: Sequence[float | None]) -> list[tuple[int, int]]:
+def _segments(values: Sequence[float | None]) -> list[tuple[int, int]]:
     """Return the ranges (first, end) of consecutive values that are not None."""
-    found, first = [], None
+    segments, first = [], None
     for index, value in enumerate([*values, None]):
         if value is not None and first is None:
             first = index
         elif value is None and first is not None:
-            found.append((first, index))
+            segments.append((first, index))
             first = None
-    return found
+    return segments
 
 
-def _band(curve: Curve, first: int, last: int, axis: _Axis, across: _Axis) -> str:
+def _band(curve: Curve, first: int, last: int, y_axis: _Axis, x_axis: _Axis) -> str:
     """Return the outline of the area between minimum and maximum, or an empty string if the two are equal."""
     low = [value for value in curve.low[first:last] if value is not None]
     high = [value for value in curve.high[first:last] if value is not None]
     if last - first < 2 or low == high or not len(low) == len(high) == last - first:
         return ""
-    xs = [_x(across, x) for x in curve.x[first:last]]
-    upper = [f"{x} {_y(axis, value)}" for x, value in zip(xs, high, strict=True)]
-    lower = [f"{x} {_y(axis, value)}" for x, value in zip(xs, low, strict=True)]
+    xs = [_x(x_axis, x) for x in curve.x[first:last]]
+    upper = [f"{x} {_y(y_axis, value)}" for x, value in zip(xs, high, strict=True)]
+    lower = [f"{x} {_y(y_axis, value)}" for x, value in zip(xs, low, strict=True)]
     return f"M{'L'.join([*upper, *reversed(lower)])}Z"
 
 

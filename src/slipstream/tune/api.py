@@ -30,10 +30,18 @@ from slipstream.tune.search import Row, Search
 __all__ = ["config_job", "find_batch_size", "find_lr", "parse_budget", "stored_result", "tune", "tune_config"]
 
 # A custom loop uses `feed` for prefetching, and cannot be rebuilt in other processes.
-_IN_OWN_LOOP = tuple(name for name in OPTIONS if name not in ("prefetch", "data_parallel"))
-_NO_KEY = (UndescribedError, RecursionError)
+_LOOP_OPTIONS = tuple(name for name in OPTIONS if name not in ("prefetch", "data_parallel"))
+_KEY_ERRORS = (UndescribedError, RecursionError)
 """Errors raised if a description is incomplete, or too deeply nested for a cache key."""
-_MEASURED = ("model", "loss_fn", "data_preprocessor", "train_dataloader", "optim_wrapper", "env_cfg", "speed")
+_MEASURED_KEYS = (
+    "model",
+    "loss_fn",
+    "data_preprocessor",
+    "train_dataloader",
+    "optim_wrapper",
+    "env_cfg",
+    "speed",
+)
 """The arguments of a Runner that, in addition to `CFG_OPTIONS`, determine its step time."""
 LossFn = Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
 
@@ -58,7 +66,7 @@ def tune(
         model, optimizer, loss_fn: as for `accelerate`.
         loader: an iterable over `(inputs, targets)` batches, which is restarted when it is exhausted.
         budget: time limit in seconds, or a string such as `5m` or `1h30m`.
-        options: names of `OPTIONS` to measure; None means all.
+        options: the names in `OPTIONS` to measure; None means all.
         speed: the options of the baseline: `'auto'`, a dict of the fields of `SpeedPlan`, or None for no options.
         cache: whether to return the stored result of an earlier call with the same model, machine and versions, and to
             store the result of this call. If False, the objects are not inspected. The cache is also not used if an
@@ -69,7 +77,7 @@ def tune(
         ConfigError: the budget is too short for one trial, or an argument is invalid.
         SlipstreamError: training with the baseline's options failed.
     """
-    names = check_names(_IN_OWN_LOOP if options is None else options)
+    names = check_names(_LOOP_OPTIONS if options is None else options)
     if "prefetch" in names:
         raise ConfigError(
             "'prefetch' requires a Runner; in your own loop, use feed(loader, prefetch=2)", "options"
@@ -84,9 +92,11 @@ def tune(
     make_job = _objects_job(model, loader, optimizer, loss_fn, speed)
     file = None
     if cache:
-        with suppress(*_NO_KEY):  # with an incomplete key, this result could be returned for another model
-            described = [describe_objects(model, loader, optimizer, loss_fn), speed]
-            file = cache_file(described, names, seconds)
+        with suppress(
+            *_KEY_ERRORS
+        ):  # with an incomplete key, this result could be returned for another model
+            description = [describe_objects(model, loader, optimizer, loss_fn), speed]
+            file = cache_file(description, names, seconds)
     return _tune(make_job, speed, names, seconds, type(model).__name__, [file], report)
 
 
@@ -116,7 +126,7 @@ def tune_config(
     run = {key: value for key, value in cfg.items() if key not in ("work_dir", "resume", "launcher")}
     files: list[Path | None] = [None]
     if cache:
-        with default_scope(cfg.get("default_scope")), suppress(*_NO_KEY):
+        with default_scope(cfg.get("default_scope")), suppress(*_KEY_ERRORS):
             files = [cache_file(describe_config(run), names, seconds), _newest_file(cfg)]
     return _tune(config_job(cfg), cfg.get("speed"), names, seconds, name, files, report, start)
 
@@ -126,15 +136,15 @@ def stored_result(cfg: Mapping[str, Any]) -> TuneResult | None:
 
     The measured options and the budget may differ; the machine and the versions must be the same.
     """
-    with default_scope(cfg.get("default_scope")), suppress(*_NO_KEY):
-        found = load(_newest_file(cfg))
-        return found if found is not None and found.outcome.adopted else None
+    with default_scope(cfg.get("default_scope")), suppress(*_KEY_ERRORS):
+        result = load(_newest_file(cfg))
+        return result if result is not None and result.outcome.adopted else None
     return None
 
 
 def _newest_file(cfg: Mapping[str, Any]) -> Path:
     """Return the file for the newest result. Its name is a hash of the settings that affect the step time."""
-    run = {key: cfg[key] for key in (*_MEASURED, *CFG_OPTIONS) if cfg.get(key) is not None}
+    run = {key: cfg[key] for key in (*_MEASURED_KEYS, *CFG_OPTIONS) if cfg.get(key) is not None}
     return cache_file(describe_config(run), [], 0.0)
 
 

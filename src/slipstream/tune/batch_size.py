@@ -19,8 +19,8 @@ from slipstream.tune.process import Job, Process, TrialError
 __all__ = ["BatchSizeRow", "BatchSizes", "available_mib", "search_batch_sizes"]
 
 _WARMUP, _TIMED = 3, 3
-_STOP_AT = 0.9
-"""Largest fraction of the available CPU memory that a trial may use."""
+_MAX_MEMORY_FRACTION = 0.9
+"""Maximum fraction of the available CPU memory that a trial may use."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,10 @@ def search_batch_sizes(
         stopped = "interrupted"
     if not any(row.status == "fits" for row in search.rows):
         last = search.rows[-1] if search.rows else None
-        why = f"batch size {last.batch_size}: {last.status}: {last.reason}" if last else stopped
-        raise SlipstreamError(f"training failed with every batch size that was tried ({why}); fix the cause")
+        reason = f"batch size {last.batch_size}: {last.status}: {last.reason}" if last else stopped
+        raise SlipstreamError(
+            f"training failed with every batch size that was tried ({reason}); fix the cause"
+        )
     return BatchSizes(search.rows, stopped)
 
 
@@ -147,23 +149,23 @@ class _Search:
         )
         if self._available is None or len(known) < 2:
             return None
-        (small, less), (large, more) = known[-2:]
-        expected = more + max(more - less, 0.0) * (size - large) / (large - small)
+        (small, small_mib), (large, large_mib) = known[-2:]
+        expected = large_mib + max(large_mib - small_mib, 0.0) * (size - large) / (large - small)
         # The memory usage of the smallest trial approximates that of a process without a batch.
         needed = expected - known[0][1]
-        if needed <= _STOP_AT * self._available:
+        if needed <= _MAX_MEMORY_FRACTION * self._available:
             return None
         reason = f"needs about {expected:.0f} MiB; {self._available:.0f} MiB are available"
         return BatchSizeRow(size, "too large", reason=reason)
 
     def _trial(self, size: int) -> BatchSizeRow:
         job = self._make_job(Setting(batch_size=size))
-        left = self._end - time.monotonic()
-        if left <= 0:
+        remaining = self._end - time.monotonic()
+        if remaining <= 0:
             raise _OutOfTimeError
         try:
             with Process(job, partial(Timer, warmup=_WARMUP)) as process:
-                warm = process.wait_for("warm", left)
+                warm = process.wait_for("warm", remaining)
                 steps = math.ceil(_TIMED / warm["accumulate"]) * warm["accumulate"]
                 timed = process.time(steps, 1 + warm["buffered"], max(self._end - time.monotonic(), 0.1))
         except TrialError as failure:
@@ -180,8 +182,8 @@ def available_mib() -> float | None:
     if torch.accelerator.is_available():
         return None
     limited = available_memory()
-    found = [_meminfo(), None if limited is None else limited / 2**20]
-    return min((value for value in found if value is not None), default=None)
+    limits = [_meminfo(), None if limited is None else limited / 2**20]
+    return min((value for value in limits if value is not None), default=None)
 
 
 def _meminfo() -> float | None:

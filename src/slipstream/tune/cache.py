@@ -75,10 +75,10 @@ def describe_objects(
 def describe_config(cfg: Any) -> Any:
     """Return a Runner's configuration, with class and function names supplemented by descriptions of their code."""
     if isinstance(cfg, Mapping):
-        found = {str(key): describe_config(value) for key, value in cfg.items()}
+        described = {str(key): describe_config(value) for key, value in cfg.items()}
         if isinstance(kind := cfg.get("type"), str):
-            found["type"] = [kind, *(describe_callable(value) for value in _registered(kind))]
-        return found
+            described["type"] = [kind, *(describe_callable(value) for value in _registered_objects(kind))]
+        return described
     if isinstance(cfg, list | tuple):
         return [describe_config(value) for value in cfg]
     if isinstance(cfg, nn.Module):
@@ -90,10 +90,10 @@ def describe_config(cfg: Any) -> Any:
     return [repr(cfg), describe_callable(cfg)]
 
 
-def _registered(name: str) -> list[Any]:
+def _registered_objects(name: str) -> list[Any]:
     """Return the objects that are registered under this name in `_REGISTRIES`."""
     with suppress(Exception):  # the run reports errors such as an unknown scope
-        return [found for registry in _REGISTRIES if (found := registry.get(name)) is not None]
+        return [item for registry in _REGISTRIES if (item := registry.get(name)) is not None]
     return []
 
 

@@ -39,11 +39,11 @@ __all__ = ["UndescribedError", "describe_callable", "describe_model", "digest"]
 _INTERNAL = frozenset(vars(nn.Module()))
 """Attributes that every module has, including `training`, which trials set."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_MOST = 100_000
-"""Largest number of values in a description. A larger number indicates data rather than settings."""
+_MAX_VALUES = 100_000
+"""Maximum number of values in a description. A larger number indicates data rather than settings."""
 _HEAP_TYPE = 1 << 9
 """Flag of heap types, which are classes created at run time. Most classes written in C do not have this flag."""
-_BY_REPR = (
+_REPR_TYPES = (
     bool
     | int
     | float
@@ -61,7 +61,7 @@ _BY_REPR = (
     typing.TypeVar | logging.Logger,
 )
 """Classes whose instances are completely described by their `repr`."""
-_BY_NAME = (
+_NAME_TYPES = (
     np.ufunc,
     types.MethodDescriptorType,
     types.WrapperDescriptorType,
@@ -123,15 +123,15 @@ class _Description:
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
-        self._kept: list[Any] = []  # keeps objects alive, because the id of a deleted object can be reused
-        self._used_modules: set[tuple[str, frozenset[str]]] = set()
+        self._objects: list[Any] = []  # keeps objects alive, because the id of a deleted object can be reused
+        self._described_modules: set[tuple[str, frozenset[str]]] = set()
         self._count = 0
 
     def model(self, model: nn.Module) -> dict[str, Any]:
         """Describe a module with its tensors and submodules."""
         modules = list(model.named_modules())
         for _, module in modules:
-            self._seen(module)  # attributes and hooks of any submodule can refer to other submodules
+            self._number(module)  # attributes and hooks of any submodule can refer to other submodules
         first: dict[int, str] = {}
         tensors = chain(
             model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
@@ -150,8 +150,8 @@ class _Description:
             UndescribedError: the state of the value cannot be read, or there are too many values.
         """
         self._count += 1
-        if self._count > _MOST:
-            raise UndescribedError(f"the description has more than {_MOST:,} values")
+        if self._count > _MAX_VALUES:
+            raise UndescribedError(f"the description has more than {_MAX_VALUES:,} values")
         if (plain := _plain(value)) is not None:
             return plain
         if isinstance(value, Tensor):
@@ -166,19 +166,19 @@ class _Description:
             return [self.value(value.__func__), self.value(value.__self__)]
         if isinstance(value, weakref.ref):
             return self.value(value())
-        if (number := self._seen(value)) is not None:
+        if (number := self._number(value)) is not None:
             return ["described as", number]
-        return self._new(value)
+        return self._describe(value)
 
-    def _seen(self, value: Any) -> int | None:
+    def _number(self, value: Any) -> int | None:
         """Return the number of an object. If the object has no number, assign one and return None."""
         if (number := self._numbers.get(id(value))) is not None:
             return number
         self._numbers[id(value)] = len(self._numbers)
-        self._kept.append(value)
+        self._objects.append(value)
         return None
 
-    def _new(self, value: Any) -> Any:
+    def _describe(self, value: Any) -> Any:
         """Describe an object that has not been described yet."""
         if isinstance(value, nn.Module):
             return self.model(value)
@@ -187,7 +187,7 @@ class _Description:
         if isinstance(value, type):
             return self._class(value)
         if isinstance(value, ModuleType):
-            return self._used(value, None)
+            return self._module_attributes(value, None)
         if isinstance(value, staticmethod | classmethod):
             return self.value(value.__func__)
         if isinstance(value, property):
@@ -221,7 +221,7 @@ class _Description:
         """Describe the class and the attributes of an object."""
         kind = type(value)
         own = [base for base in kind.__mro__ if base not in _TRANSPARENT]
-        # A class that seems to be written in Python, but has no attributes, may be written in C.
+        # A class that seems to be written in Python, but whose instances have no attributes, may be written in C.
         readable = hasattr(value, "__dict__") or any("__slots__" in vars(base) for base in own)
         if own and not (readable and all(map(_is_python, own))):
             raise UndescribedError(f"the state of an object of class {_name(kind)} cannot be read")
@@ -245,26 +245,26 @@ class _Description:
         """Describe the bases, the methods and the attributes of a class."""
         if is_known(kind.__module__):
             return [_name(kind), version_of(kind.__module__)]
-        found = [[base.__qualname__, self.value(base)] for base in kind.__bases__]
+        members = [[base.__qualname__, self.value(base)] for base in kind.__bases__]
         # The fields of a named tuple are part of the description of its values.
         omitted = ("_abc_impl", *getattr(kind, "_fields", ()))
         for key, value in sorted(vars(kind).items()):
             special = key.startswith("__") and key.endswith("__")
             if key not in omitted and (not special or callable(value) or isinstance(value, _METHODS)):
-                found.append([key, self.value(value)])
-        return [_name(kind), found]
+                members.append([key, self.value(value)])
+        return [_name(kind), members]
 
     def _function(self, function: FunctionType) -> list[Any]:
         """Describe a function: its code, default values and attributes, and the values that it refers to."""
         if is_known_function(function):
             return [_name(function), version_of(str(function.__module__))]
         code, scope = function.__code__, function.__globals__
-        used = [(name, scope[name]) for name in sorted(global_names(code)) if name in scope]
-        used += zip(code.co_freevars, map(_cell, function.__closure__ or ()), strict=True)
+        references = [(name, scope[name]) for name in sorted(global_names(code)) if name in scope]
+        references += zip(code.co_freevars, map(_cell, function.__closure__ or ()), strict=True)
         for name in imported_names(code, scope):
             if name not in sys.modules and not is_known(name):
                 raise UndescribedError(f"{_name(function)} imports {name}, which is not loaded yet")
-            used.append((name, sys.modules.get(name)))
+            references.append((name, sys.modules.get(name)))
         names = names_in(code)
         return [
             _name(function),
@@ -273,12 +273,17 @@ class _Description:
             self.value(function.__kwdefaults__),
             self.value(vars(function)),
             [
-                [name, self._used(value, names) if isinstance(value, ModuleType) else self.value(value)]
-                for name, value in used
+                [
+                    name,
+                    self._module_attributes(value, names)
+                    if isinstance(value, ModuleType)
+                    else self.value(value),
+                ]
+                for name, value in references
             ],
         ]
 
-    def _used(self, module: ModuleType, names: frozenset[str] | None) -> list[Any]:
+    def _module_attributes(self, module: ModuleType, names: frozenset[str] | None) -> list[Any]:
         """Describe the attributes of a module whose names are in `names`; None means that the names are unknown."""
         if is_known(module.__name__):
             return [module.__name__, version_of(module.__name__)]
@@ -287,15 +292,20 @@ class _Description:
                 f"the module {module.__name__} is used as a value, so it is unknown which of its "
                 f"attributes are used"
             )
-        if (module.__name__, names) in self._used_modules:
+        if (module.__name__, names) in self._described_modules:
             return [module.__name__]
-        self._used_modules.add((module.__name__, names))
-        found = [(name, vars(module)[name]) for name in sorted(names & vars(module).keys())]
+        self._described_modules.add((module.__name__, names))
+        attributes = [(name, vars(module)[name]) for name in sorted(names & vars(module).keys())]
         return [
             module.__name__,
             [
-                [name, self._used(value, names) if isinstance(value, ModuleType) else self.value(value)]
-                for name, value in found
+                [
+                    name,
+                    self._module_attributes(value, names)
+                    if isinstance(value, ModuleType)
+                    else self.value(value),
+                ]
+                for name, value in attributes
             ],
         ]
 
@@ -304,11 +314,11 @@ def _plain(value: Any) -> str | None:
     """Describe a value that does not refer to other objects; return None for other values."""
     if isinstance(value, enum.Enum):
         return None
-    if isinstance(value, _BY_REPR) or type(value).__module__ == "typing":
+    if isinstance(value, _REPR_TYPES) or type(value).__module__ == "typing":
         return repr(value)
     if isinstance(value, torch.Generator):
         return f"Generator on {value.device}"
-    return _name(value) if isinstance(value, _BY_NAME) else None
+    return _name(value) if isinstance(value, _NAME_TYPES) else None
 
 
 def _tensor(tensor: Tensor) -> list[Any]:

@@ -31,7 +31,7 @@ from slipstream.tune.observer import Observer, shapes_of, total_loss
 
 __all__ = ["ObjectsJob", "RunnerJob", "Setting", "WarningLog", "compile_problem", "merged_speed"]
 
-_REPEATED = 6
+_NUM_REPEATED_BATCHES = 6
 """Number of batches that a `RunnerJob` repeats, so that all trials read the same (possibly cached) samples."""
 
 _LOADER_OPTIONS = (
@@ -72,14 +72,14 @@ class Setting:
     @property
     def dataloader(self) -> dict[str, Any]:
         """The changed keys of `train_dataloader` in a configuration."""
-        found: dict[str, Any] = {}
+        changes: dict[str, Any] = {}
         if self.num_workers is not None:
-            found |= {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
+            changes |= {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
         if self.batch_size is not None:
-            found["batch_size"] = self.batch_size
-        return found
+            changes["batch_size"] = self.batch_size
+        return changes
 
-    def plus(self, other: Setting) -> Setting:
+    def merge(self, other: Setting) -> Setting:
         """Return the combined changes. Changes in `other` take precedence; the options of `compile` are merged."""
         workers = self.num_workers if other.num_workers is None else other.num_workers
         processes = max(self.processes, other.processes)
@@ -117,7 +117,7 @@ class WarningLog(logging.Handler):
 
 @dataclass(frozen=True)
 class RunnerJob:
-    """Train a Runner's configuration without validation, checkpoints or trackers.
+    """Train with a Runner's configuration, without validation, checkpoints or trackers.
 
     The first batches of the first epoch are repeated in one endless pass, with the same augmentation. All batches are
     used if the loader has no batch sampler, and for the learning rate range test.
@@ -146,14 +146,14 @@ class RunnerJob:
             runner = Runner.from_cfg(cfg)
             warnings = WarningLog()
             runner.logger.addHandler(warnings)
-            if (how := runner.speed.compile) is not None:
+            if (options := runner.speed.compile) is not None:
                 # A trial must not measure the eager steps that run during compilation.
-                how = replace(how, wait=True, cache=self.setting.compile_cache or how.cache)
-                runner.speed = replace(runner.speed, compile=how)
+                options = replace(options, wait=True, cache=self.setting.compile_cache or options.cache)
+                runner.speed = replace(runner.speed, compile=options)
             loader = runner.train_dataloader
             if not self.setting.constant_lr and isinstance(loader.batch_sampler, EpochBatchSampler):
-                count = _REPEATED * self.setting.split
-                runner.train_loop.dataloader = _repeated(loader, loader.batch_sampler, count)
+                count = _NUM_REPEATED_BATCHES * self.setting.split
+                runner.train_loop.dataloader = _repeat_first_batches(loader, loader.batch_sampler, count)
             hook = _StepHook(observer)
             runner.register_hook(hook)
             observer.describe = lambda: self._describe(runner, warnings.messages, hook.shapes)
@@ -203,19 +203,19 @@ class RunnerJob:
             "steps_per_epoch": length(loader),
             "num_workers": loader.num_workers,
             "buffered": _buffered(loader) + (runner.speed.prefetch or 0),
-            "auto": _chosen(self.cfg["train_dataloader"], loader),
+            "auto": _selected_values(self.cfg["train_dataloader"], loader),
             "accumulate": runner.speed.accumulate,
             "shapes": len(shapes),
             "batch_size": None if "dataloader" in self._loader(self.cfg["train_dataloader"]) else size,
-            "counted": _counts_steps(self.cfg),
+            "counts_steps": _counts_steps(self.cfg),
         }
 
 
 def _counts_steps(cfg: Mapping[str, Any]) -> bool:
     """Return whether the run length or the learning rate schedule is specified in steps instead of epochs."""
     schedulers = cfg.get("param_scheduler") or ()
-    every = schedulers if isinstance(schedulers, list | tuple) else [schedulers]
-    by_epoch = [isinstance(each, Mapping) and each.get("by_epoch", True) for each in every]
+    items = schedulers if isinstance(schedulers, list | tuple) else [schedulers]
+    by_epoch = [isinstance(each, Mapping) and each.get("by_epoch", True) for each in items]
     train: Any = cfg.get("train_cfg")
     return not all(by_epoch) or not isinstance(train, Mapping) or "max_iters" in train
 
@@ -245,22 +245,22 @@ class _StepHook(Hook):
 class _FirstBatches(EpochBatchSampler):
     """Repeats the first `count` batches of an epoch endlessly."""
 
-    count = _REPEATED
+    count = _NUM_REPEATED_BATCHES
 
     def __iter__(self) -> Iterator[list[int]]:
         return cycle(list(islice(super().__iter__(), self.count)))
 
 
-def _repeated(loader: DataLoader[Any], batches: EpochBatchSampler, count: int) -> DataLoader[Any]:
+def _repeat_first_batches(loader: DataLoader[Any], batches: EpochBatchSampler, count: int) -> DataLoader[Any]:
     """Return a copy of the loader that repeats its first batches in one pass, so that workers load continuously."""
     options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
-    first = _FirstBatches(
+    sampler = _FirstBatches(
         batches.batch_sampler, batches.seed, batches.samples, batches.use_sample_index, batches.limit
     )
-    first.count = count
-    found = RunLoader(loader.dataset, batch_sampler=first, **options)
-    found.stall_warning = getattr(loader, "stall_warning", found.stall_warning)
-    return found
+    sampler.count = count
+    repeated = RunLoader(loader.dataset, batch_sampler=sampler, **options)
+    repeated.stall_warning = getattr(loader, "stall_warning", repeated.stall_warning)
+    return repeated
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,9 @@ class ObjectsJob:
         logging.getLogger("slipstream").addHandler(warnings)
         _detach_workers(self.loader)
         loader = changed_loader(self.loader, self.setting)
-        speed = _waiting(merged_speed(self.speed, self.setting.speed), self.setting.compile_cache)
+        speed = _wait_for_compilation(
+            merged_speed(self.speed, self.setting.speed), self.setting.compile_cache
+        )
         self.model.train()
         step = accelerate(self.model, self.optimizer, self.loss_fn, speed=speed)
         observer.describe = lambda: {
@@ -299,7 +301,7 @@ class ObjectsJob:
             "accumulate": step.plan.accumulate,
             "shapes": len(shapes),
             "batch_size": _divisible_size(self.loader),
-            "counted": False,
+            "counts_steps": False,
         }
         shapes: set[Any] = set()
         for batch in _endless(loader):
@@ -322,8 +324,8 @@ class ObjectsJob:
                 # Tensors that share a storage, such as views of one flat tensor, also share the copy.
                 if (key := storage.data_ptr()) not in copies:
                     copies[key] = storage.clone()
-                place = tensor.storage_offset(), tensor.shape, tensor.stride()
-                tensor.data = torch.empty(0, dtype=tensor.dtype).set_(copies[key], *place)
+                view = tensor.storage_offset(), tensor.shape, tensor.stride()
+                tensor.data = torch.empty(0, dtype=tensor.dtype).set_(copies[key], *view)
 
 
 def changed_loader(loader: Any, setting: Setting) -> Any:
@@ -342,9 +344,9 @@ def changed_loader(loader: Any, setting: Setting) -> Any:
     workers = loader.num_workers if setting.num_workers is None else setting.num_workers
     batches: dict[str, Any] = {"batch_sampler": loader.batch_sampler}
     if setting.split > 1:
-        batches = {"batch_sampler": _Divided(loader.batch_sampler, setting.split)}
+        batches = {"batch_sampler": _DividedBatchSampler(loader.batch_sampler, setting.split)}
     elif setting.batch_size is not None:
-        count = max(setting.batch_size * _REPEATED, len(loader.dataset))  # type: ignore[arg-type]
+        count = max(setting.batch_size * _NUM_REPEATED_BATCHES, len(loader.dataset))  # type: ignore[arg-type]
         indices = [i % len(loader.dataset) for i in range(count)]  # type: ignore[arg-type]
         batches = {"sampler": indices, "batch_size": setting.batch_size, "drop_last": True}
     return DataLoader(
@@ -359,7 +361,7 @@ def changed_loader(loader: Any, setting: Setting) -> Any:
     )
 
 
-class _Divided(Sampler[list[int]]):
+class _DividedBatchSampler(Sampler[list[int]]):
     """Divides each batch of a batch sampler into smaller batches, without changing the order of the samples."""
 
     def __init__(self, batches: Any, parts: int) -> None:
@@ -412,13 +414,13 @@ def _buffered(loader: Any) -> int:
     return getattr(loader, "num_workers", 0) * (getattr(loader, "prefetch_factor", None) or 0)
 
 
-def _chosen(cfg: Any, loader: DataLoader[Any]) -> dict[str, int]:
+def _selected_values(cfg: Any, loader: DataLoader[Any]) -> dict[str, int]:
     """Return the options that are set to `auto` in the loader's configuration, with the selected values."""
     own = cfg if isinstance(cfg, Mapping) else {}
-    found = {
+    values = {
         key: getattr(loader, key) for key in ("num_workers", "prefetch_factor") if own.get(key) == "auto"
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _acts_on_steps(hook: Any) -> bool:
@@ -430,12 +432,14 @@ def _acts_on_steps(hook: Any) -> bool:
     return any(getattr(kind, stage, None) is not getattr(Hook, stage, None) for stage in stages)
 
 
-def _waiting(speed: dict[str, Any], cache: str | None) -> dict[str, Any]:
+def _wait_for_compilation(speed: dict[str, Any], cache: str | None) -> dict[str, Any]:
     """Return `speed` with settings that make compilation finish before the first timed step."""
-    how = speed.get("compile")
-    if not how:
+    value = speed.get("compile")
+    if not value:
         return speed
-    options = {"scope": how} if isinstance(how, str) else dict(how) if isinstance(how, Mapping) else {}
+    options = (
+        {"scope": value} if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else {}
+    )
     return {**speed, "compile": {"cache": cache or True, **options, "wait": True}}
 
 

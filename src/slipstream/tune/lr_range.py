@@ -17,15 +17,15 @@ from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.extras import extra
 from slipstream.files import replacing
 from slipstream.tune.jobs import Setting
-from slipstream.tune.observer import SETTLING, SMOOTHING, LrSweep, largest_loss
+from slipstream.tune.observer import SETTLING, SMOOTHING, LrSweep, divergence_limit
 from slipstream.tune.process import Job, Process, TrialError
 
 __all__ = ["LrRange", "sweep_lr"]
 
-_FEWEST = 10
+_MIN_STEPS = 10
 _SPAN = 8
 """Number of steps before and after a step that are used to estimate the slope of the smoothed loss."""
-_SMALLEST_FALL = 1e-3
+_MIN_DECREASE = 1e-3
 """Minimum relative decrease of the smoothed loss for which a learning rate is suggested."""
 
 
@@ -53,7 +53,7 @@ class LrRange:
         """The learning rate at which the smoothed loss falls fastest on a logarithmic axis; None if it never falls."""
         losses = self.smoothed
         first = min(SETTLING, len(losses) // 4)
-        if len(losses) < _FEWEST or losses[first] - min(losses) <= _SMALLEST_FALL * abs(losses[first]):
+        if len(losses) < _MIN_STEPS or losses[first] - min(losses) <= _MIN_DECREASE * abs(losses[first]):
             return None
         lowest = losses.index(min(losses[first:]))
         # The rates increase by a constant factor, so slopes over the steps are proportional to the derivative with
@@ -65,11 +65,11 @@ class LrRange:
         return None if slopes[best] >= 0 else self.rates[best]
 
     def __str__(self) -> str:
-        found = self.suggestion
+        suggestion = self.suggestion
         text = (
             "The loss does not fall at any of these rates; check the model and the data"
-            if found is None
-            else f"Suggested learning rate: {found:.2g}"
+            if suggestion is None
+            else f"Suggested learning rate: {suggestion:.2g}"
         )
         return f"{text} ({len(self.rates)} steps from {self.rates[0]:.2g} to {self.rates[-1]:.2g})."
 
@@ -89,8 +89,8 @@ class LrRange:
         smoothed = self.smoothed
         axes.plot(self.rates, self.losses, alpha=0.4, label="loss")
         axes.plot(self.rates[: len(smoothed)], smoothed, label="smoothed loss")
-        if (found := self.suggestion) is not None:
-            axes.axvline(found, linestyle="--", color="gray", label=f"suggestion: {found:.2g}")
+        if (suggestion := self.suggestion) is not None:
+            axes.axvline(suggestion, linestyle="--", color="gray", label=f"suggestion: {suggestion:.2g}")
         axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
         axes.legend()
         path = Path(path)
@@ -109,7 +109,7 @@ def _before_divergence(losses: Sequence[float]) -> list[float]:
     if len(finite) <= SETTLING:
         return finite
     best = min(average[SETTLING:])
-    limit = largest_loss(best)
+    limit = divergence_limit(best)
     if average[-1] <= limit:
         return finite
     end = next(step for step in range(average.index(best), len(finite)) if finite[step] > limit)
@@ -118,11 +118,11 @@ def _before_divergence(losses: Sequence[float]) -> list[float]:
 
 def _average(losses: Sequence[float]) -> list[float]:
     """Return the exponential moving average of the losses, with bias correction."""
-    average, found = 0.0, []
+    average, averages = 0.0, []
     for step, loss in enumerate(losses, start=1):
         average = SMOOTHING * average + (1 - SMOOTHING) * loss
-        found.append(average / (1 - SMOOTHING**step))
-    return found
+        averages.append(average / (1 - SMOOTHING**step))
+    return averages
 
 
 def _slope(values: Sequence[float]) -> float:
@@ -143,14 +143,14 @@ def sweep_lr(
     """
     if not 0 < start < end < math.inf:
         raise ConfigError(f"requires 0 < start < end, not start={start!r} and end={end!r}", "find_lr")
-    if steps < _FEWEST:
-        raise ConfigError(f"requires at least {_FEWEST} steps, not {steps}", "find_lr")
+    if steps < _MIN_STEPS:
+        raise ConfigError(f"requires at least {_MIN_STEPS} steps, not {steps}", "find_lr")
     make_observer = partial(LrSweep, start=start, end=end, steps=steps)
     try:
         with Process(make_job(Setting(constant_lr=True)), make_observer) as process:
-            found = process.wait_for("sweep", budget)
+            sweep = process.wait_for("sweep", budget)
     except TrialError as failure:
         raise SlipstreamError(
             f"the learning rate range test did not finish ({failure.status}): {failure.reason}"
         ) from None
-    return LrRange(found["rates"], found["losses"])
+    return LrRange(sweep["rates"], sweep["losses"])

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from slipstream.errors import ModelError
 
-__all__ = ["Finished", "LrSweep", "Observer", "Timer", "largest_loss", "shapes_of", "total_loss"]
+__all__ = ["Finished", "LrSweep", "Observer", "Timer", "divergence_limit", "shapes_of", "total_loss"]
 
 
 class Finished(BaseException):
@@ -77,8 +77,8 @@ class Timer(Observer):
         self._losses.append(float(loss))  # waits for the device
         self.connection.send({"event": "step", "seconds": self._since_last()})
         if len(self._losses) == self._warmup:
-            described = {"losses": self._losses, "peak_mib": peak_mib(), **self.describe()}
-            self.connection.send({"event": "warm", **described})
+            properties = {"losses": self._losses, "peak_mib": peak_mib(), **self.describe()}
+            self.connection.send({"event": "warm", **properties})
             self._await_request()
 
     def _await_request(self) -> None:
@@ -99,13 +99,13 @@ SMOOTHING = 0.9
 """Decay of the exponential moving average of the losses in a learning rate range test."""
 SETTLING = 10
 """Number of steps after which individual batches hardly affect the average."""
-_LIMIT = 4.0
+_DIVERGENCE_RATIO = 4.0
 """The sweep diverges if the ratio of a loss to the smallest smoothed loss exceeds this value."""
 
 
-def largest_loss(best: float) -> float:
+def divergence_limit(best: float) -> float:
     """Return the loss above which a sweep diverges: `4 * best` if `best`, the smallest smoothed loss, is positive."""
-    return best + (_LIMIT - 1) * abs(best)
+    return best + (_DIVERGENCE_RATIO - 1) * abs(best)
 
 
 class LrSweep(Observer):
@@ -160,7 +160,7 @@ class LrSweep(Observer):
         if steps <= SETTLING:
             return False
         self._best = min(self._best, smoothed)
-        return smoothed > largest_loss(self._best)
+        return smoothed > divergence_limit(self._best)
 
 
 def total_loss(logs: Mapping[str, Any]) -> Tensor:

@@ -23,7 +23,7 @@ __all__ = [
     "Tolerance",
     "candidates",
     "check_names",
-    "unsupported",
+    "unsupported_reason",
 ]
 
 
@@ -32,9 +32,9 @@ class Tolerance:
     """Maximum relative differences between the losses of a trial and those of the baseline."""
 
     first: float
-    """Difference of the first loss, before any weight update."""
+    """Maximum difference of the first loss, before any weight update."""
     mean: float
-    """Difference of the mean loss. Optimizers such as Adam amplify rounding errors in the first updates."""
+    """Maximum difference of the mean loss. Optimizers such as Adam amplify rounding errors in the first updates."""
 
 
 EXACT = Tolerance(first=1e-4, mean=2e-2)
@@ -46,7 +46,7 @@ DATA_PARALLEL = Tolerance(first=1e-2, mean=5e-2)
 """Tolerance for data parallelism. The mean over the processes differs from the mean loss of the global batch if the
 processes average over different numbers of elements, such as pixels that are not ignored."""
 
-_MOST_WORKERS = 8
+_MAX_WORKERS = 8
 
 OPTIONS = (
     "num_workers",
@@ -76,11 +76,11 @@ class Candidate:
     label: str
     setting: Setting
     tolerance: Tolerance = EXACT
-    unless: str = ""
+    fallback_for: str = ""
     """Another value of the option. If that value was measured and works, this value is skipped."""
-    needs: str = ""
+    requires: str = ""
     """Another option. This value is skipped unless that option is part of the plan."""
-    refused: str = ""
+    problem: str = ""
     """Why this value cannot be measured; empty if it can."""
 
 
@@ -94,7 +94,7 @@ class Batches:
     """Samples per batch; None if the batches cannot be divided into smaller batches."""
     shapes: int = 1
     """Number of distinct shapes among the first batches."""
-    counted: bool = False
+    counts_steps: bool = False
     """Whether the length of the run or its learning rate schedule is specified in steps."""
 
 
@@ -136,7 +136,7 @@ def _values(name: str, capabilities: Capabilities, batches: Batches) -> Iterator
         for kind in ("ddp",) if capabilities.device == "cpu" else ("ddp", "fsdp2"):
             yield _data_parallel(kind, capabilities, batches)
     elif name == "num_workers":
-        count = min(cores(), _MOST_WORKERS)
+        count = min(cores(), _MAX_WORKERS)
         if count != batches.num_workers:
             yield Candidate(name, f"num_workers={count}", Setting(num_workers=count))
     elif name == "precision":
@@ -153,47 +153,54 @@ def _compilations(name: str, batches: Batches) -> Iterator[Candidate]:
     if name == "compile":
         yield Candidate(name, "compile=step", Setting({"compile": {"scope": "step"}}))
         yield Candidate(
-            name, "compile=model", Setting({"compile": {"scope": "model"}}), unless="compile=step"
+            name, "compile=model", Setting({"compile": {"scope": "model"}}), fallback_for="compile=step"
         )
     elif name == "compile_mode":
         mode = "max-autotune-no-cudagraphs"
         yield Candidate(
-            "compile", f"compile.mode={mode}", Setting({"compile": {"mode": mode}}), needs="compile"
+            "compile", f"compile.mode={mode}", Setting({"compile": {"mode": mode}}), requires="compile"
         )
     else:
-        same = "all measured batches have the same shape" if batches.shapes == 1 else ""
+        problem = "all measured batches have the same shape" if batches.shapes == 1 else ""
         for value in (True, False):
             setting = Setting({"compile": {"dynamic": value}})
-            yield Candidate("compile", f"compile.dynamic={value}", setting, needs="compile", refused=same)
+            yield Candidate(
+                "compile", f"compile.dynamic={value}", setting, requires="compile", problem=problem
+            )
 
 
 def _smaller_batches(batches: Batches) -> Candidate:
     """Return the candidate that accumulates two batches of half the size, which keeps the effective batch size."""
-    size, why = batches.size, ""
+    size, problem = batches.size, ""
     if size is None or size % 2:
-        why = f"requires an even batch size that can be changed, not {size}"
-    elif batches.counted:
-        why = "the run length or the learning rate schedule is specified in steps, and the number of steps would double"
+        problem = f"requires an even batch size that can be changed, not {size}"
+    elif batches.counts_steps:
+        problem = (
+            "the run length or the learning rate schedule is specified in steps, "
+            "and the number of steps would double"
+        )
     setting = Setting({"accumulate": 2}, batch_size=None if size is None else size // 2, split=2)
-    return Candidate("accumulate", "accumulate=2, half the batch size", setting, refused=why)
+    return Candidate("accumulate", "accumulate=2, half the batch size", setting, problem=problem)
 
 
 def _data_parallel(kind: str, capabilities: Capabilities, batches: Batches) -> Candidate:
     """Return the data-parallel candidate: all devices, or two CPU processes, with the same global batch size."""
     on_cpu = capabilities.device == "cpu"
     count = min(cores(), 2) if on_cpu else torch.accelerator.device_count()
-    size, why = batches.size, ""
+    size, problem = batches.size, ""
     if count < 2:
-        why = f"requires at least two {'cores' if on_cpu else 'devices'}"
+        problem = f"requires at least two {'cores' if on_cpu else 'devices'}"
     elif size is None or size % count:
-        why = f"requires a batch size that is divisible by {count}, not {size}"
+        problem = f"requires a batch size that is divisible by {count}, not {size}"
     local_size = None if size is None else size // max(count, 1)
     # BatchNorm must use the statistics of the global batch.
     setting = Setting({"parallel": kind, "sync_bn": True}, batch_size=local_size, processes=max(count, 1))
-    return Candidate("parallel", f"parallel={kind}, {count} processes", setting, DATA_PARALLEL, refused=why)
+    return Candidate(
+        "parallel", f"parallel={kind}, {count} processes", setting, DATA_PARALLEL, problem=problem
+    )
 
 
-def unsupported(setting: Setting, speed: dict[str, object], capabilities: Capabilities) -> str | None:
+def unsupported_reason(setting: Setting, speed: dict[str, object], capabilities: Capabilities) -> str | None:
     """Return why an option is refused or has no effect on this machine, or None.
 
     Args:
@@ -206,5 +213,5 @@ def unsupported(setting: Setting, speed: dict[str, object], capabilities: Capabi
     """
     plan = SpeedPlan.read(speed, device=capabilities.device)
     reasons = [refusal.message for refusal in REFUSED if refusal.when(plan, capabilities)]
-    reasons += [why for option, why in idle(plan, capabilities) if option in setting.speed]
+    reasons += [reason for option, reason in idle(plan, capabilities) if option in setting.speed]
     return reasons[0] if reasons else None

@@ -24,11 +24,11 @@ __all__ = ["launch"]
 Train = Callable[[Observer, Path], None]
 
 
-class _Averaged(Observer):
+class _LossAverager(Observer):
     """Passes losses to another observer: the mean over all processes during the warm-up, then the local loss."""
 
     def __init__(self, inner: Observer) -> None:
-        self._inner, self._left = inner, WARMUP
+        self._inner, self._remaining = inner, WARMUP
 
     def before_step(self, param_groups: Any) -> None:
         """Forward the call."""
@@ -36,11 +36,11 @@ class _Averaged(Observer):
 
     def after_step(self, loss: Tensor) -> None:
         """Forward the call with the mean loss or the local loss."""
-        if self._left:
-            self._left -= 1
+        if self._remaining:
+            self._remaining -= 1
             loss = loss.detach().clone()
             all_reduce(loss, "mean")
-            if self._left == 0:
+            if self._remaining == 0:
                 self._inner.describe = self.describe
         self._inner.after_step(loss)
 
@@ -59,12 +59,12 @@ def launch(train: Train, observer: Observer, folder: Path, processes: int) -> No
     work = train if fork else pickle.dumps(train)
     for rank in range(1, processes):
         arguments = (work, folder, rank, processes, port, threads)
-        context.Process(target=_rank, args=arguments).start()
-    _enter(0, processes, port, threads)
-    train(_Averaged(observer), folder)
+        context.Process(target=_run_rank, args=arguments).start()
+    _set_up_rank(0, processes, port, threads)
+    train(_LossAverager(observer), folder)
 
 
-def _rank(work: Any, folder: Path, rank: int, processes: int, port: int, threads: int) -> None:
+def _run_rank(work: Any, folder: Path, rank: int, processes: int, port: int, threads: int) -> None:
     """Train as another rank, in a new thread, because a fork does not copy the main thread's OpenMP threads."""
     arguments = (work, folder, rank, processes, port, threads)
     thread = threading.Thread(target=_train, args=arguments, daemon=True)
@@ -75,14 +75,14 @@ def _rank(work: Any, folder: Path, rank: int, processes: int, port: int, threads
 
 def _train(work: Any, folder: Path, rank: int, processes: int, port: int, threads: int) -> None:
     try:
-        _enter(rank, processes, port, threads)
+        _set_up_rank(rank, processes, port, threads)
         train: Train = pickle.loads(work) if isinstance(work, bytes) else work
-        train(_Averaged(Observer()), folder)
+        train(_LossAverager(Observer()), folder)
     except BaseException:
         traceback.print_exc()
 
 
-def _enter(rank: int, processes: int, port: int, threads: int) -> None:
+def _set_up_rank(rank: int, processes: int, port: int, threads: int) -> None:
     values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in values.items()}, MASTER_ADDR="127.0.0.1")
     torch.set_num_threads(threads)

@@ -34,7 +34,7 @@ __all__ = ["WARMUP", "Job", "Process", "TrialError", "forks"]
 WARMUP = 6
 """Number of initial steps whose losses are compared. Timing starts after these steps."""
 _LOG = "output.log"
-_RESET = (
+_RESET_SIGNALS = (
     signal.SIGINT,
     signal.SIGTERM,
     signal.SIGABRT,
@@ -83,21 +83,21 @@ class Process:
         context: Any = multiprocessing.get_context("fork" if fork else "spawn")
         # A forked process has copies of all objects. On other platforms, plain pickle copies tensors, whereas the
         # pickler of torch.multiprocessing would share their memory, and the trial would train the user's model.
-        work = (job, make_observer) if fork else _pickled(job, make_observer)
-        self._connection, theirs = context.Pipe()
+        work = (job, make_observer) if fork else _pickle(job, make_observer)
+        self._connection, child_connection = context.Pipe()
         self._folder = Path(tempfile.mkdtemp(prefix="slipstream-tune-"))
         self.warmup_seconds: list[float] = []
         """Durations of the steps reported so far, in seconds."""
         self._process = context.Process(
-            target=_main, args=(theirs, work, self._folder, torch.get_num_threads(), fork)
+            target=_main, args=(child_connection, work, self._folder, torch.get_num_threads(), fork)
         )
         try:
-            with _deferred_interrupt():
+            with _defer_interrupt():
                 self._process.start()
         except BaseException:
             self.end()
             raise
-        theirs.close()
+        child_connection.close()
 
     def __enter__(self) -> Process:
         return self
@@ -124,16 +124,16 @@ class Process:
         end = time.monotonic() + seconds
         while True:
             if not self._connection.poll(max(end - time.monotonic(), 0)):
-                done = (
+                progress = (
                     f"only {_steps(len(self.warmup_seconds))} finished"
                     if event != "timed"
                     else "no measurement"
                 )
-                raise TrialError("timed out", f"{done} in {seconds:.0f} s", tuple(self.warmup_seconds))
+                raise TrialError("timed out", f"{progress} in {seconds:.0f} s", tuple(self.warmup_seconds))
             try:
                 message: dict[str, Any] = self._connection.recv()
             except (EOFError, OSError):
-                raise self._death() from None
+                raise self._exit_error() from None
             if message["event"] == "step":
                 self.warmup_seconds.append(message["seconds"])
             elif message["event"] == "failed":
@@ -142,7 +142,7 @@ class Process:
                 return message
 
     def time(self, steps: int, untimed: int, seconds: float) -> dict[str, Any]:
-        """Run `untimed` + `steps` steps; return the mean duration of the last `steps` (`seconds`) and `peak_mib`.
+        """Run `untimed` and then `steps` steps. Return the mean duration of the latter (`seconds`) and `peak_mib`.
 
         Raises:
             TrialError: see `wait_for`.
@@ -150,7 +150,7 @@ class Process:
         try:
             self._connection.send((steps, untimed))
         except OSError:
-            raise self._death() from None
+            raise self._exit_error() from None
         return self.wait_for("timed", seconds)
 
     def end(self) -> None:
@@ -164,7 +164,7 @@ class Process:
         self._connection.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _death(self) -> TrialError:
+    def _exit_error(self) -> TrialError:
         self._process.join(10)
         code = self._process.exitcode
         last = _last_line(self._folder / _LOG)
@@ -179,17 +179,17 @@ class Process:
 
 
 @contextmanager
-def _deferred_interrupt() -> Iterator[None]:
+def _defer_interrupt() -> Iterator[None]:
     """Handle SIGINT after the block, because Python ignores a KeyboardInterrupt raised in an at-fork callback."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python handles signals only in the main thread
         return
     received: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    previous = signal.signal(signal.SIGINT, lambda signum, frame: received.append(signum))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+        signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)
     if received:
         signal.raise_signal(signal.SIGINT)
 
@@ -199,7 +199,7 @@ def forks() -> bool:
     return sys.platform == "linux" and not torch.accelerator.is_available()
 
 
-def _pickled(job: Job, make_observer: Any) -> bytes:
+def _pickle(job: Job, make_observer: Any) -> bytes:
     try:
         return pickle.dumps((job, make_observer))
     except Exception as error:  # pickle raises many types of errors
@@ -249,13 +249,13 @@ def _main(connection: Connection, work: Any, folder: Path, threads: int, forked:
 def _isolate(log: Path) -> None:
     """Start a session, redirect all output to `log`, and (on Linux) exit when the parent process exits."""
     os.setsid()
-    faulthandler.disable()  # otherwise, it would write to the parent's stderr
+    faulthandler.disable()  # it would write to the parent's stderr
     if sys.platform == "linux":
         import ctypes
 
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    for number in _RESET:
+    for number in _RESET_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     null = os.open(os.devnull, os.O_RDONLY)

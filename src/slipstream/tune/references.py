@@ -12,21 +12,21 @@ from typing import Any
 
 __all__ = ["global_names", "imported_names", "is_known", "is_known_function", "names_in", "version_of"]
 
-_COVERED = ("torch", "slipstream")
+_VERSIONED_PACKAGES = ("torch", "slipstream")
 """Packages for which the cache key contains the version instead of the code."""
 _FOLDERS = ("site-packages", "dist-packages")
 
 
 def names_in(code: CodeType) -> frozenset[str]:
     """Return the names of the global variables and attributes that a function and its nested functions use."""
-    return frozenset(name for part in _parts(code) for name in part.co_names)
+    return frozenset(name for part in _code_objects(code) for name in part.co_names)
 
 
 def global_names(code: CodeType) -> set[str]:
     """Return the names of the global variables that a function and its nested functions read."""
     return {
         str(instruction.argval)
-        for part in _parts(code)
+        for part in _code_objects(code)
         for instruction in dis.get_instructions(part)
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
     }
@@ -39,13 +39,12 @@ def imported_names(code: CodeType, scope: Mapping[str, Any]) -> Iterator[str]:
         code: the code of the function.
         scope: the global variables of the function, whose `__package__` is used to resolve relative imports.
     """
-    for part in _parts(code):
-        found = [each for each in dis.get_instructions(part) if each.opname != "EXTENDED_ARG"]
-        for index, instruction in enumerate(found):
+    for part in _code_objects(code):
+        instructions = [each for each in dis.get_instructions(part) if each.opname != "EXTENDED_ARG"]
+        for index, instruction in enumerate(instructions):
             if instruction.opname == "IMPORT_NAME":
-                level = found[
-                    index - 2
-                ].argval  # the bytecode loads the level, the names and the module, in this order
+                # The bytecode loads the level, the names and the module, in this order.
+                level = instructions[index - 2].argval
                 name = "." * level + str(instruction.argval)
                 yield importlib.util.resolve_name(name, scope.get("__package__") or "") if level else name
 
@@ -53,7 +52,7 @@ def imported_names(code: CodeType, scope: Mapping[str, Any]) -> Iterator[str]:
 def is_known(module: str) -> bool:
     """Return whether a module belongs to Python or to an installed package, which users do not edit."""
     package = module.partition(".")[0]
-    if package in _COVERED or package in sys.stdlib_module_names - {"__main__"}:
+    if package in _VERSIONED_PACKAGES or package in sys.stdlib_module_names - {"__main__"}:
         return True
     file = getattr(sys.modules.get(module), "__file__", None)
     if module not in sys.modules:
@@ -75,9 +74,9 @@ def version_of(module: str) -> str:
     return str(getattr(sys.modules.get(module.partition(".")[0]), "__version__", ""))
 
 
-def _parts(code: CodeType) -> Iterator[CodeType]:
+def _code_objects(code: CodeType) -> Iterator[CodeType]:
     """Yield the code of a function and of its nested functions."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _parts(constant)
+            yield from _code_objects(constant)

@@ -67,8 +67,8 @@ class TuneResult:
             "compile s",
             "status",
         )
-        first = f"{1e3 * self.outcome.baseline_seconds:.1f}", f"{self.outcome.baseline_mib:.0f}"
-        return make_table(header, [("baseline", "", "1.00", "", *first, "", ""), *map(_cells, self.rows)])
+        baseline = f"{1e3 * self.outcome.baseline_seconds:.1f}", f"{self.outcome.baseline_mib:.0f}"
+        return make_table(header, [("baseline", "", "1.00", "", *baseline, "", ""), *map(_cells, self.rows)])
 
     def summary(self) -> str:
         """Return the speedup, the time per epoch before and after, and the steps that offset the compilation time."""
@@ -85,13 +85,14 @@ class TuneResult:
             yield f"No measured option makes {self.name} faster on this machine; keep the current options."
         else:
             after = before / total.ratio
-            how = (  # the product of the individual intervals is not a confidence interval for the product
+            interval = (  # the product of the individual intervals is not a confidence interval for the product
                 "product of the individual ratios"
                 if outcome.total_is_product
                 else f"{total.low:.2f} to {total.high:.2f}, measured against the baseline"
             )
             yield (
-                f"Fastest: {' + '.join(outcome.adopted)}: {total.ratio:.2f} times the speed of the baseline ({how})."
+                f"Fastest: {' + '.join(outcome.adopted)}: {total.ratio:.2f} times the speed of the baseline "
+                f"({interval})."
             )
             if (steps := outcome.steps_per_epoch) is not None:
                 yield (
@@ -99,14 +100,14 @@ class TuneResult:
                     "(without validation)."
                 )
             if "compile" in outcome.setting.speed and after < before:
-                gained = ceil(outcome.compile_seconds / (before - after))
+                num_steps = ceil(outcome.compile_seconds / (before - after))
                 yield (
                     f"Compilation takes {outcome.compile_seconds:.0f} s. The faster plan saves this much time within "
-                    f"{gained:,} steps."
+                    f"{num_steps:,} steps."
                 )
         for row in outcome.rows:
             if row.status == "faster" and row.estimate is not None:
-                yield f"{row.label} is {row.estimate.ratio:.2f} times as fast; {row.reason}"
+                yield f"{row.label} is {row.estimate.ratio:.2f} times as fast as {row.reference}; {row.reason}"
         if self.cached:
             yield (
                 f"Read from the cache (measured on {outcome.device} in {outcome.seconds:.0f} s). To measure again, use "
@@ -208,12 +209,12 @@ def read_tuned(path: str | Path) -> dict[str, dict[str, Any]]:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    found = row.estimate
+    estimate = row.estimate
     return (
         row.label,
-        row.against if found else "",
-        f"{found.ratio:.2f}" if found else "",
-        f"{found.low:.2f}-{found.high:.2f}" if found else "",
+        row.against if estimate else "",
+        f"{estimate.ratio:.2f}" if estimate else "",
+        f"{estimate.low:.2f}-{estimate.high:.2f}" if estimate else "",
         "" if row.step_seconds is None else f"{1e3 * row.step_seconds:.1f}",
         "" if row.peak_mib is None else f"{row.peak_mib:.0f}",
         "" if row.compile_seconds is None else f"{row.compile_seconds:.1f}",

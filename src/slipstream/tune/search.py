@@ -16,24 +16,24 @@ from slipstream.errors import ConfigError, NonFiniteLossError, SlipstreamError
 from slipstream.speed import Capabilities
 from slipstream.tune.jobs import Setting, merged_speed
 from slipstream.tune.observer import Timer
-from slipstream.tune.options import LOW_PRECISION, Batches, Candidate, candidates, unsupported
+from slipstream.tune.options import LOW_PRECISION, Batches, Candidate, candidates, unsupported_reason
 from slipstream.tune.process import WARMUP, Job, Process, TrialError
 from slipstream.tune.statistics import Estimate, difference, estimate
 
 __all__ = ["Outcome", "Row", "Search"]
 
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 24
-_LONGEST_ROUND = 2.0
-_MARGIN, _LONGEST_MARGIN = 0.02, 5.0
+_MAX_ROUND_SECONDS = 2.0
+_MARGIN, _MAX_MARGIN = 0.02, 5.0
 """Time reserved for terminating processes and writing files: a fraction of the budget, and the maximum in seconds."""
 _MAX_PROCESSES = 3
 """Maximum number of processes to terminate at the deadline: those of the baseline, the plan and a trial."""
 _MIN_GAIN = 1.01
-"""Smallest ratio for which an option is adopted."""
-_LIKELY = 0.85
-"""Smallest confidence for which an option is adopted if its interval contains 1. Adopted options do not change the
+"""Minimum ratio for which an option is adopted."""
+_MIN_CONFIDENCE = 0.85
+"""Minimum confidence for which an option is adopted if its interval contains 1. Adopted options do not change the
 losses beyond the tolerance, so the only risk is that an option does not help."""
-_CLEARLY_WORSE = 0.8
+_EARLY_STOP_RATIO = 0.8
 """A trial ends after three rounds if its ratio is below this value in all of them."""
 _ROUNDS_FRACTION = 0.12
 """Fraction of the budget after which a trial ends as soon as it has the minimum number of rounds."""
@@ -59,6 +59,11 @@ class Row:
     """Relative differences of the first loss and the mean loss from those of the baseline."""
     setting: Setting = field(default_factory=Setting)
     """The changes that this trial makes, without the changes in the plan."""
+
+    @property
+    def reference(self) -> str:
+        """The plan with which the trial was compared, for messages."""
+        return "the baseline" if self.against == "baseline" else self.against
 
 
 @dataclass
@@ -100,8 +105,8 @@ class _Running:
         self.warm = warm
         self.startup = startup
         """Seconds from the start of the process to the end of its warm-up."""
-        self.step = median(process.warmup_seconds[len(process.warmup_seconds) // 2 :])
-        self.extra = max(sum(process.warmup_seconds) - len(process.warmup_seconds) * self.step, 0.0)
+        self.step_seconds = median(process.warmup_seconds[len(process.warmup_seconds) // 2 :])
+        self.extra = max(sum(process.warmup_seconds) - len(process.warmup_seconds) * self.step_seconds, 0.0)
         """Duration of the warm-up minus the expected duration of its steps, in seconds."""
         self.untimed = 1 + int(warm["buffered"])  # exclude batches that were loaded while the process waited
         self.accumulate = int(warm["accumulate"])
@@ -111,16 +116,17 @@ class _Running:
 
     def time(self, seconds: float, timeout: float) -> float:
         """Run steps for about `seconds` seconds, and return the mean step time in seconds."""
-        steps = max(2, math.ceil(seconds / max(self.step, 1e-6)))
+        steps = max(2, math.ceil(seconds / max(self.step_seconds, 1e-6)))
         steps = math.ceil(steps / self.accumulate) * self.accumulate
         timed = self.process.time(steps, self.untimed, timeout)
         self.seconds.append(timed["seconds"])
-        self.step, self.peak_mib = self.seconds[-1], float(timed["peak_mib"])
-        return self.step
+        self.step_seconds, self.peak_mib = self.seconds[-1], float(timed["peak_mib"])
+        return self.step_seconds
 
     def round_seconds(self, seconds: float) -> float:
         """Return the expected duration of a round with `seconds` of timed steps."""
-        return max(2 * self.step, seconds + self.accumulate * self.step) + self.untimed * self.step
+        timed_seconds = max(2 * self.step_seconds, seconds + self.accumulate * self.step_seconds)
+        return timed_seconds + self.untimed * self.step_seconds
 
 
 class Search:
@@ -148,12 +154,12 @@ class Search:
         self._speed = speed
         self._names = names
         self._budget = budget
-        self._round = min(budget / 300, _LONGEST_ROUND)  # seconds of timed steps per round
+        self._round = min(budget / 300, _MAX_ROUND_SECONDS)  # seconds of timed steps per round
         self._report = report
         self._start = time.monotonic() if start is None else start
-        self._slowest_end = 0.0
-        self._kept: ExitStack | None = None  # terminates the process that runs the current plan
-        self._working: set[str] = set()
+        self._max_end_seconds = 0.0
+        self._plan_stack: ExitStack | None = None  # terminates the process that runs the current plan
+        self._successful_labels: set[str] = set()
         self._auto: Mapping[str, int] = {}
         self.outcome = Outcome(budget=budget)
 
@@ -187,7 +193,7 @@ class Search:
         self._check_budget()
         try:
             batches = Batches(
-                int(warm["num_workers"] or 0), warm["batch_size"], warm["shapes"], warm["counted"]
+                int(warm["num_workers"] or 0), warm["batch_size"], warm["shapes"], warm["counts_steps"]
             )
             for candidate in candidates(self._names, self._capabilities, batches):
                 self._add(self._try(candidate))
@@ -200,7 +206,7 @@ class Search:
     @property
     def _remaining(self) -> float:
         """Seconds until the deadline, which is early enough to terminate the running processes within the budget."""
-        margin = min(_MARGIN * self._budget, _LONGEST_MARGIN) + _MAX_PROCESSES * self._slowest_end
+        margin = min(_MARGIN * self._budget, _MAX_MARGIN) + _MAX_PROCESSES * self._max_end_seconds
         return self._budget - margin - (time.monotonic() - self._start)
 
     @property
@@ -222,7 +228,7 @@ class Search:
                 raise SlipstreamError(
                     f"training the baseline failed ({failure.status}): {failure.reason}"
                 ) from None
-            raise self._too_short(failure.warmup_seconds) from None
+            raise self._budget_error(failure.warmup_seconds) from None
         if not all(map(math.isfinite, running.warm["losses"])):
             raise NonFiniteLossError(
                 f"the losses of the baseline are not finite ({running.warm['losses']}); fix the training run first"
@@ -235,27 +241,31 @@ class Search:
         self.outcome.baseline_mib = running.peak_mib
         return running
 
-    def _too_short(self, seconds: Sequence[float]) -> ConfigError:
+    def _budget_error(self, seconds: Sequence[float]) -> ConfigError:
         """Return the error for a baseline that did not warm up within the budget."""
         if not seconds:
-            found = "the baseline did not finish a single step within this time"
-            needed = f"at least {_shown(4 * self._budget)}"
+            progress = "the baseline did not finish a single step within this time"
+            needed = f"at least {_format_seconds(4 * self._budget)}"
         else:
             step = median(seconds)
             steps = f"{len(seconds)} step{'' if len(seconds) == 1 else 's'}"
-            found = f"the baseline finished {steps} within this time, and a step takes {_shown(step)}"
-            needed = f"about {_shown(2 * (sum(seconds[:1]) + 6 * step) + 2 * _MIN_ROUNDS * 4 * step)}"
+            progress = (
+                f"the baseline finished {steps} within this time, and a step takes {_format_seconds(step)}"
+            )
+            needed = (
+                f"about {_format_seconds(2 * (sum(seconds[:1]) + 6 * step) + 2 * _MIN_ROUNDS * 4 * step)}"
+            )
         return ConfigError(
-            f"{_shown(self._budget)} is too short: {found}; one trial needs {needed}", "budget"
+            f"{_format_seconds(self._budget)} is too short: {progress}; one trial needs {needed}", "budget"
         )
 
     def _check_budget(self) -> None:
         needed = 2 * self._baseline.startup + self._rounds_seconds
         if needed > self._budget:
             raise ConfigError(
-                f"{_shown(self._budget)} is too short for one trial; the estimated minimum is {_shown(needed)}: two "
-                f"process startups of {_shown(self._baseline.startup)} each, and {_MIN_ROUNDS} rounds at "
-                f"{_shown(self._baseline.step)} per step",
+                f"{_format_seconds(self._budget)} is too short for one trial; the estimated minimum is "
+                f"{_format_seconds(needed)}: two process startups of {_format_seconds(self._baseline.startup)} each, "
+                f"and {_MIN_ROUNDS} rounds at {_format_seconds(self._baseline.step_seconds)} per step",
                 "budget",
             )
 
@@ -263,25 +273,25 @@ class Search:
 
     def _launch(self, setting: Setting, stack: ExitStack, reserve: float) -> _Running:
         """Start a process and wait for the end of its warm-up, at most until `reserve` seconds before the deadline."""
-        began = time.monotonic()
+        start_time = time.monotonic()
         setting = replace(setting, loader=self._auto, compile_cache=self._cache)
         observer = partial(Timer, warmup=WARMUP * setting.split)
         process = stack.enter_context(Process(self._make_job(setting), observer))
-        stack.callback(self._time_end, process)  # runs before the `__exit__` of the process
+        stack.callback(self._end_process, process)  # runs before the `__exit__` of the process
         # On a busy machine, starting a process takes seconds, so the timeout is computed after the start.
         warm = process.wait_for("warm", max(self._remaining - reserve, 0.0))
-        return _Running(process, warm, time.monotonic() - began, setting.split)
+        return _Running(process, warm, time.monotonic() - start_time, setting.split)
 
-    def _time_end(self, process: Process) -> None:
+    def _end_process(self, process: Process) -> None:
         """Terminate a process, and store the longest time that termination has taken so far."""
-        began = time.monotonic()
+        start_time = time.monotonic()
         process.end()
-        self._slowest_end = max(self._slowest_end, time.monotonic() - began)
+        self._max_end_seconds = max(self._max_end_seconds, time.monotonic() - start_time)
 
     def _try(self, candidate: Candidate) -> Row:
         plan = " + ".join(self.outcome.adopted) or "baseline"
         row = Row(candidate.label, "skipped", against=plan, setting=candidate.setting)
-        if reason := self._why_skipped(candidate):
+        if reason := self._skip_reason(candidate):
             return replace(row, reason=reason)
         # Beyond the minimum number of rounds, leave this time for the final measurement of a plan with several options.
         reserve = self._rounds_seconds if self.outcome.adopted else 0.0
@@ -290,18 +300,18 @@ class Search:
             return replace(
                 row,
                 status="not measured",
-                reason=f"{_shown(max(self._remaining, 0))} of the budget is left, but this trial needs about "
-                f"{_shown(expected)}",
+                reason=f"{_format_seconds(max(self._remaining, 0))} of the budget is left, but this trial needs about "
+                f"{_format_seconds(expected)}",
             )
         with ExitStack() as stack:
             try:
-                setting = self.outcome.setting.plus(candidate.setting)
+                setting = self.outcome.setting.merge(candidate.setting)
                 trial = self._launch(setting, stack, self._rounds_seconds)
                 row = self._compare(candidate, trial, row, reserve)
             except TrialError as failure:
                 return replace(row, status=failure.status, reason=failure.reason)
             if row.status == "adopted" and candidate.setting.processes > 1:
-                return replace(row, status="faster", reason=_how_to_launch(setting, self._speed))
+                return replace(row, status="faster", reason=_launch_hint(setting, self._speed))
             if row.status == "adopted":
                 self._adopt(candidate, trial, row)
                 self._keep(stack.pop_all())
@@ -313,22 +323,22 @@ class Search:
         own = "compile" in candidate.setting.speed and "compile" not in self.outcome.setting.speed
         return self._current.startup + (max(compiled, default=0.0) if own else 0.0)
 
-    def _why_skipped(self, candidate: Candidate) -> str | None:
+    def _skip_reason(self, candidate: Candidate) -> str | None:
         own = self._baseline.warm["sources"].get(candidate.option)
         if own is not None:
             return f"already set by the run ({own})"
         if candidate.option in self._auto:
             return f"already measured by {candidate.option}=auto"
-        if candidate.unless in self._working:
-            return f"not needed, because {candidate.unless} works"
-        if candidate.needs and candidate.needs not in self.outcome.setting.speed:
-            return f"{candidate.needs} is not part of the plan"
-        if candidate.refused:
-            return candidate.refused
+        if candidate.fallback_for in self._successful_labels:
+            return f"not needed, because {candidate.fallback_for} works"
+        if candidate.requires and candidate.requires not in self.outcome.setting.speed:
+            return f"{candidate.requires} is not part of the plan"
+        if candidate.problem:
+            return candidate.problem
         if candidate.setting.processes > 1:
             return None  # the check uses the capabilities of a single process
-        speed = merged_speed(self._speed, self.outcome.setting.plus(candidate.setting).speed)
-        return unsupported(candidate.setting, speed, self._capabilities)
+        speed = merged_speed(self._speed, self.outcome.setting.merge(candidate.setting).speed)
+        return unsupported_reason(candidate.setting, speed, self._capabilities)
 
     def _compare(self, candidate: Candidate, trial: _Running, row: Row, reserve: float) -> Row:
         if trial.warm["problem"]:
@@ -338,7 +348,7 @@ class Search:
         # Low precision amplifies the rounding differences caused by other options.
         allowed = LOW_PRECISION if "precision" in combined else candidate.tolerance
         row = replace(row, loss_difference=(first, mean), peak_mib=trial.peak_mib)
-        if "compile" in self.outcome.setting.plus(candidate.setting).speed:
+        if "compile" in self.outcome.setting.merge(candidate.setting).speed:
             row = replace(row, compile_seconds=max(trial.extra - self._baseline.extra, 0.0))
         if not (first <= allowed.first and mean <= allowed.mean):  # true for NaN
             return replace(
@@ -347,12 +357,12 @@ class Search:
                 reason=f"different losses: the first loss differs by {first:.2g} (allowed: {allowed.first:g}), and "
                 f"the mean of {len(trial.losses)} losses by {mean:.2g} (allowed: {allowed.mean:g})",
             )
-        self._working.add(candidate.label)
-        found = self._alternate(self._current, trial, reserve)
-        row = replace(row, estimate=found, peak_mib=trial.peak_mib)
+        self._successful_labels.add(candidate.label)
+        measured = self._alternate(self._current, trial, reserve)
+        row = replace(row, estimate=measured, peak_mib=trial.peak_mib)
         if trial.seconds:
             row = replace(row, step_seconds=median(trial.seconds) * trial.split)
-        return _judged(row, found)
+        return _with_status(row, measured)
 
     def _alternate(self, current: _Running, trial: _Running, reserve: float) -> Estimate | None:
         """Return the ratio of the step times from alternating rounds, or None if there was no time for a round."""
@@ -365,7 +375,7 @@ class Search:
             pair = (current, trial) if len(ratios) % 2 == 0 else (trial, current)
             times = {id(each): self._time(each, current) * each.split for each in pair}
             ratios.append(times[id(current)] / times[id(trial)])
-            if _decided(ratios):
+            if _is_decided(ratios):
                 break
         return estimate(ratios) if ratios else None
 
@@ -381,7 +391,7 @@ class Search:
 
     def _adopt(self, candidate: Candidate, trial: _Running, row: Row) -> None:
         outcome = self.outcome
-        outcome.setting = outcome.setting.plus(candidate.setting)
+        outcome.setting = outcome.setting.merge(candidate.setting)
         outcome.adopted.append(candidate.label)
         product = row.estimate
         if outcome.total is not None and product is not None:
@@ -403,33 +413,33 @@ class Search:
 
     def _keep(self, stack: ExitStack) -> None:
         """Terminate the previous plan's process, unless it is the baseline, and keep the new process."""
-        previous, self._kept = self._kept, stack
+        previous, self._plan_stack = self._plan_stack, stack
         self._exit.push(stack)
         if previous is not None:
             previous.close()
 
     def _measure_total(self) -> None:
         if self.outcome.total_is_product and self._current is not self._baseline:
-            found = self._alternate(self._baseline, self._current, 0.0)
-            if found is not None and found.rounds >= _MIN_ROUNDS:
-                self.outcome.total, self.outcome.total_is_product = found, False
-                if found.ratio < 1:
-                    self._withdraw(found.ratio)
+            measured = self._alternate(self._baseline, self._current, 0.0)
+            if measured is not None and measured.rounds >= _MIN_ROUNDS:
+                self.outcome.total, self.outcome.total_is_product = measured, False
+                if measured.ratio < 1:
+                    self._withdraw(measured.ratio)
 
     def _withdraw(self, ratio: float) -> None:
         """Return to the baseline, because the options of the plan are not faster in combination."""
         outcome = self.outcome
-        why = f"{' + '.join(outcome.adopted)} combined: {ratio:.2f} times the speed of the baseline"
+        reason = f"{' + '.join(outcome.adopted)} combined: {ratio:.2f} times the speed of the baseline"
         outcome.rows = [
-            replace(row, status="inconclusive", reason=why) if row.status == "adopted" else row
+            replace(row, status="inconclusive", reason=reason) if row.status == "adopted" else row
             for row in outcome.rows
         ]
         outcome.setting, outcome.adopted, outcome.total, outcome.compile_seconds = Setting(), [], None, 0.0
 
     def _summarize(self) -> None:
-        seconds = self._baseline.seconds or [self._baseline.step]
+        seconds = self._baseline.seconds or [self._baseline.step_seconds]
         self.outcome.baseline_seconds = median(seconds)
-        if not self.outcome.stopped and any(map(_cut_off, self.outcome.rows)):
+        if not self.outcome.stopped and any(map(_is_cut_off, self.outcome.rows)):
             self.outcome.stopped = "the time budget ran out"
 
 
@@ -437,18 +447,18 @@ class _PlanFailedError(Exception):
     """The process that runs the current plan has exited."""
 
 
-def _how_to_launch(setting: Setting, own: Any) -> str:
-    """Return the command that trains with all changes of a data-parallel trial: the plan's and the trial's own.
+def _launch_hint(setting: Setting, own: Any) -> str:
+    """Return why a data-parallel trial is not adopted, and the command that trains with the plan's and its changes.
 
     The command does not use the file that contains the plan: an option that is adopted after this trial, such as
     `accumulate`, can change the batch size.
     """
     # If `speed` is a string, an override cannot set its keys.
-    words = ["'speed={_delete_: true, auto: true}'"] if own == "auto" else []
-    words += [*_overrides("speed", setting.speed), *_overrides("train_dataloader", setting.dataloader)]
+    overrides = ["'speed={_delete_: true, auto: true}'"] if own == "auto" else []
+    overrides += [*_overrides("speed", setting.speed), *_overrides("train_dataloader", setting.dataloader)]
     return (
         f"not part of the plan, because it requires {setting.processes} processes; run: slipstream train ... "
-        f"--nproc {setting.processes} {' '.join(words)}"
+        f"--nproc {setting.processes} {' '.join(overrides)}"
     )
 
 
@@ -461,42 +471,42 @@ def _overrides(key: str, value: Any) -> Iterator[str]:
         yield f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
-def _cut_off(row: Row) -> bool:
+def _is_cut_off(row: Row) -> bool:
     """Return whether a longer budget could change the row."""
     return row.status in ("not measured", "timed out") or "budget ran out" in row.reason
 
 
-def _decided(ratios: Sequence[float]) -> bool:
+def _is_decided(ratios: Sequence[float]) -> bool:
     """Return whether the result is clear, so that no more rounds are needed."""
-    if len(ratios) >= 3 and max(ratios) < _CLEARLY_WORSE:
+    if len(ratios) >= 3 and max(ratios) < _EARLY_STOP_RATIO:
         return True
     if len(ratios) < _MIN_ROUNDS:
         return False
-    found = estimate(ratios)
-    return found.low > _MIN_GAIN or found.high < 1 or found.width < 0.02
+    result = estimate(ratios)
+    return result.low > _MIN_GAIN or result.high < 1 or result.width < 0.02
 
 
-def _judged(row: Row, found: Estimate | None) -> Row:
-    if found is None:
+def _with_status(row: Row, measured: Estimate | None) -> Row:
+    if measured is None:
         return replace(row, status="not measured", reason="the time budget ran out")
-    if found.rounds < _MIN_ROUNDS:
-        if found.high < _CLEARLY_WORSE:
+    if measured.rounds < _MIN_ROUNDS:
+        if measured.high < _EARLY_STOP_RATIO:
             return replace(row, status="slower")
         return replace(
-            row, status="inconclusive", reason=f"the time budget ran out after round {found.rounds}"
+            row, status="inconclusive", reason=f"the time budget ran out after round {measured.rounds}"
         )
-    if found.low > 1 and found.ratio >= _MIN_GAIN:
+    if measured.low > 1 and measured.ratio >= _MIN_GAIN:
         return replace(row, status="adopted")
-    if found.high < 1:
+    if measured.high < 1:
         return replace(row, status="slower")
-    if found.confidence >= _LIKELY and found.ratio >= _MIN_GAIN:
+    if measured.confidence >= _MIN_CONFIDENCE and measured.ratio >= _MIN_GAIN:
         return replace(
             row,
             status="adopted",
-            reason=f"probably faster: after {found.rounds} rounds, the confidence interval still includes 1",
+            reason=f"probably faster: after {measured.rounds} rounds, the confidence interval still includes 1",
         )
-    return replace(row, status="no gain" if found.width < 0.05 else "inconclusive")
+    return replace(row, status="no gain" if measured.width < 0.05 else "inconclusive")
 
 
-def _shown(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"

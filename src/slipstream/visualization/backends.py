@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch.utils.tensorboard import SummaryWriter
 
-_PLACE = "the backend's save_dir"
+_SAVE_DIR = "the backend's save_dir"
 
 __all__ = ["BaseVisBackend", "LocalVisBackend", "TensorboardVisBackend", "default_backends"]
 
@@ -95,7 +95,7 @@ class LocalVisBackend(BaseVisBackend):
         scalar_save_file: str = "scalars.json",
     ) -> None:
         super().__init__(save_dir)
-        self.img_save_dir = self.save_dir / check_name(img_save_dir, "img_save_dir", _PLACE)
+        self.img_save_dir = self.save_dir / check_name(img_save_dir, "img_save_dir", _SAVE_DIR)
         self.config_save_file = self.save_dir / _with_suffix(config_save_file, ".py", "config_save_file")
         self.scalar_save_file = _with_suffix(scalar_save_file, ".json", "scalar_save_file")
         self._files: dict[str, TextIO] = {}
@@ -124,7 +124,7 @@ class LocalVisBackend(BaseVisBackend):
         with extra("images"):
             from PIL import Image
 
-        path = self.img_save_dir / check_name(f"{name}_{step}.png", "name", _PLACE)
+        path = self.img_save_dir / check_name(f"{name}_{step}.png", "name", _SAVE_DIR)
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(check_image(name, image)).save(path)
 
@@ -217,4 +217,4 @@ class TensorboardVisBackend(BaseVisBackend):
 def _with_suffix(name: str, suffix: str, path: str) -> str:
     if not name.endswith(suffix):
         raise ConfigError(f"must end in {suffix}, not {name!r}", path)
-    return check_name(name, path, _PLACE)
+    return check_name(name, path, _SAVE_DIR)

@@ -19,7 +19,7 @@ __all__ = ["colorize", "contact_sheet", "overlay"]
 RGB: TypeAlias = "npt.NDArray[np.uint8]"
 Palette = Sequence[Sequence[int]]
 
-_CELL = 320  # width of an image, in pixels
+_CELL_WIDTH = 320  # width of an image, in pixels
 _GAP = 12
 _MARGIN = 24
 _TEXT, _PALE, _PAPER = (28, 30, 33), (110, 115, 122), (255, 255, 255)
@@ -35,10 +35,10 @@ def colorize(mask: npt.NDArray[Any], palette: Palette, ignore_index: int | None 
     """
     _check_mask(mask)
     ignored = np.zeros(mask.shape, bool) if ignore_index is None else mask == ignore_index
-    wrong = ~ignored & ((mask < 0) | (mask >= len(palette)))
-    if wrong.any():
+    invalid = ~ignored & ((mask < 0) | (mask >= len(palette)))
+    if invalid.any():
         raise DataError(
-            f"the mask contains the class ids {np.unique(mask[wrong])[:5].tolist()}, but the palette only has "
+            f"the mask contains the class ids {np.unique(mask[invalid])[:5].tolist()}, but the palette has only "
             f"{len(palette)} colors; set ignore_index, or check the number of classes"
         )
     colors = np.array([*palette, [0, 0, 0]], dtype=np.uint8)
@@ -96,8 +96,8 @@ def contact_sheet(
         from PIL import Image, ImageDraw
 
     _check_rows(rows, titles, captions)
-    cells = [[_fitted(Image.fromarray(picture)) for picture in row] for row in rows]
-    width = 2 * _MARGIN + len(titles) * _CELL + (len(titles) - 1) * _GAP
+    cells = [[_resize(Image.fromarray(picture)) for picture in row] for row in rows]
+    width = 2 * _MARGIN + len(titles) * _CELL_WIDTH + (len(titles) - 1) * _GAP
     caption_height = _TEXT_SIZE + 8 if captions else 0
     heights = [max(cell.height for cell in row) + caption_height + _GAP for row in cells]
     entries, legend_height = _legend_layout(legend, width)
@@ -121,16 +121,16 @@ def _lines(caption: str | Sequence[str]) -> Sequence[str]:
 
 
 def _left(column: int) -> int:
-    return _MARGIN + column * (_CELL + _GAP)
+    return _MARGIN + column * (_CELL_WIDTH + _GAP)
 
 
-def _fitted(picture: Image.Image) -> Image.Image:
+def _resize(picture: Image.Image) -> Image.Image:
     from PIL import Image
 
-    height = max(1, round(picture.height * _CELL / picture.width))
+    height = max(1, round(picture.height * _CELL_WIDTH / picture.width))
     # NEAREST keeps class boundaries sharp when enlarging.
-    how = Image.Resampling.NEAREST if picture.width < _CELL else Image.Resampling.BOX
-    return picture.resize((_CELL, height), how)
+    resample = Image.Resampling.NEAREST if picture.width < _CELL_WIDTH else Image.Resampling.BOX
+    return picture.resize((_CELL_WIDTH, height), resample)
 
 
 def _font(size: int) -> Any:
@@ -167,8 +167,8 @@ def _draw_legend(draw: ImageDraw.ImageDraw, entries: list[_Entry], top: int) -> 
 
 def _check_mask(mask: Any) -> None:
     if not (isinstance(mask, np.ndarray) and mask.ndim == 2 and np.issubdtype(mask.dtype, np.integer)):
-        what = f"{mask.dtype} {tuple(mask.shape)}" if hasattr(mask, "dtype") else type(mask).__name__
-        raise DataError(f"a mask must be an integer NumPy array (H, W), not {what}")
+        actual = f"{mask.dtype} {tuple(mask.shape)}" if hasattr(mask, "dtype") else type(mask).__name__
+        raise DataError(f"a mask must be an integer NumPy array (H, W), not {actual}")
 
 
 def _check_rows(

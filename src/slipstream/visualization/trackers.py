@@ -144,8 +144,10 @@ class MLflowVisBackend(BaseVisBackend):
     @cached_property
     def run_id(self) -> str:
         """The id of the run; the first access creates the run."""
-        found = self.experiment.get_experiment_by_name(self.exp_name)
-        experiment_id = found.experiment_id if found else self.experiment.create_experiment(self.exp_name)
+        experiment = self.experiment.get_experiment_by_name(self.exp_name)
+        experiment_id = (
+            experiment.experiment_id if experiment else self.experiment.create_experiment(self.exp_name)
+        )
         run = self.experiment.create_run(experiment_id, run_name=self.run_name, tags=self.tags)
         run_id = str(run.info.run_id)
         self._log_params(run_id, flatten(self.params))

@@ -69,9 +69,9 @@ def check_image(name: str, image: Any) -> npt.NDArray[np.uint8]:
     """
     if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3:
         return image
-    what = f"{image.dtype} {tuple(image.shape)}" if hasattr(image, "dtype") else type(image).__name__
+    actual = f"{image.dtype} {tuple(image.shape)}" if hasattr(image, "dtype") else type(image).__name__
     raise DataError(
-        f"the image '{name}' must be a uint8 NumPy array of shape (H, W, 3) in RGB order, not {what}"
+        f"the image '{name}' must be a uint8 NumPy array of shape (H, W, 3) in RGB order, not {actual}"
     )
 
 
