@@ -315,11 +315,11 @@ def _heat(values: torch.Tensor, image: Image | None, alpha: float) -> Image:
 
 def _usable_backends(backends: Any, save_dir: str | None) -> list[Any]:
     """Return the backends. If `save_dir` is None, omit configurations without a `save_dir`, and issue a warning."""
-    backends = list(backends) if isinstance(backends, list | tuple) else [backends]
+    specs = list(backends) if isinstance(backends, list | tuple) else [backends]
     if save_dir is not None:
-        return backends
-    usable = [b for b in backends if not isinstance(b, Mapping) or b.get("save_dir") is not None]
-    if omitted := [str(b.get("type")) for b in backends if isinstance(b, Mapping) and b not in usable]:
+        return specs
+    usable = [b for b in specs if not isinstance(b, Mapping) or b.get("save_dir") is not None]
+    if omitted := [str(b.get("type")) for b in specs if isinstance(b, Mapping) and b not in usable]:
         warnings.warn(
             f"the visualizer has no save_dir, so these backends are not used: {', '.join(omitted)}; set save_dir",
             stacklevel=4,
