@@ -1,10 +1,10 @@
 # make train: set up .venv and train a network; make test: run the short tests; make matrix: run the long tests (every
-# option with every other option, real launchers); make exhaustive: run the tests of both with more parameter values,
-# such as each pair of options separately, which takes longer than both together and is not part of .ci/run; make npu:
-# test on a simulated accelerator; make gpu: test and measure on the accelerator of this machine; make openmmlab:
-# install OpenMMLab's libraries in .venv-openmmlab, which compiles mmcv and takes up to an hour, and train with them;
-# make versions: run the short tests with several versions of Python and torch, which takes hours; make docs: build
-# the site in site/. No target requires root.
+# option with every other option, real launchers); make exhaustive: run these tests with more parameter values, such as
+# each pair of options separately, which takes longer than make test and make matrix together and is not part of
+# .ci/run; make npu: test on a simulated accelerator; make gpu: test and measure on the accelerator of this machine;
+# make openmmlab: install OpenMMLab's libraries in .venv-openmmlab, which compiles mmcv and takes up to an hour, and
+# train with them; make versions: run the short tests with several versions of Python and torch, which takes hours; make
+# docs: build the site in site/. No target requires root.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -45,7 +45,7 @@ openmmlab: .venv-openmmlab/.installed
 		onedl-mmsegmentation==1.4.2 onedl-mmdetection==3.5.1
 	touch $@
 
-# Try thousands of random faults and invalid inputs, which takes hours. COUNT and SEED change their number and choice.
+# Try thousands of random faults and invalid inputs, which takes hours. COUNT sets their number, and SEED selects them.
 COUNT ?= 2000
 SEED ?= 0
 faults: $(VENV)/.installed-dev
@@ -75,7 +75,7 @@ versions: $(BIN)/python
 docs: $(VENV)/.installed-dev
 	$(BIN)/mkdocs build --strict
 
-# Without the cache, because ruff does not check a file again when a new folder changes one of its imports to first-party.
+# --no-cache: with its cache, ruff does not check a file again when a new folder changes one of its imports to first-party.
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check --no-cache .

@@ -1,11 +1,12 @@
-"""Run the default tests with several versions of Python, torch and the dependencies, and write docs/versions.md.
+"""Run the short tests with several versions of Python, torch and the dependencies, and write docs/versions.md.
 
     make versions
     make versions PAIRS="python3.12:2.12.0 python3.13:newest python3.11:2.13.0:lowest"
 
-A pair consists of an interpreter, a version of torch (or `newest`), and optionally `lowest` for the lowest declared
-dependencies. Each pair is tested in a temporary virtual environment. pip's environment variables can select an index of
-CPU builds of torch. If a pair cannot be installed, its row contains the reason. The exit code is 1 only if tests fail.
+A pair consists of an interpreter and a version of torch (or `newest`). Append `:lowest` to install the lowest declared
+version of every other dependency. Each pair is tested in a temporary virtual environment. pip's environment variables
+can select an index of CPU builds of torch. If a pair cannot be installed, its row contains the reason. The exit code is
+1 only if tests fail.
 """
 
 from __future__ import annotations
@@ -57,26 +58,26 @@ class Row:
     remark: str = ""
 
 
-def declared(project: Mapping[str, Any], extras: tuple[str, ...] = EXTRAS) -> Iterator[str]:
+def declared_requirements(project: Mapping[str, Any], extras: tuple[str, ...] = EXTRAS) -> Iterator[str]:
     """Yield the requirements of a `[project]` table except torch, and those of its extras."""
     yield from (each for each in project["dependencies"] if not each.startswith("torch>"))
     for extra in extras:
         for each in project["optional-dependencies"][extra]:
             if inner := re.fullmatch(rf"{project['name']}\[(.+)\]", each):
-                yield from declared({**project, "dependencies": []}, tuple(inner[1].split(",")))
+                yield from declared_requirements({**project, "dependencies": []}, tuple(inner[1].split(",")))
             else:
                 yield each
 
 
 def requirements(project: Mapping[str, Any], pair: Pair) -> list[str]:
     """Return the requirements that pip installs for a pair, except the package itself."""
-    found = list(declared(project))
+    declared = list(declared_requirements(project))
     if pair.dependencies == "lowest":
-        found = [each.replace(">=", "==") for each in found]
-    return ["torch" if pair.torch == "newest" else f"torch=={pair.torch}", *found, *TOOLS]
+        declared = [each.replace(">=", "==") for each in declared]
+    return ["torch" if pair.torch == "newest" else f"torch=={pair.torch}", *declared, *TOOLS]
 
 
-def counts(report: str) -> tuple[int, int, int, str]:
+def count_outcomes(report: str) -> tuple[int, int, int, str]:
     """Return the numbers of passed, failed and skipped tests in a JUnit report, and the first three failed tests."""
     cases = list(ElementTree.fromstring(report).iter("testcase"))
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
@@ -94,7 +95,7 @@ def render(page: str, rows: list[Row]) -> str:
     return f"{before}{START}\n{table}\n{END}{rest.split(END)[1]}"
 
 
-def measure(pair: Pair) -> Row:
+def run_tests(pair: Pair) -> Row:
     """Install a pair, run the tests, and return its row."""
     today = date.today().isoformat()
     row = Row(pair.python, pair.torch, pair.dependencies, date=today)
@@ -103,15 +104,15 @@ def measure(pair: Pair) -> Row:
         if reason := _install(pair, python):
             return replace(row, remark=f"not installed: {reason}")
         command = "import platform, torch; print(platform.python_version(), torch.__version__)"
-        found = subprocess.run(
+        versions = subprocess.run(
             [python, "-c", command], capture_output=True, text=True, check=True
         ).stdout.split()
-        row = replace(row, python=found[0], torch=found[1])
+        row = replace(row, python=versions[0], torch=versions[1])
         options = ["-n", "2", "--dist", "loadscope", "-rs", "-m", MARKERS, f"--junitxml={report}"]
-        ended = subprocess.run([python, "-m", "pytest", *options], cwd=ROOT).returncode
+        exit_code = subprocess.run([python, "-m", "pytest", *options], cwd=ROOT).returncode
         if not report.exists():
-            return replace(row, failed=1, remark=f"pytest ended with exit code {ended}, without a report")
-        passed, failed, skipped, remark = counts(report.read_text())
+            return replace(row, failed=1, remark=f"pytest exited with code {exit_code} and wrote no report")
+        passed, failed, skipped, remark = count_outcomes(report.read_text())
     return replace(row, passed=passed, failed=failed, skipped=skipped, remark=remark)
 
 
@@ -126,9 +127,9 @@ def _install(pair: Pair, python: Path) -> str | None:
         [*pip, *requirements(project, pair)],
         [*pip, "--no-deps", "--editable", ROOT],
     ):
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            lines = done.stderr.splitlines() or [f"exit code {done.returncode}"]
+        process = subprocess.run(command, capture_output=True, text=True)
+        if process.returncode:
+            lines = process.stderr.splitlines() or [f"exit code {process.returncode}"]
             errors = [line for line in lines if line.startswith("ERROR: ")]
             reason = errors[-1].removeprefix("ERROR: ") if errors else lines[0]
             return re.sub(r"\S*://\S*", "(address)", reason)
@@ -136,8 +137,8 @@ def _install(pair: Pair, python: Path) -> str | None:
 
 
 def main(pairs: list[str]) -> int:
-    """Measure the pairs, write the page, and return the exit code."""
-    rows = [measure(Pair(*pair.split(":"))) for pair in pairs or PAIRS.split()]
+    """Test the pairs, write the page, and return the exit code."""
+    rows = [run_tests(Pair(*pair.split(":"))) for pair in pairs or PAIRS.split()]
     PAGE.write_text(render(PAGE.read_text(), rows))
     print(*rows, sep="\n")
     return int(any(row.failed not in ("-", 0) for row in rows))

@@ -27,12 +27,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from networks import RECIPES, Case
-from report import circumstances, table, write_result
+from report import environment_info, table, write_result
 from slipstream.speed.accelerate import TrainStep, accelerate
 
 SLICE, PAIRS = 2.0, 8
 """Duration of each pause and of each interval between pauses, in seconds, and the number of repetitions."""
-AFTER = 200
+GRAPH_BATCHES = 200
 """Number of batches to time with the compiled graph."""
 
 
@@ -49,7 +49,7 @@ CASES = {
 }
 
 
-def step_of(case: Case, wait: bool) -> TrainStep:
+def make_step(case: Case, wait: bool) -> TrainStep:
     net = case.build()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
     return accelerate(net, optimizer, case.loss, speed={"compile": {"scope": "step", "wait": wait}})
@@ -64,22 +64,22 @@ def train_for(seconds: float, step: TrainStep, batches: list[Any]) -> list[float
     """Train for `seconds`, and return the duration of each step in seconds."""
     times, end = [], perf_counter() + seconds
     while perf_counter() < end:
-        times.append(timed(step, batches[len(times) % len(batches)]))
+        times.append(step_seconds(step, batches[len(times) % len(batches)]))
     return times
 
 
-def timed(step: TrainStep, batch: Any) -> float:
+def step_seconds(step: TrainStep, batch: Any) -> float:
     start = perf_counter()
     step(batch)
     return perf_counter() - start
 
 
-def in_background(case: Case, limit: float) -> dict[str, Any]:
+def measure_background(case: Case, limit: float) -> dict[str, Any]:
     """Train with background compilation, and return the measurements."""
-    step, batches = step_of(case, wait=False), case.batches(8)
-    begun = perf_counter()
-    first = timed(step, batches[0])
-    timed(step, batches[1])
+    step, batches = make_step(case, wait=False), case.batches(8)
+    start = perf_counter()
+    first = step_seconds(step, batches[0])
+    step_seconds(step, batches[1])
     compiler = step._step.background
     paused: list[float] = []
     running: list[float] = []
@@ -87,17 +87,17 @@ def in_background(case: Case, limit: float) -> dict[str, Any]:
     for _ in range(PAIRS):
         if compiler.started and not has_switched(step):
             os.killpg(pid, signal.SIGSTOP)
-            without = train_for(SLICE, step, batches)
+            paused_times = train_for(SLICE, step, batches)
             os.killpg(pid, signal.SIGCONT)
-            beside = train_for(SLICE, step, batches)
+            running_times = train_for(SLICE, step, batches)
             if not has_switched(step):
-                ratios.append(statistics.mean(beside) / statistics.mean(without))
-                paused += without
-                running += beside
+                ratios.append(statistics.mean(running_times) / statistics.mean(paused_times))
+                paused += paused_times
+                running += running_times
     times: list[float] = []
-    while not has_switched(step) and perf_counter() - begun < limit:
-        times.append(timed(step, batches[len(times) % len(batches)]))
-    found = {
+    while not has_switched(step) and perf_counter() - start < limit:
+        times.append(step_seconds(step, batches[len(times) % len(batches)]))
+    measurements = {
         "seconds of the first batch": first,
         "ms, compilation paused": 1e3 * statistics.median(paused),
         "ms, compilation running": 1e3 * statistics.median(running),
@@ -105,30 +105,30 @@ def in_background(case: Case, limit: float) -> dict[str, Any]:
         "all ratios": ratios,
     }
     if not has_switched(step):
-        return {**found, "seconds of compilation": None}
-    after = [timed(step, batches[i % len(batches)]) for i in range(AFTER)]
+        return {**measurements, "seconds of compilation": None}
+    after = [step_seconds(step, batches[i % len(batches)]) for i in range(GRAPH_BATCHES)]
     return {
-        **found,
+        **measurements,
         "seconds of compilation": compiler.seconds - SLICE * len(ratios),
         "seconds of the batch that switches to the graph": max(times),
         "ms, one graph": 1e3 * statistics.median(after),
     }
 
 
-def waiting(case: Case) -> dict[str, Any]:
+def measure_waiting(case: Case) -> dict[str, Any]:
     """Train with `wait=True`, which compiles before the second batch, and return the measurements."""
-    step, batches = step_of(case, wait=True), case.batches(8)
-    begun = perf_counter()
-    for number in range(8):
-        timed(step, batches[number])
-    after = [timed(step, batches[i % len(batches)]) for i in range(AFTER)]
+    step, batches = make_step(case, wait=True), case.batches(8)
+    start = perf_counter()
+    for index in range(8):
+        step_seconds(step, batches[index])
+    after = [step_seconds(step, batches[i % len(batches)]) for i in range(GRAPH_BATCHES)]
     return {
-        "seconds to batch 8": perf_counter() - begun - sum(after),
+        "seconds to batch 8": perf_counter() - start - sum(after),
         "ms, one graph": 1e3 * statistics.median(after),
     }
 
 
-def fresh(name: str, threads: int, limit: float, wait: bool) -> dict[str, Any]:
+def measure_in_process(name: str, threads: int, limit: float, wait: bool) -> dict[str, Any]:
     """Measure in a separate process with an empty cache, and return the measurements."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "SLIPSTREAM_CACHE": folder, "OMP_NUM_THREADS": str(threads)}
@@ -142,24 +142,24 @@ def fresh(name: str, threads: int, limit: float, wait: bool) -> dict[str, Any]:
             str(limit),
             *(["--wait"] if wait else []),
         ]
-        done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
+        process = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+        measurements: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+        return measurements
 
 
-def row(name: str, threads: int, found: dict[str, Any], waited: dict[str, Any] | None) -> list[str]:
-    def shown(key: str, digits: int = 1, of: dict[str, Any] | None = None) -> str:
-        value = (found if of is None else of).get(key)
+def row(name: str, threads: int, background: dict[str, Any], waiting: dict[str, Any] | None) -> list[str]:
+    def cell(key: str, digits: int = 1, values: dict[str, Any] = background) -> str:
+        value = values.get(key)
         return "-" if value is None else f"{value:.{digits}f}"
 
     return [
         f"{name}, {threads} thread{'s' * (threads > 1)}",
-        shown("ms, compilation paused", 2),
-        shown("running over paused", 2),
-        shown("seconds of compilation", 0),
-        shown("seconds of the batch that switches to the graph"),
-        shown("ms, one graph", 2),
-        shown("seconds to batch 8", 0, waited or {}),
+        cell("ms, compilation paused", 2),
+        cell("running over paused", 2),
+        cell("seconds of compilation", 0),
+        cell("seconds of the batch that switches to the graph"),
+        cell("ms, one graph", 2),
+        cell("seconds to batch 8", 0, waiting or {}),
     ]
 
 
@@ -174,17 +174,21 @@ def main() -> None:
     args = parser.parse_args()
     if args.case:
         case = CASES[args.case]
-        print(json.dumps(waiting(case) if args.wait else in_background(case, args.limit)))
+        print(json.dumps(measure_waiting(case) if args.wait else measure_background(case, args.limit)))
         return
-    facts, cores = circumstances(["slipstream"]), os.cpu_count() or 1
+    info, cores = environment_info(["slipstream"]), os.cpu_count() or 1
     measured: dict[str, Any] = {}
     rows = []
     for name in CASES:
         for threads in sorted({max(1, cores - 1), cores}):
-            found = fresh(name, threads, args.limit, wait=False)
-            waited = fresh(name, threads, args.limit, wait=True) if found["seconds of compilation"] else None
-            measured[f"{name}, {threads} threads"] = {"background": found, "wait": waited}
-            rows.append(row(name, threads, found, waited))
+            background = measure_in_process(name, threads, args.limit, wait=False)
+            waiting = (
+                measure_in_process(name, threads, args.limit, wait=True)
+                if background["seconds of compilation"]
+                else None
+            )
+            measured[f"{name}, {threads} threads"] = {"background": background, "wait": waiting}
+            rows.append(row(name, threads, background, waiting))
     header = [
         "network",
         "eager, ms per batch",
@@ -201,7 +205,7 @@ def main() -> None:
     )
     print(text)
     if args.out:
-        write_result(args.out, "Compilation in the background", facts, text, {"measured": measured})
+        write_result(args.out, "Compilation in the background", info, text, {"measured": measured})
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from report import circumstances, table, write_result
+from report import environment_info, table, write_result
 from slipstream.checkpoint import BackgroundWriter, load_checkpoint, write_checkpoint
 
 LAYERS, WIDTH = 24, 2048
@@ -45,7 +45,7 @@ def model_and_state(sharded: bool) -> tuple[nn.Module, dict[str, Any]]:
     return model, {"meta": {"iter": 1}, "state_dict": weights, "momentum": momentum}
 
 
-def timed(action: Callable[[], Any]) -> float:
+def seconds_of(action: Callable[[], Any]) -> float:
     start = perf_counter()
     action()
     return perf_counter() - start
@@ -56,12 +56,12 @@ def save_times(folder: Path, rounds: int, sharded: bool) -> dict[str, list[float
     _, state = model_and_state(sharded)
     writer = BackgroundWriter()
     times: dict[str, list[float]] = {"synchronous": [], "stall": [], "background": []}
-    for number in range(-1, rounds):  # the first round allocates buffers and is not counted
-        path = folder / f"{number}.pth"
-        synchronous = timed(lambda path=path: write_checkpoint(state, path, print))
-        stall = timed(lambda path=path: writer.write(state, path, print, lambda _: None))
-        background = timed(writer.wait)
-        if number >= 0:
+    for index in range(-1, rounds):  # the first round allocates buffers and is not counted
+        path = folder / f"{index}.pth"
+        synchronous = seconds_of(lambda path=path: write_checkpoint(state, path, print))
+        stall = seconds_of(lambda path=path: writer.write(state, path, print, lambda _: None))
+        background = seconds_of(writer.wait)
+        if index >= 0:
             for name, seconds in zip(times, (synchronous, stall, background), strict=True):
                 times[name].append(seconds)
     writer.close()
@@ -74,12 +74,12 @@ def load_times(folder: Path, rounds: int) -> dict[str, list[float]]:
     write_checkpoint(model_and_state(sharded=False)[1], path, print)
     times: dict[str, list[float]] = {"torch.load": [], "verified": []}
     for _ in range(rounds):
-        times["torch.load"].append(timed(lambda: torch.load(path, weights_only=True)))
-        times["verified"].append(timed(lambda: load_checkpoint(path)))
+        times["torch.load"].append(seconds_of(lambda: torch.load(path, weights_only=True)))
+        times["verified"].append(seconds_of(lambda: load_checkpoint(path)))
     return times
 
 
-def rank(index: int, port: int, folder: str, rounds: int, results: Any) -> None:
+def measure_rank(index: int, port: int, folder: str, rounds: int, results: Any) -> None:
     """Measure saving a model that is sharded across two gloo processes."""
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(index)}
@@ -92,12 +92,12 @@ def rank(index: int, port: int, folder: str, rounds: int, results: Any) -> None:
 
 
 def sharded_save_times(folder: Path, rounds: int) -> dict[str, list[float]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
     with mp.Manager() as manager:
         results = manager.dict()
-        mp.spawn(rank, (port, str(folder), rounds, results), nprocs=2)
+        mp.spawn(measure_rank, (port, str(folder), rounds, results), nprocs=2)
         return dict(results)
 
 
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="number of measurements")
     parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     args = parser.parse_args()
-    facts = circumstances(["isal"])
+    info = environment_info(["isal"])
     with tempfile.TemporaryDirectory() as folder:
         saves = {
             "one process": save_times(Path(folder), args.rounds, sharded=False),
@@ -115,9 +115,9 @@ def main() -> None:
         loads = load_times(Path(folder), args.rounds)
     rows = []
     for name, times in saves.items():
-        whole, stall, rest = (median(seconds) for seconds in times.values())
+        synchronous, stall, background = (median(seconds) for seconds in times.values())
         ratio = median(s / w for s, w in zip(times["stall"], times["synchronous"], strict=True))
-        rows.append([name, f"{whole:.2f}", f"{stall:.3f}", f"{ratio:.1%}", f"{rest:.2f}"])
+        rows.append([name, f"{synchronous:.2f}", f"{stall:.3f}", f"{ratio:.1%}", f"{background:.2f}"])
     text = table(
         ["saving", "synchronous (s)", "training waits (s)", "ratio", "writing in the background (s)"], rows
     )
@@ -128,7 +128,7 @@ def main() -> None:
     print(text)
     if args.out:
         title = "Saving and loading a checkpoint of 100 million parameters with momentum (806 MB)"
-        write_result(args.out, title, facts, text, {"save": saves, "load": loads})
+        write_result(args.out, title, info, text, {"save": saves, "load": loads})
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from report import circumstances, table, write_result
+from report import environment_info, table, write_result
 from slipstream.speed.compile import CompileOptions, compile_model
 from slipstream.speed.compile_cache import use_cache
 from slipstream.speed.compile_report import CompileReport
@@ -61,25 +61,25 @@ class Block(nn.Module):
         return F.relu(x + self.body(x))
 
 
-def start(depth: int, how: CompileOptions | None) -> dict[str, Any]:
+def start(depth: int, options: CompileOptions | None) -> dict[str, Any]:
     """Return the seconds until the first step and validation have finished, the loss, and inductor's cache hits."""
     torch.manual_seed(0)
     net, inputs, targets = ConvNet(depth), torch.randn(4, 3, 64, 64), torch.arange(4)
     report = CompileReport()
-    began = perf_counter()
-    if how is not None:
-        use_cache(net, how, "benchmark", sys.exit)
-        compile_model(net, how, sys.exit)
+    start_time = perf_counter()
+    if options is not None:
+        use_cache(net, options, "benchmark", sys.exit)
+        compile_model(net, options, sys.exit)
         report.start()
     loss = F.cross_entropy(net(inputs), targets)
     loss.backward()  # type: ignore[no-untyped-call]
     net.eval()
     with torch.no_grad():
         net(inputs)
-    seconds = perf_counter() - began
-    facts = None if how is None else report.finish()
-    found = "-" if facts is None else f"{facts.cache_hits} of {facts.cache_hits + facts.cache_misses}"
-    return {"seconds": seconds, "loss": float(loss), "found": found}
+    seconds = perf_counter() - start_time
+    summary = None if options is None else report.finish()
+    hits = "-" if summary is None else f"{summary.cache_hits} of {summary.cache_hits + summary.cache_misses}"
+    return {"seconds": seconds, "loss": float(loss), "found": hits}
 
 
 def measure(depth: int, scope: str, rounds: int, threads: int) -> dict[str, list[dict[str, Any]]]:
@@ -91,8 +91,8 @@ def measure(depth: int, scope: str, rounds: int, threads: int) -> dict[str, list
             environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
             for name, results in measured.items():
                 command = [sys.executable, __file__, "--depth", str(depth), "--start", name, "--scope", scope]
-                done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-                results.append(json.loads(done.stdout.splitlines()[-1]))
+                process = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+                results.append(json.loads(process.stdout.splitlines()[-1]))
     return measured
 
 
@@ -119,11 +119,11 @@ def main() -> None:
     parser.add_argument("--scope", choices=SCOPES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.start:
-        how = STARTS[args.start]
-        print(json.dumps(start(args.depth, how and replace(how, scope=args.scope))))
+        options = STARTS[args.start]
+        print(json.dumps(start(args.depth, options and replace(options, scope=args.scope))))
         return
     torch.set_num_threads(args.threads)
-    facts = {**circumstances(["slipstream"]), "depth": args.depth, "n (rounds)": args.rounds}
+    info = {**environment_info(["slipstream"]), "depth": args.depth, "n (rounds)": args.rounds}
     measured = {scope: measure(args.depth, scope, args.rounds, args.threads) for scope in SCOPES}
     header = [
         "start of a fresh process",
@@ -139,9 +139,7 @@ def main() -> None:
     )
     print(text)
     if args.out:
-        write_result(
-            args.out, "First and second start of a compiled model", facts, text, {"starts": measured}
-        )
+        write_result(args.out, "First and second start of a compiled model", info, text, {"starts": measured})
 
 
 if __name__ == "__main__":

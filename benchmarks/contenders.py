@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 
-from slipstream.compare import CONTENDERS as EVERY
+from slipstream.compare import CONTENDERS as ALL_CONTENDERS
 from slipstream.compare import Work
 from slipstream.compare.contenders import compiled_loop, hand_written, with_slipstream
 
 CONTENDERS: dict[str, tuple[str, Callable[[Work], float]]] = {
-    name: (EVERY[key].package, EVERY[key].train)
+    name: (ALL_CONTENDERS[key].package, ALL_CONTENDERS[key].train)
     for name, key in {
         "loop": "loop",
         "Accelerate": "accelerate",
@@ -32,12 +32,12 @@ COMPILED: dict[str, Callable[[Work], float]] = {
 }
 
 
-def installed() -> dict[str, Callable[[Work], float]]:
+def installed_contenders() -> dict[str, Callable[[Work], float]]:
     """Return the contenders whose packages are installed, and print which ones are skipped."""
-    found = {}
+    available = {}
     for name, (package, contender) in CONTENDERS.items():
         if find_spec(package) is None:
             print(f"skipping {name}: {package} is not installed (pip install -e '.[bench]')")
         else:
-            found[name] = contender
-    return found
+            available[name] = contender
+    return available

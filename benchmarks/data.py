@@ -41,20 +41,20 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 from torch.utils.data import default_collate
 
-from report import circumstances, table, write_result
+from report import environment_info, table, write_result
 from slipstream.apps.street_scenes.folder import write_street_folder
 from slipstream.dataset import SampleIndex
 from slipstream.dataset.sources import decode
 from slipstream.dataset.sources.cityscapes import CityscapesDataset
 from slipstream.dataset.transforms.device_transforms import apply_device_transforms
 
-CROP, SCALES, JITTER, IGNORED, BATCH = 768, (0.25, 1.75), 0.5, 19, 8
+CROP, SCALES, JITTER, IGNORE_INDEX, BATCH = 768, (0.25, 1.75), 0.5, 19, 8
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 TRANSFORMS = [
     {"type": "SegColorJitter", "brightness": JITTER, "contrast": JITTER, "saturation": JITTER},
     {"type": "SegRandomFlip", "prob": 0.5},
     {"type": "SegRandomRescale", "scales": list(SCALES)},
-    {"type": "SegPadShortToCropSize", "crop_size": [CROP, CROP], "fill_mask": IGNORED},
+    {"type": "SegPadShortToCropSize", "crop_size": [CROP, CROP], "fill_mask": IGNORE_INDEX},
     {"type": "SegCropImageAndMask", "crop_size": [CROP, CROP], "mode": "random"},
     {"type": "SegStandardize", "max_value": 255},
     {"type": "SegNormalize", "mean": MEAN, "std": STD},
@@ -66,7 +66,7 @@ Pipeline = Callable[[int, int], Any]
 
 def pil(root: Path) -> Pipeline:
     """Return a pipeline that applies one transform after the other with Pillow."""
-    data = CityscapesDataset(root, split="train", ignore_label=IGNORED)
+    data = CityscapesDataset(root, split="train", ignore_label=IGNORE_INDEX)
     table = label_table()
 
     def get(index: int, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,7 +85,7 @@ def pil(root: Path) -> Pipeline:
         right, down = max(0, CROP - size[0]), max(0, CROP - size[1])
         if right or down:
             border = ((right + 1) // 2, (down + 1) // 2, right // 2, down // 2)
-            image, mask = ImageOps.expand(image, border, 0), ImageOps.expand(mask, border, IGNORED)
+            image, mask = ImageOps.expand(image, border, 0), ImageOps.expand(mask, border, IGNORE_INDEX)
         left = int(rng.integers(image.width - CROP + 1))
         top = int(rng.integers(image.height - CROP + 1))
         box = (left, top, left + CROP, top + CROP)
@@ -103,15 +103,17 @@ def albumentations(root: Path) -> Pipeline:
     from albumentations.pytorch import ToTensorV2
 
     cv2.setNumThreads(0)
-    data = CityscapesDataset(root, split="train", ignore_label=IGNORED)
+    data = CityscapesDataset(root, split="train", ignore_label=IGNORE_INDEX)
     table = label_table()
-    around = (1 - JITTER, 1 + JITTER)
+    jitter_range = (1 - JITTER, 1 + JITTER)
     compose = A.Compose(
         [
-            A.ColorJitter(brightness=around, contrast=around, saturation=around, hue=(0, 0), p=1),
+            A.ColorJitter(
+                brightness=jitter_range, contrast=jitter_range, saturation=jitter_range, hue=(0, 0), p=1
+            ),
             A.HorizontalFlip(p=0.5),
             A.RandomScale((SCALES[0] - 1, SCALES[1] - 1), interpolation=cv2.INTER_LINEAR, p=1),
-            A.PadIfNeeded(CROP, CROP, border_mode=cv2.BORDER_CONSTANT, fill=0, fill_mask=IGNORED),
+            A.PadIfNeeded(CROP, CROP, border_mode=cv2.BORDER_CONSTANT, fill=0, fill_mask=IGNORE_INDEX),
             A.RandomCrop(CROP, CROP),
             A.Normalize(MEAN, STD),
             ToTensorV2(),
@@ -130,24 +132,26 @@ def albumentations(root: Path) -> Pipeline:
 
 def slipstream(root: Path, cache: Path | None = None) -> Pipeline:
     """Return the part of Slipstream's pipeline that runs in a data loader worker."""
-    data = CityscapesDataset(root, split="train", ignore_label=IGNORED, transforms=TRANSFORMS, cache=cache)
+    data = CityscapesDataset(
+        root, split="train", ignore_label=IGNORE_INDEX, transforms=TRANSFORMS, cache=cache
+    )
     return lambda index, epoch: data[SampleIndex(index, seed=0, epoch=epoch)]
 
 
-def by_pillow(root: Path) -> Pipeline:
+def slipstream_with_pillow(root: Path) -> Pipeline:
     """Return the part of Slipstream's pipeline that runs in a worker, with Pillow as the decoder."""
     decode._formats = lambda: None
     return slipstream(root)
 
 
-def by_pywuffs(root: Path) -> Pipeline:
+def slipstream_with_pywuffs(root: Path) -> Pipeline:
     """Return the part of Slipstream's pipeline that runs in a worker, with pywuffs as the PNG decoder."""
     import pywuffs  # noqa: F401  (skip this contender if it is not installed)
 
     return slipstream(root)
 
 
-def cached(root: Path) -> Pipeline:
+def slipstream_cached(root: Path) -> Pipeline:
     """Return the part of Slipstream's pipeline that runs in a worker, with a filled and verified cache."""
     get = slipstream(root, root / "cache")
     for index in [*range(image_count(root))] * 2:
@@ -158,11 +162,11 @@ def cached(root: Path) -> Pipeline:
 CONTENDERS: dict[str, Callable[[Path], Pipeline]] = {
     "PIL": pil,
     "albumentations": albumentations,
-    "slipstream, Pillow": by_pillow,
-    "slipstream, pywuffs": by_pywuffs,
-    "slipstream, cached": cached,
+    "slipstream, Pillow": slipstream_with_pillow,
+    "slipstream, pywuffs": slipstream_with_pywuffs,
+    "slipstream, cached": slipstream_cached,
 }
-WHOLE = ("PIL", "albumentations")
+WITHOUT_DEVICE_TRANSFORMS = ("PIL", "albumentations")
 """Contenders without device transforms."""
 
 
@@ -173,7 +177,7 @@ def image_count(root: Path) -> int:
 def label_table() -> np.ndarray[Any, Any]:
     """Return the train id of each Cityscapes label id."""
     names = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33)
-    table = np.full(256, IGNORED, np.uint8)
+    table = np.full(256, IGNORE_INDEX, np.uint8)
     table[list(names)] = np.arange(len(names))
     return table
 
@@ -185,18 +189,18 @@ def measure(name: str, root: Path, epoch: int, batches: int) -> dict[str, float]
     before, worker, rest = private_mb(), 0.0, 0.0
     for batch in range(batches + 1):
         if batch == 1:  # the first batch includes one-time initialization
-            worker, rest, began, used = 0.0, 0.0, perf_counter(), process_time()
+            worker, rest, wall_start, cpu_start = 0.0, 0.0, perf_counter(), process_time()
         start = process_time()
         samples = default_collate([get((batch * BATCH + i) % images, epoch) for i in range(BATCH)])
         middle = process_time()
-        if name not in WHOLE:
+        if name not in WITHOUT_DEVICE_TRANSFORMS:
             samples = apply_device_transforms(samples)
             samples["targets"] = samples["targets"].long()
         worker, rest = worker + middle - start, rest + process_time() - middle
     return {
         "worker": worker / (batches * BATCH),
         "all": (worker + rest) / (batches * BATCH),
-        "waited": 1 - (process_time() - used) / (perf_counter() - began),
+        "waited": 1 - (process_time() - cpu_start) / (perf_counter() - wall_start),
         "adds_mb": private_mb() - before,
         "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
@@ -204,13 +208,13 @@ def measure(name: str, root: Path, epoch: int, batches: int) -> dict[str, float]
 
 def private_mb() -> float:
     """Return the private memory of this process in MB."""
-    found = re.findall(r"Private_\w+:\s+(\d+)", Path("/proc/self/smaps_rollup").read_text(encoding="utf-8"))
-    return sum(map(int, found)) / 1024
+    sizes = re.findall(r"Private_\w+:\s+(\d+)", Path("/proc/self/smaps_rollup").read_text(encoding="utf-8"))
+    return sum(map(int, sizes)) / 1024
 
 
-def in_a_process(name: str, root: Path, epoch: int, batches: int) -> dict[str, float] | None:
+def measure_in_process(name: str, root: Path, epoch: int, batches: int) -> dict[str, float] | None:
     """Measure a contender in a fresh process with one thread. Return None if the contender is not installed."""
-    words = [
+    command = [
         sys.executable,
         __file__,
         "--measure",
@@ -223,20 +227,22 @@ def in_a_process(name: str, root: Path, epoch: int, batches: int) -> dict[str, f
         batches,
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "NO_ALBUMENTATIONS_UPDATE": "1"}
-    done = subprocess.run([str(w) for w in words], env=env, capture_output=True, text=True, check=False)
-    if "ModuleNotFoundError" in done.stderr:
+    process = subprocess.run(
+        [str(word) for word in command], env=env, capture_output=True, text=True, check=False
+    )
+    if "ModuleNotFoundError" in process.stderr:
         return None
-    if done.returncode:
-        raise RuntimeError(f"{name} failed:\n{done.stderr}")
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    if process.returncode:
+        raise RuntimeError(f"{name} failed:\n{process.stderr}")
+    result: dict[str, float] = json.loads(process.stdout.splitlines()[-1])
     return result
 
 
 def rounds(root: Path, count: int, batches: int) -> Iterator[dict[str, dict[str, float]]]:
     """Yield the measurements of each round, keyed by contender."""
     for epoch in range(1, count + 1):
-        found = {name: in_a_process(name, root, epoch, batches) for name in CONTENDERS}
-        yield {name: result for name, result in found.items() if result is not None}
+        measurements = {name: measure_in_process(name, root, epoch, batches) for name in CONTENDERS}
+        yield {name: result for name, result in measurements.items() if result is not None}
 
 
 def summary(results: list[dict[str, dict[str, float]]]) -> str:
@@ -244,13 +250,13 @@ def summary(results: list[dict[str, dict[str, float]]]) -> str:
     rows = []
     for name in results[0]:
         for part in ("worker", "all"):
-            if name in WHOLE and part == "worker":
+            if name in WITHOUT_DEVICE_TRANSFORMS and part == "worker":
                 continue
             speed = median(1 / r[name][part] for r in results)
             ratio = median(r["PIL"]["all"] / r[name][part] for r in results)
             memory = (f"{median(r[name][key] for r in results):.0f}" for key in ("adds_mb", "peak_mb"))
             waited = f"{median(r[name]['waited'] for r in results):.0%}"
-            label = name if name in WHOLE else f"{name}: {part}"
+            label = name if name in WITHOUT_DEVICE_TRANSFORMS else f"{name}: {part}"
             rows.append([label, f"{speed:.1f}", f"{ratio:.1f}", waited, *memory])
     return table(["", "images/s per core", "relative to PIL", "time waiting", "added MB", "peak MB"], rows)
 
@@ -273,7 +279,7 @@ def main() -> None:
     if args.measure:
         print(json.dumps(measure(args.measure, args.folder, args.epoch, args.batches)))
         return
-    facts = circumstances(["pillow", "pywuffs", "albumentations", "opencv-python-headless", "numpy"])
+    info = environment_info(["pillow", "pywuffs", "albumentations", "opencv-python-headless", "numpy"])
     height, width = map(int, args.size.split("x"))
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -285,7 +291,7 @@ def main() -> None:
         title = (
             f"Images per second on one core: pairs of {width} x {height} PNG files, cityscapes_pplite_seg75"
         )
-        write_result(args.out, title, facts, text, {"rounds": results})
+        write_result(args.out, title, info, text, {"rounds": results})
 
 
 if __name__ == "__main__":

@@ -61,29 +61,29 @@ def result(name: str) -> dict[str, Any]:
 
 def machine(name: str, threads: int | None = None) -> str:
     """Return the processor, number of threads and date of a result. `threads=0` omits the number of threads."""
-    facts = result(name)
-    threads = facts["threads"] if threads is None else threads
-    cpu = facts["cpu"].replace("(R)", "").removesuffix(" Processor")
-    used = f"{threads} thread{'s' * (threads > 1)}, " if threads else ""
-    return f"{cpu}, {facts['cores']} cores, {used}{facts['date'][:10]}"
+    info = result(name)
+    threads = info["threads"] if threads is None else threads
+    cpu = info["cpu"].replace("(R)", "").removesuffix(" Processor")
+    thread_count = f"{threads} thread{'s' * (threads > 1)}, " if threads else ""
+    return f"{cpu}, {info['cores']} cores, {thread_count}{info['date'][:10]}"
 
 
-def n_of(values: Sequence[Any]) -> str:
+def rounds_note(values: Sequence[Any]) -> str:
     return f"medians of {len(values)} interleaved rounds"
 
 
-def within_rounds(ours: Iterable[float], other: Iterable[float]) -> list[float]:
+def round_ratios(ours: Iterable[float], other: Iterable[float]) -> list[float]:
     """Return the ratio of the two times in each round."""
     return [a / b for a, b in zip(ours, other, strict=True)]
 
 
 def ratio(ours: Iterable[float], other: Iterable[float], digits: int = 2) -> str:
     """Return the median, minimum and maximum of the per-round ratios."""
-    found = within_rounds(ours, other)
-    return f"{median(found):.{digits}f} ({min(found):.{digits}f} to {max(found):.{digits}f})"
+    ratios = round_ratios(ours, other)
+    return f"{median(ratios):.{digits}f} ({min(ratios):.{digits}f} to {max(ratios):.{digits}f})"
 
 
-def added(ours: Iterable[float], other: Iterable[float]) -> float:
+def added_time(ours: Iterable[float], other: Iterable[float]) -> float:
     """Return the median of the per-round differences."""
     return median(a - b for a, b in zip(ours, other, strict=True))
 
@@ -94,13 +94,13 @@ def source(name: str, script: str = "") -> str:
     return f"[`{script or name}.py`](benchmarks/results/{name}.md), {machine(name, threads)}"
 
 
-def label_of(case: dict[str, Any]) -> str:
+def loader_label(case: dict[str, Any]) -> str:
     return LOADERS.get(case["loader"], case["loader"])
 
 
 def overhead_case(network: str, loader: str) -> dict[str, list[float]]:
     cases = result("overhead")["cases"]
-    return next(c["milliseconds"] for c in cases if (c["network"], label_of(c)) == (network, loader))
+    return next(c["milliseconds"] for c in cases if (c["network"], loader_label(c)) == (network, loader))
 
 
 def readme() -> str:
@@ -112,11 +112,11 @@ def readme() -> str:
     ):
         times = overhead_case(network, loader)
         loop = times["loop"]
-        of = {name: f"{added(values, loop):+.3f}" for name, values in times.items()}
-        others = ", ".join(f"{name} {of[name]}" for name in ("Accelerate", "MMEngine", "Lightning"))
+        differences = {name: f"{added_time(values, loop):+.3f}" for name, values in times.items()}
+        others = ", ".join(f"{name} {differences[name]}" for name in ("Accelerate", "MMEngine", "Lightning"))
         rows.append([f"time added to a training step, {NAMES[network]}, {loader}",
                      f"a hand-written loop ({median(loop):.3f} ms)",
-                     f"{of['Slipstream']} ms; {others}", source("overhead")])  # fmt: skip
+                     f"{differences['Slipstream']} ms; {others}", source("overhead")])  # fmt: skip
     graphs = [
         (
             "one_graph_tiny",
@@ -135,9 +135,11 @@ def readme() -> str:
                      source(name, "one_graph")])  # fmt: skip
     rounds = result("data")["rounds"]
     pillow = f"Pillow ({median(1 / r['PIL']['all'] for r in rounds):.1f} images/s)"
-    what = "images per second on one core, 2048x1024 PNG images and masks, decoded, augmented and normalized"
+    description = (
+        "images per second on one core, 2048x1024 PNG images and masks, decoded, augmented and normalized"
+    )
     for label, decoder in (
-        (what, "slipstream, pywuffs"),
+        (description, "slipstream, pywuffs"),
         ("the same, from the decode-once cache", "slipstream, cached"),
     ):
         speed = median(1 / r[decoder]["all"] for r in rounds)
@@ -160,22 +162,22 @@ def overhead() -> str:
         times = case["milliseconds"]
         cells = [f"{median(times['loop']):.3f}"]
         for name in ("Slipstream", "Accelerate", "MMEngine", "Lightning"):
-            cells.append(f"{median(times[name]):.3f} ({added(times[name], times['loop']):+.3f})")
-        rows.append([f"{NAMES[case['network']]}, {label_of(case)}", *cells])
-    facts = result("overhead")
+            cells.append(f"{median(times[name]):.3f} ({added_time(times[name], times['loop']):+.3f})")
+        rows.append([f"{NAMES[case['network']]}, {loader_label(case)}", *cells])
+    info = result("overhead")
     versions = [
-        f"{name} {facts[name.lower()].rpartition('.')[0]}" for name in ("Accelerate", "MMEngine", "Lightning")
+        f"{name} {info[name.lower()].rpartition('.')[0]}" for name in ("Accelerate", "MMEngine", "Lightning")
     ]
     header = ["milliseconds per step", "hand-written loop", "Slipstream", *versions]
-    n = f"{n_of(times['loop'])} of {facts['steps']:,} steps"
-    return f"{table(header, rows)}\n\n{machine('overhead')}; {n}; batch size {facts['batch size']}. {overhead_note()}"
+    n = f"{rounds_note(times['loop'])} of {info['steps']:,} steps"
+    return f"{table(header, rows)}\n\n{machine('overhead')}; {n}; batch size {info['batch size']}. {overhead_note()}"
 
 
 def memory() -> str:
-    facts = result("memory")
+    info = result("memory")
     return (
-        f"Over {facts['steps']:,} steps, resident memory grows by {facts['growth_bytes_per_step']:.1f} bytes per step "
-        f"({machine('memory')}, n = {facts['n (runs)']})."
+        f"Over {info['steps']:,} steps, resident memory grows by {info['growth_bytes_per_step']:.1f} bytes per step "
+        f"({machine('memory')}, n = {info['n (runs)']})."
     )
 
 
@@ -190,7 +192,7 @@ def one_graph_tiny() -> str:
         "the hand-written loop",
         "the loop with `torch.compile(model)`",
     ]
-    return f"{table(header, rows)}\n\n{machine('one_graph_tiny')}; {n_of(times[GRAPH])} (minimum to maximum)."
+    return f"{table(header, rows)}\n\n{machine('one_graph_tiny')}; {rounds_note(times[GRAPH])} (minimum to maximum)."
 
 
 def one_graph() -> str:
@@ -203,12 +205,12 @@ def one_graph() -> str:
             ]
         )
     header = ["time with one graph relative to:", "the hand-written loop", "the loop in channels_last"]
-    facts = result("one_graph")
-    crop = facts["crop of the recipes' networks"]
-    clock = {"cpu": "CPU time", "wall": "wall time"}[facts["clock"]]
+    info = result("one_graph")
+    crop = info["crop of the recipes' networks"]
+    clock = {"cpu": "CPU time", "wall": "wall time"}[info["clock"]]
     return (
-        f"{table(header, rows)}\n\n{clock}; crops of {crop}x{crop}; {machine('one_graph')}; {n_of(times[GRAPH])} "
-        "(minimum to maximum)."
+        f"{table(header, rows)}\n\n{clock}; crops of {crop}x{crop}; {machine('one_graph')}; "
+        f"{rounds_note(times[GRAPH])} (minimum to maximum)."
     )
 
 
@@ -219,7 +221,8 @@ def channels_last() -> str:
         [NAMES[name], ratio(times["loop, channels_last"], times["loop"])] for name, times in parts.items()
     ]
     header = ["step of a hand-written loop on a CPU", "time in channels_last relative to the default layout"]
-    return f"{table(header, rows)}\n\n{machine('one_graph')}; {n_of(parts['regseg48']['loop'])} (minimum to maximum)."
+    rounds = rounds_note(parts["regseg48"]["loop"])
+    return f"{table(header, rows)}\n\n{machine('one_graph')}; {rounds} (minimum to maximum)."
 
 
 def host_time() -> str:
@@ -236,7 +239,9 @@ def host_time() -> str:
         "one graph / loop",
         "one graph / `jax.jit`",
     ]
-    return f"{table(header, rows)}\n\n{machine('host_time')}; {n_of(wall[GRAPH])} (minimum to maximum)."
+    return (
+        f"{table(header, rows)}\n\n{machine('host_time')}; {rounds_note(wall[GRAPH])} (minimum to maximum)."
+    )
 
 
 def data() -> str:
@@ -249,7 +254,7 @@ def data() -> str:
             relative = median(r["PIL"]["all"] / r[name][part] for r in rounds)
             cells.append(f"{speed:.1f} ({relative:.1f}x)")
         rows.append([*cells, f"{median(r[name]['adds_mb'] for r in rounds):.0f} MB"])
-    facts = result("data")
+    info = result("data")
     header = [
         "images per second on one core",
         "worker only (color transforms and normalization run on the device)",
@@ -257,25 +262,25 @@ def data() -> str:
         "additional memory",
     ]
     versions = ", ".join(
-        f"{name} {facts[name]}" for name in ("pillow", "pywuffs", "albumentations", "opencv-python-headless")
+        f"{name} {info[name]}" for name in ("pillow", "pywuffs", "albumentations", "opencv-python-headless")
     )
-    return f"{table(header, rows)}\n\n{machine('data', threads=1)}; {n_of(rounds)}; {versions}."
+    return f"{table(header, rows)}\n\n{machine('data', threads=1)}; {rounds_note(rounds)}; {versions}."
 
 
 def jpeg() -> str:
-    facts, rows = result("jpeg"), []
-    for case, found in facts["cases"].items():
-        times = found["milliseconds"]
-        for name, measured in times.items():
-            speed = median(within_rounds(times["Pillow"], measured))
-            same = f"{found['equal'][name]} of {found['files']}"
+    info, rows = result("jpeg"), []
+    for case, case_result in info["cases"].items():
+        times = case_result["milliseconds"]
+        for name, decoder_times in times.items():
+            speed = median(round_ratios(times["Pillow"], decoder_times))
+            same = f"{case_result['equal'][name]} of {case_result['files']}"
             label = f"{case}: {JPEG_DECODERS.get(name, name)}"
-            rows.append([label, f"{median(measured):.2f}", f"{speed:.2f}x", same])
+            rows.append([label, f"{median(decoder_times):.2f}", f"{speed:.2f}x", same])
     header = ["", "ms per file", "speed relative to Pillow", "files with equal pixels"]
     packages = ("pillow", "simplejpeg", "imagecodecs", "opencv-python-headless", "pyvips")
-    versions = ", ".join(f"{name} {facts[name]}" for name in packages)
-    rounds = next(iter(facts["cases"].values()))["milliseconds"]["Pillow"]
-    return f"{table(header, rows)}\n\n{machine('jpeg')}; {n_of(rounds)}; {versions}."
+    versions = ", ".join(f"{name} {info[name]}" for name in packages)
+    rounds = next(iter(info["cases"].values()))["milliseconds"]["Pillow"]
+    return f"{table(header, rows)}\n\n{machine('jpeg')}; {rounds_note(rounds)}; {versions}."
 
 
 def fused() -> str:
@@ -298,18 +303,18 @@ def nan_guard() -> str:
         rows.append([case, *cells, ratio(times["with guard"], times["without guard"])])
     header = ["ms per optimizer step", "without guard", "with guard", "with / without"]
     clock = {"cpu": "CPU time", "wall": "wall time"}[result("nan_guard")["clock"]]
-    n = n_of(times["with guard"])
+    n = rounds_note(times["with guard"])
     return f"{table(header, rows)}\n\n{clock}; {machine('nan_guard')}; {n} (minimum to maximum)."
 
 
 def sync_bn() -> str:
-    two, one = (result("sync_bn")[f"{count} message{s} each way"] for count, s in (("two", "s"), ("one", "")))
+    two, one = (result("sync_bn")[f"{count} per direction"] for count in ("two", "one"))
     rows = [
         ["two per direction", f"{median(two):.1f}", ""],
         ["one per direction", f"{median(one):.1f}", ratio(one, two)],
     ]
     header = ["collectives", "ms per step", "relative to two per direction"]
-    return f"{table(header, rows)}\n\n{machine('sync_bn')}; {n_of(one)} (minimum to maximum)."
+    return f"{table(header, rows)}\n\n{machine('sync_bn')}; {rounds_note(one)} (minimum to maximum)."
 
 
 def background() -> str:
@@ -317,13 +322,13 @@ def background() -> str:
         return "not finished" if value is None else f"{value:.{digits}f}"
 
     rows = []
-    for name, found in result("background")["measured"].items():
-        inner = found["background"]
-        ratios = inner["all ratios"]
+    for name, case_result in result("background")["measured"].items():
+        background_result = case_result["background"]
+        ratios = background_result["all ratios"]
         rows.append([name.replace(", 1 threads", ", 1 thread"),
-                     f"{inner['running over paused']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-                     cell(inner["seconds of compilation"], 0),
-                     cell(inner.get("seconds of the batch that switches to the graph"), 1)])  # fmt: skip
+                     f"{background_result['running over paused']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+                     cell(background_result["seconds of compilation"], 0),
+                     cell(background_result.get("seconds of the batch that switches to the graph"), 1)])  # fmt: skip
     header = [
         "network",
         "step time during compilation, relative to eager training",
@@ -357,10 +362,10 @@ def checkpoint() -> str:
         "waits / synchronous",
     ]
     load = result("checkpoint")["load"]
-    slower = ratio(load["verified"], load["torch.load"])
+    load_ratio = ratio(load["verified"], load["torch.load"])
     n = len(load["verified"])
     return (
-        f"{table(header, rows)}\n\nLoading with verification takes {slower} times as long as `torch.load`. "
+        f"{table(header, rows)}\n\nLoading with verification takes {load_ratio} times as long as `torch.load`. "
         f"{machine('checkpoint')}; medians of {n} rounds (minimum to maximum)."
     )
 
@@ -368,15 +373,17 @@ def checkpoint() -> str:
 def scaling() -> str:
     from scaling import summary
 
-    facts = result("scaling")
-    text = summary(facts["rows"], {int(processes): found for processes, found in facts["found"].items()})
-    return f"{text}\n\n{machine('scaling')}; minima of {facts['n (rounds)']} rounds."
+    info = result("scaling")
+    text = summary(
+        info["rows"], {int(processes): measurements for processes, measurements in info["found"].items()}
+    )
+    return f"{text}\n\n{machine('scaling')}; minima of {info['n (rounds)']} rounds."
 
 
 def compare() -> str:
-    facts = result("compare")
+    info = result("compare")
     rows = []
-    for entry in facts["entries"]:
+    for entry in info["entries"]:
         cells = ["", ""]
         if entry["ratio"] is not None:
             step, speed = (
@@ -386,26 +393,26 @@ def compare() -> str:
             cells += [f"{speed[0]:.2f} ({speed[1]:.2f} to {speed[2]:.2f})"]
         status = f"{entry['status']}: {entry['reason']}" if entry["reason"] else entry["status"]
         rows.append([entry["label"], *cells, status])
-    versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "accelerate", "lightning", "mmengine"))
-    header = [facts["name"], "ms per step (interval)", "speed relative to the loop (interval)", "losses"]
+    versions = ", ".join(f"{name} {info[name]}" for name in ("torch", "accelerate", "lightning", "mmengine"))
+    header = [info["name"], "ms per step (interval)", "speed relative to the loop (interval)", "losses"]
     return (
-        f"{text_table(header, rows)}\n\n`{facts['command']}`, {machine('compare', facts['cpu_threads'])}, load at the "
-        f"start {facts['load']}; {versions}; medians of {facts['rounds']} interleaved rounds."
-        + (" The machine was busy, so the intervals are wide." if facts["load"] > facts["cores"] else "")
+        f"{text_table(header, rows)}\n\n`{info['command']}`, {machine('compare', info['cpu_threads'])}, load at the "
+        f"start {info['load']}; {versions}; medians of {info['rounds']} interleaved rounds."
+        + (" The machine was busy, so the intervals are wide." if info["load"] > info["cores"] else "")
     )
 
 
 def openmmlab() -> str:
     from openmmlab import summary
 
-    facts = result("openmmlab")
-    loads = [case["load"] for case in facts["cases"] if "load" in case]
+    info = result("openmmlab")
+    loads = [case["load"] for case in info["cases"] if "load" in case]
     load = f"load before each case {min(loads)} to {max(loads)}" if loads else "no case was run"
     text = (
-        f"{summary(facts['cases'])}\n\n`{facts['command']}`, MMEngine {facts['mmengine']}, torch {facts['torch']}; "
+        f"{summary(info['cases'])}\n\n`{info['command']}`, MMEngine {info['mmengine']}, torch {info['torch']}; "
         f"{machine('openmmlab')}; {load}."
     )
-    counts = {len(times) for case in facts["cases"] for times in case.get("seconds", {}).values()} - {0}
+    counts = {len(times) for case in info["cases"] for times in case.get("seconds", {}).values()} - {0}
     if not counts:
         return text
     n = str(max(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
@@ -418,23 +425,23 @@ def openmmlab() -> str:
 def report_overhead() -> str:
     from report_overhead import summary
 
-    facts = result("report_overhead")
-    n = facts["n (rounds)"]
+    info = result("report_overhead")
+    n = info["n (rounds)"]
     return (
-        f"{summary(facts)}\n\n`{facts['recipe']}`; {machine('report_overhead')}; medians of {n} measurements."
+        f"{summary(info)}\n\n`{info['recipe']}`; {machine('report_overhead')}; medians of {n} measurements."
     )
 
 
 def tuned_plans() -> str:
     rows = []
     for case in {case["recipe"]: case for name in TUNED for case in result(name)["cases"]}.values():
-        found = {row["name"]: row["ratio"] for row in case["compared"] if row["ratio"] is not None}
-        alone = {name: found[name] for name in found if name not in ("baseline", 'speed="auto"')}
-        fastest = min(alone, key=lambda name: alone[name]["ratio"], default=None)
+        ratios = {row["name"]: row["ratio"] for row in case["compared"] if row["ratio"] is not None}
+        single_options = {name: ratios[name] for name in ratios if name not in ("baseline", 'speed="auto"')}
+        fastest = min(single_options, key=lambda name: single_options[name]["ratio"], default=None)
         plan = " + ".join(case["adopted"]) or "no option"
-        cells = [_speed(found.get(name)) for name in ("baseline", 'speed="auto"')]
-        last = f"{fastest}: {_speed(alone[fastest])}" if fastest else ""
-        rows.append([case["recipe"], plan, f"{case['search seconds']:.0f}", *cells, last])
+        cells = [_speed(ratios.get(name)) for name in ("baseline", 'speed="auto"')]
+        fastest_cell = f"{fastest}: {_speed(single_options[fastest])}" if fastest else ""
+        rows.append([case["recipe"], plan, f"{case['search seconds']:.0f}", *cells, fastest_cell])
     header = [
         "recipe",
         "plan",
@@ -461,15 +468,15 @@ REGIONS: dict[str, Callable[[], str]] = {f.__name__.replace("_", " "): f for f i
 
 def pages() -> list[Path]:
     """Return the pages that contain a region."""
-    every = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [page for page in every if "<!-- figures:" in page.read_text(encoding="utf-8")]
+    candidates = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [page for page in candidates if "<!-- figures:" in page.read_text(encoding="utf-8")]
 
 
-def rendered(text: str, page: str) -> str:
+def render(text: str, page: str) -> str:
     """Return a page with its regions regenerated.
 
     Raises:
-        ValueError: a region has an unknown name or no end marker.
+        ValueError: if a region has an unknown name or no end marker.
     """
     if len(MARK.findall(text)) != text.count("<!-- figures:"):
         raise ValueError(
@@ -491,7 +498,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="do not change files; print the differences")
     args = parser.parse_args()
     texts = {page: page.read_text(encoding="utf-8") for page in pages()}
-    new = {page: rendered(text, page.name) for page, text in texts.items()}
+    new = {page: render(text, page.name) for page, text in texts.items()}
     changed = [page for page in texts if new[page] != texts[page]]
     for page in changed:
         if args.check:

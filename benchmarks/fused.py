@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from report import circumstances, table, write_result
+from report import environment_info, table, write_result
 from slipstream.speed.fused import fuse
 
 KINDS: dict[str, Callable[..., Optimizer]] = {
@@ -49,7 +49,7 @@ def resnet18_shapes() -> Iterator[tuple[int, ...]]:
     yield from ((1000, 512), (1000,))
 
 
-def make(kind: str, kernels: str) -> Optimizer:
+def make_optimizer(kind: str, kernels: str) -> Optimizer:
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(0.1 * torch.randn(shape, generator=generator)) for shape in resnet18_shapes()]
     for param in params:
@@ -63,7 +63,7 @@ def make(kind: str, kernels: str) -> Optimizer:
 
 def measure(kind: str, rounds: int) -> dict[str, list[float]]:
     """Return the milliseconds per step. The contenders take turns, so machine load affects all of them equally."""
-    optimizers = {kernels: make(kind, kernels) for kernels in KERNELS}
+    optimizers = {kernels: make_optimizer(kind, kernels) for kernels in KERNELS}
     for optimizer in optimizers.values():
         optimizer.step()
     times: dict[str, list[float]] = {kernels: [] for kernels in KERNELS}
@@ -89,13 +89,13 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     times = {kind: measure(kind, args.rounds) for kind in KINDS}
     rows = []
-    for kind, of_kind in times.items():
-        middle = {kernels: median(values) for kernels, values in of_kind.items()}
+    for kind, kernel_times in times.items():
+        medians = {kernels: median(values) for kernels, values in kernel_times.items()}
         rows.append(
             [
                 kind,
-                *(f"{middle[kernels]:.1f}" for kernels in KERNELS),
-                f"{middle['fused'] / middle['loop']:.2f}",
+                *(f"{medians[kernels]:.1f}" for kernels in KERNELS),
+                f"{medians['fused'] / medians['loop']:.2f}",
             ]
         )
     text = table(["ms per step, median", *KERNELS, "fused / loop"], rows)
@@ -103,7 +103,7 @@ def main() -> None:
     write_result(
         args.out,
         "Optimizer steps with the parameters of a ResNet-18",
-        circumstances(),
+        environment_info(),
         text,
         {"times_ms": times},
     )

@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from gpu_contenders import EAGER, Clock, Setting, Train, contenders
 from networks import RECIPES
-from report import circumstances, table, write_result
+from report import environment_info, table, write_result
 from slipstream.speed.flops import peak_flops, training_flops, without_data
 
 SHAPES = {
@@ -52,9 +52,9 @@ GUIDE = {
 IMAGES = 2975
 """Number of images in a Cityscapes epoch."""
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "hipLaunch", "hipModuleLaunch", "hipGraphLaunch")
-SAME = ("device", "torch", "backend", "steps", "rounds", "crop", "batch size")
+MATCHING_FIELDS = ("device", "torch", "backend", "steps", "rounds", "crop", "batch size")
 """Fields that must match for new results to be added to earlier ones."""
-TOO_LATE = "not measured (time limit)"
+NOT_MEASURED = "not measured (time limit)"
 Figures = dict[str, Any]
 
 
@@ -65,8 +65,8 @@ class Device:
         self.device = torch.device(name)
         self.is_cpu = self.device.type == "cpu"
         self.name = "CPU" if self.is_cpu else torch.get_device_module(self.device).get_device_name()
-        known = peak_flops(self.name, "bf16")
-        self.peak_flops = math.nan if known is None else known[0]
+        peak = peak_flops(self.name, "bf16")
+        self.peak_flops = math.nan if peak is None else peak[0]
 
     def free_memory(self) -> int:
         """Free unused memory, and return the number of bytes that remain reserved."""
@@ -120,26 +120,26 @@ def flops(setting: Setting) -> int:
 
 
 def create(make: Any, setting: Setting, device: Device, steps: int) -> tuple[Train, Figures]:
-    """Create a contender and measure everything except the step time."""
+    """Create a contender. Measure its memory, synchronizations and kernels, and its step time for the first round."""
     before, start, clock = device.free_memory(), perf_counter(), Clock(device.device)
     train = make(setting)
     first = float(train(1, clock))
     float(train(3, clock))  # Slipstream compiles in the second step
-    found: Figures = {"first loss": first, "seconds of the first four steps": perf_counter() - start}
+    figures: Figures = {"first loss": first, "seconds of the first four steps": perf_counter() - start}
     device.free_memory()
     train(3, clock)
-    found["peak bytes"] = device.peak_bytes() - before
-    found["synchronizations per step"] = device.host_reads(train, steps)
-    found["kernel seconds"], found["launches per step"] = device.kernels(train, steps)
-    found["seconds"] = [timed(train, device, steps)]
-    return train, found
+    figures["peak bytes"] = device.peak_bytes() - before
+    figures["synchronizations per step"] = device.host_reads(train, steps)
+    figures["kernel seconds"], figures["launches per step"] = device.kernels(train, steps)
+    figures["seconds"] = [seconds_per_step(train, device, steps)]
+    return train, figures
 
 
-def failure(error: Exception) -> Figures:
+def error_figures(error: Exception) -> Figures:
     return {"error": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:200]}
 
 
-def timed(train: Train, device: Device, steps: int) -> float:
+def seconds_per_step(train: Train, device: Device, steps: int) -> float:
     clock = Clock(device.device)
     train(steps, clock)
     return clock.seconds() / steps
@@ -148,27 +148,27 @@ def timed(train: Train, device: Device, steps: int) -> float:
 class Results:
     """All measurements, which are written to the result files after each contender."""
 
-    def __init__(self, out: Path | None, facts: dict[str, Any]) -> None:
-        self.out, self.facts = out, facts
+    def __init__(self, out: Path | None, info: dict[str, Any]) -> None:
+        self.out, self.info = out, info
         self.networks: dict[str, Figures] = {}
         if out and (old := out.with_suffix(".json")).exists():
             try:
-                read = dict(json.loads(old.read_text(encoding="utf-8")))
+                document = dict(json.loads(old.read_text(encoding="utf-8")))
             except (ValueError, TypeError) as error:
                 sys.exit(f"{old} cannot be read ({error}); delete it, or choose a different --out")
-            if all(read.get(key) == facts[key] for key in SAME):
-                self.networks = read["networks"]
+            if all(document.get(key) == info[key] for key in MATCHING_FIELDS):
+                self.networks = document["networks"]
 
-    def own(self) -> Iterator[Figures]:
+    def slipstream_figures(self) -> Iterator[Figures]:
         """Yield the measurements of the contenders that use Slipstream."""
         for network in self.networks.values():
-            yield from (found for name, found in network["contenders"].items() if "Slipstream" in name)
+            yield from (figures for name, figures in network["contenders"].items() if "Slipstream" in name)
 
     def write(self) -> str:
-        text = "\n\n".join(describe(name, found) for name, found in self.networks.items())
+        text = "\n\n".join(describe(name, network) for name, network in self.networks.items())
         if self.out:
             write_result(
-                self.out, "Training steps on one device", self.facts, text, {"networks": self.networks}
+                self.out, "Training steps on one device", self.info, text, {"networks": self.networks}
             )
         return text
 
@@ -185,35 +185,35 @@ def measure(name: str, args: argparse.Namespace, device: Device, results: Result
         "flops": flops(setting),
         "peak flops": device.peak_flops,
     }
-    network["contenders"] = found = {}
+    network["contenders"] = entries = {}
     results.networks[name] = network
     running: dict[str, Train] = {}
     torch._dynamo.reset()
     for contender, make in contenders(device.device).items():
         if running and perf_counter() > end:
-            found[contender] = {"error": TOO_LATE}
+            entries[contender] = {"error": NOT_MEASURED}
             continue
         try:
-            running[contender], found[contender] = create(make, setting, device, args.steps)
+            running[contender], entries[contender] = create(make, setting, device, args.steps)
         except Exception as error:  # if one contender fails, the others are still measured
-            found[contender] = failure(error)
-        print(f"{name}, {contender}: {found[contender]}", flush=True)
+            entries[contender] = error_figures(error)
+        print(f"{name}, {contender}: {entries[contender]}", flush=True)
         results.write()
     for _ in range(args.rounds - 1):
         for contender, train in list(running.items()):
             try:
-                found[contender]["seconds"].append(timed(train, device, args.steps))
+                entries[contender]["seconds"].append(seconds_per_step(train, device, args.steps))
             except Exception as error:
-                found[contender] = failure(error)
+                entries[contender] = error_figures(error)
                 del running[contender]
     results.write()
 
 
 def describe(name: str, network: Figures) -> str:
     """Return the table of one network."""
-    found = network["contenders"]
-    eager = median(found.get(EAGER, {}).get("seconds", [math.nan]))
-    rows = [[contender, *_row(network, values, eager)] for contender, values in found.items()]
+    entries = network["contenders"]
+    eager = median(entries.get(EAGER, {}).get("seconds", [math.nan]))
+    rows = [[contender, *_row(network, values, eager)] for contender, values in entries.items()]
     header = [
         "",
         "ms per step",
@@ -224,7 +224,9 @@ def describe(name: str, network: Figures) -> str:
         "synchronizations per step",
     ]
     header += ["launches per step", "time / kernel time", "FLOPs utilization", "s for the first four steps"]
-    errors = [f"- {contender}: {values['error']}" for contender, values in found.items() if "error" in values]
+    errors = [
+        f"- {contender}: {values['error']}" for contender, values in entries.items() if "error" in values
+    ]
     guide = (
         f"According to SuperGradients' guide, compilation reduces the time per epoch by {GUIDE[name]}%, without SyncBN"
         " and EMA."
@@ -288,18 +290,23 @@ def main() -> int:
     args = parser.parse_args()
     check(args)
     start, device = perf_counter(), Device(args.device)
-    facts = circumstances(["accelerate", "lightning"])
-    facts |= {"device": device.name, "backend": args.backend, "steps": args.steps, "rounds": args.rounds}
-    facts |= {"crop": args.size or "the recipe's", "batch size": args.batch_size or "the recipe's"}
-    results = Results(args.out, facts)
-    for number, name in enumerate(args.networks):
-        left = 60 * args.minutes - (perf_counter() - start)
-        if left <= 0:
-            print(f"time limit reached: skipping {', '.join(args.networks[number:])}")
+    info = environment_info(["accelerate", "lightning"])
+    info |= {"device": device.name, "backend": args.backend, "steps": args.steps, "rounds": args.rounds}
+    info |= {"crop": args.size or "the recipe's", "batch size": args.batch_size or "the recipe's"}
+    results = Results(args.out, info)
+    for index, name in enumerate(args.networks):
+        remaining = 60 * args.minutes - (perf_counter() - start)
+        if remaining <= 0:
+            print(f"time limit reached: skipping {', '.join(args.networks[index:])}")
             break
-        measure(name, args, device, results, perf_counter() + left / (len(args.networks) - number))
+        measure(name, args, device, results, perf_counter() + remaining / (len(args.networks) - index))
     print(f"\n{results.write()}")
-    return int(any("error" in found and found["error"] != TOO_LATE for found in results.own()))
+    return int(
+        any(
+            "error" in figures and figures["error"] != NOT_MEASURED
+            for figures in results.slipstream_figures()
+        )
+    )
 
 
 if __name__ == "__main__":

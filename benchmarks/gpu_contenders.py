@@ -72,7 +72,7 @@ Train = Callable[[int, Clock], Tensor]
 """A function that trains for a number of steps between `clock.start` and `clock.stop`, and returns the last loss."""
 
 
-def each_step(setting: Setting, step: Step) -> Train:
+def repeat_step(setting: Setting, step: Step) -> Train:
     def train(steps: int, clock: Clock) -> Tensor:
         clock.start()
         for batch in islice(cycle(setting.batches), steps):
@@ -95,7 +95,7 @@ def loop(setting: Setting, compiled: bool = False, fused: bool = False) -> Train
         optimizer.step()
         return loss.detach()
 
-    return each_step(setting, step)
+    return repeat_step(setting, step)
 
 
 def cuda_graph_loop(setting: Setting) -> Train:
@@ -103,24 +103,24 @@ def cuda_graph_loop(setting: Setting) -> Train:
     net, optimizer = setting.network(fused=True)
     static = [tensor.clone() for tensor in setting.batches[0]]
 
-    def once() -> Tensor:
+    def run_step() -> Tensor:
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
             loss = setting.case.loss(net(static[0]), static[1])
         loss.backward()
         optimizer.step()
         return loss.detach()
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    side_stream = torch.cuda.Stream()
+    side_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side_stream):
         for _ in range(3):
             optimizer.zero_grad()
-            once()
-    torch.cuda.current_stream().wait_stream(side)
+            run_step()
+    torch.cuda.current_stream().wait_stream(side_stream)
     optimizer.zero_grad()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        loss = once()
+        loss = run_step()
 
     def step(batch: Batch) -> Tensor:
         for old, new in zip(static, batch, strict=True):
@@ -128,15 +128,15 @@ def cuda_graph_loop(setting: Setting) -> Train:
         graph.replay()
         return loss
 
-    return each_step(setting, step)
+    return repeat_step(setting, step)
 
 
 def slipstream(setting: Setting, compiled: bool = True, **options: Any) -> Train:
     net, optimizer = setting.network(fused=False)
-    how = {"scope": "step", "wait": True, "cache": False, "backend": setting.backend}
-    speed = {"precision": "bf16", "fused": True, "compile": how if compiled else None, **options}
+    compile_options = {"scope": "step", "wait": True, "cache": False, "backend": setting.backend}
+    speed = {"precision": "bf16", "fused": True, "compile": compile_options if compiled else None, **options}
     step = accelerate(net, optimizer, setting.case.loss, speed=speed)
-    return each_step(setting, lambda batch: step(batch)["loss"])
+    return repeat_step(setting, lambda batch: step(batch)["loss"])
 
 
 def with_accelerate(setting: Setting) -> Train:
@@ -153,7 +153,7 @@ def with_accelerate(setting: Setting) -> Train:
         optimizer.step()
         return loss.detach()
 
-    return each_step(setting, step)
+    return repeat_step(setting, step)
 
 
 def with_lightning(setting: Setting) -> Train:
@@ -210,22 +210,24 @@ def with_lightning(setting: Setting) -> Train:
     return train
 
 
-AVERAGED = {"ema": {"decay": 0.9999, "type": "threshold"}, "channels_last": True}
+EMA_AND_CHANNELS_LAST = {"ema": {"decay": 0.9999, "type": "threshold"}, "channels_last": True}
 EAGER = "eager loop"
 
 
 def contenders(device: torch.device) -> dict[str, Callable[[Setting], Train]]:
     """Return the contenders that this machine supports, in order of importance."""
-    graphs = device.type == "cuda"
-    found: dict[str, Callable[[Setting], Train] | None] = {
+    supports_graphs = device.type == "cuda"
+    candidates: dict[str, Callable[[Setting], Train] | None] = {
         EAGER: loop,
         "loop, torch.compile(model), fused SGD": partial(loop, compiled=True, fused=True),
         "Slipstream, one graph": slipstream,
-        "Slipstream, one graph, CUDA graph": partial(slipstream, cuda_graph=True) if graphs else None,
-        "loop in a CUDA graph, fused SGD": cuda_graph_loop if graphs else None,
+        "Slipstream, one graph, CUDA graph": partial(slipstream, cuda_graph=True)
+        if supports_graphs
+        else None,
+        "loop in a CUDA graph, fused SGD": cuda_graph_loop if supports_graphs else None,
         "Slipstream, eager": partial(slipstream, compiled=False),
-        "Slipstream, one graph, EMA, channels_last": partial(slipstream, **AVERAGED),
+        "Slipstream, one graph, EMA, channels_last": partial(slipstream, **EMA_AND_CHANNELS_LAST),
         "Accelerate": with_accelerate if find_spec("accelerate") else None,
         "Lightning": with_lightning if find_spec("lightning") else None,
     }
-    return {name: make for name, make in found.items() if make is not None}
+    return {name: make for name, make in candidates.items() if make is not None}

@@ -28,12 +28,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overhead import conv_net, mlp
-from report import circumstances, table, write_result
+from report import environment_info, table, write_result
 from slipstream import accelerate
 
 JAX = importlib.util.find_spec("jax") is not None
-BATCH_SIZE, CLASSES, CHECKED = 8, 4, 10
-OURS, THEIRS = "Slipstream, one graph", "jax.jit"
+BATCH_SIZE, CLASSES, CHECKED_STEPS = 8, 4, 10
+SLIPSTREAM, JAX_JIT = "Slipstream, one graph", "jax.jit"
 
 
 def many_tensors() -> nn.Sequential:
@@ -64,14 +64,14 @@ CASES = {
 Step = Callable[[Any], Any]
 
 
-def parts(case: Case) -> tuple[Any, torch.optim.Optimizer]:
+def net_and_optimizer(case: Case) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
     net = case.build().train()
     return net, case.optimizer(net)
 
 
 def loop(case: Case) -> Step:
-    net, optimizer = parts(case)
+    net, optimizer = net_and_optimizer(case)
 
     def step(batch: Any) -> Tensor:
         loss = F.cross_entropy(net(batch[0]), batch[1])
@@ -84,21 +84,21 @@ def loop(case: Case) -> Step:
 
 
 def one_graph(case: Case) -> Step:
-    net, optimizer = parts(case)
-    how = {"scope": "step", "cache": False, "wait": True}
-    train = accelerate(net, optimizer, F.cross_entropy, speed={"compile": how})
+    net, optimizer = net_and_optimizer(case)
+    options = {"scope": "step", "cache": False, "wait": True}
+    train = accelerate(net, optimizer, F.cross_entropy, speed={"compile": options})
     return lambda batch: train(batch)["loss"]
 
 
 def with_jax(case: Case) -> Step:
     from jax_step import jax_step
 
-    return jax_step(*parts(case))
+    return jax_step(*net_and_optimizer(case))
 
 
-CONTENDERS: dict[str, Callable[[Case], Step]] = {"loop": loop, OURS: one_graph}
+CONTENDERS: dict[str, Callable[[Case], Step]] = {"loop": loop, SLIPSTREAM: one_graph}
 if JAX:
-    CONTENDERS[THEIRS] = with_jax
+    CONTENDERS[JAX_JIT] = with_jax
 
 
 def batches(case: Case, count: int = 16) -> list[tuple[Tensor, Tensor]]:
@@ -122,28 +122,30 @@ def measure(case: Case, rounds: int, seconds: float) -> dict[str, list[tuple[flo
     if JAX:
         from jax_step import to_jax
 
-        data[THEIRS] = [(to_jax(x), to_jax(y)) for x, y in data[THEIRS]]
+        data[JAX_JIT] = [(to_jax(x), to_jax(y)) for x, y in data[JAX_JIT]]
     steps, expected = {}, None
     for name, contender in CONTENDERS.items():
         torch._dynamo.reset()
         step = steps[name] = contender(case)
-        losses = torch.tensor([float(step(batch)) for batch in data[name][:CHECKED]])
+        losses = torch.tensor([float(step(batch)) for batch in data[name][:CHECKED_STEPS]])
         expected = losses if expected is None else expected
         torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     order = list(steps)
-    counts = {name: max(1, round(seconds * 1e6 / timed(steps[name], data[name], 50)[0])) for name in order}
-    for number in range(rounds):
-        turn = number % len(order)
-        for name in order[turn:] + order[:turn]:
-            times[name].append(timed(steps[name], data[name], counts[name]))
+    counts = {
+        name: max(1, round(seconds * 1e6 / time_steps(steps[name], data[name], 50)[0])) for name in order
+    }
+    for index in range(rounds):
+        offset = index % len(order)
+        for name in order[offset:] + order[:offset]:
+            times[name].append(time_steps(steps[name], data[name], counts[name]))
     return times
 
 
-def timed(step: Step, data: list[Any], count: int) -> tuple[float, float]:
+def time_steps(step: Step, data: list[Any], count: int) -> tuple[float, float]:
     wall, cpu = perf_counter(), process_time()
-    for number in range(count):
-        loss = step(data[number % len(data)])
+    for index in range(count):
+        loss = step(data[index % len(data)])
     float(loss)
     return (perf_counter() - wall) / count * 1e6, (process_time() - cpu) / count * 1e6
 
@@ -155,12 +157,12 @@ def describe(cases: dict[str, dict[str, list[tuple[float, float]]]]) -> str:
         for values in times.values():
             wall, cpu = zip(*values, strict=True)
             row.append(f"{median(wall):.0f} ({min(wall):.0f} to {max(wall):.0f}); {median(cpu):.0f}")
-        for other in [other for other in times if other != OURS]:
-            ratios = [a[0] / b[0] for a, b in zip(times[OURS], times[other], strict=True)]
+        for other in [other for other in times if other != SLIPSTREAM]:
+            ratios = [a[0] / b[0] for a, b in zip(times[SLIPSTREAM], times[other], strict=True)]
             row.append(f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
         rows.append(row)
     names = list(next(iter(cases.values())))
-    header = ["", *(f"{name}, us" for name in names), *(f"one graph / {n}" for n in names if n != OURS)]
+    header = ["", *(f"{name}, us" for name in names), *(f"one graph / {n}" for n in names if n != SLIPSTREAM)]
     return table(header, rows)
 
 
@@ -171,7 +173,7 @@ def main() -> None:
     parser.add_argument("--out", help="write Markdown to this file, and JSON next to it")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    facts = circumstances(["jax", "jaxlib"]) | {"n (rounds)": args.rounds, "batch size": BATCH_SIZE}
+    info = environment_info(["jax", "jaxlib"]) | {"n (rounds)": args.rounds, "batch size": BATCH_SIZE}
     cases = {}
     for name, case in CASES.items():
         cases[name] = measure(case, args.rounds, args.seconds)
@@ -185,7 +187,7 @@ def main() -> None:
     if args.out:
         from pathlib import Path
 
-        write_result(Path(args.out), "Host time of the compiled step", facts, text, {"microseconds": cases})
+        write_result(Path(args.out), "Host time of the compiled step", info, text, {"microseconds": cases})
 
 
 if __name__ == "__main__":

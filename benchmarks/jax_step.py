@@ -20,17 +20,17 @@ def jax_step(net: nn.Sequential, optimizer: torch.optim.Optimizer) -> Callable[[
     buffers = [_arrays({k: v for k, v in layer.named_buffers() if v.is_floating_point()}) for layer in net]
     update = _adamw(optimizer) if isinstance(optimizer, torch.optim.AdamW) else _sgd(optimizer)
 
-    def loss_of(params: Params, buffers: Params, x: Any, y: Any) -> tuple[Any, Params]:
-        after = []
-        for layer, own, held in zip(net, params, buffers, strict=True):
-            x, held = _forward(layer, own, held, x)
-            after.append(held)
-        chosen = jnp.take_along_axis(jax.nn.log_softmax(x), y[:, None], axis=1)
-        return -chosen.mean(), after
+    def loss_fn(params: Params, buffers: Params, x: Any, y: Any) -> tuple[Any, Params]:
+        new_buffers = []
+        for layer, weights, layer_buffers in zip(net, params, buffers, strict=True):
+            x, layer_buffers = _forward(layer, weights, layer_buffers, x)
+            new_buffers.append(layer_buffers)
+        log_probs = jnp.take_along_axis(jax.nn.log_softmax(x), y[:, None], axis=1)
+        return -log_probs.mean(), new_buffers
 
     def step(state: Any, lr: Any, x: Any, y: Any) -> Any:
         params, buffers, moments = state
-        (loss, buffers), grads = jax.value_and_grad(loss_of, has_aux=True)(params, buffers, x, y)
+        (loss, buffers), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, buffers, x, y)
         params, moments = update(params, grads, moments, lr)
         return (params, buffers, moments), loss
 
@@ -57,47 +57,49 @@ def _arrays(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _forward(
-    layer: nn.Module, own: dict[str, Any], held: dict[str, Any], x: Any
+    layer: nn.Module, weights: dict[str, Any], buffers: dict[str, Any], x: Any
 ) -> tuple[Any, dict[str, Any]]:
     match layer:
         case nn.Linear():
-            return x @ own["weight"].T + own["bias"], held
+            return x @ weights["weight"].T + weights["bias"], buffers
         case nn.ReLU():
-            return jax.nn.relu(x), held
+            return jax.nn.relu(x), buffers
         case nn.Conv2d():
             pads = [(p, p) for p in layer.padding]
-            return jax.lax.conv_general_dilated(x, own["weight"], layer.stride, pads), held
+            return jax.lax.conv_general_dilated(x, weights["weight"], layer.stride, pads), buffers
         case nn.BatchNorm1d() | nn.BatchNorm2d():
-            return _batch_norm(layer, own, held, x)
+            return _batch_norm(layer, weights, buffers, x)
         case nn.AdaptiveAvgPool2d():
-            return x.mean((2, 3), keepdims=True), held
+            return x.mean((2, 3), keepdims=True), buffers
         case nn.Flatten():
-            return x.reshape(x.shape[0], -1), held
+            return x.reshape(x.shape[0], -1), buffers
     raise NotImplementedError(
         f"jax_step does not support layers of type {type(layer).__name__}; add a case to _forward"
     )
 
 
-def _batch_norm(layer: Any, own: dict[str, Any], held: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
+def _batch_norm(
+    layer: Any, weights: dict[str, Any], buffers: dict[str, Any], x: Any
+) -> tuple[Any, dict[str, Any]]:
     dims = (0, *range(2, x.ndim))
     shape = (1, -1, *[1] * (x.ndim - 2))
     mean, var = x.mean(dims), x.var(dims)
     y = (x - mean.reshape(shape)) * jax.lax.rsqrt(var + layer.eps).reshape(shape)
-    count, new = x.size // x.shape[1], layer.momentum
-    after = {
-        "running_mean": (1 - new) * held["running_mean"] + new * mean,
-        "running_var": (1 - new) * held["running_var"] + new * var * count / (count - 1),
+    count, momentum = x.size // x.shape[1], layer.momentum
+    new_buffers = {
+        "running_mean": (1 - momentum) * buffers["running_mean"] + momentum * mean,
+        "running_var": (1 - momentum) * buffers["running_var"] + momentum * var * count / (count - 1),
     }
-    return y * own["weight"].reshape(shape) + own["bias"].reshape(shape), after
+    return y * weights["weight"].reshape(shape) + weights["bias"].reshape(shape), new_buffers
 
 
 def _sgd(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     momentum = optimizer.param_groups[0]["momentum"]
 
     def update(params: Any, grads: Any, moments: Any, lr: Any) -> Any:
-        count, speed, unused = moments
-        speed = jax.tree.map(lambda v, g: momentum * v + g, speed, grads)
-        return jax.tree.map(lambda p, v: p - lr * v, params, speed), (count, speed, unused)
+        count, velocity, unused = moments
+        velocity = jax.tree.map(lambda v, g: momentum * v + g, velocity, grads)
+        return jax.tree.map(lambda p, v: p - lr * v, params, velocity), (count, velocity, unused)
 
     return update
 
@@ -111,11 +113,11 @@ def _adamw(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
         count = count + 1
         first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, first, grads)
         second = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, second, grads)
-        root, size = jnp.sqrt(1 - b2**count), lr / (1 - b1**count)
+        denominator_scale, step_size = jnp.sqrt(1 - b2**count), lr / (1 - b1**count)
 
-        def moved(p: Any, m: Any, v: Any) -> Any:
-            return p * (1 - lr * decay) - size * m / (jnp.sqrt(v) / root + eps)
+        def update_param(p: Any, m: Any, v: Any) -> Any:
+            return p * (1 - lr * decay) - step_size * m / (jnp.sqrt(v) / denominator_scale + eps)
 
-        return jax.tree.map(moved, params, first, second), (count, first, second)
+        return jax.tree.map(update_param, params, first, second), (count, first, second)
 
     return update

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from report import circumstances, table, write_result
+from report import environment_info, table, write_result
 from slipstream.apps.street_scenes import StreetScenes
 from slipstream.dataset.sources import decode
 
@@ -45,32 +45,32 @@ def pillow(path: Path) -> np.ndarray[Any, Any]:
         return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
 
 
-def draft(path: Path) -> np.ndarray[Any, Any]:
+def pillow_draft(path: Path) -> np.ndarray[Any, Any]:
     with Image.open(path) as image:
         image.draft("RGB", image.size)
         return np.asarray(image)
 
 
-def by_simplejpeg() -> Decoder:
+def simplejpeg_decoder() -> Decoder:
     from simplejpeg import decode_jpeg
 
     return lambda path: decode_jpeg(path.read_bytes(), "RGB", strict=True)
 
 
-def by_imagecodecs() -> Decoder:
+def imagecodecs_decoder() -> Decoder:
     from imagecodecs import jpeg8_decode
 
     return lambda path: jpeg8_decode(path.read_bytes(), outcolorspace="RGB")
 
 
-def by_pyturbojpeg() -> Decoder:
+def pyturbojpeg_decoder() -> Decoder:
     from turbojpeg import TJPF_RGB, TurboJPEG
 
     decoder = TurboJPEG()
     return lambda path: decoder.decode(path.read_bytes(), pixel_format=TJPF_RGB)
 
 
-def by_opencv() -> Decoder:
+def opencv_decoder() -> Decoder:
     import cv2
 
     cv2.setNumThreads(0)
@@ -78,7 +78,7 @@ def by_opencv() -> Decoder:
     return lambda path: cv2.imdecode(np.fromfile(path, np.uint8), flags)
 
 
-def by_pyvips() -> Decoder:
+def pyvips_decoder() -> Decoder:
     import pyvips
 
     pyvips.cache_set_max(0)
@@ -86,12 +86,12 @@ def by_pyvips() -> Decoder:
     return lambda path: pyvips.Image.new_from_file(str(path), access="sequential", fail_on="warning").numpy()
 
 
-def slipstream_without(path: Path) -> np.ndarray[Any, Any]:
+def slipstream_with_pillow(path: Path) -> np.ndarray[Any, Any]:
     with mock.patch.object(decode, "_jpeg_decoder", return_value=None):
         return decode.read_image(path)
 
 
-def slipstream_with() -> Decoder:
+def slipstream_with_simplejpeg() -> Decoder:
     import simplejpeg  # noqa: F401  (skip this contender if it is not installed)
 
     return decode.read_image
@@ -99,30 +99,30 @@ def slipstream_with() -> Decoder:
 
 CONTENDERS: dict[str, Callable[[], Decoder]] = {
     "Pillow": lambda: pillow,
-    "Pillow, draft": lambda: draft,
-    "simplejpeg": by_simplejpeg,
-    "imagecodecs": by_imagecodecs,
-    "PyTurboJPEG": by_pyturbojpeg,
-    "OpenCV": by_opencv,
-    "pyvips": by_pyvips,
-    "slipstream": lambda: slipstream_without,
-    "slipstream, jpeg extra": slipstream_with,
+    "Pillow, draft": lambda: pillow_draft,
+    "simplejpeg": simplejpeg_decoder,
+    "imagecodecs": imagecodecs_decoder,
+    "PyTurboJPEG": pyturbojpeg_decoder,
+    "OpenCV": opencv_decoder,
+    "pyvips": pyvips_decoder,
+    "slipstream": lambda: slipstream_with_pillow,
+    "slipstream, jpeg extra": slipstream_with_simplejpeg,
 }
 
 
-def installed() -> dict[str, Decoder]:
+def installed_decoders() -> dict[str, Decoder]:
     """Return the contenders that can be used on this machine."""
-    found = {}
+    decoders = {}
     for name, build in CONTENDERS.items():
         try:
-            found[name] = build()
+            decoders[name] = build()
         except (
             ImportError,
             OSError,
             RuntimeError,
         ) as error:  # a package, or the library that it loads, is missing
             print(f"skipping {name}: {type(error).__name__}")
-    return found
+    return decoders
 
 
 @contextmanager
@@ -162,11 +162,11 @@ def measure(decoders: dict[str, Decoder], files: Sequence[Path], rounds: int) ->
 def summary(cases: dict[str, dict[str, Any]]) -> str:
     """Return a table of median times and of median per-round speeds relative to Pillow."""
     rows = []
-    for case, found in cases.items():
-        base = found["milliseconds"]["Pillow"]
-        for name, times in found["milliseconds"].items():
+    for case, case_result in cases.items():
+        base = case_result["milliseconds"]["Pillow"]
+        for name, times in case_result["milliseconds"].items():
             speed = median(a / b for a, b in zip(base, times, strict=True))
-            same = f"{found['equal'][name]} of {found['files']}"
+            same = f"{case_result['equal'][name]} of {case_result['files']}"
             rows.append([f"{case}: {name}", f"{median(times):.2f}", f"{speed:.2f}", same])
     return table(["", "ms per file", "speed relative to Pillow", "files with equal pixels"], rows)
 
@@ -181,14 +181,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    facts, decoders = circumstances(PACKAGES), installed()
+    info, decoders = environment_info(PACKAGES), installed_decoders()
     with file_sets(args.folder, args.images) as sets:
         cases = {name: measure(decoders, files, args.rounds) for name, files in sets.items()}
     text = summary(cases)
     print(text)
     if args.out:
         title = "CPU time to decode a JPEG file, in milliseconds"
-        write_result(args.out, title, facts, text, {"cases": cases})
+        write_result(args.out, title, info, text, {"cases": cases})
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from report import circumstances, table, write_result
+from report import environment_info, table, write_result
 from slipstream.hooks import Hook
 from slipstream.model import BaseModel
 from slipstream.runner import Runner
@@ -65,7 +65,7 @@ def train(steps: int) -> dict[int, int]:
     inputs = torch.randn(STEPS_PER_EPOCH * BATCH_SIZE, 16, generator=generator)
     targets = torch.randint(0, 4, (len(inputs),), generator=generator)
     memory = MemoryHook(steps // 10)
-    with tempfile.TemporaryDirectory() as folder, redirect_stdout(Path(folder, "shown").open("w")):
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(Path(folder, "stdout.txt").open("w")):
         runner = Runner(
             TinyMLP(),
             folder,
@@ -90,19 +90,19 @@ def main() -> None:
     if args.steps < 10_000 or args.steps % 10_000:
         parser.error("--steps must be a multiple of 10,000")
     torch.set_num_threads(THREADS)
-    facts = {**circumstances(["slipstream"]), "steps": args.steps, "n (runs)": 1}
+    info = {**environment_info(["slipstream"]), "steps": args.steps, "n (runs)": 1}
     start = perf_counter()
     resident = train(args.steps)
-    facts["seconds"] = round(perf_counter() - start, 1)
-    warm = round(args.steps * WARM_UP)
-    growth = (resident[args.steps] - resident[warm]) / (args.steps - warm)
+    info["seconds"] = round(perf_counter() - start, 1)
+    warmup_steps = round(args.steps * WARM_UP)
+    growth = (resident[args.steps] - resident[warmup_steps]) / (args.steps - warmup_steps)
     rows = [[f"{step:,}", f"{size / 2**20:.2f}"] for step, size in resident.items()]
     text = table(["step", "resident MiB"], rows)
-    text += f"\n\nGrowth after the first {warm:,} steps: {growth:.2f} bytes per step."
+    text += f"\n\nGrowth after the first {warmup_steps:,} steps: {growth:.2f} bytes per step."
     print(text)
     if args.out:
         data = {"resident_bytes": resident, "growth_bytes_per_step": growth}
-        write_result(args.out, "Memory over a long training run", facts, text, data)
+        write_result(args.out, "Memory over a long training run", info, text, data)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from time import perf_counter, process_time
 import torch
 from torch import nn
 
-from fused import make
-from report import circumstances, table, write_result
+from fused import make_optimizer
+from report import environment_info, table, write_result
 from slipstream.optim import OptimWrapper
 from slipstream.speed.nan_guard import StepGuard
 
@@ -29,28 +29,28 @@ CLOCKS: dict[str, Callable[[], float]] = {"wall": perf_counter, "cpu": process_t
 
 def steps(case: str) -> dict[str, Callable[[], None]]:
     """Return the contenders after two warm-up steps each."""
-    plain, guarded = (OptimWrapper(make(*CASES[case])) for _ in range(2))
+    plain, guarded = (OptimWrapper(make_optimizer(*CASES[case])) for _ in range(2))
     guard = StepGuard(nn.Module(), torch.device("cpu"))
 
     def with_guard() -> None:
         guard.before_forward()
         guard.step(guarded)
 
-    found = {"without guard": plain.step, "with guard": with_guard}
-    for step in found.values():
+    contenders = {"without guard": plain.step, "with guard": with_guard}
+    for step in contenders.values():
         step()
         step()
     for one, other in zip(plain.parameters(), guarded.parameters(), strict=True):
         torch.testing.assert_close(one, other)
-    return found
+    return contenders
 
 
 def measure(case: str, rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
     """Return the milliseconds per step. The contenders take turns."""
     contenders = steps(case)
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(rounds):
-        order = list(contenders) if number % 2 else list(reversed(contenders))
+    for index in range(rounds):
+        order = list(contenders) if index % 2 else list(reversed(contenders))
         for name in order:
             start = clock()
             contenders[name]()
@@ -65,18 +65,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    facts = circumstances() | {"n (rounds)": args.rounds, "clock": args.clock}
+    info = environment_info() | {"n (rounds)": args.rounds, "clock": args.clock}
     times = {case: measure(case, args.rounds, CLOCKS[args.clock]) for case in CASES}
     rows = []
-    for case, found in times.items():
-        ratios = [a / b for a, b in zip(found["with guard"], found["without guard"], strict=True)]
-        cells = (f"{median(values):.1f}" for values in found.values())
+    for case, case_times in times.items():
+        ratios = [a / b for a, b in zip(case_times["with guard"], case_times["without guard"], strict=True)]
+        cells = (f"{median(values):.1f}" for values in case_times.values())
         rows.append([case, *cells, f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"])
     text = table(["ms per step", "without guard", "with guard", "with / without"], rows)
     print(text)
     if args.out:
         title = "Optimizer steps with the parameters of a ResNet-18, with and without the NaN guard"
-        write_result(args.out, title, facts, text, {"milliseconds": times})
+        write_result(args.out, title, info, text, {"milliseconds": times})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from slipstream.apps.zoo.dice_ce_edge import DiceCEEdgeLoss
 from slipstream.apps.zoo.losses import MultiHeadCrossEntropy
 from slipstream.apps.zoo.stdc_loss import STDCLoss
 
-CLASSES, IGNORED = 19, 19
+CLASSES, IGNORE_INDEX = 19, 19
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,17 @@ def _recipe(name: str, loss: nn.Module, size: int = 128, batch_size: int = 4) ->
     )
 
 
-def _edges(heads: int, weights: tuple[float, ...]) -> nn.Module:
+def _edge_loss(heads: int, weights: tuple[float, ...]) -> nn.Module:
     return DiceCEEdgeLoss(
-        CLASSES, heads, num_detail_heads=0, weights=weights, ignore_index=IGNORED, edge_kernel=5
+        CLASSES, heads, num_detail_heads=0, weights=weights, ignore_index=IGNORE_INDEX, edge_kernel=5
     )
 
 
 RECIPES = {
-    "pp_lite_t_seg75": _recipe("pp_lite_t_seg", _edges(3, (1, 1, 1, 1))),
-    "stdc1_seg75": _recipe("stdc1_seg", STDCLoss(num_classes=CLASSES, ignore_index=IGNORED)),
-    "regseg48": _recipe("regseg48", MultiHeadCrossEntropy(ignore_index=IGNORED)),
-    "segformer_b0": _recipe("segformer_b0", MultiHeadCrossEntropy(ignore_index=IGNORED)),
-    "ddrnet_23": _recipe("ddrnet_23", _edges(1, (1, 0.4))),
-    "ddrnet_23_slim": _recipe("ddrnet_23_slim", _edges(1, (1, 0.4))),
+    "pp_lite_t_seg75": _recipe("pp_lite_t_seg", _edge_loss(3, (1, 1, 1, 1))),
+    "stdc1_seg75": _recipe("stdc1_seg", STDCLoss(num_classes=CLASSES, ignore_index=IGNORE_INDEX)),
+    "regseg48": _recipe("regseg48", MultiHeadCrossEntropy(ignore_index=IGNORE_INDEX)),
+    "segformer_b0": _recipe("segformer_b0", MultiHeadCrossEntropy(ignore_index=IGNORE_INDEX)),
+    "ddrnet_23": _recipe("ddrnet_23", _edge_loss(1, (1, 0.4))),
+    "ddrnet_23_slim": _recipe("ddrnet_23_slim", _edge_loss(1, (1, 0.4))),
 }

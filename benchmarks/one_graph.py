@@ -33,10 +33,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from networks import RECIPES, Case
 from overhead import conv_net, mlp
-from report import circumstances, table, write_result
+from report import environment_info, table, write_result
 from slipstream import accelerate
 
-CHECKED = 4
+CHECKED_STEPS = 4
 CLOCKS = {"wall": perf_counter, "cpu": process_time}
 Step = Callable[[Any], Tensor]
 
@@ -83,9 +83,9 @@ CONTENDERS: dict[str, Callable[[Case], Step]] = {
     "loop, torch.compile(model)": lambda case: loop(case, compiled=True),
     "Slipstream, one graph": one_graph,
 }
-OF_TINY = ("loop", "loop, torch.compile(model)", "Slipstream, one graph")
+TINY_CONTENDERS = ("loop", "loop, torch.compile(model)", "Slipstream, one graph")
 # Compiling a recipe's network takes minutes, so these cases omit the loop with `torch.compile(model)`.
-OF_RECIPES = ("loop", "loop, channels_last", "Slipstream, one graph")
+RECIPE_CONTENDERS = ("loop", "loop, channels_last", "Slipstream, one graph")
 
 
 # ---- measurement ---------------------------------------------------------------------------------------
@@ -102,52 +102,52 @@ def measure(
     for name in names:
         torch._dynamo.reset()
         step = steps[name] = CONTENDERS[name](case)
-        losses = torch.stack([step(batch) for batch in batches[:CHECKED]])
+        losses = torch.stack([step(batch) for batch in batches[:CHECKED_STEPS]])
         expected = losses if expected is None else expected
         # With channels_last, dropout draws its random numbers in a different order.
         if "channels_last" not in name:
             torch.testing.assert_close(
                 losses, expected, rtol=case.tolerance, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
             )
-    count = agreed(max(1, round(seconds / timed(steps["loop"], batches, 3, clock))))
+    count = broadcast_count(max(1, round(seconds / seconds_per_step(steps["loop"], batches, 3, clock))))
     times: dict[str, list[float]] = {name: [] for name in steps}
     order = list(steps)
-    for number in range(rounds):
-        turn = number % len(order)
-        for name in order[turn:] + order[:turn]:
-            times[name].append(timed(steps[name], batches, count, clock) * 1e3)
+    for index in range(rounds):
+        offset = index % len(order)
+        for name in order[offset:] + order[:offset]:
+            times[name].append(seconds_per_step(steps[name], batches, count, clock) * 1e3)
     return times
 
 
-def timed(step: Step, batches: list[Any], count: int, clock: Callable[[], float]) -> float:
+def seconds_per_step(step: Step, batches: list[Any], count: int, clock: Callable[[], float]) -> float:
     if dist.is_initialized():
         dist.barrier()
     start = clock()
-    for number in range(count):
-        loss = step(batches[number % len(batches)])
+    for index in range(count):
+        loss = step(batches[index % len(batches)])
     float(loss)
     return (clock() - start) / count
 
 
-def agreed(count: int) -> int:
+def broadcast_count(count: int) -> int:
     if dist.is_initialized():
-        number = torch.tensor(count)
-        dist.broadcast(number, 0)
-        count = int(number)
+        tensor = torch.tensor(count)
+        dist.broadcast(tensor, 0)
+        count = int(tensor)
     return count
 
 
 def process(rank: int, rounds: int, seconds: float, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    times = {name: measure(case, rounds, seconds, OF_TINY) for name, case in TINY.items()}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    times = {name: measure(case, rounds, seconds, TINY_CONTENDERS) for name, case in TINY.items()}
     if rank == 0:
         Path(folder, "times.json").write_text(json.dumps(times))
     dist.destroy_process_group()
 
 
-def on_two_processes(rounds: int, seconds: float) -> dict[str, dict[str, list[float]]]:
+def measure_two_processes(rounds: int, seconds: float) -> dict[str, dict[str, list[float]]]:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(process, (rounds, seconds, folder), nprocs=2)
         result: dict[str, dict[str, list[float]]] = json.loads(Path(folder, "times.json").read_text())
@@ -159,21 +159,21 @@ def ratios(times: dict[str, list[float]], name: str, base: str) -> list[float]:
 
 
 def describe(cases: dict[str, dict[str, list[float]]]) -> str:
-    *others, ours = next(iter(cases.values()))
+    *others, slipstream = next(iter(cases.values()))
     rows = []
     for name, times in cases.items():
-        over = [ratios(times, ours, other) for other in others]
-        strongest = min(others, key=lambda other: median(times[other]))
+        ratio_lists = [ratios(times, slipstream, other) for other in others]
+        fastest = min(others, key=lambda other: median(times[other]))
         rows.append(
             [
                 name,
                 *(f"{median(values):.3g}" for values in times.values()),
-                *(f"{median(r):.2f} ({min(r):.2f} to {max(r):.2f})" for r in over),
-                strongest,
+                *(f"{median(r):.2f} ({min(r):.2f} to {max(r):.2f})" for r in ratio_lists),
+                fastest,
             ]
         )
-    over_all = [f"one graph / {name}" for name in others]
-    header = ["", *(f"{name}, ms" for name in (*others, ours)), *over_all, "fastest of the others"]
+    ratio_titles = [f"one graph / {name}" for name in others]
+    header = ["", *(f"{name}, ms" for name in (*others, slipstream)), *ratio_titles, "fastest of the others"]
     return table(header, rows)
 
 
@@ -203,18 +203,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    facts = circumstances() | {"n (rounds)": args.rounds, "crop of the recipes' networks": args.crop}
-    facts["clock"] = args.clock
+    info = environment_info() | {"n (rounds)": args.rounds, "crop of the recipes' networks": args.crop}
+    info["clock"] = args.clock
     parts: dict[str, dict[str, dict[str, list[float]]]] = {}
     for title, cases in (("Tiny networks", TINY), ("The recipes' networks", RECIPES)):
         for name in [name for name in cases if name in args.networks]:
-            names = OF_TINY if cases is TINY else OF_RECIPES
+            names = TINY_CONTENDERS if cases is TINY else RECIPE_CONTENDERS
             case = cases[name] if cases is TINY else replace(cases[name], shape=(3, args.crop, args.crop))
             times = measure(case, args.rounds, args.seconds, names, CLOCKS[args.clock])
             parts.setdefault(title, {})[name] = times
             print(describe({name: times}), flush=True)
     if not args.no_processes:
-        parts["Tiny networks in two gloo processes (the loop uses DDP)"] = on_two_processes(
+        parts["Tiny networks in two gloo processes (the loop uses DDP)"] = measure_two_processes(
             args.rounds, args.seconds
         )
     text = "\n\n".join(f"## {title}\n\n{describe(cases)}" for title, cases in parts.items())
@@ -224,7 +224,7 @@ def main() -> None:
     )
     print(f"\n{text}")
     if args.out:
-        write_result(args.out, "The training step as one graph", facts, text, {"milliseconds": parts})
+        write_result(args.out, "The training step as one graph", info, text, {"milliseconds": parts})
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from report import circumstances, text_table, write_result
+from report import environment_info, text_table, write_result
 from slipstream.config.duration import read_duration
 
 HERE = Path(__file__).parent
@@ -76,32 +76,32 @@ class Worker:
     def start(self, steps: int) -> None:
         """Request `steps` training steps from the process, and return immediately."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # `answer` reports the error of a process that has exited
+        with suppress(BrokenPipeError):  # `receive` reports the error of a process that has exited
             print(steps, file=self._process.stdin, flush=True)
 
-    def answer(self, seconds: float) -> dict[str, Any]:
+    def receive(self, seconds: float) -> dict[str, Any]:
         """Wait for the response to `start`, and return it.
 
         Raises:
-            WorkerError: the process failed, or did not respond within `seconds`.
+            WorkerError: if the process failed, or did not respond within `seconds`.
         """
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], max(seconds, 0))[0]:
-            raise WorkerError(f"no answer within {max(seconds, 0):.0f} s")
+            raise WorkerError(f"no response within {max(seconds, 0):.0f} s")
         line = self._process.stdout.readline()
         if not line:
             raise WorkerError(last_error(self.log))
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        response: dict[str, Any] = json.loads(line)
+        return response
 
     def train(self, steps: int, seconds: float) -> dict[str, Any]:
         """Train for `steps` steps, and return the response.
 
         Raises:
-            WorkerError: the process failed, or did not respond within `seconds`.
+            WorkerError: if the process failed, or did not respond within `seconds`.
         """
         self.start(steps)
-        return self.answer(seconds)
+        return self.receive(seconds)
 
     def stop(self) -> None:
         self._process.kill()
@@ -120,7 +120,7 @@ def last_error(log: Path) -> str:
     return errors[-1][:200] if errors else "the process ended without an error message"
 
 
-def checked(case: Case, work: Path, data: Path, resume: bool, seconds: float) -> str:
+def check_training(case: Case, work: Path, data: Path, resume: bool, seconds: float) -> str:
     """Train, validate and save with the library's own script; return 'yes' or the reason for the failure."""
     first, last = (2, 4) if case.iterations else (1, 2)
     command = [sys.executable, "-m", "slipstream.openmmlab", folder(case.library) / ".mim/tools/train.py"]
@@ -129,7 +129,7 @@ def checked(case: Case, work: Path, data: Path, resume: bool, seconds: float) ->
     log = work / f"checked{resume:d}.log"
     with log.open("w", encoding="utf-8") as file:
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 [str(part) for part in command],
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -140,14 +140,14 @@ def checked(case: Case, work: Path, data: Path, resume: bool, seconds: float) ->
             )
         except subprocess.TimeoutExpired:
             return f"timed out after {seconds:.0f} s"
-    if done.returncode:
+    if process.returncode:
         return last_error(log)
     text = log.read_text(encoding="utf-8")
     complete = case.metric in text and "Saved checkpoint" in text and (not resume or "Resumed at" in text)
     return "yes" if complete else "no metric or checkpoint in the log"
 
 
-def started(case: Case, work: Path, data: Path, budget: float) -> dict[str, Worker]:
+def start_workers(case: Case, work: Path, data: Path, budget: float) -> dict[str, Worker]:
     """Start all processes. Also start the untimed steps of the process that compiles, which take the longest."""
     common = [*case.options(data, 10**6), "default_hooks.checkpoint.interval=1000000"]
     common.append("default_hooks.logger.interval=50")
@@ -160,7 +160,7 @@ def started(case: Case, work: Path, data: Path, budget: float) -> dict[str, Work
     return {engine: workers[engine] for engine in ENGINES}
 
 
-def timed(workers: dict[str, Worker], end: float) -> dict[str, Any]:
+def measure_rounds(workers: dict[str, Worker], end: float) -> dict[str, Any]:
     """Return the seconds per step in each round for each engine, the scope of the compiled code, and failures."""
     failures: dict[str, str] = {}
     scope, steps = None, 0
@@ -169,40 +169,40 @@ def timed(workers: dict[str, Worker], end: float) -> dict[str, Any]:
         try:
             if engine != COMPILED:
                 worker.start(WARMUP)
-            answer = worker.answer(end - reserve - time.monotonic())
+            response = worker.receive(end - reserve - time.monotonic())
         except WorkerError as error:
             workers.pop(engine).stop()
             failures[engine] = str(error)
             continue
-        scope = answer["scope"] if engine == COMPILED else scope
+        scope = response["scope"] if engine == COMPILED else scope
     names = list(workers)
     rounds: dict[str, list[float]] = {engine: [] for engine in names}
     try:
         slowest = max((w.train(3, end - time.monotonic())["times"][-1] for w in workers.values()), default=1)
         steps = max(3, min(50, round(ROUND_SECONDS / slowest)))
-        for number in range(ROUNDS if names else 0):
-            if number and end - time.monotonic() < 1.5 * len(names) * steps * slowest:
+        for index in range(ROUNDS if names else 0):
+            if index and end - time.monotonic() < 1.5 * len(names) * steps * slowest:
                 break
-            for engine in names[number % len(names) :] + names[: number % len(names)]:
+            for engine in names[index % len(names) :] + names[: index % len(names)]:
                 # The batch of the first step is loaded before the command arrives.
                 times = workers[engine].train(steps + 1, end - time.monotonic())["times"][1:]
                 rounds[engine].append(median(times))
     except WorkerError as error:
         failures["rounds"] = str(error)
-    whole = min(map(len, rounds.values()), default=0)
+    complete_rounds = min(map(len, rounds.values()), default=0)
     return {
-        "seconds": {engine: times[:whole] for engine, times in rounds.items()},
+        "seconds": {engine: times[:complete_rounds] for engine, times in rounds.items()},
         "steps_per_round": steps,
         "scope": scope,
         "failures": failures,
     }
 
 
-def why_not_one_graph(log: Path) -> str | None:
+def fallback_warning(log: Path) -> str | None:
     """Return the warning that explains why the step is not a single graph, without folder paths."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    found = re.search(r"WARNING - (The step (?:cannot|is not).*)", text)
-    return re.sub(r"/\S*/site-packages/", "", found[1]) if found else None
+    match = re.search(r"WARNING - (The step (?:cannot|is not).*)", text)
+    return re.sub(r"/\S*/site-packages/", "", match[1]) if match else None
 
 
 def run(name: str, limit: float, budget: float | None) -> dict[str, Any]:
@@ -215,16 +215,18 @@ def run(name: str, limit: float, budget: float | None) -> dict[str, Any]:
         work = Path(temporary)
         (work / "config.py").write_text(case.text(), encoding="utf-8")
         data = case.write(work / "data")
-        workers = started(case, work, data, budget) if budget is not None else {}
+        workers = start_workers(case, work, data, budget) if budget is not None else {}
         try:
-            trains = checked(case, work, data, False, end - time.monotonic())
-            resumes = checked(case, work, data, True, end - time.monotonic()) if trains == "yes" else "no"
+            trains = check_training(case, work, data, False, end - time.monotonic())
+            resumes = (
+                check_training(case, work, data, True, end - time.monotonic()) if trains == "yes" else "no"
+            )
             load = round(os.getloadavg()[0], 2)
-            found = timed(dict(workers), end)
+            measurements = measure_rounds(dict(workers), end)
         finally:
             for worker in workers.values():
                 worker.stop()
-        found["reason"] = why_not_one_graph(work / f"{COMPILED}.log")
+        measurements["reason"] = fallback_warning(work / f"{COMPILED}.log")
     return {
         "library": case.library,
         "name": name,
@@ -232,7 +234,7 @@ def run(name: str, limit: float, budget: float | None) -> dict[str, Any]:
         "trains": trains,
         "resumes": resumes,
         "load": load,
-        **found,
+        **measurements,
     }
 
 
@@ -260,8 +262,10 @@ def summary(cases: Sequence[dict[str, Any]]) -> str:
         for engine in engines:
             times = case["seconds"].get(engine)
             cell = f"{1000 * median(times):.1f}" if times else case["failures"].get(engine, "not measured")
-            if times and (found := ratios(case, engine)) and engine != "MMEngine":
-                cell += f" ({median(found):.2f}; {min(found):.2f} to {max(found):.2f})"
+            if times and (engine_ratios := ratios(case, engine)) and engine != "MMEngine":
+                cell += (
+                    f" ({median(engine_ratios):.2f}; {min(engine_ratios):.2f} to {max(engine_ratios):.2f})"
+                )
             cells.append(cell)
         measured = COMPILED in case["seconds"]
         scope = (case["scope"] or "none") if measured else "not measured"
@@ -290,19 +294,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := set(names) - set(CASES):
         parser.error(f"no such configuration: {', '.join(sorted(unknown))}; choose from {', '.join(CASES)}")
     end = time.monotonic() + read_duration(args.limit, "limit")
-    facts = circumstances(
+    info = environment_info(
         ["mmengine", "onedl-mmcv", "onedl-mmpretrain", "onedl-mmsegmentation", "onedl-mmdetection"]
     )
-    facts |= {"compile budget": args.budget}
+    info |= {"compile budget": args.budget}
     budget = None if args.only_check else read_duration(args.budget, "budget")
     cases = []
-    for number, name in enumerate(names):
+    for index, name in enumerate(names):
         now = time.monotonic()
-        cases.append(run(name, (end - now) / (len(names) - number), budget))
+        cases.append(run(name, (end - now) / (len(names) - index), budget))
         text = summary(cases)
         print(text.splitlines()[1 + len(cases)], flush=True)
         if args.out:
-            write_result(args.out, "OpenMMLab's libraries", facts, text, {"cases": cases})
+            write_result(args.out, "OpenMMLab's libraries", info, text, {"cases": cases})
     return 0
 
 

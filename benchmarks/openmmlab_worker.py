@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    responses = os.fdopen(os.dup(1), "w", encoding="utf-8")
     engine, log, config, work_dir, *options = sys.argv[1:]
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
@@ -34,43 +34,47 @@ def main() -> None:
     cfg.work_dir = work_dir
     cfg.val_dataloader = cfg.val_cfg = cfg.val_evaluator = None
     cfg.test_dataloader = cfg.test_cfg = cfg.test_evaluator = None
-    hook = on_command(answers)
+    hook = make_command_hook(responses)
     runner = Runner.from_cfg(cfg)
     runner.register_hook(hook, priority="LOWEST")
     runner.train()
 
 
-def on_command(answers: TextIO) -> Any:
-    """Return a hook that reads step counts from standard input, and writes the step times to `answers`."""
+def make_command_hook(responses: TextIO) -> Any:
+    """Return a hook that reads step counts from standard input, and writes the step times to `responses`."""
     from mmengine.hooks import Hook
 
-    class OnCommand(Hook):
-        left = 0
-        began = 0.0
+    class CommandHook(Hook):
+        remaining = 0
+        step_start = 0.0
         times: list[float] | None = None
 
         def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-            if self.left:
+            if self.remaining:
                 return
             if self.times is not None:
-                print(json.dumps({"times": self.times, "scope": scope_of(runner)}), file=answers, flush=True)
+                print(
+                    json.dumps({"times": self.times, "scope": get_compiled_scope(runner)}),
+                    file=responses,
+                    flush=True,
+                )
             command = sys.stdin.readline()
             if not command.strip():
                 os._exit(0)
-            self.left, self.times, self.began = int(command), [], time.perf_counter()
+            self.remaining, self.times, self.step_start = int(command), [], time.perf_counter()
 
         def after_train_iter(
             self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
         ) -> None:
             now = time.perf_counter()
             assert self.times is not None
-            self.times.append(now - self.began)
-            self.began, self.left = now, self.left - 1
+            self.times.append(now - self.step_start)
+            self.step_start, self.remaining = now, self.remaining - 1
 
-    return OnCommand()
+    return CommandHook()
 
 
-def scope_of(runner: Any) -> str | None:
+def get_compiled_scope(runner: Any) -> str | None:
     """Return the compiled scope: 'step', 'model' or 'block'; None if nothing is compiled or the engine is MMEngine."""
     if not hasattr(runner, "step"):
         return None

@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from contenders import COMPILED, CONTENDERS, installed
-from report import circumstances, table, write_result
+from contenders import COMPILED, CONTENDERS, installed_contenders
+from report import environment_info, table, write_result
 from slipstream.compare import Work
 
 BATCH_SIZE = 8
@@ -119,7 +119,7 @@ def train(
     """Return the duration of the last epoch in seconds, and the trained network."""
     torch.manual_seed(0)
     net, threads = NETWORKS[network][0](), torch.get_num_threads()
-    with tempfile.TemporaryDirectory() as folder, quiet():
+    with tempfile.TemporaryDirectory() as folder, suppress_output():
         gc.collect()
         seconds = contender(
             Work(net, loader, lambda net, batch: criterion(net(batch[0]), batch[1]), sgd, folder, epochs)
@@ -129,13 +129,13 @@ def train(
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings(), redirect_stdout(_NOWHERE), redirect_stderr(_NOWHERE):
+def suppress_output() -> Iterator[None]:
+    with warnings.catch_warnings(), redirect_stdout(_DEV_NULL), redirect_stderr(_DEV_NULL):
         warnings.simplefilter("ignore")
         yield
 
 
-_NOWHERE = Path(os.devnull).open("w")  # noqa: SIM115  # MMEngine's loggers use this file until the process ends
+_DEV_NULL = Path(os.devnull).open("w")  # noqa: SIM115  # MMEngine's loggers use this file until the process ends
 
 
 def check_same_training(contenders: Contenders, network: str, kind: str) -> dict[str, float]:
@@ -160,8 +160,10 @@ def check_same_training(contenders: Contenders, network: str, kind: str) -> dict
     loop_losses, loop_weights = outcomes["loop"]
     assert len(loop_losses) == CHECKED_STEPS
     differences = {}
-    for name, (losses_of, weights) in outcomes.items():
-        torch.testing.assert_close(losses_of, loop_losses, rtol=1e-4, atol=1e-5, msg=f"losses of {name}")
+    for name, (contender_losses, weights) in outcomes.items():
+        torch.testing.assert_close(
+            contender_losses, loop_losses, rtol=1e-4, atol=1e-5, msg=f"losses of {name}"
+        )
         torch.testing.assert_close(weights, loop_weights, rtol=1e-4, atol=1e-5, msg=f"weights of {name}")
         differences[name] = float((weights - loop_weights).abs().max())
     return differences
@@ -193,13 +195,13 @@ def measure(
     loader = make_loader(kind, NETWORKS[network][1], steps, shuffle=True)
     times: dict[str, list[float]] = {name: [] for name in contenders}
     order = list(contenders)
-    for number in range(rounds):
-        turn = number % len(order)
-        for name in order[turn:] + order[:turn]:
+    for index in range(rounds):
+        offset = index % len(order)
+        for name in order[offset:] + order[:offset]:
             seconds, _ = train(contenders[name], network, loader, epochs=epochs)
             times[name].append(seconds / steps * 1e3)
         line = ", ".join(f"{name} {values[-1]:.3f}" for name, values in times.items())
-        print(f"{network}, {kind}, round {number + 1}/{rounds}: {line}", flush=True)
+        print(f"{network}, {kind}, round {index + 1}/{rounds}: {line}", flush=True)
     return times
 
 
@@ -208,27 +210,28 @@ def summary(times: dict[str, list[float]]) -> str:
 
     The goals are to be faster than Accelerate, and at most `GOAL_MS` slower than the loop.
     """
-    above = {
+    differences = {
         name: [a - b for a, b in zip(values, times["loop"], strict=True)] for name, values in times.items()
     }
     rows = [
-        [name, *(f"{f(values):.3f}" for f in (median, min, max)), f"{median(above[name]):+.3f}"]
+        [name, *(f"{f(values):.3f}" for f in (median, min, max)), f"{median(differences[name]):+.3f}"]
         for name, values in times.items()
     ]
     text = table(["", "median ms", "min", "max", "difference from the loop (median)"], rows)
     rounds = len(times["loop"])
     if "Accelerate" in times:
-        below = sum(s < a for s, a in zip(times["Slipstream"], times["Accelerate"], strict=True))
-        text += f"\n\nSlipstream is faster than Accelerate in {below} of {rounds} rounds."
-    ours = next(name for name in times if name.startswith("Slipstream"))
-    for name in [name for name in times if name != ours] if ours not in CONTENDERS else []:
-        ratios = [a / b for a, b in zip(times[ours], times[name], strict=True)]
-        text += f"\n\n{ours} / {name}: {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})."
-    if ours not in CONTENDERS:
+        faster_rounds = sum(s < a for s, a in zip(times["Slipstream"], times["Accelerate"], strict=True))
+        text += f"\n\nSlipstream is faster than Accelerate in {faster_rounds} of {rounds} rounds."
+    slipstream = next(name for name in times if name.startswith("Slipstream"))
+    for name in [name for name in times if name != slipstream] if slipstream not in CONTENDERS else []:
+        ratios = [a / b for a, b in zip(times[slipstream], times[name], strict=True)]
+        text += f"\n\n{slipstream} / {name}: {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})."
+    if slipstream not in CONTENDERS:
         return text
-    within = sum(difference <= GOAL_MS for difference in above[ours])
+    rounds_in_goal = sum(difference <= GOAL_MS for difference in differences[slipstream])
     return (
-        text + f"\n\nSlipstream is at most {GOAL_MS} ms slower than the loop in {within} of {rounds} rounds."
+        text
+        + f"\n\nSlipstream is at most {GOAL_MS} ms slower than the loop in {rounds_in_goal} of {rounds} rounds."
     )
 
 
@@ -244,10 +247,10 @@ def run_case(contenders: Contenders, network: str, kind: str, steps: int, rounds
 
 
 def describe(case: dict[str, Any]) -> str:
-    off = max(case["largest weight difference from the loop"].values())
+    difference = max(case["largest weight difference from the loop"].values())
     return (
         f"## {case['network']}, {case['loader']}\n\n{summary(case['milliseconds'])}\n\n"
-        f"Largest difference from the loop in any weight after {CHECKED_STEPS} steps: {off:.1e}."
+        f"Largest difference from the loop in any weight after {CHECKED_STEPS} steps: {difference:.1e}."
     )
 
 
@@ -264,16 +267,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    contenders = COMPILED if args.compiled else installed()
-    facts = circumstances(package for package, _ in CONTENDERS.values() if package != "torch")
-    facts |= {"batch size": BATCH_SIZE, "steps": args.steps, "n (rounds)": args.rounds}
+    contenders = COMPILED if args.compiled else installed_contenders()
+    info = environment_info(package for package, _ in CONTENDERS.values() if package != "torch")
+    info |= {"batch size": BATCH_SIZE, "steps": args.steps, "n (rounds)": args.rounds}
     run = partial(run_case, contenders, steps=args.steps, rounds=args.rounds)
     cases = [run(network, kind) for kind in LOADERS for network in NETWORKS]
     text = "\n\n".join(describe(case) for case in cases)
     print(f"\n{text}")
     if args.out:
         title = "Overhead per training step" + (", compiled" if args.compiled else "")
-        write_result(args.out, title, facts, text, {"cases": cases})
+        write_result(args.out, title, info, text, {"cases": cases})
 
 
 if __name__ == "__main__":

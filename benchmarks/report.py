@@ -18,7 +18,7 @@ import torch
 from slipstream.cores import cpu_name
 
 
-def circumstances(packages: Iterable[str] = ()) -> dict[str, Any]:
+def environment_info(packages: Iterable[str] = ()) -> dict[str, Any]:
     """Return the command, date, machine and package versions. `load` is the 1-minute load average."""
     return {
         "command": shlex.join(["python", *sys.argv]),

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from report import circumstances, table, write_result
+from report import environment_info, table, write_result
 from slipstream.cli.configure import load_config
 from slipstream.hooks import Hook, LoggerHook, ReportHook
 from slipstream.logging import PhaseTimes
@@ -70,7 +70,7 @@ class Clock(Hook):
         self.times.append(process_time())
 
 
-def trained(steps: int, folder: str) -> tuple[Runner, Clock]:
+def train_recipe(steps: int, folder: str) -> tuple[Runner, Clock]:
     """Train the recipe, and return its Runner and the hook that recorded its steps."""
     batches = f"train_dataloader.dataset.length={4 * steps}"
     cfg = load_config(RECIPE, ["train_cfg.max_epochs=1", batches, "param_scheduler=null"], None, True).cfg
@@ -106,7 +106,7 @@ def reading_us(runner: Runner, hook: ReportHook, interval: int, repeats: int) ->
         history for key, history in runner.message_hub.log_scalars.items() if key.startswith("train/")
     ]
     hook.before_train(runner)
-    spent = 0.0
+    seconds = 0.0
     for _ in range(repeats):
         for history in histories:
             for value in range(interval):
@@ -116,8 +116,8 @@ def reading_us(runner: Runner, hook: ReportHook, interval: int, repeats: int) ->
         runner.phases.samples += interval * runner.samples_per_step
         start = process_time()
         hook.read_logs(runner)
-        spent += process_time() - start
-    return 1e6 * spent / repeats
+        seconds += process_time() - start
+    return 1e6 * seconds / repeats
 
 
 def main() -> None:
@@ -128,17 +128,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    facts = circumstances() | {"recipe": RECIPE, "steps": args.steps, "n (rounds)": args.rounds}
+    info = environment_info() | {"recipe": RECIPE, "steps": args.steps, "n (rounds)": args.rounds}
     with tempfile.TemporaryDirectory() as folder:
-        runner, clock = trained(args.steps, folder)
+        runner, clock = train_recipe(args.steps, folder)
         hook = next(hook for hook in runner.hooks if isinstance(hook, ReportHook))
         interval = next(hook.interval for hook in runner.hooks if isinstance(hook, LoggerHook))
         step_ms = [1e3 * (end - start) for start, end in zip(clock.times[1:], clock.times[2:], strict=False)]
         timer, reading = [], []
-        for number in range(args.rounds):
+        for index in range(args.rounds):
             timer.append(timer_us(clock.phases, args.repeats))
             reading.append(reading_us(runner, hook, interval, args.repeats // 10))
-            print(f"round {number + 1}/{args.rounds}: {timer[-1]:.2f} µs, {reading[-1]:.1f} µs", flush=True)
+            print(f"round {index + 1}/{args.rounds}: {timer[-1]:.2f} µs, {reading[-1]:.1f} µs", flush=True)
         start = process_time()
         hook.release(runner)
         write_ms = 1e3 * (process_time() - start)
@@ -147,29 +147,29 @@ def main() -> None:
     text = summary(data)
     print(text)
     if args.out:
-        write_result(args.out, "Overhead of the run report", facts, text, data)
+        write_result(args.out, "Overhead of the run report", info, text, data)
 
 
 def summary(data: dict[str, Any]) -> str:
     """Return the result table."""
     interval, step = data["interval"], 1e3 * median(data["step_ms"])
     per_step = [value / interval for value in data["reading_us"]]
-    both = [a + b for a, b in zip(data["timer_us"], per_step, strict=True)]
+    total = [a + b for a, b in zip(data["timer_us"], per_step, strict=True)]
 
     def row(name: str, values: list[float]) -> list[str]:
-        share = f"{100 * median(values) / step:.4f} %"
-        return [name, f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})", share]
+        percent = f"{100 * median(values) / step:.4f} %"
+        return [name, f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})", percent]
 
     rows = [
         row(f"timer, {len(data['phases of a step']) + 1} readings of the clock", data["timer_us"]),
         row(f"hook, one reading every {interval} steps, divided by {interval}", per_step),
-        row("both", both),
+        row("both", total),
     ]
     header = ["work of the report", "µs of CPU time per step (minimum to maximum)", "relative to the step"]
     return (
-        f"{table(header, rows)}\n\nThe median step takes {step / 1e3:.0f} ms of CPU time; the work of the report is "
-        f"1 % of a step of {median(both) / 10:.1f} ms. At the end of the run, writing the report takes "
-        f"{data['write_ms']:.0f} ms."
+        f"{table(header, rows)}\n\nThe median step takes {step / 1e3:.0f} ms of CPU time. For steps of "
+        f"{median(total) / 10:.1f} ms, the report's work would take 1 % of the step time. "
+        f"At the end of the run, writing the report takes {data['write_ms']:.0f} ms."
     )
 
 

@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from report import circumstances, table, write_result
+from report import environment_info, table, write_result
 from slipstream.apps.scaling import (
     Block,
     Cluster,
@@ -62,7 +62,7 @@ class Case:
     shape: tuple[int, ...]
     batch: int
     steps: int
-    wrapped: Callable[[nn.Module], list[nn.Module]]
+    fsdp_units: Callable[[nn.Module], list[nn.Module]]
     """Modules that FSDP2 shards and gathers, each as one unit."""
 
 
@@ -110,7 +110,7 @@ def trainer(case: Case, strategy: str, mesh: DeviceMesh) -> Callable[[], None]:
     if strategy == SYNC_BN:
         net = convert_sync_batchnorm(net)
     if strategy == FSDP2:
-        for module in [*case.wrapped(net), net]:
+        for module in [*case.fsdp_units(net), net]:
             fully_shard(module, mesh=mesh)
     elif not alone:
         net = DistributedDataParallel(net, gradient_as_bucket_view=True, broadcast_buffers=False)
@@ -145,7 +145,7 @@ def synchronized_seconds(function: Callable[[], Any]) -> float:
     return seconds_of(lambda: [function() for _ in range(times)]) / times
 
 
-def pings(rank: int, pair: Any) -> dict[str, Any]:
+def collective_times(rank: int, pair: Any) -> dict[str, Any]:
     """Return the duration in seconds of two-process collectives for each size, and of a minimal all-reduce.
 
     The all-reduce runs over all processes. It is measured between computations, as in training, where processes
@@ -161,7 +161,7 @@ def pings(rank: int, pair: Any) -> dict[str, Any]:
         compute()
         dist.all_reduce(number)
 
-    found: dict[str, Any] = {
+    measurements: dict[str, Any] = {
         "smallest": synchronized_seconds(compute_and_sum) - synchronized_seconds(compute)
     }
     for size in SIZES:
@@ -175,9 +175,9 @@ def pings(rank: int, pair: Any) -> dict[str, Any]:
         for name, call in calls.items():
             if rank < 2:
                 call()
-                found.setdefault(name, []).append(median(seconds_of(call) for _ in range(times)))
+                measurements.setdefault(name, []).append(median(seconds_of(call) for _ in range(times)))
     dist.barrier()
-    return found
+    return measurements
 
 
 def process(rank: int, processes: int, rounds: int, folder: str) -> None:
@@ -187,59 +187,63 @@ def process(rank: int, processes: int, rounds: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes)
     pair, lone = dist.new_group([0, 1]), [dist.new_group([r]) for r in range(processes)]
     meshes = DeviceMesh.from_group(lone[rank], "cpu"), init_device_mesh("cpu", (processes,))
-    found: dict[str, Any] = {"pings": [], "steps": []}
+    measurements: dict[str, Any] = {"pings": [], "steps": []}
     trainers: dict[tuple[str, str], list[Callable[[], None]]] = {}
     for name, case in CASES.items():
         for strategy in strategies_of(name):
-            trainers[name, strategy] = [trainer(case, strategy, meshes[together]) for together in (0, 1)]
+            trainers[name, strategy] = [trainer(case, strategy, mesh) for mesh in meshes]
             for train in trainers[name, strategy]:
                 train()
     for _ in range(rounds):
-        found["pings"].append(pings(rank, pair))
-        found["steps"].append({})
-        for (name, strategy), (by_itself, together) in trainers.items():
+        measurements["pings"].append(collective_times(rank, pair))
+        measurements["steps"].append({})
+        for (name, strategy), (without_communication, distributed) in trainers.items():
             times = {}
-            for who, train in (("alone", by_itself), ("side by side", by_itself), ("all", together)):
+            for mode, train in (
+                ("alone", without_communication),
+                ("side by side", without_communication),
+                ("all", distributed),
+            ):
                 dist.barrier()
-                if rank == 0 or who != "alone":
-                    times[who] = seconds_of(train) / CASES[name].steps
-            found["steps"][-1][f"{name}, {strategy}"] = times
+                if rank == 0 or mode != "alone":
+                    times[mode] = seconds_of(train) / CASES[name].steps
+            measurements["steps"][-1][f"{name}, {strategy}"] = times
     dist.barrier()
     if rank == 0:
-        Path(folder, f"{processes}.json").write_text(json.dumps(found))
+        Path(folder, f"{processes}.json").write_text(json.dumps(measurements))
     dist.destroy_process_group()
 
 
 def measure(rounds: int) -> dict[int, dict[str, Any]]:
     """Return the collective microbenchmarks and the step times of each round, by number of processes."""
-    found = {}
+    measurements = {}
     with tempfile.TemporaryDirectory() as folder:
         for processes in PROCESSES:
             mp.spawn(process, (processes, rounds, folder), nprocs=processes)
-            found[processes] = json.loads(Path(folder, f"{processes}.json").read_text())
-    return found
+            measurements[processes] = json.loads(Path(folder, f"{processes}.json").read_text())
+    return measurements
 
 
 # ---- predictions
 
 
-def cluster_of(pings_of_rounds: list[dict[str, Any]], processes: int) -> Cluster:
+def cluster_of(rounds: list[dict[str, Any]], processes: int) -> Cluster:
     """Model the machine as a cluster whose processes share the cores and slow down equally.
 
     An all-reduce between two processes takes `2 alpha + n beta`. Gathers and scatters send half as much data; any
     additional time is local work.
     """
-    least = {
-        name: [min(ping[name][i] for ping in pings_of_rounds) for i in range(len(SIZES))]
+    min_seconds = {
+        name: [min(ping[name][i] for ping in rounds) for i in range(len(SIZES))]
         for name in ("all_reduce", "all_gather", "reduce_scatter")
     }
     share = max(1.0, processes / CORES)
-    slopes = {name: seconds_per_byte(seconds) for name, seconds in least.items()}
+    slopes = {name: seconds_per_byte(seconds) for name, seconds in min_seconds.items()}
     beta = slopes["all_reduce"]
     gather, scatter = (max(0.0, slopes[name] - beta / 2) for name in ("all_gather", "reduce_scatter"))
-    alpha = least["all_reduce"][0] / 2
+    alpha = min_seconds["all_reduce"][0] / 2
     # Use the median, because the minimum of the differences of two measured times is too small.
-    smallest, hops = median(ping["smallest"] for ping in pings_of_rounds), 2 * (processes - 1)
+    smallest, hops = median(ping["smallest"] for ping in rounds), 2 * (processes - 1)
     alpha = min(alpha, smallest / hops)  # the smallest all-reduce consists only of hops and a launch
     return Cluster(
         gpus=processes,
@@ -259,8 +263,8 @@ def cluster_of(pings_of_rounds: list[dict[str, Any]], processes: int) -> Cluster
 def seconds_per_byte(seconds: list[float]) -> float:
     """Return the slope of the line through the time of the smallest size, fitted by relative least squares."""
     start = seconds[0]
-    above = [(size / t, (t - start) / t) for size, t in zip(SIZES, seconds, strict=True)][1:]
-    return max(0.0, sum(x * y for x, y in above) / sum(x * x for x, _ in above))
+    points = [(size / t, (t - start) / t) for size, t in zip(SIZES, seconds, strict=True)][1:]
+    return max(0.0, sum(x * y for x, y in points) / sum(x * x for x, _ in points))
 
 
 def model_of(case: Case, grouped: bool) -> Model:
@@ -270,11 +274,11 @@ def model_of(case: Case, grouped: bool) -> Model:
     if not grouped:
         return model
     names = {module: name for name, module in net.named_modules()}
-    prefixes = [names[module] for module in case.wrapped(net)]
+    prefixes = [names[module] for module in case.fsdp_units(net)]
     groups: dict[str, list[Block]] = {"the rest": []}
     for block in model.blocks:
-        inside = [p for p in prefixes if block.name == p or block.name.startswith(f"{p}.")]
-        groups.setdefault(inside[0] if inside else "the rest", []).append(block)
+        matches = [p for p in prefixes if block.name == p or block.name.startswith(f"{p}.")]
+        groups.setdefault(matches[0] if matches else "the rest", []).append(block)
     merged = (
         Block(name, *(sum(getattr(b, f) for b in blocks) for f in ("parameters", "flops", "activations")))
         for name, blocks in groups.items()
@@ -283,20 +287,20 @@ def model_of(case: Case, grouped: bool) -> Model:
     return Model(model.name, tuple(merged))
 
 
-def compare(found: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+def compare(measurements: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a row for each network, strategy and number of processes."""
     rows = []
-    for processes, measured in found.items():
+    for processes, measured in measurements.items():
         cluster = cluster_of(measured["pings"], processes)
         for name, case in CASES.items():
             for strategy in strategies_of(name):
                 times = [steps[f"{name}, {strategy}"] for steps in measured["steps"]]
-                alone, beside, step = (
-                    min(time[who] for time in times) for who in ("alone", "side by side", "all")
+                alone, side_by_side, step = (
+                    min(time[mode] for time in times) for mode in ("alone", "side by side", "all")
                 )
-                said, informed = (
-                    predicted(case, strategy, cluster, seconds)
-                    for seconds in (alone * max(1.0, processes / CORES), beside)
+                prediction, informed_prediction = (
+                    predict_step(case, strategy, cluster, seconds)
+                    for seconds in (alone * max(1.0, processes / CORES), side_by_side)
                 )
                 rows.append(
                     {
@@ -304,19 +308,19 @@ def compare(found: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
                         "strategy": strategy,
                         "processes": processes,
                         "alone": alone,
-                        "beside": beside,
-                        "predicted": said.step_time,
-                        "exposed": said.exposed,
+                        "beside": side_by_side,
+                        "predicted": prediction.step_time,
+                        "exposed": prediction.exposed,
                         "measured": step,
-                        "error": said.step_time / step - 1,
-                        "informed_error": informed.step_time / step - 1,
+                        "error": prediction.step_time / step - 1,
+                        "informed_error": informed_prediction.step_time / step - 1,
                     }
                 )
     return rows
 
 
-def predicted(case: Case, strategy: str, cluster: Cluster, computing: float) -> Prediction:
-    how = Strategy(
+def predict_step(case: Case, strategy: str, cluster: Cluster, compute_seconds: float) -> Prediction:
+    options = Strategy(
         "fsdp2" if strategy == FSDP2 else "ddp",
         sync_bn=strategy == SYNC_BN,
         parameter_bytes=4,
@@ -325,10 +329,10 @@ def predicted(case: Case, strategy: str, cluster: Cluster, computing: float) -> 
         unit_parameters=0,
         noise=0.0,
     )
-    return predict(model_of(case, strategy == FSDP2), cluster, how, case.batch, computing)
+    return predict(model_of(case, strategy == FSDP2), cluster, options, case.batch, compute_seconds)
 
 
-def summary(rows: list[dict[str, Any]], found: dict[int, dict[str, Any]]) -> str:
+def summary(rows: list[dict[str, Any]], measurements: dict[int, dict[str, Any]]) -> str:
     header = ["ms per step", "processes", "alone", "side by side", "exposed communication", "predicted",
               "measured", "error", "error of the prediction from side-by-side times"]  # fmt: skip
     cells = [
@@ -341,7 +345,7 @@ def summary(rows: list[dict[str, Any]], found: dict[int, dict[str, Any]]) -> str
         for row in rows
     ]
     lines = [table(header, cells), ""]
-    for processes, measured in found.items():
+    for processes, measured in measurements.items():
         errors, informed = (
             [abs(row[key]) for row in rows if row["processes"] == processes]
             for key in ("error", "informed_error")
@@ -366,16 +370,16 @@ def main() -> None:
     if args.rounds < 2:
         parser.error("--rounds must be at least 2")
     torch.set_num_threads(1)
-    facts = circumstances(["slipstream"]) | {"cores for the processes": CORES, "n (rounds)": args.rounds}
+    info = environment_info(["slipstream"]) | {"cores for the processes": CORES, "n (rounds)": args.rounds}
     start = perf_counter()
-    found = measure(args.rounds)
-    facts["seconds"] = round(perf_counter() - start)
-    rows = compare(found)
-    text = summary(rows, found)
+    measurements = measure(args.rounds)
+    info["seconds"] = round(perf_counter() - start)
+    rows = compare(measurements)
+    text = summary(rows, measurements)
     print(text)
     if args.out:
-        data = {"rows": rows, "found": found}
-        write_result(args.out, "Predicted and measured step times", facts, text, data)
+        data = {"rows": rows, "found": measurements}
+        write_result(args.out, "Predicted and measured step times", info, text, data)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from report import circumstances, table, write_result
+from report import environment_info, table, write_result
 from slipstream.model import convert_sync_batchnorm, sync_batchnorm
 
-WAYS = {"two per direction": 0, "one per direction": sync_batchnorm._ONE_MESSAGE}
+VARIANTS = {"two per direction": 0, "one per direction": sync_batchnorm._ONE_MESSAGE}
 STEPS = 4
 
 
@@ -43,15 +43,15 @@ def steps(net: nn.Module, images: torch.Tensor) -> float:
 
 def process(rank: int, rounds: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     net, images = network(), torch.randn(2, 64, 8, 8)
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
-    for number in range(rounds + 1):  # the first round is a warm-up
-        for way, most in WAYS.items():
-            sync_batchnorm._ONE_MESSAGE = most
-            spent = steps(net, images)
-            if number:
-                times[way].append(spent)
+    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    for index in range(rounds + 1):  # the first round is a warm-up
+        for variant, max_values in VARIANTS.items():
+            sync_batchnorm._ONE_MESSAGE = max_values
+            milliseconds = steps(net, images)
+            if index:
+                times[variant].append(milliseconds)
     if rank == 0:
         Path(folder, "times.json").write_text(json.dumps(times))
     dist.destroy_process_group()
@@ -64,14 +64,15 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
-    facts = circumstances()
+    info = environment_info()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(process, (args.rounds, folder), nprocs=2)
         times = json.loads(Path(folder, "times.json").read_text())
     two, one = times.values()
     ratio = median(b / a for a, b in zip(two, one, strict=True))
     text = table(
-        ["collectives", "ms per step (median)"], [(way, f"{median(t):.1f}") for way, t in times.items()]
+        ["collectives", "ms per step (median)"],
+        [(variant, f"{median(t):.1f}") for variant, t in times.items()],
     )
     text += (
         "\n\nWith one collective in each of the forward and backward passes, a step takes "
@@ -79,7 +80,7 @@ def main() -> None:
     )
     print(text)
     if args.out:
-        write_result(args.out, "SyncBN with one and with two collectives", facts, text, times)
+        write_result(args.out, "SyncBN with one and with two collectives", info, text, times)
 
 
 if __name__ == "__main__":

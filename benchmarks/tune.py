@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from report import circumstances, table, write_result
+from report import environment_info, table, write_result
 from slipstream.cli.configure import load_config
 from slipstream.tune import TuneResult, parse_budget, tune_config
 from slipstream.tune.jobs import RunnerJob, Setting
@@ -36,10 +36,10 @@ RECIPES = (
 )
 PLAN, AUTO, BASELINE = "plan", 'speed="auto"', "baseline"
 ROUND_SECONDS = 1.0
-MOST_ROUNDS = 9
-SEARCH_PART = 0.55
+MAX_ROUNDS = 9
+SEARCH_FRACTION = 0.55
 """Maximum fraction of a recipe's time for the search. The plan is measured again in the remaining time."""
-MEASURED = ("adopted", "slower", "no gain", "inconclusive")
+MEASURED_STATUSES = ("adopted", "slower", "no gain", "inconclusive")
 END_SECONDS = 5.0
 """Time in seconds that is reserved for terminating processes."""
 
@@ -93,7 +93,7 @@ class Contender:
 
 def single_options(result: TuneResult) -> dict[str, Setting]:
     """Return the options that the search measured individually, fastest first."""
-    rows = [row for row in result.rows if row.status in MEASURED and row.estimate is not None]
+    rows = [row for row in result.rows if row.status in MEASURED_STATUSES and row.estimate is not None]
     rows.sort(key=lambda row: row.estimate.ratio if row.estimate else 0.0, reverse=True)
     return {row.label: row.setting for row in rows}
 
@@ -103,65 +103,65 @@ def contenders(result: TuneResult) -> list[Contender]:
     outcome = result.outcome
     plan = Contender(PLAN, outcome.setting)
     others = {BASELINE: Setting(), AUTO: Setting({"auto": True}), **single_options(result)}
-    same = (outcome.setting.speed, outcome.setting.num_workers, outcome.setting.batch_size)
+    plan_key = (outcome.setting.speed, outcome.setting.num_workers, outcome.setting.batch_size)
     return [plan] + [
         Contender(name, setting)
         for name, setting in others.items()
-        if (setting.speed, setting.num_workers, setting.batch_size) != same
+        if (setting.speed, setting.num_workers, setting.batch_size) != plan_key
     ]
 
 
-def measure(cfg: Mapping[str, Any], every: Sequence[Contender], end: float) -> None:
+def measure(cfg: Mapping[str, Any], entries: Sequence[Contender], end: float) -> None:
     """Start all contenders and time them in turn; stop at `end`."""
     with ExitStack() as stack:
         cache = stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-tune-"))
-        for number, contender in enumerate(every):
+        for index, contender in enumerate(entries):
             # For each contender, reserve the time that it needs for five rounds.
-            reserve = 5 * 1.5 * ROUND_SECONDS * (number + 1)
+            reserve = 5 * 1.5 * ROUND_SECONDS * (index + 1)
             contender.setting = replace(contender.setting, compile_cache=cache)
             contender.start(cfg, stack, end - reserve)
             print(contender.problem or "ready", flush=True)
-        running = [contender for contender in every if contender.process is not None]
-        for number in range(MOST_ROUNDS):
-            turn = number % max(len(running), 1)
-            complete = [contender.time(end) for contender in running[turn:] + running[:turn]]
+        running = [contender for contender in entries if contender.process is not None]
+        for index in range(MAX_ROUNDS):
+            offset = index % max(len(running), 1)
+            complete = [contender.time(end) for contender in running[offset:] + running[:offset]]
             if not all(complete):
                 break
-    for contender in every:
+    for contender in entries:
         contender.process = None
 
 
 def ratios(plan: Contender, other: Contender) -> dict[str, Any] | None:
     """Estimate the ratio of the time of `other` to that of the plan. If it is above 1, the plan is faster."""
     count = min(len(plan.seconds), len(other.seconds))
-    found = [b / a for a, b in zip(plan.seconds[:count], other.seconds[:count], strict=True)]
-    return asdict(estimate(found)) if found else None
+    values = [b / a for a, b in zip(plan.seconds[:count], other.seconds[:count], strict=True)]
+    return asdict(estimate(values)) if values else None
 
 
-def verdict(found: Mapping[str, Any] | None) -> str:
-    if found is None:
+def verdict(ratio: Mapping[str, Any] | None) -> str:
+    if ratio is None:
         return "not measured"
-    if found["rounds"] < 5:
+    if ratio["rounds"] < 5:
         return "too few rounds"
-    return "faster" if found["low"] > 1 else "slower" if found["high"] < 1 else "not distinguishable"
+    return "faster" if ratio["low"] > 1 else "slower" if ratio["high"] < 1 else "not distinguishable"
 
 
 def run(recipe: str, budget: float, end: float, options: Sequence[str] | None) -> dict[str, Any]:
     """Tune a recipe and measure its plan again; stop at `end`."""
-    seconds = min(budget, SEARCH_PART * (end - time.monotonic()))
+    seconds = min(budget, SEARCH_FRACTION * (end - time.monotonic()))
     cfg = load_config(recipe, trust=Path(recipe).suffix == ".py").cfg
     print(f"{recipe}: search with a budget of {seconds:.0f} s", flush=True)
-    began = time.monotonic()
-    result = tune_config(cfg, seconds, options, recipe, cache=False, start=began)
-    took = time.monotonic() - began
+    start = time.monotonic()
+    result = tune_config(cfg, seconds, options, recipe, cache=False, start=start)
+    search_seconds = time.monotonic() - start
     print(result, flush=True)
-    every = contenders(result)
-    measure(cfg, every, end - END_SECONDS)
-    plan = every[0]
+    entries = contenders(result)
+    measure(cfg, entries, end - END_SECONDS)
+    plan = entries[0]
     return {
         "recipe": recipe,
         "budget": seconds,
-        "search seconds": took,
+        "search seconds": search_seconds,
         "adopted": result.outcome.adopted,
         "stopped": result.outcome.stopped,
         "rows": [[row.label, row.status, row.reason] for row in result.rows],
@@ -172,10 +172,10 @@ def run(recipe: str, budget: float, end: float, options: Sequence[str] | None) -
                 "name": other.name,
                 "seconds": other.seconds,
                 "problem": other.problem,
-                "ratio": (found := ratios(plan, other)),
-                "plan is": verdict(found),
+                "ratio": (ratio := ratios(plan, other)),
+                "plan is": verdict(ratio),
             }
-            for other in every[1:]
+            for other in entries[1:]
         ],
     }
 
@@ -184,10 +184,10 @@ def describe(case: dict[str, Any]) -> str:
     """Return the Markdown section of a recipe."""
     rows = []
     for other in case["compared"]:
-        found = other["ratio"]
+        ratio = other["ratio"]
         cells = (
-            [f"{found['ratio']:.2f} ({found['low']:.2f} to {found['high']:.2f})", found["rounds"]]
-            if found
+            [f"{ratio['ratio']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})", ratio["rounds"]]
+            if ratio
             else ["", 0]
         )
         rows.append(
@@ -195,10 +195,10 @@ def describe(case: dict[str, Any]) -> str:
         )
     plan = " + ".join(case["adopted"]) or "no option"
     stopped = f" The search did not finish: {case['stopped']}." if case["stopped"] else ""
-    within = "within" if case["search seconds"] <= case["budget"] else "LONGER than"
+    comparison = "within" if case["search seconds"] <= case["budget"] else "longer than"
     return (
-        f"## {case['recipe']}\n\nPlan: {plan}. The search took {case['search seconds']:.0f} s, {within} its budget of "
-        f"{case['budget']:.0f} s.{stopped}\n\n"
+        f"## {case['recipe']}\n\nPlan: {plan}. The search took {case['search seconds']:.0f} s, {comparison} its "
+        f"budget of {case['budget']:.0f} s.{stopped}\n\n"
         + table(
             [
                 "compared with",
@@ -222,18 +222,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     end = time.monotonic() + parse_budget(args.limit)
     budget = parse_budget(args.budget)
     options = args.options.split(",") if args.options else None
-    facts = circumstances()
+    info = environment_info()
     cases: list[dict[str, Any]] = []
-    for number, recipe in enumerate(args.recipes):
+    for index, recipe in enumerate(args.recipes):
         now = time.monotonic()
-        limit = now + (end - now) / (len(args.recipes) - number)
+        limit = now + (end - now) / (len(args.recipes) - index)
         cases.append(run(recipe, budget, limit, options))
         text = "\n\n".join(map(describe, cases))
         print(describe(cases[-1]), flush=True)
         if args.out:
-            write_result(
-                args.out, "Plans of `slipstream tune`, measured again", facts, text, {"cases": cases}
-            )
+            write_result(args.out, "Plans of `slipstream tune`, measured again", info, text, {"cases": cases})
     return 0
 
 

@@ -90,9 +90,9 @@ def main() -> None:
     from nbclient import NotebookClient
 
     cells = []
-    for number, (kind, text) in enumerate(CELLS):
-        new = nbformat.v4.new_markdown_cell if kind == "markdown" else nbformat.v4.new_code_cell
-        cells.append(new(text.rstrip(), id=f"cell-{number}"))
+    for index, (kind, text) in enumerate(CELLS):
+        new_cell = nbformat.v4.new_markdown_cell if kind == "markdown" else nbformat.v4.new_code_cell
+        cells.append(new_cell(text.rstrip(), id=f"cell-{index}"))
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     notebook = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
     NotebookClient(notebook, timeout=300, record_timing=False).execute()

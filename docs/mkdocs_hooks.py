@@ -20,7 +20,7 @@ from pygments.formatters import HtmlFormatter
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = "repository"
-"""Folder of the site with the files from outside docs/."""
+"""Folder of the site that contains the files from outside docs/."""
 
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<=\]\()([^)\s#]+)")
@@ -31,16 +31,16 @@ _LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the files outside docs/ to which pages link, and the style sheet of highlighted code."""
-    pending = [path for file in files if file.is_documentation_page() for path in _outside(file)]
+    pending = [path for file in files if file.is_documentation_page() for path in _external_files(file)]
     while pending:
         path = pending.pop()
         uri = _site_uri(path)
         if files.get_file_from_path(uri):
             continue
-        file = File.generated(config, uri, content=_page_of(path))
+        file = File.generated(config, uri, content=_markdown_of(path))
         files.append(file)
         if path.suffix == ".md":
-            pending += _outside(file)
+            pending += _external_files(file)
     style = HtmlFormatter().get_style_defs(".highlight")
     files.append(File.generated(config, "pygments.css", content=style))
     return files
@@ -61,7 +61,7 @@ def _directives(table: str) -> str:
     return "\n\n".join(f"::: {name}" for name in _NAME.findall(table))
 
 
-def _outside(file: File) -> Iterator[Path]:
+def _external_files(file: File) -> Iterator[Path]:
     """Yield the files outside docs/ to which a page links."""
     source = _source(file)
     for part in _FENCE.split(file.content_string)[::2]:
@@ -97,14 +97,14 @@ def _site_uri(path: Path) -> str:
 
 
 def _site_link(link: str, source: Path, file: File) -> str:
-    """Return a page's link for the site."""
+    """Return the form that a link in `file` must have on the site."""
     path = _target(link, source)
     if path is None:
         return link
     return os.path.relpath(_site_uri(path), PurePosixPath(file.src_uri).parent)
 
 
-def _page_of(path: Path) -> str:
+def _markdown_of(path: Path) -> str:
     """Return the Markdown of a file outside docs/. A file that is not Markdown is shown as a code block."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":

@@ -23,11 +23,11 @@ from slipstream.dist import init_dist, is_main_process
 def pictures(count, seed):
     """Return noisy images (count, 1, 12, 12) with up to three squares, and the number of squares in each."""
     generator = torch.Generator().manual_seed(seed)
-    places = torch.stack([torch.randperm(9, generator=generator)[:3] for _ in range(count)])
+    positions = torch.stack([torch.randperm(9, generator=generator)[:3] for _ in range(count)])
     numbers = torch.randint(0, 4, (count,), generator=generator)
     cells = torch.zeros(count, 9)
-    for rank in range(3):
-        cells.scatter_(1, places[:, rank : rank + 1], (numbers > rank).float()[:, None])
+    for i in range(3):
+        cells.scatter_(1, positions[:, i : i + 1], (numbers > i).float()[:, None])
     images = cells.view(count, 1, 3, 3).repeat_interleave(4, 2).repeat_interleave(4, 3)
     return TensorDataset(images + 0.3 * torch.randn(count, 1, 12, 12, generator=generator), numbers)
 
@@ -81,9 +81,9 @@ def main():
             log = step(batch)  # <-
             scheduler.step()
         with step.averaged() as averaged:  # <-
-            found = accuracy(averaged, val_loader)
+            val_accuracy = accuracy(averaged, val_loader)
         if is_main_process():
-            print(f"epoch {epoch}  loss {log['loss'].item():.4f}  accuracy {found:.3f}")
+            print(f"epoch {epoch}  loss {log['loss'].item():.4f}  accuracy {val_accuracy:.3f}")
 
 
 if __name__ == "__main__":

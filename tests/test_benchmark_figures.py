@@ -22,7 +22,7 @@ PROSE = [
 @pytest.mark.parametrize("page", figures.pages(), ids=lambda page: page.name)
 def test_pages_match_the_results(page):
     text = page.read_text(encoding="utf-8")
-    assert figures.rendered(text, page.name) == text, "the page is outdated; run python benchmarks/figures.py"
+    assert figures.render(text, page.name) == text, "the page is outdated; run python benchmarks/figures.py"
 
 
 def test_every_region_occurs_on_a_page():
@@ -34,14 +34,14 @@ def test_changed_result_changes_the_page(monkeypatch):
     page = figures.ROOT / "docs/options/sync_bn.md"
     times = {**figures.result("sync_bn"), "one message each way": [400.0] * 15}
     monkeypatch.setattr(figures, "result", lambda name: times)
-    new = figures.rendered(page.read_text(encoding="utf-8"), page.name)
+    new = figures.render(page.read_text(encoding="utf-8"), page.name)
     assert "| one per direction | 400.0 |" in new
     assert new != page.read_text(encoding="utf-8")
 
 
 def test_every_case_of_a_result_is_in_its_table():
     for case in figures.result("overhead")["cases"]:
-        assert f"{figures.NAMES[case['network']]}, {figures.label_of(case)} |" in figures.overhead()
+        assert f"{figures.NAMES[case['network']]}, {figures.loader_label(case)} |" in figures.overhead()
     for network in figures.result("one_graph")["milliseconds"]["The recipes' networks"]:
         assert f"| {figures.NAMES[network]} |" in figures.one_graph()
         assert f"`compile=True`, {figures.NAMES[network]} |" in figures.readme()
@@ -87,7 +87,7 @@ def test_ratio_is_computed_within_rounds():
 )
 def test_wrong_region_raises_an_error(text, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        figures.rendered(text, "a.md")
+        figures.render(text, "a.md")
 
 
 @pytest.mark.parametrize("page", PROSE, ids=lambda page: page.stem)
@@ -107,7 +107,7 @@ def test_explanations_quote_the_measured_ratios():
     source = Path(auto.__file__).read_text(encoding="utf-8")
     low, high = re.search(r"convolutions then take (\S+) to (\S+) times as long", source).groups()
     ratios = [
-        figures.median(figures.within_rounds(times[figures.GRAPH], times["loop"]))
+        figures.median(figures.round_ratios(times[figures.GRAPH], times["loop"]))
         for times in figures.result("one_graph")["milliseconds"]["The recipes' networks"].values()
     ]
     assert (low, high) == (f"{min(ratios):.1f}", f"{max(ratios) + 0.049:.1f}")

@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import gpu
 
-FACTS = dict.fromkeys(gpu.SAME, "same")
+FACTS = dict.fromkeys(gpu.MATCHING_FIELDS, "same")
 NETWORK = "pp_lite_t_seg75"
 
 
@@ -68,7 +68,7 @@ def test_failed_contenders_do_not_stop_the_others(measured):
 def test_no_contender_starts_after_the_time_limit(measured):
     found = measured({gpu.EAGER: works, "late": works}, end=perf_counter())
     assert "seconds" in found[gpu.EAGER]
-    assert found["late"] == {"error": gpu.TOO_LATE}
+    assert found["late"] == {"error": gpu.NOT_MEASURED}
 
 
 @pytest.mark.parametrize(("key", "kept"), [("date", True), ("crop", False), ("device", False)])

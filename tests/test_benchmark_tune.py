@@ -24,14 +24,14 @@ optim_wrapper = dict(optimizer=dict(type="SGD", lr=0.1))
 def test_the_plan_is_compared_with_the_baseline_auto_and_each_option(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(benchmark, "ROUND_SECONDS", 0.01)
-    monkeypatch.setattr(benchmark, "MOST_ROUNDS", 5)
+    monkeypatch.setattr(benchmark, "MAX_ROUNDS", 5)
     Path("tiny.py").write_text(CONFIG)
     arguments = ["tiny.py", "--limit", "120", "--budget", "40", "--options", "channels_last,fused"]
     assert benchmark.main([*arguments, "--out", "out/tune.md"]) == 0
     (case,) = json.loads(Path("out/tune.json").read_text())["cases"]
     assert case["search seconds"] <= case["budget"]
     names = [other["name"] for other in case["compared"]]
-    labels = {label for label, status, _ in case["rows"] if status in benchmark.MEASURED}
+    labels = {label for label, status, _ in case["rows"] if status in benchmark.MEASURED_STATUSES}
     plan = {" + ".join(case["adopted"]) or "baseline"}
     assert set(names) == {"baseline", 'speed="auto"', *labels} - plan
     for other in case["compared"]:

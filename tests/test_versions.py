@@ -53,7 +53,7 @@ def test_pip_selects_the_newest_versions():
 
 
 def test_outcomes_in_a_report_are_counted():
-    assert versions.counts(REPORT) == (2, 2, 1, "`tests.a.two[x]`, `tests.b.three`")
+    assert versions.count_outcomes(REPORT) == (2, 2, 1, "`tests.a.two[x]`, `tests.b.three`")
 
 
 def test_table_is_replaced_between_the_markers():

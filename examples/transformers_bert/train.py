@@ -59,8 +59,8 @@ def main():
     for epoch in range(1, args.epochs + 1):
         for batch in feed(loader):
             log = step(batch)
-        found = accuracy(model, DataLoader(sequences(512, seed=2), batch_size=256))
-        print(f"epoch {epoch}  loss {log['loss'].item():.4f}  accuracy {found:.3f}")
+        val_accuracy = accuracy(model, DataLoader(sequences(512, seed=2), batch_size=256))
+        print(f"epoch {epoch}  loss {log['loss'].item():.4f}  accuracy {val_accuracy:.3f}")
     print(step.summary())
 
 

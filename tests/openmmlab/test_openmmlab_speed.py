@@ -13,7 +13,7 @@ from torch import nn
 
 from slipstream.errors import ConfigError
 from slipstream.openmmlab.mmengine.structures import BaseDataElement, LabelData
-from slipstream.openmmlab.speed import VARIABLE, split_speed, with_environment
+from slipstream.openmmlab.speed import VARIABLE, merge_environment, split_speed
 from slipstream.optim import OptimWrapper
 from slipstream.speed.plan import SpeedPlan
 from slipstream.speed.steps import Training, build_step
@@ -54,7 +54,7 @@ def test_speed_options_end_before_the_script():
 )
 def test_options_from_the_environment_take_precedence(monkeypatch, text, own, expected):
     monkeypatch.setenv(VARIABLE, text)
-    assert with_environment(own) == expected
+    assert merge_environment(own) == expected
 
 
 def train(tmp_path, *speed):

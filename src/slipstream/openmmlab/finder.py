@@ -43,17 +43,17 @@ class _Finder(ReplacementFinder):
     def spec_of(self, fullname: str) -> ModuleSpec:
         name = _TARGET + fullname.removeprefix(_NAME)
         try:
-            found = importlib.util.find_spec(name)
+            spec = importlib.util.find_spec(name)
         except ModuleNotFoundError:
-            found = None
-        if found is None:
+            spec = None
+        if spec is None:
             raise ModuleNotFoundError(
                 f"{fullname} is not part of Slipstream's replacement for MMEngine; import the name from a different "
                 "module, or run the program with MMEngine",
                 name=fullname,
             )
         return ModuleSpec(
-            fullname, _AliasLoader(name), is_package=found.submodule_search_locations is not None
+            fullname, _AliasLoader(name), is_package=spec.submodule_search_locations is not None
         )
 
     def is_own(self, module: ModuleType) -> bool:

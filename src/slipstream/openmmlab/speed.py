@@ -16,7 +16,7 @@ from slipstream.config import parse_override
 from slipstream.config.merge import merge, nest
 from slipstream.errors import ConfigError
 
-__all__ = ["VARIABLE", "split_speed", "with_environment"]
+__all__ = ["VARIABLE", "merge_environment", "split_speed"]
 
 VARIABLE = "SLIPSTREAM_SPEED"
 
@@ -34,11 +34,11 @@ def split_speed(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         raise ConfigError(
             "--speed requires options; use --speed OPTION=VALUE ... SCRIPT.py, for example --speed compile=True"
         )
-    _read(options)
+    _parse(options)
     return options, list(arguments[1 + len(options) :])
 
 
-def with_environment(speed: Any) -> Any:
+def merge_environment(speed: Any) -> Any:
     """Merge the options from the environment variable, which take precedence, into a Runner's `speed`.
 
     Raises:
@@ -47,22 +47,22 @@ def with_environment(speed: Any) -> Any:
     options = shlex.split(os.environ.get(VARIABLE, ""))
     if not options:
         return speed
-    own = speed if isinstance(speed, Mapping) else {} if speed is None else {speed: True}
-    found = _read(options)
+    base = speed if isinstance(speed, Mapping) else {} if speed is None else {speed: True}
+    overrides = _parse(options)
     # Options such as compile.budget=5m replace compile=True.
-    kept = {key: value for key, value in own.items() if isinstance(value, dict) or key not in found}
-    return merge(kept, found)
+    base = {key: value for key, value in base.items() if isinstance(value, dict) or key not in overrides}
+    return merge(base, overrides)
 
 
 def _is_option(text: str) -> bool:
     return text == "auto" or "=" in text
 
 
-def _read(options: Sequence[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _parse(options: Sequence[str]) -> dict[str, Any]:
+    plan: dict[str, Any] = {}
     for text in options:
         key, value = ("auto", True) if text == "auto" else parse_override(text)
-        if isinstance(found.get(key.partition(".")[0]), bool):
-            found.pop(key.partition(".")[0])
-        found = merge(found, nest(key, value))
-    return found
+        if isinstance(plan.get(key.partition(".")[0]), bool):
+            plan.pop(key.partition(".")[0])
+        plan = merge(plan, nest(key, value))
+    return plan

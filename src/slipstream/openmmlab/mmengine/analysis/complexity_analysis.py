@@ -64,21 +64,21 @@ def _group_norm(x: Tensor, weight: Tensor | None, *args: Any, out_val: Any, **kw
 
 
 @_raw
-def _of_input(x: Tensor, *args: Any, out_val: Any, **kwargs: Any) -> int:
+def _count_input(x: Tensor, *args: Any, out_val: Any, **kwargs: Any) -> int:
     return x.numel()
 
 
 @_raw
-def _of_output(*args: Any, out_val: Any, **kwargs: Any) -> int:
+def _count_output(*args: Any, out_val: Any, **kwargs: Any) -> int:
     return _numel(_first(out_val))
 
 
 @_raw
-def _four_per_output(*args: Any, out_val: Any, **kwargs: Any) -> int:
+def _count_output_times_four(*args: Any, out_val: Any, **kwargs: Any) -> int:
     return 4 * _numel(_first(out_val))
 
 
-def _half(count: Handle) -> Handle:
+def _halve(count: Handle) -> Handle:
     """Return a function that counts a multiplication and an addition as one operation."""
 
     @_raw
@@ -88,34 +88,35 @@ def _half(count: Handle) -> Handle:
     return halved
 
 
-def _operations() -> dict[Any, Handle]:
+def _operation_handles() -> dict[Any, Handle]:
     return {
-        **{operator: _half(count) for operator, count in flop_registry.items()},
+        **{operator: _halve(count) for operator, count in flop_registry.items()},
         aten.native_batch_norm: _batch_norm,
         aten.cudnn_batch_norm: _batch_norm,
         aten._native_batch_norm_legit: _batch_norm,
         aten._native_batch_norm_legit_no_training: _batch_norm,
         aten.native_layer_norm: _layer_norm,
         aten.native_group_norm: _group_norm,
-        aten.upsample_nearest2d: _of_output,
-        aten.upsample_bilinear2d: _four_per_output,
-        aten.grid_sampler_2d: _four_per_output,
-        aten._adaptive_avg_pool2d: _of_input,
+        aten.upsample_nearest2d: _count_output,
+        aten.upsample_bilinear2d: _count_output_times_four,
+        aten.grid_sampler_2d: _count_output_times_four,
+        aten._adaptive_avg_pool2d: _count_input,
     }
 
 
-def _activations() -> dict[Any, Handle]:
-    counted = (aten.convolution, aten._convolution, aten.addmm, aten.mm, aten.bmm, aten.baddbmm)
+def _activation_handles() -> dict[Any, Handle]:
+    operators = (aten.convolution, aten._convolution, aten.addmm, aten.mm, aten.bmm, aten.baddbmm)
 
     @_raw
-    def nothing(*args: Any, **kwargs: Any) -> int:
+    def zero(*args: Any, **kwargs: Any) -> int:
         return 0
 
-    return {**dict.fromkeys(flop_registry, nothing), **dict.fromkeys(counted, _of_output)}
+    return {**dict.fromkeys(flop_registry, zero), **dict.fromkeys(operators, _count_output)}
 
 
 class _Analyzer:
-    """Base class for analyzers, which call the model once without gradients and count by module and operator.
+    """Base class for analyzers. An analyzer calls the model once, without gradients, and counts operations or
+    activations for each module and operator.
 
     Args:
         model: the model.
@@ -155,12 +156,12 @@ class _Analyzer:
         counter = FlopCounterMode(display=False, custom_mapping=type(self)._handles())
         with torch.no_grad(), counter:
             self._model(*self._inputs)
-        found = counter.get_flop_counts()
+        flop_counts = counter.get_flop_counts()
         root = type(self._model).__name__
         counts: dict[str, Counter[str]] = {}
         for name, _ in self._model.named_modules():
             counts[name] = Counter()
-            for operator, count in found.get(f"{root}.{name}" if name else "Global", {}).items():
+            for operator, count in flop_counts.get(f"{root}.{name}" if name else "Global", {}).items():
                 counts[name] += Counter({_name(operator): int(count)})  # `+=` removes zero counts
         return counts
 
@@ -185,7 +186,7 @@ class FlopAnalyzer(_Analyzer):
         inputs: a tuple of positional arguments for the call, or a single argument.
     """
 
-    _handles = staticmethod(_operations)
+    _handles = staticmethod(_operation_handles)
 
 
 class ActivationAnalyzer(_Analyzer):
@@ -196,7 +197,7 @@ class ActivationAnalyzer(_Analyzer):
         inputs: a tuple of positional arguments for the call, or a single argument.
     """
 
-    _handles = staticmethod(_activations)
+    _handles = staticmethod(_activation_handles)
 
 
 def flop_count(
@@ -207,7 +208,7 @@ def flop_count(
     Raises:
         ConfigError: if `supported_ops` is set, because its functions require a trace of the model.
     """
-    return _scaled(FlopAnalyzer(model, inputs), 1e9, supported_ops), Counter()
+    return _scaled_counts(FlopAnalyzer(model, inputs), 1e9, supported_ops), Counter()
 
 
 def activation_count(
@@ -218,10 +219,10 @@ def activation_count(
     Raises:
         ConfigError: see `flop_count`.
     """
-    return _scaled(ActivationAnalyzer(model, inputs), 1e6, supported_ops), Counter()
+    return _scaled_counts(ActivationAnalyzer(model, inputs), 1e6, supported_ops), Counter()
 
 
-def _scaled(
+def _scaled_counts(
     analyzer: _Analyzer, unit: float, supported_ops: Mapping[str, Any] | None
 ) -> defaultdict[str, float]:
     if supported_ops:

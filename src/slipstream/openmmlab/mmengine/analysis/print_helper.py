@@ -102,8 +102,8 @@ def _structure(model: nn.Module, flops: FlopAnalyzer, activations: ActivationAna
     def lines(module: nn.Module, name: str, depth: int) -> list[str]:
         label = f"({name.rpartition('.')[2]}): " if name else ""
         numbers = ", ".join(
-            f"{what}: {_format_size(count)}"
-            for what, count in (
+            f"{quantity}: {_format_size(count)}"
+            for quantity, count in (
                 ("#params", parameters[name]),
                 ("#flops", flops.total(name)),
                 ("#acts", activations.total(name)),
@@ -111,9 +111,9 @@ def _structure(model: nn.Module, flops: FlopAnalyzer, activations: ActivationAna
             if count
         )
         extra = ", ".join(text for text in (module.extra_repr(), numbers) if text)
-        found = [f"{'  ' * depth}{label}{type(module).__name__}({extra})"]
+        result = [f"{'  ' * depth}{label}{type(module).__name__}({extra})"]
         for key, child in module.named_children():
-            found += lines(child, f"{name}.{key}" if name else key, depth + 1)
-        return found
+            result += lines(child, f"{name}.{key}" if name else key, depth + 1)
+        return result
 
     return "\n".join(lines(model, "", 0))

@@ -59,13 +59,13 @@ class LazyConfigDict(ConfigDict):
 
         In contrast, MMEngine stores `_delete_` as a key, so building an object from the dict raises an error.
         """
-        new = dict(_stored(args[0]) if args and isinstance(args[0], dict) else dict(*args)) | kwargs
+        new = dict(_stored_items(args[0]) if args and isinstance(args[0], dict) else dict(*args)) | kwargs
         if self and new.pop(DELETE, False):
             self.clear()
         for key, value in new.items():
             old = dict.get(self, key)
             if isinstance(old, LazyConfigDict) and isinstance(value, dict):
-                stored = dict(_stored(value))
+                stored = dict(_stored_items(value))
                 if stored.pop(DELETE, False):
                     old.clear()
                 old.update(stored)
@@ -74,7 +74,7 @@ class LazyConfigDict(ConfigDict):
 
     def merge(self, other: Mapping[str, Any]) -> None:
         """Merge another dict into this dict. A nested dict with `_delete_=True` replaces the existing value."""
-        merged = _merged(as_plain(deepcopy(other)), as_plain(self))
+        merged = _merge_values(as_plain(deepcopy(other)), as_plain(self))
         self.clear()
         for key, value in merged.items():
             self[key] = value
@@ -97,7 +97,7 @@ class LazyConfigDict(ConfigDict):
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (dict(_stored(self)),)
+        return type(self), (dict(_stored_items(self)),)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return self.__reduce__()
@@ -124,12 +124,12 @@ class FileDict(LazyConfigDict):
 
 def as_plain(value: Any) -> Any:
     """Return `value` with dicts converted to built-in dicts, without importing objects."""
-    return _converted(value, lambda lazy: lazy)
+    return _convert_lazy(value, lambda lazy: lazy)
 
 
 def as_written(value: Any) -> Any:
     """Return `value` with dicts converted to built-in dicts, and imported objects to their import strings."""
-    return _converted(value, lazy_path)
+    return _convert_lazy(value, lazy_path)
 
 
 def contains_lazy(value: Any) -> bool:
@@ -141,15 +141,15 @@ def contains_lazy(value: Any) -> bool:
     return isinstance(value, LazyObject | LazyAttr)
 
 
-def _converted(value: Any, convert: Callable[[Any], Any]) -> Any:
+def _convert_lazy(value: Any, convert: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
-        return {key: _converted(item, convert) for key, item in dict.items(value)}
+        return {key: _convert_lazy(item, convert) for key, item in dict.items(value)}
     if type(value) in (list, tuple):
-        return type(value)(_converted(item, convert) for item in value)
+        return type(value)(_convert_lazy(item, convert) for item in value)
     return convert(value) if isinstance(value, LazyObject | LazyAttr) else value
 
 
-def _stored(values: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
+def _stored_items(values: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
     """Return the keys and values without importing objects."""
     return iter(dict.items(values))
 
@@ -157,7 +157,7 @@ def _stored(values: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
 _MISSING = object()
 
 
-def _merged(new: Any, old: Any) -> Any:
+def _merge_values(new: Any, old: Any) -> Any:
     if not isinstance(new, dict):
         return old if new is _MISSING else new
     if not isinstance(old, dict):
@@ -165,4 +165,6 @@ def _merged(new: Any, old: Any) -> Any:
     if new.get(DELETE):
         old = {}
     keys = dict.fromkeys([*old, *new])
-    return {key: _merged(new.get(key, _MISSING), old.get(key, _MISSING)) for key in keys if key != DELETE}
+    return {
+        key: _merge_values(new.get(key, _MISSING), old.get(key, _MISSING)) for key in keys if key != DELETE
+    }

@@ -97,8 +97,8 @@ class LazyObject(_Lazy):
             LazyImportError: if the module cannot be imported, or does not contain the name.
         """
         for name in [self._module] if isinstance(self._module, str) else self._module:
-            _imported(name, self.location)
-        target = _imported(self.module, self.location)
+            _import(name, self.location)
+        target = _import(self.module, self.location)
         return target if self._imported is None else _attribute(target, self._imported, self.location)
 
     def __str__(self) -> str:
@@ -144,7 +144,7 @@ def lazy_path(lazy: LazyObject | LazyAttr | Any) -> str:
     return str(lazy.module) if is_module else f"{lazy.module}.{lazy}"
 
 
-def _imported(module: str, location: str | None) -> Any:
+def _import(module: str, location: str | None) -> Any:
     try:
         return importlib.import_module(module)
     except Exception as error:
@@ -157,5 +157,5 @@ def _attribute(target: Any, name: str, location: str | None) -> Any:
     try:
         return getattr(target, name)
     except AttributeError:
-        where = getattr(target, "__name__", type(target).__name__)
-        raise LazyImportError(f"{where} has no attribute '{name}' ({location})") from None
+        owner = getattr(target, "__name__", type(target).__name__)
+        raise LazyImportError(f"{owner} has no attribute '{name}' ({location})") from None

@@ -24,7 +24,7 @@ __all__ = ["LazyFile", "is_lazy", "load_lazy"]
 _BASE = "_base_"
 _LAZY = "__lazy_object__"  # the name of `LazyObject` in rewritten files
 # A file may define objects of these types, or import them from the standard library. They are not configuration values.
-_CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+_CODE_TYPES = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LazyFile:
             name: as_plain(value)
             for name, value in self.variables.items()
             # `from __future__ import annotations` defines a variable.
-            if not isinstance(value, _CODE) and type(value).__module__ != "__future__"
+            if not isinstance(value, _CODE_TYPES) and type(value).__module__ != "__future__"
         }
 
 
@@ -52,7 +52,7 @@ def is_lazy(source: str, path: Path) -> bool:
     Raises:
         ConfigError: if the file has a syntax error.
     """
-    tree = _parsed(source, path)
+    tree = _parse(source, path)
     if any(_assigns_base(node) for node in ast.walk(tree)):
         return False
     return any(_is_lazy_node(node) for node in ast.walk(tree))
@@ -81,7 +81,7 @@ def load_lazy(path: Path, chain: tuple[Path, ...] = ()) -> LazyFile:
             "remove one of these imports"
         )
     source = _read(path, chain)
-    tree = _parsed(source, path)
+    tree = _parse(source, path)
     bases = {module: load_lazy(file, (*chain, path)) for module, file in _take_bases(tree, path).items()}
     names: dict[str, Any] = {"__name__": "__config__", "__file__": str(path), _LAZY: LazyObject}
     imports = _Imports(path, names, bases)
@@ -91,19 +91,19 @@ def load_lazy(path: Path, chain: tuple[Path, ...] = ()) -> LazyFile:
     try:
         exec(compile(ast.fix_missing_locations(tree), str(path), "exec", dont_inherit=True), names)
     except Exception as error:
-        raise _located(error, path) from error
+        raise _with_location(error, path) from error
     variables = {name: value for name, value in names.items() if not name.startswith("__")}
     imported = imports.names.union(*(base.imported for base in bases.values()))
     text = "".join(base.text for base in bases.values())
     return LazyFile(variables, frozenset(imported), f"{text}{path}\n{source}\n")
 
 
-def _located(error: Exception, path: Path) -> ConfigError:
+def _with_location(error: Exception, path: Path) -> ConfigError:
     """Return an error that contains the line number in the configuration at which `error` was raised."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)][-1:]
     location = ":".join([str(path), *map(str, lines)])
-    kind = ConfigParsingError if isinstance(error, ConfigParsingError) else ConfigError
-    return kind(f"{location}: {type(error).__name__}: {error}")
+    error_type = ConfigParsingError if isinstance(error, ConfigParsingError) else ConfigError
+    return error_type(f"{location}: {type(error).__name__}: {error}")
 
 
 class _Imports(ast.NodeTransformer):
@@ -138,17 +138,17 @@ class _Imports(ast.NodeTransformer):
         ]
 
     def visit_Import(self, node: ast.Import) -> Any:
-        kept: list[ast.stmt] = []
+        statements: list[ast.stmt] = []
         for alias in node.names:
             package = alias.name.split(".")[0]
             if _is_eager(alias.name):
-                kept.append(ast.copy_location(ast.Import([alias]), node))
+                statements.append(ast.copy_location(ast.Import([alias]), node))
             elif alias.asname is not None:
-                kept.append(self._assign(alias.asname, [alias.name], node.lineno))
+                statements.append(self._assign(alias.asname, [alias.name], node.lineno))
             else:
                 self._packages.setdefault(package, ([], node.lineno))[0].append(alias.name)
             self.names.add(alias.asname or package)
-        return kept
+        return statements
 
     def packages(self) -> list[ast.stmt]:
         """Return the assignments for `import a.b` statements, one for each package."""
@@ -175,7 +175,7 @@ class _Imports(ast.NodeTransformer):
 
 def _take_bases(tree: ast.Module, path: Path) -> dict[str, Path]:
     """Replace `with read_base():` with its imports, and return the file of each base module."""
-    found: dict[str, Path] = {}
+    bases: dict[str, Path] = {}
     body: list[ast.stmt] = []
     for node in tree.body:
         if _assigns_base(node):
@@ -195,10 +195,10 @@ def _take_bases(tree: ast.Module, path: Path) -> dict[str, Path]:
                 raise ConfigParsingError(
                     f"{path}:{statement.lineno}: only `from MODULE import NAME` is supported in read_base()"
                 )
-            found[_module(statement)] = _base_file(statement, path)
+            bases[_module(statement)] = _base_file(statement, path)
             body.append(statement)
     tree.body = body
-    return found
+    return bases
 
 
 def _base_file(node: ast.ImportFrom, path: Path) -> Path:
@@ -247,7 +247,7 @@ def _is_future(node: ast.stmt) -> bool:
     return isinstance(node, ast.ImportFrom) and node.module == "__future__"
 
 
-def _parsed(source: str, path: Path) -> ast.Module:
+def _parse(source: str, path: Path) -> ast.Module:
     try:
         return ast.parse(source, str(path))
     except SyntaxError as error:
@@ -257,8 +257,8 @@ def _parsed(source: str, path: Path) -> ast.Module:
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> str:
-    what = f"{chain[-1]}: its base file {path}" if chain else str(path)
+    label = f"{chain[-1]}: its base file {path}" if chain else str(path)
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{what} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(f"{label} cannot be read: {getattr(error, 'strerror', None) or error}") from None

@@ -12,10 +12,10 @@ from slipstream.errors import ConfigError
 from slipstream.openmmlab.mmengine.config.packages import MODULE2PACKAGE
 from slipstream.openmmlab.mmengine.fileio import load
 
-__all__ = ["library_of", "models_in", "repo_or_mim_folder"]
+__all__ = ["iter_models", "repo_or_mim_folder", "split_config_name"]
 
 
-def library_of(name: str) -> tuple[str, str]:
+def split_config_name(name: str) -> tuple[str, str]:
     """Split a name such as `mmdet::retinanet/NAME.py` into the library and the configuration.
 
     Raises:
@@ -47,7 +47,7 @@ def repo_or_mim_folder(library: str) -> Path:
     )
 
 
-def models_in(folder: Path) -> Iterator[dict[str, Any]]:
+def iter_models(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the entries of all models listed in the folder's `model-index.yml`."""
     for path in load(str(folder / "model-index.yml"))["Import"]:
         yield from load(str(folder / path)).get("Models") or ()

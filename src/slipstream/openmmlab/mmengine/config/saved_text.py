@@ -15,7 +15,7 @@ __all__ = ["saved_config"]
 def saved_config(checkpoint: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the configuration in a checkpoint, which is stored as YAML (Slipstream) or Python (MMEngine) text.
 
-    Python text may only contain assignments of built-in values, because a checkpoint must not execute code.
+    Python text may contain only assignments of built-in values, because a checkpoint must not execute code.
 
     Raises:
         CheckpointError: if the checkpoint does not contain a configuration, or the configuration contains other code.

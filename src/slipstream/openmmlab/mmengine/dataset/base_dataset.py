@@ -73,7 +73,7 @@ def force_full_init(old_func: Callable[..., Any]) -> Any:
     return wrapper
 
 
-class _Packed:
+class _PackedSamples:
     """Pickled samples in one byte array, which forked worker processes share without copying."""
 
     def __init__(self, samples: Sequence[bytes]) -> None:
@@ -281,13 +281,13 @@ class BaseDataset(Dataset[Any]):
         )
 
     def _serialize_data(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-        packed = _Packed([pickle.dumps(sample, protocol=4) for sample in self.data_list])
+        packed = _PackedSamples([pickle.dumps(sample, protocol=4) for sample in self.data_list])
         self.data_list.clear()
         return packed.data, packed.ends
 
     def _get_serialized_subset(self, indices: Indices) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-        chosen = _positions(indices, len(self.data_address))
-        packed = _Packed([self.data_bytes[self._span(position)].tobytes() for position in chosen])
+        positions = _positions(indices, len(self.data_address))
+        packed = _PackedSamples([self.data_bytes[self._span(position)].tobytes() for position in positions])
         return packed.data, packed.ends
 
     def _get_unserialized_subset(self, indices: Indices) -> list[Any]:

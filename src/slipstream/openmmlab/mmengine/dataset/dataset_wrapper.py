@@ -18,8 +18,8 @@ class ConcatDataset(OwnConcat):
 
     def get_data_info(self, idx: int) -> dict[str, Any]:
         """Return the annotation of sample `idx`."""
-        which, local = self._locate(idx)
-        return _data_info(self.datasets[which], local)
+        dataset_index, sample_index = self._locate(idx)
+        return _data_info(self.datasets[dataset_index], sample_index)
 
     def full_init(self) -> None:
         """Load the annotations of all datasets."""
@@ -57,8 +57,8 @@ class ClassBalancedDataset(OwnClassBalanced):
 
 
 def _data_info(dataset: Any, index: int) -> dict[str, Any]:
-    found: dict[str, Any] = dataset.get_data_info(index)
-    return found
+    info: dict[str, Any] = dataset.get_data_info(index)
+    return info
 
 
 def _full_init(dataset: Any) -> None:

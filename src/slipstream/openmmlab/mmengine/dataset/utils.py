@@ -20,7 +20,7 @@ __all__ = ["default_collate", "pseudo_collate", "worker_init_fn"]
 @FUNCTIONS.register_module()
 def pseudo_collate(data_batch: Sequence[Any]) -> Any:
     """Collate samples without stacking: each leaf of the batch is a list with one value per sample."""
-    return _collate(data_batch, _unchanged)
+    return _collate(data_batch, _identity)
 
 
 @FUNCTIONS.register_module()
@@ -45,14 +45,14 @@ def _collate(batch: Sequence[Any], leaf: Callable[[Sequence[Any]], Any]) -> Any:
     columns = [_collate(column, leaf) for column in zip(*batch, strict=True)]
     if hasattr(first, "_fields"):
         return type(first)(*columns)
-    return columns if isinstance(first, tuple) else _like(first, columns)
+    return columns if isinstance(first, tuple) else _rebuild_sequence(first, columns)
 
 
-def _unchanged(values: Sequence[Any]) -> Any:
+def _identity(values: Sequence[Any]) -> Any:
     return values
 
 
-def _like(first: Sequence[Any], columns: list[Any]) -> Any:
+def _rebuild_sequence(first: Sequence[Any], columns: list[Any]) -> Any:
     try:
         return type(first)(columns)  # type: ignore[call-arg]
     except TypeError:  # this sequence type cannot be constructed from a list
@@ -67,7 +67,7 @@ def worker_init_fn(
     The Runner does not use this function. It derives the seed of each sample from the run's seed, the epoch and the
     sample index.
     """
-    own = num_workers * rank + worker_id + seed
-    np.random.seed(own)
-    random.seed(own)
-    torch.manual_seed(own)
+    worker_seed = num_workers * rank + worker_id + seed
+    np.random.seed(worker_seed)
+    random.seed(worker_seed)
+    torch.manual_seed(worker_seed)

@@ -140,11 +140,11 @@ def dict_from_file(
     backend_args: Args = None,
 ) -> dict[Any, Any]:
     """Read a dict from a text file. Each line contains a key followed by one or more values."""
-    found: dict[Any, Any] = {}
+    result: dict[Any, Any] = {}
     for line in list_from_file(filename, encoding=encoding, backend_args=backend_args or file_client_args):
         key, *values = line.split()
-        found[key_type(key)] = values if len(values) > 1 else values[0]
-    return found
+        result[key_type(key)] = values if len(values) > 1 else values[0]
+    return result
 
 
 _FORMATS = {"json": "json", "yaml": "yaml", "yml": "yaml", "pkl": "pickle", "pickle": "pickle"}

@@ -12,7 +12,7 @@ from slipstream.errors import DataError
 
 __all__ = ["load_plain"]
 
-_ALLOWED = {
+_ALLOWED_GLOBALS = {
     ("collections", "OrderedDict"),
     ("numpy", "dtype"),
     ("numpy", "ndarray"),
@@ -47,7 +47,7 @@ class _PlainUnpickler(pickle.Unpickler):
             return _storage  # replaces torch's function, which would load any object
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if (module, name) not in _ALLOWED:
+        if (module, name) not in _ALLOWED_GLOBALS:
             raise DataError(
                 f"the pickle file contains {module}.{name}, which is not loaded, because pickles can execute code; "
                 "convert the file to JSON, or store only built-in types, NumPy arrays and tensors"

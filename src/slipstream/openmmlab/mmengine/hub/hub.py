@@ -10,7 +10,7 @@ from torch import nn
 from slipstream.config.library import library_folder
 from slipstream.errors import ConfigError
 from slipstream.openmmlab.mmengine.config import Config
-from slipstream.openmmlab.mmengine.config.metafile import library_of, models_in
+from slipstream.openmmlab.mmengine.config.metafile import iter_models, split_config_name
 from slipstream.openmmlab.mmengine.registry import MODELS, DefaultScope
 from slipstream.openmmlab.mmengine.runner.checkpoint import load_checkpoint
 
@@ -27,7 +27,7 @@ def get_config(cfg_path: str, pretrained: bool = False) -> Any:
     Raises:
         ConfigError: if the library is not installed, the configuration does not exist, or its weights are unknown.
     """
-    library, name = library_of(cfg_path)
+    library, name = split_config_name(cfg_path)
     folder = library_folder(library, cfg_path) / ".mim"
     file = folder / "configs" / name
     if not file.is_file():
@@ -39,7 +39,7 @@ def get_config(cfg_path: str, pretrained: bool = False) -> Any:
 
 
 def _weights(folder: Any, name: str) -> str:
-    for model in models_in(folder):
+    for model in iter_models(folder):
         if str(model.get("Config", "")).partition("/")[2] == name and "Weights" in model:
             weights = model["Weights"]
             return str(weights[0] if isinstance(weights, list) else weights)
@@ -57,7 +57,7 @@ def get_model(cfg_path: str, pretrained: bool = False, **kwargs: Any) -> nn.Modu
     Raises:
         ConfigError: see `get_config`.
     """
-    library = library_of(cfg_path)[0]
+    library = split_config_name(cfg_path)[0]
     with DefaultScope.overwrite_default_scope(library):
         cfg = get_config(cfg_path, pretrained)
         if "data_preprocessor" in cfg:

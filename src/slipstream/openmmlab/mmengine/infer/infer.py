@@ -20,7 +20,7 @@ from slipstream.config import Config as OwnConfig
 from slipstream.errors import BuildError, ConfigError
 from slipstream.logging import print_log
 from slipstream.openmmlab.mmengine.config import Config, ConfigDict
-from slipstream.openmmlab.mmengine.config.metafile import models_in, repo_or_mim_folder
+from slipstream.openmmlab.mmengine.config.metafile import iter_models, repo_or_mim_folder
 from slipstream.openmmlab.mmengine.config.saved_text import saved_config
 from slipstream.openmmlab.mmengine.dataset import pseudo_collate
 from slipstream.openmmlab.mmengine.device import get_device
@@ -65,7 +65,7 @@ class InferencerMeta(ABCMeta):
             assert isinstance(names, set), f"{cls.__name__}.{stage}_kwargs must be a set, not {names!r}"
             for name in names:
                 assert name not in owner, (
-                    f"{cls.__name__} has '{name}' in {owner[name]}_kwargs and {stage}_kwargs; remove one of them"
+                    f"{cls.__name__} has '{name}' in {owner[name]}_kwargs and {stage}_kwargs; remove it from one"
                 )
                 owner[name] = stage
 
@@ -78,8 +78,7 @@ class BaseInferencer(metaclass=InferencerMeta):
 
     Args:
         model: a configuration, a configuration file, or the name of a model in the metafiles of the installed library
-            `scope`.
-            If None, the configuration is read from the checkpoint.
+            `scope`. If None, the configuration is read from the checkpoint.
         weights: path or URL of a checkpoint. Default: the checkpoint listed in the metafile.
         device: the device. Default: the accelerator if one is available, otherwise the CPU.
         scope: the registry scope to search first. Default: the current scope.
@@ -129,8 +128,8 @@ class BaseInferencer(metaclass=InferencerMeta):
             )
         if Path(model).is_file():
             return Config.fromfile(model), weights
-        cfg, known = self._load_model_from_metafile(model)
-        return cfg, known if weights is None else weights
+        cfg, default_weights = self._load_model_from_metafile(model)
+        return cfg, default_weights if weights is None else weights
 
     def __call__(
         self, inputs: InputsType, return_datasamples: bool = False, batch_size: int = 1, **kwargs: Any
@@ -146,15 +145,17 @@ class BaseInferencer(metaclass=InferencerMeta):
         Raises:
             ConfigError: if an argument does not belong to any stage.
         """
-        prepare, call, draw, finish = self._dispatch_kwargs(**kwargs)
+        preprocess_kwargs, forward_kwargs, visualize_kwargs, postprocess_kwargs = self._dispatch_kwargs(
+            **kwargs
+        )
         items = self._inputs_to_list(inputs)
-        batches = self.preprocess(items, batch_size=batch_size, **prepare)
+        batches = self.preprocess(items, batch_size=batch_size, **preprocess_kwargs)
         count = -(-len(items) // batch_size)
         predictions: list[Any] = []
         for batch in _with_progress(batches, count) if self.show_progress else batches:
-            predictions.extend(self.forward(batch, **call))
-        drawn = self.visualize(items, predictions, **draw)
-        return self.postprocess(predictions, drawn, return_datasamples, **finish)
+            predictions.extend(self.forward(batch, **forward_kwargs))
+        visualization = self.visualize(items, predictions, **visualize_kwargs)
+        return self.postprocess(predictions, visualization, return_datasamples, **postprocess_kwargs)
 
     def _inputs_to_list(self, inputs: InputsType) -> list[Any]:
         """Return the inputs as a list; a folder is replaced by its files."""
@@ -228,7 +229,7 @@ class BaseInferencer(metaclass=InferencerMeta):
 
     @staticmethod
     def _get_models_from_metafile(dir: str) -> Iterator[dict[str, Any]]:
-        return models_in(Path(dir))
+        return iter_models(Path(dir))
 
     @staticmethod
     def list_models(scope: str | None = None, patterns: str = r".*") -> list[str]:
@@ -241,7 +242,7 @@ class BaseInferencer(metaclass=InferencerMeta):
         scope = current.scope_name if scope is None and current is not None else scope
         if scope is None:
             raise ConfigError("must be set to the name of a library, for example 'mmdet'", "scope")
-        entries = models_in(repo_or_mim_folder(scope))
+        entries = iter_models(repo_or_mim_folder(scope))
         found = [name for entry in entries for name in _names(entry) if re.match(patterns, name)]
         print_log("".join(f"model_name: {name}\n" for name in found), "current")
         return found

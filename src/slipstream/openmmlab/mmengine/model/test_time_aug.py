@@ -30,8 +30,8 @@ class BaseTTAModel(BaseModel):
     def __init__(self, module: Any, data_preprocessor: Any = None) -> None:
         super().__init__()
         if isinstance(module, Mapping):
-            preset = {} if data_preprocessor is None else {"data_preprocessor": data_preprocessor}
-            module = MODELS.build({**module, **preset})
+            defaults = {} if data_preprocessor is None else {"data_preprocessor": data_preprocessor}
+            module = MODELS.build({**module, **defaults})
         if not isinstance(module, nn.Module) or not hasattr(module, "test_step"):
             raise ConfigError(f"must be a model with a test_step, or a dict, not {type(module)}", "module")
         self.module: Any = module

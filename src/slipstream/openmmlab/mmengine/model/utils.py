@@ -40,13 +40,13 @@ def stack_batch(tensor_list: list[Tensor], pad_size_divisor: int = 1, pad_value:
     largest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensor_list), strict=True)]
     common = [math.ceil(size / pad_size_divisor) * pad_size_divisor for size in largest]
 
-    def padded(tensor: Tensor) -> Tensor:
+    def pad(tensor: Tensor) -> Tensor:
         missing = [target - size for target, size in zip(common, tensor.shape[1:], strict=True)]
         # F.pad starts with the last dimension.
         pairs = [amount for end in reversed(missing) for amount in (0, end)]
         return F.pad(tensor, pairs, value=pad_value) if any(missing) else tensor
 
-    return torch.stack([padded(tensor) for tensor in tensor_list])
+    return torch.stack([pad(tensor) for tensor in tensor_list])
 
 
 def merge_dict(*args: dict[Any, Any]) -> dict[Any, Any]:

@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 
-_OF_LAYERS = (
+_LAYER_INITIALIZERS = (
     Caffe2XavierInit,
     ConstantInit,
     KaimingInit,
@@ -60,8 +60,8 @@ def initialize(module: nn.Module, init_cfg: Mapping[str, Any] | Sequence[Mapping
     for cfg in [init_cfg] if isinstance(init_cfg, Mapping) else init_cfg:
         kind = cfg.get("type")
         target = WEIGHT_INITIALIZERS.get(kind) if isinstance(kind, str) else kind
-        of_layers = isinstance(target, type) and issubclass(target, _OF_LAYERS)
-        if cfg.get("layer") or cfg.get("override") or not of_layers:
+        is_layer_initializer = isinstance(target, type) and issubclass(target, _LAYER_INITIALIZERS)
+        if cfg.get("layer") or cfg.get("override") or not is_layer_initializer:
             initialize_all(module, cfg)
 
 

@@ -40,10 +40,10 @@ class DefaultOptimWrapperConstructor(OwnConstructor):
         super()._merge(params, names)  # raises an error for repeated parameters
         groups: list[dict[str, Any]] = []
         seen: set[int] = set()
-        for single in params:
-            new = [p for p in single["params"] if p.requires_grad and id(p) not in seen]
+        for group in params:
+            new = [p for p in group["params"] if p.requires_grad and id(p) not in seen]
             seen.update(map(id, new))
-            groups += [{**single, "params": new}] if new else []
+            groups += [{**group, "params": new}] if new else []
         return groups
 
     def _custom_options(self, name: str) -> dict[str, Any] | None:

@@ -113,17 +113,23 @@ def load_state_dict(
     Raises:
         CheckpointError: if names or shapes do not match, and `strict` is set.
     """
-    core: Any = unwrap_model(module)
-    own = core.state_dict()
-    wrong = [k for k, v in state_dict.items() if k in own and hasattr(v, "shape") and v.shape != own[k].shape]
-    result = core.load_state_dict({k: v for k, v in state_dict.items() if k not in wrong}, strict=False)
-    missing = [k for k in result.missing_keys if "num_batches_tracked" not in k and k not in wrong]
+    unwrapped: Any = unwrap_model(module)
+    own_state = unwrapped.state_dict()
+    mismatched = [
+        k
+        for k, v in state_dict.items()
+        if k in own_state and hasattr(v, "shape") and v.shape != own_state[k].shape
+    ]
+    result = unwrapped.load_state_dict(
+        {k: v for k, v in state_dict.items() if k not in mismatched}, strict=False
+    )
+    missing = [k for k in result.missing_keys if "num_batches_tracked" not in k and k not in mismatched]
     problems = {
-        "different shapes": wrong,
+        "different shapes": mismatched,
         "unexpected keys": list(result.unexpected_keys),
         "missing keys": missing,
     }
-    text = "; ".join(f"{what}: {', '.join(names)}" for what, names in problems.items() if names)
+    text = "; ".join(f"{problem}: {', '.join(names)}" for problem, names in problems.items() if names)
     if text and strict:
         raise CheckpointError(
             f"the weights do not match the model: {text}; set strict=False to load only the matching weights"

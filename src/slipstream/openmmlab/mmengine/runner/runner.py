@@ -12,7 +12,7 @@ from slipstream.dataset.loading.loader import build_dataloader
 from slipstream.openmmlab.mmengine.config import Config
 from slipstream.openmmlab.mmengine.registry import RUNNERS
 from slipstream.openmmlab.mmengine.runner.resumed_states import ConvertSchedulerStates
-from slipstream.openmmlab.speed import with_environment
+from slipstream.openmmlab.speed import merge_environment
 from slipstream.registry import default_scope
 from slipstream.registry.registry import ROOT_SCOPE, current_scope
 from slipstream.runner import Runner as OwnRunner
@@ -20,7 +20,7 @@ from slipstream.step.background import can_fork
 
 __all__ = ["Runner"]
 
-_BUDGET = "5m"
+_COMPILE_BUDGET = "5m"
 """Default time limit for compilation. Graphs with OpenMMLab's losses or post-processing can take longer to compile."""
 
 
@@ -45,8 +45,8 @@ class Runner(OwnRunner):
         As in MMEngine, a call before `train` resumes the complete state if the configuration includes training.
         """
         source = self.checkpoints.resume_from
-        trains = self._training["optim_wrapper"] is not None
-        if source is not None and trains and self.optim_wrapper is None and not self._context.active:
+        has_training = self._training["optim_wrapper"] is not None
+        if source is not None and has_training and self.optim_wrapper is None and not self._context.active:
             self.resume(source)
         else:
             super().load_or_resume()
@@ -66,8 +66,8 @@ class Runner(OwnRunner):
             return build_dataloader(_with_collate(dataloader), seed or 0, "dataloader", training=False)
 
     def _init_parts(self, arguments: dict[str, Any]) -> None:
-        own = arguments["speed"]
-        arguments["speed"] = with_environment(self.cfg.get("speed") if own is None else own)
+        speed = arguments["speed"]
+        arguments["speed"] = merge_environment(self.cfg.get("speed") if speed is None else speed)
         for name in ("train_dataloader", "val_dataloader", "test_dataloader"):
             arguments[name] = _with_collate(arguments[name])
         if self._context.scope in (None, ROOT_SCOPE):
@@ -75,14 +75,14 @@ class Runner(OwnRunner):
         with default_scope(self._context.scope):
             super()._init_parts(arguments)
         self.register_hook(ConvertSchedulerStates())
-        how = self.speed.compile
+        options = self.speed.compile
         if (
-            how is not None
-            and how.budget is None
-            and how.backend == "inductor"
+            options is not None
+            and options.budget is None
+            and options.backend == "inductor"
             and can_fork(self.device.type)
         ):
-            self.speed = replace(self.speed, compile=replace(how, budget=_BUDGET))
+            self.speed = replace(self.speed, compile=replace(options, budget=_COMPILE_BUDGET))
 
     def _open_logs(self, arguments: dict[str, Any]) -> None:
         super()._open_logs(arguments)

@@ -66,9 +66,9 @@ class BaseDataElement:
         if field_type == "data":
             own, other = other, own
         if name in other:
-            taken = "data" if field_type == "metainfo" else "metainfo"
+            other_type = "data" if field_type == "metainfo" else "metainfo"
             raise AttributeError(
-                f"'{name}' cannot be set as {field_type}, because it is already a {taken} field; "
+                f"'{name}' cannot be set as {field_type}, because it is already a {other_type} field; "
                 "use a different name"
             )
         own.add(name)

@@ -93,7 +93,7 @@ class InstanceData(BaseDataElement):
         )
         new = type(first)(metainfo=first.metainfo)
         for key in first.keys():  # noqa: SIM118
-            new[key] = _joined(key, [part[key] for part in instances_list])
+            new[key] = _concatenate(key, [part[key] for part in instances_list])
         return new
 
 
@@ -102,8 +102,8 @@ def _select(key: str, value: Any, index: torch.Tensor) -> Any:
         return value[index]
     if isinstance(value, np.ndarray):
         return value[index.cpu().numpy()]
-    chosen = torch.nonzero(index).view(-1).tolist() if index.dtype == torch.bool else index.tolist()
-    slices = [slice(position, None, len(value)) for position in chosen] or [slice(None, 0, None)]
+    positions = torch.nonzero(index).view(-1).tolist() if index.dtype == torch.bool else index.tolist()
+    slices = [slice(position, None, len(value)) for position in positions] or [slice(None, 0, None)]
     parts = [value[part] for part in slices]
     if isinstance(value, str | list | tuple):
         return reduce(add, parts)
@@ -114,7 +114,7 @@ def _select(key: str, value: Any, index: torch.Tensor) -> Any:
     )
 
 
-def _joined(key: str, values: list[Any]) -> Any:
+def _concatenate(key: str, values: list[Any]) -> Any:
     first = values[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(values)

@@ -153,11 +153,11 @@ def get_object_from_string(obj_name: str) -> Any:
     parts = obj_name.split(".")
     for count in range(len(parts), 0, -1):
         try:
-            found: Any = importlib.import_module(".".join(parts[:count]))
+            target: Any = importlib.import_module(".".join(parts[:count]))
         except ImportError:
             continue
         try:
-            return functools.reduce(getattr, parts[count:], found)
+            return functools.reduce(getattr, parts[count:], target)
         except AttributeError:
             return None
     return None

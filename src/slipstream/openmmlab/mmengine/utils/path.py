@@ -58,16 +58,16 @@ def scandir(
         recursive: also yield the files in subfolders.
         case_sensitive: whether the case of `suffix` matters.
     """
-    endings = (suffix,) if isinstance(suffix, str) else suffix
-    if endings and not case_sensitive:
-        endings = tuple(ending.lower() for ending in endings)
+    suffixes = (suffix,) if isinstance(suffix, str) else suffix
+    if suffixes and not case_sensitive:
+        suffixes = tuple(item.lower() for item in suffixes)
     root = Path(dir_path)
 
     def scan(folder: Path) -> Iterator[str]:
         for entry in os.scandir(folder):
             if not entry.name.startswith(".") and entry.is_file():
                 name = Path(entry.path).relative_to(root).as_posix()
-                if endings is None or (name if case_sensitive else name.lower()).endswith(endings):
+                if suffixes is None or (name if case_sensitive else name.lower()).endswith(suffixes):
                     yield name
             elif recursive and entry.is_dir():
                 yield from scan(Path(entry.path))

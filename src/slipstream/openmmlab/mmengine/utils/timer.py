@@ -49,8 +49,8 @@ class Timer:
     def since_last_check(self) -> float:
         """Return the seconds since the last call of this method or `since_start`."""
         self._check()
-        before, self._last = self._last, time.monotonic()
-        return self._last - before
+        previous, self._last = self._last, time.monotonic()
+        return self._last - previous
 
     def _check(self) -> None:
         if not self._is_running:

@@ -31,19 +31,19 @@ def digit_version(version_str: str, length: int = 4) -> tuple[int, ...]:
         version_str: the version; a local part (`+cpu`) is ignored.
         length: number of components in the release part.
     """
-    found = _VERSION.match(version_str.strip())
-    assert found is not None, f"'{version_str}' is not a version such as '1.2.0'"
-    release = [int(digit) for digit in found[1].split(".")][:length]
+    match = _VERSION.match(version_str.strip())
+    assert match is not None, f"'{version_str}' is not a version such as '1.2.0'"
+    release = [int(digit) for digit in match[1].split(".")][:length]
     release += [0] * (length - len(release))
-    rank = _RANKS[found[2].lower()] if found[2] else 0
-    number = int(found[3] or 0) if found[2] and rank != _RANKS["dev"] else 0
+    rank = _RANKS[match[2].lower()] if match[2] else 0
+    number = int(match[3] or 0) if match[2] and rank != _RANKS["dev"] else 0
     return (*release, rank, number)
 
 
 def get_git_hash(fallback: str = "unknown", digits: int | None = None) -> str:
     """Return the commit hash of the git repository in the working directory, or `fallback`."""
     try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        result = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return fallback
-    return done.stdout.strip()[:digits]
+    return result.stdout.strip()[:digits]

@@ -52,7 +52,7 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         fig_save_cfg: Mapping[str, Any] | None = None,
         fig_show_cfg: Mapping[str, Any] | None = None,
     ) -> None:
-        OwnVisualizer.__init__(self, name, _with_folder(vis_backends, save_dir), save_dir)
+        OwnVisualizer.__init__(self, name, _usable_backends(vis_backends, save_dir), save_dir)
         ManagerMixin.__init__(self, name)
         self.fig_save_cfg = {"frameon": False} if fig_save_cfg is None else dict(fig_save_cfg)
         self.dataset_meta: Mapping[str, Any] | None = None
@@ -181,8 +181,10 @@ class Visualizer(OwnVisualizer, ManagerMixin):
             "fontproperties": font_properties,
         }
         for i, (x, y) in enumerate(points):
-            own = {key: value[i] if isinstance(value, list) else value for key, value in options.items()}
-            self.ax_save.text(x, y, lines[i], **own)
+            text_options = {
+                key: value[i] if isinstance(value, list) else value for key, value in options.items()
+            }
+            self.ax_save.text(x, y, lines[i], **text_options)
         return self
 
     def draw_lines(
@@ -311,15 +313,15 @@ def _heat(values: torch.Tensor, image: Image | None, alpha: float) -> Image:
     return np.rint(blended).astype(np.uint8)
 
 
-def _with_folder(backends: Any, save_dir: str | None) -> list[Any]:
+def _usable_backends(backends: Any, save_dir: str | None) -> list[Any]:
     """Return the backends. If `save_dir` is None, omit configurations without a `save_dir`, and issue a warning."""
-    found = list(backends) if isinstance(backends, list | tuple) else [backends]
+    specs = list(backends) if isinstance(backends, list | tuple) else [backends]
     if save_dir is not None:
-        return found
-    kept = [b for b in found if not isinstance(b, Mapping) or b.get("save_dir") is not None]
-    if left_out := [str(b.get("type")) for b in found if isinstance(b, Mapping) and b not in kept]:
+        return specs
+    usable = [b for b in specs if not isinstance(b, Mapping) or b.get("save_dir") is not None]
+    if omitted := [str(b.get("type")) for b in specs if isinstance(b, Mapping) and b not in usable]:
         warnings.warn(
-            f"the visualizer has no save_dir, so these backends are not used: {', '.join(left_out)}; set save_dir",
+            f"the visualizer has no save_dir, so these backends are not used: {', '.join(omitted)}; set save_dir",
             stacklevel=4,
         )
-    return kept
+    return usable

@@ -90,8 +90,8 @@ class FsspecBackend(BaseStorageBackend):
     ) -> Iterator[str]:
         """Yield the paths in a folder, relative to the folder; see `mmengine.fileio.list_dir_or_file`."""
         root = self.fs._strip_protocol(dir_path).rstrip("/")
-        found = self.fs.find(dir_path, maxdepth=None if recursive else 1, withdirs=True, detail=True)
-        for path, info in found.items():
+        entries = self.fs.find(dir_path, maxdepth=None if recursive else 1, withdirs=True, detail=True)
+        for path, info in entries.items():
             name = path[len(root) :].strip("/")
             is_folder = info["type"] == "directory"
             if name and (list_dir if is_folder else list_file and (not suffix or name.endswith(suffix))):

@@ -103,8 +103,8 @@ def list_files(
         for entry in os.scandir(folder):
             name = Path(entry.path).relative_to(root).as_posix()
             if not entry.is_dir():
-                wanted = list_file and not entry.name.startswith(".")
-                if wanted and (suffix is None or name.endswith(suffix)):
+                is_listed = list_file and not entry.name.startswith(".")
+                if is_listed and (suffix is None or name.endswith(suffix)):
                     yield name
                 continue
             if list_dir:

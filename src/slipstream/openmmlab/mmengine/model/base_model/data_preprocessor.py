@@ -132,8 +132,8 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
                 f"bgr_to_rgb and rgb_to_bgr require images with 3 channels, but an image has shape "
                 f"{tuple(image.shape)}; convert the images to color, or remove the option"
             )
-        kept = 3 if self._channel_conversion else channels
-        if self._enable_normalize and len(self.mean) == 3 and kept not in accepted:
+        used_channels = 3 if self._channel_conversion else channels
+        if self._enable_normalize and len(self.mean) == 3 and used_channels not in accepted:
             raise DataError(
                 f"mean and std have 3 values, but an image has shape {tuple(image.shape)}; set a single value, or load "
                 "images with 3 channels"
