@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from slipstream.training.params import Refused, TrainingParams
+from slipstream.training.params import TrainingParams, UnsupportedKey
 
 PAGE = Path(__file__).parents[2] / "docs/trainer.md"
 
@@ -15,6 +15,6 @@ def table():
     """Return the rows of the page's table. Use print(table()) to render them again."""
     rows = []
     for key, meaning in TrainingParams.table().items():
-        text = f"default value only: {meaning.why}" if isinstance(meaning, Refused) else meaning
+        text = f"default value only: {meaning.reason}" if isinstance(meaning, UnsupportedKey) else meaning
         rows.append(f"| `{key}` | {text} |\n")
     return "".join(rows)

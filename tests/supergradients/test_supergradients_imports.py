@@ -13,7 +13,7 @@ from torch import nn
 
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.supergradients import environment, hyperparams, models
-from slipstream.supergradients.names import MODULES, missing
+from slipstream.supergradients.names import MODULES, missing_message
 from slipstream.supergradients.object_names import Models, StrictLoad
 from slipstream.supergradients.registry import register_loss, register_model
 from slipstream.supergradients.trainer import Trainer
@@ -333,8 +333,8 @@ def test_an_incomplete_recipe_raises_an_error_that_names_the_key():
 
 
 def test_error_for_a_misplaced_name_contains_its_module():
-    assert "is in super_gradients.training.metrics" in missing("super_gradients.metrics.IoU")
-    assert "is in super_gradients.common.registry" in missing(
+    assert "is in super_gradients.training.metrics" in missing_message("super_gradients.metrics.IoU")
+    assert "is in super_gradients.common.registry" in missing_message(
         "super_gradients.common.factories.register_loss"
     )
 
@@ -357,4 +357,4 @@ def test_error_for_a_misplaced_name_contains_its_module():
     ],
 )
 def test_errors_for_unavailable_paths_name_a_replacement(name, remedy):
-    assert remedy in missing(f"super_gradients.{name}")
+    assert remedy in missing_message(f"super_gradients.{name}")

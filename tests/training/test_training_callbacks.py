@@ -210,10 +210,10 @@ def test_model_has_ema_weights_at_the_end_of_validation(tmp_path):
 @pytest.mark.parametrize(
     ("phase", "name", "reason"),
     [
-        ("TRAIN_BATCH_END", "preds", "a training step only returns losses"),
+        ("TRAIN_BATCH_END", "preds", "a training step returns only losses"),
         ("TRAIN_BATCH_END", "metrics_dict", "metrics are available when"),
-        ("TRAIN_EPOCH_START", "batch_idx", "only available at batch events"),
-        ("TRAIN_EPOCH_END", "inputs", "only available at batch events"),
+        ("TRAIN_EPOCH_START", "batch_idx", "available only at batch events"),
+        ("TRAIN_EPOCH_END", "inputs", "available only at batch events"),
         ("VALIDATION_EPOCH_END", "loss_log_items", "after a training step"),
         ("PRE_TRAINING", "valid_metrics", "context.runner.val_loop.evaluator"),
         ("PRE_TRAINING", "criterion", "not available in this run"),

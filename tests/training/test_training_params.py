@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.speed import PARAMS_OPTIONS
-from slipstream.training.params import Refused, TrainingParams
+from slipstream.training.params import TrainingParams, UnsupportedKey
 
 # Keys in SuperGradients' documentation, default_train_params.yaml and params.py.
 KEYS = re.findall(
@@ -31,7 +31,7 @@ ckpt_name run_id resume_from_remote_sg_logger resume_strict_load speed
 def test_each_supergradients_key_is_translated_or_refused():
     table = TrainingParams.table()
     assert set(KEYS) <= set(table)
-    assert all(isinstance(entry, str | Refused) for entry in table.values())
+    assert all(isinstance(entry, str | UnsupportedKey) for entry in table.values())
 
 
 def test_speed_plan_keys_match_the_options_of_the_plan():
@@ -52,7 +52,7 @@ def test_each_key_accepts_its_default_and_none(key):
     [
         f.name
         for f in dataclasses.fields(TrainingParams)
-        if isinstance(TrainingParams.table()[f.name], Refused)
+        if isinstance(TrainingParams.table()[f.name], UnsupportedKey)
     ],
 )
 def test_unsupported_key_raises_an_error_with_the_reason(key):
@@ -60,7 +60,7 @@ def test_unsupported_key_raises_an_error_with_the_reason(key):
     other = not default if isinstance(default, bool) else 6006
     with pytest.raises(ConfigError) as refused:
         TrainingParams.read({key: other})
-    assert str(refused.value) == f"training_params.{key}: {TrainingParams.table()[key].why}"
+    assert str(refused.value) == f"training_params.{key}: {TrainingParams.table()[key].reason}"
 
 
 def test_value_of_a_wrong_type_raises_an_error_with_the_key():

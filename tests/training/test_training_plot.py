@@ -183,7 +183,7 @@ def test_long_list_of_prefixes_is_shortened() -> None:
         {"name": "a, b, c, d, e", "lr": 1.0},
         {"name": "f", "lr": 2.0},
     ]
-    assert plot._distinct(groups, [[1.0], [1.0], [2.0]]) == {"a, b and 3 more": [1.0], "f": [2.0]}
+    assert plot._distinct_curves(groups, [[1.0], [1.0], [2.0]]) == {"a, b and 3 more": [1.0], "f": [2.0]}
 
 
 # ---- warm-ups that fill the run, rates by name --------------------------------------------------------

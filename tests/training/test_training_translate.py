@@ -201,7 +201,7 @@ def test_loggers_can_be_names_or_objects():
         ),
         (
             dict(sg_logger_params=dict(save_logs_remote=True)),
-            r"sg_logger_params\.save_logs_remote: logs are only saved",
+            r"sg_logger_params\.save_logs_remote: logs are saved only",
         ),
         (dict(loss=None), r"loss: a loss is required: one of BCEDiceLoss"),
         (dict(max_epochs=None), r"max_epochs: is required"),

@@ -18,12 +18,12 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.model import unwrap_model
     from slipstream.runner import Runner
     from slipstream.training.config_paths import at_user_paths
-    from slipstream.training.recipe import pretrained_whole
+    from slipstream.training.recipe import has_full_checkpoint
 
     must_launch = needs_launch(args)
     cfg = configure(args)
     checkpoint = args.checkpoint or cfg.get("load_from") or find_latest_checkpoint(cfg.work_dir)
-    if checkpoint is None and not pretrained_whole(cfg):
+    if checkpoint is None and not has_full_checkpoint(cfg):
         raise CheckpointError(f"no checkpoint found in {cfg.work_dir}; train first or set `--checkpoint`")
     if must_launch:
         return launch(args, cfg.work_dir)

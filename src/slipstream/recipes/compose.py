@@ -15,10 +15,10 @@ from slipstream.config.override import check_override
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.extras import extra
 from slipstream.recipes.data_root import set_data_root
-from slipstream.recipes.find import FOLDER, extended_by, find_recipe, read_yaml
+from slipstream.recipes.find import FOLDER, find_recipe, read_yaml, recipes_extending
 from slipstream.recipes.interpolations import check_interpolations
 from slipstream.recipes.resolvers import register_resolvers
-from slipstream.recipes.targets import without_targets
+from slipstream.recipes.targets import replace_targets
 from slipstream.recipes.untrusted import check_files, check_hydra, check_search_path
 from slipstream.redaction import Reference
 from slipstream.training.tasks import check_task
@@ -45,14 +45,14 @@ _SHORTCUTS = {
 _SYNONYMS = {"learning_rate": "lr", "initial_lr": "lr", "max_epochs": "epochs", "num_epochs": "epochs",
              "workers": "num_workers"}  # fmt: skip
 # Keys that overrides can set without a +, even if the recipe does not contain them.
-_TOP = (*_SHORTCUTS, "experiment_name", "ckpt_root_dir", "data_root_dir", "multi_gpu", "num_gpus",
+_TOP_LEVEL_KEYS = (*_SHORTCUTS, "experiment_name", "ckpt_root_dir", "data_root_dir", "multi_gpu", "num_gpus",
         "load_checkpoint", "test_dataloaders")  # fmt: skip
 # Unknown keys in these sections are rejected later, so new keys do not require a +.
-_OPEN = (
+_OPEN_SECTIONS = (
     r"training_hyperparams|arch_params|checkpoint_params"
     r"|dataset_params\.(train|val|test)_(dataset|dataloader)_params"
 )
-_NEW_KEYS = re.compile(rf"(?=({'|'.join(_TOP)})=|({_OPEN})\.)")
+_NEW_KEYS = re.compile(rf"(?=({'|'.join(_TOP_LEVEL_KEYS)})=|({_OPEN_SECTIONS})\.)")
 _SUPERGRADIENTS = "super_gradients"
 
 
@@ -102,7 +102,7 @@ def compose(
                 f"{path}: the values contain a cycle or are nested too deeply; remove the cycle, or use fewer levels"
             ) from None
         plain = _with_references(plain, raw)
-    values: dict[str, Any] = without_targets(plain)
+    values: dict[str, Any] = replace_targets(plain)
     set_data_root(values, raw, normalized)
     _expand_shortcuts(values)
     return values
@@ -191,7 +191,7 @@ def hydra_overrides(
         if not trust:
             check_hydra(raw["hydra"], path)
         callbacks = cfg.hydra.callbacks
-        gone = [name for name in callbacks if _SUPERGRADIENTS in str(callbacks[name].get("_target_", ""))]
+        removed = [name for name in callbacks if _SUPERGRADIENTS in str(callbacks[name].get("_target_", ""))]
     root, name = "${oc.select:ckpt_root_dir,null}", f"${{oc.select:experiment_name,{path.stem}}}"
     fixed = {
         "hydra.output_subdir": "null",
@@ -200,13 +200,13 @@ def hydra_overrides(
         "hydra.sweep.dir": f"'${{hydra_output_dir:{root},{name}}}/${{now:%Y-%m-%d_%H-%M-%S}}'",
         "hydra.sweep.subdir": ".",
     }
-    present = {override.partition("=")[0] for override in normalized}
+    overridden = {override.partition("=")[0] for override in normalized}
     return [
         *(override for override in normalized if not override.startswith("hydra.searchpath=")),
         *_shortcut_targets(normalized),
         *_searchpath(path, normalized, config_dir, trust),
-        *(f"~hydra.callbacks.{name}" for name in gone),
-        *(f"{key}={value}" for key, value in fixed.items() if key not in present),
+        *(f"~hydra.callbacks.{name}" for name in removed),
+        *(f"{key}={value}" for key, value in fixed.items() if key not in overridden),
     ]
 
 
@@ -257,7 +257,7 @@ def _merge_synonyms(cfg: DictConfig, overrides: Sequence[str]) -> None:
 def _check_base(raw: Mapping[str, Any], path: Path, config_dir: str | Path | None) -> None:
     """Raise a ConfigError if the recipe has no architecture because it is only a base for other recipes."""
     if raw.get("architecture") is None and (
-        names := extended_by(path.stem, search_folders(path, config_dir))
+        names := recipes_extending(path.stem, search_folders(path, config_dir))
     ):
         raise ConfigError(
             f"is missing: {path.stem} is only a base for other recipes; train one of them ({', '.join(names)}), or set "
@@ -316,11 +316,11 @@ def _first_line(error: BaseException) -> str:
 def _missing(error: Any, path: Path, folders: Sequence[Path]) -> ConfigError:
     group, _, option = str(error.missing_cfg_file).rpartition("/")
     options = error.options or ()
-    there = f"available: {', '.join(options)}" if options else "available: none"
-    looked = ", ".join(str(folder) for folder in folders)
-    what = f"{group} '{option}'" if group else f"recipe '{option}'"
+    available = f"available: {', '.join(options)}" if options else "available: none"
+    searched = ", ".join(str(folder) for folder in folders)
+    subject = f"{group} '{option}'" if group else f"recipe '{option}'"
     return UnknownNameError(
-        f"{what} not found{did_you_mean(option, options)} ({there}; searched in {looked})", str(path)
+        f"{subject} not found{did_you_mean(option, options)} ({available}; searched in {searched})", str(path)
     )
 
 
@@ -337,6 +337,8 @@ def _raise_unknown_key(
         raise UnknownNameError(f"unknown key; did you mean '{_SYNONYMS[key]}'? (in {path})", key)
     others = [override for override in overrides if re.split("[=@]", override.lstrip("+~"))[0] != key]
     tree: Any = OmegaConf.to_container(load(path, others, config_dir), resolve=False)
-    check_override({k: v for k, v in tree.items() if k != "hydra"}, key.partition("@")[0], _TOP, str(path))
+    check_override(
+        {k: v for k, v in tree.items() if k != "hydra"}, key.partition("@")[0], _TOP_LEVEL_KEYS, str(path)
+    )
     if re.match("Could not override", str(error)) and "@" not in key:
         raise ConfigError(f"new keys require a +: +{key}=... (in {path})", key)

@@ -32,7 +32,7 @@ def set_data_root(values: Mapping[str, Any], raw: Mapping[str, Any], overrides: 
     if _SHORTCUT not in keys or not (folder := values.get(_SHORTCUT)):
         return
     data, raw_data = _section(values, "dataset_params"), _section(raw, "dataset_params")
-    derived, fixed = False, []
+    derived, hard_coded = False, []
     for section in _SECTIONS:
         params, raw_params = _section(data, section), _section(raw_data, section)
         for key in _ROOTS:
@@ -41,12 +41,12 @@ def set_data_root(values: Mapping[str, Any], raw: Mapping[str, Any], overrides: 
             if _SHORTCUT in str(raw_params.get(key)) or f"dataset_params.{section}.{key}" in keys:
                 derived = True
             else:
-                fixed.append((params, key))
-    if fixed:
-        common = os.path.commonpath([str(PurePosixPath(params[key])) for params, key in fixed])
-        for params, key in fixed:
-            below = PurePosixPath(params[key]).relative_to(common)
-            params[key] = str(PurePosixPath(str(folder)) / below)
+                hard_coded.append((params, key))
+    if hard_coded:
+        common = os.path.commonpath([str(PurePosixPath(params[key])) for params, key in hard_coded])
+        for params, key in hard_coded:
+            subfolder = PurePosixPath(params[key]).relative_to(common)
+            params[key] = str(PurePosixPath(str(folder)) / subfolder)
     elif not derived:
         logging.getLogger("slipstream").warning(
             "data_root_dir=%s has no effect, because this recipe sets no dataset folder (%s)",

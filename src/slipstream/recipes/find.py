@@ -11,21 +11,29 @@ import yaml
 from slipstream.config.yaml_format import BoundedLoader
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 
-__all__ = ["COMPOSED_KEYS", "FOLDER", "extended_by", "find_recipe", "is_composed", "read_yaml", "recipes"]
+__all__ = [
+    "COMPOSED_KEYS",
+    "FOLDER",
+    "find_recipe",
+    "is_composed",
+    "read_yaml",
+    "recipes",
+    "recipes_extending",
+]
 
 FOLDER = Path(__file__).parent
-# Other recipes include this file for its shortcuts. It is not a recipe itself.
-_INCLUDED = "variable_setup"
+# Recipes include this file for its shortcuts. It is not a recipe itself.
+_SHORTCUTS_FILE = "variable_setup"
 COMPOSED_KEYS = ("defaults", "architecture", "arch_params", "training_hyperparams", "training_params")
 """A recipe in SuperGradients' syntax has at least one of these keys."""
 
 
 def recipes(config_dir: str | Path | None = None) -> Mapping[str, str]:
-    """Return the names and descriptions (the comment on the first line) of all recipes, starting with `config_dir`."""
+    """Return the name and description (the comment on the first line) of each recipe; those in `config_dir` first."""
     found: dict[str, str] = {}
     for folder in (*([Path(config_dir)] if config_dir else []), FOLDER):
         for path in sorted(folder.glob("[a-z]*.yaml")):
-            if path.stem != _INCLUDED and path.stem not in found:
+            if path.stem != _SHORTCUTS_FILE and path.stem not in found:
                 with path.open(encoding="utf-8") as file:
                     first = file.readline()
                 found[path.stem] = first.lstrip("# ").strip() if first.startswith("#") else ""
@@ -46,10 +54,10 @@ def find_recipe(name: str, config_dir: str | Path | None = None) -> Path:
     if config_dir is not None and not Path(config_dir).is_dir():
         raise ConfigError(f"folder not found: {config_dir}", "--config-dir")
     for folder in (*([Path(config_dir)] if config_dir else []), FOLDER):
-        for ending in (".yaml", ""):
-            own = folder / f"{name}{ending}"
-            if "/" not in name and own.suffix == ".yaml" and own.is_file():
-                return own
+        for suffix in (".yaml", ""):
+            path = folder / f"{name}{suffix}"
+            if "/" not in name and path.suffix == ".yaml" and path.is_file():
+                return path
     if Path(name).suffix in (".py", ".yaml", ".yml", ".json", ".toml"):
         return Path(name)  # Config.fromfile reports missing and invalid files
     raise UnknownNameError(
@@ -58,7 +66,7 @@ def find_recipe(name: str, config_dir: str | Path | None = None) -> Path:
     )
 
 
-def extended_by(name: str, folders: Iterable[Path]) -> list[str]:
+def recipes_extending(name: str, folders: Iterable[Path]) -> list[str]:
     """Return the sorted names of the recipes in `folders` whose defaults list contains the recipe `name`."""
     found = set()
     for folder in folders:
@@ -86,7 +94,7 @@ def is_composed(path: Path) -> bool:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the values in a file without resolving anything, or an empty dict if the file is not a mapping.
+    """Return the values in a YAML file, with interpolations unresolved, or an empty dict if they are not a mapping.
 
     Raises:
         ConfigError: if the file cannot be read or parsed, or exceeds the limits of `BoundedLoader`. The

@@ -28,17 +28,17 @@ def check_interpolations(tree: Mapping[str, Any], source: str) -> None:
     def cost(key: _Key, node: Any) -> int:
         if key not in costs:
             costs[key] = 0  # OmegaConf raises an error for values that refer to themselves
-            found = 1
+            total = 1
             for inner, value in _children(key, node):
-                found += cost(inner, value)
+                total += cost(inner, value)
             for inner in _references(tree, key, node):
-                found += cost(inner, _find(tree, inner))
-            if found > _MAX_REFERENCES:
+                total += cost(inner, _find(tree, inner))
+            if total > _MAX_REFERENCES:
                 raise ConfigError(
                     f"its interpolations refer to more than {_MAX_REFERENCES:,} values; simplify them ({source})",
                     ".".join(map(str, key)),
                 )
-            costs[key] = found
+            costs[key] = total
         return costs[key]
 
     try:

@@ -31,11 +31,11 @@ def register_resolvers() -> None:
         "first": lambda items: items[0],
         "last": lambda items: items[-1],
         "class": lambda path: path,  # the import path remains a string, which the registry looks up later
-        "roboflow_dataset_num_classes": _no_roboflow,
+        "roboflow_dataset_num_classes": _reject_roboflow,
     }
     for name, function in functions.items():
         OmegaConf.register_new_resolver(name, function, replace=True)
 
 
-def _no_roboflow(*_: Any) -> Any:
+def _reject_roboflow(*_: Any) -> Any:
     raise ConfigError("Roboflow datasets are not supported; set num_classes to a number")

@@ -44,30 +44,39 @@ def runner_overrides(cfg: Config, overrides: Iterable[str]) -> list[str]:
     """
     replaced = []
     for override in overrides:
-        word, equals, value = override.partition("=")
-        if not equals or word in cfg or word not in _KEYS:
+        shortcut, equals, value = override.partition("=")
+        if not equals or shortcut in cfg or shortcut not in _KEYS:
             replaced.append(override)
-        elif keys := [key for key in _KEYS[word] if _applies(cfg, key, word == "data_root_dir")]:
+        elif keys := [key for key in _KEYS[shortcut] if _applies(cfg, key, shortcut == "data_root_dir")]:
             replaced += [f"{key}={value}" for key in keys]
-        elif word == "data_root_dir":
+        elif shortcut == "data_root_dir":
             logging.getLogger("slipstream").warning(
                 "%s has no effect, because this recipe sets no dataset folder (%s)",
                 override,
                 ", ".join(_ROOTS),
             )
         else:
-            section = _KEYS[word][0].rpartition(".")[0]
+            section = _KEYS[shortcut][0].rpartition(".")[0]
             raise ConfigError(
-                f"sets {_KEYS[word][0]}, but the configuration has no section '{section}'; add it or remove {word}",
-                word,
+                f"sets {_KEYS[shortcut][0]}, but the configuration has no section '{section}'; add it or "
+                f"remove {shortcut}",
+                shortcut,
             )
     return replaced
 
 
 def hints(cfg: Config) -> dict[str, str]:
     """Return a dict that maps each name of an applicable shortcut, including synonyms, to the shortcut."""
-    words = {word: word for word, keys in _KEYS.items() if any(_applies(cfg, key, False) for key in keys)}
-    return {**words, "ema": "ema", **{other: word for other, word in _SYNONYMS.items() if word in words}}
+    names = {
+        shortcut: shortcut
+        for shortcut, keys in _KEYS.items()
+        if any(_applies(cfg, key, False) for key in keys)
+    }
+    return {
+        **names,
+        "ema": "ema",
+        **{other: shortcut for other, shortcut in _SYNONYMS.items() if shortcut in names},
+    }
 
 
 def set_ema(cfg: Config, overrides: Iterable[str]) -> list[str]:
@@ -78,8 +87,8 @@ def set_ema(cfg: Config, overrides: Iterable[str]) -> list[str]:
     """
     rest = []
     for override in overrides:
-        word, _, value = override.partition("=")
-        enabled = parse_value(value) if word == "ema" and "ema" not in cfg else None
+        shortcut, _, value = override.partition("=")
+        enabled = parse_value(value) if shortcut == "ema" and "ema" not in cfg else None
         if not isinstance(enabled, bool):
             rest.append(override)
             continue

@@ -17,9 +17,9 @@ __all__ = ["check_files", "check_hydra", "check_search_path"]
 _TRUST = "If you trust the recipe, add --trust on the command line, or pass trust=True in Python"
 # Hydra imports the packages in `pkg://` entries. Only these packages are allowed.
 _PACKAGES = ("pkg://slipstream", "pkg://hydra", "pkg://super_gradients")
-_TARGETS = ("hydra.", "hydra_plugins.", "super_gradients.", "logging.", "colorlog.")
+_TRUSTED_TARGETS = ("hydra.", "hydra_plugins.", "super_gradients.", "logging.", "colorlog.")
 # Keys whose values are imported and called by Hydra or by Python's logging module.
-_CALLED = ("_target_", "()", "class", "factory")
+_CALLABLE_KEYS = ("_target_", "()", "class", "factory")
 
 
 def check_files(path: Path, overrides: Iterable[str], folders: Iterable[Path]) -> None:
@@ -92,7 +92,7 @@ def check_hydra(settings: Mapping[str, Any], path: Path) -> None:
         ConfigError: if the section makes Hydra import or call code, or set environment variables.
     """
     for key, value in _leaves(settings, "hydra"):
-        called = key.rpartition(".")[2] in _CALLED and not str(value).startswith(_TARGETS)
+        called = key.rpartition(".")[2] in _CALLABLE_KEYS and not str(value).startswith(_TRUSTED_TARGETS)
         imported = re.search(r"ext://(?!sys\.std(?:out|err)$)", str(value)) is not None
         if called or imported or key.startswith("hydra.job.env_set."):
             raise ConfigError(

@@ -21,7 +21,7 @@ __all__ = [
 SUPPORTED_VERSION = "3.7.1"
 """The version of SuperGradients whose interface this package implements."""
 
-_SEVERAL = ("DDP", "DP", "AUTO")
+_MULTI_DEVICE_MODES = ("DDP", "DP", "AUTO")
 
 multi_process_safe = master_only
 
@@ -64,17 +64,19 @@ def setup_device(multi_gpu: Any = None, num_gpus: int | None = None, device: str
         raise ConfigError(f"must be 'cpu' or 'cuda', not {device!r}", "device")
     kind = device_type()
     if (device == "cpu" or num_gpus == 0) and kind != "cpu":
-        hidden = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}.get(kind)
-        how = (
-            f"start the script with {hidden}= (empty)" if hidden else "hide the accelerator from the process"
+        variable = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}.get(kind)
+        remedy = (
+            f"start the script with {variable}= (empty)"
+            if variable
+            else "hide the accelerator from the process"
         )
         raise ConfigError(
-            f"the Runner uses the machine's accelerator ({kind}); to train on the CPU, {how}", "device"
+            f"the Runner uses the machine's accelerator ({kind}); to train on the CPU, {remedy}", "device"
         )
     name = str(getattr(multi_gpu, "value", multi_gpu)).upper()
-    wanted = num_gpus if num_gpus is not None else -1 if name in _SEVERAL else 1
+    requested = num_gpus if num_gpus is not None else -1 if name in _MULTI_DEVICE_MODES else 1
     available = torch.accelerator.device_count() if kind != "cpu" else 1
-    count = available if wanted == -1 else wanted
+    count = available if requested == -1 else requested
     if min(count, available) > 1 and not is_distributed():
         raise ConfigError(
             f"to train on {count} devices, start the script with torchrun --nproc-per-node {count} -m "

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from slipstream.import_alias import ReplacementFinder, install_finder
-from slipstream.supergradients.names import MODULES, missing
+from slipstream.supergradients.names import MODULES, missing_message
 
 __all__ = ["install"]
 
@@ -27,7 +27,7 @@ class _Module(ModuleType):
         target = MODULES.get(self.__name__, {}).get(name)
         if target is None:
             # `from MODULE import NAME` then imports MODULE.NAME, and the finder's ImportError suggests a remedy.
-            raise AttributeError(missing(fullname))
+            raise AttributeError(missing_message(fullname))
         module, _, attribute = target.partition(":")
         value = getattr(importlib.import_module(module), attribute)
         setattr(self, name, value)
@@ -55,7 +55,7 @@ class _Finder(ReplacementFinder):
     def spec_of(self, fullname: str) -> ModuleSpec:
         if fullname not in MODULES:
             # Not a ModuleNotFoundError, because `from MODULE import NAME` would replace its message.
-            raise ImportError(missing(fullname), name=fullname)
+            raise ImportError(missing_message(fullname), name=fullname)
         return ModuleSpec(fullname, _Loader(), is_package=True)
 
     def is_own(self, module: ModuleType) -> bool:

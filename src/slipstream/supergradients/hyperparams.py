@@ -29,10 +29,10 @@ def get(config_name: str, overriding_params: Mapping[str, Any] | None = None) ->
         UnknownNameError: if there is no such recipe or file.
     """
     name = config_name.removeprefix(f"{_GROUP}/").removesuffix(".yaml")
-    own = {key: value for key, value in (overriding_params or {}).items() if value is not None}
+    overrides = {key: value for key, value in (overriding_params or {}).items() if value is not None}
     if (FOLDER / _GROUP / f"{check_name(name, 'config_name', 'recipes')}.yaml").is_file():
-        return {**_values(name), **own}
-    return {**compose(name)[_GROUP], **own}
+        return {**_values(name), **overrides}
+    return {**compose(name)[_GROUP], **overrides}
 
 
 def load_recipe(
@@ -47,8 +47,8 @@ def load_recipe(
 
 def _values(name: str) -> dict[str, Any]:
     values: dict[str, Any] = dict(plain(read_yaml(FOLDER / _GROUP / f"{name}.yaml")))
-    below = [entry for entry in values.pop("defaults", []) if entry != "_self_"]
+    parents = [entry for entry in values.pop("defaults", []) if entry != "_self_"]
     merged: dict[str, Any] = {}
-    for entry in below:
+    for entry in parents:
         merged |= _values(entry)
     return merged | values

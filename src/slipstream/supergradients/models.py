@@ -15,7 +15,7 @@ from slipstream.registry import MODELS
 
 __all__ = ["get", "load_checkpoint_to_model"]
 
-_MATCHING = "no_key_matching"
+_DEFAULT_STRICT_LOAD = "no_key_matching"
 """SuperGradients' default: tensors are matched by order if the names differ."""
 
 
@@ -23,7 +23,7 @@ def get(
     model_name: str,
     arch_params: Mapping[str, Any] | None = None,
     num_classes: int | None = None,
-    strict_load: Any = _MATCHING,
+    strict_load: Any = _DEFAULT_STRICT_LOAD,
     checkpoint_path: str | Path | None = None,
     pretrained_weights: str | None = None,
     load_backbone: bool = False,
@@ -39,12 +39,13 @@ def get(
         num_classes: number of classes.
         strict_load, checkpoint_path, load_backbone, checkpoint_num_classes: see `slipstream.apps.zoo.models.get`.
         pretrained_weights: must be None, except for timm networks; see `slipstream.apps.zoo.models.get`.
-        download_required_code: no effect, because nothing is downloaded.
+        download_required_code: has no effect, because nothing is downloaded.
         num_input_channels: number of image channels. Default: the network's own default, usually 3.
 
     Raises:
         UnknownNameError: if the network does not exist.
-        ConfigError: if `load_backbone` is set without a checkpoint; otherwise see `slipstream.apps.zoo.models.get`.
+        ConfigError: if `load_backbone` is set without a checkpoint. For other errors, see
+            `slipstream.apps.zoo.models.get`.
     """
     if load_backbone and not checkpoint_path:
         raise ConfigError("requires checkpoint_path", "load_backbone")
@@ -52,7 +53,9 @@ def get(
     if num_input_channels not in (None, 3):
         options["in_channels"] = num_input_channels
     if model_name not in models.names() and model_name in MODELS:
-        return _registered(model_name, options, num_classes, strict_load, checkpoint_path, load_backbone)
+        return _build_registered(
+            model_name, options, num_classes, strict_load, checkpoint_path, load_backbone
+        )
     return models.get(
         model_name,
         num_classes,
@@ -69,7 +72,7 @@ def load_checkpoint_to_model(
     net: nn.Module,
     ckpt_local_path: str | Path,
     load_backbone: bool = False,
-    strict: Any = _MATCHING,
+    strict: Any = _DEFAULT_STRICT_LOAD,
     load_weights_only: bool = True,
     load_ema_as_net: bool = False,
     load_processing_params: bool = False,
@@ -82,7 +85,7 @@ def load_checkpoint_to_model(
     models.load(net, ckpt_local_path, strict, load_backbone)
 
 
-def _registered(
+def _build_registered(
     name: str,
     options: dict[str, Any],
     num_classes: int | None,

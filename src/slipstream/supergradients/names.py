@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from slipstream.errors import did_you_mean
 
-__all__ = ["MODULES", "missing"]
+__all__ = ["MODULES", "missing_message"]
 
 _OWN = "slipstream.supergradients"
 _TRAINER = {"Trainer": f"{_OWN}.trainer:Trainer"}
@@ -219,12 +219,12 @@ _TOPICS = (
 )
 
 
-def missing(fullname: str) -> str:
+def missing_message(fullname: str) -> str:
     """Return an error message that explains why a SuperGradients name is not available, and what to use instead."""
     parent, _, name = fullname.rpartition(".")
-    where = [module for module, names in MODULES.items() if name in names]
-    if where:
-        return f"cannot import {fullname}: '{name}' is in {where[0]}"
+    modules = [module for module, names in MODULES.items() if name in names]
+    if modules:
+        return f"cannot import {fullname}: '{name}' is in {modules[0]}"
     reason = next((text for pattern, text in _TOPICS if re.search(pattern, fullname, re.IGNORECASE)), "")
     children = [module.rpartition(".")[2] for module in MODULES if module.startswith(f"{parent}.")]
     hint = "" if reason else did_you_mean(name, [*MODULES.get(parent, ()), *children])

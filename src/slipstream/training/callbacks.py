@@ -59,10 +59,10 @@ _EVENTS_AT = {
     "after_train": ("on_training_end",),
 }
 
-_STEPPED = "on_train_batch_gradient_step_end"
-_AROUND_VALIDATIONS = ("on_validation_loader_start", "on_validation_loader_end")
+_STEP_EVENT = "on_train_batch_gradient_step_end"
+_VALIDATION_EVENTS = ("on_validation_loader_start", "on_validation_loader_end")
 """SuperGradients does not call these events when it validates the average of the best models."""
-_INSIDE_THE_STEP = ("on_train_batch_backward_end", "on_train_batch_gradient_step_start")
+_EVENTS_INSIDE_STEP = ("on_train_batch_backward_end", "on_train_batch_gradient_step_start")
 
 
 def stage_of(phase: Phase) -> str:
@@ -119,7 +119,7 @@ class CallbackHook(Hook):
             raise ConfigError(
                 f"a phase callback must be a Callback, a PhaseCallback or a Hook, not {built!r}"
             )
-        for event in _INSIDE_THE_STEP:
+        for event in _EVENTS_INSIDE_STEP:
             if hasattr(built, event):
                 raise ConfigError(
                     f"{type(built).__name__}.{event} cannot be called because a training step is a single call. Use "
@@ -130,27 +130,27 @@ class CallbackHook(Hook):
         events = [event for at_stage in _EVENTS_AT.values() for event in at_stage]
         self._handlers = {event: found for event in events if (found := _handler(built, event)) is not None}
         self._context: PhaseContext | None = None
-        self._of_average = False
+        self._is_averaged = False
 
     def method_at(self, stage: str) -> Callable[..., None] | None:
         """Return a function that calls the callback's methods for this stage, or None if there are none."""
         events = [event for event in _EVENTS_AT.get(stage, ()) if event in self._handlers]
         averages = stage in ("before_average_val", "after_average_val")
-        if averages and (events or any(event in self._handlers for event in _AROUND_VALIDATIONS)):
-            return partial(self._around_average, stage, events)
+        if averages and (events or any(event in self._handlers for event in _VALIDATION_EVENTS)):
+            return partial(self._call_for_average, stage, events)
         return partial(self._call, events) if events else None
 
-    def _around_average(self, stage: str, events: Sequence[str], runner: Runner, **values: Any) -> None:
-        self._of_average = stage == "before_average_val"
+    def _call_for_average(self, stage: str, events: Sequence[str], runner: Runner, **values: Any) -> None:
+        self._is_averaged = stage == "before_average_val"
         self._call(events, runner, **values)
 
     def _call(self, events: Sequence[str], runner: Runner, **values: Any) -> None:
         if self._context is None or self._context.runner is not runner:
             self._context = PhaseContext(runner)
         for event in events:
-            if self._of_average and event in _AROUND_VALIDATIONS:
+            if self._is_averaged and event in _VALIDATION_EVENTS:
                 continue
-            if event != _STEPPED or _has_stepped(runner):
+            if event != _STEP_EVENT or _has_stepped(runner):
                 self._context.enter(event, _values(event, **values))
                 self._handlers[event](self._context)
         if self._context.stop_training and runner.is_training:
@@ -181,8 +181,8 @@ def _values(
     """Return the values that are available only during this event, under SuperGradients' names."""
     values: dict[str, Any] = {} if metrics is None else {"metrics_dict": metrics}
     if batch_idx is not None:
-        named = isinstance(data_batch, Mapping)
-        parts = {"inputs": "inputs", "target": "targets"} if named else {"inputs": 0, "target": 1}
+        is_mapping = isinstance(data_batch, Mapping)
+        parts = {"inputs": "inputs", "target": "targets"} if is_mapping else {"inputs": 0, "target": 1}
         values |= {"batch_idx": batch_idx} | {name: data_batch[key] for name, key in parts.items()}
     if outputs is not None and "train" in event:
         values["loss_log_items"] = outputs
@@ -276,7 +276,7 @@ class SlidingWindowValidationCallback(Hook):
         for owner, name, value in (
             (model, "sliding_window", self.window),
             (model, "_compiled_call_impl", None),
-            (loop, "dataloader", _reloaded(loop.dataloader, self.transforms)),
+            (loop, "dataloader", _rebuild_loader(loop.dataloader, self.transforms)),
         ):
             self._undo.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
@@ -291,10 +291,10 @@ def _transform(entry: Any, config_path: str) -> Any:
     return TRANSFORMS.build(cfg) if isinstance(cfg, Mapping) else cfg
 
 
-def _reloaded(loader: DataLoader[Any], transforms: Sequence[Any]) -> DataLoader[Any]:
+def _rebuild_loader(loader: DataLoader[Any], transforms: Sequence[Any]) -> DataLoader[Any]:
     """Return a new loader with these transforms, because running workers would keep the old transforms."""
     return DataLoader(
-        _transformed(loader.dataset, transforms),
+        _replace_transforms(loader.dataset, transforms),
         batch_sampler=loader.batch_sampler,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
@@ -305,16 +305,16 @@ def _reloaded(loader: DataLoader[Any], transforms: Sequence[Any]) -> DataLoader[
     )
 
 
-def _transformed(dataset: Any, transforms: Sequence[Any]) -> Any:
+def _replace_transforms(dataset: Any, transforms: Sequence[Any]) -> Any:
     changed = copy.copy(dataset)
     if isinstance(dataset, SeededDataset):
-        changed.dataset = _transformed(dataset.dataset, transforms)
+        changed.dataset = _replace_transforms(dataset.dataset, transforms)
         return changed
     if not isinstance(dataset, SegmentationDataset):
         raise ConfigError(
             f"SlidingWindowValidationCallback cannot replace the transforms of {type(dataset).__name__}; use a "
             "validation dataset that subclasses slipstream.dataset.SegmentationDataset"
         )
-    own = [t for t in dataset.transforms if isinstance(t, Affine | SegConvertToTensor)]
-    changed.transforms = list(transforms) or own
+    final_transforms = [t for t in dataset.transforms if isinstance(t, Affine | SegConvertToTensor)]
+    changed.transforms = list(transforms) or final_transforms
     return changed

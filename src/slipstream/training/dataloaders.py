@@ -84,24 +84,24 @@ def config(
         ConfigError: if no dataset or more than one dataset is specified.
     """
     data, loader = _without_none(dataset_params), _without_none(dataloader_params)
-    named = loader.pop("dataset", None)
-    if sum(value is not None for value in (name, named, dataset)) != 1:
+    registered = loader.pop("dataset", None)
+    if sum(value is not None for value in (name, registered, dataset)) != 1:
         raise ConfigError(
             "exactly one of name, dataloader_params.dataset and dataset is required; "
-            f"got {name!r}, {named!r} and {type(dataset).__name__ if dataset is not None else None}"
+            f"got {name!r}, {registered!r} and {type(dataset).__name__ if dataset is not None else None}"
         )
     if name is not None:
-        named, data, loader = _completed(name, data, loader)
+        registered, data, loader = _with_defaults(name, data, loader)
     _check_keys(loader)
     if dataset is None:
-        kind, arguments = read_factory(named, "dataloader_params.dataset")
+        kind, arguments = read_factory(registered, "dataloader_params.dataset")
         dataset_config: Any = {"type": kind, **_transforms({**arguments, **data})}
     elif data:
         raise ConfigError("a dataset object does not accept parameters; remove them", "dataset_params")
     else:
         dataset_config = dataset
-    if (least := loader.pop("min_samples", None)) is not None:
-        dataset_config = {"type": "AtLeast", "dataset": dataset_config, "min_samples": least}
+    if (min_samples := loader.pop("min_samples", None)) is not None:
+        dataset_config = {"type": "AtLeast", "dataset": dataset_config, "min_samples": min_samples}
     training = name is not None and name.endswith("_train")
     return {"dataset": dataset_config, **_loader_options(loader, training)}
 
@@ -158,7 +158,7 @@ def _without_none(params: Mapping[str, Any] | None) -> dict[str, Any]:
     return {key: value for key, value in (plain(params) or {}).items() if value is not None}
 
 
-def _completed(
+def _with_defaults(
     name: str, data: dict[str, Any], loader: dict[str, Any]
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Return the dataset class for `name`, and its default parameters updated with `data` and `loader`."""
@@ -176,13 +176,13 @@ def _completed(
 
 
 def _read_defaults(name: str) -> dict[str, Any]:
-    """Return a file in `recipes/dataset_params`, merged over the files in its `defaults` list, as a built-in dict."""
+    """Return the values of a file in `recipes/dataset_params`, merged over those of the files in its `defaults`."""
     with extra("recipes"):
         from omegaconf import OmegaConf
 
     top: Any = OmegaConf.load(_DEFAULTS / f"{name}.yaml")
-    below = [entry for entry in top.pop("defaults", []) if entry != "_self_"]
-    merged = OmegaConf.merge(*(OmegaConf.create(_read_defaults(entry)) for entry in below), top)
+    parents = [entry for entry in top.pop("defaults", []) if entry != "_self_"]
+    merged = OmegaConf.merge(*(OmegaConf.create(_read_defaults(entry)) for entry in parents), top)
     return dict(plain(merged))
 
 

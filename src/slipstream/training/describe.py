@@ -1,4 +1,4 @@
-"""Store a description of the validation data in a network, for `network.predict`."""
+"""Store the class names and transforms of the validation data in a network, for `network.predict`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.utils.data import Dataset
 from slipstream.apps.zoo.network import Network
 from slipstream.dataset import SegmentationDataset
 
-__all__ = ["describe_data"]
+__all__ = ["store_processing"]
 
 
-def describe_data(network: nn.Module, dataset: Any) -> None:
-    """Store the class names and transforms of a dataset in one of the zoo's networks, unless the user has set them.
+def store_processing(network: nn.Module, dataset: Any) -> None:
+    """Store the class names and transforms of a dataset in a network from the zoo, unless the user has set them.
 
     Args:
         network: the network. Networks that are not from the zoo are not changed.
@@ -32,7 +32,7 @@ def describe_data(network: nn.Module, dataset: Any) -> None:
     transforms = dataset.transforms if is_segmentation else getattr(dataset, "all_transforms", None)
     if transforms is None or is_segmentation is not (network.task == "segmentation"):
         return
-    network.describe_data(meta.get("classes"), transforms, meta.get("palette"))
+    network.set_processing_from_data(meta.get("classes"), transforms, meta.get("palette"))
 
 
 def _inner(dataset: Any) -> Dataset[Any] | None:

@@ -18,7 +18,7 @@ from slipstream.model import unwrap_model
 from slipstream.model.pretrained import load_pretrained, needs_pretrained
 from slipstream.registry import HOOKS, MODELS
 from slipstream.training.kd_module import KDModule
-from slipstream.training.network import CLASS_LOSSES, Configured, SupervisedModel
+from slipstream.training.network import CLASS_LOSSES, ModuleOrConfig, SupervisedModel
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -74,14 +74,14 @@ class _Teacher:
         A shared module whose weights have not been loaded is not converted, because the copy would have random weights.
         """
         if self._owner is not None:
-            if self.pending or not _changes(self.module, fn):
+            if self.pending or not _would_change(self.module, fn):
                 return
             self.module = copy.deepcopy(self.module)
             self._owner, self._pending = None, False
         self.module._apply(fn, recurse)
 
 
-def _changes(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> bool:
+def _would_change(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> bool:
     """Return whether a conversion, such as a move to another device, returns new tensors."""
     with torch.no_grad():
         return any(fn(tensor) is not tensor for tensor in chain(module.parameters(), module.buffers()))
@@ -99,7 +99,8 @@ class DistillationModel(SupervisedModel):
         network: the student.
         teacher: the teacher, a module or its configuration.
         teacher_pretrained: arguments that `load_teacher` passes to `zoo.models.load` to load the teacher's weights.
-        teacher_input_adapter: module for the teacher's images, or its configuration, such as `NormalizationAdapter`.
+        teacher_input_adapter: module that is applied to the teacher's images, such as `NormalizationAdapter`, or its
+            configuration.
         kd_module: contains `network` and `teacher`; its forward method returns the outputs for the loss. Default: the
             outputs of both networks.
         loss: `loss(KDOutput(student_output, teacher_output), targets)`.
@@ -114,11 +115,11 @@ class DistillationModel(SupervisedModel):
 
     def __init__(
         self,
-        network: Configured,
-        teacher: Configured,
+        network: ModuleOrConfig,
+        teacher: ModuleOrConfig,
         loss: Any,
         teacher_pretrained: Mapping[str, Any] | None = None,
-        teacher_input_adapter: Configured | None = None,
+        teacher_input_adapter: ModuleOrConfig | None = None,
         kd_module: KDModule | None = None,
         **arguments: Any,
     ) -> None:
@@ -160,10 +161,10 @@ class DistillationModel(SupervisedModel):
         if self._kd_module is None or mode != "loss":
             return super().forward(inputs, targets, *others, mode=mode)
         inputs = inputs.float() if inputs.dtype == torch.uint8 else inputs
-        found = self.loss_inputs(None, inputs, targets)
+        kd_output = self.loss_inputs(None, inputs, targets)
         if self.training and targets is not None:
-            self._count(found.student_output, inputs, targets)
-        return self.losses(found, targets)
+            self._count(kd_output.student_output, inputs, targets)
+        return self.losses(kd_output, targets)
 
     def loss_inputs(self, outputs: Any, inputs: Tensor, targets: Tensor | None) -> KDOutput:
         """Return the outputs of both networks."""
@@ -172,12 +173,13 @@ class DistillationModel(SupervisedModel):
                 "the teacher's weights have not been loaded; call init_weights() or load_teacher()"
             )
         if self._kd_module is not None:
-            found: KDOutput = self._kd_module(inputs)
-            return found  # unchanged, because a subclass may return tensors other than class scores
+            output: KDOutput = self._kd_module(inputs)
+            return output  # unchanged, because a subclass may return tensors other than class scores
         with torch.no_grad():
-            taught = self._teacher.module(inputs)
+            teacher_output = self._teacher.module(inputs)
         student, teacher = (
-            super(DistillationModel, self).loss_inputs(found, inputs, targets) for found in (outputs, taught)
+            super(DistillationModel, self).loss_inputs(output, inputs, targets)
+            for output in (outputs, teacher_output)
         )
         return KDOutput(student, teacher)
 

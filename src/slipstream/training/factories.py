@@ -9,7 +9,7 @@ from slipstream.errors import ConfigError
 
 __all__ = ["configuration", "read_factory"]
 
-_FOR_HYDRA = ("_convert_", "_partial_", "_recursive_")
+_HYDRA_KEYS = ("_convert_", "_partial_", "_recursive_")
 
 
 def read_factory(entry: str | Mapping[str, Any], config_path: str) -> tuple[str, dict[str, Any]]:
@@ -27,7 +27,7 @@ def read_factory(entry: str | Mapping[str, Any], config_path: str) -> tuple[str,
     if isinstance(entry, str):
         return entry, {}
     if isinstance(entry, Mapping):
-        kept = {key: value for key, value in entry.items() if key not in _FOR_HYDRA}
+        kept = {key: value for key, value in entry.items() if key not in _HYDRA_KEYS}
         target = kept.pop("_target_", None)
         if isinstance(target, str):
             return target.rpartition(".")[2], kept

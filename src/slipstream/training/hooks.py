@@ -28,13 +28,13 @@ class NewOptimizerHook(Hook):
         if not runner.checkpoints.resuming or "optimizer" not in checkpoint:
             return
         assert runner.optim_wrapper is not None, "training requires an optim_wrapper"
-        fresh = runner.optim_wrapper.state_dict()
+        initial_state = runner.optim_wrapper.state_dict()
         check(checkpoint["optimizer"], OPTIMIZER, "the resumed checkpoint", "optimizer")
         groups = checkpoint["optimizer"]["param_groups"]
         # Not strict, because the schedulers check the number of groups.
-        for own, saved in zip(fresh["param_groups"], groups, strict=False):
+        for own, saved in zip(initial_state["param_groups"], groups, strict=False):
             own["lr"] = saved.get("lr", own["lr"])
-        checkpoint["optimizer"] = fresh
+        checkpoint["optimizer"] = initial_state
 
 
 class PrePredictionHook(Hook):
@@ -50,13 +50,13 @@ class PrePredictionHook(Hook):
     def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
         """Replace the inputs and targets of the batch with the function's results."""
         model: Any = unwrap_model(runner.model)
-        ready = model.data_preprocessor(data_batch, True)
+        batch = model.data_preprocessor(data_batch, True)
         if isinstance(data_batch, dict):
-            inputs, targets = self.callback(ready["inputs"], ready["targets"], batch_idx)
+            inputs, targets = self.callback(batch["inputs"], batch["targets"], batch_idx)
             data_batch.clear()
-            data_batch.update({**ready, "inputs": inputs, "targets": targets})
+            data_batch.update({**batch, "inputs": inputs, "targets": targets})
         elif isinstance(data_batch, list):
-            data_batch[:] = [*self.callback(ready[0], ready[1], batch_idx), *ready[2:]]
+            data_batch[:] = [*self.callback(batch[0], batch[1], batch_idx), *batch[2:]]
         else:
             raise DataError(
                 f"pre_prediction_callback requires batches that are dicts or lists, not {type(data_batch).__name__}; "

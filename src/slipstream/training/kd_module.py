@@ -19,12 +19,13 @@ __all__ = ["KDModule"]
 class KDModule(nn.Module):
     """A student and a teacher for `KDTrainer.train(model=...)`.
 
-    A subclass may override `forward` to pass other outputs of the networks to the loss, which receives them unchanged.
-    The subclass must not have parameters of its own. Only the student is trained, validated and saved; the teacher
-    always runs in evaluation mode. A deep copy shares the teacher.
+    A subclass may override `forward` to return other outputs of the networks, which are passed to the loss unchanged.
+    It must not have parameters of its own. Only the student is trained, validated and saved; the teacher always runs in
+    evaluation mode. A deep copy shares the teacher with the original.
 
     Args:
-        arch_params: `teacher_input_adapter`, a module for the teacher's images or its configuration.
+        arch_params: a dict with the optional key `teacher_input_adapter`: a module that is applied to the teacher's
+            images, or the configuration of the module.
         student, teacher: modules. The parameters of the teacher are frozen in place.
         run_teacher_on_eval: must be True.
 

@@ -16,12 +16,12 @@ __all__ = [
     "is_distillation",
     "renamed_paths",
     "student_recipe",
-    "teacher_of",
+    "teacher_arguments",
 ]
 
 _SECTIONS = ("architecture", "arch_params", "checkpoint_params")
 KEYS = (*(f"{role}_{key}" for role in ("student", "teacher") for key in _SECTIONS), "run_teacher_on_eval")
-"""Keys that only these recipes have."""
+"""Keys that only knowledge distillation recipes have."""
 _ADAPTERS = ("teacher_input_adapter", "student_input_adapter")
 
 
@@ -32,10 +32,10 @@ def is_distillation(recipe: Mapping[str, Any]) -> bool:
 
 def student_recipe(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return the recipe that trains the student without a teacher."""
-    return _of_role(recipe, "student")
+    return _recipe_for_role(recipe, "student")
 
 
-def teacher_of(
+def teacher_arguments(
     recipe: Mapping[str, Any], read: Callable[[Mapping[str, Any]], tuple[Any, Mapping[str, Any] | None]]
 ) -> dict[str, Any]:
     """Return the arguments of `DistillationModel` for the teacher.
@@ -48,12 +48,12 @@ def teacher_of(
         ConfigError: if a key is missing, invalid or not supported.
     """
     check_mode(recipe.get("run_teacher_on_eval", True))
-    alone = _of_role(recipe, "teacher")
-    weights = dict(alone.get("checkpoint_params") or {})
+    teacher_recipe = _recipe_for_role(recipe, "teacher")
+    weights = dict(teacher_recipe.get("checkpoint_params") or {})
     if weights.get("checkpoint_path"):
         weights["pretrained_weights"] = None  # the checkpoint takes precedence, as in SuperGradients
     with renamed_paths("teacher"):
-        network, pretrained = read({**alone, "checkpoint_params": weights})
+        network, pretrained = read({**teacher_recipe, "checkpoint_params": weights})
     if pretrained is None and not network.get("pretrained"):  # timm's networks load their own weights
         raise ConfigError(
             "is required, because a student cannot learn from an untrained teacher; set it to the "
@@ -107,6 +107,6 @@ def renamed_paths(role: str | None) -> Iterator[None]:
         raise
 
 
-def _of_role(recipe: Mapping[str, Any], role: str) -> dict[str, Any]:
+def _recipe_for_role(recipe: Mapping[str, Any], role: str) -> dict[str, Any]:
     kept = {key: value for key, value in recipe.items() if key not in (*KEYS, *_SECTIONS)}
     return kept | {key: recipe.get(f"{role}_{key}") for key in _SECTIONS}

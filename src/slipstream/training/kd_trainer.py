@@ -43,7 +43,7 @@ class KDTrainer(Trainer):
             training_params: keys of `TrainingParams`. The loss receives a `KDOutput`.
             student, teacher: modules. The teacher is frozen in place.
             kd_architecture: 'kd_module', or a subclass of `KDModule`.
-            kd_arch_params: `teacher_input_adapter`, a module for the teacher's images.
+            kd_arch_params: a dict with the optional key `teacher_input_adapter`; see `KDModule`.
             run_teacher_on_eval: must be True.
             train_loader, valid_loader, test_loaders, additional_configs_to_log: see `Trainer.train`.
 
@@ -67,7 +67,7 @@ class KDTrainer(Trainer):
             valid_loader,
             test_loaders,
             additional_configs_to_log,
-            teacher=_teacher_of(module),
+            teacher=_teacher_arguments(module),
         )
 
 
@@ -81,7 +81,7 @@ def _kd_class(architecture: Any) -> type[KDModule]:
     )
 
 
-def _teacher_of(module: KDModule) -> dict[str, Any]:
+def _teacher_arguments(module: KDModule) -> dict[str, Any]:
     """Return the arguments of `DistillationModel` for the teacher."""
     adapter = module.teacher_input_adapter
     if not module.is_customized:

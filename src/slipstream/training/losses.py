@@ -38,7 +38,7 @@ _NESTED = ("task_loss_fn", "distillation_loss_fn", "kd_loss", "ce_loss", "loss_f
 """Loss arguments whose values are also losses."""
 
 _CONFIG_PATH = "training_params.loss"
-_ONLY = {"reduction": "mean", "smooth_dist": None, "from_logits": True}
+_FIXED_ARGUMENTS = {"reduction": "mean", "smooth_dist": None, "from_logits": True}
 """Arguments of `CrossEntropyLoss` that support only one value."""
 
 
@@ -48,10 +48,10 @@ class CrossEntropyLoss(CrossEntropy):
 
     For class ids, probabilities p, class weights w and e = `smooth_eps`, the loss of a pixel with class y is
     `-(1 - e) * w[y] * log p[y] - e * mean(w * log p)`. With `smooth_eps` and `weight`, the sum over all pixels is
-    divided by the number of pixels that are not ignored; without `smooth_eps`, by the sum of their weights. Class
-    probability targets are not smoothed.
+    divided by the number of pixels that are not ignored; without `smooth_eps`, by the sum of their weights. Targets
+    that are class probabilities are not smoothed.
 
-    There is one difference: SuperGradients smooths pixels (N, classes, H, W) over W instead of over the classes.
+    There is one difference: for logits (N, classes, H, W), SuperGradients smooths over W instead of over the classes.
 
     Args:
         weight, ignore_index: see `CrossEntropy`.
@@ -74,8 +74,8 @@ class CrossEntropyLoss(CrossEntropy):
         from_logits: bool = True,
     ) -> None:
         options = {"reduction": reduction, "smooth_dist": smooth_dist, "from_logits": from_logits}
-        for key, only in _ONLY.items():
-            _accept(options, key, only)
+        for key, supported in _FIXED_ARGUMENTS.items():
+            _pop_fixed(options, key, supported)
         super().__init__(ignore_index, smooth_eps or 0.0, weight)
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -89,10 +89,10 @@ class CrossEntropyLoss(CrossEntropy):
         if self.weight is None:
             return super().forward(outputs, targets)
         log_p = F.log_softmax(logits, dim=1) * self.weight.view(-1, *[1] * (logits.ndim - 2))
-        counts = targets != self.ignore_index
-        own = log_p.gather(1, targets.long().where(counts, 0).unsqueeze(1)).squeeze(1)
-        losses = -(1 - smoothing) * own - smoothing * log_p.mean(1)
-        return losses.where(counts, 0).sum() / counts.sum().clamp_min(1)
+        valid = targets != self.ignore_index
+        target_log_p = log_p.gather(1, targets.long().where(valid, 0).unsqueeze(1)).squeeze(1)
+        losses = -(1 - smoothing) * target_log_p - smoothing * log_p.mean(1)
+        return losses.where(valid, 0).sum() / valid.sum().clamp_min(1)
 
 
 def loss_config(
@@ -141,8 +141,8 @@ def loss_config(
 
 def _cross_entropy(arguments: Mapping[str, Any]) -> dict[str, Any]:
     kept = dict(arguments)
-    for key, only in _ONLY.items():
-        _accept(kept, key, only)
+    for key, supported in _FIXED_ARGUMENTS.items():
+        _pop_fixed(kept, key, supported)
     return {"type": "RecipeCrossEntropy" if "smooth_eps" in kept else "CrossEntropy", **kept}
 
 
@@ -164,7 +164,7 @@ def _stdc(arguments: Mapping[str, Any]) -> dict[str, Any]:
     kept = dict(arguments)
     # The kernel receives no gradient, so the value of this argument has no effect.
     kept.pop("learnable_fusing_kernel", None)
-    _accept(kept, "ohem_criteria", None)
+    _pop_fixed(kept, "ohem_criteria", None)
     auxiliary, details = kept.pop("num_aux_heads", 2), kept.setdefault("num_detail_heads", 1)
     heads = 1 + auxiliary + details
     weights = kept.setdefault("weights", (1.0,) * heads)
@@ -180,9 +180,10 @@ def _stdc(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _accept(arguments: dict[str, Any], key: str, only: Any) -> None:
+def _pop_fixed(arguments: dict[str, Any], key: str, supported: Any) -> None:
     """Remove an argument that supports only a single value; raise an error for other values."""
-    if (value := arguments.pop(key, only)) != only:
+    if (value := arguments.pop(key, supported)) != supported:
         raise ConfigError(
-            f"must be {only!r}, not {value!r}; for other values, use your own loss", f"{_CONFIG_PATH}.{key}"
+            f"must be {supported!r}, not {value!r}; for other values, use your own loss",
+            f"{_CONFIG_PATH}.{key}",
         )

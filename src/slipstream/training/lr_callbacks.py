@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LRCallbackBase", "LRCallbackHook", "split_schedule"]
 
-_PASSED = ("phase", "initial_lr", "update_param_groups", "train_loader_len", "net", "training_params")
+_BASE_ARGUMENTS = ("phase", "initial_lr", "update_param_groups", "train_loader_len", "net", "training_params")
 """Arguments of `LRCallbackBase` that are not keys of `training_params`."""
 _KEY = "lr_callback"
 """Name under which the message hub stores the schedule's `lr`, so that checkpoints contain it."""
@@ -99,7 +99,7 @@ class LRCallbackHook(Hook):
     def __init__(self, schedule: type[LRCallbackBase], params: Mapping[str, Any]) -> None:
         self.schedule, self.params = schedule, dict(params)
         self._callback: LRCallbackBase | None = None
-        self._called: CallbackHook | None = None
+        self._hook: CallbackHook | None = None
         self._stage: str | None = None
 
     def before_train(self, runner: Runner) -> None:
@@ -120,32 +120,32 @@ class LRCallbackHook(Hook):
             training_params=SimpleNamespace(**self.params),
             **self.params,
         )
-        self._callback, self._called, self._stage = callback, CallbackHook(callback), stage_of(callback.phase)
+        self._callback, self._hook, self._stage = callback, CallbackHook(callback), stage_of(callback.phase)
         self._restore(runner)
-        self._at("before_train", runner)
+        self._call_at("before_train", runner)
 
     def before_train_epoch(self, runner: Runner) -> None:
         """Call the schedule if its phase is `TRAIN_EPOCH_START`."""
-        self._at("before_train_epoch", runner)
+        self._call_at("before_train_epoch", runner)
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
     ) -> None:
         """Call the schedule if its phase is `TRAIN_BATCH_END` or `TRAIN_BATCH_STEP`."""
-        self._at("after_train_iter", runner, batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
+        self._call_at("after_train_iter", runner, batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
 
     def after_train_epoch(self, runner: Runner) -> None:
         """Call the schedule if its phase is `TRAIN_EPOCH_END`."""
-        self._at("after_train_epoch", runner)
+        self._call_at("after_train_epoch", runner)
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
         """Call the schedule if its phase is `VALIDATION_EPOCH_END`."""
         if runner.is_training:
-            self._at("after_val_epoch", runner, metrics=metrics)
+            self._call_at("after_val_epoch", runner, metrics=metrics)
 
-    def _at(self, stage: str, runner: Runner, **values: Any) -> None:
-        if self._called is not None and stage == self._stage:
-            method = self._called.method_at(stage)
+    def _call_at(self, stage: str, runner: Runner, **values: Any) -> None:
+        if self._hook is not None and stage == self._stage:
+            method = self._hook.method_at(stage)
             assert method is not None, "the callback must have an event at this stage"
             method(runner, **values)
             self._store(runner)
@@ -194,14 +194,14 @@ def split_schedule(training_params: Any) -> tuple[Any, Hook | None]:
         for kind in schedule.__mro__
         if issubclass(kind, LRCallbackBase) and kind is not LRCallbackBase and "__init__" in vars(kind)
         for name, parameter in inspect.signature(kind).parameters.items()
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD and name not in _PASSED
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD and name not in _BASE_ARGUMENTS
     }
     known = {field.name for field in fields(TrainingParams)}
     rest = {k: v for k, v in training_params.items() if k != "lr_mode" and (k in known or k not in own)}
-    read = TrainingParams.read(rest)
-    if read.initial_lr is None:
+    parsed = TrainingParams.read(rest)
+    if parsed.initial_lr is None:
         raise ConfigError("is required", "training_params.initial_lr")
-    values = {name: getattr(read, name) for name in known - {"lr_mode"}}
+    values = {name: getattr(parsed, name) for name in known - {"lr_mode"}}
     values |= {key: training_params[key] for key in own & training_params.keys()}
     return rest, LRCallbackHook(schedule, values)
 

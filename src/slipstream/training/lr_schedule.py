@@ -38,8 +38,8 @@ class LRSchedule:
     `LinearEpochLRWarmup` increases the rate every epoch from `warmup_initial_lr` (default: i / (W + 1)) to i in epoch
     W. `LinearBatchLRWarmup` increases it every batch (default: from 0) to i in the last of min(`lr_warmup_steps`, L)
     warm-up batches. If the warm-up lasts a single batch, the rate keeps its start value until `lr_mode` changes it. An
-    initial rate of 0 stays 0. There is one difference: in SuperGradients, a cosine schedule after a batch-based warm-up
-    increases again during the cool-down.
+    initial rate of 0 stays 0. There is one difference: in SuperGradients, the rate of a cosine schedule after a
+    batch-based warm-up increases again during the cool-down.
 
     Raises:
         ConfigError, UnknownNameError: if a key is invalid or missing, or conflicts with another key.
@@ -71,10 +71,10 @@ class LRSchedule:
             raise ConfigError(
                 f"requires warmup_mode 'LinearBatchLRWarmup', not {self.warmup_mode!r}", "lr_warmup_steps"
             )
-        for either in MODES[self.lr_mode].needs if self.lr_mode else ():
-            found = [key for key in either if getattr(self, key)]
+        for alternatives in MODES[self.lr_mode].required if self.lr_mode else ():
+            found = [key for key in alternatives if getattr(self, key)]
             if not found:
-                raise ConfigError(f"is required by lr_mode '{self.lr_mode}'", " or ".join(either))
+                raise ConfigError(f"is required by lr_mode '{self.lr_mode}'", " or ".join(alternatives))
             if len(found) > 1:
                 raise ConfigError(f"cannot be combined with {found[0]}; remove one of them", found[1])
 
@@ -84,7 +84,7 @@ class LRSchedule:
         if initial == 0:
             return 0.0
         if step < self.warmup_batches:
-            return _between(start or 0.0, initial, step, self.warmup_batches - 1)
+            return _interpolate(start or 0.0, initial, step, self.warmup_batches - 1)
         batch = self._last_update(step)
         first = max(self.lr_warmup_epochs * self.epoch_length, self.warmup_batches - 1)
         if self.lr_mode == "CosineLRScheduler":
@@ -93,7 +93,7 @@ class LRSchedule:
             return MODES[self.lr_mode].rate(self, batch, initial)
         if self.warmup_epochs:
             start = initial / (self.warmup_epochs + 1) if start is None else start
-            return _between(start, initial, step // self.epoch_length, self.warmup_epochs)
+            return _interpolate(start, initial, step // self.epoch_length, self.warmup_epochs)
         # A warm-up of one batch ends at its start value.
         return (start or 0.0) if self.warmup_batches == 1 else initial
 
@@ -180,7 +180,7 @@ class LRSchedule:
 class _Mode:
     rate: Callable[[LRSchedule, int, float], float]
     """Function of the schedule, the batch after which the rate last changed, and the initial rate."""
-    needs: tuple[tuple[str, ...], ...] = ()
+    required: tuple[tuple[str, ...], ...] = ()
     """Required keys: exactly one key from each tuple."""
     keys: tuple[str, ...] = ()
     """Optional keys of the mode."""
@@ -206,6 +206,6 @@ def check_known(name: str | None, known: Iterable[str], key: str) -> None:
         )
 
 
-def _between(start: float, end: float, step: int, steps: int) -> float:
+def _interpolate(start: float, end: float, step: int, steps: int) -> float:
     """Interpolate linearly from `start` to `end` over `steps` steps. The result is `end` after the last step."""
     return end if step >= steps > 0 else start + (end - start) * step / max(steps, 1)

@@ -40,7 +40,7 @@ _NAMES = {
     "Accuracy": "Top1",
     "Top5": "Top5",
 }
-Ignored = int | Sequence[int] | None
+IgnoredIds = int | Sequence[int] | None
 
 
 class _Overlap(IoUMetric):
@@ -57,7 +57,7 @@ class _Overlap(IoUMetric):
         ConfigError: if `num_classes` is less than 2, or `ignore_index` contains anything other than integers.
     """
 
-    def __init__(self, num_classes: int, ignore_index: Ignored = None) -> None:
+    def __init__(self, num_classes: int, ignore_index: IgnoredIds = None) -> None:
         if num_classes < 2:
             raise ConfigError(
                 f"must be at least 2, not {num_classes}; for networks with one output channel, use "
@@ -66,11 +66,11 @@ class _Overlap(IoUMetric):
             )
         ids = _ids(ignore_index, "ignore_index")
         super().__init__(num_classes=num_classes, ignore_index=ids[0] if ids else None)
-        self._others = ids[1:]
+        self._other_ids = ids[1:]
 
     def count(self, counts: Tensor, preds: Tensor, targets: Tensor) -> None:
         """Add the pixels of one batch; see `IoUMetric.count`."""
-        super().count(counts, preds, _merged(targets, self.ignore_index, self._others))
+        super().count(counts, preds, _merge_ids(targets, self.ignore_index, self._other_ids))
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
         """Compute the mean from the counts, or NaN if no class occurs.
@@ -85,20 +85,20 @@ class _Overlap(IoUMetric):
         matrix = self.matrix(results)
         hit, truth, guess = matrix.diagonal(), matrix.sum(axis=1), matrix.sum(axis=0)
         numerator, denominator = self.ratio(hit, truth + guess)
-        counts = denominator > 0
-        for ignored in (self.ignore_index, *self._others):
+        valid = denominator > 0
+        for ignored in (self.ignore_index, *self._other_ids):
             if ignored is not None and 0 <= ignored < self.num_classes:
-                counts[ignored] = False
+                valid[ignored] = False
         ratios = np.full(self.num_classes, np.nan)
-        np.divide(numerator, denominator, out=ratios, where=counts)
+        np.divide(numerator, denominator, out=ratios, where=valid)
         return ratios
 
-    def ratio(self, hit: Any, both: Any) -> tuple[Any, Any]:
+    def ratio(self, hit: Any, total: Any) -> tuple[Any, Any]:
         """Return the numerator and the denominator per class.
 
         Args:
             hit: number of correct pixels per class.
-            both: number of target pixels plus number of predicted pixels per class.
+            total: number of target pixels plus number of predicted pixels per class.
         """
         raise NotImplementedError
 
@@ -107,18 +107,18 @@ class _Overlap(IoUMetric):
 class IoU(_Overlap):
     """Intersection over union, averaged over the classes, from 0 to 1. See `_Overlap`."""
 
-    def ratio(self, hit: Any, both: Any) -> tuple[Any, Any]:
+    def ratio(self, hit: Any, total: Any) -> tuple[Any, Any]:
         """Return the intersection and the union."""
-        return hit, both - hit
+        return hit, total - hit
 
 
 @METRICS.register_module()
 class Dice(_Overlap):
     """Dice coefficient, averaged over the classes, from 0 to 1. See `_Overlap`."""
 
-    def ratio(self, hit: Any, both: Any) -> tuple[Any, Any]:
+    def ratio(self, hit: Any, total: Any) -> tuple[Any, Any]:
         """Return twice the intersection, and the sum of both areas."""
-        return 2 * hit, both
+        return 2 * hit, total
 
 
 class _Binary(_Overlap):
@@ -143,7 +143,7 @@ class _Binary(_Overlap):
     def __init__(
         self,
         dist_sync_on_step: bool = True,
-        ignore_index: Ignored = None,
+        ignore_index: IgnoredIds = None,
         threshold: float = 0.5,
         metrics_args_prep_fn: Any = None,
     ) -> None:
@@ -221,10 +221,10 @@ class PixelAccuracy(CountingMetric):
         ConfigError: if `ignore_label` contains anything other than integers.
     """
 
-    def __init__(self, ignore_label: Ignored = -100) -> None:
+    def __init__(self, ignore_label: IgnoredIds = -100) -> None:
         super().__init__()
         ids = _ids(ignore_label, "ignore_label") or (-100,)
-        self.ignore_label, self._others = ids[0], ids[1:]
+        self.ignore_label, self._other_ids = ids[0], ids[1:]
 
     def num_counts(self) -> int:
         """Return 2: one count for correct pixels, and one for all counted pixels."""
@@ -247,13 +247,13 @@ class PixelAccuracy(CountingMetric):
                 f"PixelAccuracy got {describe(preds)} as preds and {describe(targets)} as targets; it requires "
                 "class ids (N, H, W) or scores (N, classes, H, W) of the same size as the targets"
             )
-        counted = _merged(targets, self.ignore_label, self._others) != self.ignore_label
+        counted = _merge_ids(targets, self.ignore_label, self._other_ids) != self.ignore_label
         counts.add_(torch.stack([((ids == targets) & counted).sum(), counted.sum()]))
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
         """Compute the fraction from the counts."""
-        right, counted = results
-        return {"PixelAccuracy": right / counted if counted else float("nan")}
+        correct, counted = results
+        return {"PixelAccuracy": correct / counted if counted else float("nan")}
 
 
 @METRICS.register_module()
@@ -309,7 +309,9 @@ def metric_config(
     for index, entry in enumerate(entries or ()):
         config_path = f"training_params.{key}[{index}]"
         configs.append(
-            _metric(entry, config_path) if isinstance(entry, str | Mapping) else _checked(entry, config_path)
+            _metric(entry, config_path)
+            if isinstance(entry, str | Mapping)
+            else _check_metric(entry, config_path)
         )
     return configs
 
@@ -338,13 +340,13 @@ def _metric(entry: str | Mapping[str, Any], config_path: str) -> dict[str, Any]:
     fixed = {"metrics_args_prep_fn": None, "reduction": "elementwise_mean", "threshold": 0.5}
     if kind in ("BinaryIOU", "BinaryDice"):
         del fixed["threshold"]
-    for key, only in fixed.items():
-        if (value := arguments.pop(key, only)) != only:
-            raise ConfigError(f"must be {only!r}, not {value!r}", f"{config_path}.{key}")
+    for key, supported in fixed.items():
+        if (value := arguments.pop(key, supported)) != supported:
+            raise ConfigError(f"must be {supported!r}, not {value!r}", f"{config_path}.{key}")
     return {"type": kind, **arguments}
 
 
-def _checked(entry: Any, config_path: str) -> Any:
+def _check_metric(entry: Any, config_path: str) -> Any:
     if not isinstance(entry, BaseMetric) and not is_torchmetrics(entry):
         raise ConfigError(f"must be a metric, a name or a dict, not {entry!r}", config_path)
     return entry
@@ -364,7 +366,7 @@ def _ids(ignored: Any, key: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _merged(targets: Tensor, first: int | None, others: Sequence[int]) -> Tensor:
+def _merge_ids(targets: Tensor, first: int | None, others: Sequence[int]) -> Tensor:
     """Return the targets with the ids `others` replaced by `first`."""
     if first is None or not others:
         return targets

@@ -22,14 +22,14 @@ from slipstream.model.sliding import SlidingWindow, slide
 from slipstream.model.tasks import main_output
 from slipstream.registry import HOOKS, METRICS, MODELS
 from slipstream.training.optimizers import freeze
-from slipstream.training.watched import KEY, loss_value
+from slipstream.training.watched import LOSSES_KEY, loss_value
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["CLASS_LOSSES", "Configured", "SupervisedModel", "TrainMetricsHook"]
+__all__ = ["CLASS_LOSSES", "ModuleOrConfig", "SupervisedModel", "TrainMetricsHook"]
 
-Configured = nn.Module | Mapping[str, Any]
+ModuleOrConfig = nn.Module | Mapping[str, Any]
 
 CLASS_LOSSES = (
     nn.CrossEntropyLoss,
@@ -72,7 +72,7 @@ class SupervisedModel(Segmentor, PretrainedWeights):
 
     def __init__(
         self,
-        network: Configured,
+        network: ModuleOrConfig,
         loss: Any = None,
         data_preprocessor: Any = None,
         pretrained: Mapping[str, Any] | None = None,
@@ -88,7 +88,9 @@ class SupervisedModel(Segmentor, PretrainedWeights):
         self.pretrained = dict(pretrained or {})
         self.pretrained_pending = self.pretrained.get("checkpoint_path") is not None
         self.num_classes = num_classes
-        self.train_metrics = [_counting(metric, index) for index, metric in enumerate(train_metrics or ())]
+        self.train_metrics = [
+            _build_metric(metric, index) for index, metric in enumerate(train_metrics or ())
+        ]
         for index, metric in enumerate(self.train_metrics):
             counts = torch.zeros(metric.num_counts(), dtype=torch.int64)
             # Counts are buffers, so that a compiled step can update them in place. Checkpoints do not contain them.
@@ -129,17 +131,17 @@ class SupervisedModel(Segmentor, PretrainedWeights):
                     _check_targets(main_output(outputs), targets)
                 if self.training:  # not in evaluation, which also computes the loss
                     self._count(outputs, inputs, targets)
-            found = self.loss_inputs(outputs, inputs, targets)
+            loss_input = self.loss_inputs(outputs, inputs, targets)
             if targets is not None and main_output(outputs).ndim == 4 and isinstance(self.loss, CLASS_LOSSES):
-                _check_size(main_output(found), targets)
-            return self.losses(found, targets)
+                _check_size(main_output(loss_input), targets)
+            return self.losses(loss_input, targets)
         if mode != "predict":
             return outputs
         predictions: dict[str, Any] = self.predictions(outputs, inputs, targets)
         if self.watched_losses and targets is not None:
             result = super().losses(self.loss_inputs(outputs, inputs, targets), targets)
             raw = result["loss"] if result.keys() == {"loss"} else result
-            predictions[KEY] = {name: loss_value(self.loss, raw, name) for name in self.watched_losses}
+            predictions[LOSSES_KEY] = {name: loss_value(self.loss, raw, name) for name in self.watched_losses}
         return predictions
 
     def loss_inputs(self, outputs: Any, inputs: Tensor, targets: Tensor | None) -> Any:
@@ -162,8 +164,8 @@ class SupervisedModel(Segmentor, PretrainedWeights):
             return super().predictions(outputs, inputs, targets)
         if targets is None:
             return {"preds": scores}
-        mixed = targets.shape == scores.shape
-        return {"preds": scores, "targets": targets.argmax(1) if mixed else targets}
+        are_probabilities = targets.shape == scores.shape
+        return {"preds": scores, "targets": targets.argmax(1) if are_probabilities else targets}
 
     def read_train_metrics(self) -> dict[str, Any]:
         """Return the metrics over all ranks by name, and reset the counts. Causes a device synchronization."""
@@ -177,10 +179,14 @@ class SupervisedModel(Segmentor, PretrainedWeights):
     def _count(self, outputs: Any, inputs: Tensor, targets: Tensor) -> None:
         if not self.train_metrics:
             return
-        found = self.predictions(outputs, inputs, targets)
+        predictions = self.predictions(outputs, inputs, targets)
         for metric, counts in zip(self.train_metrics, self._counts(), strict=True):
-            preds = found["scores"] if metric.uses_scores and "scores" in found else found["preds"]
-            metric.count(counts, preds.detach(), found["targets"])
+            preds = (
+                predictions["scores"]
+                if metric.uses_scores and "scores" in predictions
+                else predictions["preds"]
+            )
+            metric.count(counts, preds.detach(), predictions["targets"])
 
     def _counts(self) -> list[Tensor]:
         return [getattr(self, f"train_counts{index}") for index in range(len(self.train_metrics))]
@@ -192,10 +198,10 @@ def _check_targets(scores: Tensor, targets: Tensor) -> None:
     if targets.shape == scores.shape if is_float else targets.ndim == scores.ndim - 1:
         return
     ids = "(N,)" if scores.ndim == 2 else "(N, H, W)"
-    one = not is_float and targets.ndim == scores.ndim and targets.shape[1] == 1
+    has_channel = not is_float and targets.ndim == scores.ndim and targets.shape[1] == 1
     remedy = (
         "remove the channel dimension with squeeze(1)"
-        if one
+        if has_channel
         else "convert class ids with .long()"
         if is_float
         else "check the dataset"
@@ -216,7 +222,7 @@ def _check_size(scores: Tensor, targets: Tensor) -> None:
         )
 
 
-def _counting(metric: CountingMetric | Mapping[str, Any], index: int) -> CountingMetric:
+def _build_metric(metric: CountingMetric | Mapping[str, Any], index: int) -> CountingMetric:
     built: Any = METRICS.build(metric) if isinstance(metric, Mapping) else metric
     if not isinstance(built, CountingMetric):
         raise ConfigError(

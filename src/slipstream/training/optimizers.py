@@ -90,7 +90,7 @@ class PrefixOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         self, params: list[dict[str, Any]], module: nn.Module, prefix: str = "", is_dcn_module: bool = False
     ) -> None:
         """Append `{"params": [parameter], **options}` for each parameter of the model."""
-        rates = _rates_of(module, self.paramwise_cfg)
+        rates = _rates_by_prefix(module, self.paramwise_cfg)
         starts: Mapping[str, float] = self.paramwise_cfg.get("warmup_initial_lr", {})
         no_decay = _biases_and_norms(module) if self.paramwise_cfg.get(_NO_DECAY) else set()
         named = _named_parameters(module)
@@ -131,13 +131,13 @@ def freeze(model: nn.Module, paramwise_cfg: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: see the constructor.
     """
-    rates = _rates_of(model, paramwise_cfg)
+    rates = _rates_by_prefix(model, paramwise_cfg)
     for name, parameter in _named_parameters(model).items():
         if rates.get(_prefix(name, rates)) == 0:
             parameter.requires_grad_(False)
 
 
-def _rates_of(model: nn.Module, rules: Mapping[str, Any]) -> Mapping[str, float]:
+def _rates_by_prefix(model: nn.Module, rules: Mapping[str, Any]) -> Mapping[str, float]:
     """Return the learning rates by prefix: `initial_lr`, or the network's rates for fine-tuning."""
     rates: Mapping[str, float] = rules["initial_lr"]
     if not rules.get("finetune"):
@@ -162,10 +162,10 @@ def _check_finetune(params: TrainingParams) -> None:
 
 
 def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by their names in the user's network. Shared parameters occur once, by their first name."""
+    """Return the parameters by name in the user's network. A shared parameter occurs once, under its first name."""
     network = getattr(model, "network", None)
-    inside = "network." if isinstance(network, nn.Module) else ""
-    return {name.removeprefix(inside): parameter for name, parameter in model.named_parameters()}
+    prefix = "network." if isinstance(network, nn.Module) else ""
+    return {name.removeprefix(prefix): parameter for name, parameter in model.named_parameters()}
 
 
 def _biases_and_norms(model: nn.Module) -> set[int]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from slipstream.config import options
 from slipstream.errors import ConfigError
 
-__all__ = ["Refused", "TrainingParams", "plain"]
+__all__ = ["TrainingParams", "UnsupportedKey", "plain"]
 
 _OLD_SCHEDULES = {
     "step": "StepLRScheduler",
@@ -25,19 +25,23 @@ _OLD_WARMUPS = {
     "linear_epoch_step": "LinearEpochLRWarmup",
     "linear_batch_step": "LinearBatchLRWarmup",
 }
-_DROPPED = ("_convert_",)
+_HYDRA_KEYS = ("_convert_",)
 """Keys that only Hydra's `instantiate` uses."""
 
 
 @dataclass(frozen=True)
-class Refused:
+class UnsupportedKey:
     """The reason why a key supports only its default value."""
 
-    why: str
+    reason: str
 
 
-_REMOTE = Refused("uploads are not supported; copy the run's folder, or use sg_logger 'wandb_sg_logger'")
-_BOARD = Refused("TensorBoard is not started automatically; run `tensorboard --logdir` on the run's folder")
+_REMOTE = UnsupportedKey(
+    "uploads are not supported; copy the run's folder, or use sg_logger 'wandb_sg_logger'"
+)
+_BOARD = UnsupportedKey(
+    "TensorBoard is not started automatically; run `tensorboard --logdir` on the run's folder"
+)
 _PLAN = "SpeedPlan"
 
 
@@ -46,7 +50,7 @@ class TrainingParams:
     """One field for each SuperGradients key, with the same default value.
 
     The annotation of a field describes its translation: an argument of the `Runner`, a hook, or an option.
-    A `Refused` key supports only its default value.
+    A key annotated with `UnsupportedKey` supports only its default value.
     """
 
     # Duration, validation and resuming.
@@ -61,10 +65,12 @@ class TrainingParams:
     ckpt_name: Annotated[str, "resume: file name in the run's folder"] = "ckpt_latest.pth"
     run_id: Annotated[
         str | int | None,
-        Refused("an experiment has a single folder; use a different experiment_name, or set resume_path"),
+        UnsupportedKey(
+            "an experiment has a single folder; use a different experiment_name, or set resume_path"
+        ),
     ] = None
     resume_from_remote_sg_logger: Annotated[
-        bool, Refused("downloads are not supported; download the checkpoint and set resume_path")
+        bool, UnsupportedKey("downloads are not supported; download the checkpoint and set resume_path")
     ] = False
     resume_strict_load: Annotated[bool, "no effect: a resumed run always requires all of its weights"] = False
     load_opt_params: Annotated[bool, "a hook: False resets the optimizer state of a resumed run"] = True
@@ -118,7 +124,7 @@ class TrainingParams:
     multi_gpu: Annotated[Any, _PLAN] = None
     batch_accumulate: Annotated[int, _PLAN] = 1
     clip_grad_norm: Annotated[float | None, _PLAN] = None
-    enable_qat: Annotated[bool, Refused("quantization-aware training is not supported")] = False
+    enable_qat: Annotated[bool, UnsupportedKey("quantization-aware training is not supported")] = False
     kill_ddp_pgroup_on_end: Annotated[bool, "no effect: the launcher terminates the processes"] = True
 
     # Checkpoints, callbacks and logging.
@@ -135,10 +141,10 @@ class TrainingParams:
     sg_logger_params: Annotated[dict[str, Any], "visualizer"] = field(default_factory=dict)
     launch_tensorboard: Annotated[bool, _BOARD] = False
     tensorboard_port: Annotated[int | None, _BOARD] = None
-    tb_files_user_prompt: Annotated[bool, Refused("training is not interactive")] = False
+    tb_files_user_prompt: Annotated[bool, UnsupportedKey("training is not interactive")] = False
     save_tensorboard_to_s3: Annotated[bool, _REMOTE] = False
     save_tensorboard_remote: Annotated[bool, _REMOTE] = False
-    dataset_statistics: Annotated[bool, Refused("use `slipstream data stats` instead")] = False
+    dataset_statistics: Annotated[bool, UnsupportedKey("use `slipstream data stats` instead")] = False
     log_installed_packages: Annotated[bool, "no effect: the log starts with the relevant versions"] = True
     save_full_train_log: Annotated[bool, "no effect: the log file is always complete, including errors"] = (
         False
@@ -154,7 +160,7 @@ class TrainingParams:
         """
         if not isinstance(plain_values := plain(mapping), Mapping):
             raise ConfigError(f"must be a dict, not {mapping!r}", "training_params")
-        values = {key: value for key, value in plain_values.items() if key not in _DROPPED}
+        values = {key: value for key, value in plain_values.items() if key not in _HYDRA_KEYS}
         hints = get_type_hints(cls)
         kept = {key: v for key, v in values.items() if v is not None or _may_be_none(hints.get(key, Any))}
         params = options(cls, _with_current_names(kept), "training_params")
@@ -162,7 +168,7 @@ class TrainingParams:
         return params
 
     @classmethod
-    def table(cls) -> dict[str, str | Refused]:
+    def table(cls) -> dict[str, str | UnsupportedKey]:
         """Return the translation of each key, or the reason why it supports only its default value."""
         hints = get_type_hints(cls, include_extras=True)
         return {f.name: hints[f.name].__metadata__[0] for f in fields(cls)}
@@ -176,8 +182,8 @@ class TrainingParams:
     def _check(self) -> None:
         table = self.table()
         for key in self.changed():
-            if isinstance(refused := table[key], Refused):
-                raise ConfigError(refused.why, f"training_params.{key}")
+            if isinstance(unsupported := table[key], UnsupportedKey):
+                raise ConfigError(unsupported.reason, f"training_params.{key}")
         if self.multiply_head_lr != 1:
             logging.getLogger("slipstream").warning(
                 "training_params.multiply_head_lr has no effect, as in SuperGradients 3.4 and later; to train some "

@@ -76,7 +76,7 @@ class PhaseContext:
             raise AttributeError(name)
         if name in self._values:
             return self._values[name]
-        reason = _ELSEWHERE.get(name) or _UNSUPPORTED.get(name, "")
+        reason = _OTHER_EVENTS.get(name) or _UNSUPPORTED.get(name, "")
         if name in _ATTRIBUTES:
             try:
                 return _ATTRIBUTES[name](self.runner)
@@ -84,11 +84,11 @@ class PhaseContext:
                 reason = "not available in this run"
         elif name == "metrics_dict" and self._event == "on_train_loader_end":
             return _train_metrics(self.runner)
-        hint = reason or did_you_mean(name, [*_ATTRIBUTES, *self._values, *_ELSEWHERE]).removeprefix("; ")
+        hint = reason or did_you_mean(name, [*_ATTRIBUTES, *self._values, *_OTHER_EVENTS]).removeprefix("; ")
         raise ContextError(f"context.{name} is not available at {self._event}{hint and ': ' + hint}")
 
     def enter(self, event: str, values: dict[str, Any]) -> None:
-        """Set the current event and the values that are only available at this event."""
+        """Set the current event and the values that are available only at this event."""
         self._event, self._values = event, values
 
     @property
@@ -127,15 +127,15 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     ),
 }
 
-_ELSEWHERE = {
-    "preds": "a training step only returns losses; predictions are available after evaluation batches",
+_OTHER_EVENTS = {
+    "preds": "a training step returns only losses; predictions are available after evaluation batches",
     "metrics_dict": "metrics are available when an epoch or a validation run ends",
     "loss_log_items": "losses are available after a training step",
-    "batch_idx": "only available at batch events",
-    "inputs": "only available at batch events",
-    "target": "only available at batch events",
+    "batch_idx": "available only at batch events",
+    "inputs": "available only at batch events",
+    "target": "available only at batch events",
 }
-"""Attributes that are only available at other events."""
+"""Attributes that are available only at other events."""
 
 _PARAMS = "use context.runner instead (max_epochs, cfg, optim_wrapper)"
 _UNSUPPORTED = {
@@ -180,7 +180,7 @@ class Callback:
         """Called after each training step, with its losses."""
 
     def on_train_batch_gradient_step_end(self, context: PhaseContext) -> None:
-        """Called after each training step that updates the weights (with accumulation, the last step of a window)."""
+        """Called after each training step that updates the weights: with accumulation, the last step of each window."""
 
     def on_train_batch_end(self, context: PhaseContext) -> None:
         """Called after each training step."""

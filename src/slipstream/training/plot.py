@@ -33,10 +33,10 @@ _SECONDS = 3.0
 class LrPlotHook(Hook):
     """Save a plot of the learning rate schedule as `lr_schedule.png` when training starts.
 
-    Parameter groups with identical schedules share one curve. If the run was resumed, the plot marks the iteration.
-    The hook rebuilds the schedules from their configurations and simulates all steps. It does not support schedule
-    objects, schedules that depend on a metric, multiple optimizers, or simulations that take longer than 3 seconds. In
-    these cases, the hook logs the reason instead of saving a plot.
+    Parameter groups with identical schedules share one curve. If the run was resumed, the plot marks the iteration at
+    which it continued. The hook rebuilds the schedules from their configurations and simulates all steps. It does not
+    support schedule objects, schedules that depend on a metric, multiple optimizers, or simulations that take longer
+    than 3 seconds. In these cases, the hook logs the reason instead of saving a plot.
     """
 
     filename = "lr_schedule.png"
@@ -74,21 +74,25 @@ def _warn_if_warmup_only(runner: Runner) -> None:
         if schedule.is_warmup_only:
             epochs, steps = schedule.warmup_epochs, schedule.warmup_batches
             runner.logger.warning(
-                f"The learning rate warm-up ({_counted(epochs, 'epoch') if epochs else _counted(steps, 'iteration')}) "
-                f"and cool-down ({_counted(schedule.lr_cooldown_epochs, 'epoch')}) cover the whole run of "
-                f"{_counted(schedule.max_epochs, 'epoch')}; "
+                f"The learning rate warm-up ({_count(epochs, 'epoch') if epochs else _count(steps, 'iteration')}) "
+                f"and cool-down ({_count(schedule.lr_cooldown_epochs, 'epoch')}) cover the whole run of "
+                f"{_count(schedule.max_epochs, 'epoch')}; "
                 f"reduce {'lr_warmup_epochs' if epochs else 'lr_warmup_steps'}, or set it to 0"
             )
 
 
-def _counted(number: int, unit: str) -> str:
+def _count(number: int, unit: str) -> str:
     return f"{number} {unit}{'' if number == 1 else 's'}"
 
 
 def draw(
-    path: Path, at: Sequence[float], rates: Mapping[str, Sequence[float]], unit: str, resumed: float | None
+    path: Path,
+    positions: Sequence[float],
+    rates: Mapping[str, Sequence[float]],
+    unit: str,
+    resumed: float | None,
 ) -> None:
-    """Plot the curves in `rates` (keyed by label) at the x positions `at` as a PNG file, and mark `resumed`."""
+    """Plot the curves in `rates`, a dict by label, at the x coordinates `positions` as a PNG file; mark `resumed`."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -96,8 +100,8 @@ def draw(
     axes = figure.add_subplot()
     for label, curve in rates.items():
         # The leading space is needed because matplotlib hides labels that start with an underscore.
-        shown = f" {label}" if len(rates) > 1 else None
-        axes.plot(at, curve, drawstyle="steps-post", linewidth=1.8, label=shown)
+        curve_label = f" {label}" if len(rates) > 1 else None
+        axes.plot(positions, curve, drawstyle="steps-post", linewidth=1.8, label=curve_label)
     if resumed is not None:
         axes.axvline(
             resumed,
@@ -110,7 +114,7 @@ def draw(
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
-    axes.set_xlim(at[0], at[-1])
+    axes.set_xlim(positions[0], positions[-1])
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(unit)
     axes.set_ylabel("learning rate")
@@ -147,10 +151,10 @@ def _simulated_rates(runner: Runner, points: Sequence[int]) -> dict[str, list[fl
         )
         for cfg in configured
     ]
-    found = _values(schedulers, optimizer, points, loop.epoch_length if runner.by_epoch else loop.max_iters)
-    if found is None:
+    rates = _values(schedulers, optimizer, points, loop.epoch_length if runner.by_epoch else loop.max_iters)
+    if rates is None:
         return f"simulating the schedules takes more than {_SECONDS:g} s"
-    return _distinct(optimizer.param_groups, list(zip(*found, strict=True)))
+    return _distinct_curves(optimizer.param_groups, list(zip(*rates, strict=True)))
 
 
 class _OptimizerStub(torch.optim.Optimizer):
@@ -173,7 +177,7 @@ def _values(
         return [schedulers[0].rates(point) for point in points]
     by_epoch = [scheduler for scheduler in schedulers if scheduler.by_epoch]
     by_iter = [scheduler for scheduler in schedulers if not scheduler.by_epoch]
-    end, now, found = time.thread_time() + _SECONDS, 0, []
+    end, now, rates = time.thread_time() + _SECONDS, 0, []
     for point in points:
         for step in range(now, point):
             for scheduler in by_iter:
@@ -184,24 +188,24 @@ def _values(
         if time.thread_time() > end:
             return None
         now = point
-        found.append([float(group["lr"]) for group in optimizer.param_groups])
-    return found
+        rates.append([float(group["lr"]) for group in optimizer.param_groups])
+    return rates
 
 
-def _distinct(
+def _distinct_curves(
     groups: Sequence[Mapping[str, Any]], curves: Sequence[Sequence[float]]
 ) -> dict[str, list[float]]:
     """Return the distinct curves, labeled with their group names or initial learning rates."""
     names: dict[tuple[float, ...], list[str]] = {}
     for group, curve in zip(groups, curves, strict=True):
-        named = names.setdefault(tuple(curve), [])
+        group_names = names.setdefault(tuple(curve), [])
         name = group.get("name", f"initial {group.get('initial_lr', group['lr']):g}")
-        if name not in named:
-            named.append(name)
-    return {_shortened(", ".join(named)): list(curve) for curve, named in names.items()}
+        if name not in group_names:
+            group_names.append(name)
+    return {_shorten(", ".join(group_names)): list(curve) for curve, group_names in names.items()}
 
 
-def _shortened(label: str) -> str:
+def _shorten(label: str) -> str:
     """Return the label. If it lists more than three prefixes, keep the first two and a count of the others."""
     prefixes = label.split(", ")
     return label if len(prefixes) <= 3 else f"{', '.join(prefixes[:2])} and {len(prefixes) - 2} more"
@@ -215,5 +219,5 @@ def _spans_decades(curves: Sequence[Sequence[float]]) -> bool:
     positive = [sorted(rate for rate in curve if rate > 0) for curve in curves]
     lows = [curve[len(curve) // 10] for curve in positive if curve]
     tops = [curve[-1] for curve in positive if curve]
-    far = any(top > 100 * low for top, low in zip(tops, lows, strict=True))
-    return far or (bool(tops) and max(tops) > 30 * min(tops))
+    is_wide = any(top > 100 * low for top, low in zip(tops, lows, strict=True))
+    return is_wide or (bool(tops) and max(tops) > 30 * min(tops))

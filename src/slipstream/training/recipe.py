@@ -12,10 +12,10 @@ from slipstream.apps.zoo.timm_networks import PREFIX
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.registry import MODELS
 from slipstream.training.kd_recipe import KEYS as KD_KEYS
-from slipstream.training.kd_recipe import is_distillation, renamed_paths, student_recipe, teacher_of
+from slipstream.training.kd_recipe import is_distillation, renamed_paths, student_recipe, teacher_arguments
 from slipstream.training.tasks import check_task
 
-__all__ = ["gpus", "pretrained_whole", "recipe_config"]
+__all__ = ["gpus", "has_full_checkpoint", "recipe_config"]
 
 _KEYS = (
     "architecture", "arch_params", "checkpoint_params", "ckpt_root_dir", "data_root_dir", "dataset_params",
@@ -42,12 +42,12 @@ _OLD_CHECKPOINT_KEYS = {
     "source_ckpt_folder_name": (None, "set checkpoint_path to the file"),
 }
 # Network options that appear in older recipes, but that no network uses.
-_NO_OPTIONS = ("schema", "strict_load", "sync_bn")
-_MISSPELT = 0.92
+_IGNORED_OPTIONS = ("schema", "strict_load", "sync_bn")
+_MIN_SIMILARITY = 0.92
 """An unknown section raises an error if its similarity to a known section is above this value. For example,
 training_parms raises an error, but my_dataset_params only logs a warning."""
-_ONE_PROCESS = (None, False, "off", "none", "cpu")
-_DDP = ("ddp", "auto", "distributed_data_parallel", "distributeddataparallel")
+_SINGLE_PROCESS_MODES = (None, False, "off", "none", "cpu")
+_DDP_MODES = ("ddp", "auto", "distributed_data_parallel", "distributeddataparallel")
 
 
 def recipe_config(recipe: Mapping[str, Any], launcher: str = "none") -> dict[str, Any]:
@@ -65,12 +65,12 @@ def recipe_config(recipe: Mapping[str, Any], launcher: str = "none") -> dict[str
     check_task(recipe)
     _check_keys(recipe)
     gpus(recipe)  # validates multi_gpu and num_gpus; the speed plan sets the parallel wrapper
-    teacher = teacher_of(recipe, _network_and_weights) if is_distillation(recipe) else None
+    teacher = teacher_arguments(recipe, _network_and_weights) if is_distillation(recipe) else None
     recipe = student_recipe(recipe) if teacher else recipe
     with renamed_paths("student" if teacher else None):
         network, pretrained = _network_and_weights(recipe)
     return runner_config(
-        experiment_name=_required(recipe, "experiment_name", str),
+        experiment_name=_require(recipe, "experiment_name", str),
         ckpt_root_dir=recipe.get("ckpt_root_dir"),
         network=network,
         training_params=_training_params(recipe),
@@ -92,9 +92,9 @@ def gpus(recipe: Mapping[str, Any]) -> int | None:
     """
     mode, count = recipe.get("multi_gpu"), recipe.get("num_gpus")
     mode_name = mode.lower() if isinstance(mode, str) else mode
-    if mode_name in _ONE_PROCESS:
+    if mode_name in _SINGLE_PROCESS_MODES:
         return 1
-    if mode_name not in _DDP:
+    if mode_name not in _DDP_MODES:
         raise ConfigError(f"must be DDP, AUTO or Off, not {mode!r}", "multi_gpu")
     if count in (None, -1):
         return None
@@ -103,7 +103,7 @@ def gpus(recipe: Mapping[str, Any]) -> int | None:
     return count
 
 
-def pretrained_whole(cfg: Mapping[str, Any]) -> bool:
+def has_full_checkpoint(cfg: Mapping[str, Any]) -> bool:
     """Return whether the network starts from a checkpoint of the whole network rather than a backbone."""
     params = cfg.get("model", {}).get("pretrained") or {}
     return bool(params.get("checkpoint_path")) and not params.get("load_backbone")
@@ -113,16 +113,16 @@ def _check_keys(recipe: Mapping[str, Any]) -> None:
     for key, value in recipe.items():
         if key in (*_KEYS, *_UNUSED) or not (hint := did_you_mean(str(key), _KEYS)):
             continue
-        if isinstance(value, Mapping) and get_close_matches(str(key), _KEYS, cutoff=_MISSPELT):
+        if isinstance(value, Mapping) and get_close_matches(str(key), _KEYS, cutoff=_MIN_SIMILARITY):
             raise UnknownNameError(f"unknown section{hint}", str(key))
         # Recipes may define variables in addition to the known keys, so an unknown key is not an error.
         logging.getLogger("slipstream").warning("unknown recipe key '%s'%s", key, hint)
 
 
-def _required(recipe: Mapping[str, Any], key: str, kind: type) -> Any:
+def _require(recipe: Mapping[str, Any], key: str, kind: type) -> Any:
     if not isinstance(value := recipe.get(key), kind):
-        what = "is missing" if value is None else f"must be a {kind.__name__}, not {value!r}"
-        raise ConfigError(what, key)
+        problem = "is missing" if value is None else f"must be a {kind.__name__}, not {value!r}"
+        raise ConfigError(problem, key)
     return value
 
 
@@ -137,10 +137,10 @@ def _network(recipe: Mapping[str, Any]) -> dict[str, Any]:
     options = _section(recipe, "arch_params")
     if "num_classes" not in options and recipe.get("num_classes") is not None:
         options["num_classes"] = recipe["num_classes"]
-    kept = {key: value for key, value in options.items() if key not in _NO_OPTIONS}
+    kept = {key: value for key, value in options.items() if key not in _IGNORED_OPTIONS}
     if _asks_for_timm_weights(recipe):
         kept["pretrained"] = True
-    name = _required(recipe, "architecture", str)
+    name = _require(recipe, "architecture", str)
     if not (name.startswith(PREFIX) or "custom_imports" in recipe or name in MODELS):
         raise UnknownNameError(
             f"no network is named '{name}'{did_you_mean(name, names())}; for a classification network from timm, set "

@@ -102,8 +102,8 @@ class TorchLR(TorchSchedulerAdapter):
         """Convert `begin` and `end` from epochs of `epoch_length` iterations, and return a per-iteration scheduler."""
         check_int("epoch_length", epoch_length, 1)
         assert epoch_length is not None
-        last = end if end == INF else end * epoch_length
-        return cls(optimizer, **others, begin=begin * epoch_length, end=last, by_epoch=False)
+        end_iter = end if end == INF else end * epoch_length
+        return cls(optimizer, **others, begin=begin * epoch_length, end=end_iter, by_epoch=False)
 
     def step(self) -> None:
         """Step the scheduler if the warm-up is complete."""
@@ -123,22 +123,22 @@ def lr_schedules(params: TrainingParams) -> list[dict[str, Any]]:
     lr_mode = params.lr_mode
     if isinstance(lr_mode, Mapping):
         # The warm-up comes last, so it overrides the rates that the torch scheduler sets when it is built.
-        return [_of_torch(params, lr_mode), *_recipe(params, None)]
+        return [_torch_schedule(params, lr_mode), *_recipe_schedule(params, None)]
     if lr_mode in torch.optim.lr_scheduler.__all__:
         raise ConfigError(
             f"{lr_mode} is a torch scheduler and requires arguments: "
             f"{{'{lr_mode}': {{'phase': 'TRAIN_EPOCH_END', ...}}}}",
             "training_params.lr_mode",
         )
-    return _recipe(params, lr_mode)
+    return _recipe_schedule(params, lr_mode)
 
 
-def _recipe(params: TrainingParams, lr_mode: str | None) -> list[dict[str, Any]]:
+def _recipe_schedule(params: TrainingParams, lr_mode: str | None) -> list[dict[str, Any]]:
     """Return a list with the configuration of Slipstream's own schedule, or an empty list if it is not needed."""
     keys = ["lr_warmup_epochs", "lr_warmup_steps", "warmup_initial_lr"]
     mode = MODES.get(lr_mode or "")
     if mode is not None:
-        keys += [*chain(*mode.needs), *mode.keys, "lr_cooldown_epochs", "batch_accumulate"]
+        keys += [*chain(*mode.required), *mode.keys, "lr_cooldown_epochs", "batch_accumulate"]
     warms_up = bool(params.warmup_mode) and any(getattr(params, key) for key in WARMUPS.values())
     fields = {"lr_mode": lr_mode, "warmup_mode": params.warmup_mode if warms_up else None}
     fields |= {key: getattr(params, key) for key in keys}
@@ -153,7 +153,7 @@ def _recipe(params: TrainingParams, lr_mode: str | None) -> list[dict[str, Any]]
     return [{"type": "RecipeLR", "convert_to_iter_based": True, **changed}]
 
 
-def _of_torch(params: TrainingParams, lr_mode: Mapping[str, Any]) -> dict[str, Any]:
+def _torch_schedule(params: TrainingParams, lr_mode: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of `{torch scheduler class: {arguments, phase, metric_name}}`."""
     name, own_keys = next(iter(lr_mode.items()), (None, None))
     if len(lr_mode) != 1 or not isinstance(own_keys, Mapping):

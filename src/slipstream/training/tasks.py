@@ -44,14 +44,14 @@ def check_task(recipe: Mapping[str, Any]) -> None:
 
 def _names(recipe: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the config paths and values of the names that determine the task."""
-    found = [(key, recipe.get(key)) for key in ("architecture", "train_dataloader", "val_dataloader")]
+    candidates = [(key, recipe.get(key)) for key in ("architecture", "train_dataloader", "val_dataloader")]
     data = recipe.get("dataset_params")
     for section in ("train_dataloader_params", "val_dataloader_params"):
         loader = data.get(section) if isinstance(data, Mapping) else None
         if isinstance(loader, Mapping):
-            found.append((f"dataset_params.{section}.dataset", loader.get("dataset")))
+            candidates.append((f"dataset_params.{section}.dataset", loader.get("dataset")))
     for entry in recipe.get("pre_launch_callbacks_list") or ():
-        found.append(
+        candidates.append(
             ("pre_launch_callbacks_list", entry if isinstance(entry, str) else next(iter(entry), None))
         )
-    return [(path, name) for path, name in found if isinstance(name, str) and "${" not in name]
+    return [(path, name) for path, name in candidates if isinstance(name, str) and "${" not in name]

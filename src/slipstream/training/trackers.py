@@ -13,11 +13,11 @@ __all__ = ["visualizer"]
 
 _WANDB = {"project_name": "project", "entity": "entity", "wandb_id": "id"}
 """Keys of `sg_logger_params`, with the corresponding arguments of `wandb.init`."""
-_UNNEEDED = ("project_name", "monitor_system", "model_name")
-_REFUSED = {
-    "save_checkpoints_remote": "checkpoints are only saved in the run's folder; copy them from there",
-    "save_tensorboard_remote": "TensorBoard files are only saved in the run's folder; copy them from there",
-    "save_logs_remote": "logs are only saved in the run's folder; copy them from there",
+_IGNORED = ("project_name", "monitor_system", "model_name")
+_UNSUPPORTED = {
+    "save_checkpoints_remote": "checkpoints are saved only in the run's folder; copy them from there",
+    "save_tensorboard_remote": "TensorBoard files are saved only in the run's folder; copy them from there",
+    "save_logs_remote": "logs are saved only in the run's folder; copy them from there",
     "launch_tensorboard": "TensorBoard is not started automatically; run `tensorboard --logdir` on the run's folder",
     "tensorboard_port": "TensorBoard is not started automatically; run `tensorboard --logdir` on the run's folder",
     "tb_files_user_prompt": "training is not interactive",
@@ -55,10 +55,10 @@ def _wandb(options: Mapping[str, Any], experiment_name: str) -> dict[str, Any]:
 
 
 def _check(options: Mapping[str, Any]) -> None:
-    known = [*_WANDB, *_UNNEEDED, *_REFUSED]
+    known = [*_WANDB, *_IGNORED, *_UNSUPPORTED]
     for key, value in options.items():
         config_path = f"training_params.sg_logger_params.{key}"
         if key not in known:
             raise UnknownNameError(f"unknown key{did_you_mean(key, known)}", config_path)
-        if key in _REFUSED and value:
-            raise ConfigError(_REFUSED[key], config_path)
+        if key in _UNSUPPORTED and value:
+            raise ConfigError(_UNSUPPORTED[key], config_path)

@@ -18,11 +18,11 @@ from slipstream.evaluator import Evaluator
 from slipstream.model import unwrap_model
 from slipstream.runner import Runner
 from slipstream.training.config_paths import at_user_paths
-from slipstream.training.describe import describe_data
+from slipstream.training.describe import store_processing
 from slipstream.training.hooks import HistoryHook, TestLoadersHook
 from slipstream.training.metrics import metric_config
 from slipstream.training.params import plain
-from slipstream.training.recipe import pretrained_whole, recipe_config
+from slipstream.training.recipe import has_full_checkpoint, recipe_config
 from slipstream.training.translate import runner_config, work_dir
 
 __all__ = ["Trainer"]
@@ -103,7 +103,7 @@ class Trainer:
             raise ConfigError("is required; pass a DataLoader that yields (images, targets)", "train_loader")
         params = {**self.training_params, **plain(training_params or {})}
         tests = dict(test_loaders or {})
-        unseen = next(iter(tests.values()), valid_loader)
+        test_loader = next(iter(tests.values()), valid_loader)
         cfg = runner_config(
             experiment_name=self.experiment_name,
             ckpt_root_dir=self.ckpt_root_dir,
@@ -112,7 +112,7 @@ class Trainer:
             train_dataloader=train_loader,
             val_dataloader=valid_loader,
             # `test` can replace the test loader only if the Runner was created with one.
-            test_dataloader=train_loader if unseen is None else unseen,
+            test_dataloader=train_loader if test_loader is None else test_loader,
             launcher=infer_launcher(),
             teacher=teacher,
         )
@@ -121,7 +121,10 @@ class Trainer:
         if additional_configs_to_log is not None:
             cfg["additional_configs_to_log"] = plain(additional_configs_to_log)
         self.net = model
-        needs = {"test_loader": unseen is None, "test_metrics_list": not params.get("valid_metrics_list")}
+        needs = {
+            "test_loader": test_loader is None,
+            "test_metrics_list": not params.get("valid_metrics_list"),
+        }
         self._test_needs = tuple(name for name, missing in needs.items() if missing)
         trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         try:
@@ -138,7 +141,7 @@ class Trainer:
             self.runner.train()
             if self.runner.val_loop is not None:
                 model: Any = unwrap_model(self.runner.model)
-                describe_data(model.network, getattr(self.runner.val_dataloader, "dataset", None))
+                store_processing(model.network, getattr(self.runner.val_dataloader, "dataset", None))
         return history.history
 
     def test(
@@ -159,7 +162,7 @@ class Trainer:
             silent_mode: whether to log only warnings and errors.
             use_ema_net: whether to test the EMA weights if the network was trained with `ema`.
         """
-        own = self.runner is not None and use_ema_net and model in (None, self.net)
+        use_last_run = self.runner is not None and use_ema_net and model in (None, self.net)
         needs = self._test_needs if self.runner is not None else ("model", "test_loader", "test_metrics_list")
         arguments = {
             "model": self.net if model is None else model,
@@ -170,16 +173,20 @@ class Trainer:
             raise ConfigError(
                 f"requires {' and '.join(missing)}; no previous training run provides a default", "test"
             )
-        if own:
+        if use_last_run:
             return self._test_trained(test_loader, test_metrics_list)
-        left = None if self.runner is None else self.runner.test_loop
+        last_loop = None if self.runner is None else self.runner.test_loop
         metrics: Any = metric_config(test_metrics_list, "test_metrics_list")
         runner = Runner(
             model={"type": "SupervisedModel", "network": arguments["model"]},
             work_dir=self.checkpoints_dir_path,
-            test_dataloader=left.dataloader if left is not None and test_loader is None else test_loader,
+            test_dataloader=last_loop.dataloader
+            if last_loop is not None and test_loader is None
+            else test_loader,
             test_cfg={},
-            test_evaluator=left.evaluator if left is not None and test_metrics_list is None else metrics,
+            test_evaluator=last_loop.evaluator
+            if last_loop is not None and test_metrics_list is None
+            else metrics,
             launcher=infer_launcher(),
             log_level="WARNING" if silent_mode else "INFO",
             experiment_name=self.experiment_name,
@@ -237,9 +244,9 @@ class Trainer:
         """
         recipe = recipe_config(plain(cfg), infer_launcher())
         weights = {}
-        if not pretrained_whole(recipe):
+        if not has_full_checkpoint(recipe):
             name = plain(cfg).get("training_hyperparams", {}).get("ckpt_name") or "ckpt_latest.pth"
-            weights["load_from"] = _existing(Path(recipe["work_dir"]) / name)
+            weights["load_from"] = _check_exists(Path(recipe["work_dir"]) / name)
         training = ("train_dataloader", "train_cfg", "optim_wrapper", "param_scheduler", "resume")
         with at_user_paths(recipe):
             runner = Runner.from_cfg(
@@ -283,7 +290,7 @@ class Trainer:
         return trainer._train_config({**cfg, "resume": str(path), "launcher": infer_launcher()})
 
 
-def _existing(path: Path) -> str:
+def _check_exists(path: Path) -> str:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; set checkpoint_params.checkpoint_path")
     return str(path)

@@ -27,7 +27,7 @@ from slipstream.training.watched import Watched, watched_value
 
 __all__ = ["runner_config", "work_dir"]
 
-_PRECISE = 1024
+_PRECISE_BN_SAMPLES = 1024
 """Default for `precise_bn_batch_size`, the number of samples used to compute precise BatchNorm statistics."""
 
 
@@ -71,8 +71,8 @@ def runner_config(
         UnknownNameError, ConfigError: if a key or value is invalid or not supported. The message contains its path
             in `training_params`.
     """
-    plain_params, schedule = split_schedule(plain(training_params))
-    params, average = split_decay(TrainingParams.read(plain_params))
+    plain_params, schedule_hook = split_schedule(plain(training_params))
+    params, ema_hook = split_decay(TrainingParams.read(plain_params))
     if params.max_epochs is None:
         raise ConfigError("is required", "training_params.max_epochs")
     optim, best = optim_wrapper(params), _best(params)
@@ -92,7 +92,7 @@ def runner_config(
         **_evaluation("val", _limit_batches(val_dataloader, params.max_valid_batches), params, losses),
         **_evaluation("test", test_dataloader, params),
         "default_hooks": {"checkpoint": _checkpoint(params, best)},
-        "custom_hooks": [*_own_hooks(params, best, teacher, (schedule, average)), *callbacks],
+        "custom_hooks": [*_own_hooks(params, best, teacher, (schedule_hook, ema_hook)), *callbacks],
         "randomness": {"seed": params.seed},
         "resume": _resume(params, work_dir(experiment_name, ckpt_root_dir)),
         "launcher": launcher,
@@ -167,7 +167,7 @@ def _own_hooks(
     params: TrainingParams,
     best: Watched | None,
     teacher: Mapping[str, Any] | None,
-    of_user_functions: Sequence[Hook | None],
+    user_hooks: Sequence[Hook | None],
 ) -> list[Any]:
     """Return the hooks that the translation inserts before those of `phase_callbacks`."""
     hooks: list[Any] = [{"type": "TeacherHook"}] if teacher else []
@@ -178,10 +178,12 @@ def _own_hooks(
     if params.pre_prediction_callback is not None:
         hooks.append(PrePredictionHook(params.pre_prediction_callback))
     if params.precise_bn:
-        hooks.append({"type": "PreciseBNHook", "num_samples": params.precise_bn_batch_size or _PRECISE})
+        hooks.append(
+            {"type": "PreciseBNHook", "num_samples": params.precise_bn_batch_size or _PRECISE_BN_SAMPLES}
+        )
     if params.average_best_models and params.save_model and best is not None:
         hooks.append({"type": "AverageBestHook", "metric": best.name, "rule": _rule(params, best)})
-    return [*hooks, *filter(None, of_user_functions), {"type": LAST_OWN_HOOK}]
+    return [*hooks, *filter(None, user_hooks), {"type": LAST_OWN_HOOK}]
 
 
 def _checkpoint(params: TrainingParams, best: Watched | None) -> dict[str, Any] | None:
@@ -226,20 +228,20 @@ def _validated_losses(params: TrainingParams, best: Watched | None, callbacks: S
     Raises:
         UnknownNameError: if `EarlyStop` monitors a value that does not exist.
     """
-    found = [best] if best is not None else []
+    watched_values = [best] if best is not None else []
     for schedule in lr_schedules(params):
         if (monitor := schedule.get("monitor")) is not None:
-            found.append(watched_value(monitor, params, "training_params.lr_mode"))
+            watched_values.append(watched_value(monitor, params, "training_params.lr_mode"))
     for index, hook in enumerate(callbacks):
         path = f"training_params.phase_callbacks[{index}].monitor"
         if isinstance(hook, EarlyStop):
-            found.append(watched_value(hook.monitor, params, path))
-            hook.monitor = found[-1].name
+            watched_values.append(watched_value(hook.monitor, params, path))
+            hook.monitor = watched_values[-1].name
         elif (
             isinstance(hook, dict)
             and hook.get("type") == "EarlyStop"
             and isinstance(hook.get("monitor"), str)
         ):
-            found.append(watched_value(hook["monitor"], params, path))
-            hook["monitor"] = found[-1].name
-    return list(dict.fromkeys(watched.name for watched in found if watched.is_loss))
+            watched_values.append(watched_value(hook["monitor"], params, path))
+            hook["monitor"] = watched_values[-1].name
+    return list(dict.fromkeys(watched.name for watched in watched_values if watched.is_loss))

@@ -17,7 +17,7 @@ from slipstream.training.losses import loss_config
 from slipstream.training.metrics import known_names
 from slipstream.training.params import TrainingParams
 
-__all__ = ["KEY", "ValidationLoss", "Watched", "loss_value", "watched_value"]
+__all__ = ["LOSSES_KEY", "ValidationLoss", "Watched", "loss_value", "watched_value"]
 
 _CLASS_NAMES = {"CrossEntropy": "CrossEntropyLoss"}
 """SuperGradients' names for loss classes that have a different name in Slipstream."""
@@ -29,7 +29,7 @@ _TOTALS = {
     "ShelfNetOHEMLoss": "Loss",
 }
 """For each loss class that returns several values, SuperGradients' name for the total."""
-KEY = "watched_losses"
+LOSSES_KEY = "watched_losses"
 """Key of the losses in a model's predictions."""
 
 
@@ -42,7 +42,7 @@ class Watched:
     is_loss: bool = False
 
 
-def watched_value(wanted: str, params: TrainingParams, config_path: str) -> Watched:
+def watched_value(requested: str, params: TrainingParams, config_path: str) -> Watched:
     """Return the metric or loss with this name, ignoring case and punctuation.
 
     A loss is named after its class, or `class/component`. The component name alone is also accepted.
@@ -50,21 +50,23 @@ def watched_value(wanted: str, params: TrainingParams, config_path: str) -> Watc
     Raises:
         UnknownNameError: if no metric or loss has this name, and no metric object chooses its names at run time.
     """
-    found = [known_names(entry) for entry in params.valid_metrics_list]
-    names = [name for several in found for name in several]
+    metric_names = [known_names(entry) for entry in params.valid_metrics_list]
+    names = [name for group in metric_names for name in group]
     for name in names:
-        if _normalized(name) == _normalized(wanted):
+        if _normalized(name) == _normalized(requested):
             return Watched(name)
-    losses = [] if params.loss is None else _titles(loss_config(params.loss, params.criterion_params))
+    losses = [] if params.loss is None else _loss_names(loss_config(params.loss, params.criterion_params))
     for title in losses:
-        if _normalized(wanted) in (_normalized(title), _normalized(title.partition("/")[2])):
+        if _normalized(requested) in (_normalized(title), _normalized(title.partition("/")[2])):
             return Watched(title, is_loss=True)
-    if losses and re.fullmatch(rf"{re.escape(losses[0])}/\w+", wanted):
-        return Watched(wanted, is_loss=True)  # the components are only known after the first validation run
-    if not all(found):
-        return Watched(wanted)  # some metric objects choose their names in the first validation run
+    if losses and re.fullmatch(rf"{re.escape(losses[0])}/\w+", requested):
+        # The components are known only after the first validation run.
+        return Watched(requested, is_loss=True)
+    if not all(metric_names):
+        return Watched(requested)  # some metric objects choose their names in the first validation run
     raise UnknownNameError(
-        f"no metric in valid_metrics_list and no loss is named '{wanted}'{did_you_mean(wanted, [*names, *losses])} "
+        f"no metric in valid_metrics_list and no loss is named '{requested}'"
+        f"{did_you_mean(requested, [*names, *losses])} "
         f"(available: {', '.join([*names, *losses]) or 'none'})",
         config_path,
     )
@@ -99,13 +101,13 @@ def loss_value(loss: Any, result: Any, title: str) -> Tensor:
         return total.detach()
     raise ModelError(
         f"the loss has no component '{component}' in validation{did_you_mean(component, values)} (available: "
-        f"{', '.join(values)}); evaluation uses the main output only, without auxiliary heads"
+        f"{', '.join(values)}); evaluation uses only the main output, without auxiliary heads"
     )
 
 
 @METRICS.register_module()
 class ValidationLoss(LossMetric):
-    """Average the losses that a `SupervisedModel` returns with its predictions over all samples.
+    """Average, over all samples, the losses that a `SupervisedModel` returns with its predictions.
 
     Args:
         names: names of the losses; see `watched_value`.
@@ -117,11 +119,11 @@ class ValidationLoss(LossMetric):
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
         """Store the losses of a batch without copying them from the device, and the number of samples in the batch."""
-        losses = {name: data_samples[KEY][name] for name in self.names}
+        losses = {name: data_samples[LOSSES_KEY][name] for name in self.names}
         super().process(data_batch, (losses, len(data_samples["targets"])))
 
 
-def _titles(loss: Mapping[str, Any] | Callable[..., Any]) -> list[str]:
+def _loss_names(loss: Mapping[str, Any] | Callable[..., Any]) -> list[str]:
     """Return the names of a loss: its class, and the components that it declares."""
     try:
         built: Any = MODELS.build(loss) if isinstance(loss, Mapping) else loss

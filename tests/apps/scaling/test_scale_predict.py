@@ -20,7 +20,7 @@ from slipstream.apps.scaling import (
     predict,
     segformer_1b,
 )
-from slipstream.apps.scaling.predict import memory_per_gpu, slowest_of, work_of
+from slipstream.apps.scaling.predict import estimate_work, expected_maximum, memory_per_gpu
 from slipstream.errors import ConfigError
 
 KINDS = ("ddp", "hsdp", "fsdp2")
@@ -94,7 +94,7 @@ def test_memory_matches_the_zero_paper():
 def test_block_time_is_the_maximum_of_flop_time_and_memory_time():
     cluster = replace(make_cluster(GPUS["h100"], NETWORKS["ib400"], 1, 8), flops=1e12, memory_bandwidth=1e10)
     model = Model("m", (Block("computes", 0, 1e9, 1), Block("moves", 0, 1, 1e6)))
-    work = work_of(model, cluster, Strategy("ddp"), 8)
+    work = estimate_work(model, cluster, Strategy("ddp"), 8)
     assert work.forward == pytest.approx([8e9 / 1e12, 2 * 8e6 * 2 / 1e10])
     assert work.backward == pytest.approx([2 * seconds for seconds in work.forward])
 
@@ -113,9 +113,9 @@ def test_measured_step_time_must_be_positive():
 
 
 @pytest.mark.parametrize("n", [1, 2, 8, 64, 512])
-def test_expected_slowest_of_n_agrees_with_random_samples(n):
+def test_expected_maximum_of_n_agrees_with_random_samples(n):
     drawn = np.random.default_rng(0).standard_normal((20_000, n)).max(axis=1).mean()
-    assert slowest_of(n) == pytest.approx(drawn, abs=0.03)
+    assert expected_maximum(n) == pytest.approx(drawn, abs=0.03)
 
 
 def test_best_prediction_is_the_fastest_that_fits():

@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.apps.scaling import Block, Cluster, Link, Model, Strategy, simulate
-from slipstream.apps.scaling.simulate import FIRST_BUCKET_BYTES, SYNC_BN_ONE_MESSAGE, Work, units
+from slipstream.apps.scaling.simulate import FIRST_BUCKET_BYTES, SYNC_BN_MAX_ELEMENTS, Work, units
 
 MIB = 2**20
 # Two GPUs: an all-reduce of n bytes takes n * beta seconds, and an all-gather or reduce-scatter half
@@ -79,7 +79,7 @@ def test_hsdp_all_reduces_its_partitions_between_nodes():
     assert spans(schedule, "all-reduce") == [(3.5, 5.5)]
 
 
-@pytest.mark.parametrize("channels", [8, SYNC_BN_ONE_MESSAGE])
+@pytest.mark.parametrize("channels", [8, SYNC_BN_MAX_ELEMENTS])
 def test_sync_bn_waits_for_its_messages_and_for_earlier_buckets(channels):
     few = channels == 8  # With 8 channels, the moments need one all-reduce of 2 s; otherwise, two of 1 s.
     lone = Link(1.0 if few else 0.5, 0.0)  # An all-reduce of any size between two GPUs takes twice this time.

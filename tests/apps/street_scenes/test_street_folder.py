@@ -70,7 +70,7 @@ def test_label_table_has_the_supergradients_format(tmp_path):
 
 def test_several_processes_write_the_same_files_as_one(tmp_path, monkeypatch):
     write_street_folder(tmp_path / "one", train=3, val=2, size=SIZE)
-    monkeypatch.setattr(street_folder, "_FEWEST", 2)
+    monkeypatch.setattr(street_folder, "_MIN_SCENES_PER_PROCESS", 2)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     write_street_folder(tmp_path / "two", train=3, val=2, size=SIZE)
     assert digests(tmp_path / "one") == digests(tmp_path / "two")

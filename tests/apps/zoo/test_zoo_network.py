@@ -309,7 +309,7 @@ def test_predict_warns_if_the_data_preprocessor_cannot_be_applied(monkeypatch):
     model = {"data_preprocessor": {**PREPROCESSOR, "bgr_to_rgb": True}}
     cfg = {"model": model, "val_dataloader": {"dataset": {"transforms": []}}}
     meta = {"cfg": yaml.safe_dump(cfg), "dataset_meta": {"classes": ["a", "b", "c"]}}
-    network.describe(meta)
+    network.set_processing_from_checkpoint(meta)
     logged = []
     monkeypatch.setattr(predicting, "print_log", lambda *arguments: logged.append(arguments))
     found = network.predict(np.zeros((64, 64, 3), np.uint8))

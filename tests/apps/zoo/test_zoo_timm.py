@@ -183,7 +183,9 @@ def test_zoo_methods_work_on_timm_networks(timm):
     network.replace_head(5)
     assert network(x).shape == (2, 5)
     assert len(network.predict(np.zeros((8, 8, 3), np.uint8)).class_names) == 5
-    network.describe_data(list("abcde"), [], None)  # the parameters of the old head do not take precedence
+    network.set_processing_from_data(
+        list("abcde"), [], None
+    )  # the parameters of the old head do not take precedence
     assert network.predict(np.zeros((8, 8, 3), np.uint8)).class_names == tuple("abcde")
 
 

@@ -27,7 +27,7 @@ def ring(n: float, links: Links, machines: int, local: int) -> float:
     """
     p, (intra, inter) = machines * local, links
     latencies = (p - machines) * intra.alpha + (machines - 1) * inter.alpha
-    return latencies + (p - 1) / p * n * _slowest(links, machines, local)
+    return latencies + (p - 1) / p * n * _max_beta(links, machines, local)
 
 
 def hierarchical(n: float, links: Links, machines: int, local: int) -> float:
@@ -42,7 +42,7 @@ def tree(n: float, links: Links, machines: int, local: int) -> float:
     """Return the duration in seconds of an all-reduce on two binary trees, with a transfer time of 2 n beta."""
     intra, inter = links
     latency = (local - 1) * intra.alpha + math.ceil(math.log2(machines)) * inter.alpha
-    return 2 * (latency + n * _slowest(links, machines, local))
+    return 2 * (latency + n * _max_beta(links, machines, local))
 
 
 def all_reduce(n: float, cluster: Cluster, machines: int, local: int) -> float:
@@ -51,34 +51,37 @@ def all_reduce(n: float, cluster: Cluster, machines: int, local: int) -> float:
     On rings, an all-reduce is a reduce-scatter followed by an all-gather.
     """
     fastest = min(
-        min(2 * _half(n, links, machines, local), tree(n, links, machines, local))
+        min(2 * _fastest_ring(n, links, machines, local), tree(n, links, machines, local))
         for links in _protocols(cluster)
     )
-    return _whole(fastest + n * cluster.gamma.all_reduce, cluster, machines * local)
+    return _with_launch(fastest + n * cluster.gamma.all_reduce, cluster, machines * local)
 
 
 def all_gather(n: float, cluster: Cluster, machines: int, local: int) -> float:
     """Return the duration in seconds of an all-gather with the fastest algorithm and protocol, or 0 for one GPU."""
-    fastest = min(_half(n, links, machines, local) for links in _protocols(cluster))
-    return _whole(fastest + n * cluster.gamma.all_gather, cluster, machines * local)
+    fastest = min(_fastest_ring(n, links, machines, local) for links in _protocols(cluster))
+    return _with_launch(fastest + n * cluster.gamma.all_gather, cluster, machines * local)
 
 
 def reduce_scatter(n: float, cluster: Cluster, machines: int, local: int) -> float:
     """Return the duration in seconds of a reduce-scatter with the fastest algorithm and protocol, or 0 for one GPU."""
-    fastest = min(_half(n, links, machines, local) for links in _protocols(cluster))
-    return _whole(fastest + n * cluster.gamma.reduce_scatter, cluster, machines * local)
+    fastest = min(_fastest_ring(n, links, machines, local) for links in _protocols(cluster))
+    return _with_launch(fastest + n * cluster.gamma.reduce_scatter, cluster, machines * local)
 
 
 def volume(n: float, gpus: int) -> float:
-    """Return the number of bytes that each GPU sends in a reduce-scatter or an all-gather (half of an all-reduce)."""
+    """Return the number of bytes that each GPU sends in a reduce-scatter or an all-gather.
+
+    In an all-reduce, each GPU sends twice as many bytes.
+    """
     return (gpus - 1) / gpus * n
 
 
-def _half(n: float, links: Links, machines: int, local: int) -> float:
+def _fastest_ring(n: float, links: Links, machines: int, local: int) -> float:
     return min(ring(n, links, machines, local), hierarchical(n, links, machines, local))
 
 
-def _whole(seconds: float, cluster: Cluster, gpus: int) -> float:
+def _with_launch(seconds: float, cluster: Cluster, gpus: int) -> float:
     return cluster.launch + seconds if gpus > 1 else 0.0
 
 
@@ -87,6 +90,6 @@ def _protocols(cluster: Cluster) -> Iterator[Links]:
     yield cluster.intra.quick(), cluster.inter.quick()
 
 
-def _slowest(links: Links, machines: int, local: int) -> float:
+def _max_beta(links: Links, machines: int, local: int) -> float:
     intra, inter = links
     return max(intra.beta * (local > 1), inter.beta * (machines > 1))

@@ -36,7 +36,7 @@ class _Observer:
     parts: dict[str, _Part] = field(default_factory=dict)
     current: _Part | None = None
     counted: float = 0.0
-    alive: list[Tensor] = field(default_factory=list)
+    saved_tensors: list[Tensor] = field(default_factory=list)
 
     def enter(self, name: str, parameters: int, norm_channels: int) -> None:
         self.count_current()
@@ -53,7 +53,7 @@ class _Observer:
         storage = tensor.untyped_storage()
         if self.current is not None and storage._cdata not in self.seen:
             self.seen.add(storage._cdata)
-            self.alive.append(tensor)
+            self.saved_tensors.append(tensor)
             self.current.saved_bytes += storage.nbytes()
         return tensor
 
@@ -85,7 +85,7 @@ def describe(network: nn.Module, input_shape: tuple[int, ...], name: str | None 
         stack.enter_context(flops)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(observer.save, lambda tensor: tensor))
         try:
-            kept = copy(torch.empty(_BATCH, *input_shape, device="meta"))
+            outputs = copy(torch.empty(_BATCH, *input_shape, device="meta"))
         except (RuntimeError, TypeError, ValueError) as error:
             shape = " x ".join(map(str, input_shape))
             raise ModelError(
@@ -93,7 +93,7 @@ def describe(network: nn.Module, input_shape: tuple[int, ...], name: str | None 
                 "sample, without the batch dimension"
             ) from error
         observer.count_current()
-    del kept
+    del outputs
     if not observer.parts:
         raise ModelError(
             f"{type(network).__name__} has no trainable parameters; set requires_grad=True for the parameters to train"

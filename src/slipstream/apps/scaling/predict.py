@@ -8,7 +8,7 @@ from slipstream.apps.scaling.model_profile import Cluster, Model, Prediction, St
 from slipstream.apps.scaling.simulate import Work, shards, simulate, units
 from slipstream.errors import ConfigError
 
-__all__ = ["best", "memory_per_gpu", "predict", "slowest_of", "work_of"]
+__all__ = ["best", "estimate_work", "expected_maximum", "memory_per_gpu", "predict"]
 
 
 def predict(
@@ -24,7 +24,7 @@ def predict(
         step_time: measured step time in seconds, on one GPU with this batch size. The estimated compute times of the
             blocks are scaled to this total.
     """
-    work = work_of(model, cluster, strategy, batch, step_time)
+    work = estimate_work(model, cluster, strategy, batch, step_time)
     schedule = simulate(model, cluster, strategy, work)
     return Prediction(
         strategy,
@@ -32,7 +32,7 @@ def predict(
         batch,
         compute=work.seconds,
         exposed=max(0.0, schedule.now - work.seconds),
-        waiting=slowest_of(cluster.gpus) * strategy.noise * work.seconds,
+        waiting=expected_maximum(cluster.gpus) * strategy.noise * work.seconds,
         sent=sum(event.sent for event in schedule.events),
         memory=memory_per_gpu(model, cluster, strategy, batch),
     )
@@ -44,7 +44,7 @@ def best(predictions: list[Prediction]) -> Prediction:
     return min(fitting, key=lambda p: p.step_time) if fitting else min(predictions, key=lambda p: p.memory)
 
 
-def work_of(
+def estimate_work(
     model: Model, cluster: Cluster, strategy: Strategy, batch: int, step_time: float | None = None
 ) -> Work:
     """Return the compute time of each block, which is the maximum of its FLOP time and its memory time.
@@ -68,8 +68,8 @@ def work_of(
         return work
     if not step_time > 0:
         raise ConfigError(f"the measured step time must be a positive number of seconds, not {step_time}")
-    alone = 3 * sum(forward) + optimizer * model.parameters / owned
-    factor = step_time / alone
+    single_gpu_time = 3 * sum(forward) + optimizer * model.parameters / owned
+    factor = step_time / single_gpu_time
     return Work([factor * s for s in forward], [factor * s for s in work.backward], factor * optimizer)
 
 
@@ -77,22 +77,22 @@ def memory_per_gpu(model: Model, cluster: Cluster, strategy: Strategy, batch: in
     """Return the memory used per GPU in bytes (Rajbhandari et al. 2020): parameters, gradients, state and activations.
 
     Sharded strategies partition the first three, and store the two largest units unsharded, for gathering and
-    reduction. DDP also stores the parameters cast to a lower precision for the forward pass, if any.
+    reduction. DDP stores a second copy of the parameters if the forward pass uses a lower precision than float32.
     """
     activations = batch * model.activations * strategy.activation_bytes
-    kept = model.parameters * (4 + 4 + strategy.state_bytes) / shards(cluster, strategy)
+    sharded = model.parameters * (4 + 4 + strategy.state_bytes) / shards(cluster, strategy)
     if strategy.kind == "ddp":
         cast = strategy.parameter_bytes * model.parameters if strategy.parameter_bytes < 4 else 0
-        return kept + cast + activations
+        return sharded + cast + activations
     sizes = [
         sum(model.blocks[i].parameters for i in unit)
         for unit in units(model.blocks, strategy.unit_parameters)
     ]
-    whole = sum(sorted(sizes)[-2:]) * (strategy.parameter_bytes + strategy.gradient_bytes)
-    return kept + whole + activations
+    unsharded = sum(sorted(sizes)[-2:]) * (strategy.parameter_bytes + strategy.gradient_bytes)
+    return sharded + unsharded + activations
 
 
-def slowest_of(n: int) -> float:
+def expected_maximum(n: int) -> float:
     """Return the expected maximum of `n` samples from a standard normal distribution.
 
     This is Blom's approximation (1958) of the largest order statistic: the quantile (n - 3/8) / (n + 1/4).

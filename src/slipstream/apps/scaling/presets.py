@@ -107,10 +107,10 @@ def segformer_1b(height: int, width: int) -> Model:
     `12 C^2 + (R C)^2` weights (the second term only if R > 1) and saves `20 C` elements per token.
     """
     stages = zip((256, 512, 1280, 2048), (3, 6, 30, 3), (8, 4, 2, 1), (4, 8, 16, 32), strict=True)
-    blocks, before, decoder, hidden, classes = [], 3, 0, 768, 19
+    blocks, in_channels, decoder, hidden, classes = [], 3, 0, 768, 19
     for number, (c, depth, reduction, stride) in enumerate(stages, 1):
         tokens = (height // stride) * (width // stride)
-        patch = (7 if number == 1 else 3) ** 2 * before * c
+        patch = (7 if number == 1 else 3) ** 2 * in_channels * c
         blocks.append(Block(f"patch{number}", patch + 3 * c, 2.0 * patch * tokens, 3.0 * c * tokens))
         keys = tokens / reduction**2
         # Queries, projection and feed-forward layers process all tokens. Keys and values process only the reduced
@@ -122,7 +122,7 @@ def segformer_1b(height: int, width: int) -> Model:
         block = (per_token + per_key + vectors, flops, 20.0 * c * tokens)
         blocks += [Block(f"block{number}.{index}", *block) for index in range(depth)]
         decoder += c * hidden
-        before = c
+        in_channels = c
     pixels = (height // 4) * (width // 4)
     decoder += 4 * hidden * hidden + hidden * classes
     blocks.append(Block("decoder", decoder, 2.0 * decoder * pixels, 6.0 * hidden * pixels, hidden))

@@ -10,7 +10,7 @@ from slipstream.apps.scaling.model_profile import Block, Cluster, Model, Strateg
 
 __all__ = [
     "FIRST_BUCKET_BYTES",
-    "SYNC_BN_ONE_MESSAGE",
+    "SYNC_BN_MAX_ELEMENTS",
     "Event",
     "Schedule",
     "Work",
@@ -21,7 +21,7 @@ __all__ = [
 
 FIRST_BUCKET_BYTES = 2**20
 """Size of the first bucket in torch's DDP, which is small so that the reduction starts early."""
-SYNC_BN_ONE_MESSAGE = 2**18
+SYNC_BN_MAX_ELEMENTS = 2**18
 """Maximum number of elements for which `slipstream.model.SyncBatchNorm` runs one collective instead of two."""
 _STATISTICS_BYTES = 4
 
@@ -82,39 +82,44 @@ class Schedule:
 def simulate(model: Model, cluster: Cluster, strategy: Strategy, work: Work) -> Schedule:
     """Return the timeline of one step. Its `now` attribute is the end time of the step."""
     schedule = Schedule(cluster)
-    run = _replicated if strategy.kind == "ddp" else _sharded
+    run = _simulate_ddp if strategy.kind == "ddp" else _simulate_fsdp
     run(model, cluster, strategy, work, schedule)
     schedule.wait(schedule.network)
     schedule.compute(work.optimizer)
     return schedule
 
 
-def units(blocks: Sequence[Block], least: int) -> list[range]:
-    """Return ranges of consecutive blocks to gather together, each with at least `least` parameters."""
-    found, start, size = [], 0, 0
+def units(blocks: Sequence[Block], min_parameters: int) -> list[range]:
+    """Return ranges of consecutive blocks to gather together.
+
+    Each range has at least `min_parameters` parameters. The last one may have fewer.
+    """
+    ranges, start, size = [], 0, 0
     for index, block in enumerate(blocks):
         size += block.parameters
-        if size >= least or index == len(blocks) - 1:
-            found.append(range(start, index + 1))
+        if size >= min_parameters or index == len(blocks) - 1:
+            ranges.append(range(start, index + 1))
             start, size = index + 1, 0
-    return found
+    return ranges
 
 
-def _replicated(model: Model, cluster: Cluster, strategy: Strategy, work: Work, schedule: Schedule) -> None:
+def _simulate_ddp(model: Model, cluster: Cluster, strategy: Strategy, work: Work, schedule: Schedule) -> None:
     """Simulate DDP, which all-reduces each bucket of gradients during the backward pass (Li et al. 2020)."""
-    everywhere = (cluster, cluster.machines, cluster.local)
+    group = (cluster, cluster.machines, cluster.local)
     for index, block in enumerate(model.blocks):
-        _sync_norm(block, strategy, schedule, work.forward[index])
+        _run_block(block, strategy, schedule, work.forward[index])
     bucket, limit = 0, FIRST_BUCKET_BYTES
-    for index, block in _backwards(model.blocks):
-        _sync_norm(block, strategy, schedule, work.backward[index])
+    for index, block in _reversed_blocks(model.blocks):
+        _run_block(block, strategy, schedule, work.backward[index])
         bucket += block.parameters * strategy.gradient_bytes
         if bucket >= min(limit, strategy.bucket_bytes) or (index == 0 and bucket):
-            schedule.send("all-reduce", all_reduce(bucket, *everywhere), 2 * volume(bucket, cluster.gpus))
+            schedule.send("all-reduce", all_reduce(bucket, *group), 2 * volume(bucket, cluster.gpus))
             bucket, limit = 0, strategy.bucket_bytes
 
 
-def _sharded(model: Model, cluster: Cluster, strategy: Strategy, work: Work, schedule: Schedule) -> None:
+def _simulate_fsdp(
+    model: Model, cluster: Cluster, strategy: Strategy, work: Work, schedule: Schedule
+) -> None:
     """Simulate FSDP2 or HSDP (Zhao et al. 2023).
 
     Each unit is gathered while the previous unit runs. After a unit's backward pass, its gradients are
@@ -130,20 +135,20 @@ def _sharded(model: Model, cluster: Cluster, strategy: Strategy, work: Work, sch
         return schedule.send("all-gather", all_gather(n, *group), volume(n, ranks))
 
     gathered = gather(0)
-    for number, unit in enumerate(all_units):
+    for unit_index, unit in enumerate(all_units):
         schedule.wait(gathered)
-        if number + 1 < len(all_units):
-            gathered = gather(number + 1)
+        if unit_index + 1 < len(all_units):
+            gathered = gather(unit_index + 1)
         for index in unit:
-            _sync_norm(model.blocks[index], strategy, schedule, work.forward[index])
+            _run_block(model.blocks[index], strategy, schedule, work.forward[index])
     gathered = gather(len(all_units) - 1)
-    for number in reversed(range(len(all_units))):
+    for unit_index in reversed(range(len(all_units))):
         schedule.wait(gathered)
-        if number > 0:
-            gathered = gather(number - 1)
-        for index in reversed(all_units[number]):
-            _sync_norm(model.blocks[index], strategy, schedule, work.backward[index])
-        n = sizes[number] * strategy.gradient_bytes
+        if unit_index > 0:
+            gathered = gather(unit_index - 1)
+        for index in reversed(all_units[unit_index]):
+            _run_block(model.blocks[index], strategy, schedule, work.backward[index])
+        n = sizes[unit_index] * strategy.gradient_bytes
         schedule.send("reduce-scatter", reduce_scatter(n, *group), volume(n, ranks))
         if ranks < cluster.gpus:
             # All GPUs of a node reduce their partitions concurrently over shared network cards, n bytes in total.
@@ -151,8 +156,8 @@ def _sharded(model: Model, cluster: Cluster, strategy: Strategy, work: Work, sch
             schedule.send("all-reduce", seconds, 2 * volume(n / ranks, cluster.machines))
 
 
-def _sync_norm(block: Block, strategy: Strategy, schedule: Schedule, seconds: float) -> None:
-    """Compute a block. In each pass, SyncBN first waits for one or two small all-reduces.
+def _run_block(block: Block, strategy: Strategy, schedule: Schedule, seconds: float) -> None:
+    """Run one pass of a block. If the block is a SyncBN layer, it first waits for one or two small all-reduces.
 
     A single all-reduce sends a buffer with one row per GPU, which contains that GPU's moments and sample count. If
     the buffer is too large, the means and counts are reduced first, then the squared deviations. The backward pass
@@ -162,7 +167,7 @@ def _sync_norm(block: Block, strategy: Strategy, schedule: Schedule, seconds: fl
     if strategy.sync_bn and block.norm_channels and cluster.gpus > 1:
         c = block.norm_channels
         rows = cluster.gpus * (2 * c + 1)
-        for values in (rows,) if rows <= SYNC_BN_ONE_MESSAGE else (c + 1, c):
+        for values in (rows,) if rows <= SYNC_BN_MAX_ELEMENTS else (c + 1, c):
             n = values * _STATISTICS_BYTES
             seconds_each = all_reduce(n, cluster, cluster.machines, cluster.local)
             schedule.wait(schedule.send("SyncBN", seconds_each, 2 * volume(n, cluster.gpus)))
@@ -176,5 +181,5 @@ def shards(cluster: Cluster, strategy: Strategy) -> int:
     return cluster.local if strategy.kind == "hsdp" else cluster.gpus
 
 
-def _backwards(blocks: Sequence[Block]) -> Iterator[tuple[int, Block]]:
+def _reversed_blocks(blocks: Sequence[Block]) -> Iterator[tuple[int, Block]]:
     return reversed(list(enumerate(blocks)))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import NamedTuple
 
-__all__ = ["Camera", "Canvas", "Color", "Light", "Point", "Shape", "some_color", "tint"]
+__all__ = ["Camera", "Canvas", "Color", "Light", "Point", "Shape", "random_color", "tint"]
 
 Color = tuple[float, float, float]
 Point = tuple[float, float]
@@ -51,17 +51,21 @@ class Light(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """One polygon. In the image, 1/Z of its plane is `a * dx + b * dy + c`, where a, b and c describe the plane."""
+    """A polygon on a plane with the coefficients (a, b, c).
+
+    At a pixel whose ray has the slopes dx = X / Z and dy = (camera height - Y) / Z, the depth Z of the plane satisfies
+    `1 / Z = a * dx + b * dy + c`.
+    """
 
     key: float
     points: list[Point]
     cls: int
     material: int
-    table: tuple[float, ...]  # plane (3), color (3), second color (3), parameters of the material (4)
+    attributes: tuple[float, ...]  # plane (3), color (3), second color (3), parameters of the material (4)
 
 
 class Canvas:
-    """A list of shapes. `place` sets the painting order of subsequent shapes."""
+    """A list of shapes. `set_layer` sets the painting order of subsequent shapes."""
 
     def __init__(self, camera: Camera, light: Light) -> None:
         self.camera = camera
@@ -70,7 +74,7 @@ class Canvas:
         self._key = 0.0
         self._depth = _FAR
 
-    def place(self, layer: int, z: float) -> None:
+    def set_layer(self, layer: int, z: float) -> None:
         """Paint subsequent shapes in `layer`, before all shapes nearer than `z` meters."""
         self._key = layer * _FAR * 2 - z
         self._depth = z
@@ -107,11 +111,13 @@ class Canvas:
         params: Four = NOTHING,
     ) -> None:
         """Add a rectangle on the ground."""
-        at = self.point
-        points = [at(x[0], 0, z[0]), at(x[1], 0, z[0]), at(x[1], 0, z[1]), at(x[0], 0, z[1])]
+        point = self.point
+        points = [point(x[0], 0, z[0]), point(x[1], 0, z[0]), point(x[1], 0, z[1]), point(x[0], 0, z[1])]
         self.add(points, cls, color, material, second, params, (0.0, 1.0 / self.camera.height, 0.0))
 
-    def blot(self, x: float, z: float, rx: float, rz: float, cls: int, color: Color, material: int) -> None:
+    def ground_octagon(
+        self, x: float, z: float, rx: float, rz: float, cls: int, color: Color, material: int
+    ) -> None:
         """Add an octagon on the ground, such as a shadow, a patch or a manhole cover."""
         ring = [self.point(x + rx * u, 0, z + rz * v) for u, v in _OCTAGON]
         self.add(ring, cls, color, material, plane=(0.0, 1.0 / self.camera.height, 0.0))
@@ -128,8 +134,8 @@ class Canvas:
         params: Four = NOTHING,
     ) -> None:
         """Add an upright rectangle along the street, in the plane X = `x`."""
-        at = self.point
-        points = [at(x, y[0], z[0]), at(x, y[1], z[0]), at(x, y[1], z[1]), at(x, y[0], z[1])]
+        point = self.point
+        points = [point(x, y[0], z[0]), point(x, y[1], z[0]), point(x, y[1], z[1]), point(x, y[0], z[1])]
         self.add(points, cls, color, material, second, params, (1.0 / x, 0.0, 0.0))
 
     def front(
@@ -204,14 +210,14 @@ def _bright(r: Random) -> Color:
     return red, green, blue
 
 
-def some_color(r: Random, gray: float, earth: float, green: float) -> Color:
-    """Return a color from a random family: gray, earth or green with the given probabilities, otherwise bright.
+def random_color(r: Random, gray: float, earth: float, green: float) -> Color:
+    """Return a random color: gray, earth or green with the given probabilities, and bright in all other cases.
 
-    All classes use the same families, so colors provide little information about the class.
+    All classes use the same colors, so colors provide little information about the class.
     """
-    pick = r.random()
-    if pick < gray:
+    family = r.random()
+    if family < gray:
         return _gray(r)
-    if pick < gray + earth:
+    if family < gray + earth:
         return _earth(r)
-    return _green(r) if pick < gray + earth + green else _bright(r)
+    return _green(r) if family < gray + earth + green else _bright(r)

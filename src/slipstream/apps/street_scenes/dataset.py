@@ -26,8 +26,8 @@ from slipstream.typecheck import matches
 
 __all__ = ["StreetScenes", "draw_street_scene"]
 
-_SMALLEST = 32
-_LARGEST = 16384
+_MIN_SIDE = 32
+_MAX_SIDE = 16384
 
 
 def draw_street_scene(
@@ -136,8 +136,8 @@ def _drawing_version() -> str:
 def _check_size(size: Any) -> None:
     if not matches(size, tuple) or len(size) != 2 or not all(matches(side, int) for side in size):
         raise ConfigError(f"size must be two ints (height, width), not {size!r}", "size")
-    if min(size) < _SMALLEST or max(size) > _LARGEST:
+    if min(size) < _MIN_SIDE or max(size) > _MAX_SIDE:
         raise ConfigError(
-            f"a street scene must have between {_SMALLEST} and {_LARGEST} pixels per side, got {size!r}",
+            f"a street scene must have between {_MIN_SIDE} and {_MAX_SIDE} pixels per side, got {size!r}",
             "size",
         )

@@ -24,7 +24,7 @@ from slipstream.extras import extra
 __all__ = ["write_street_folder"]
 
 _CITIES = {"train": ("aachen", "bochum", "bremen"), "val": ("frankfurt", "lindau", "munster")}
-_FEWEST = 16  # minimum number of scenes per process if several processes are used
+_MIN_SCENES_PER_PROCESS = 16
 
 
 class _Part(NamedTuple):
@@ -63,7 +63,7 @@ def write_street_folder(
     for split, count in counts.items():
         lines = [" ".join(_names(split, i)) for i in range(count)]
         (root / "lists" / f"{split}.lst").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    workers = max(1, min(cores(), (train + val) // _FEWEST))
+    workers = max(1, min(cores(), (train + val) // _MIN_SCENES_PER_PROCESS))
     parts = [
         _Part(root, split, scenes[split], first, workers) for split in counts for first in range(workers)
     ]
@@ -79,8 +79,8 @@ def _names(split: str, index: int) -> tuple[str, str]:
     """Return the paths of an image and its mask, relative to the root."""
     cities = _CITIES[split]
     city = cities[index % len(cities)]
-    place = f"{split}/{city}/{city}_{index // len(cities):06}_000019"
-    return f"leftImg8bit/{place}_leftImg8bit.png", f"gtFine/{place}_gtFine_labelIds.png"
+    stem = f"{split}/{city}/{city}_{index // len(cities):06}_000019"
+    return f"leftImg8bit/{stem}_leftImg8bit.png", f"gtFine/{stem}_gtFine_labelIds.png"
 
 
 def _write_part(part: _Part) -> None:
@@ -96,7 +96,7 @@ def _write_part(part: _Part) -> None:
         for name, pixels in zip(_names(part.split, i), (image, label_ids.take(mask)), strict=True):
             path = part.root / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            # The default level, 6, takes twice as long as drawing the scene and reduces the file size by only 8%.
+            # Level 6, the default, takes twice as long as drawing the scene, and files are only 8% smaller than with 3.
             Image.fromarray(pixels).save(path, compress_level=3)
 
 
@@ -116,10 +116,10 @@ def _label_rows() -> Iterator[list[str]]:
 
 
 def _size(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)x(\d+)", text)
-    if found is None:
+    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    if match is None:
         raise argparse.ArgumentTypeError(f"must be HEIGHTxWIDTH, such as 256x512, not {text!r}")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def _main() -> int:

@@ -62,7 +62,7 @@ def lay_out(r: Random) -> Canvas:
     for sign, edge in ((-1, street.edge_left), (1, street.edge_right)):
         draw_side(canvas, r, Side(sign, edge, street.junction, street.width))
     _roadside(canvas, r, street)
-    _parked(canvas, r, street)
+    _parked_vehicles(canvas, r, street)
     _traffic(canvas, r, street)
     _walkers(canvas, r, street)
     _hood(canvas, r)
@@ -104,32 +104,30 @@ def _street(r: Random) -> Street:
 
 
 def _sky(canvas: Canvas, r: Random) -> None:
-    canvas.place(BACKDROP, 900)
+    canvas.set_layer(BACKDROP, 900)
     zenith = r.choice(((0.25, 0.48, 0.85), (0.42, 0.6, 0.85), (0.62, 0.66, 0.72), (0.8, 0.82, 0.85)))
     if canvas.light.dusk:
         zenith = tint(zenith, 0.5)
-    everything = [(-0.1, -0.1), (1.1, -0.1), (1.1, 1.1), (-0.1, 1.1)]
-    canvas.add(
-        everything, SKY_CLASS, zenith, SKY, canvas.light.haze, (r.uniform(-0.4, 0.6), 0, 0, 0), (0, 0, 1)
-    )
+    corners = [(-0.1, -0.1), (1.1, -0.1), (1.1, 1.1), (-0.1, 1.1)]
+    canvas.add(corners, SKY_CLASS, zenith, SKY, canvas.light.haze, (r.uniform(-0.4, 0.6), 0, 0, 0), (0, 0, 1))
 
 
 def _ground(canvas: Canvas, r: Random, s: Street) -> None:
-    canvas.place(GROUND, 900)
+    canvas.set_layer(GROUND, 900)
     grass = r.choice(((0.24, 0.36, 0.12), (0.36, 0.38, 0.18), (0.16, 0.27, 0.1)))
     soil = r.choice(((0.4, 0.33, 0.22), (0.5, 0.47, 0.36), (0.22, 0.24, 0.12)))
     base, slab = r.uniform(0.18, 0.46), r.uniform(0.24, 0.62)
     asphalt = (base, base * r.uniform(0.97, 1.03), base * r.uniform(0.94, 1.06))
     paving = (slab, slab * r.uniform(0.9, 1.0), slab * r.uniform(0.8, 1.02))
     stones = (r.choice((0.3, 0.5, 1.0)), 0.0, 0.0, 0.0)
-    for far in ((-400.0, s.edge_left), (s.edge_right, 400.0)):
-        wild = r.random() < 0.75
-        canvas.ground(far, (1.0, 900.0), TERRAIN if wild else SIDEWALK, grass if wild else paving,
-                      GRASS if wild else PAVING, soil if wild else None, stones)  # fmt: skip
+    for x_range in ((-400.0, s.edge_left), (s.edge_right, 400.0)):
+        is_grass = r.random() < 0.75
+        canvas.ground(x_range, (1.0, 900.0), TERRAIN if is_grass else SIDEWALK, grass if is_grass else paving,
+                      GRASS if is_grass else PAVING, soil if is_grass else None, stones)  # fmt: skip
     canvas.ground((s.edge_left, s.edge_right), (1.0, 900.0), SIDEWALK, paving, PAVING, None, stones)
-    for x0, wide in ((s.left - s.verge[0], s.verge[0]), (s.right, s.verge[1])):
-        if wide:
-            canvas.ground((x0, x0 + wide), (1.0, 900.0), TERRAIN, grass, GRASS, soil)
+    for x0, width in ((s.left - s.verge[0], s.verge[0]), (s.right, s.verge[1])):
+        if width:
+            canvas.ground((x0, x0 + width), (1.0, 900.0), TERRAIN, grass, GRASS, soil)
     paint = (0.85, 0.85, 0.82)
     lanes = (r.uniform(1.55, 1.85), r.uniform(3.1, 3.5), r.choice((0.0, 0.0, 1.0)), r.uniform(0.3, 1.0))
     canvas.ground((s.left, s.right), (1.0, 900.0), ROAD, asphalt, ASPHALT, paint, lanes)
@@ -143,7 +141,9 @@ def _road_details(canvas: Canvas, r: Random, s: Street, asphalt: Color, paint: C
     for _ in range(r.randint(1, 6)):
         x, z = r.uniform(s.left + 1, s.right - 1), r.uniform(4, 30)
         size = r.choice((0.35, 0.35, 0.9))
-        canvas.blot(x, z, size, size * r.uniform(1, 3), ROAD, tint(asphalt, r.uniform(0.6, 1.2)), ASPHALT)
+        canvas.ground_octagon(
+            x, z, size, size * r.uniform(1, 3), ROAD, tint(asphalt, r.uniform(0.6, 1.2)), ASPHALT
+        )
     if s.left < -8 and r.random() < 0.4:
         x = s.left / 2 - 0.2
         canvas.ground((x - 0.9, x + 0.9), (1.0, s.junction or 300.0), TERRAIN, (0.22, 0.32, 0.12), GRASS,
@@ -157,16 +157,16 @@ def _road_details(canvas: Canvas, r: Random, s: Street, asphalt: Color, paint: C
             x += 1.0
 
 
-def _along(r: Random, start: float, stop: float, step: tuple[float, float]) -> list[float]:
+def _positions_along(r: Random, start: float, stop: float, step: tuple[float, float]) -> list[float]:
     """Return random positions from `start` to `stop`. The spacing, drawn from the range `step`, grows with distance."""
-    places, z = [], start + r.uniform(0, step[1] / 2)
+    positions, z = [], start + r.uniform(0, step[1] / 2)
     while z < stop:
-        places.append(z)
+        positions.append(z)
         z += r.uniform(*step) * (1 + z / 60)
-    return places
+    return positions
 
 
-def _in_junction(s: Street, z: float, margin: float = 0.0) -> bool:
+def _is_in_junction(s: Street, z: float, margin: float = 0.0) -> bool:
     return s.junction > 0 and s.junction - margin < z < s.junction + s.width + margin
 
 
@@ -176,20 +176,20 @@ def _roadside(canvas: Canvas, r: Random, s: Street) -> None:
         leaves = leaf_colors(r)
         strip = curb + sign * 0.7
         if r.random() < 0.6:
-            for z in _along(r, 7, 75, (6.0, 12.0)):
-                if not _in_junction(s, z, 2):
+            for z in _positions_along(r, 7, 75, (6.0, 12.0)):
+                if not _is_in_junction(s, z, 2):
                     draw_tree(canvas, r, strip + sign * r.uniform(0, 0.6), z, leaves)
-        for z in _along(r, 7, 80, (8.0, 22.0)):
+        for z in _positions_along(r, 7, 80, (8.0, 22.0)):
             draw_lamp(canvas, r, strip - sign * 0.2, z, -sign)
-        for z in _along(r, 7, 45, (10.0, 35.0)):
+        for z in _positions_along(r, 7, 45, (10.0, 35.0)):
             draw_sign(canvas, r, strip + r.uniform(-0.2, 0.4) * sign, z)
-        for z in _along(r, 8, 40, (8.0, 50.0)):
+        for z in _positions_along(r, 8, 40, (8.0, 50.0)):
             pick = r.random()
-            beside = edge - sign * r.uniform(0.4, 0.9)
+            outer_x = edge - sign * r.uniform(0.4, 0.9)
             if pick < 0.35:
-                draw_shrub(canvas, r, beside, z, leaf_colors(r), r.uniform(0.5, 1.3))
+                draw_shrub(canvas, r, outer_x, z, leaf_colors(r), r.uniform(0.5, 1.3))
             elif pick < 0.7:
-                draw_clutter(canvas, r, beside, z)
+                draw_clutter(canvas, r, outer_x, z)
         if s.junction and r.random() < 0.85:
             draw_traffic_light(canvas, r, strip - sign * 0.3, s.junction - 1.2, -sign)
             draw_traffic_light(canvas, r, strip - sign * 0.3, s.junction + s.width + 1, -sign)
@@ -197,16 +197,16 @@ def _roadside(canvas: Canvas, r: Random, s: Street) -> None:
             draw_traffic_light(canvas, r, strip - sign * 0.3, r.uniform(9, 40), -sign)
 
 
-def _parked(canvas: Canvas, r: Random, s: Street) -> None:
+def _parked_vehicles(canvas: Canvas, r: Random, s: Street) -> None:
     """Place parked cars along the curbs and parked two-wheelers on the sidewalks."""
-    for sign, x, used in ((-1, s.left + 1.15, s.parking[0]), (1, s.right - 1.15, s.parking[1])):
-        full = r.uniform(0.45, 0.95)
-        for z in _along(r, 5, 70, (5.6, 6.6)) if used else ():
-            if r.random() < full and not _in_junction(s, z, 5):
-                turned = math.pi if r.random() < (0.75 if sign < 0 else 0.05) else 0.0
-                pose = Pose(x + r.uniform(-0.15, 0.15), z, turned + r.gauss(0, 0.03))
+    for sign, x, has_parking in ((-1, s.left + 1.15, s.parking[0]), (1, s.right - 1.15, s.parking[1])):
+        occupancy = r.uniform(0.45, 0.95)
+        for z in _positions_along(r, 5, 70, (5.6, 6.6)) if has_parking else ():
+            if r.random() < occupancy and not _is_in_junction(s, z, 5):
+                heading = math.pi if r.random() < (0.75 if sign < 0 else 0.05) else 0.0
+                pose = Pose(x + r.uniform(-0.15, 0.15), z, heading + r.gauss(0, 0.03))
                 (draw_truck if r.random() < 0.03 else draw_car)(canvas, r, pose)
-        for z in _along(r, 6, 30, (4.0, 30.0)):
+        for z in _positions_along(r, 6, 30, (4.0, 30.0)):
             if r.random() < 0.55:
                 edge = s.edge_left if sign < 0 else s.edge_right
                 draw_cycle(
@@ -215,14 +215,14 @@ def _parked(canvas: Canvas, r: Random, s: Street) -> None:
 
 
 def _traffic(canvas: Canvas, r: Random, s: Street) -> None:
-    """Place vehicles that drive ahead of the camera, approach the camera, or cross the junction."""
+    """Place vehicles that drive ahead of the camera, approach the camera, or cross the junction, and cyclists."""
     ahead, oncoming = r.uniform(-0.5, 0.5), -3.3 + r.uniform(-0.3, 0.3)
     tram = r.random() < 0.17
     for lane, heading in ((ahead, 0.0), (oncoming, math.pi)):
         if lane - 1.2 < s.left:
             continue
-        for z in _along(r, 8, 70, (9.0, 32.0)):
-            if _in_junction(s, z, 3):
+        for z in _positions_along(r, 8, 70, (9.0, 32.0)):
+            if _is_in_junction(s, z, 3):
                 continue
             if tram and z > 9:
                 tram = False
@@ -237,7 +237,7 @@ def _traffic(canvas: Canvas, r: Random, s: Street) -> None:
         x = r.uniform(s.left + 2, s.right - 2) - turn * 2.2
         draw = r.choice((draw_car, draw_car, draw_car, draw_bus, draw_truck))
         draw(canvas, r, Pose(x, s.junction + r.uniform(1.5, 4), turn * math.pi / 2 + r.gauss(0, 0.15)))
-    for z in _along(r, 6, 40, (10.0, 60.0)):
+    for z in _positions_along(r, 6, 40, (10.0, 60.0)):
         if r.random() < 0.6:
             lane = r.choice((s.right - (2.6 if s.parking[1] else 0.6), ahead + 1.2, oncoming - 0.8))
             draw_cycle(canvas, r, lane, z, ROAD, r.random() < 0.35, True)
@@ -245,16 +245,16 @@ def _traffic(canvas: Canvas, r: Random, s: Street) -> None:
 
 def _rails(canvas: Canvas, x: float) -> None:
     for u in (-0.72, 0.72):
-        canvas.place(GROUND, 1)
+        canvas.set_layer(GROUND, 1)
         canvas.ground((x + u - 0.04, x + u + 0.04), (1.0, 300.0), ROAD, (0.5, 0.5, 0.52), ASPHALT)
 
 
 def _walkers(canvas: Canvas, r: Random, s: Street) -> None:
     """Place pedestrians on the sidewalks, some in groups, and some crossing the road."""
     for sign, curb, edge in ((-1, s.left, s.edge_left), (1, s.right, s.edge_right)):
-        busy = r.choice((0.15, 0.5, 0.9))
-        for z in _along(r, 6, 55, (3.0, 9.0)):
-            for _ in range(r.choice((1, 1, 2)) if r.random() < busy else 0):
+        density = r.choice((0.15, 0.5, 0.9))
+        for z in _positions_along(r, 6, 55, (3.0, 9.0)):
+            for _ in range(r.choice((1, 1, 2)) if r.random() < density else 0):
                 x = r.uniform(curb + sign * 0.5, edge - sign * 0.4)
                 draw_person(canvas, r, x, z + r.uniform(-0.6, 0.6), SIDEWALK)
     if r.random() < 0.4:
@@ -267,10 +267,10 @@ def _hood(canvas: Canvas, r: Random) -> None:
     """In most scenes, paint the hood of the car that carries the camera. Metrics ignore the pixels of the hood."""
     if r.random() < 0.25:
         return
-    canvas.place(EGO, 1)
+    canvas.set_layer(EGO, 1)
     top, sag, paint = r.uniform(0.9, 0.97), r.uniform(0.01, 0.05), r.uniform(0.04, 0.4)
     arc = [(x / 10, top + sag * (x / 5 - 1) ** 2) for x in range(-1, 12)]
     color = (paint, paint, paint * 1.04)
     canvas.add([*arc, (1.2, 1.2), (-0.2, 1.2)], VOID, color, 0, tint(color, 1.8))
     canvas.add([*arc, *((x, y + 0.012) for x, y in reversed(arc))], VOID, tint(color, 1.7))
-    canvas.place(OBJECTS, 1)
+    canvas.set_layer(OBJECTS, 1)

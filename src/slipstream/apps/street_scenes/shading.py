@@ -9,22 +9,22 @@ from numpy.typing import NDArray
 
 from slipstream.apps.street_scenes import canvas as sc
 from slipstream.apps.street_scenes.canvas import Canvas, Shape
-from slipstream.apps.street_scenes.textures import PAINTS, Floats, Pixels, between_bars, noise
+from slipstream.apps.street_scenes.textures import TEXTURES, Floats, Pixels, between_bars, noise
 from slipstream.extras import extra
 
 __all__ = ["render"]
 
 Ids = NDArray[np.intp]
-_SEE_THROUGH = (sc.BARS, sc.SPOKES, sc.FOLIAGE)
+_TRANSPARENT = (sc.BARS, sc.SPOKES, sc.FOLIAGE)
 
 
-class _Hole(NamedTuple):
-    """A partly transparent shape: its id, the corner of its bounding box, and the ids in the box before painting."""
+class _TransparentShape(NamedTuple):
+    """A partly transparent shape: its id, the top-left corner of its bounding box, and the ids that it covers there."""
 
     shape: int
     left: int
     top: int
-    under: Ids
+    covered_ids: Ids
 
 
 def render(
@@ -32,74 +32,74 @@ def render(
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Return the image (H, W, 3) and the class map (H, W) of a canvas, both uint8."""
     shapes = sorted(canvas.shapes, key=_key)
-    clouds, finish = _cloud(rng, size), rng.random(2)
-    ids, holes = _rasterize(shapes, size)
+    clouds, sensor_params = _cloud(rng, size), rng.random(2)
+    ids, transparent = _rasterize(shapes, size)
     mask = np.array([s.cls for s in shapes], np.uint8).take(ids)
-    table = np.array([s.table for s in shapes], np.float32).T.copy()
+    table = np.array([s.attributes for s in shapes], np.float32).T.copy()
     materials = np.array([s.material for s in shapes], np.int8)
-    for hole in reversed(holes):
-        _see_through(hole, ids, canvas, table, materials[hole.shape])
-    place = _world(canvas, ids, table)
-    blend, shade = _texture(canvas, ids, materials, table, place, clouds)
+    for item in reversed(transparent):
+        _fill_gaps(item, ids, canvas, table, materials[item.shape])
+    positions = _world_positions(canvas, ids, table)
+    blend, shade = _texture(canvas, ids, materials, table, positions, clouds)
     shade *= 0.92 + 0.16 * clouds
-    image = _color(canvas, ids, table, blend, shade, place[2], size)
-    return _sensor(image, rng, finish), mask
+    image = _color(canvas, ids, table, blend, shade, positions[2], size)
+    return _sensor(image, rng, sensor_params), mask
 
 
 def _key(shape: Shape) -> float:
     return shape.key
 
 
-def _rasterize(shapes: list[Shape], size: tuple[int, int]) -> tuple[Ids, list[_Hole]]:
+def _rasterize(shapes: list[Shape], size: tuple[int, int]) -> tuple[Ids, list[_TransparentShape]]:
     with extra("images"):
         from PIL import Image, ImageDraw
 
     height, width = size
-    picture = Image.new("I", (width, height))
-    draw = ImageDraw.Draw(picture)
-    holes = []
-    for i, (_, relative, _, material, table) in enumerate(shapes):
-        points = [(x * width - 0.5, y * height - 0.5) for x, y in relative]
-        if material in _SEE_THROUGH and (material != sc.FOLIAGE or table[9] > 0):
+    id_image = Image.new("I", (width, height))
+    draw = ImageDraw.Draw(id_image)
+    transparent = []
+    for i, (_, relative_points, _, material, attributes) in enumerate(shapes):
+        points = [(x * width - 0.5, y * height - 0.5) for x, y in relative_points]
+        if material in _TRANSPARENT and (material != sc.FOLIAGE or attributes[9] > 0):
             xs, ys = [p[0] for p in points], [p[1] for p in points]
             left, top = max(int(min(xs)), 0), max(int(min(ys)), 0)
             right, bottom = min(int(max(xs)) + 2, width), min(int(max(ys)) + 2, height)
             if left < right and top < bottom:
-                under = np.asarray(picture.crop((left, top, right, bottom)))
-                holes.append(_Hole(i, left, top, under))
+                covered_ids = np.asarray(id_image.crop((left, top, right, bottom)))
+                transparent.append(_TransparentShape(i, left, top, covered_ids))
         draw.polygon(points, fill=i)
-    return np.array(picture, np.intp), holes
+    return np.array(id_image, np.intp), transparent
 
 
 def _rays(canvas: Canvas, size: tuple[int, int], box: tuple[int, int, int, int]) -> tuple[Floats, Floats]:
     """Return the slopes dX/dZ (1, w) and -dY/dZ (h, 1) for the pixels in a (left, top, right, bottom) box."""
     focal, vx, vy, _ = canvas.camera
     height, width = size
-    across = (np.arange(box[0], box[2], dtype=np.float32) + 0.5) / width - vx
-    down = (np.arange(box[1], box[3], dtype=np.float32) + 0.5) / height - vy
-    return (across / focal).astype(np.float32)[None], (down / (2 * focal)).astype(np.float32)[:, None]
+    x = (np.arange(box[0], box[2], dtype=np.float32) + 0.5) / width - vx
+    y = (np.arange(box[1], box[3], dtype=np.float32) + 0.5) / height - vy
+    return (x / focal).astype(np.float32)[None], (y / (2 * focal)).astype(np.float32)[:, None]
 
 
-def _see_through(hole: _Hole, ids: Ids, canvas: Canvas, table: Floats, material: int) -> None:
+def _fill_gaps(item: _TransparentShape, ids: Ids, canvas: Canvas, table: Floats, material: int) -> None:
     """Set the pixels in the gaps of a fence, wheel or tree to the id of the shape behind it."""
-    height, width = hole.under.shape
-    region = ids[hole.top : hole.top + height, hole.left : hole.left + width]
-    a, b, c = table[:3, hole.shape]
+    height, width = item.covered_ids.shape
+    region = ids[item.top : item.top + height, item.left : item.left + width]
+    a, b, c = table[:3, item.shape]
     dx, dy = _rays(canvas, (ids.shape[0], ids.shape[1]),
-                   (hole.left, hole.top, hole.left + width, hole.top + height))  # fmt: skip
+                   (item.left, item.top, item.left + width, item.top + height))  # fmt: skip
     z = 1 / np.maximum(a * dx + b * dy + c, 1e-3)
     s, y = dx * z + z, canvas.camera.height - dy * z
-    p = table[9:13, hole.shape]
+    params = table[9:13, item.shape]
     if material == sc.FOLIAGE:
-        open_ = noise(s * 70 + p[1] * 5, y * 70, True) > 2.1 - 4 * p[0]
+        gaps = noise(s * 70 + params[1] * 5, y * 70, True) > 2.1 - 4 * params[0]
     elif material == sc.SPOKES:
-        open_ = noise(s * 90, y * 90) > -0.4
+        gaps = noise(s * 90, y * 90) > -0.4
     else:
-        open_ = between_bars(s, y, p)
-    np.copyto(region, hole.under, where=open_ & (region == hole.shape))
+        gaps = between_bars(s, y, params)
+    np.copyto(region, item.covered_ids, where=gaps & (region == item.shape))
 
 
-def _world(canvas: Canvas, ids: Ids, table: Floats) -> tuple[Floats, Floats, Floats]:
+def _world_positions(canvas: Canvas, ids: Ids, table: Floats) -> tuple[Floats, Floats, Floats]:
     """Return X, Y and Z, in meters, of the surface that is visible at each pixel."""
     dx, dy = _rays(canvas, (ids.shape[0], ids.shape[1]), (0, 0, ids.shape[1], ids.shape[0]))
     inverse = table[0].take(ids) * dx
@@ -111,22 +111,22 @@ def _world(canvas: Canvas, ids: Ids, table: Floats) -> tuple[Floats, Floats, Flo
 
 def _texture(
     canvas: Canvas, ids: Ids, materials: NDArray[np.int8], table: Floats,
-    place: tuple[Floats, Floats, Floats], clouds: Floats,
+    positions: tuple[Floats, Floats, Floats], clouds: Floats,
 ) -> tuple[Floats, Floats]:  # fmt: skip
     """Return the weight of the second color and the brightness of each pixel."""
     blend, shade = np.zeros(ids.shape, np.float32), np.ones(ids.shape, np.float32)
     flat_ids, material = ids.ravel(), materials.take(ids.ravel())
-    x, y, z = (part.ravel() for part in place)
+    x, y, z = (part.ravel() for part in positions)
     per_meter = canvas.camera.focal * ids.shape[1]
-    for number, paint in PAINTS.items():
-        at = np.flatnonzero(material == number)
-        if not at.size:
+    for material_id, texture in TEXTURES.items():
+        selected = np.flatnonzero(material == material_id)
+        if not selected.size:
             continue
-        mine = flat_ids.take(at)
-        px, py, pz = x.take(at), y.take(at), z.take(at)
-        p0, p1, p2, p3 = (row.take(mine) for row in table[9:13])
+        selected_ids = flat_ids.take(selected)
+        px, py, pz = x.take(selected), y.take(selected), z.take(selected)
+        p0, p1, p2, p3 = (row.take(selected_ids) for row in table[9:13])
         pixels = Pixels(px, py, pz, px + pz, pz / per_meter, (p0, p1, p2, p3))
-        blend.ravel()[at], shade.ravel()[at] = paint(pixels, canvas)
+        blend.ravel()[selected], shade.ravel()[selected] = texture(pixels, canvas)
     _sky(blend, ids, materials, table, canvas, clouds)
     return blend, shade
 
@@ -134,9 +134,9 @@ def _texture(
 def _sky(
     blend: Floats, ids: Ids, materials: NDArray[np.int8], table: Floats, canvas: Canvas, clouds: Floats
 ) -> None:
-    down = np.arange(ids.shape[0], dtype=np.float32)[:, None] / (ids.shape[0] * canvas.camera.vy)
+    y = np.arange(ids.shape[0], dtype=np.float32)[:, None] / (ids.shape[0] * canvas.camera.vy)
     cover = table[9, 0]
-    sky = np.clip(down * down * 0.8 + np.clip((clouds + cover - 0.45) * 2.5, 0, 1), 0, 1)
+    sky = np.clip(y * y * 0.8 + np.clip((clouds + cover - 0.45) * 2.5, 0, 1), 0, 1)
     np.copyto(blend, sky, where=(materials == sc.SKY).take(ids))
 
 
@@ -175,15 +175,15 @@ def _color(
 
 
 def _sensor(
-    image: NDArray[np.uint8], rng: np.random.Generator, finish: NDArray[np.float64]
+    image: NDArray[np.uint8], rng: np.random.Generator, sensor_params: NDArray[np.float64]
 ) -> NDArray[np.uint8]:
     """Blur the image slightly, as a lens does, and add sensor noise."""
     with extra("images"):
         from PIL import Image, ImageFilter
 
-    radius = float(0.3 + 0.35 * finish[0]) * max(1.0, image.shape[1] / 1400)
+    radius = float(0.3 + 0.35 * sensor_params[0]) * max(1.0, image.shape[1] / 1400)
     soft = np.asarray(Image.fromarray(image).filter(ImageFilter.GaussianBlur(radius))).astype(np.int16)
-    strength = 2 + int(finish[1] * finish[1] * 9)
+    strength = 2 + int(sensor_params[1] * sensor_params[1] * 9)
     soft += rng.integers(0, strength, image.shape, np.int16)
     soft -= rng.integers(0, strength, image.shape, np.int16)
     return np.clip(soft, 0, 255).astype(np.uint8)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from slipstream.apps.street_scenes import canvas as sc
 from slipstream.apps.street_scenes.canvas import Canvas
 
-__all__ = ["PAINTS", "Floats", "Pixels", "between_bars", "noise"]
+__all__ = ["TEXTURES", "Floats", "Pixels", "between_bars", "noise"]
 
 Floats = NDArray[np.float32]
 
@@ -47,19 +47,19 @@ def _tile(smooth: bool) -> Floats:
 
 def noise(u: Floats, v: Floats, smooth: bool = False) -> Floats:
     """Return noise with zero mean and unit standard deviation at positions in texels, which must be at least -4096."""
-    at = (u + 4096).astype(np.intp)
-    at &= 255
-    at <<= 8
-    at |= (v + 4096).astype(np.intp) & 255
-    return _tile(smooth).take(at)
+    index = (u + 4096).astype(np.intp)
+    index &= 255
+    index <<= 8
+    index |= (v + 4096).astype(np.intp) & 255
+    return _tile(smooth).take(index)
 
 
 def between_bars(s: Floats, y: Floats, p: Floats) -> NDArray[np.bool_]:
     """Return a mask of the gaps in a fence. `p` is (bar spacing, kind, height, solid fraction)."""
-    gap, kind, high, solid = (float(v) for v in p)
+    gap, kind, height, solid = (float(v) for v in p)
     if kind == 2:
         return np.asarray((y / gap % 1 > max(solid, 0.5)) & (s / 2 % 1 > 0.06))
-    rails = (y < high - 0.08) & (np.abs(y - 0.2) > 0.05)
+    rails = (y < height - 0.08) & (np.abs(y - 0.2) > 0.05)
     if kind == 0:
         return np.asarray(rails & (s / gap % 1 > solid))
     mesh = ((s + y) / gap % 1 > solid) & ((s - y) / gap % 1 > solid)
@@ -79,16 +79,16 @@ def _glass(p: Pixels, canvas: Canvas) -> tuple[Floats, Floats]:
 
 def _facade(p: Pixels, canvas: Canvas) -> tuple[Floats, Floats]:
     """Return rows of windows with frames and curtains, shop windows below them, and plaster or brick in between."""
-    period, floor, share, phase = p.params
+    period, floor, window_fraction, phase = p.params
     u, v = p.s / period + phase + 64, p.y / floor
     column, level = np.floor(u), np.floor(v)
     u, v = np.abs(u - column - 0.5), v - level
-    shop = (share < 0) & (level <= 0)
-    half = np.where(shop, 0.44, np.abs(share) * 0.5)
-    tall = np.where(shop, 0.33, np.minimum(np.abs(share) * 0.5 + 0.1, 0.4))
-    off = np.abs(v - np.where(shop, 0.42, 0.53))
-    window = (u < half) & (off < tall) & (share != 0)
-    pane = (u < half - 0.04) & (off < tall - 0.03) & ((u > 0.025) | shop)
+    shop = (window_fraction < 0) & (level <= 0)
+    half_width = np.where(shop, 0.44, np.abs(window_fraction) * 0.5)
+    half_height = np.where(shop, 0.33, np.minimum(np.abs(window_fraction) * 0.5 + 0.1, 0.4))
+    distance = np.abs(v - np.where(shop, 0.42, 0.53))
+    window = (u < half_width) & (distance < half_height) & (window_fraction != 0)
+    pane = (u < half_width - 0.04) & (distance < half_height - 0.03) & ((u > 0.025) | shop)
     detail = np.clip(1.6 - p.pitch * 5 / period, 0, 1)
     dice = noise(column * 37 + phase * 255, level * 91)
     stain = noise(p.s * 20, p.y * 12, True) * 0.06 + noise(p.s * 24, p.y * 24) * 0.05
@@ -97,7 +97,12 @@ def _facade(p: Pixels, canvas: Canvas) -> tuple[Floats, Floats]:
     sky = 0.15 * noise(p.s * 40 + p.y * 20, p.y * 20, True)
     blend = np.where(pane, curtain, 0.0) * detail + (1 - detail) * 0.25
     shade = np.where(pane, np.maximum(glow + sky, 0.1), np.where(window, 1.22, 1.0 + stain))
-    sill = (off > tall) & (off < tall + 0.04) & (u < half + 0.05) & (share != 0)
+    sill = (
+        (distance > half_height)
+        & (distance < half_height + 0.04)
+        & (u < half_width + 0.05)
+        & (window_fraction != 0)
+    )
     return blend.astype(np.float32), (1 + (shade - 1) * detail - 0.3 * sill * detail).astype(np.float32)
 
 
@@ -107,10 +112,10 @@ def _brick(p: Pixels, canvas: Canvas) -> tuple[Floats, Floats]:
     u = p.s / (course * 2.6) + 0.5 * (row % 2)
     joint = (p.y / course - row < 0.14) | (u - np.floor(u) < 0.06)
     detail = np.clip(1.5 - p.pitch * 3 / course, 0, 1) * (course < 5)
-    each = noise(row * 53, np.floor(u) * 29) * 0.09 * detail
+    variation = noise(row * 53, np.floor(u) * 29) * 0.09 * detail
     n = noise(p.s * 30, p.y * 24, True)
     blend = np.clip(0.14 * n + 0.1 + np.clip(0.5 - p.y, 0, 0.5) * 0.5, 0, 0.8)
-    return blend, (1 - 0.24 * joint * detail + each + 0.07 * n).astype(np.float32)
+    return blend, (1 - 0.24 * joint * detail + variation + 0.07 * n).astype(np.float32)
 
 
 def _sunlight(p: Pixels, canvas: Canvas) -> Floats:
@@ -126,15 +131,15 @@ def _sunlight(p: Pixels, canvas: Canvas) -> Floats:
 def _asphalt(p: Pixels, canvas: Canvas) -> tuple[Floats, Floats]:
     """Return grain, wear and lane markings with `params` = (offset, lane width, solid, wear)."""
     offset, lane, solid, wear = p.params
-    across = (p.x - offset) / np.maximum(lane, 0.1)
-    off = np.abs(across - np.round(across)) * lane
+    lane_position = (p.x - offset) / np.maximum(lane, 0.1)
+    distance = np.abs(lane_position - np.round(lane_position)) * lane
     dash = (p.z / 7 % 1 < 0.5) | (solid > 0)
     grain = noise(p.x * 30, p.z * 30)
     patch = noise(p.x * 32, p.z * 12, True)
-    line = (lane > 0) & (off < 0.08 + p.pitch * 0.4) & dash
+    line = (lane > 0) & (distance < 0.08 + p.pitch * 0.4) & dash
     blend = np.where(line, np.clip(wear + 0.35 * grain, 0, 0.95), np.float32(0))
     fade = np.clip(1 - p.z / 40, 0.15, 1)
-    track = np.where(np.abs(off - 0.7) < 0.3, np.float32(0.95), np.float32(1.0))
+    track = np.where(np.abs(distance - 0.7) < 0.3, np.float32(0.95), np.float32(1.0))
     return blend.astype(np.float32), (1 + 0.09 * grain * fade + 0.07 * patch) * track * _sunlight(p, canvas)
 
 
@@ -143,9 +148,9 @@ def _paving(p: Pixels, canvas: Canvas) -> tuple[Floats, Floats]:
     u, v = p.x / slab, p.z / slab
     joint = (u - np.floor(u) < 0.08) | (v - np.floor(v) < 0.08)
     detail = np.clip(1.5 - p.z * p.pitch / slab, 0, 1) * (p.params[0] > 0)
-    each = noise(np.floor(u) * 41, np.floor(v) * 23) * 0.07 * detail
+    variation = noise(np.floor(u) * 41, np.floor(v) * 23) * 0.07 * detail
     n = noise(p.x * 14, p.z * 14)
-    shade = (1 - 0.22 * joint * detail + each + 0.06 * n) * _sunlight(p, canvas)
+    shade = (1 - 0.22 * joint * detail + variation + 0.06 * n) * _sunlight(p, canvas)
     return np.clip(0.12 * n + 0.08, 0, 0.6), shade.astype(np.float32)
 
 
@@ -165,7 +170,7 @@ def _foliage(p: Pixels, canvas: Canvas) -> tuple[Floats, Floats]:
     return blend, 1 + 0.12 * up + 0.1 * leaf
 
 
-PAINTS = {
+TEXTURES = {
     sc.PLAIN: _plain, sc.BARS: _plain, sc.SPOKES: _plain, sc.GLASS: _glass, sc.FACADE: _facade,
     sc.BRICK: _brick, sc.ASPHALT: _asphalt, sc.PAVING: _paving, sc.GRASS: _grass, sc.FOLIAGE: _foliage,
 }  # fmt: skip

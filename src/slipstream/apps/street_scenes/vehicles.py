@@ -14,7 +14,7 @@ from slipstream.apps.street_scenes.canvas import (
     Canvas,
     Color,
     Point,
-    some_color,
+    random_color,
     tint,
 )
 
@@ -66,24 +66,26 @@ class _Body:
         self.canvas, self.profile, self.half, self.cls, self.paint = canvas, profile, half, cls, paint
         self.x, self.z = pose.x, pose.z
         self.sin, self.cos = math.sin(pose.heading), math.cos(pose.heading)
-        along = -self.x * self.sin - self.z * self.cos
-        across = -self.x * self.cos + self.z * self.sin
-        self.rear_seen = along < profile[-1][0] / 2
-        self.side = 0 if abs(across) < half else (1 if across > 0 else -1)
+        longitudinal = -self.x * self.sin - self.z * self.cos
+        lateral = -self.x * self.cos + self.z * self.sin
+        self.is_rear_visible = longitudinal < profile[-1][0] / 2
+        self.side = 0 if abs(lateral) < half else (1 if lateral > 0 else -1)
         light = canvas.light
         self.end_light = light.facing if abs(self.cos) > 0.5 else light.left
         self.side_light = (light.right if self.side * self.cos > 0 else light.left) if self.side else 1.0
 
-    def at(self, along: float, across: float, y: float) -> Point:
-        x = self.x + along * self.sin + across * self.cos
-        return self.canvas.point(x, y, self.z + along * self.cos - across * self.sin)
+    def point(self, longitudinal: float, lateral: float, y: float) -> Point:
+        x = self.x + longitudinal * self.sin + lateral * self.cos
+        return self.canvas.point(x, y, self.z + longitudinal * self.cos - lateral * self.sin)
 
-    def shell(self, glass: Color) -> None:
+    def paint_shell(self, glass: Color) -> None:
         """Paint the edges from the far end to the near end, then the side."""
-        rows = [(self.at(a, -self.half, y), self.at(a, self.half, y), kind) for a, y, kind in self.profile]
+        rows = [
+            (self.point(a, -self.half, y), self.point(a, self.half, y), kind) for a, y, kind in self.profile
+        ]
         edges = list(pairwise(rows))
         plastic = tint(self.paint, 0.35)
-        for (l0, r0, kind), (l1, r1, _) in reversed(edges) if self.rear_seen else edges:
+        for (l0, r0, kind), (l1, r1, _) in reversed(edges) if self.is_rear_visible else edges:
             quad = [l0, r0, r1, l1]
             if kind == "g":
                 self.canvas.add(quad, self.cls, glass, GLASS, self.canvas.light.haze)
@@ -95,43 +97,43 @@ class _Body:
             outline = [row[0] if self.side < 0 else row[1] for row in rows]
             self.canvas.add(outline, self.cls, tint(self.paint, self.side_light))
 
-    def on_side(self, corners: list[tuple[float, float]], color: Color, glass: bool = False) -> None:
-        """Paint a polygon of (along, height) corners on the visible side."""
+    def paint_side(self, corners: list[tuple[float, float]], color: Color, glass: bool = False) -> None:
+        """Paint a polygon of (longitudinal position, height) corners on the visible side."""
         if self.side:
-            points = [self.at(a, self.side * self.half, y) for a, y in corners]
+            points = [self.point(a, self.side * self.half, y) for a, y in corners]
             if glass:
                 self.canvas.add(points, self.cls, color, GLASS, self.canvas.light.haze)
             else:
                 self.canvas.add(points, self.cls, color)
 
-    def on_end(
+    def paint_end(
         self, u: tuple[float, float], y: tuple[float, float], color: Color, glass: bool = False
     ) -> None:
         """Paint a rectangle on the visible end; `u` ranges from -1 to 1 across its width."""
-        along = self.profile[0][0] if self.rear_seen else self.profile[-1][0]
+        longitudinal = self.profile[0][0] if self.is_rear_visible else self.profile[-1][0]
         h = self.half
-        points = [self.at(along, u[i] * h, y[j]) for i, j in ((0, 0), (1, 0), (1, 1), (0, 1))]
+        points = [self.point(longitudinal, u[i] * h, y[j]) for i, j in ((0, 0), (1, 0), (1, 1), (0, 1))]
         if glass:
             self.canvas.add(points, self.cls, color, GLASS, self.canvas.light.haze)
         else:
             self.canvas.add(points, self.cls, color)
 
-    def wheels(self, alongs: list[float], radius: float) -> None:
+    def paint_wheels(self, positions: list[float], radius: float) -> None:
         """Paint tires and rims on the visible side, and tires below the visible end."""
         tire, rim = (0.035, 0.035, 0.04), (0.4, 0.4, 0.42)
         for u in (-0.95, 0.68):
-            self.on_end((u, u + 0.27), (0.0, radius), tire)
-        for a in alongs if self.side else ():
-            self.on_side([(a + radius * u, radius + radius * v) for u, v in _WHEEL], tire)
-            self.on_side([(a + radius * 0.6 * u, radius + radius * 0.6 * v) for u, v in _WHEEL], rim)
+            self.paint_end((u, u + 0.27), (0.0, radius), tire)
+        for a in positions if self.side else ():
+            self.paint_side([(a + radius * u, radius + radius * v) for u, v in _WHEEL], tire)
+            self.paint_side([(a + radius * 0.6 * u, radius + radius * 0.6 * v) for u, v in _WHEEL], rim)
 
-    def lights(self, y: tuple[float, float], width: float) -> None:
+    def paint_lights(self, y: tuple[float, float], width: float) -> None:
         """Paint the lights and the license plate on the visible end."""
         glow = 1.5 if self.canvas.light.dusk else 0.75
-        lamp = (0.75 * glow, 0.05, 0.04) if self.rear_seen else (0.95 * glow, 0.95 * glow, 0.88 * glow)
-        self.on_end((-0.97, -0.97 + width), y, lamp)
-        self.on_end((0.97 - width, 0.97), y, lamp)
-        self.on_end((-0.26, 0.26), (y[0] - 0.18, y[0] - 0.05), (0.85, 0.85, 0.8))
+        lamp = (0.75 * glow, 0.05, 0.04) if self.is_rear_visible else (0.95 * glow, 0.95 * glow, 0.88 * glow)
+        self.paint_end((-0.97, -0.97 + width), y, lamp)
+        self.paint_end((0.97 - width, 0.97), y, lamp)
+        self.paint_end((-0.26, 0.26), (y[0] - 0.18, y[0] - 0.05), (0.85, 0.85, 0.8))
 
 
 _WHEEL = [(math.cos(i * math.pi / 5), math.sin(i * math.pi / 5)) for i in range(10)]
@@ -140,16 +142,16 @@ _WHEEL = [(math.cos(i * math.pi / 5), math.sin(i * math.pi / 5)) for i in range(
 def _shadow(canvas: Canvas, pose: Pose, length: float, half: float) -> None:
     x = pose.x + length / 2 * math.sin(pose.heading)
     z = pose.z + length / 2 * math.cos(pose.heading)
-    across = abs(math.sin(pose.heading)) > 0.5
-    rx, rz = (length * 0.56, half * 1.2) if across else (half * 1.25, length * 0.56)
-    canvas.blot(
+    is_crossing = abs(math.sin(pose.heading)) > 0.5
+    rx, rz = (length * 0.56, half * 1.2) if is_crossing else (half * 1.25, length * 0.56)
+    canvas.ground_octagon(
         x - 0.25 * canvas.light.sun_side, max(z, rz + 1.5), rx, rz, ROAD, (0.07, 0.07, 0.075), ASPHALT
     )
 
 
-def _begin(canvas: Canvas, pose: Pose, length: float, half: float) -> Pose:
+def _place_vehicle(canvas: Canvas, pose: Pose, length: float, half: float) -> Pose:
     """Set the painting order, draw the shadow, and return the pose with `z` at the center of the rear."""
-    canvas.place(OBJECTS, pose.z)
+    canvas.set_layer(OBJECTS, pose.z)
     back = max(0.0, -length * math.cos(pose.heading)) + half * abs(math.sin(pose.heading))
     pose = pose._replace(z=pose.z + back)
     _shadow(canvas, pose, length, half)
@@ -160,20 +162,20 @@ def draw_car(canvas: Canvas, r: Random, pose: Pose) -> None:
     """Draw a car or van of a random type and color."""
     profile = r.choice((_SEDAN, _HATCH, _HATCH, _WAGON, _WAGON, _VAN))
     length = profile[-1][0]
-    paint = some_color(r, 0.64, 0.06, 0.06)
+    paint = random_color(r, 0.64, 0.06, 0.06)
     glass = r.choice(((0.05, 0.06, 0.07), (0.12, 0.14, 0.16), (0.22, 0.25, 0.28)))
-    pose = _begin(canvas, pose, length, 0.88)
+    pose = _place_vehicle(canvas, pose, length, 0.88)
     body = _Body(canvas, pose, profile, 0.88, CAR, paint)
-    body.shell(glass)
+    body.paint_shell(glass)
     _car_side(body, profile, glass, panel=profile is _VAN and r.random() < 0.5)
-    body.wheels([0.19 * length, 0.81 * length], 0.32)
-    low = profile[1][1] + (0.08 if body.rear_seen else -0.02)
-    body.lights((low, low + 0.2), r.uniform(0.2, 0.36))
-    if not body.rear_seen:
-        body.on_end((-0.5, 0.5), (0.45, 0.62), (0.04, 0.04, 0.045))
+    body.paint_wheels([0.19 * length, 0.81 * length], 0.32)
+    low = profile[1][1] + (0.08 if body.is_rear_visible else -0.02)
+    body.paint_lights((low, low + 0.2), r.uniform(0.2, 0.36))
+    if not body.is_rear_visible:
+        body.paint_end((-0.5, 0.5), (0.45, 0.62), (0.04, 0.04, 0.045))
     for u in (-1.14, 1.0):
         a = (0.62 if profile is _SEDAN else 0.66) * length
-        tip = [body.at(a, (u + d) * 0.88, y) for d, y in ((0, 0.95), (0.14, 0.95), (0.14, 1.1), (0, 1.1))]
+        tip = [body.point(a, (u + d) * 0.88, y) for d, y in ((0, 0.95), (0.14, 0.95), (0.14, 1.1), (0, 1.1))]
         canvas.add(tip, CAR, tint(paint, 0.6))
 
 
@@ -186,29 +188,29 @@ def _car_side(body: _Body, profile: _Profile, glass: Color, panel: bool) -> None
     )  # fmt: skip
     low = max(y0, y3) + 0.02
     start = a0 + 0.55 * (a2 - a1) if panel else a0 + 0.22
-    body.on_side([(start, low), (max(a1 + 0.08, start), y1 - 0.1), (a2 - 0.05, y2 - 0.1), (a3 - 0.2, low)],
+    body.paint_side([(start, low), (max(a1 + 0.08, start), y1 - 0.1), (a2 - 0.05, y2 - 0.1), (a3 - 0.2, low)],
                  glass, glass=True)  # fmt: skip
-    for share in (0.36, 0.68):
-        a = a1 + share * (a3 - a1)
-        body.on_side([(a - 0.05, low - 0.5), (a + 0.05, low - 0.5), (a + 0.04, y1), (a - 0.04, y1)],
+    for fraction in (0.36, 0.68):
+        a = a1 + fraction * (a3 - a1)
+        body.paint_side([(a - 0.05, low - 0.5), (a + 0.05, low - 0.5), (a + 0.04, y1), (a - 0.04, y1)],
                      tint(body.paint, body.side_light * 0.72))  # fmt: skip
     end = profile[-1][0]
-    body.on_side([(0, 0.3), (0, 0.42), (end, 0.42), (end, 0.3)], tint(body.paint, 0.35))
+    body.paint_side([(0, 0.3), (0, 0.42), (end, 0.42), (end, 0.3)], tint(body.paint, 0.35))
 
 
 def draw_truck(canvas: Canvas, r: Random, pose: Pose) -> None:
     """Draw a truck with a cab and a box, a tarpaulin or an open load bed."""
-    length, high = r.uniform(4.5, 8.0), r.uniform(2.7, 3.7)
+    length, height = r.uniform(4.5, 8.0), r.uniform(2.7, 3.7)
     load = r.choice(("box", "box", "tarp", "bed"))
-    pose = _begin(canvas, pose, length + 2, 1.2)
+    pose = _place_vehicle(canvas, pose, length + 2, 1.2)
     cab = Pose(pose.x + (length + 0.2) * math.sin(pose.heading),
                pose.z + (length + 0.2) * math.cos(pose.heading), pose.heading)  # fmt: skip
     half = 1.2
-    paint = some_color(r, 0.5, 0.1, 0.1)
+    paint = random_color(r, 0.5, 0.1, 0.1)
     front = _Body(canvas, cab, _CAB, half - 0.08, TRUCK, paint)
-    box_paint = some_color(r, 0.6, 0.1, 0.1)
-    box = _Body(canvas, pose, _box(length, 0.9, 1.7 if load == "bed" else high), half, TRUCK, box_paint)
-    if box.rear_seen:
+    box_paint = random_color(r, 0.6, 0.1, 0.1)
+    box = _Body(canvas, pose, _box(length, 0.9, 1.7 if load == "bed" else height), half, TRUCK, box_paint)
+    if box.is_rear_visible:
         _cab(front)
         _load(box, length, load, r)
     else:
@@ -217,77 +219,80 @@ def draw_truck(canvas: Canvas, r: Random, pose: Pose) -> None:
 
 
 def _cab(cab: _Body) -> None:
-    cab.shell((0.08, 0.09, 0.1))
-    cab.on_side([(0.5, 1.5), (0.5, 2.2), (1.3, 2.2), (1.6, 1.5)], (0.08, 0.09, 0.1), glass=True)
-    cab.wheels([1.1], 0.48)
-    if not cab.rear_seen:
-        cab.lights((0.75, 0.98), 0.3)
-        cab.on_end((-0.6, 0.6), (0.9, 1.3), (0.05, 0.05, 0.055))
+    cab.paint_shell((0.08, 0.09, 0.1))
+    cab.paint_side([(0.5, 1.5), (0.5, 2.2), (1.3, 2.2), (1.6, 1.5)], (0.08, 0.09, 0.1), glass=True)
+    cab.paint_wheels([1.1], 0.48)
+    if not cab.is_rear_visible:
+        cab.paint_lights((0.75, 0.98), 0.3)
+        cab.paint_end((-0.6, 0.6), (0.9, 1.3), (0.05, 0.05, 0.055))
 
 
 def _load(box: _Body, length: float, load: str, r: Random) -> None:
     dark = (0.06, 0.06, 0.065)
     for a in (0.0, length):
         chassis = [
-            box.at(a, w * box.half, y) for w, y in ((-0.9, 0.5), (0.9, 0.5), (0.9, 0.95), (-0.9, 0.95))
+            box.point(a, w * box.half, y) for w, y in ((-0.9, 0.5), (0.9, 0.5), (0.9, 0.95), (-0.9, 0.95))
         ]
         box.canvas.add(chassis, TRUCK, dark)
-    box.on_side([(0, 0.5), (0, 0.95), (length, 0.95), (length, 0.5)], dark)
-    box.shell(dark)
+    box.paint_side([(0, 0.5), (0, 0.95), (length, 0.95), (length, 0.5)], dark)
+    box.paint_shell(dark)
     top = box.profile[1][1]
     if load == "tarp":
         for i in range(1, 6):
             a = length * i / 6
-            box.on_side([(a, 0.95), (a, top), (a + 0.08, top), (a + 0.08, 0.95)], tint(box.paint, 0.6))
+            box.paint_side([(a, 0.95), (a, top), (a + 0.08, top), (a + 0.08, 0.95)], tint(box.paint, 0.6))
     elif load == "box":
-        stripe = some_color(r, 0.2, 0.2, 0.2)
+        stripe = random_color(r, 0.2, 0.2, 0.2)
         y = r.uniform(1.3, 2.0)
-        box.on_side([(0.4, y), (0.4, y + 0.7), (length * 0.8, y + 0.7), (length * 0.8, y)], stripe)
-    if box.rear_seen:
-        box.on_end((-0.03, 0.03), (1.0, top - 0.1), tint(box.paint, 0.45))
-        box.on_end((-0.95, 0.95), (0.9, 1.0), tint(box.paint, 0.5))
-        box.lights((0.72, 0.86), 0.25)
-    box.wheels([0.2 * length, 0.34 * length], 0.48)
+        box.paint_side([(0.4, y), (0.4, y + 0.7), (length * 0.8, y + 0.7), (length * 0.8, y)], stripe)
+    if box.is_rear_visible:
+        box.paint_end((-0.03, 0.03), (1.0, top - 0.1), tint(box.paint, 0.45))
+        box.paint_end((-0.95, 0.95), (0.9, 1.0), tint(box.paint, 0.5))
+        box.paint_lights((0.72, 0.86), 0.25)
+    box.paint_wheels([0.2 * length, 0.34 * length], 0.48)
 
 
 def draw_bus(canvas: Canvas, r: Random, pose: Pose) -> None:
     """Draw a city bus with a band of windows, doors, wheels and a destination sign."""
     length = r.uniform(9.0, 13.0)
-    paint = some_color(r, 0.35, 0.15, 0.12)
-    pose = _begin(canvas, pose, length, 1.27)
+    paint = random_color(r, 0.35, 0.15, 0.12)
+    pose = _place_vehicle(canvas, pose, length, 1.27)
     body = _Body(canvas, pose, _box(length, 0.38, r.uniform(2.9, 3.2)), 1.27, BUS, paint)
     _carriage(body, length, (1.35, 2.45), 6, r)
-    body.wheels([0.22 * length, 0.78 * length], 0.48)
-    body.lights((0.75, 0.98), 0.16)
+    body.paint_wheels([0.22 * length, 0.78 * length], 0.48)
+    body.paint_lights((0.75, 0.98), 0.16)
 
 
 def draw_train(canvas: Canvas, r: Random, pose: Pose) -> None:
     """Draw a tram of one to three carriages, with skirts down to the rails and a pantograph."""
-    paint = some_color(r, 0.35, 0.15, 0.12)
+    paint = random_color(r, 0.35, 0.15, 0.12)
     length, cars = r.uniform(8.0, 12.0), r.randint(1, 3)
-    pose = _begin(canvas, pose, length * cars, 1.2)
+    pose = _place_vehicle(canvas, pose, length * cars, 1.2)
     order = range(cars) if math.cos(pose.heading) < 0 else reversed(range(cars))
     for i in order:
-        ahead = i * (length + 0.5)
-        at = Pose(
-            pose.x + ahead * math.sin(pose.heading), pose.z + ahead * math.cos(pose.heading), pose.heading
+        offset = i * (length + 0.5)
+        car_pose = Pose(
+            pose.x + offset * math.sin(pose.heading), pose.z + offset * math.cos(pose.heading), pose.heading
         )
-        body = _Body(canvas, at, _box(length, 0.16, 3.25), 1.2, TRAIN, paint)
+        body = _Body(canvas, car_pose, _box(length, 0.16, 3.25), 1.2, TRAIN, paint)
         _carriage(body, length, (1.2, 2.5), 5, r)
         arm = [
-            body.at(length / 2 + d, w, y) for d, w, y in ((0, -0.1, 3.25), (0.9, -0.1, 4.6), (0.9, 0.1, 4.6))
+            body.point(length / 2 + d, w, y)
+            for d, w, y in ((0, -0.1, 3.25), (0.9, -0.1, 4.6), (0.9, 0.1, 4.6))
         ]
         canvas.add(arm, TRAIN, (0.08, 0.08, 0.08))
-        body.on_end((-0.12, 0.12), (0.7, 0.95), (1.0, 0.95, 0.8) if not body.rear_seen else (0.6, 0.1, 0.1))
+        body.paint_end(
+            (-0.12, 0.12), (0.7, 0.95), (1.0, 0.95, 0.8) if not body.is_rear_visible else (0.6, 0.1, 0.1)
+        )
 
 
 def _carriage(body: _Body, length: float, band: tuple[float, float], windows: int, r: Random) -> None:
     """Paint the shell, the window band, the doors, a stripe and the windshield of a bus or tram."""
     dark = (0.06, 0.07, 0.08)
-    body.shell(dark)
-    stripe = some_color(r, 0.3, 0.1, 0.15)
-    body.on_side([(0, 0.45), (0, 0.9), (length, 0.9), (length, 0.45)], tint(stripe, body.side_light))
-    body.on_side(
+    body.paint_shell(dark)
+    stripe = random_color(r, 0.3, 0.1, 0.15)
+    body.paint_side([(0, 0.45), (0, 0.9), (length, 0.9), (length, 0.45)], tint(stripe, body.side_light))
+    body.paint_side(
         [(0.15, band[0]), (0.15, band[1]), (length - 0.2, band[1]), (length - 0.2, band[0])], dark, True
     )
     step = length / windows
@@ -296,12 +301,12 @@ def _carriage(body: _Body, length: float, band: tuple[float, float], windows: in
         door = 0.45 if i % 3 == 1 else 0.06
         color = tint(stripe if door > 0.1 else body.paint, body.side_light * 0.8)
         low = 0.4 if door > 0.1 else band[0]
-        body.on_side([(a - door, low), (a - door, band[1]), (a + door, band[1]), (a + door, low)], color)
+        body.paint_side([(a - door, low), (a - door, band[1]), (a + door, band[1]), (a + door, low)], color)
         if door > 0.1:
             for d in (-0.38, 0.04):
                 pane = [(a + d, 0.6), (a + d, 2.35), (a + d + 0.33, 2.35), (a + d + 0.33, 0.6)]
-                body.on_side(pane, dark, True)
-    body.on_end((-0.9, 0.9), (band[0] - 0.1, band[1] + 0.05), dark, True)
-    body.on_end((-0.6, 0.6), (band[1] + 0.12, band[1] + 0.4), (0.05, 0.05, 0.03))
-    body.on_end((-0.35, 0.4), (band[1] + 0.18, band[1] + 0.33), (0.9, 0.6, 0.1))
-    body.on_end((-0.95, 0.95), (0.42, 0.62), tint(stripe, body.end_light))
+                body.paint_side(pane, dark, True)
+    body.paint_end((-0.9, 0.9), (band[0] - 0.1, band[1] + 0.05), dark, True)
+    body.paint_end((-0.6, 0.6), (band[1] + 0.12, band[1] + 0.4), (0.05, 0.05, 0.03))
+    body.paint_end((-0.35, 0.4), (band[1] + 0.18, band[1] + 0.33), (0.9, 0.6, 0.1))
+    body.paint_end((-0.95, 0.95), (0.42, 0.62), tint(stripe, body.end_light))

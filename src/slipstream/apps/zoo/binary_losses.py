@@ -59,8 +59,10 @@ class BCEDiceLoss(nn.Module):
         """
         scores = at_least_float32(_one_channel(outputs, type(self).__name__))
         truth = targets.to(scores.dtype)
-        found = scores.sigmoid() if self.logits else scores
-        overlap = (2 * (found * truth).sum() + _SMOOTH) / (found.sum() + truth.sum() + _SMOOTH + _EPS)
+        probabilities = scores.sigmoid() if self.logits else scores
+        overlap = (2 * (probabilities * truth).sum() + _SMOOTH) / (
+            probabilities.sum() + truth.sum() + _SMOOTH + _EPS
+        )
         cross_entropy, dice = self.loss_weights
         return cross_entropy * F.binary_cross_entropy_with_logits(scores, truth) + dice * (1 - overlap)
 

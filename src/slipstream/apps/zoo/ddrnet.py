@@ -234,7 +234,7 @@ class DDRNet(Network):
         stages = zip(backbone.layer3, self.layer3_skip, self.down3, self.compression3, strict=True)
         for low_stage, high_stage, down, compression in stages:
             low, high = _exchange(low_stage(F.relu(low)), high_stage(F.relu(high)), down, compression)
-        half_way = high
+        high_features = high
         low, high = _exchange(
             backbone.layer4(F.relu(low)), self.layer4_skip(F.relu(high)), self.down4, self.compression4
         )
@@ -242,7 +242,7 @@ class DDRNet(Network):
         main = resize(self.final_layer(context + self.layer5_skip(F.relu(high))), image)
         if not self.training or self.seghead_extra is None:
             return main
-        return main, resize(self.seghead_extra(half_way), image)
+        return main, resize(self.seghead_extra(high_features), image)
 
 
 def _exchange(low: Tensor, high: Tensor, down: nn.Module, compression: nn.Module) -> tuple[Tensor, Tensor]:

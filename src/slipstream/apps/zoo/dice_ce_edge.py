@@ -136,8 +136,8 @@ class DiceCEEdgeLoss(nn.Module):
 
     def _cross_entropy(self, log_p: Tensor, targets: Tensor, edges: Tensor) -> Tensor:
         ce = F.nll_loss(log_p, targets, ignore_index=self.ignore_index, reduction="none")
-        everywhere, at_edges = self.ce_edge_weights
-        return everywhere * ce.mean() + at_edges * (ce * edges).sum() / edges.sum().clamp_min(1)
+        pixel_weight, edge_weight = self.ce_edge_weights
+        return pixel_weight * ce.mean() + edge_weight * (ce * edges).sum() / edges.sum().clamp_min(1)
 
 
 def _edges(targets: Tensor, kernel: int) -> Tensor:
@@ -152,9 +152,9 @@ def _edges(targets: Tensor, kernel: int) -> Tensor:
 
 def _dice(p: Tensor, hits: Tensor) -> Tensor:
     """Return the mean over channels of 1 - Dice, for probabilities and targets (N, C, H, W)."""
-    over = (0, 2, 3)
-    intersection = (p * hits).sum(over)
-    area = p.sum(over) + hits.sum(over)
+    dims = (0, 2, 3)
+    intersection = (p * hits).sum(dims)
+    area = p.sum(dims) + hits.sum(dims)
     return (1 - (2 * intersection + _SMOOTH) / (area + _SMOOTH + _EPS)).mean()
 
 

@@ -22,7 +22,7 @@ __all__ = [
     "SegKDLoss",
 ]
 
-Configured = Callable[..., Any] | Mapping[str, Any]
+LossOrConfig = Callable[..., Any] | Mapping[str, Any]
 
 
 class KDOutput(NamedTuple):
@@ -94,8 +94,8 @@ class KDLogitsLoss(nn.Module):
 
     def __init__(
         self,
-        task_loss_fn: Configured,
-        distillation_loss_fn: Configured | None = None,
+        task_loss_fn: LossOrConfig,
+        distillation_loss_fn: LossOrConfig | None = None,
         distillation_loss_coeff: float = 0.5,
     ) -> None:
         super().__init__()
@@ -103,8 +103,8 @@ class KDLogitsLoss(nn.Module):
             raise ConfigError(
                 f"must be between 0 and 1, not {distillation_loss_coeff}", "distillation_loss_coeff"
             )
-        self.task_loss_fn = _built(task_loss_fn)
-        self.distillation_loss_fn = _built(distillation_loss_fn or KDklDivLoss())
+        self.task_loss_fn = _build(task_loss_fn)
+        self.distillation_loss_fn = _build(distillation_loss_fn or KDklDivLoss())
         self.distillation_loss_coeff = distillation_loss_coeff
 
     def forward(self, outputs: KDOutput, targets: Tensor) -> dict[str, Tensor]:
@@ -115,7 +115,7 @@ class KDLogitsLoss(nn.Module):
         """
         _check(outputs, type(self).__name__)
         task = _scalar(self.task_loss_fn(outputs.student_output, targets))
-        student, teacher = _first(outputs.student_output), _first(outputs.teacher_output)
+        student, teacher = _first_output(outputs.student_output), _first_output(outputs.teacher_output)
         weight = self.distillation_loss_coeff
         return {
             "loss_task": (1 - weight) * task,
@@ -192,8 +192,8 @@ class SegKDLoss(nn.Module):
 
     def __init__(
         self,
-        kd_loss: Configured,
-        ce_loss: Configured,
+        kd_loss: LossOrConfig,
+        ce_loss: LossOrConfig,
         weights: Sequence[float],
         kd_loss_weights: Sequence[float],
     ) -> None:
@@ -203,7 +203,7 @@ class SegKDLoss(nn.Module):
                 f"must contain two numbers, for ce_loss and kd_loss, not {list(kd_loss_weights)}",
                 "kd_loss_weights",
             )
-        self.kd_loss, self.ce_loss = _built(kd_loss), _built(ce_loss)
+        self.kd_loss, self.ce_loss = _build(kd_loss), _build(ce_loss)
         self.weights, self.kd_loss_weights = tuple(weights), tuple(kd_loss_weights)
 
     def forward(self, outputs: KDOutput, targets: Tensor) -> dict[str, Tensor]:
@@ -213,7 +213,7 @@ class SegKDLoss(nn.Module):
             ModelError: if `outputs` is not a `KDOutput`, or a network returns fewer outputs than there are weights.
         """
         _check(outputs, type(self).__name__)
-        students, teachers = _several(outputs.student_output), _several(outputs.teacher_output)
+        students, teachers = _as_tuple(outputs.student_output), _as_tuple(outputs.teacher_output)
         if min(len(students), len(teachers)) < len(self.weights):
             raise ModelError(
                 f"SegKDLoss requires one output per weight ({len(self.weights)}), but the student returns "
@@ -228,16 +228,16 @@ class SegKDLoss(nn.Module):
         return losses
 
 
-def _built(loss: Configured) -> Any:
+def _build(loss: LossOrConfig) -> Any:
     return MODELS.build(loss) if isinstance(loss, Mapping) else loss
 
 
-def _several(outputs: Any) -> tuple[Tensor, ...]:
+def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
     return tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)
 
 
-def _first(outputs: Any) -> Tensor:
-    return _several(outputs)[0]
+def _first_output(outputs: Any) -> Tensor:
+    return _as_tuple(outputs)[0]
 
 
 def _scalar(loss: Any) -> Tensor:

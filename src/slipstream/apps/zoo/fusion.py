@@ -19,7 +19,7 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 _TOLERANCE = 1e-3
-"""Largest accepted change in an output in float32, relative to the largest absolute value of that output."""
+"""Maximum accepted change of an output in float32, relative to the largest absolute value of that output."""
 
 
 @torch.no_grad()
@@ -36,9 +36,9 @@ def fuse_batch_norms(network: nn.Module, example: Tensor) -> int:
         example: an example input for the network.
     """
     network.eval()
-    found = _pairs(network, example)
+    modules = _pairs(network, example)
     names = {module: name for name, module in network.named_modules()}
-    pairs = _safe_pairs(network, [(names[conv], names[norm]) for conv, norm in found], example.shape)
+    pairs = _safe_pairs(network, [(names[conv], names[norm]) for conv, norm in modules], example.shape)
     for pair in pairs:
         _fuse(network, *pair)
     return len(pairs)
@@ -60,10 +60,10 @@ def _safe_pairs(
     trial = copy.deepcopy(network).to("cpu", torch.float32)
     example = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
     expected = _tensors(trial(example))
-    whole = copy.deepcopy(trial)
+    fused = copy.deepcopy(trial)
     for pair in pairs:
-        _fuse(whole, *pair)
-    if _are_close(_tensors(whole(example)), expected):
+        _fuse(fused, *pair)
+    if _are_close(_tensors(fused(example)), expected):
         return list(pairs)
     safe = []
     for pair in pairs:
@@ -78,8 +78,8 @@ def _safe_pairs(
 
 def _are_close(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     return all(
-        torch.allclose(found, wanted, rtol=0, atol=_TOLERANCE * float(wanted.abs().amax()))
-        for found, wanted in zip(outputs, expected, strict=True)
+        torch.allclose(output, reference, rtol=0, atol=_TOLERANCE * float(reference.abs().amax()))
+        for output, reference in zip(outputs, expected, strict=True)
     )
 
 

@@ -38,7 +38,7 @@ class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
         )
         dtype = torch.promote_types(x.dtype, torch.float32)
         rows, columns = (
-            _members(length, bins or length, x.device, dtype)
+            _bin_weights(length, bins or length, x.device, dtype)
             for length, bins in zip(x.shape[-2:], size, strict=True)
         )
         with torch.autocast(x.device.type, enabled=False):
@@ -47,7 +47,7 @@ class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
             return (sums / (rows.sum(1)[:, None] * columns.sum(1))).to(x.dtype)
 
 
-def _members(length: int, bins: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _bin_weights(length: int, bins: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return a matrix (bins, length) that is 1 where an adaptive pooling bin contains the element, and 0 elsewhere."""
     index = torch.arange(bins, device=device)[:, None]
     position = torch.arange(length, device=device)
@@ -120,9 +120,9 @@ class SegmentationHead(nn.Module):
 def resize(x: Tensor, like: Tensor, align_corners: bool = False) -> Tensor:
     """Return `x` interpolated bilinearly to the height and width of `like`.
 
-    The result matches `F.interpolate`, but is computed as two matrix products. This is several times faster on CPU, and
-    the gradient is deterministic on all devices. With `align_corners`, the centers of the corner pixels are aligned.
-    Otherwise, the edges of the images are aligned.
+    The result matches `F.interpolate`, but is computed as two matrix products, which is several times faster on CPU.
+    The gradient is deterministic on all devices. With `align_corners`, the centers of the corner pixels are aligned.
+    Without it, the edges of the images are aligned.
     """
     # On CPU, inductor (torch 2.13) may drop the gradient of F.interpolate, so that the network's gradients are zero.
     height, width = like.shape[-2:]

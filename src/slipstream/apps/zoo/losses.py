@@ -65,10 +65,10 @@ class CrossEntropy(nn.Module):
             return F.cross_entropy(logits, targets, self.weight, label_smoothing=smoothing)
         targets = targets.long()
         total = _sum_of_cross_entropy(logits, targets, self.ignore_index, self.weight, smoothing)
-        counts = targets != self.ignore_index
+        valid = targets != self.ignore_index
         if self.weight is None:
-            return total / counts.sum().clamp_min(1)
-        weight_sum = (self.weight[targets.where(counts, 0)] * counts).sum()
+            return total / valid.sum().clamp_min(1)
+        weight_sum = (self.weight[targets.where(valid, 0)] * valid).sum()
         return total / weight_sum.where(weight_sum > 0, 1)
 
 

@@ -173,7 +173,7 @@ def load(
             different network.
     """
     strict = _strictness(strict_load)
-    path = _backbone(network) if load_backbone else ""
+    path = _backbone_path(network) if load_backbone else ""
     part = network.get_submodule(path)
     with local_checkpoint(checkpoint_path, checkpoint_sha256) as file:
         checkpoint = load_checkpoint(file)
@@ -191,7 +191,7 @@ def load(
     for line in load_weights(part, state, not loose, source):
         print_log(f"loading {source} into {type(network).__name__}: {line}", "current", logging.WARNING)
     if isinstance(network, Network) and not (load_backbone or other_classes):
-        network.describe(checkpoint.get("meta"))
+        network.set_processing_from_checkpoint(checkpoint.get("meta"))
 
 
 def _strictness(value: Any) -> bool | str:
@@ -206,7 +206,7 @@ def _strictness(value: Any) -> bool | str:
     )
 
 
-def _backbone(network: nn.Module) -> str:
+def _backbone_path(network: nn.Module) -> str:
     path = _BACKBONES.get(type(network).__name__, "backbone")
     if path == "backbone" and not isinstance(getattr(network, path, None), nn.Module):
         raise ModelError(
@@ -219,22 +219,22 @@ def _backbone(network: nn.Module) -> str:
 def _in_order(
     own: Mapping[str, Tensor],
     state: Mapping[str, Tensor],
-    may_end_earlier: bool,
+    allow_extra: bool,
     other_classes: bool,
     source: str,
 ) -> dict[str, Tensor]:
     """Return the weights under the network's names, matched by order, followed by any remaining weights."""
-    if len(state) < len(own) or (len(state) > len(own) and not may_end_earlier):
+    if len(state) < len(own) or (len(state) > len(own) and not allow_extra):
         raise CheckpointError(
             f"{source} belongs to a different model: it contains {len(state)} tensors, but the model has {len(own)}, "
             "so they cannot be matched by order. Use a checkpoint from this network"
         )
-    for (theirs, value), (mine, wanted) in zip(state.items(), own.items(), strict=False):
+    for (key, value), (own_key, own_value) in zip(state.items(), own.items(), strict=False):
         # The first dimension of a classification layer is the number of classes, which may differ.
-        if value.shape[1:] != wanted.shape[1:] if other_classes else value.shape != wanted.shape:
+        if value.shape[1:] != own_value.shape[1:] if other_classes else value.shape != own_value.shape:
             raise CheckpointError(
-                f"{source} belongs to a different model: {theirs} and {mine} are at the same position, but their "
-                f"shapes are {tuple(value.shape)} and {tuple(wanted.shape)}. Use a checkpoint from this network"
+                f"{source} belongs to a different model: {key} and {own_key} are at the same position, but their "
+                f"shapes are {tuple(value.shape)} and {tuple(own_value.shape)}. Use a checkpoint from this network"
             )
     rest = dict(list(state.items())[len(own) :])
     return {**dict(zip(own, state.values(), strict=False)), **rest}

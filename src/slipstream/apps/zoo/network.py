@@ -12,7 +12,7 @@ from torch import nn
 
 from slipstream.apps.zoo.fusion import fuse_batch_norms
 from slipstream.apps.zoo.layers import check_num_classes
-from slipstream.apps.zoo.predicting import Processing, predict, processing_in
+from slipstream.apps.zoo.predicting import Processing, predict, stored_processing
 from slipstream.apps.zoo.predictions import ImagePrediction, ImagesPredictions
 from slipstream.errors import ConfigError, ModelError
 
@@ -53,23 +53,23 @@ class Network(nn.Module):
             palette: an RGB color for each class, used to draw masks.
 
         Raises:
-            ConfigError: the transforms are invalid.
+            ConfigError: if the transforms are invalid.
         """
-        before = self._processing or Processing()
+        current = self._processing or Processing()
         self._is_set_by_user = True
         self._processing = Processing.read(
             self.task,
-            before.class_names if class_names is None else class_names,
-            before.transforms if image_processor is None else image_processor,
-            before.palette if palette is None else palette,
+            current.class_names if class_names is None else class_names,
+            current.transforms if image_processor is None else image_processor,
+            current.palette if palette is None else palette,
         )
 
-    def describe(self, meta: Any) -> None:
+    def set_processing_from_checkpoint(self, meta: Any) -> None:
         """Set the processing parameters from a checkpoint's `meta` entry, if the entry contains them."""
-        if (found := processing_in(meta, self.task)) is not None:
-            self._processing = found
+        if (processing := stored_processing(meta, self.task)) is not None:
+            self._processing = processing
 
-    def describe_data(
+    def set_processing_from_data(
         self,
         class_names: Sequence[str] | None,
         transforms: Sequence[Any],
@@ -80,13 +80,13 @@ class Network(nn.Module):
         Parameters from a checkpoint or from other data are replaced.
 
         Raises:
-            ConfigError: the transforms are invalid.
+            ConfigError: if the transforms are invalid.
         """
         if not self._is_set_by_user:
             self._processing = Processing.read(self.task, class_names, transforms, palette)
 
     @property
-    def is_described(self) -> bool:
+    def has_processing(self) -> bool:
         """Whether the processing parameters have been set."""
         return self._processing is not None
 
@@ -95,18 +95,19 @@ class Network(nn.Module):
     ) -> ImagePrediction | ImagesPredictions:
         """Return the prediction for an image, or the predictions for a list or a folder of images.
 
-        Call `set_dataset_processing_params` first to describe the images and the classes. Otherwise, a warning is
-        logged, images are normalized as in the recipes for Cityscapes and ImageNet, and class names are the class ids.
+        Call `set_dataset_processing_params` first to set the transforms and the class names. If they have never been
+        set, a warning is logged, images are normalized as in the recipes for Cityscapes and ImageNet, and class names
+        are the class ids.
 
         Args:
             images: a path, a folder, a Pillow image, a uint8 array (H, W, 3) in RGB or (H, W), a uint8 tensor
                 (3, H, W), or a list of these.
             batch_size: maximum number of images in a batch. All images in a batch have the same size.
-            fuse_model: use a copy of the network prepared with `prep_model_for_conversion`.
-            fp16: use float16 where autocast allows it. This option has no effect on the CPU.
+            fuse_model: whether to use a copy of the network prepared with `prep_model_for_conversion`.
+            fp16: whether to use float16 where autocast allows it. This option has no effect on the CPU.
 
         Raises:
-            DataError: a file cannot be read, or an image has an unsupported dtype or shape.
+            DataError: if a file cannot be read, or an image has an unsupported dtype or shape.
         """
         network = self
         if fuse_model:
@@ -143,7 +144,7 @@ class Network(nn.Module):
                 or timm's input size for a network from timm.
 
         Raises:
-            ConfigError: `input_size` is invalid.
+            ConfigError: if `input_size` is invalid.
         """
         self._remove_auxiliary_heads()
         first = next(self.parameters())
@@ -151,7 +152,7 @@ class Network(nn.Module):
         fuse_batch_norms(self, torch.zeros(shape, dtype=first.dtype, device=first.device))
 
     def _remove_auxiliary_heads(self) -> None:
-        """Remove the heads that are only used in training."""
+        """Remove the heads that are used only in training."""
 
     def _example_shape(self, input_size: Sequence[int] | None) -> tuple[int, int, int]:
         convolution = next(module for module in self.modules() if isinstance(module, nn.Conv2d))

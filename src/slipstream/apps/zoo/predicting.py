@@ -34,7 +34,7 @@ from slipstream.logging import print_log
 from slipstream.model.tasks import main_output
 from slipstream.registry import TRANSFORMS
 
-__all__ = ["Processing", "predict", "processing_in"]
+__all__ = ["Processing", "predict", "stored_processing"]
 
 RGB = NDArray[np.uint8]
 _SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
@@ -85,10 +85,10 @@ class Processing:
         """Return the validated parameters; see `Network.set_dataset_processing_params`.
 
         Raises:
-            ConfigError: the transforms are invalid.
+            ConfigError: if the transforms are invalid.
         """
         if transforms is not None:
-            transforms = _built(_listed(transforms), task)
+            transforms = _build_transforms(_transform_list(transforms), task)
             if task == "classification":
                 read_transforms(transforms)
             else:
@@ -97,22 +97,22 @@ class Processing:
         return cls(names, transforms, palette)
 
 
-def processing_in(meta: Any, task: str) -> Processing | None:
+def stored_processing(meta: Any, task: str) -> Processing | None:
     """Return the classes and validation transforms from a checkpoint's `meta` entry, or None if either is missing.
 
     The transforms include the normalization of the data preprocessor. If the data preprocessor changes the images in
-    any other way, the result has no transforms, and `predict` logs a warning.
-    The stored configuration is read as plain data: nothing is imported, and no environment variables are read.
+    any other way, the result has no transforms, and `predict` logs a warning. The stored configuration is read as plain
+    data: nothing is imported, and no environment variables are read.
     """
     data = meta.get("dataset_meta") if isinstance(meta, Mapping) else None
     if not isinstance(data, Mapping) or not data.get("classes"):
         return None
     try:
         cfg = stored_config(meta)
-        own, normalization = validation_transforms(cfg), _preprocessing(cfg, task)
-        if own is None:
+        dataset_transforms, normalization = validation_transforms(cfg), _preprocessing(cfg, task)
+        if dataset_transforms is None:
             return None
-        transforms = None if normalization is None else [*own, *normalization]
+        transforms = None if normalization is None else [*dataset_transforms, *normalization]
         return Processing.read(task, data["classes"], transforms, data.get("palette"))
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
         return None  # the configuration contains Python objects, or it is not a recipe
@@ -156,20 +156,20 @@ def predict(
         )
     if batch_size < 1:
         raise ConfigError(f"must be at least 1, not {batch_size}", "batch_size")
-    several, pixels = _read(images)
-    found = _predictions(network, pixels, task, processing or Processing(), batch_size, fp16)
-    return ImagesPredictions(tuple(found)) if several else found[0]
+    is_list, pixels = _read_images(images)
+    predictions = _predictions(network, pixels, task, processing or Processing(), batch_size, fp16)
+    return ImagesPredictions(tuple(predictions)) if is_list else predictions[0]
 
 
-def _read(images: Any) -> tuple[bool, list[RGB]]:
+def _read_images(images: Any) -> tuple[bool, list[RGB]]:
     """Return whether `images` is a folder or a list, and the pixels of each image."""
     if isinstance(images, str | Path) and Path(images).is_dir():
-        found = sorted(path for path in Path(images).iterdir() if path.suffix.lower() in _SUFFIXES)
-        if not found:
+        paths = sorted(path for path in Path(images).iterdir() if path.suffix.lower() in _SUFFIXES)
+        if not paths:
             raise DataError(
                 f"the folder '{images}' contains no images; supported file extensions are {', '.join(_SUFFIXES)}"
             )
-        return True, [read_image(path) for path in found]
+        return True, [read_image(path) for path in paths]
     if isinstance(images, Iterable) and not isinstance(images, str | Tensor | np.ndarray):
         return True, [_pixels(image) for image in images]
     return False, [_pixels(images)]
@@ -199,7 +199,7 @@ def _pixels(image: Any) -> RGB:
     return array
 
 
-def _listed(processor: Any) -> Iterable[Any]:
+def _transform_list(processor: Any) -> Iterable[Any]:
     """Return the transforms in a list, or in SuperGradients' `{ComposeProcessing: {processings: [...]}}`."""
     if isinstance(processor, Mapping) and list(processor) == ["ComposeProcessing"]:
         processor = (processor["ComposeProcessing"] or {}).get("processings")
@@ -208,7 +208,7 @@ def _listed(processor: Any) -> Iterable[Any]:
     return processor
 
 
-def _built(transforms: Iterable[Any], task: str) -> list[Any]:
+def _build_transforms(transforms: Iterable[Any], task: str) -> list[Any]:
     """Build the entries that are names, `{Name: {arguments}}` or dicts with a `type`."""
     built = []
     for entry in transforms:
@@ -220,11 +220,11 @@ def _built(transforms: Iterable[Any], task: str) -> list[Any]:
         if not isinstance(entry, Mapping):
             built.append(entry)
         elif entry.get("type") != "ImagePermute":  # images are always converted to (3, H, W)
-            built.append(TRANSFORMS.build(_renamed(entry, task)))
+            built.append(TRANSFORMS.build(_rename(entry, task)))
     return built
 
 
-def _renamed(entry: Mapping[str, Any], task: str) -> dict[str, Any]:
+def _rename(entry: Mapping[str, Any], task: str) -> dict[str, Any]:
     """Return the configuration of the transform that replaces a SuperGradients processing class."""
     kind = entry.get("type")
     renamed = {**entry, "type": _PROCESSINGS[task].get(kind, kind) if isinstance(kind, str) else kind}
@@ -233,7 +233,7 @@ def _renamed(entry: Mapping[str, Any], task: str) -> dict[str, Any]:
     return renamed
 
 
-def _prepared(image: RGB, task: str, transforms: Sequence[Any]) -> PreparedImage:
+def _prepare(image: RGB, task: str, transforms: Sequence[Any]) -> PreparedImage:
     if task == "segmentation":
         return prepare_image(image, transforms)
     pixel_transforms, params = read_transforms(transforms)
@@ -265,11 +265,13 @@ def _predictions(
 
     The transformed images and the scores are released after each batch.
     """
-    transforms = _built(_DEFAULT[task], task) if processing.transforms is None else processing.transforms
-    prepared = ((image, _prepared(image, task, transforms)) for image in images)
+    transforms = (
+        _build_transforms(_DEFAULT[task], task) if processing.transforms is None else processing.transforms
+    )
+    prepared = ((image, _prepare(image, task, transforms)) for image in images)
     first, training = next(network.parameters()), network.training
     device = first.device
-    found: list[ImagePrediction] = []
+    predictions: list[ImagePrediction] = []
     network.eval()
     try:
         for _, same_size in groupby(prepared, key=lambda pair: pair[1].sample["inputs"].shape):
@@ -278,10 +280,13 @@ def _predictions(
                 with torch.autocast(device.type, torch.float16, enabled=fp16 and device.type != "cpu"):
                     outputs = main_output(network(batch))
                 scores = outputs.float().cpu()
-                found += [_result(*pair, each, processing) for pair, each in zip(group, scores, strict=True)]
+                predictions += [
+                    _result(*pair, item_scores, processing)
+                    for pair, item_scores in zip(group, scores, strict=True)
+                ]
     finally:
         network.train(training)
-    return found
+    return predictions
 
 
 def _result(image: RGB, prepared: PreparedImage, scores: Tensor, processing: Processing) -> ImagePrediction:
@@ -293,8 +298,8 @@ def _result(image: RGB, prepared: PreparedImage, scores: Tensor, processing: Pro
     if scores.ndim == 1:
         probabilities = scores.softmax(0)
         label = int(probabilities.argmax())
-        found = ClassificationPrediction(float(probabilities[label]), label, (height, width))
-        return ImageClassificationPrediction(image, found, names)
+        prediction = ClassificationPrediction(float(probabilities[label]), label, (height, width))
+        return ImageClassificationPrediction(image, prediction, names)
     ids = (scores[0] > 0).long() if binary else scores.argmax(0)
     mask = prepared.resize_to_image(ids).numpy()
     palette = processing.palette or ()
@@ -303,10 +308,10 @@ def _result(image: RGB, prepared: PreparedImage, scores: Tensor, processing: Pro
     return ImageSegmentationPrediction(image, SegmentationPrediction(mask, (height, width)), names, palette)
 
 
-def _names(known: Sequence[str] | None, count: int, binary: bool) -> tuple[str, ...]:
-    if known is None:
+def _names(class_names: Sequence[str] | None, count: int, binary: bool) -> tuple[str, ...]:
+    if class_names is None:
         return tuple(str(index) for index in range(count))
-    names = ("background", *known) if binary and len(known) == 1 else tuple(known)
+    names = ("background", *class_names) if binary and len(class_names) == 1 else tuple(class_names)
     if len(names) < count:
         raise ConfigError(
             f"the network has {count} classes, but the number of class names is {len(names)}; call "

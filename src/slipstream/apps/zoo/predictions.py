@@ -75,7 +75,7 @@ class ImagePrediction(ABC):
         """Save the visualization to a file. The file extension determines the format.
 
         Raises:
-            ConfigError: the file extension does not belong to a supported image format.
+            ConfigError: if the file extension does not belong to a supported image format.
         """
         path = Path(output_path)
         picture = _picture(self.draw())

@@ -66,7 +66,7 @@ class SplitConv(nn.Module):
 
 
 class DBlock(nn.Module):
-    """A residual bottleneck: 1x1 convolution, dilated 3x3 group convolutions, squeeze-and-excitation, 1x1 conv."""
+    """A residual bottleneck: 1x1, dilated 3x3 group and 1x1 convolutions. Squeeze-and-excitation precedes the last."""
 
     def __init__(self, in_channels: int, out_channels: int, dilations: tuple[int, ...], stride: int) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class RegSeg(Network):
         super().__init__()
         check_num_classes(num_classes)
         self.stem = ConvBNReLU(3, 32, stride=2)
-        # BatchNorm cancels the bias of this convolution, which exists only to match checkpoints.
+        # The bias of this convolution exists only to match checkpoints; BatchNorm cancels it.
         self.stem.seq.conv = nn.Conv2d(3, 32, 3, stride=2, padding=1)
         self.backbone = Backbone(32)
         self.decoder = Decoder(self.backbone.out_channels)

@@ -21,7 +21,7 @@ def _conv1x1(in_channels: int, out_channels: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
 
 
-def _dropped(x: Tensor, probability: float) -> Tensor:
+def _drop_path(x: Tensor, probability: float) -> Tensor:
     """Return `x` with random images set to 0, and the other images scaled to preserve the mean (arXiv 1603.09382)."""
     return x * F.dropout(x.new_ones(x.shape[0], 1, 1, 1), probability)
 
@@ -53,7 +53,7 @@ class BasicBlock(nn.Module):
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(out))
         if self.training and self.droppath_prob:
-            out = _dropped(out, self.droppath_prob)
+            out = _drop_path(out, self.droppath_prob)
         return F.relu(out + shortcut, inplace=True)
 
 
@@ -82,7 +82,7 @@ class Bottleneck(nn.Module):
         out = self.relu(self.bn2(self.conv2(out)))
         out = self.bn3(self.conv3(out))
         if self.training and self.droppath_prob:
-            out = _dropped(out, self.droppath_prob)
+            out = _drop_path(out, self.droppath_prob)
         return F.relu(out + shortcut, inplace=True)
 
 

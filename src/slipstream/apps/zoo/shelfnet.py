@@ -86,7 +86,7 @@ def _enlarge(x: Tensor, like: Tensor) -> Tensor:
     return F.interpolate(x, scale_factor=2.0, mode="nearest")[..., : like.shape[-2], : like.shape[-1]]
 
 
-class Rising(nn.Module):
+class AscendingBranch(nn.Module):
     """The ascending branch of the decoder and of the ladder, from the lowest to the highest resolution."""
 
     def __init__(self, width: int) -> None:
@@ -103,7 +103,7 @@ class Rising(nn.Module):
     def _add_descent(self, width: int) -> None:
         """Add the descending branch, which only the ladder has."""
 
-    def rise(self, deepest: Tensor, skips: list[Tensor]) -> list[Tensor]:
+    def ascend(self, deepest: Tensor, skips: list[Tensor]) -> list[Tensor]:
         """Return the features from the lowest to the highest resolution; `skips` are in the opposite order."""
         features = [self.bottom(deepest)]
         stages = zip(self.up_conv_list, self.up_dense_list, reversed(skips), strict=True)
@@ -112,7 +112,7 @@ class Rising(nn.Module):
         return features
 
 
-class Decoder(Rising):
+class Decoder(AscendingBranch):
     """Fuses the backbone's features from deep to shallow. `inconv` is unused, but is part of checkpoints."""
 
     def __init__(self, width: int) -> None:
@@ -121,10 +121,10 @@ class Decoder(Rising):
 
     def forward(self, features: list[Tensor]) -> list[Tensor]:
         """Return the features from the lowest to the highest resolution; the input is in the opposite order."""
-        return self.rise(features[-1], features[:-1])
+        return self.ascend(features[-1], features[:-1])
 
 
-class Ladder(Rising):
+class Ladder(AscendingBranch):
     """Processes the decoder's features from the highest to the lowest resolution, and then in reverse order."""
 
     def _add_descent(self, width: int) -> None:
@@ -142,7 +142,7 @@ class Ladder(Rising):
         for block, convolution, feature in descents:
             skips.append(block(x + feature))
             x = F.relu(convolution(skips[-1]))
-        return self.rise(x, skips)
+        return self.ascend(x, skips)
 
 
 class NetOutput(nn.Module):

@@ -40,6 +40,6 @@ class ShelfNetOHEMLoss(nn.Module):
             outputs: logits (N, classes, H, W), or a sequence of them.
             targets: class ids (N, H, W) of any integer dtype.
         """
-        several = (outputs,) if isinstance(outputs, Tensor) else outputs
-        names = ["loss_main", *(f"loss_aux{index}" for index in range(len(several) - 1))]
-        return {name: self.ohem(logits, targets) for name, logits in zip(names, several, strict=True)}
+        heads = (outputs,) if isinstance(outputs, Tensor) else outputs
+        names = ["loss_main", *(f"loss_aux{index}" for index in range(len(heads) - 1))]
+        return {name: self.ohem(logits, targets) for name, logits in zip(names, heads, strict=True)}

@@ -54,18 +54,18 @@ class OhemCELoss(nn.Module):
         losses = F.cross_entropy(logits, targets, ignore_index=self.ignore_index, reduction="none").flatten()
         return (self._weights(losses.detach(), targets.flatten() != self.ignore_index) * losses).sum()
 
-    def _weights(self, losses: Tensor, counts: Tensor) -> Tensor:
-        """Return the weights of the pixels in the mean; `counts` is True for pixels that are not ignored."""
-        most = max(1, int(self.mining_percent * losses.numel()))
-        # The number of pixels to keep is known only on the device, so select the kth largest loss from the `most`
+    def _weights(self, losses: Tensor, valid: Tensor) -> Tensor:
+        """Return the weights of the pixels in the mean; `valid` is True for pixels that are not ignored."""
+        max_kept = max(1, int(self.mining_percent * losses.numel()))
+        # The number of pixels to keep is known only on the device, so select the kth largest loss from the `max_kept`
         # largest losses. Ignored pixels have the smallest possible loss, 0.
-        keep = (counts.sum() * self.mining_percent).long().clamp(1, most)
-        kth = losses.topk(most).values.gather(0, (keep - 1).reshape(1))
+        keep = (valid.sum() * self.mining_percent).long().clamp(1, max_kept)
+        kth = losses.topk(max_kept).values.gather(0, (keep - 1).reshape(1))
         cut = kth.clamp_max(self.hard_loss)
-        above, level = losses > cut, losses == cut
+        above, tied = losses > cut, losses == cut
         hard = above.sum()
-        places = (keep - hard).clamp_min(0).to(losses.dtype)
-        return (above + level * (places / level.sum().clamp_min(1))) / torch.maximum(keep, hard)
+        remaining = (keep - hard).clamp_min(0).to(losses.dtype)
+        return (above + tied * (remaining / tied.sum().clamp_min(1))) / torch.maximum(keep, hard)
 
 
 def detail_target(targets: Tensor, ignore_index: int, threshold: float = 1.0) -> Tensor:
@@ -82,11 +82,11 @@ def detail_target(targets: Tensor, ignore_index: int, threshold: float = 1.0) ->
     """
     height, width = targets.shape[-2:]
     labels = targets.to(torch.int16)
-    counts = labels != ignore_index
-    padded = F.pad(labels.masked_fill(~counts, -1), (1, 1, 1, 1), value=-1)
+    valid = labels != ignore_index
+    padded = F.pad(labels.masked_fill(~valid, -1), (1, 1, 1, 1), value=-1)
     windows = padded.unfold(1, 3, 1).unfold(2, 3, 1)
     differing = (windows != labels[..., None, None]).sum((-2, -1), dtype=torch.int16)
-    edges = counts & (differing >= threshold)
+    edges = valid & (differing >= threshold)
     halved = edges[:, ::2, ::2].repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)
     return (edges | halved[:, :height, :width])[:, None]
 
@@ -194,7 +194,7 @@ class STDCLoss(nn.Module):
     def _detail(self, logits: Tensor, truth: Tensor) -> Tensor:
         logits = at_least_float32(logits)
         details = truth.to(logits.dtype)
-        found = torch.sigmoid(logits)
-        overlap = (2 * (found * details).sum() + 1) / (found.sum() + details.sum() + 1)
+        probabilities = torch.sigmoid(logits)
+        overlap = (2 * (probabilities * details).sum() + 1) / (probabilities.sum() + details.sum() + 1)
         cross_entropy, dice = self.detail_weights
         return cross_entropy * F.binary_cross_entropy_with_logits(logits, details) + dice * (1 - overlap)

@@ -76,7 +76,7 @@ class ContextPath(nn.Module):
 
 
 def _crop(x: Tensor, like: Tensor) -> Tensor:
-    """Return `x` cropped to the size of `like`, which is one pixel smaller than `x` if its size is odd."""
+    """Return `x` cropped to the size of `like`. If a side of `like` is odd, that side of `x` is one pixel longer."""
     height, width = like.shape[-2:]
     return x[..., :height, :width]
 

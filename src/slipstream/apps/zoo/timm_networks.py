@@ -26,7 +26,7 @@ __all__ = ["PREFIX", "TimmClassifier"]
 
 PREFIX = "timm:"
 """Prefix of the names of timm's networks in `models.get` and in `architecture`."""
-_OWN_SOURCES = (
+_SOURCE_OPTIONS = (
     "checkpoint_path",
     "checkpoint_paths",
     "pretrained_cfg",
@@ -46,9 +46,9 @@ class TimmClassifier(Network, PretrainedWeights):
         name: timm's name for the network, such as `convnext_tiny` or `resnet50.a1_in1k`.
         num_classes: number of classes.
         in_channels: number of image channels.
-        pretrained: download timm's weights, which are read without unpickling objects. By default, weights are
-            initialized randomly. `models.get` and `init_weights` load timm's weights. A Runner loads them before
-            training, unless the run is resumed.
+        pretrained: whether to use timm's weights, which are downloaded and read without unpickling objects. If False,
+            the weights are initialized randomly. If True, `models.get` and `init_weights` load timm's weights. A Runner
+            loads them before training, unless the run is resumed.
         options: additional arguments for `timm.create_model`, such as `drop_path_rate`.
 
     Raises:
@@ -135,7 +135,7 @@ class TimmClassifier(Network, PretrainedWeights):
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    for key in _OWN_SOURCES:
+    for key in _SOURCE_OPTIONS:
         if key in options:
             raise ConfigError(
                 "is not supported for networks from timm, because timm would load files without checking them; pass a "

@@ -23,9 +23,9 @@ _MIN_SIZE = 2 ** (len(_WIDTHS) - 1)
 class Stage(nn.Module):
     """Two convolutions, preceded by max-pooling in all stages except the first."""
 
-    def __init__(self, in_channels: int, width: int, pools: bool) -> None:
+    def __init__(self, in_channels: int, width: int, pool: bool) -> None:
         super().__init__()
-        pooling = [nn.MaxPool2d(2, 2)] if pools else []
+        pooling = [nn.MaxPool2d(2, 2)] if pool else []
         self.blocks = nn.Sequential(*pooling, ConvBNReLU(in_channels, width), ConvBNReLU(width, width))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,8 +41,8 @@ class Backbone(nn.Module):
         super().__init__()
         widths = (in_channels, *_WIDTHS)
         self.stages = nn.ModuleList(
-            Stage(before, width, pools=index > 0)
-            for index, (before, width) in enumerate(itertools.pairwise(widths))
+            Stage(in_width, width, pool=index > 0)
+            for index, (in_width, width) in enumerate(itertools.pairwise(widths))
         )
 
     def forward(self, x: Tensor) -> list[Tensor]:
@@ -59,8 +59,8 @@ class UpBlock(nn.Module):
 
     def __init__(self, in_channels: int, skip: int, width: int, repeats: int) -> None:
         super().__init__()
-        further = (ConvBNReLU(width, width) for _ in range(repeats - 1))
-        self.last_convs = nn.Sequential(ConvBNReLU(in_channels + skip, width), nn.Sequential(*further))
+        rest = (ConvBNReLU(width, width) for _ in range(repeats - 1))
+        self.last_convs = nn.Sequential(ConvBNReLU(in_channels + skip, width), nn.Sequential(*rest))
 
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:
         """Return (N, width, h, w) at the resolution of `skip`."""
@@ -75,8 +75,8 @@ class Decoder(nn.Module):
         super().__init__()
         inputs, skips = (_WIDTHS[-1], *_UP_WIDTHS[:-1]), reversed(_WIDTHS[:-1])
         self.up_stages = nn.ModuleList(
-            UpBlock(before, skip, width, repeats=1 if width == _UP_WIDTHS[-1] else 2)
-            for before, skip, width in zip(inputs, skips, _UP_WIDTHS, strict=True)
+            UpBlock(in_width, skip, width, repeats=1 if width == _UP_WIDTHS[-1] else 2)
+            for in_width, skip, width in zip(inputs, skips, _UP_WIDTHS, strict=True)
         )
 
     def forward(self, features: list[Tensor]) -> Tensor:

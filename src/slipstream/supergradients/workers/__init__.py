@@ -1,4 +1,4 @@
-"""A folder to add to `sys.path`.
+"""A folder on the import path of worker processes.
 
-Worker processes do not inherit the finder, so they import `super_gradients` from this folder.
+These processes do not inherit the finder, so they import `super_gradients` from this folder.
 """
