@@ -18,7 +18,7 @@ from slipstream.dataset.sources.coco_masks import Outline, fill_polygon, fill_ru
 from slipstream.dataset.sources.decode import MAX_PIXELS, read_image
 from slipstream.dataset.sources.image_pairs import check_folder
 from slipstream.errors import ConfigError, DataError
-from slipstream.files import replacing, user_cache
+from slipstream.files import atomic_write, user_cache
 from slipstream.logging import print_log
 from slipstream.registry import DATASETS
 
@@ -253,7 +253,7 @@ def _selected(images: list[_Image], kept: Path, path: Path) -> list[_Image]:
 def _store(kept: Path, numbers: list[int]) -> None:
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(kept) as temporary:
+        with atomic_write(kept) as temporary:
             temporary.write_text(json.dumps(numbers))
     except OSError as error:
         print_log(
