@@ -8,7 +8,7 @@ from typing import Any, Literal, get_type_hints
 
 from slipstream.errors import DataError
 from slipstream.report.curve import Curve
-from slipstream.typecheck import NonNegative, NonNegativeInt, Probability, described, matches
+from slipstream.typecheck import NonNegative, NonNegativeInt, Probability, describe_with_article, matches
 
 __all__ = [
     "FORMAT",
@@ -268,7 +268,7 @@ def _build(kind: Any, values: dict[str, Any], prefix: str, where: str) -> Any:
     hints = _HINTS if kind is RunRecord else get_type_hints(kind, include_extras=True)
     for name, value in values.items():
         if name not in (*_NESTED, "curves") and not matches(value, hints[name]):
-            raise DataError(f"'{prefix}{name}' in {where} must be {described(hints[name])}")
+            raise DataError(f"'{prefix}{name}' in {where} must be {describe_with_article(hints[name])}")
     try:
         return kind(**values)
     except TypeError as error:

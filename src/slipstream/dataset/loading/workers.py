@@ -21,7 +21,7 @@ from slipstream.dataset.loading.waiting import stop_workers
 from slipstream.dist import get_local_size
 from slipstream.errors import ConfigError
 from slipstream.logging import print_log
-from slipstream.typecheck import matches, shown
+from slipstream.typecheck import matches, short_repr
 
 __all__ = ["check_workers", "end_workers", "loading_rates", "with_workers"]
 
@@ -50,7 +50,7 @@ def check_workers(options: Mapping[str, Any], name: str, streamed: bool) -> None
                 )
         elif value is not None and not (matches(value, int) and least <= value <= _MOST):
             raise ConfigError(
-                f"must be an integer from {least} to {_MOST}, or '{_AUTO}', not {shown(value)}",
+                f"must be an integer from {least} to {_MOST}, or '{_AUTO}', not {short_repr(value)}",
                 f"{name}.{key}",
             )
 
@@ -97,9 +97,9 @@ def with_workers(
         limit = max(cores() // get_local_size(), 1)
         rates = trials.rates(limit)
         chosen["num_workers"] = _choose_num_workers(rates, limit)
-        shown = ", ".join(f"{workers}: {rate:.3g}" for workers, rate in rates.items())
+        short_repr = ", ".join(f"{workers}: {rate:.3g}" for workers, rate in rates.items())
         messages.append(
-            f"num_workers={chosen['num_workers']} (limit {limit}; samples/s by number of workers: {shown})"
+            f"num_workers={chosen['num_workers']} (limit {limit}; samples/s by number of workers: {short_repr})"
         )
     if auto_prefetch and chosen["num_workers"]:
         max_batches = (
