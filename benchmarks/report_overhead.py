@@ -112,7 +112,7 @@ def reading_us(runner: Runner, hook: ReportHook, interval: int, repeats: int) ->
             for value in range(interval):
                 history.update(float(value))
         # Force a memory reading, because training takes longer than the interval between readings.
-        hook._memory_at = float("-inf")
+        hook._last_memory_time = float("-inf")
         runner.phases.samples += interval * runner.samples_per_step
         start = process_time()
         hook.read_logs(runner)

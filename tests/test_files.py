@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.files import download, remove_temporary_files, replacing, write_text
+from slipstream.files import atomic_write, download, remove_temporary_files, write_text
 
 
 def test_old_file_is_kept_until_the_new_one_is_complete(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("old")
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text("new")
         assert path.read_text() == "old"
         assert temporary.parent == tmp_path  # on the same file system, as a rename requires
@@ -24,7 +24,7 @@ def test_only_the_old_file_remains_after_an_error(tmp_path):
     path.write_text("old")
 
     def fail():
-        with replacing(path) as temporary:
+        with atomic_write(path) as temporary:
             temporary.write_text("half")
             raise KeyboardInterrupt
 
@@ -35,13 +35,13 @@ def test_only_the_old_file_remains_after_an_error(tmp_path):
 
 
 def test_block_that_writes_nothing_raises_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError), replacing(tmp_path / "a.txt"):
+    with pytest.raises(FileNotFoundError), atomic_write(tmp_path / "a.txt"):
         pass
 
 
 def test_two_writers_of_one_file_do_not_conflict(tmp_path):
     path = tmp_path / "a.txt"
-    with replacing(path) as first, replacing(path) as second:
+    with atomic_write(path) as first, atomic_write(path) as second:
         first.write_text("first")
         second.write_text("second")
     assert path.read_text() == "first"  # this block ended last
@@ -61,7 +61,7 @@ def test_only_temporary_files_of_this_module_are_removed(tmp_path):
 def test_renamed_file_is_synced_before_its_folder(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(os, "fsync", lambda file: calls.append(str(Path(f"/proc/self/fd/{file}").readlink())))
-    with replacing(tmp_path / "a.txt") as temporary:
+    with atomic_write(tmp_path / "a.txt") as temporary:
         temporary.write_text("new")
     assert calls == [str(temporary), str(tmp_path)]
 

@@ -23,7 +23,7 @@ from slipstream.typecheck import (
     check_finite,
     check_optimizer_options,
     describe,
-    described,
+    describe_with_article,
     is_number,
     is_real,
     matches,
@@ -211,4 +211,4 @@ def test_numbers_are_ints_and_floats_but_not_bools():
     ],
 )
 def test_described_adds_an_article_to_types_only(annotation, text):
-    assert described(annotation) == text
+    assert describe_with_article(annotation) == text

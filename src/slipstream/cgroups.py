@@ -15,13 +15,13 @@ _UNLIMITED = 2**60
 
 def quotas(root: Path = _ROOT) -> list[float]:
     """Return the CPU quotas, in cores, of this process's cgroup (v2) and its parents."""
-    found = []
+    cores = []
     for version, folder in _folders(root, "cpu"):
         file = folder / "cpu.max"
         if version == 2 and file.is_file():
             quota, period = file.read_text(encoding="utf-8").split()
-            found += [] if quota == "max" else [int(quota) / int(period)]
-    return found
+            cores += [] if quota == "max" else [int(quota) / int(period)]
+    return cores
 
 
 def memory_limit(root: Path = _ROOT) -> int | None:
@@ -37,18 +37,20 @@ def available_memory(root: Path = _ROOT) -> int | None:
 
     Cached files count as available, because the kernel evicts them first.
     """
-    found = []
+    available = []
     for version, folder in _folders(root, "memory"):
         limit = _limit(version, folder)
         with suppress(OSError, ValueError):
-            used = int((folder / ("memory.current" if version == 2 else "memory.usage_in_bytes")).read_text())
+            usage = int(
+                (folder / ("memory.current" if version == 2 else "memory.usage_in_bytes")).read_text()
+            )
             # In version 1, the entries without this prefix exclude child cgroups.
             prefix = "" if version == 2 else "total_"
             names = (f"{prefix}inactive_file", f"{prefix}active_file")
             lines = [line.split() for line in (folder / "memory.stat").read_text().splitlines()]
             cached = sum(int(value) for name, value in lines if name in names)
-            found += [] if limit is None else [limit - used + cached]
-    return min(found, default=None)
+            available += [] if limit is None else [limit - usage + cached]
+    return min(available, default=None)
 
 
 def _limit(version: int, folder: Path) -> int | None:
@@ -64,14 +66,14 @@ def _folders(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
     except OSError:
         return
     for line in lines:
-        _, controllers, inside = line.split(":", 2)
+        _, controllers, path = line.split(":", 2)
         if controllers == "":
             version, base = 2, root / "sys/fs/cgroup"
         elif controller in controllers.split(","):
             version, base = 1, root / "sys/fs/cgroup" / controller
         else:
             continue
-        folder = base / inside.strip("/")
+        folder = base / path.strip("/")
         for part in (folder, *folder.parents):
             if part.is_relative_to(base):
                 yield version, part

@@ -14,8 +14,8 @@ __all__ = ["cores", "cpu_features", "cpu_name"]
 
 def cores() -> int:
     """Return the number of cores this process may use, as limited by its CPU affinity and cgroup (v2) quotas."""
-    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(min([found, *map(math.ceil, quotas())]), 1)
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(min([count, *map(math.ceil, quotas())]), 1)
 
 
 def cpu_name() -> str:

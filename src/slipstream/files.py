@@ -14,12 +14,12 @@ from pathlib import Path
 from slipstream.errors import ConfigError
 
 __all__ = [
+    "atomic_write",
     "check_name",
     "check_space",
     "disk_problem",
     "download",
     "remove_temporary_files",
-    "replacing",
     "sync_folder",
     "user_cache",
     "write_text",
@@ -28,7 +28,7 @@ __all__ = [
 _DOWNLOAD_TIMEOUT = 60
 """Seconds without data after which a download fails."""
 _PROBED_BLOCKS, _PROBED_BYTES = 16, 2**16
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
+_TEMPORARY_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 
 def check_name(name: str, key: str, folder: str = "the work_dir") -> str:
@@ -44,14 +44,14 @@ def check_name(name: str, key: str, folder: str = "the work_dir") -> str:
     Raises:
         ConfigError: the path is empty, absolute, or outside the folder.
     """
-    outside = Path(name).is_absolute() or Path(os.path.normpath(name)).parts[:1] == ("..",)
-    if not name or "\0" in str(name) or outside:
+    is_outside = Path(name).is_absolute() or Path(os.path.normpath(name)).parts[:1] == ("..",)
+    if not name or "\0" in str(name) or is_outside:
         raise ConfigError(f"must be the name of a file inside {folder}, without '..', not {name!r}", key)
     return name
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`; rename the file written there to `path` if the block succeeds.
 
     Readers of `path` see either the old file or the complete new one, even after a power failure.
@@ -68,19 +68,19 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str, errors: str = "strict") -> None:
-    """Write a text file as UTF-8 with `replacing`.
+    """Write a text file as UTF-8 with `atomic_write`.
 
     Args:
         path: the file.
         text: the contents of the file; line endings are written unchanged.
         errors: how to handle characters that UTF-8 cannot represent; see `str.encode`.
     """
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_bytes(text.encode("utf-8", errors))
 
 
 def download(url: str, target: Path) -> None:
-    """Write the contents of a URL to a file. If an error occurs, the file may be incomplete; see `replacing`.
+    """Write the contents of a URL to a file. If an error occurs, the file may be incomplete; see `atomic_write`.
 
     Args:
         url: an http or https URL, or another URL that fsspec supports.
@@ -147,12 +147,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_temporary_files(folder: Path) -> None:
-    """Remove the temporary files in `folder` that were left by processes killed inside `replacing`.
+    """Remove the temporary files in `folder` that were left by processes killed inside `atomic_write`.
 
     The caller must ensure that no other process writes to this folder.
     """
     for path in folder.glob(".*.tmp"):
-        if path.is_file() and _TEMPORARY.fullmatch(path.name):
+        if path.is_file() and _TEMPORARY_NAME.fullmatch(path.name):
             path.unlink(missing_ok=True)
 
 

@@ -43,16 +43,16 @@ class ReplacementFinder(MetaPathFinder, ABC):
         """Return whether a module named `name` is the replacement."""
 
 
-def install_finder(finder: ReplacementFinder, package: str, workers: str) -> None:
+def install_finder(finder: ReplacementFinder, package: str, worker_folder: str) -> None:
     """Make `import NAME` import the replacement that `finder` provides. Further calls for the same name have no effect.
 
-    Processes that are started with `spawn` or `forkserver` inherit `sys.path`, but not the finder. Therefore `workers`
-    is inserted into `sys.path` after the script's folder.
+    Processes that are started with `spawn` or `forkserver` inherit `sys.path`, but not the finder. Therefore
+    `worker_folder` is inserted into `sys.path` after the script's folder.
 
     Args:
         finder: finds the modules of the replacement.
         package: the package that calls this function, used in messages.
-        workers: a folder that contains a package NAME for worker processes; this package imports `package`.
+        worker_folder: a folder that contains a package NAME for worker processes; this package imports `package`.
 
     Raises:
         ConfigError: if the original package is already imported.
@@ -67,8 +67,8 @@ def install_finder(finder: ReplacementFinder, package: str, workers: str) -> Non
     if any(type(other) is type(finder) for other in sys.meta_path):
         return
     sys.meta_path.insert(0, finder)
-    if workers not in sys.path:
-        sys.path.insert(1, workers)
+    if worker_folder not in sys.path:
+        sys.path.insert(1, worker_folder)
     if parent_process() is None:  # log this only in the main process
         print_log(f"`import {name}` now imports Slipstream ({package})", "current")
 
@@ -86,8 +86,8 @@ def run_script(arguments: Sequence[str], command: str, install: Callable[[], Non
     """
     install()
     if not arguments or not Path(arguments[0]).is_file():
-        what = f"'{arguments[0]}' is not a file" if arguments else "no script was specified"
-        raise ConfigError(f"{what}; use {command} SCRIPT.py [ARGUMENTS]")
+        problem = f"'{arguments[0]}' is not a file" if arguments else "no script was specified"
+        raise ConfigError(f"{problem}; use {command} SCRIPT.py [ARGUMENTS]")
     sys.argv[:] = arguments
     sys.path[0] = str(Path(arguments[0]).resolve().parent)  # Python sets this for a script
     runpy.run_path(arguments[0], run_name="__main__")

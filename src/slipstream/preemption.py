@@ -31,7 +31,7 @@ SIGNALS = tuple(
     if hasattr(signal, name)
 )
 _DEFAULT_HANDLERS = (signal.SIG_DFL, signal.default_int_handler)
-_SAME_REQUEST = 1.0
+_REPEAT_INTERVAL = 1.0
 """Signals that arrive within this many seconds of the first one are ignored: launchers and terminals can send a signal
 twice."""
 _POLL_INTERVAL = 0.25
@@ -75,7 +75,7 @@ class Preemption:
         self._calls, self._owner = 0, os.getpid()
         self._received: float | None = None
         self._previous: dict[signal.Signals, Any] = {}
-        self._ranks: _Ranks | None = None
+        self._agreement: _RankAgreement | None = None
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -84,7 +84,7 @@ class Preemption:
                     self._previous[number] = signal.signal(number, self._handle)
         if get_world_size() > 1:
             try:
-                self._ranks = _Ranks(self)
+                self._agreement = _RankAgreement(self)
             except BaseException:
                 self._restore()
                 raise
@@ -93,9 +93,9 @@ class Preemption:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._ranks is not None:
-            self._ranks.close()
-            self._ranks = None
+        if self._agreement is not None:
+            self._agreement.close()
+            self._agreement = None
         self._restore()
 
     def requested(self) -> bool:
@@ -104,9 +104,9 @@ class Preemption:
         All ranks return True after the same step. Without a signal, a call takes less than a microsecond.
         """
         self._calls += 1
-        if self._ranks is None:
+        if self._agreement is None:
             return self.signal is not None
-        return self._ranks.noticed and self._calls >= self._ranks.last_call()
+        return self._agreement.signal_seen and self._calls >= self._agreement.stop_call()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._owner:  # this is a data loader worker that has just been forked
@@ -120,7 +120,7 @@ class Preemption:
                 f"\n{self.signal} received: training will stop after one of the next steps; "
                 "send the signal again to exit immediately\n"
             )
-        elif now - self._received > _SAME_REQUEST:
+        elif now - self._received > _REPEAT_INTERVAL:
             self._restore()
             os.kill(os.getpid(), number)
 
@@ -136,12 +136,12 @@ def _print(text: str) -> None:
         os.write(sys.__stderr__.fileno(), text.encode())  # type: ignore[union-attr]
 
 
-class _Ranks:
+class _RankAgreement:
     """Lets all ranks agree on which call to `requested` is the first to return True.
 
     On each rank, a thread checks for a signal. After a signal, each rank publishes the number of times that it has
     called `requested`. If the largest of these numbers is n, training stops at call n + 1. No rank can have passed this
-    call, because `requested` waits for the result once `noticed` is True.
+    call, because `requested` waits for the result once `signal_seen` is True.
     """
 
     def __init__(self, preemption: Preemption) -> None:
@@ -151,22 +151,22 @@ class _Ranks:
         default: Any = dist.distributed_c10d._get_default_store()
         self._store = dist.distributed_c10d.PrefixStore(f"slipstream/preemption/{token[0]}", default.clone())
         self._preemption = preemption
-        self.noticed = False
-        self._last: int | None = None
+        self.signal_seen = False
+        self._stop_call: int | None = None
         self._failure: Exception | None = None
         self._agreed, self._closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="slipstream-preemption", daemon=True)
         self._thread.start()
 
-    def last_call(self) -> int:
+    def stop_call(self) -> int:
         """Wait until the ranks have agreed; return the number of the first call that returns True."""
         self._agreed.wait()
-        if self._last is None:
+        if self._stop_call is None:
             raise DistributedError(
                 f"not all ranks responded to {self._preemption.signal} ({self._failure}); "
                 "all progress since the last checkpoint is lost. Resume from that checkpoint"
             )
-        return self._last
+        return self._stop_call
 
     def close(self) -> None:
         """Stop the thread."""
@@ -181,19 +181,19 @@ class _Ranks:
                 if self._store.check(["signal"]):
                     self._agree()
                     return
-            self._publish()  # otherwise, ranks that wait for this rank would time out
+            self._publish()  # without this, ranks that wait for this rank would time out
         except Exception as error:  # the store runs in another process, which may have exited
             self._failure = error
         finally:
             self._agreed.set()
 
     def _agree(self) -> None:
-        self.noticed = True  # set before the count is published, so that `requested` waits for the result
+        self.signal_seen = True  # set before the count is published, so that `requested` waits for the result
         self._preemption.signal = self._store.get("signal").decode()
         self._publish()
         keys = [f"calls/{rank}" for rank in range(get_world_size())]
         self._store.wait(keys, _TIMEOUT)
-        self._last = 1 + max(int(self._store.get(key)) for key in keys)
+        self._stop_call = 1 + max(int(self._store.get(key)) for key in keys)
 
     def _publish(self) -> None:
         self._store.set(f"calls/{get_rank()}", str(self._preemption._calls))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["descendants", "end_group", "kill"]
+__all__ = ["descendants", "kill", "kill_group"]
 
 
 def descendants(pid: int) -> dict[int, str]:
@@ -27,24 +27,24 @@ def descendants(pid: int) -> dict[int, str]:
     return found
 
 
-def kill(started: Mapping[int, str]) -> None:
+def kill(processes: Mapping[int, str]) -> None:
     """Kill the processes returned by `descendants` that are still running."""
-    for pid, time in started.items():
+    for pid, time in processes.items():
         if _start_time(pid) == time:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
 
 
-def end_group(group: int, started: Mapping[int, str]) -> None:
+def kill_group(group: int, processes: Mapping[int, str]) -> None:
     """Kill a process group and its leader's descendants in other groups, such as Inductor's workers.
 
     Args:
         group: id of the process group, which may no longer exist.
-        started: the leader's descendants, collected while the leader was running.
+        processes: the leader's descendants, collected while the leader was running.
     """
     with suppress(OSError):
         os.killpg(group, signal.SIGKILL)
-    kill(started)
+    kill(processes)
 
 
 def _start_time(pid: int) -> str | None:

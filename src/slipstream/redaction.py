@@ -38,7 +38,7 @@ _TOKEN = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
     r"|(?<=://)[^\s/:@'\"]*:[^\s/@'\"]+(?=@)"
 )
-_SHORTEST = 8  # characters; a shorter value could be an ordinary word
+_MIN_LENGTH = 8  # characters; a shorter value could be an ordinary word
 
 
 class Reference(str):
@@ -77,18 +77,18 @@ class Redactor(logging.Filter):
 
     def __init__(self, tree: Any = None) -> None:
         super().__init__()
-        found = {value: REDACTED for value in _secrets(tree) if len(value) >= _SHORTEST}
-        found |= {
+        replacements = {value: REDACTED for value in _secrets(tree) if len(value) >= _MIN_LENGTH}
+        replacements |= {
             value: f"{{{{ ${name} }}}}"
             for name, value in os.environ.items()
-            if len(value) >= _SHORTEST and is_secret_name(name) and name != "PWD"  # the working directory
+            if len(value) >= _MIN_LENGTH and is_secret_name(name) and name != "PWD"  # the working directory
         }
         # Replace longer secrets first, because a secret may be part of a longer secret.
-        self._replaced = sorted(found.items(), key=lambda item: -len(item[0]))
+        self._replacements = sorted(replacements.items(), key=lambda item: -len(item[0]))
 
     def __call__(self, text: str) -> str:
         """Return `text` without secrets."""
-        for value, replacement in self._replaced:
+        for value, replacement in self._replacements:
             text = text.replace(value, replacement)
         return _TOKEN.sub(REDACTED, text)
 
@@ -121,17 +121,17 @@ def redact(tree: Any) -> Any:
     A `Reference` is replaced by its `reference` string. If a key's name indicates a secret, the value is replaced by
     `<redacted>`.
     """
-    return _redacted(tree, Redactor(), secret=False)
+    return _redact_value(tree, Redactor(), secret=False)
 
 
-def _redacted(value: Any, redactor: Redactor, secret: bool) -> Any:
+def _redact_value(value: Any, redactor: Redactor, secret: bool) -> Any:
     if isinstance(value, dict):
         return {
-            _redacted(key, redactor, False): _redacted(item, redactor, secret or is_secret_name(key))
+            _redact_value(key, redactor, False): _redact_value(item, redactor, secret or is_secret_name(key))
             for key, item in value.items()
         }
     if type(value) in (list, tuple):
-        return type(value)(_redacted(item, redactor, secret) for item in value)
+        return type(value)(_redact_value(item, redactor, secret) for item in value)
     if isinstance(value, Reference):
         return redactor(value.reference)
     if secret and _may_be_secret(value):

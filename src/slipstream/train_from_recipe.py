@@ -51,7 +51,7 @@ def _main(argv: list[str]) -> int:
     path = find_recipe(args.config_name or "variable_setup", folder)
     if path.suffix != ".yaml":
         raise ConfigError(
-            f"Hydra only reads .yaml files, not {path}; run `slipstream train {path}` instead",
+            f"Hydra reads only .yaml files, not {path}; run `slipstream train {path}` instead",
             "--config-name",
         )
     _run_hydra(args, path, folder, trust)
@@ -74,8 +74,8 @@ def _train(
     from slipstream.cli.main import main as command
 
     options = {"--config-dir": folder, "--work-dir": work_dir}
-    words = [f"{key}={value}" for key, value in options.items() if value is not None]
-    return command(["train", name, *overrides, *words, *(["--trust"] if trust else [])])
+    arguments = [f"{key}={value}" for key, value in options.items() if value is not None]
+    return command(["train", name, *overrides, *arguments, *(["--trust"] if trust else [])])
 
 
 def _run_hydra(args: argparse.Namespace, path: Path, folder: str | None, trust: bool) -> None:
@@ -96,14 +96,14 @@ def _run_hydra(args: argparse.Namespace, path: Path, folder: str | None, trust: 
         if status:
             sys.exit(status)
 
-    words = hydra_overrides(path, args.overrides, folder, trust)
+    overrides = hydra_overrides(path, args.overrides, folder, trust)
     register_resolvers()
     # hydra.main reads its arguments only from sys.argv.
-    before, sys.argv = sys.argv, [sys.argv[0], *_hydra_options(args), *words]
+    previous_argv, sys.argv = sys.argv, [sys.argv[0], *_hydra_options(args), *overrides]
     try:
         hydra.main(str(path.parent.resolve()), path.stem, version_base="1.3")(job)()
     finally:
-        sys.argv = before
+        sys.argv = previous_argv
 
 
 if __name__ == "__main__":

@@ -25,15 +25,15 @@ __all__ = [
     "check_finite",
     "check_optimizer_options",
     "describe",
-    "described",
+    "describe_with_article",
     "is_number",
     "is_real",
     "matches",
-    "shown",
+    "short_repr",
 ]
 
-_PLAIN = (bool, int, float, str, dict, list, tuple)
-_ABSTRACT = {Mapping: "dict", Sequence: "list", Callable: "a function"}
+_BUILTIN_TYPES = (bool, int, float, str, dict, list, tuple)
+_TYPE_NAMES = {Mapping: "dict", Sequence: "list", Callable: "a function"}
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ _OPTIMIZER_LIMITS: Mapping[str, Any] = {
 def check(value: Any, annotation: Any, path: str) -> None:
     """Raise a `ConfigError` at `path` unless `value` matches `annotation`."""
     if not matches(value, annotation):
-        raise ConfigError(f"must be {described(annotation)}, not {shown(value)}", path)
+        raise ConfigError(f"must be {describe_with_article(annotation)}, not {short_repr(value)}", path)
 
 
 def check_finite(value: Any, path: str = "") -> None:
@@ -88,11 +88,13 @@ def check_optimizer_options(options: Mapping[Any, Any], path: str = "") -> None:
     check_finite({f"{prefix}{key}": value for key, value in options.items() if key != "params"})
     for key, limit in _OPTIMIZER_LIMITS.items():
         value: Any = options.get(key)
-        several = isinstance(value, list | tuple) and key in ("eps", "betas")
-        for number in value if several else [value]:
-            number_like = number is None or is_number(number) or hasattr(number, "item")  # a tensor
-            if not number_like or (is_number(number) and not matches(number, limit)):
-                raise ConfigError(f"must be {described(limit)}, not {shown(value)}", f"{prefix}{key}")
+        is_sequence = isinstance(value, list | tuple) and key in ("eps", "betas")
+        for number in value if is_sequence else [value]:
+            is_number_like = number is None or is_number(number) or hasattr(number, "item")  # a tensor
+            if not is_number_like or (is_number(number) and not matches(number, limit)):
+                raise ConfigError(
+                    f"must be {describe_with_article(limit)}, not {short_repr(value)}", f"{prefix}{key}"
+                )
 
 
 def is_number(value: Any) -> bool:
@@ -115,36 +117,36 @@ def matches(value: Any, annotation: Any) -> bool:
     """
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        return _obeys(value, args[0], [rule for rule in args[1:] if isinstance(rule, Rule)])
+        return _matches_rules(value, args[0], [rule for rule in args[1:] if isinstance(rule, Rule)])
     if origin in (typing.Union, types.UnionType):
         return any(matches(value, arg) for arg in args)
     if origin is typing.Literal:
         return any(value == arg and type(value) is type(arg) for arg in args)
     if annotation is None or annotation is type(None):
         return value is None
-    plain = origin or annotation
-    if plain is float:
+    base = origin or annotation
+    if base is float:
         return is_number(value)
-    if plain is int:
+    if base is int:
         return isinstance(value, int) and not isinstance(value, bool)
-    if plain in (list, tuple):
-        return isinstance(value, list | tuple) and _elements_match(value, plain, args)
-    if plain is dict and args:
+    if base in (list, tuple):
+        return isinstance(value, list | tuple) and _elements_match(value, base, args)
+    if base is dict and args:
         return isinstance(value, dict) and all(
             matches(key, args[0]) and matches(item, args[1]) for key, item in value.items()
         )
-    if plain is Sequence:
+    if base is Sequence:
         return _is_sequence(value) and (
             not isinstance(value, list | tuple) or _elements_match(value, list, args)
         )
-    if plain in (*_PLAIN, Mapping, Path):
-        return isinstance(value, plain)
-    return callable(value) if plain is Callable else True
+    if base in (*_BUILTIN_TYPES, Mapping, Path):
+        return isinstance(value, base)
+    return callable(value) if base is Callable else True
 
 
-def _obeys(value: Any, kind: Any, rules: Sequence[Rule]) -> bool:
-    number = kind is float and is_real(value)
-    return (number or matches(value, kind)) and all(rule.accepts(value) for rule in rules)
+def _matches_rules(value: Any, kind: Any, rules: Sequence[Rule]) -> bool:
+    is_any_real = kind is float and is_real(value)
+    return (is_any_real or matches(value, kind)) and all(rule.accepts(value) for rule in rules)
 
 
 def _is_sequence(value: Any) -> bool:
@@ -159,7 +161,7 @@ def _elements_match(values: Any, kind: type, args: tuple[Any, ...]) -> bool:
     return not args or (len(values) == len(args) and all(map(matches, values, args)))
 
 
-def described(annotation: Any) -> str:
+def describe_with_article(annotation: Any) -> str:
     """Describe the annotation with an article, such as `an int or None`, for use after `must be`."""
     text = describe(annotation)
     if text.startswith(("'", "None", "a ")) or not text[0].isalpha():
@@ -181,14 +183,14 @@ def describe(annotation: Any) -> str:
         return "None"
     if annotation is float:
         return "finite float"
-    plain = origin or annotation
-    name = str(_ABSTRACT.get(plain) or getattr(plain, "__name__", annotation))
-    if origin in (*_PLAIN, Sequence):
+    base = origin or annotation
+    name = str(_TYPE_NAMES.get(base) or getattr(base, "__name__", annotation))
+    if origin in (*_BUILTIN_TYPES, Sequence):
         return f"{name}[{', '.join('...' if arg is ... else describe(arg) for arg in args)}]"
     return name
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Return the `repr` of `value` for an error message, truncated if it is long."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:197]}..."

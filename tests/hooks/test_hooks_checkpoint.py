@@ -318,8 +318,8 @@ def test_auto_keeps_the_metric_of_the_first_validation(tmp_path):
 def test_auto_skips_values_and_names_that_it_cannot_use(tmp_path, others):
     hook = CheckpointHook(save_best="auto")
     runner = Runner(**training(tmp_path, default_hooks=dict(checkpoint=hook)))
-    assert hook._automatic(runner, others) is None
-    assert hook._automatic(runner, {**others, "miou": 0.5}) == "miou"
+    assert hook._auto_metric(runner, others) is None
+    assert hook._auto_metric(runner, {**others, "miou": 0.5}) == "miou"
 
 
 def test_default_hook_leaves_the_best_checkpoint_to_a_custom_hook(tmp_path):

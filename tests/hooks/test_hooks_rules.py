@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 from slipstream.errors import ConfigError
 from slipstream.evaluator import BaseMetric
 from slipstream.hooks import Hook
-from slipstream.hooks.schedule import better
+from slipstream.hooks.schedule import infer_rule
 from slipstream.runner import Runner
 from tiny_runs import Net, run, samples
 
@@ -23,14 +23,14 @@ from tiny_runs import Net, run, samples
     ],
 )  # fmt: skip
 def test_rule_is_inferred_from_the_metric_name(name, rule):
-    assert better(name, None) == rule
+    assert infer_rule(name, None) == rule
 
 
 @pytest.mark.parametrize("name", ["power", "score", "loss_of_accuracy"])
 def test_ambiguous_metric_name_requires_a_rule(name):
-    with pytest.raises(ConfigError, match=r"rule: cannot infer the rule .* set it to 'greater' or 'less'"):
-        better(name, None)
-    assert better(name, "less") == "less"
+    with pytest.raises(ConfigError, match=r"rule: cannot infer the rule .* set rule to 'greater' or 'less'"):
+        infer_rule(name, None)
+    assert infer_rule(name, "less") == "less"
 
 
 def make(tmp_path, **options):

@@ -255,7 +255,7 @@ def test_error_names_a_base_that_the_library_does_not_contain(tmp_path, monkeypa
 def test_a_data_file_does_not_execute_a_base_from_a_library(tmp_path, monkeypatch):
     library(tmp_path, monkeypatch, detector=BASE)
     (tmp_path / "config.yaml").write_text("_base_: mmyolo::detector.py\n")
-    with pytest.raises(ConfigError, match="is Python code, which would be executed"):
+    with pytest.raises(ConfigError, match="is a Python file"):
         Config.fromfile(tmp_path / "config.yaml")
     assert Config.fromfile(tmp_path / "config.yaml", trust=True).text.count("type='A'") == 1
 

@@ -51,7 +51,9 @@ def evil(tmp_path, monkeypatch):
 def test_a_search_path_does_not_import_packages(recipe, evil, entry):
     path = recipe(f'{RECIPE}hydra: {{searchpath: ["{entry}"]}}\n')
     for read in (compose, lambda name: hydra_overrides(path, [])):
-        with pytest.raises(ConfigError, match=r"hydra.searchpath: .*hostile\.yaml is a data file.*--trust"):
+        with pytest.raises(
+            ConfigError, match=r"hydra.searchpath: .*hostile\.yaml is not trusted to execute code.*--trust"
+        ):
             read(str(path))
     assert not evil()
 
@@ -79,7 +81,7 @@ def test_a_trusted_search_path_and_a_search_path_in_an_override_import_packages(
 def test_the_hydra_section_executes_no_code(recipe, evil, section, key, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = recipe(f"{RECIPE}hydra:\n  {section}\n")
-    with pytest.raises(ConfigError, match=rf"{key}: .*hostile\.yaml is a data file.*--trust"):
+    with pytest.raises(ConfigError, match=rf"{key}: .*hostile\.yaml is not trusted to execute code.*--trust"):
         hydra_overrides(path, [])
     compose(str(path))  # reads the section without using it
     assert not evil()

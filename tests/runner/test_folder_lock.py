@@ -44,7 +44,7 @@ def test_second_run_is_refused_until_the_first_is_killed(tmp_path, holder):
 
 
 def test_lock_waits_for_the_remaining_processes_of_a_killed_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("slipstream.runner.folder_lock._PATIENCE", 0.3)
+    monkeypatch.setattr("slipstream.runner.folder_lock._TIMEOUT", 0.3)
     first, second = FolderLock(pytest.fail), FolderLock(pytest.fail)
     first.lock(tmp_path, "work_dir")
     (tmp_path / ".lock").write_text(f"process {2**30} on {os.uname().nodename} (since 2026-01-01 00:00:00)")

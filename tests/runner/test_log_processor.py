@@ -195,8 +195,8 @@ def test_stream_without_length_is_shown_with_a_question_mark(runner):
     ("entry", "message"),
     [
         ("loss", r"custom_cfg\[1\]: must be a dict"),
-        ({"method_name": "mean"}, r"custom_cfg\[1\]: requires a string for the key 'data_src'"),
-        ({"data_src": "a"}, r"custom_cfg\[1\]: requires a string for the key 'method_name'"),
+        ({"method_name": "mean"}, r"custom_cfg\[1\]: the value of 'data_src' must be a string"),
+        ({"data_src": "a"}, r"custom_cfg\[1\]: the value of 'method_name' must be a string"),
         (
             {"data_src": "a", "method_name": "mean", "windows": 3},
             r"custom_cfg\[1\].windows: 'mean' has no parameter 'windows'",

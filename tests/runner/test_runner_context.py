@@ -136,7 +136,7 @@ def test_evaluation_error_that_a_hook_handles_does_not_change_training(tmp_path)
 
 def test_train_in_a_hook_raises_an_error(tmp_path):
     runner, _ = evaluated(tmp_path, AtStage("before_train_epoch", lambda runner: runner.train()))
-    with pytest.raises(ConfigError, match=r"train\(\) cannot be called by a hook"):
+    with pytest.raises(ConfigError, match=r"train\(\) cannot be called while this Runner is running"):
         runner.train()
 
 

@@ -1,7 +1,7 @@
 """Log output by rank, and warnings about unused configuration keys."""
 
 from slipstream.runner import logs
-from slipstream.runner.user_config import unread_keys
+from slipstream.runner.user_config import unknown_key_warnings
 from slipstream.visualization import BaseVisBackend, Visualizer
 
 
@@ -25,5 +25,7 @@ def test_visualizer_object_writes_only_on_rank_0(tmp_path, monkeypatch):
 
 
 def test_misspelled_keys_are_reported_but_variables_are_not():
-    lines = list(unread_keys(["parm_scheduler", "data_root", "compile"], ["param_scheduler", "compile"]))
+    lines = list(
+        unknown_key_warnings(["parm_scheduler", "data_root", "compile"], ["param_scheduler", "compile"])
+    )
     assert lines == ["The configuration key 'parm_scheduler' is not used; did you mean 'param_scheduler'?"]

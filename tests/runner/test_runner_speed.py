@@ -289,7 +289,7 @@ def test_training_params_can_contain_speed_options(tmp_path):
     [
         (
             dict(max_epochs=3),
-            r"training_params\.max_epochs: a Runner only supports the speed options .*slipstream\.Trainer",
+            r"training_params\.max_epochs: a Runner supports only the speed options .*slipstream\.Trainer",
         ),
         (dict(batch_acumulate=2), r"training_params\.batch_acumulate: .*did you mean 'batch_accumulate'"),
         ("fast", r"training_params: must be a dict, not 'fast'"),

@@ -21,7 +21,7 @@ from slipstream.checkpoint.integrity import open_verified
 from slipstream.checkpoint.mmengine_files import convert_checkpoint, is_from_mmengine, safe_globals
 from slipstream.dist.sharding import is_sharded
 from slipstream.errors import CheckpointError, did_you_mean
-from slipstream.files import check_space, replacing, write_text
+from slipstream.files import atomic_write, check_space, write_text
 from slipstream.redaction import Reference
 
 __all__ = [
@@ -52,7 +52,7 @@ def save_checkpoint(checkpoint: Mapping[str, Any], path: str | Path, warn: Calla
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = plain(checkpoint, warn)
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         try:
             torch.save(content, temporary)
         except RuntimeError:  # torch's writer does not report why it fails

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slipstream.checkpoint.files import checkpoint_of
 from slipstream.errors import CheckpointError, ConfigError
-from slipstream.files import download, replacing, user_cache
+from slipstream.files import atomic_write, download, user_cache
 from slipstream.logging import print_log
 
 __all__ = ["download_checkpoint", "local_checkpoint", "redacted_source"]
@@ -57,7 +57,7 @@ def _cached(url: str, sha256: str) -> Path:
     file = user_cache("checkpoints") / f"{sha256}.pth"
     if not (file.is_file() and _digest(file) == sha256):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as temporary:
+        with atomic_write(file) as temporary:
             download_checkpoint(url, temporary)
             _check(temporary, sha256, _redact_url(url))
     return file

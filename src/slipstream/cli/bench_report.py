@@ -12,7 +12,7 @@ from typing import Any
 
 from slipstream.cli.bench_cell import Cell
 from slipstream.extras import is_installed
-from slipstream.files import replacing, write_text
+from slipstream.files import atomic_write, write_text
 from slipstream.tune.statistics import median_interval
 
 __all__ = ["Measurement", "block_interval", "write_report"]
@@ -153,7 +153,7 @@ def _draw(path: Path, environment: Mapping[str, Any], measurements: Sequence[Mea
         f"{environment['cpu']}, {environment['device']}, torch {environment['torch']}, {environment['date']}",
         fontsize=8,
     )
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
     return path
 

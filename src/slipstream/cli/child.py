@@ -15,7 +15,7 @@ from time import perf_counter
 from types import FrameType
 from typing import IO
 
-from slipstream.process_tree import descendants, end_group
+from slipstream.process_tree import descendants, kill_group
 
 __all__ = ["Child", "exit_on_sigterm", "run_child"]
 
@@ -104,7 +104,7 @@ def _end(process: subprocess.Popen[str], grace: float) -> None:
     finally:
         if process.poll() is None:
             children |= descendants(process.pid)
-        end_group(process.pid, children)
+        kill_group(process.pid, children)
         process.wait()
 
 

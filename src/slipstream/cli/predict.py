@@ -23,7 +23,7 @@ from slipstream.dataset.prediction import prepare_image
 from slipstream.devices import default_device, is_out_of_memory
 from slipstream.errors import CheckpointError, ConfigError, DataError, ModelError, SlipstreamError
 from slipstream.extras import extra
-from slipstream.files import replacing, write_text
+from slipstream.files import atomic_write, write_text
 from slipstream.model import Classifier
 from slipstream.visualization import overlay
 
@@ -232,5 +232,5 @@ def _shares(counts: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def _save(picture: Image.Image, path: Path) -> None:
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         picture.save(temporary, "PNG")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from slipstream.errors import DataError
 from slipstream.extras import extra
-from slipstream.files import replacing
+from slipstream.files import atomic_write
 
 __all__ = ["Input", "find_inputs", "frame_rate", "frames", "video_writer"]
 
@@ -120,7 +120,7 @@ def video_writer(path: Path, rate: Fraction) -> Iterator[Callable[[RGB], None]]:
     with extra("video"):
         import av
 
-    with replacing(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
+    with atomic_write(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
         codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
         stream: Any = container.add_stream(codec, rate=rate)
         stream.pix_fmt = "yuv420p"

@@ -91,12 +91,16 @@ def _train(cfg: Config, hook: StepProfiler) -> None:
 
 def _write_trace(recorded: profile, path: Path) -> list[dict[str, Any]]:
     """Write the trace and return its events."""
-    from slipstream.files import replacing
+    from slipstream.files import atomic_write
 
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         plain = Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(plain))
-        with replacing(path) as temporary, plain.open("rb") as source, gzip.open(temporary, "wb") as target:
+        with (
+            atomic_write(path) as temporary,
+            plain.open("rb") as source,
+            gzip.open(temporary, "wb") as target,
+        ):
             shutil.copyfileobj(source, target)
         events: list[dict[str, Any]] = json.loads(plain.read_text(encoding="utf-8"))["traceEvents"]
     return events
@@ -144,7 +148,7 @@ def _operations(recorded: profile | None, steps: int) -> Iterator[str]:
 
 def _memory(events: list[dict[str, Any]], path: Path) -> str:
     """Write the allocated memory over time as CSV, and return a summary."""
-    from slipstream.files import replacing
+    from slipstream.files import atomic_write
 
     rows = [
         (
@@ -160,7 +164,7 @@ def _memory(events: list[dict[str, Any]], path: Path) -> str:
     if not devices:
         return "Memory: this device does not report allocations to the profiler"
     start = min(row[0] for row in rows)
-    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+    with atomic_write(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["milliseconds", "device_type", "device_id", "allocated_bytes"])
         writer.writerows([f"{(row[0] - start) / 1e3:.3f}", *row[1:]] for row in sorted(rows))

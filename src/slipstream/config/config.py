@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config.config_dict import ConfigDict
-from slipstream.config.load import Loaded, import_custom, load_file, load_text
+from slipstream.config.load import LoadedConfig, import_custom, load_file, load_text
 from slipstream.config.merge import DELETE, merge, nest
 from slipstream.config.override import check_override, parse_override
 from slipstream.config.write import to_text
@@ -85,8 +85,9 @@ class Config(MutableMapping[str, Any]):
 
         Raises:
             ConfigError: a file is missing, has a syntax error or raises an error; a base is missing or circular, or
-                two bases set the same key; a dict would be merged into a value of a different type; or a data file
-                requires `trust` to execute code. The message contains the file name and, if known, the line number.
+                two bases set the same key; a dict would be merged into a value of a different type; or a YAML, JSON
+                or TOML file requires `trust` to execute code. The message contains the file name and, if known, the
+                line number.
         """
         path = Path(filename).expanduser()
         trust = trust or path.suffix.lower() == ".py"
@@ -109,7 +110,7 @@ class Config(MutableMapping[str, Any]):
 
     @classmethod
     def _from_loaded(
-        cls, loaded: Loaded, filename: str | None, import_custom_modules: bool, trust: bool
+        cls, loaded: LoadedConfig, filename: str | None, import_custom_modules: bool, trust: bool
     ) -> Config:
         if import_custom_modules:
             import_custom(loaded.values, filename or "<string>", trust)
@@ -277,12 +278,14 @@ class Config(MutableMapping[str, Any]):
         return f"Config (path: {self._filename}): {self.redacted()}"
 
 
-def config_text(cfg: Config, form: str = "yaml") -> str:
+def config_text(cfg: Config, file_format: str = "yaml") -> str:
     """Return the configuration as text without secrets, or a comment with the reason if a value cannot be written."""
     import yaml
 
     try:
-        return cfg.pretty_text if form == "py" else yaml.safe_dump(json.loads(json.dumps(cfg.redacted())))
+        return (
+            cfg.pretty_text if file_format == "py" else yaml.safe_dump(json.loads(json.dumps(cfg.redacted())))
+        )
     except (ConfigError, TypeError, ValueError) as error:
         return f"# This configuration contains objects that cannot be written as text: {error}\n"
 

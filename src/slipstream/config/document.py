@@ -100,7 +100,7 @@ class PythonDocument:
         names: dict[str, Any] = {"__name__": "__config__", "__file__": str(self._path)}
         if self.base_names:
             names[BASE] = ConfigDict(bases)
-        _Fill(self._placeholders, names).visit(self._module)
+        _PlaceholderFiller(self._placeholders, names).visit(self._module)
         try:
             exec(compile(self._module, str(self._path), "exec", dont_inherit=True), names)
         except Exception as error:
@@ -117,7 +117,7 @@ class PythonDocument:
         return not isinstance(value, _CODE) and type(value).__module__ != "__future__"
 
 
-class _Fill(ast.NodeTransformer):
+class _PlaceholderFiller(ast.NodeTransformer):
     """Replace placeholder tokens with their values before the file is executed."""
 
     def __init__(self, placeholders: Placeholders, names: dict[str, Any]) -> None:
@@ -174,7 +174,7 @@ def _parse_yaml(text: str, path: Path) -> Any:
 
 
 def _parse_json(text: str, path: Path) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         tree = dict(pairs)
         if len(tree) < len(pairs):
             keys = [key for key, _ in pairs]
@@ -183,7 +183,7 @@ def _parse_json(text: str, path: Path) -> Any:
         return tree
 
     try:
-        return json.loads(text, object_pairs_hook=unique)
+        return json.loads(text, object_pairs_hook=reject_duplicates)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: {error.msg}") from None
     except ConfigError:

@@ -32,9 +32,11 @@ def parse_value(text: str) -> Any:
         value = reader.value("")
         if reader.at_end():
             return value
-        return reader.fail("',' or end of input") if reader.peek() != "," else _Reader(f"[{text}]").whole()
+        return (
+            reader.fail("',' or end of input") if reader.peek() != "," else _Reader(f"[{text}]").parse_all()
+        )
     if "," in text and not re.search(r"""[\[\](){}'"]""", text):
-        return _Reader(f"[{text}]").whole()
+        return _Reader(f"[{text}]").parse_all()
     return _scalar(text)
 
 
@@ -51,7 +53,7 @@ class _Reader:
         self._text = text
         self._position = 0
 
-    def whole(self) -> Any:
+    def parse_all(self) -> Any:
         value = self.value("")
         return value if self.at_end() else self.fail("end of input")
 

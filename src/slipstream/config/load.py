@@ -13,28 +13,28 @@ from slipstream.config.limits import check_depth
 from slipstream.config.merge import merge
 from slipstream.errors import ConfigError, did_you_mean
 
-__all__ = ["Loaded", "import_custom", "load_file", "load_text"]
+__all__ = ["LoadedConfig", "import_custom", "load_file", "load_text"]
 
 
-class Loaded(NamedTuple):
+class LoadedConfig(NamedTuple):
     """The merged values of a file, and the source text of every file that was loaded, bases first."""
 
     values: dict[str, Any]
     text: str
 
 
-# Data files may import these packages, in addition to modules that the program has already imported.
+# YAML, JSON and TOML files may import these packages, and modules that the program has already imported.
 _IMPORTABLE = ("slipstream", "torch", "torchmetrics")
 _TRUST = "If you trust the file, add --trust on the command line, or pass trust=True in Python"
 
 
-def load_file(path: Path, chain: tuple[Path, ...] = (), trust: bool = False) -> Loaded:
+def load_file(path: Path, chain: tuple[Path, ...] = (), trust: bool = False) -> LoadedConfig:
     """Load a file and its bases.
 
     Args:
         path: the file. If it is a Python file, it and its bases are trusted.
         chain: the files that have this file as a base, outermost first.
-        trust: whether a data file may use a Python file as a base. The Python file is executed.
+        trust: whether a YAML, JSON or TOML file may use a Python file as a base. The Python file is executed.
 
     Raises:
         ConfigError: the file is missing or unreadable, contains an error, or is its own base.
@@ -47,7 +47,7 @@ def load_file(path: Path, chain: tuple[Path, ...] = (), trust: bool = False) -> 
 
 def load_text(
     source: str, path: Path, suffix: str, chain: tuple[Path, ...] = (), trust: bool = False
-) -> Loaded:
+) -> LoadedConfig:
     """Load `source` as if it were the contents of a file at `path`, in the format of `suffix`.
 
     Raises:
@@ -55,23 +55,23 @@ def load_text(
     """
     try:
         document = open_document(source, path, suffix)
-        found = [find_base(name, path) for name in document.base_names]
+        base_files = [find_base(name, path) for name in document.base_names]
         trust = trust or suffix == ".py"
-        _check_trusted([base.path for base in found], path, trust)
-        bases = _load_bases(found, (*chain, path), trust)
-        own = document.values(bases.values)
-        check_depth(own, str(path))
-        values = _merge(bases.values, own, path)
+        _check_trusted([base.path for base in base_files], path, trust)
+        bases = _load_bases(base_files, (*chain, path), trust)
+        own_values = document.values(bases.values)
+        check_depth(own_values, str(path))
+        values = _merge(bases.values, own_values, path)
     except RecursionError:
         raise ConfigError(
             f"{path}: the values contain a cycle or are nested too deeply; simplify them"
         ) from None
-    return Loaded(values, f"{bases.text}{path}\n{source}\n")
+    return LoadedConfig(values, f"{bases.text}{path}\n{source}\n")
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any], path: Path) -> dict[str, Any]:
+def _merge(base: dict[str, Any], override: dict[str, Any], path: Path) -> dict[str, Any]:
     try:
-        return merge(base, over)
+        return merge(base, override)
     except ConfigError as error:
         raise ConfigError(f"{error.args[0]} ({path})", error.path) from None
 
@@ -80,12 +80,12 @@ def _check_trusted(bases: list[Path], path: Path, trust: bool) -> None:
     for base in bases:
         if base.suffix.lower() == ".py" and not trust:
             raise ConfigError(
-                f"{path} is a data file, but its base {base} is Python code, which would be executed. {_TRUST}",
+                f"{path} is not trusted to execute code, but its base {base} is a Python file. {_TRUST}",
                 "_base_",
             )
 
 
-def _load_bases(bases: list[Base], chain: tuple[Path, ...], trust: bool) -> Loaded:
+def _load_bases(bases: list[Base], chain: tuple[Path, ...], trust: bool) -> LoadedConfig:
     values: dict[str, Any] = {}
     origin: dict[str, Path] = {}
     texts = []
@@ -101,20 +101,20 @@ def _load_bases(bases: list[Base], chain: tuple[Path, ...], trust: bool) -> Load
             origin[key] = path
         values.update(base.values if scope is None else set_scope(base.values, scope))
         texts.append(base.text)
-    return Loaded(values, "".join(texts))
+    return LoadedConfig(values, "".join(texts))
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> str:
-    what = f"{chain[-1]}: its base {path}" if chain else str(path)
+    subject = f"{chain[-1]}: its base {path}" if chain else str(path)
     try:
         # Windows editors may write a byte order mark.
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(f"{what} does not exist{_nearest_file(path)}") from None
+        raise ConfigError(f"{subject} does not exist{_nearest_file(path)}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{what} is not valid UTF-8 (byte {error.start}); convert it to UTF-8") from None
+        raise ConfigError(f"{subject} is not valid UTF-8 (byte {error.start}); convert it to UTF-8") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{what} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(f"{subject} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _nearest_file(path: Path) -> str:
@@ -150,8 +150,8 @@ def import_custom(values: dict[str, Any], source: str, trust: bool) -> None:
     for name in names:
         if not (trust or _is_importable(name)):
             raise ConfigError(
-                f"the module '{name}' was not imported, because {source} is a data file and importing executes code. "
-                f"{_TRUST}; or import the module in your program before it loads the file",
+                f"{source} is not trusted to execute code, so the module '{name}' was not imported. {_TRUST}; or "
+                "import the module in your program before it loads the file",
                 "custom_imports",
             )
         try:

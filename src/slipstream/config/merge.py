@@ -14,26 +14,26 @@ DELETE = "_delete_"
 
 
 def merge(
-    base: Mapping[Any, Any], over: Mapping[Any, Any], *, list_keys: bool = False, path: str = ""
+    base: Mapping[Any, Any], override: Mapping[Any, Any], *, list_keys: bool = False, path: str = ""
 ) -> dict[Any, Any]:
-    """Return `base` with the values of `over` merged into it; the arguments are not modified.
+    """Return `base` with the values of `override` merged into it; the arguments are not modified.
 
     Dicts are merged recursively; other values are replaced. A dict with `_delete_=True` replaces the value in
     `base`; the result does not contain `_delete_`. A dict also replaces a value of None.
 
     Args:
         base: the mapping with the lower priority.
-        over: the mapping with the higher priority.
+        override: the mapping with the higher priority.
         list_keys: if a dict is merged into a list, treat the keys of the dict as list indices.
         path: config path of both mappings, for error messages.
 
     Raises:
         ConfigError: a dict and a value of a different type cannot be merged, or a list item does not exist.
     """
-    if over.get(DELETE):
-        return dict(_clean(over))
+    if override.get(DELETE):
+        return dict(_clean(override))
     merged = dict(base)
-    for key, value in over.items():
+    for key, value in override.items():
         if key != DELETE:
             merged[key] = _merge_value(merged.get(key), value, list_keys, join(path, key))
     return merged

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from slipstream.config.merge import join
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
-from slipstream.typecheck import described, matches, shown
+from slipstream.typecheck import describe_with_article, matches, short_repr
 
 __all__ = ["optional", "options"]
 
@@ -35,7 +35,9 @@ def options(cls: type[T], mapping: Any, path: str) -> T:
     if isinstance(mapping, cls):
         return mapping
     if mapping is not None and not isinstance(mapping, Mapping):
-        raise ConfigError(f"must be a dict with the fields of {cls.__name__}, not {shown(mapping)}", path)
+        raise ConfigError(
+            f"must be a dict with the fields of {cls.__name__}, not {short_repr(mapping)}", path
+        )
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls, include_extras=True)
     values = {}
@@ -47,7 +49,8 @@ def options(cls: type[T], mapping: Any, path: str) -> T:
     for name, field in fields.items():
         if name not in values and field.default is missing and field.default_factory is missing:
             raise ConfigError(
-                f"the required key is missing; its value must be {described(hints[name])}", join(path, name)
+                f"the required key is missing; its value must be {describe_with_article(hints[name])}",
+                join(path, name),
             )
     return _construct(cls, values, path)
 
@@ -73,7 +76,7 @@ def _field(annotation: Any, value: Any, path: str) -> Any:
         # `matches` accepts any value for a dataclass, so check each member of the union.
         fits = any(isinstance(value, m) if m in nested else matches(value, m) for m in members)
     if not fits:
-        raise ConfigError(f"must be {described(annotation)}, not {shown(value)}", path)
+        raise ConfigError(f"must be {describe_with_article(annotation)}, not {short_repr(value)}", path)
     return value
 
 

@@ -13,7 +13,7 @@ from slipstream.errors import ConfigError, UnknownNameError
 
 __all__ = ["check_override", "parse_override"]
 
-_SIMILAR = 0.6
+_MIN_SIMILARITY = 0.6
 """Minimum similarity of a suggestion, as in `difflib.get_close_matches`."""
 
 
@@ -78,11 +78,13 @@ def check_override(
         ):
             return
         else:
-            inside = f"'{parent}' of {source}" if depth else source
-            raise UnknownNameError(f"no such key in {inside}{_nearest(key, tree, known, hints or {})}", key)
+            location = f"'{parent}' of {source}" if depth else source
+            raise UnknownNameError(
+                f"no such key in {location}{_suggestion(key, tree, known, hints or {})}", key
+            )
 
 
-def _nearest(key: str, tree: dict[str, Any], known: set[str], hints: Mapping[str, str]) -> str:
+def _suggestion(key: str, tree: dict[str, Any], known: set[str], hints: Mapping[str, str]) -> str:
     """Return `"; did you mean 'x'?"` for the dotted key whose full path or last segments are most similar to `key`.
 
     If this key is in `hints`, the value from `hints` is suggested instead. If the last segments of several keys are
@@ -92,8 +94,8 @@ def _nearest(key: str, tree: dict[str, Any], known: set[str], hints: Mapping[str
 
     def similarity(candidate: str) -> tuple[float, float, str]:
         tail = ".".join(candidate.split(".")[-length:])
-        whole = SequenceMatcher(None, key, candidate).ratio()
-        return max(whole, SequenceMatcher(None, key, tail).ratio()), whole, candidate
+        full = SequenceMatcher(None, key, candidate).ratio()
+        return max(full, SequenceMatcher(None, key, tail).ratio()), full, candidate
 
     best = max(map(similarity, {*dotted_keys(tree), *known, *hints}), default=(0.0, 0.0, ""))
-    return f"; did you mean '{hints.get(best[2], best[2])}'?" if best[0] >= _SIMILAR else ""
+    return f"; did you mean '{hints.get(best[2], best[2])}'?" if best[0] >= _MIN_SIMILARITY else ""

@@ -50,19 +50,19 @@ class Placeholders:
         self.bases: Mapping[str, Any] = {}
         self._copies = 0
         self._path = path
-        self._found: dict[str, re.Match[str]] = {}
-        inside = _inside_strings(source) if quote else set()
+        self._matches: dict[str, re.Match[str]] = {}
+        in_strings = _positions_in_strings(source) if quote else set()
         self.text = _PATTERN.sub(
-            lambda match: self._token(match, quote and match.start() not in inside), source
+            lambda match: self._token(match, quote and match.start() not in in_strings), source
         )
 
     def _token(self, match: re.Match[str], quote: bool) -> str:
-        token = f"_slipstream_placeholder_{len(self._found)}_"
-        self._found[token] = match
+        token = f"_slipstream_placeholder_{len(self._matches)}_"
+        self._matches[token] = match
         return f'"{token}"' if quote else token
 
     def __contains__(self, token: str) -> bool:
-        return token in self._found
+        return token in self._matches
 
     def fill(self, value: Any) -> Any:
         """Return `value` with all tokens replaced, including those in dict keys.
@@ -76,41 +76,41 @@ class Placeholders:
             return [self.fill(item) for item in value]
         if not isinstance(value, str):
             return value
-        if value in self._found:
-            match = self._found[value]
-            found = self._look_up(match)
-            return _typed(found, match) if match["env"] else found
+        if value in self._matches:
+            match = self._matches[value]
+            result = self._look_up(match)
+            return _parse_env_value(result, match) if match["env"] else result
         return self.fill_text(value)
 
     def fill_text(self, text: str) -> str:
         """Return `text` with every token replaced by its value, converted to a string."""
 
         def value(token: re.Match[str]) -> Any:
-            return self._look_up(self._found[token[0]])
+            return self._look_up(self._matches[token[0]])
 
         def reference(token: re.Match[str]) -> str:
-            match, found = self._found[token[0]], value(token)
+            match, result = self._matches[token[0]], value(token)
             if match["env"] and match["env"] in os.environ:
                 return _reference(match)
-            return found.reference if isinstance(found, Reference) else str(found)
+            return result.reference if isinstance(result, Reference) else str(result)
 
         filled = _TOKEN.sub(lambda token: str(value(token)), text)
-        referring = _TOKEN.sub(reference, text)
-        return filled if referring == filled else Reference(filled, referring)
+        with_references = _TOKEN.sub(reference, text)
+        return filled if with_references == filled else Reference(filled, with_references)
 
     def _look_up(self, match: re.Match[str]) -> Any:
         if match["file"]:
             return self._file_part(match["file"])
         if match["base"]:
             return self._base_value(match)
-        found: str | None = os.environ.get(match["env"], _default(match))
-        if found is None:
+        result: str | None = os.environ.get(match["env"], _default(match))
+        if result is None:
             name = match["env"]
             raise ConfigError(
                 f"{self._location(match)}: the environment variable {name} is not set; "
                 f"set it, or add a default: {{{{${name}:default}}}}"
             )
-        return found
+        return result
 
     def _file_part(self, name: str) -> str:
         if name == "fileDirname":
@@ -163,7 +163,7 @@ def _size(value: Any) -> int:
     return 1 + (len(value) if isinstance(value, str) else 0)
 
 
-def _typed(text: str, match: re.Match[str]) -> Any:
+def _parse_env_value(text: str, match: re.Match[str]) -> Any:
     """Return the typed value of an environment variable placeholder that is not part of a longer string."""
     name = match["env"]
     # A secret such as 0123e45 must not be parsed as a number.
@@ -187,15 +187,17 @@ def _in_quotes(match: re.Match[str]) -> bool:
     return before == after and before in ("'", '"')
 
 
-def _inside_strings(source: str) -> set[int]:
+def _positions_in_strings(source: str) -> set[int]:
     """Return the positions of the placeholders inside JSON or TOML strings."""
-    places = [match.start() for match in _PATTERN.finditer(source)]
-    masked = _PATTERN.sub(lambda match: "_" * len(match[0]), source) if places else ""
-    found: set[int] = set()
+    positions = [match.start() for match in _PATTERN.finditer(source)]
+    masked = _PATTERN.sub(lambda match: "_" * len(match[0]), source) if positions else ""
+    inside: set[int] = set()
     for string in _STRING.finditer(masked):
         if string[0][0] != "#":
-            found.update(places[bisect_left(places, string.start()) : bisect_left(places, string.end())])
-    return found
+            inside.update(
+                positions[bisect_left(positions, string.start()) : bisect_left(positions, string.end())]
+            )
+    return inside
 
 
 def _default(match: re.Match[str]) -> str | None:

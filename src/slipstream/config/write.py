@@ -19,7 +19,7 @@ __all__ = ["to_text"]
 
 _WIDTH = 110
 # The generated Python source uses these names, so it must not assign to them.
-_USED_BY_SOURCE = ("dict", "float", "globals")
+_RESERVED_NAMES = ("dict", "float", "globals")
 
 
 def to_text(values: dict[Any, Any], suffix: str) -> str:
@@ -34,15 +34,17 @@ def to_text(values: dict[Any, Any], suffix: str) -> str:
     if suffix not in _WRITERS:
         hint = did_you_mean(suffix, _WRITERS)
         raise ConfigError(f"configurations can be written as {', '.join(_WRITERS)}, not '{suffix}'{hint}")
-    return _WRITERS[suffix](_plain(values, suffix, ""))
+    return _WRITERS[suffix](_to_plain(values, suffix, ""))
 
 
-def _plain(value: Any, suffix: str, path: str) -> Any:
+def _to_plain(value: Any, suffix: str, path: str) -> Any:
     """Return `value` converted to types that the format supports: None, bool, int, float, str, list, tuple and dict."""
     if isinstance(value, dict):
-        return {_key(key, suffix, path): _plain(item, suffix, join(path, key)) for key, item in value.items()}
+        return {
+            _key(key, suffix, path): _to_plain(item, suffix, join(path, key)) for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        items = [_plain(item, suffix, join(path, index)) for index, item in enumerate(value)]
+        items = [_to_plain(item, suffix, join(path, index)) for index, item in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) and suffix == ".py" else items
     if value is None and suffix == ".toml":
         raise ConfigError(
@@ -54,7 +56,7 @@ def _plain(value: Any, suffix: str, path: str) -> Any:
     for kind, abstract in ((str, str), (int, numbers.Integral), (float, numbers.Real)):
         if isinstance(value, abstract):
             return str.__str__(value) if isinstance(value, str) else kind(value)  # type: ignore[call-overload]
-    return str(value) if isinstance(value, PurePath) else _dotted(value, path)
+    return str(value) if isinstance(value, PurePath) else _import_string(value, path)
 
 
 def _key(key: Any, suffix: str, path: str) -> Any:
@@ -65,7 +67,7 @@ def _key(key: Any, suffix: str, path: str) -> Any:
     return key
 
 
-def _dotted(value: Any, path: str) -> str:
+def _import_string(value: Any, path: str) -> str:
     """Return the import string of a class, a function, or an object whose repr is its import string."""
     if inspect.isclass(value) or inspect.isfunction(value) or inspect.isbuiltin(value):
         name = f"{value.__module__}.{value.__qualname__}"
@@ -84,7 +86,7 @@ def _dotted(value: Any, path: str) -> str:
 
 
 def _to_python(values: dict[str, Any]) -> str:
-    assignable = [key for key in values if _is_keyword(key) and key not in _USED_BY_SOURCE]
+    assignable = [key for key in values if _is_identifier(key) and key not in _RESERVED_NAMES]
     lines = [f"{key} = {_source(values[key], 0, len(key) + 3)}\n" for key in assignable]
     rest = {key: value for key, value in values.items() if key not in assignable}
     if rest:
@@ -92,37 +94,37 @@ def _to_python(values: dict[str, Any]) -> str:
     return "".join(lines)
 
 
-def _is_keyword(key: Any) -> bool:
+def _is_identifier(key: Any) -> bool:
     # Python normalizes non-ASCII identifiers, which could change the key.
     return isinstance(key, str) and key.isidentifier() and key.isascii() and not keyword.iskeyword(key)
 
 
 def _source(value: Any, indent: int, lead: int) -> str:
     """Return the Python source of `value`, split over several lines if it does not fit after `lead` columns."""
-    flat = _flat(value)
+    one_line = _one_line(value)
     opening, items, closing = _split(value)
-    if indent + lead + len(flat) <= _WIDTH or not items:
-        return flat
+    if indent + lead + len(one_line) <= _WIDTH or not items:
+        return one_line
     pad = " " * (indent + 4)
     lines = [f"{pad}{prefix}{_source(item, indent + 4, len(prefix) + 1)},\n" for prefix, item in items]
     return f"{opening}\n{''.join(lines)}{' ' * indent}{closing}"
 
 
-def _flat(value: Any) -> str:
+def _one_line(value: Any) -> str:
     opening, items, closing = _split(value)
     if not opening:
         # Python has no literals for inf and nan.
         return f"float('{value}')" if isinstance(value, float) and not math.isfinite(value) else repr(value)
     comma = "," if isinstance(value, tuple) and len(items) == 1 else ""
-    return f"{opening}{', '.join(prefix + _flat(item) for prefix, item in items)}{comma}{closing}"
+    return f"{opening}{', '.join(prefix + _one_line(item) for prefix, item in items)}{comma}{closing}"
 
 
 def _split(value: Any) -> tuple[str, list[tuple[str, Any]], str]:
     """Return the opening bracket, the items with their prefixes, and the closing bracket of a container."""
     if isinstance(value, dict):
-        if all(map(_is_keyword, value)):
+        if all(map(_is_identifier, value)):
             return "dict(", [(f"{key}=", item) for key, item in value.items()], ")"
-        return "{", [(f"{_flat(key)}: ", item) for key, item in value.items()], "}"
+        return "{", [(f"{_one_line(key)}: ", item) for key, item in value.items()], "}"
     if isinstance(value, list | tuple):
         opening, closing = ("[", "]") if isinstance(value, list) else ("(", ")")
         return opening, [("", item) for item in value], closing

@@ -21,7 +21,7 @@ _FLOAT = re.compile(
 )
 _NUMBER_START = list("-+.0123456789")
 # YAML 1.1 parses 12:30 as 750, 017 as 15 and 2024-01-01 as a date, unlike the other formats.
-_REPLACED = {_TAG + name for name in ("int", "float", "timestamp", "value")}
+_REPLACED_TAGS = {_TAG + name for name in ("int", "float", "timestamp", "value")}
 
 
 class BoundedLoader(yaml.SafeLoader):
@@ -53,10 +53,10 @@ class BoundedLoader(yaml.SafeLoader):
             return alias  # type: ignore[no-any-return]
         self._depth += 1
         self._check(self._depth <= MAX_DEPTH, _TOO_DEEP, self.peek_event().start_mark)
-        before = self._nodes
+        nodes_before = self._nodes
         self._nodes += 1
         node: Any = super().compose_node(parent, index)
-        self._sizes[id(node)] = self._nodes - before
+        self._sizes[id(node)] = self._nodes - nodes_before
         self._depth -= 1
         return node  # type: ignore[no-any-return]
 
@@ -81,7 +81,7 @@ class Loader(BoundedLoader):
     """A `BoundedLoader` with the number syntax of YAML 1.2. Duplicate keys raise an error."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML declares it this way
-        first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED_TAGS]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 

@@ -15,7 +15,7 @@ from slipstream.dist.info import is_distributed
 from slipstream.dist.placement import Placement, read_placement
 from slipstream.dist.rendezvous import open_store
 from slipstream.errors import DistributedError, did_you_mean
-from slipstream.typecheck import Rule, matches, shown
+from slipstream.typecheck import Rule, matches, short_repr
 
 __all__ = ["check_dist_cfg", "init_dist"]
 
@@ -96,7 +96,7 @@ def check_dist_cfg(dist_cfg: Mapping[str, Any]) -> None:
             )
         if name.endswith("timeout") and not isinstance(value, timedelta) and not matches(value, _Seconds):
             raise DistributedError(
-                f"dist_cfg.{name} must be a positive number of seconds, not {shown(value)}"
+                f"dist_cfg.{name} must be a positive number of seconds, not {short_repr(value)}"
             )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from slipstream.errors import ConfigError, DataError
 from slipstream.evaluator.metric import BaseMetric
 from slipstream.evaluator.samples import describe
-from slipstream.files import replacing
+from slipstream.files import atomic_write
 from slipstream.registry import METRICS
 
 __all__ = ["DumpResults"]
@@ -59,7 +59,7 @@ class DumpResults(BaseMetric):
         """Write the file and return no metrics."""
         path = self.out_file_path
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
+        with atomic_write(path) as temporary:
             torch.save(results, temporary)
         return {}
 

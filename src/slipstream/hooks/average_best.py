@@ -25,7 +25,7 @@ from slipstream.files import check_name
 from slipstream.hooks.ema import validation_weights
 from slipstream.hooks.hook import Hook
 from slipstream.hooks.replaced_files import ReplacedFiles
-from slipstream.hooks.schedule import better, pick
+from slipstream.hooks.schedule import infer_rule, metric_value
 from slipstream.registry import HOOKS
 from slipstream.typecheck import PositiveInt, check
 
@@ -68,7 +68,7 @@ class AverageBestHook(Hook):
         check(count, PositiveInt, "count")
         check_name(filename, "filename")
         self.metric, self.count, self.filename = metric, count, filename
-        self.greater = better(metric, rule) == "greater"
+        self.greater = infer_rule(metric, rule) == "greater"
         self._replaced = ReplacedFiles(
             f"replaced_ckpts/{FOLDER}", lambda name: re.fullmatch(r"(epoch|iter)_\d+\.pth", name) is not None
         )
@@ -80,16 +80,16 @@ class AverageBestHook(Hook):
         self._replaced.load(runner, self._folder, runner.checkpoints.owns_files(runner.work_dir))
 
     def _restore(self, runner: Runner) -> None:
-        kept = [
+        entries = [
             (value, name)
             for value, name in runner.message_hub.get_info(FOLDER, [])
             if Path(name).name == name
         ]  # ignore other paths, because the checkpoint may be untrusted
-        exists = [[(self._folder / name).is_file() for _, name in kept] if is_main_process() else None]
+        exists = [[(self._folder / name).is_file() for _, name in entries] if is_main_process() else None]
         broadcast_object_list(exists)
         self._best: list[tuple[float, str]] = []  # best first
-        for (value, name), found in zip(kept, exists[0] or (), strict=True):
-            if found:
+        for (value, name), is_file in zip(entries, exists[0] or (), strict=True):
+            if is_file:
                 self._best.append((value, name))
             else:
                 runner.logger.warning(
@@ -107,13 +107,13 @@ class AverageBestHook(Hook):
         """Save the weights if this epoch is among the best."""
         if not runner.is_training:
             return
-        value = pick(self, metrics or {}, self.metric, "metric")
-        number, by = (runner.epoch, "epoch") if runner.by_epoch else (runner.iter, "iter")
-        entry = (value, f"{by}_{number}.pth")
+        value = metric_value(self, metrics or {}, self.metric, "metric")
+        count, unit = (runner.epoch, "epoch") if runner.by_epoch else (runner.iter, "iter")
+        entry = (value, f"{unit}_{count}.pth")
         # Sorting is stable, so the earlier epoch ranks first if values are identical.
         ranked = sorted(
-            [*(kept for kept in self._best if kept[1] != entry[1]), entry],
-            key=lambda kept: kept[0],
+            [*(other for other in self._best if other[1] != entry[1]), entry],
+            key=lambda other: other[0],
             reverse=self.greater,
         )
         if not math.isfinite(value) or entry in ranked[self.count :]:
@@ -122,7 +122,7 @@ class AverageBestHook(Hook):
             content = {"state_dict": model.state_dict()}
             write_checkpoint(content, self._folder / entry[1], runner.logger.warning, consolidate=True)
         self._best = ranked[: self.count]
-        runner.message_hub.update_info(FOLDER, [list(kept) for kept in self._best])
+        runner.message_hub.update_info(FOLDER, [list(other) for other in self._best])
         for _, name in ranked[self.count :]:
             self._replaced.add(runner, name)
         self._replaced.remove_unused(runner)

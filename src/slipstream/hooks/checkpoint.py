@@ -18,8 +18,8 @@ from slipstream.dist.sharding import mesh_of
 from slipstream.errors import ConfigError
 from slipstream.files import check_name
 from slipstream.hooks.hook import Hook
-from slipstream.hooks.replaced_files import ASIDE, ReplacedFiles
-from slipstream.hooks.schedule import better, pick
+from slipstream.hooks.replaced_files import COPY_SEPARATOR, ReplacedFiles
+from slipstream.hooks.schedule import infer_rule, metric_value
 from slipstream.registry import HOOKS
 from slipstream.typecheck import matches
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointHook", "warn_without_checkpoints"]
 
 
-_LONGEST_NAME = 100
+_MAX_NAME_LENGTH = 100
 """Maximum number of characters in the name of a metric that `auto` can select."""
 
 
@@ -109,7 +109,7 @@ class CheckpointHook(Hook):
         self._replaced = ReplacedFiles(f"replaced_ckpts/{','.join(self.monitors)}", self._is_best)
         for monitor in self.monitors:
             if monitor != "auto":
-                better(monitor, rule)
+                infer_rule(monitor, rule)
 
     @property
     def async_save(self) -> bool:
@@ -147,7 +147,7 @@ class CheckpointHook(Hook):
             )
         if any(epoch < 1 for epoch in self.save_epochs):
             raise ConfigError(
-                f"must only contain epochs that are at least 1, not {min(self.save_epochs)}", "save_epochs"
+                f"must contain only epochs of at least 1, not {min(self.save_epochs)}", "save_epochs"
             )
 
     # ---- regular checkpoints ----------------------------------------------------------------------
@@ -157,19 +157,21 @@ class CheckpointHook(Hook):
         if self.by_epoch is None:
             self.by_epoch = runner.by_epoch
         if self.by_epoch and not runner.by_epoch:
-            raise self.wrong("is True, but training is iteration-based; remove it", "by_epoch")
+            raise self.config_error("is True, but training is iteration-based; remove it", "by_epoch")
         if self.save_epochs and not self.by_epoch:
-            raise self.wrong("lists epochs, but checkpoints are saved by iteration; remove it", "save_epochs")
-        if never := sorted(epoch for epoch in self.save_epochs if epoch > runner.max_epochs):
+            raise self.config_error(
+                "lists epochs, but checkpoints are saved by iteration; remove it", "save_epochs"
+            )
+        if unreachable := sorted(epoch for epoch in self.save_epochs if epoch > runner.max_epochs):
             runner.logger.warning(
-                f"CheckpointHook: save_epochs contains {never}, but training ends after epoch {runner.max_epochs}"
+                f"CheckpointHook: save_epochs contains {unreachable}, but training ends after epoch {runner.max_epochs}"
             )
         self._folder = self._folder_of(runner)
         runner.folder_lock.lock(self._folder, "out_dir")
         self._check_other_hooks(runner)
         self._saved_best: dict[str, str] = {}
         self._owns_files = runner.checkpoints.owns_files(self._folder, runner.work_dir)
-        self._warn_about_earlier(runner, self._restore_kept(runner))
+        self._warn_about_kept(runner, self._restore_kept(runner))
         self._remove_surplus(runner)
         self._replaced.load(runner, self._folder, self._owns_files)
 
@@ -192,15 +194,15 @@ class CheckpointHook(Hook):
         applies the limit only to its own checkpoints.
         """
         names = self._names_in(runner, self._kept_key)
-        within = self.max_keep_ckpts < 0 or len(names) <= self.max_keep_ckpts
-        self._kept: list[str] = names if within else []
-        return [] if within else names
+        within_limit = self.max_keep_ckpts < 0 or len(names) <= self.max_keep_ckpts
+        self._kept: list[str] = names if within_limit else []
+        return [] if within_limit else names
 
-    def _warn_about_earlier(self, runner: Runner, names: Sequence[str]) -> None:
-        found = [name for name in names if (self._folder / name).exists()]
-        if found:
+    def _warn_about_kept(self, runner: Runner, names: Sequence[str]) -> None:
+        existing = [name for name in names if (self._folder / name).exists()]
+        if existing:
             runner.logger.warning(
-                f"CheckpointHook: max_keep_ckpts={self.max_keep_ckpts} does not apply to {', '.join(found)} in "
+                f"CheckpointHook: max_keep_ckpts={self.max_keep_ckpts} does not apply to {', '.join(existing)} in "
                 f"{self._folder}, because an earlier run kept them with a higher limit; remove the files that you do "
                 "not need"
             )
@@ -210,14 +212,14 @@ class CheckpointHook(Hook):
         path = runner.checkpoints.resumed_from
         if path is None or not is_main_process():
             return
-        written = path.stat().st_mtime
+        checkpoint_time = path.stat().st_mtime
         for name in self._names_in(runner, self._surplus_key):
             old = self._folder / name
             # A file that is newer than the checkpoint belongs to a different run.
             if (
                 name not in self._kept
                 and old.exists()
-                and old.stat().st_mtime <= written
+                and old.stat().st_mtime <= checkpoint_time
                 and name != path.name
             ):
                 remove_checkpoint(self._folder, name)
@@ -235,13 +237,13 @@ class CheckpointHook(Hook):
             if not isinstance(other, CheckpointHook) or other is self:
                 continue
             if other._folder_of(runner).resolve() == self._folder.resolve() and self._same_name(other):
-                raise self.wrong(
+                raise self.config_error(
                     "two CheckpointHooks use the same file names (filename_tmpl, best_filename or save_epochs) and "
                     "would overwrite each other's checkpoints; set a different name or out_dir in one of them",
                     "filename_tmpl",
                 )
             if common := set(self.monitors) & set(other.monitors):
-                raise self.wrong(
+                raise self.config_error(
                     f"contains '{min(common)}' in two CheckpointHooks; remove it from one of them",
                     "save_best",
                 )
@@ -267,7 +269,7 @@ class CheckpointHook(Hook):
         return f"surplus_ckpts/{Path(self.out_dir or '') / self._template}"
 
     @property
-    def _automatic_key(self) -> str:
+    def _auto_metric_key(self) -> str:
         return f"best_metric/{Path(self.out_dir or '') / self._template}"
 
     def _is_regular(self, runner: Runner, name: str) -> bool:
@@ -323,12 +325,12 @@ class CheckpointHook(Hook):
     def _save(self, runner: Runner, name: str, message: str, surplus: Sequence[str], **options: Any) -> None:
         """Save a checkpoint; when it is complete, log `message` and remove the checkpoints in `surplus`."""
 
-        def finish() -> None:
+        def on_saved() -> None:
             runner.logger.info(message)
             for old in surplus:
                 remove_checkpoint(self._folder, old)
 
-        runner.save_checkpoint(str(self._folder), name, **options, **self._content, on_saved=finish)
+        runner.save_checkpoint(str(self._folder), name, **options, **self._content, on_saved=on_saved)
 
     def _name(self, runner: Runner, name: str) -> str:
         sharded = mesh_of(runner.model) is not None and not self._content["consolidate"]
@@ -341,27 +343,29 @@ class CheckpointHook(Hook):
         if not self.monitors or not metrics or not runner.is_training:
             return
         for monitor in self.monitors:
-            key = self._automatic(runner, metrics) if monitor == "auto" else monitor
-            if key is not None and self._save_if_best(runner, key, pick(self, metrics, key, "save_best")):
+            key = self._auto_metric(runner, metrics) if monitor == "auto" else monitor
+            if key is not None and self._save_if_best(
+                runner, key, metric_value(self, metrics, key, "save_best")
+            ):
                 if runner.hooks_at("after_new_best"):
                     runner.wait_for_checkpoint()
                 runner.call_hook("after_new_best", metrics=metrics)
 
-    def _automatic(self, runner: Runner, metrics: Mapping[str, Any]) -> str | None:
+    def _auto_metric(self, runner: Runner, metrics: Mapping[str, Any]) -> str | None:
         """Return the metric that `auto` selects, or None. Log a warning if the user can fix the cause.
 
         The first validation run determines the metric. This method raises no errors, because the metrics are not known
         before training.
         """
-        key = runner.message_hub.get_info(self._automatic_key)  # also in a resumed run
+        key = runner.message_hub.get_info(self._auto_metric_key)  # also in a resumed run
         if not isinstance(key, str):
             key = next((name for name, value in metrics.items() if _is_number(name, value)), None)
             hooks = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook) and hook is not self]
             if key is None or any(key in hook.monitors for hook in hooks):
                 return None
-            runner.message_hub.update_info(self._automatic_key, key)
+            runner.message_hub.update_info(self._auto_metric_key, key)
         try:
-            better(key, self.rule)
+            infer_rule(key, self.rule)
             problem = None if _is_number(key, metrics.get(key)) else "does not have a numeric value"
         except ConfigError:
             problem = "has a name that does not indicate whether higher values are better"
@@ -376,7 +380,7 @@ class CheckpointHook(Hook):
     def _save_if_best(self, runner: Runner, key: str, value: float) -> bool:
         hub = runner.message_hub
         best = hub.get_info(f"best_score/{key}")
-        greater = better(key, self.rule) == "greater"
+        greater = infer_rule(key, self.rule) == "greater"
         improved = best is None or (value > best if greater else value < best)
         if not math.isfinite(value) or not improved:
             return False
@@ -388,9 +392,11 @@ class CheckpointHook(Hook):
         hub.update_info(f"best_ckpt/{key}", name)
         # The name of the previous best checkpoint may come from a resumed run and refer to a file that this hook did
         # not write.
-        own = key in self._saved_best or self._owns_files
+        owns_previous = key in self._saved_best or self._owns_files
         surplus = (
-            self._replace(runner, previous, name) if own and previous and self._is_best(previous) else []
+            self._replace(runner, previous, name)
+            if owns_previous and previous and self._is_best(previous)
+            else []
         )
         self._saved_best[key] = name
         message = f"Saved the best checkpoint ({key} {value:.4f}) to {name}"
@@ -416,12 +422,12 @@ class CheckpointHook(Hook):
         if self.best_filename is not None:
             stems.append(re.escape(Path(self.best_filename).with_suffix("").as_posix()))
         stem = Path(name).with_suffix("").as_posix()
-        return re.fullmatch(rf"({'|'.join(stems)})({ASIDE}\d+)?", stem) is not None
+        return re.fullmatch(rf"({'|'.join(stems)})({COPY_SEPARATOR}\d+)?", stem) is not None
 
 
 def _is_number(name: Any, value: Any) -> bool:
     """Return whether a metric can be monitored: its value is one number, and its name can be part of a file name."""
-    if not isinstance(name, str) or "\0" in name or len(name) > _LONGEST_NAME:
+    if not isinstance(name, str) or "\0" in name or len(name) > _MAX_NAME_LENGTH:
         return False
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_meta and not value.is_complex()

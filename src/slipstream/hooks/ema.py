@@ -80,9 +80,11 @@ class EMAHook(Hook):
 
     def before_train(self, runner: Runner) -> None:
         """Initialize the average from the model's weights, unless training is resumed, and add it to the step."""
-        self._show(average=False)
+        self._swap_in(average=False)
         if self.begin_epoch and not runner.by_epoch:
-            raise self.wrong("counts epochs, but training is iteration-based; use begin_iter", "begin_epoch")
+            raise self.config_error(
+                "counts epochs, but training is iteration-based; use begin_iter", "begin_epoch"
+            )
         average = self._average
         if not runner.knows_length:
             self._check_without_length(average)
@@ -151,13 +153,13 @@ class EMAHook(Hook):
         """Check that the average can be computed without knowing the number of training steps."""
         remedy = "use a dataset with a length, or train by iterations (train_cfg.by_epoch=False)"
         if isinstance(average, ScheduledEMA) and average.schedule.decay_type == "exp":
-            raise self.wrong(
+            raise self.config_error(
                 f"'exp' depends on the number of training steps, but the training loader has no length; {remedy}, or "
                 "use 'threshold'",
                 "decay_type",
             )
         if self.begin_epoch:
-            raise self.wrong(f"requires a training loader with a length; {remedy}", "begin_epoch")
+            raise self.config_error(f"requires a training loader with a length; {remedy}", "begin_epoch")
 
     def _updates(self, runner: Runner) -> int:
         """Return the total number of EMA updates."""
@@ -169,19 +171,19 @@ class EMAHook(Hook):
 
     def before_val_epoch(self, runner: Runner) -> None:
         """Swap in the averaged weights."""
-        self._show(average=True)
+        self._swap_in(average=True)
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
         """Swap the training weights back."""
-        self._show(average=False)
+        self._swap_in(average=False)
 
     def before_test_epoch(self, runner: Runner) -> None:
         """Swap in the averaged weights."""
-        self._show(average=True)
+        self._swap_in(average=True)
 
     def after_test_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
         """Swap the training weights back."""
-        self._show(average=False)
+        self._swap_in(average=False)
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
         """After the first update, save the average as `state_dict` and the weights as `ema_state_dict`."""
@@ -222,15 +224,15 @@ class EMAHook(Hook):
 
     def _check_resumed(self, runner: Runner, average: dict[str, Any]) -> None:
         """Check that a saved average matches this model."""
-        own = {key: value for key, value in self._average.state_dict().items() if key != "steps"}
-        check_tensors(own, average, "state_dict", "the average in the checkpoint", runner.logger.warning)
-        names = sorted(own.keys() ^ average.keys())
+        expected = {key: value for key, value in self._average.state_dict().items() if key != "steps"}
+        check_tensors(expected, average, "state_dict", "the average in the checkpoint", runner.logger.warning)
+        names = sorted(expected.keys() ^ average.keys())
         if names:
             text = (
                 "the averaged weights in the checkpoint do not match the model; tensors found in only one of them: "
                 f"{names[:5]}"
             )
-            if self.strict_load or not own.keys() & average.keys():
+            if self.strict_load or not expected.keys() & average.keys():
                 raise CheckpointError(f"'state_dict': {text}")
             runner.logger.warning(
                 f"EMAHook: {text}. Averages that are not in the checkpoint start again from the model's weights"
@@ -249,7 +251,7 @@ class EMAHook(Hook):
         assert self.ema_model is not None, "before_run creates it"
         return self.ema_model
 
-    def _show(self, average: bool) -> None:
+    def _swap_in(self, average: bool) -> None:
         """Swap the average or the training weights into the model, unless they are already there."""
         if self._average.steps and average != self._swapped:
             self._average.swap(self.model)
@@ -259,14 +261,14 @@ class EMAHook(Hook):
 @contextmanager
 def validation_weights(runner: Runner) -> Iterator[nn.Module]:
     """Yield the unwrapped model with its validation weights, which are the EMA weights if there is an `EMAHook`."""
-    before = [(hook, hook._swapped) for hook in runner.hooks if isinstance(hook, EMAHook)]
+    states = [(hook, hook._swapped) for hook in runner.hooks if isinstance(hook, EMAHook)]
     try:
-        for hook, _ in before:
-            hook._show(average=True)
+        for hook, _ in states:
+            hook._swap_in(average=True)
         yield unwrap_model(runner.model)
     finally:
-        for hook, shown in before:
-            hook._show(average=shown)
+        for hook, swapped in states:
+            hook._swap_in(average=swapped)
 
 
 def _accumulation(runner: Runner) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from slipstream.dataset.loading.loader import length
 from slipstream.errors import ConfigError, did_you_mean
-from slipstream.typecheck import matches, shown
+from slipstream.typecheck import matches, short_repr
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -42,13 +42,13 @@ def get_priority(priority: int | str | Priority) -> int:
     if not matches(priority, int) or not 0 <= priority <= 100:
         raise ConfigError(
             f"a hook priority must be one of {', '.join(Priority.__members__)}, or an int between 0 and 100, not "
-            f"{shown(priority)}"
+            f"{short_repr(priority)}"
         )
     return int(priority)
 
 
 class Hook:
-    """Base class for hooks. The Runner only calls the stages that a subclass overrides.
+    """Base class for hooks. The Runner calls only the stages that a subclass overrides.
 
     `_before_epoch`, `_after_epoch`, `_before_iter` and `_after_iter` run in all three modes (`mode` is `train`, `val`
     or `test`), unless the method for that mode is overridden. The outputs of a training step are device tensors.
@@ -95,10 +95,10 @@ class Hook:
         """Called after testing."""
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
-        """Called before `checkpoint` is written; may modify it."""
+        """Called before `checkpoint` is written; the hook may modify it."""
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
-        """Called after `checkpoint` is read and before the model loads it; may modify it."""
+        """Called after `checkpoint` is read and before the model loads it; the hook may modify it."""
 
     def before_train_epoch(self, runner: Runner) -> None:
         """Called before a training epoch."""
@@ -201,7 +201,7 @@ class Hook:
         """Return whether the current step is the last step of the run."""
         return runner.iter + 1 == runner.max_iters
 
-    def wrong(self, message: str, option: str) -> ConfigError:
+    def config_error(self, message: str, option: str) -> ConfigError:
         """Return the error to raise for an option that is found to be invalid during the run."""
         error = ConfigError(message, option)
         error.source = self.source  # type: ignore[attr-defined]
@@ -212,8 +212,8 @@ class Hook:
         method = getattr(self, stage, None)
         if method is None or getattr(method, "__func__", None) is not getattr(Hook, stage, None):
             return method
-        before, _, what = stage.partition("_")
-        mode, _, what = what.partition("_")
-        general = f"_{before}_{what}"
+        prefix, _, event = stage.partition("_")
+        mode, _, event = event.partition("_")
+        general = f"_{prefix}_{event}"
         has_general = mode in ("train", "val", "test") and hasattr(Hook, general)
         return method if has_general and getattr(type(self), general) is not getattr(Hook, general) else None

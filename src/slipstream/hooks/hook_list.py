@@ -8,7 +8,7 @@ from typing import Any
 from slipstream.errors import ConfigError
 from slipstream.hooks.hook import Hook, get_priority
 from slipstream.registry import HOOKS
-from slipstream.typecheck import shown
+from slipstream.typecheck import short_repr
 
 __all__ = ["HookList"]
 
@@ -18,7 +18,7 @@ class HookList:
 
     def __init__(self) -> None:
         self._hooks: list[Hook] = []
-        self._at: dict[str, list[Callable[..., None]]] = {}
+        self._methods: dict[str, list[Callable[..., None]]] = {}
 
     def register(self, hook: Hook | Mapping[str, Any], priority: int | str | None = None) -> None:
         """Add a `Hook`, or build one from a configuration, which may contain `priority`.
@@ -33,29 +33,29 @@ class HookList:
                 hook = HOOKS.build({key: value for key, value in source.items() if key != "priority"})
             if not isinstance(hook, Hook):
                 raise ConfigError(
-                    f"a hook must be a slipstream.hooks.Hook or a dict with a 'type', not {shown(hook)}"
+                    f"a hook must be a slipstream.hooks.Hook or a dict with a 'type', not {short_repr(hook)}"
                 )
             if isinstance(source, Mapping):
                 hook.source = source
             if priority is not None:
                 hook.priority = priority
-            own = _order(hook)
+            order = _order(hook)
         except ConfigError as error:
             if isinstance(source, Mapping):
                 # The identity of this dict is used to locate the error in the user config.
                 error.source = source  # type: ignore[attr-defined]
             raise
-        position = sum(_order(other) <= own for other in self._hooks)
+        position = sum(_order(other) <= order for other in self._hooks)
         self._hooks.insert(position, hook)
-        self._at.clear()
+        self._methods.clear()
 
-    def at(self, stage: str) -> list[Callable[..., None]]:
+    def methods_at(self, stage: str) -> list[Callable[..., None]]:
         """Return the methods that implement `stage`, in execution order."""
-        if stage not in self._at:
-            self._at[stage] = [
+        if stage not in self._methods:
+            self._methods[stage] = [
                 method for hook in self._hooks if (method := hook.method_at(stage)) is not None
             ]
-        return self._at[stage]
+        return self._methods[stage]
 
     def __iter__(self) -> Iterator[Hook]:
         return iter(self._hooks)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LiveValues"]
 
-_LOSSES = 10
+_LOSS_WINDOW = 10
 """Number of losses to average; matches the default for log lines."""
 
 
@@ -41,7 +41,7 @@ class LiveValues:
         hub = runner.message_hub
         rows = []
         if "train/loss" in hub.log_scalars:
-            rows.append(("loss", number(hub.get_scalar("train/loss").mean(_LOSSES))))
+            rows.append(("loss", number(hub.get_scalar("train/loss").mean(_LOSS_WINDOW))))
         if (rate := next((key for key in hub.log_scalars if is_learning_rate(key)), None)) is not None:
             rows.append(("lr", number(float(hub.get_scalar(rate).current()), 3)))
         if self._metric is not None:

@@ -57,7 +57,7 @@ class LoggerHook(Hook):
     ) -> None:
         """Log the losses if a log line is due after this step."""
         step = batch_idx if self._by_epoch else runner.iter
-        if (step + 1) % self.interval and (self._ignore_last or not self._ends(runner, batch_idx)):
+        if (step + 1) % self.interval and (self._ignore_last or not self._is_last(runner, batch_idx)):
             return
         with runner.phases.during("logging"):
             if self.every_n_train_iters(runner, self.interval_exp_name):
@@ -83,7 +83,7 @@ class LoggerHook(Hook):
         """Log the losses if a log line is due after this batch."""
         self.after_train_iter(runner, batch_idx)
 
-    def _ends(self, runner: Runner, batch_idx: int) -> bool:
+    def _is_last(self, runner: Runner, batch_idx: int) -> bool:
         if self._by_epoch:
             return self.end_of_epoch(runner.train_dataloader, batch_idx)
         return self.is_last_train_iter(runner)

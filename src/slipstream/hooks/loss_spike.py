@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["LossSpikeHook"]
 
 _Positive = Annotated[float, Rule(lambda value: value > 0, "above 0")]
-_NORMAL = 1.4826
+_MAD_TO_STD = 1.4826
 """1 / (0.75 quantile of the normal distribution). For normally distributed values, the standard deviation is the MAD
 times this factor."""
-_SMALLEST = 0.01
+_MIN_RELATIVE_SCALE = 0.01
 """The scale is at least this fraction of the median, so that rounding errors in a constant loss do not count as
 spikes."""
 
@@ -89,11 +89,11 @@ class LossSpikeHook(Hook):
         self.action, self.monitor = action, monitor
         self.window, self.threshold, self.min_history = window, threshold, min_history
         self.patience, self.max_rollbacks, self.skip_before = patience, max_rollbacks, skip_before
-        self._undo = ExitStack()
+        self._cleanup = ExitStack()
         self._losses: deque[float] = deque(maxlen=window)
         self._above = 0  # number of consecutive losses above the limit
         self._first = 0  # the step of the first of these losses
-        self._read: list[tuple[int, float]] = []
+        self._pending: list[tuple[int, float]] = []
         self._names: set[str] = set()
 
     def before_run(self, runner: Runner) -> None:
@@ -102,10 +102,10 @@ class LossSpikeHook(Hook):
         if runner.optim_wrapper is None:
             return
         runner.meter.on_read.append(self._collect)
-        self._undo.callback(runner.meter.on_read.remove, self._collect)
+        self._cleanup.callback(runner.meter.on_read.remove, self._collect)
         if self.action == "rollback":
             runner.rollback.enable(LossSpikeError, self.max_rollbacks, self.skip_before)
-            self._undo.callback(runner.rollback.disable, LossSpikeError)
+            self._cleanup.callback(runner.rollback.disable, LossSpikeError)
 
     def before_train(self, runner: Runner) -> None:
         """Restore the recent losses if the run was resumed."""
@@ -124,7 +124,7 @@ class LossSpikeHook(Hook):
         self._losses.extend(losses if matches(losses, list[float]) else ())
         known = matches(above, NonNegativeInt) and matches(first, PositiveInt)
         self._above, self._first = (above, first) if known else (0, 0)
-        self._read = []
+        self._pending = []
 
     @property
     def _key(self) -> str:
@@ -132,7 +132,7 @@ class LossSpikeHook(Hook):
 
     def _collect(self, steps: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         self._names.update(*(outputs for _, outputs in steps))
-        self._read += [
+        self._pending += [
             (number, outputs[self.monitor]) for number, outputs in steps if self.monitor in outputs
         ]
 
@@ -145,38 +145,38 @@ class LossSpikeHook(Hook):
         """
         if self._names and self.monitor not in self._names:
             hint = did_you_mean(self.monitor, self._names)
-            raise self.wrong(
+            raise self.config_error(
                 f"the model does not return '{self.monitor}'{hint}; use one of {sorted(self._names)}",
                 "monitor",
             )
-        read, self._read = self._read, []
-        steps = _mean_by_step(all_gather_object(read))
-        found: list[tuple[int, str]] = []
+        pending, self._pending = self._pending, []
+        steps = _mean_by_step(all_gather_object(pending))
+        spikes: list[tuple[int, str]] = []
         for number, loss in steps:
             limit = self._limit()
             if loss > limit:
                 self._first = number if self._above == 0 else self._first
                 self._above += 1
                 if self._above == self.patience:
-                    found.append((self._first, self._describe(number, loss)))
+                    spikes.append((self._first, self._describe(number, loss)))
             else:
                 self._above = 0
             self._losses.append(loss)
         runner.message_hub.update_info(self._key, [list(self._losses), self._above, self._first])
-        if found and self.action == "rollback":
-            first, text = found[0]
+        if spikes and self.action == "rollback":
+            first, text = spikes[0]
             raise LossSpikeError(text, first, steps[-1][0])
-        for _, text in found:
+        for _, text in spikes:
             runner.logger.warning(text)
 
     def _limit(self) -> float:
         """Return the limit for the next loss, or infinity if there are too few losses or most of them are 0."""
         if len(self._losses) < self.min_history:
             return math.inf
-        middle = _median(self._losses)
-        spread = _median(abs(loss - middle) for loss in self._losses)
-        scale = max(_NORMAL * spread, _SMALLEST * abs(middle))
-        return middle + self.threshold * scale if scale else math.inf
+        median = _median(self._losses)
+        spread = _median(abs(loss - median) for loss in self._losses)
+        scale = max(_MAD_TO_STD * spread, _MIN_RELATIVE_SCALE * abs(median))
+        return median + self.threshold * scale if scale else math.inf
 
     def _describe(self, number: int, loss: float) -> str:
         steps = f" for {self.patience} consecutive steps" if self.patience > 1 else ""
@@ -188,7 +188,7 @@ class LossSpikeHook(Hook):
 
     def release(self, runner: Runner) -> None:
         """Unsubscribe from the losses."""
-        self._undo.close()
+        self._cleanup.close()
 
 
 def _median(values: Iterable[float]) -> float:

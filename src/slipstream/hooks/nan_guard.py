@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NanGuardHook"]
 
-_LOGGED = 10
+_MAX_LOGGED = 10
 """Maximum number of skipped batches whose samples are logged per log interval."""
 
 
@@ -42,7 +42,7 @@ class NanGuardHook(Hook):
         self.options = NanGuardOptions(action, locate, max_skipped, max_rollbacks, skip_before)
         self.guard: StepGuard | None = None
         self.locator: Locator | None = None
-        self._undo = ExitStack()
+        self._cleanup = ExitStack()
         self.skipped = 0
         """Number of skipped steps, as of the last call to `read_logs`."""
 
@@ -57,52 +57,52 @@ class NanGuardHook(Hook):
         if optim is None:
             return
         if isinstance(optim, OptimWrapperDict) and self.options.action == "skip":
-            raise self.wrong(
+            raise self.config_error(
                 "'skip' supports only one optimizer, but this run has several; use nan_guard='stop'", "action"
             )
         self.release(runner)
         if self.options.action == "skip":
             optim.guard = self.guard = StepGuard(model, runner.device, self.options.max_skipped)
             meter.tolerant = True
-            self._undo.callback(setattr, optim, "guard", None)
-            self._undo.callback(setattr, meter, "tolerant", False)
+            self._cleanup.callback(setattr, optim, "guard", None)
+            self._cleanup.callback(setattr, meter, "tolerant", False)
         elif self.options.action == "rollback":
             options, rollback = self.options, runner.rollback
             rollback.enable(NonFiniteLossError, options.max_rollbacks, options.skip_before)
             meter.agree = rollback.agree
-            self._undo.callback(rollback.disable, NonFiniteLossError)
-            self._undo.callback(setattr, meter, "agree", None)
+            self._cleanup.callback(rollback.disable, NonFiniteLossError)
+            self._cleanup.callback(setattr, meter, "agree", None)
         if self.options.locate:
             self.locator = Locator(model)
-            self._undo.callback(self.locator.close)
+            self._cleanup.callback(self.locator.close)
         if self.locator is not None and self.options.action != "skip":
             meter.locate = self.locator.report
-            self._undo.callback(setattr, meter, "locate", None)
+            self._cleanup.callback(setattr, meter, "locate", None)
 
     def read_logs(self, runner: Runner) -> None:
         """Log the steps skipped since the last call and the module that caused them."""
         if self.guard is None:
             return
         try:
-            new = self.guard.read()
+            skipped = self.guard.read()
         except NonFiniteLossError as error:
             if self.locator is not None:
                 error.add_note(self.locator.report())
             raise
         self._log_samples(runner)
-        self.skipped += new
+        self.skipped += skipped
         runner.message_hub.update_scalar("train/skipped_steps", self.skipped)
-        if new:
-            where = f". {self.locator.report()}" if self.locator is not None else ""
+        if skipped:
+            report = f". {self.locator.report()}" if self.locator is not None else ""
             runner.logger.warning(
-                f"Skipped {new} step{'s' if new > 1 else ''} with a non-finite loss or gradient, up to iteration "
-                f"{runner.iter + 1}{where}"
+                f"Skipped {skipped} step{'s' if skipped > 1 else ''} with a non-finite loss or gradient, up to "
+                f"iteration {runner.iter + 1}{report}"
             )
 
     def _log_samples(self, runner: Runner) -> None:
         """For each step whose loss was not finite, log the samples in this rank's batch."""
         dropped, runner.meter.dropped = runner.meter.dropped, []
-        for iteration in dropped[:_LOGGED]:
+        for iteration in dropped[:_MAX_LOGGED]:
             samples = runner.rollback.describe(iteration)
             batch = f"; its batch contains {samples}" if samples else ""
             text = f"The loss at iteration {iteration} is not finite{batch}"
@@ -110,8 +110,10 @@ class NanGuardHook(Hook):
                 runner.logger.warning(text)
             else:  # ranks other than 0 print only errors
                 runner.logger.error(f"Rank {get_rank()}: {text}")
-        if len(dropped) > _LOGGED:
-            runner.logger.warning(f"The losses at {len(dropped) - _LOGGED} more iterations are not finite")
+        if len(dropped) > _MAX_LOGGED:
+            runner.logger.warning(
+                f"The losses at {len(dropped) - _MAX_LOGGED} more iterations are not finite"
+            )
 
     def after_rollback(self, runner: Runner) -> None:
         """Discard the guard and locator results for the steps that will be repeated."""
@@ -123,5 +125,5 @@ class NanGuardHook(Hook):
 
     def release(self, runner: Runner) -> None:
         """Remove the guard and the locator."""
-        self._undo.close()
+        self._cleanup.close()
         self.guard = self.locator = None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["NotebookHook", "in_notebook"]
 
 _SECONDS_BETWEEN_DRAWS = 0.5
-_CHARTS = 4
+_MAX_CHARTS = 4
 
 
 def in_notebook() -> bool:
@@ -42,21 +42,21 @@ class NotebookHook(Hook):
     def __init__(self) -> None:
         self._values = LiveValues()
         self._curves: dict[str, Curve] = {}
-        self._seen = 0
+        self._num_read = 0
         self._next_draw = 0.0
-        self._shown: Any = None
+        self._display: Any = None
 
     def before_train(self, runner: Runner) -> None:
         """Show an empty table."""
-        self._values, self._curves, self._shown = LiveValues(), {}, None
-        self._seen = self._losses(runner)
+        self._values, self._curves, self._display = LiveValues(), {}, None
+        self._num_read = self._num_losses(runner)
         self._draw(runner)
 
     def read_logs(self, runner: Runner) -> None:
         """Add the losses recorded since the last call, and update the table."""
-        if self._shown is None:
+        if self._display is None:
             return
-        new, self._seen = self._losses(runner) - self._seen, self._losses(runner)
+        new, self._num_read = self._num_losses(runner) - self._num_read, self._num_losses(runner)
         if new > 0:
             losses = runner.message_hub.get_scalar("train/loss").newest(new)
             curve = self._curves.setdefault("train/loss", Curve())
@@ -66,7 +66,7 @@ class NotebookHook(Hook):
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
         """Add the metrics, and update the table."""
-        if self._shown is None:
+        if self._display is None:
             return
         self._values.add_metrics(runner, metrics)
         for name, value in (metrics or {}).items():
@@ -78,15 +78,15 @@ class NotebookHook(Hook):
         """Remove the points for steps that the run repeats."""
         for curve in self._curves.values():
             curve.truncate(runner.iter)
-        self._seen = self._losses(runner)
+        self._num_read = self._num_losses(runner)
 
     def after_train(self, runner: Runner) -> None:
         """Show the final values."""
-        if self._shown is not None:
+        if self._display is not None:
             self._draw(runner)
-            self._shown = None
+            self._display = None
 
-    def _losses(self, runner: Runner) -> int:
+    def _num_losses(self, runner: Runner) -> int:
         history = runner.message_hub.log_scalars.get("train/loss")
         return 0 if history is None else history.total
 
@@ -94,19 +94,20 @@ class NotebookHook(Hook):
         from IPython.display import display
 
         self._next_draw = perf_counter() + _SECONDS_BETWEEN_DRAWS
-        of = f" of {runner.max_iters:,}" if runner.knows_length else ""
-        rows = [("iteration", f"{runner.iter:,}{of}"), *self._values.rows(runner)]
+        total = f" of {runner.max_iters:,}" if runner.knows_length else ""
+        rows = [("iteration", f"{runner.iter:,}{total}"), *self._values.rows(runner)]
         content = {
-            "text/html": _table(rows) + "".join(_chart(name, curve) for name, curve in self._drawn()),
+            "text/html": _table(rows)
+            + "".join(_chart(name, curve) for name, curve in self._nonempty_curves()),
             "text/plain": "  ".join(f"{name} {value}" for name, value in rows),
         }
-        if self._shown is None:
-            self._shown = display(content, raw=True, display_id=True)
+        if self._display is None:
+            self._display = display(content, raw=True, display_id=True)
         else:
-            self._shown.update(content, raw=True)
+            self._display.update(content, raw=True)
 
-    def _drawn(self) -> list[tuple[str, Curve]]:
-        return [(name, curve) for name, curve in self._curves.items() if len(curve)][:_CHARTS]
+    def _nonempty_curves(self) -> list[tuple[str, Curve]]:
+        return [(name, curve) for name, curve in self._curves.items() if len(curve)][:_MAX_CHARTS]
 
 
 def _table(rows: list[tuple[str, str]]) -> str:

@@ -48,15 +48,15 @@ class SegVisualizationHook(Hook):
         """Clear the samples from the previous validation run, and select batches spread across the data."""
         self._rows = []
         batches = length(runner.val_dataloader) or self.num_samples  # without a length, use the first batches
-        self._every = max(1, batches // self.num_samples)
-        self._from_each = math.ceil(self.num_samples / batches)
+        self._batch_interval = max(1, batches // self.num_samples)
+        self._samples_per_batch = math.ceil(self.num_samples / batches)
 
     def after_val_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
     ) -> None:
         """Store the first samples of a selected batch."""
-        missing = min(self.num_samples - len(self._rows), self._from_each)
-        if missing <= 0 or batch_idx % self._every or not is_main_process():
+        missing = min(self.num_samples - len(self._rows), self._samples_per_batch)
+        if missing <= 0 or batch_idx % self._batch_interval or not is_main_process():
             return
         try:
             rows = zip(data_batch["inputs"], outputs["targets"], outputs["preds"], strict=True)
@@ -83,9 +83,9 @@ class SegVisualizationHook(Hook):
             )
         rows = []
         for image, target, prediction in self._rows:
-            truth, guess = _numpy(target), _numpy(prediction)
-            shown = _numpy(image).transpose(1, 2, 0).astype(np.uint8)
-            rows.append([shown, colorize(truth, palette, ignore), colorize(guess, palette, ignore)])
+            truth, predicted = _numpy(target), _numpy(prediction)
+            picture = _numpy(image).transpose(1, 2, 0).astype(np.uint8)
+            rows.append([picture, colorize(truth, palette, ignore), colorize(predicted, palette, ignore)])
         titles = ["image", "truth", "prediction"]
         sheet = contact_sheet(rows, titles, legend=list(zip(meta["classes"], palette, strict=True)))
         path = Path(runner.work_dir) / "predictions.png"

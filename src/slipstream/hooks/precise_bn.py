@@ -54,7 +54,7 @@ class PreciseBNHook(Hook):
     def before_train(self, runner: Runner) -> None:
         """Check that the hook supports the model and the training loop."""
         if not runner.by_epoch:
-            raise self.wrong(
+            raise self.config_error(
                 "counts epochs, but training is iteration-based; remove PreciseBNHook or use epoch-based training",
                 "interval",
             )
@@ -87,10 +87,10 @@ class PreciseBNHook(Hook):
             for batch in islice(runner.train_dataloader, batches):
                 with runner.optim_wrapper.autocast():
                     loss_step(batch)
-        for layer, own in zip(layers, _merge(moments), strict=True):
-            if own.count:  # 0 if no sample has passed through the layer
-                layer.running_mean.copy_(own.mean)  # type: ignore[union-attr]
-                layer.running_var.copy_(own.var)  # type: ignore[union-attr]
+        for layer, layer_moments in zip(layers, _merge(moments), strict=True):
+            if layer_moments.count:  # 0 if no sample has passed through the layer
+                layer.running_mean.copy_(layer_moments.mean)  # type: ignore[union-attr]
+                layer.running_var.copy_(layer_moments.var)  # type: ignore[union-attr]
 
 
 def _layers(model: nn.Module) -> list[_BatchNorm]:
@@ -105,16 +105,16 @@ def _preserve_state(runner: Runner, model: nn.Module) -> Iterator[None]:
     loader = runner.train_dataloader
     random_state = get_random_state()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    drawn = None if loader.generator is None else loader.generator.get_state()
+    generator_state = None if loader.generator is None else loader.generator.get_state()
     try:
         # Forward pre-hooks would cause a compiled model to be recompiled, so disable compilation.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        for buffer, before in buffers:
-            buffer.copy_(before)
-        if drawn is not None:
-            loader.generator.set_state(drawn)
+        for buffer, original in buffers:
+            buffer.copy_(original)
+        if generator_state is not None:
+            loader.generator.set_state(generator_state)
         set_random_state(random_state)
 
 
@@ -122,10 +122,13 @@ class _Moments:
     """Per-channel count, mean and variance of all values, accumulated on the device."""
 
     def __init__(self, layer: _BatchNorm) -> None:
-        like: Any = layer.running_mean
-        dtype = torch.promote_types(like.dtype, torch.float32)
+        running_mean: Any = layer.running_mean
+        dtype = torch.promote_types(running_mean.dtype, torch.float32)
         self.count = 0
-        self.mean, self.var = torch.zeros_like(like, dtype=dtype), torch.zeros_like(like, dtype=dtype)
+        self.mean, self.var = (
+            torch.zeros_like(running_mean, dtype=dtype),
+            torch.zeros_like(running_mean, dtype=dtype),
+        )
 
     def add(self, values: Tensor) -> None:
         """Add a layer's input (N, C, ...). The variance is the sum of the variances within and between batches."""
@@ -145,8 +148,8 @@ def _record_moments(layers: list[_BatchNorm]) -> Iterator[list[_Moments]]:
     """Yield one `_Moments` per layer, which is updated with the layer's inputs inside the `with` block."""
     moments = [_Moments(layer) for layer in layers]
     handles = [
-        layer.register_forward_pre_hook(lambda _, inputs, own=own: own.add(inputs[0].detach()))
-        for layer, own in zip(layers, moments, strict=True)
+        layer.register_forward_pre_hook(lambda _, inputs, stats=stats: stats.add(inputs[0].detach()))
+        for layer, stats in zip(layers, moments, strict=True)
     ]
     try:
         yield moments
@@ -157,20 +160,20 @@ def _record_moments(layers: list[_BatchNorm]) -> Iterator[list[_Moments]]:
 
 def _merge(moments: list[_Moments]) -> list[_Moments]:
     """Return the moments over all ranks, merged with two all-reduces using the law of total variance."""
-    counts = torch.tensor(all_gather_object([own.count for own in moments])).sum(0).tolist()
-    weights = [own.count / max(total, 1) for own, total in zip(moments, counts, strict=True)]
-    sizes = [len(own.mean) for own in moments]
-    means = torch.cat([own.mean * weight for own, weight in zip(moments, weights, strict=True)])
+    counts = torch.tensor(all_gather_object([stats.count for stats in moments])).sum(0).tolist()
+    weights = [stats.count / max(total, 1) for stats, total in zip(moments, counts, strict=True)]
+    sizes = [len(stats.mean) for stats in moments]
+    means = torch.cat([stats.mean * weight for stats, weight in zip(moments, weights, strict=True)])
     all_reduce(means)
     variances = torch.cat(
         [
-            (own.var + (own.mean - mean).square()) * weight
-            for own, mean, weight in zip(moments, means.split(sizes), weights, strict=True)
+            (stats.var + (stats.mean - mean).square()) * weight
+            for stats, mean, weight in zip(moments, means.split(sizes), weights, strict=True)
         ]
     )
     all_reduce(variances)
-    for own, mean, var, total in zip(
+    for stats, mean, var, total in zip(
         moments, means.split(sizes), variances.split(sizes), counts, strict=True
     ):
-        own.count, own.mean, own.var = total, mean, var
+        stats.count, stats.mean, stats.var = total, mean, var
     return moments

@@ -31,12 +31,12 @@ class PreemptionHook(Hook):
 
     def __init__(self) -> None:
         self._preemption = Preemption()
-        self._active = ExitStack()
+        self._stack = ExitStack()
 
     def before_train(self, runner: Runner) -> None:
         """Start handling signals."""
         self.release(runner)
-        self._preemption = self._active.enter_context(Preemption())
+        self._preemption = self._stack.enter_context(Preemption())
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
@@ -47,12 +47,12 @@ class PreemptionHook(Hook):
         name = f"{CHECKPOINT_NAME}.pth"
         runner.save_checkpoint(runner.work_dir, name, by_epoch=False, mark_last=True)
         barrier()  # launchers kill the other processes when the first one exits
-        received = self._preemption.signal
+        signal_name = self._preemption.signal
         runner.logger.info(
-            f"{received} received: the state after iteration {runner.iter + 1} is saved in {runner.work_dir}; to "
+            f"{signal_name} received: the state after iteration {runner.iter + 1} is saved in {runner.work_dir}; to "
             "continue, run the same command with resume=True"
         )
-        raise Interrupted if received == signal.Signals.SIGINT.name else Preempted
+        raise Interrupted if signal_name == signal.Signals.SIGINT.name else Preempted
 
     def after_skipped_iter(self, runner: Runner, batch_idx: int) -> None:
         """Save and stop if a rank has received a signal."""
@@ -64,4 +64,4 @@ class PreemptionHook(Hook):
 
     def release(self, runner: Runner) -> None:
         """Restore the signal handlers."""
-        self._active.close()
+        self._stack.close()

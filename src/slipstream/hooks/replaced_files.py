@@ -15,9 +15,9 @@ from slipstream.typecheck import matches
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["ASIDE", "ReplacedFiles"]
+__all__ = ["COPY_SEPARATOR", "ReplacedFiles"]
 
-ASIDE = "_until_iter_"
+COPY_SEPARATOR = "_until_iter_"
 """Separator before the step number in the name of a copy created by `ReplacedFiles.set_aside`."""
 
 
@@ -48,13 +48,13 @@ class ReplacedFiles:
         self._files: list[_File] = []
         self._folder = Path()
 
-    def load(self, runner: Runner, folder: Path, own: bool = True) -> None:
+    def load(self, runner: Runner, folder: Path, owns_files: bool = True) -> None:
         """Load the list of a resumed run, whose files are in `folder`, and remove the files that are no longer needed.
 
-        If `own` is False, the list belongs to a different run and is ignored.
+        If `owns_files` is False, the list belongs to a different run and is ignored.
         """
         self._folder = folder
-        self._files = self._stored(runner) if own else []
+        self._files = self._stored(runner) if owns_files else []
         self.remove_unused(runner)
 
     def add(self, runner: Runner, name: str) -> None:
@@ -64,7 +64,7 @@ class ReplacedFiles:
     def set_aside(self, runner: Runner, name: str) -> None:
         """Keep a copy of a file that is being overwritten. A hard link is used if the file system supports it."""
         path = Path(name)
-        copy = path.with_name(f"{path.stem}{ASIDE}{runner.iter}{path.suffix}").as_posix()
+        copy = path.with_name(f"{path.stem}{COPY_SEPARATOR}{runner.iter}{path.suffix}").as_posix()
         if is_main_process():
             remove_checkpoint(self._folder, copy)
             _copy(self._folder / name, self._folder / copy)
@@ -80,7 +80,7 @@ class ReplacedFiles:
             return []
         if runner.rollback.faults:
             runner.wait_for_checkpoint()  # the run can also roll back to a checkpoint that is being written
-        oldest = runner.rollback.oldest
+        oldest = runner.rollback.oldest_iteration
         unused = [file for file in self._files if oldest is None or file.iteration < oldest]
         # A file remains in the list until it is removed, because the run may be killed before the removal.
         self._files = [
@@ -109,16 +109,16 @@ class ReplacedFiles:
             current: names of the files that were in use when the checkpoint was written.
         """
         stored, pending = self._stored(runner), set(current)
-        kept = pending | {file.name for file in stored}
+        names_to_keep = pending | {file.name for file in stored}
         for file in self._files:
             if file in stored:
                 continue
             if file.original in pending:  # the first replacement after the checkpoint
                 pending.remove(file.original)
                 self._move_back(file)
-            elif file.name not in kept:
+            elif file.name not in names_to_keep:
                 self._remove([file.name])
-        self._remove(name for name in abandoned if name not in kept)
+        self._remove(name for name in abandoned if name not in names_to_keep)
         self._files = stored
 
     def _move_back(self, file: _File) -> None:
@@ -138,10 +138,10 @@ class ReplacedFiles:
         runner.message_hub.update_info(self._key, [list(file) for file in self._files])
 
     def _stored(self, runner: Runner) -> list[_File]:
-        listed = runner.message_hub.get_info(self._key, [])
-        if not matches(listed, list[tuple[str, int, str]]):
+        entries = runner.message_hub.get_info(self._key, [])
+        if not matches(entries, list[tuple[str, int, str]]):
             return []
-        files = [_File(*entry) for entry in listed]
+        files = [_File(*entry) for entry in entries]
         return [file for file in files if self._is_own(file.name) and self._is_own(file.original)]
 
 

@@ -41,9 +41,10 @@ if TYPE_CHECKING:
 __all__ = ["ReportHook"]
 
 T = TypeVar("T")
-_MOST_CLASSES = 200
-_SECONDS_BETWEEN_MEMORY = 1.0
-"""Minimum interval between measurements, in seconds. Reading the process's memory use can take longer than the rest of
+_MAX_CLASSES = 200
+"""Maximum number of classes in a confusion matrix."""
+_MEMORY_INTERVAL = 1.0
+"""Minimum interval between measurements of the memory use, in seconds. A measurement can take longer than the rest of
 the hook's work."""
 
 
@@ -72,20 +73,20 @@ class ReportHook(Hook):
         self._selection: ExampleSelection | None = None
         self._examples: list[Example] = []
         self._curves: dict[str, Curve] = {}
-        self._seen: dict[str, int] = {}
-        self._speed_at = 0, 0.0  # number of samples and seconds so far, without the first step
-        self._memory_at = -math.inf
+        self._num_read: dict[str, int] = {}
+        self._speed_start = 0, 0.0  # number of samples and seconds so far, without the first step
+        self._last_memory_time = -math.inf
         self._confusions: dict[tuple[str, str], Confusion] = {}
         self._start: int | None = None
         self._status: tuple[Status, str] | None = None
         self._training = False
-        self._measured: tuple[Compute, list[LoadingRate], list[TunedOptions]] | None = None
+        self._measurements: tuple[Compute, list[LoadingRate], list[TunedOptions]] | None = None
 
     def before_train(self, runner: Runner) -> None:
         """Store the start iteration, and skip the values that were loaded when the run was resumed."""
         self._start, self._training = runner.iter, True
-        self._speed_at = runner.phases.samples, _seconds_of_steps(runner.phases)
-        self._seen = {key: history.total for key, history in runner.message_hub.log_scalars.items()}
+        self._speed_start = runner.phases.samples, _seconds_of_steps(runner.phases)
+        self._num_read = {key: history.total for key, history in runner.message_hub.log_scalars.items()}
         if is_main_process():
             self._compute.begin(runner)
 
@@ -93,16 +94,18 @@ class ReportHook(Hook):
         """Remove the values recorded after the checkpoint, because the run repeats these steps and evaluations."""
         loop = runner.train_loop
         # The evaluation at the checkpoint's iteration is repeated if the checkpoint was written first.
-        ahead = not loop.validated or (runner.by_epoch and loop.inner_iter > 0)
-        evaluated = runner.iter - 1 if ahead else runner.iter
+        repeats_evaluation = not loop.validated or (runner.by_epoch and loop.inner_iter > 0)
+        last_evaluated = runner.iter - 1 if repeats_evaluation else runner.iter
         for key, curve in self._curves.items():
-            curve.truncate(evaluated if key.startswith(("val/", "test/")) else runner.iter)
+            curve.truncate(last_evaluated if key.startswith(("val/", "test/")) else runner.iter)
         self._curves = {key: curve for key, curve in self._curves.items() if len(curve)}
         self._confusions = {
-            key: kept for key, kept in self._confusions.items() if kept.iteration <= evaluated
+            key: confusion
+            for key, confusion in self._confusions.items()
+            if confusion.iteration <= last_evaluated
         }
-        self._seen = {key: history.total for key, history in runner.message_hub.log_scalars.items()}
-        self._speed_at = runner.phases.samples, _seconds_of_steps(runner.phases)
+        self._num_read = {key: history.total for key, history in runner.message_hub.log_scalars.items()}
+        self._speed_start = runner.phases.samples, _seconds_of_steps(runner.phases)
 
     def read_logs(self, runner: Runner) -> None:
         """Add a point to each curve."""
@@ -153,69 +156,72 @@ class ReportHook(Hook):
 
     def _read(self, runner: Runner) -> None:
         """Extend the curves with the values recorded since the last call. All values are on the host."""
-        at = runner.meter.newest or self._start or 0
+        iteration = runner.meter.newest or self._start or 0
         for key, history in runner.message_hub.log_scalars.items():
-            new = history.total - self._seen.get(key, 0)
+            new = history.total - self._num_read.get(key, 0)
             if new and key.startswith("train/"):
                 # Learning rates are also recorded before checkpoints and at the end of a run, so add only the latest
                 # value.
                 values = history.newest(1 if is_learning_rate(key) else new)
-                self._curve(key).add(at, reversed(values))  # in step order
-            self._seen[key] = history.total
-        self._read_speed(runner, at)
+                self._curve(key).add(iteration, reversed(values))  # in step order
+            self._num_read[key] = history.total
+        self._read_speed(runner, iteration)
 
-    def _read_speed(self, runner: Runner, at: int) -> None:
+    def _read_speed(self, runner: Runner, iteration: int) -> None:
         """Add the training speed since the last call (without validation and checkpoints) and the memory use."""
         phases = runner.phases
         if phases.steps == 0:
             return
         samples, spent = phases.samples, _seconds_of_steps(phases)
-        samples_before, spent_before = self._speed_at
+        samples_before, spent_before = self._speed_start
         if samples > samples_before and spent > spent_before:
             rate = (samples - samples_before) / (spent - spent_before)
-            self._curve("speed/images_per_second").add(at, [rate])
-            self._speed_at = samples, spent
-        if (now := perf_counter()) - self._memory_at >= _SECONDS_BETWEEN_MEMORY:
-            self._memory_at = now
+            self._curve("speed/images_per_second").add(iteration, [rate])
+            self._speed_start = samples, spent
+        if (now := perf_counter()) - self._last_memory_time >= _MEMORY_INTERVAL:
+            self._last_memory_time = now
             for name, mebibytes in _memory(runner.device).items():
-                self._curve(f"memory/{name}").add(at, [mebibytes])
+                self._curve(f"memory/{name}").add(iteration, [mebibytes])
 
     def _read_metrics(self, runner: Runner, mode: str, metrics: dict[str, float] | None) -> None:
         if not is_main_process():
             return
         for name, value in (metrics or {}).items():
             if isinstance(value, int | float):
-                self._curve(self._evaluated(f"{mode}/{name}", runner.iter)).add(runner.iter, [value])
+                self._curve(self._curve_name(f"{mode}/{name}", runner.iter)).add(runner.iter, [value])
         loop = runner.val_loop if mode == "val" else runner.test_loop
         # A user-defined loop may have no evaluator.
         for metric in getattr(getattr(loop, "evaluator", None), "metrics", ()):
             matrix: Any = getattr(metric, "confusion", None)
             # A user-defined metric may use these attribute names for other values.
-            if not matches(matrix, list[list[int]]) or len(matrix) > _MOST_CLASSES:
+            if not matches(matrix, list[list[int]]) or len(matrix) > _MAX_CLASSES:
                 continue
-            if self._known(mode, runner.iter, matrix):
+            if self._is_duplicate(mode, runner.iter, matrix):
                 continue
             name = f"{metric.prefix} {type(metric).__name__}" if metric.prefix else type(metric).__name__
-            named = getattr(metric, "class_names", None)
+            get_names = getattr(metric, "class_names", None)
             if (mode, name) in self._confusions and self._confusions[mode, name].iteration == runner.iter:
                 continue
-            names = list(map(str, named() if callable(named) else ()))
+            names = list(map(str, get_names() if callable(get_names) else ()))
             if len(names) != len(matrix):
                 names = list(map(str, range(len(matrix))))
             self._confusions[mode, name] = Confusion(name, mode, runner.iter, names, matrix)
 
-    def _evaluated(self, key: str, at: int) -> str:
+    def _curve_name(self, key: str, iteration: int) -> str:
         """Return the name of a metric's curve.
 
         A second evaluation at the same iteration, with different weights, gets its own curve.
         """
         curve = self._curves.get(key)
-        return f"{key} (second evaluation)" if curve is not None and curve.x[-1] == at else key
+        return f"{key} (second evaluation)" if curve is not None and curve.x[-1] == iteration else key
 
-    def _known(self, mode: str, at: int, matrix: list[list[int]]) -> bool:
+    def _is_duplicate(self, mode: str, iteration: int, matrix: list[list[int]]) -> bool:
         """Return whether another metric has already returned the same matrix in this evaluation."""
-        others = (kept for kept in self._confusions.values() if (kept.mode, kept.iteration) == (mode, at))
-        return any(kept.matrix == matrix for kept in others)
+        evaluation = (mode, iteration)
+        return any(
+            (other.mode, other.iteration) == evaluation and other.matrix == matrix
+            for other in self._confusions.values()
+        )
 
     def _curve(self, key: str) -> Curve:
         return self._curves.setdefault(key, Curve())
@@ -254,7 +260,9 @@ class ReportHook(Hook):
             start_iteration=self._start or 0,
             resumed_from=runner.checkpoints.resumed_from.name if runner.checkpoints.resumed_from else "",
             samples_per_step=runner.samples_per_step if trained else 0,
-            phases=PhaseSplit(_named(phases.seconds), _named(phases.first), phases.steps, phases.samples),
+            phases=PhaseSplit(
+                _round_seconds(phases.seconds), _round_seconds(phases.first), phases.steps, phases.samples
+            ),
             curves=self._curves,
             confusions=list(self._confusions.values()),
             examples=self._examples,
@@ -267,8 +275,8 @@ class ReportHook(Hook):
     def _add_measurements(self, runner: Runner, record: RunRecord) -> None:
         """Add the results that are counted or measured at the end of a training run."""
         if not self._training:
-            if self._measured is not None:
-                record.compute, record.loading_rates, record.tuned = self._measured
+            if self._measurements is not None:
+                record.compute, record.loading_rates, record.tuned = self._measurements
             return
         record.compute = self._compute.result(runner)
         if runner.error is None:
@@ -279,7 +287,7 @@ class ReportHook(Hook):
                 and waits_for_data(record)
             ):
                 record.loading_rates = _attempt(runner, _probe)
-        self._measured = record.compute, record.loading_rates, record.tuned
+        self._measurements = record.compute, record.loading_rates, record.tuned
 
 
 def _attempt(runner: Runner, measure: Callable[[Runner], list[T]]) -> list[T]:
@@ -292,7 +300,7 @@ def _attempt(runner: Runner, measure: Callable[[Runner], list[T]]) -> list[T]:
 
 
 def _probe(runner: Runner) -> list[LoadingRate]:
-    return [LoadingRate(*each) for each in sorted(loading_rates(runner.train_dataloader).items())]
+    return [LoadingRate(*rate) for rate in sorted(loading_rates(runner.train_dataloader).items())]
 
 
 def _tuned(runner: Runner) -> list[TunedOptions]:
@@ -321,7 +329,7 @@ def _seconds_of_steps(phases: PhaseTimes) -> float:
     return sum(phases.seconds.get(phase, 0.0) for phase in STEP_PHASES)
 
 
-def _named(seconds: Any) -> dict[str, float]:
+def _round_seconds(seconds: Any) -> dict[str, float]:
     return {str(phase): round(max(value, 0.0), 6) for phase, value in seconds.items()}
 
 
@@ -362,12 +370,12 @@ def _describe_step(runner: Runner) -> str:
 
 def _memory(device: torch.device) -> dict[str, float]:
     """Return the resident memory of this process and the allocated device memory, in MiB, where available."""
-    found = {}
+    memory = {}
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        found["host_mib"] = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+        memory["host_mib"] = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
     except (OSError, IndexError, ValueError):
         pass
     if device.type != "cpu" and torch.accelerator.is_available():
-        found["device_peak_mib"] = torch.accelerator.max_memory_allocated() / 2**20
-    return found
+        memory["device_peak_mib"] = torch.accelerator.max_memory_allocated() / 2**20
+    return memory

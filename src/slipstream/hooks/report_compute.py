@@ -72,17 +72,17 @@ class ComputeCount:
     def result(self, runner: Runner) -> Compute:
         """Count the operations if the peak throughput of the device is known."""
         compute = Compute(devices=get_world_size(), precision=self._precision)
-        found = self._peak(runner.device)
-        if found is None:
+        peak = self._peak(runner.device)
+        if peak is None:
             compute.problem = (
                 f"the peak throughput of {_device_name(runner.device)} in {self._precision} is not in the "
                 "accelerator table; set it with default_hooks.report.peak_tflops"
             )
             return compute
-        compute.peak_flops, compute.source = found
+        compute.peak_flops, compute.source = peak
         core: Any = unwrap_model(runner.model)
         optim = runner.optim_wrapper
-        if any(overrides_train_step(each) for each in (runner.model, core)):
+        if any(overrides_train_step(model) for model in (runner.model, core)):
             compute.problem = f"{type(core).__name__} defines its own training step"
         elif any(part.replaces_gradients for part in getattr(optim, "parts", ())):
             compute.problem = "an option computes the gradients of a batch more than once"
@@ -96,9 +96,9 @@ class ComputeCount:
         try:
             compute.flops_per_sample = training_flops(core, self._inputs, loss) / self._samples
         except Exception as error:  # for example, if the loss depends on tensor values
-            first = (str(error).strip().splitlines() or [""])[0]
+            first_line = (str(error).strip().splitlines() or [""])[0]
             kind = "" if isinstance(error, SlipstreamError) else f"{type(error).__name__}: "
-            compute.problem = f"the operations cannot be counted: {kind}{first}"
+            compute.problem = f"the operations cannot be counted: {kind}{first_line}"
 
     def _peak(self, device: torch.device) -> tuple[float, str] | None:
         if self._peak_tflops is not None:

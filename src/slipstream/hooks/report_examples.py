@@ -19,10 +19,10 @@ from slipstream.report.record import PNG_SIGNATURE, Example
 
 __all__ = ["ExampleSelection"]
 
-_SHOWN = 12
-_BATCHES = 32
+_MAX_EXAMPLES = 12
+_MAX_BATCHES = 32
 """Maximum number of batches to read in one validation run. Reading a batch causes a device synchronization."""
-_SIDE = 112
+_MAX_SIDE = 112
 """Maximum height and width of a picture, in pixels."""
 
 
@@ -36,9 +36,9 @@ class _Candidate:
     @property
     def rank(self) -> tuple[bool, float]:
         """Sort key: errors by decreasing confidence, then correct predictions by increasing confidence."""
-        sure = 0.0 if self.probability is None else self.probability
+        confidence = 0.0 if self.probability is None else self.probability
         correct = self.label == self.prediction
-        return correct, sure if correct else -sure
+        return correct, confidence if correct else -confidence
 
 
 class ExampleSelection:
@@ -49,12 +49,12 @@ class ExampleSelection:
     """
 
     def __init__(self, batches: int | None) -> None:
-        self._every = max(1, -(-(batches or 0) // _BATCHES))
-        self._chosen: list[_Candidate] = []
+        self._batch_interval = max(1, -(-(batches or 0) // _MAX_BATCHES))
+        self._selected: list[_Candidate] = []
 
     def add(self, index: int, batch: Any, outputs: Any) -> None:
         """Add the samples of a batch to the candidates if the batch and the outputs come from a classifier."""
-        if index % self._every or index >= _BATCHES * self._every:
+        if index % self._batch_interval or index >= _MAX_BATCHES * self._batch_interval:
             return
         images = _images(batch)
         try:
@@ -67,15 +67,17 @@ class ExampleSelection:
         if predictions is None:
             return
         classes, probabilities = predictions
-        found = [
-            _Candidate(image, label, guess, sure)
-            for image, label, guess, sure in zip(
+        new = [
+            _Candidate(image, label, prediction, probability)
+            for image, label, prediction, probability in zip(
                 images, targets.tolist(), classes, probabilities, strict=True
             )
         ]
-        kept = sorted([*self._chosen, *found], key=lambda each: each.rank)[:_SHOWN]
+        best = sorted([*self._selected, *new], key=lambda candidate: candidate.rank)[:_MAX_EXAMPLES]
         # Copy the sample, because a view would keep the whole batch in memory.
-        self._chosen = [each if each in self._chosen else _own(each) for each in kept]
+        self._selected = [
+            candidate if candidate in self._selected else _copy_resized(candidate) for candidate in best
+        ]
 
     def examples(self, names: Sequence[str]) -> list[Example]:
         """Return the selected samples; `names` contains the class names, if they are known."""
@@ -84,13 +86,18 @@ class ExampleSelection:
             return str(names[index]) if 0 <= index < len(names) else str(index)
 
         return [
-            Example(name(each.label), name(each.prediction), each.probability, _png(each.image))
-            for each in self._chosen
+            Example(
+                name(candidate.label),
+                name(candidate.prediction),
+                candidate.probability,
+                _png(candidate.image),
+            )
+            for candidate in self._selected
         ]
 
 
-def _own(candidate: _Candidate) -> _Candidate:
-    image = _fitted(candidate.image.detach().to("cpu", copy=True))
+def _copy_resized(candidate: _Candidate) -> _Candidate:
+    image = _resize(candidate.image.detach().to("cpu", copy=True))
     return _Candidate(image, candidate.label, candidate.prediction, candidate.probability)
 
 
@@ -130,15 +137,15 @@ def _predictions(scores: Tensor, targets: Tensor) -> tuple[list[int], list[float
     return classes.tolist(), known
 
 
-def _fitted(image: Tensor) -> Tensor:
-    """Return an image as uint8 values, at most `_SIDE` pixels high and wide."""
+def _resize(image: Tensor) -> Tensor:
+    """Return an image as uint8 values, at most `_MAX_SIDE` pixels high and wide."""
     pixels = image.float()
     if image.dtype != torch.uint8:
         pixels = torch.nan_to_num(pixels, 0.0, 0.0, 0.0)
         low, high = pixels.min(), pixels.max()
         pixels = (pixels - low) * (255 / (high - low).clamp(min=1e-12))
-    if (longest := max(image.shape[1:])) > _SIDE:
-        size = [max(1, round(side * _SIDE / longest)) for side in image.shape[1:]]
+    if (longest := max(image.shape[1:])) > _MAX_SIDE:
+        size = [max(1, round(side * _MAX_SIDE / longest)) for side in image.shape[1:]]
         pixels = F.interpolate(pixels[None], size, mode="area")[0]
     return pixels.round().clamp(0, 255).to(torch.uint8)
 

@@ -57,9 +57,9 @@ class RuntimeInfoHook(Hook):
         wrapper = runner.optim_wrapper
         if isinstance(wrapper, OptimWrapperDict):
             for name, part in wrapper.items():
-                runner.message_hub.update_scalars(_rates_of(part, f"train/{name}.lr"))
+                runner.message_hub.update_scalars(_group_rates(part, f"train/{name}.lr"))
         elif isinstance(wrapper, OptimWrapper):
-            runner.message_hub.update_scalars(_rates_of(wrapper, "train/lr"))
+            runner.message_hub.update_scalars(_group_rates(wrapper, "train/lr"))
 
     def before_val(self, runner: Runner) -> None:
         """Record the stage."""
@@ -90,7 +90,7 @@ class RuntimeInfoHook(Hook):
                 runner.message_hub.update_info(f"{mode}/{name}", value)
 
 
-def _rates_of(wrapper: OptimWrapper, prefix: str) -> dict[str, float]:
+def _group_rates(wrapper: OptimWrapper, prefix: str) -> dict[str, float]:
     """Return the learning rate of each group as `PREFIX/NAME`, or an empty dict if all groups have the same rates."""
     rates: dict[str, float] = {}
     seen = set()

@@ -18,7 +18,14 @@ from slipstream.typecheck import NonNegative, NonNegativeInt, check
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["EarlyStoppingHook", "EmptyCacheHook", "ParamSchedulerHook", "SyncBuffersHook", "better", "pick"]
+__all__ = [
+    "EarlyStoppingHook",
+    "EmptyCacheHook",
+    "ParamSchedulerHook",
+    "SyncBuffersHook",
+    "infer_rule",
+    "metric_value",
+]
 
 
 @HOOKS.register_module()
@@ -62,7 +69,7 @@ _GREATER = re.compile(
 )
 
 
-def better(key: str, rule: str | None) -> str:
+def infer_rule(key: str, rule: str | None) -> str:
     """Return `rule` if it is set; otherwise, infer `greater` or `less` from the metric name.
 
     Raises:
@@ -77,19 +84,21 @@ def better(key: str, rule: str | None) -> str:
     if less != greater:
         return "less" if less else "greater"
     raise ConfigError(
-        f"cannot infer the rule from the metric's name '{key}'; set it to 'greater' or 'less'", "rule"
+        f"cannot infer the rule from the metric's name '{key}'; set rule to 'greater' or 'less'", "rule"
     )
 
 
-def pick(hook: Hook, metrics: dict[str, float], key: str, option: str) -> float:
+def metric_value(hook: Hook, metrics: dict[str, float], key: str, option: str) -> float:
     """Return the metric `key` as a float, or raise an error that lists the available metrics."""
     if key not in metrics:
         message = f"unknown metric '{key}'{did_you_mean(key, metrics)}; validation returned {sorted(metrics)}"
-        raise hook.wrong(message, option)
+        raise hook.config_error(message, option)
     try:
         return float(metrics[key])
     except (TypeError, ValueError):
-        raise hook.wrong(f"the metric '{key}' must be a number, not {metrics[key]!r}", option) from None
+        raise hook.config_error(
+            f"the metric '{key}' must be a number, not {metrics[key]!r}", option
+        ) from None
 
 
 @HOOKS.register_module()
@@ -120,18 +129,20 @@ class EarlyStoppingHook(Hook):
     ) -> None:
         check(patience, NonNegativeInt, "patience")
         check(min_delta, NonNegative, "min_delta")
-        self.monitor, self.rule = monitor, better(monitor, rule)
+        self.monitor, self.rule = monitor, infer_rule(monitor, rule)
         self.min_delta, self.strict, self.check_finite = min_delta, strict, check_finite
         self.patience, self.stopping_threshold = patience, stopping_threshold
         self._sign = 1 if self.rule == "greater" else -1
 
     def before_run(self, runner: Runner) -> None:
         """Reset the best score and the patience counter."""
-        self._best, self._waited = -math.inf, 0
+        self._best, self._num_unimproved = -math.inf, 0
 
     def before_train(self, runner: Runner) -> None:
         """Restore the best score and the patience counter if the run was resumed."""
-        self._best, self._waited = runner.message_hub.get_info(self._key, (self._best, self._waited))
+        self._best, self._num_unimproved = runner.message_hub.get_info(
+            self._key, (self._best, self._num_unimproved)
+        )
 
     def after_rollback(self, runner: Runner) -> None:
         """Restore the best score and the patience counter from the checkpoint."""
@@ -151,9 +162,9 @@ class EarlyStoppingHook(Hook):
                 f"EarlyStoppingHook: validation did not return the metric '{self.monitor}'; correct `monitor`"
             )
             return
-        value = pick(self, metrics or {}, self.monitor, "monitor")
+        value = metric_value(self, metrics or {}, self.monitor, "monitor")
         reason = self._reason(self._sign * value)
-        runner.message_hub.update_info(self._key, (self._best, self._waited))
+        runner.message_hub.update_info(self._key, (self._best, self._num_unimproved))
         if reason:
             runner.logger.info(f"Stopping early: {self.monitor} = {value:.4g} {reason}")
             runner.train_loop.stop_training = True
@@ -164,12 +175,14 @@ class EarlyStoppingHook(Hook):
         if self.stopping_threshold is not None and score >= self._sign * self.stopping_threshold:
             return f"has reached {self.stopping_threshold:.4g}"
         if score > self._best + self.min_delta:
-            self._best, self._waited = score, 0
+            self._best, self._num_unimproved = score, 0
             return ""
-        self._waited += 1
-        if self._waited < self.patience:
+        self._num_unimproved += 1
+        if self._num_unimproved < self.patience:
             return ""
-        return f"has not improved for {self._waited} validation run{'s' * (self._waited != 1)}"
+        return (
+            f"has not improved for {self._num_unimproved} validation run{'s' * (self._num_unimproved != 1)}"
+        )
 
 
 @HOOKS.register_module()
@@ -179,18 +192,19 @@ class EmptyCacheHook(Hook):
     def __init__(
         self, before_epoch: bool = False, after_epoch: bool = True, after_iter: bool = False
     ) -> None:
-        self._before, self._after, self._each = before_epoch, after_epoch, after_iter
+        self._before_epoch_enabled, self._after_epoch_enabled = before_epoch, after_epoch
+        self._after_iter_enabled = after_iter
 
     def _before_epoch(self, runner: Runner, mode: str = "train") -> None:
-        self._empty(self._before)
+        self._empty(self._before_epoch_enabled)
 
     def _after_epoch(self, runner: Runner, mode: str = "train") -> None:
-        self._empty(self._after)
+        self._empty(self._after_epoch_enabled)
 
     def _after_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None, mode: str = "train"
     ) -> None:
-        self._empty(self._each)
+        self._empty(self._after_iter_enabled)
 
     @staticmethod
     def _empty(enabled: bool) -> None:

@@ -15,20 +15,21 @@ if TYPE_CHECKING:
 __all__ = ["DistSamplerSeedHook", "IterTimerHook"]
 
 
-_MOST_UNREAD = 1000
+_MAX_UNREAD = 1000
+"""Number of steps after which the stored times are written to the message hub."""
 
 
 @HOOKS.register_module()
 class IterTimerHook(Hook):
     """Record the `time` and `data_time` of every batch and the `eta`, all in seconds.
 
-    On an accelerator, the time of a single step only includes kernel launches. Means over a log interval are accurate.
+    On an accelerator, the time of a single step includes only kernel launches. Means over a log interval are accurate.
     """
 
     def __init__(self) -> None:
-        self._last = self._ready = 0.0
+        self._last_time = self._ready_time = 0.0
         # For each step since the last read: data_time, time and number of samples.
-        self._new: list[tuple[float, float, int]] = []
+        self._unread: list[tuple[float, float, int]] = []
         self._spent = 0.0
         self._steps = self._samples = 0
 
@@ -37,74 +38,76 @@ class IterTimerHook(Hook):
         self._spent, self._steps, self._samples = 0.0, 0, 0
 
     def _before_epoch(self, runner: Runner, mode: str = "train") -> None:
-        self._last = perf_counter()
+        self._last_time = perf_counter()
 
     def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
         """Record when the batch arrived."""
-        self._ready = perf_counter()
+        self._ready_time = perf_counter()
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Store the step's times; `read_logs` writes them to the message hub."""
         now = perf_counter()
-        self._new.append((self._ready - self._last, now - self._last, runner.train_loop.step_samples))
-        self._last = now
-        if len(self._new) == _MOST_UNREAD:
+        self._unread.append(
+            (self._ready_time - self._last_time, now - self._last_time, runner.train_loop.step_samples)
+        )
+        self._last_time = now
+        if len(self._unread) == _MAX_UNREAD:
             self.read_logs(runner)
 
     def after_skipped_iter(self, runner: Runner, batch_idx: int) -> None:
         """Exclude the time of the batch from the next step's time."""
-        self._last = perf_counter()
+        self._last_time = perf_counter()
 
     def after_rollback(self, runner: Runner) -> None:
         """Discard the unread step times, and exclude the time of the rollback."""
-        self._new, self._last = [], perf_counter()
+        self._unread, self._last_time = [], perf_counter()
 
     def read_logs(self, runner: Runner) -> None:
         """Write the step times since the last call, the training speed and the remaining time to the message hub."""
-        new, self._new = self._new, []
-        if new:
+        unread, self._unread = self._unread, []
+        if unread:
             # Reading the losses waited for the device. Attribute this time to the last step, not to the next batch.
             now = perf_counter()
-            new[-1] = (new[-1][0], new[-1][1] + now - self._last, new[-1][2])
-            self._last = now
-        for data_time, spent, samples in new:
+            unread[-1] = (unread[-1][0], unread[-1][1] + now - self._last_time, unread[-1][2])
+            self._last_time = now
+        for data_time, spent, samples in unread:
             runner.message_hub.update_scalar("train/data_time", data_time)
             runner.message_hub.update_scalar("train/time", spent)
             self._spent += spent
             self._samples += samples
-        self._steps += len(new)
-        if (spent := sum(step[1] for step in new)) > 0:
-            speed = sum(step[2] for step in new) / spent
-            waiting = sum(step[0] for step in new) / spent
+        self._steps += len(unread)
+        if (spent := sum(step[1] for step in unread)) > 0:
+            speed = sum(step[2] for step in unread) / spent
+            waiting = sum(step[0] for step in unread) / spent
             runner.message_hub.update_info(
                 "recent_speed", {"images_per_second": speed, "waiting_for_data": waiting}, resumed=False
             )
-        if new and self._steps:
-            left = runner.max_iters - runner.iter - 1
-            eta = self._spent / self._steps * left if runner.knows_length else None
+        if unread and self._steps:
+            remaining = runner.max_iters - runner.iter - 1
+            eta = self._spent / self._steps * remaining if runner.knows_length else None
             runner.message_hub.update_info("eta", eta, resumed=False)
 
     def _before_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, mode: str = "train"
     ) -> None:
-        runner.message_hub.update_scalar(f"{mode}/data_time", perf_counter() - self._last)
+        runner.message_hub.update_scalar(f"{mode}/data_time", perf_counter() - self._last_time)
 
     def _after_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None, mode: str = "train"
     ) -> None:
         now = perf_counter()
-        spent, self._last = now - self._last, now
+        spent, self._last_time = now - self._last_time, now
         hub = runner.message_hub
         hub.update_scalar(f"{mode}/time", spent)
         loader = runner.val_dataloader if mode == "val" else runner.test_dataloader
-        left = max((length(loader) or 0) - batch_idx - 1, 0)
-        hub.update_info("eta", hub.get_scalar(f"{mode}/time").mean() * left, resumed=False)
+        remaining = max((length(loader) or 0) - batch_idx - 1, 0)
+        hub.update_info("eta", hub.get_scalar(f"{mode}/time").mean() * remaining, resumed=False)
 
     def after_val(self, runner: Runner) -> None:
         """Exclude the validation time from the next step's time."""
-        self._last = perf_counter()
+        self._last_time = perf_counter()
 
     def after_train(self, runner: Runner) -> None:
         """Log the training speed."""

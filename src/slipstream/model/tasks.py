@@ -14,7 +14,7 @@ from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.model.base_model import BaseModel
 from slipstream.model.labels import check_labels, wrong_label
 from slipstream.registry import MODELS
-from slipstream.typecheck import shown
+from slipstream.typecheck import short_repr
 
 __all__ = ["Classifier", "Segmentor", "Task", "main_output"]
 
@@ -33,7 +33,7 @@ class Task(BaseModel):
         loss = nn.CrossEntropyLoss() if loss is None else loss
         for name, value in (("network", network), ("loss", loss)):
             if not callable(value) and not isinstance(value, Mapping):
-                raise ConfigError(f"must be a module or a dict with a 'type', not {shown(value)}", name)
+                raise ConfigError(f"must be a module or a dict with a 'type', not {short_repr(value)}", name)
         self.network: nn.Module = MODELS.build(network) if isinstance(network, Mapping) else network
         self.loss: nn.Module = MODELS.build(loss) if isinstance(loss, Mapping) else loss
 

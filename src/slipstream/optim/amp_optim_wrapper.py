@@ -18,7 +18,7 @@ from slipstream.errors import ConfigError
 from slipstream.optim.kernels import init_momentum, kernels_chosen, use_fused, why_not_fused
 from slipstream.optim.optim_wrapper import OptimWrapper, device_of
 from slipstream.registry import OPTIM_WRAPPERS
-from slipstream.typecheck import Positive, PositiveInt, Rule, matches, shown
+from slipstream.typecheck import Positive, PositiveInt, Rule, matches, short_repr
 
 __all__ = ["AmpOptimWrapper"]
 
@@ -172,6 +172,6 @@ def _make_scaler(device: str, loss_scale: str | float | Mapping[str, Any]) -> to
         loss_scale = {"init_scale": loss_scale}
     elif not isinstance(loss_scale, Mapping):
         raise ConfigError(
-            f"must be 'dynamic', a positive number or a dict, not {shown(loss_scale)}", "loss_scale"
+            f"must be 'dynamic', a positive number or a dict, not {short_repr(loss_scale)}", "loss_scale"
         )
     return torch.amp.GradScaler(device, **asdict(options(LossScale, loss_scale, "loss_scale")))

@@ -80,7 +80,7 @@ def check_search_path(entries: Iterable[str], path: Path) -> None:
             own or entry.startswith("file://") or "://" not in entry
         ):
             raise ConfigError(
-                f"{entry} is rejected, because {path} is a data file and this entry makes Hydra import code. {_TRUST}",
+                f"{path} is not trusted to execute code, but the entry {entry} makes Hydra import code. {_TRUST}",
                 "hydra.searchpath",
             )
 
@@ -96,7 +96,7 @@ def check_hydra(settings: Mapping[str, Any], path: Path) -> None:
         imported = re.search(r"ext://(?!sys\.std(?:out|err)$)", str(value)) is not None
         if called or imported or key.startswith("hydra.job.env_set."):
             raise ConfigError(
-                f"{value!r} is rejected, because {path} is a data file and this key makes Hydra execute code. {_TRUST}",
+                f"{path} is not trusted to execute code, but {value!r} makes Hydra execute code. {_TRUST}",
                 key,
             )
 

@@ -37,10 +37,10 @@ def import_registered(name: str, is_registered: Callable[[Any], bool]) -> Any | 
         module = _module(".".join(parts[:count]))
         if module is None:
             continue
-        found: Any = module
+        obj: Any = module
         for part in parts[count:]:
-            found = getattr(found, part, None)
-        return found if callable(found) and is_registered(found) else None
+            obj = getattr(obj, part, None)
+        return obj if callable(obj) and is_registered(obj) else None
     return None
 
 

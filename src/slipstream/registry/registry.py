@@ -18,7 +18,7 @@ from typing import Any, TypeVar, overload
 
 from slipstream.errors import BuildError, ConfigError, SlipstreamError, UnknownNameError, did_you_mean
 from slipstream.registry.import_string import LIBRARIES, import_registered
-from slipstream.typecheck import described, matches, shown
+from slipstream.typecheck import describe_with_article, matches, short_repr
 
 __all__ = ["Registry", "build_from_cfg", "current_scope", "default_scope", "init_default_scope", "locate"]
 
@@ -154,10 +154,10 @@ class Registry:
             raise ConfigError(f"only classes and functions can be registered, not {type(module).__name__}")
         names = [module.__name__] if name is None else [name] if isinstance(name, str) else list(name)
         for key in names:
-            taken = self.module_dict.get(key)
-            if taken is not None and taken is not module and not force:
+            existing = self.module_dict.get(key)
+            if existing is not None and existing is not module and not force:
                 raise UnknownNameError(
-                    f"'{key}' is already registered in {self.name} by {taken.__module__}; "
+                    f"'{key}' is already registered in {self.name} by {existing.__module__}; "
                     "choose a different name, or pass force=True to replace it"
                 )
             self.module_dict[key] = module
@@ -178,12 +178,12 @@ class Registry:
     def _contains_object(self, obj: Any) -> bool:
         """Return whether `obj` is registered in this registry or a related registry, under any name."""
         name = getattr(obj, "__name__", "")
-        return self.root.holds(obj) or self._find_in_parents(name) is obj
+        return self.root.contains_object(obj) or self._find_in_parents(name) is obj
 
-    def holds(self, obj: Any) -> bool:
+    def contains_object(self, obj: Any) -> bool:
         """Return whether this registry or a child registry contains `obj` under any name, without importing modules."""
-        here = any(obj is registered for registered in self.module_dict.values())
-        return here or any(child.holds(obj) for child in self.children.values())
+        is_local = any(obj is registered for registered in self.module_dict.values())
+        return is_local or any(child.contains_object(obj) for child in self.children.values())
 
     def __contains__(self, key: str) -> bool:
         return self.get(key) is not None
@@ -260,12 +260,12 @@ class Registry:
         return next((d for c in self.children.values() if (d := c._descendant(scope)) is not None), None)
 
     def _find_in_parents(self, name: str) -> Any | None:
-        found = self._find_here(name)
+        found = self._find_own(name)
         if found is None and self.parent is not None:
             return self.parent._find_in_parents(name)
         return found
 
-    def _find_here(self, name: str) -> Any | None:
+    def _find_own(self, name: str) -> Any | None:
         if name not in self.module_dict:
             self._import_locations(name)
         if name in self.module_dict:
@@ -273,9 +273,9 @@ class Registry:
         public = (self._public(module, name) for module in self._imported_namespaces())
         return next((obj for obj in public if obj is not None), None)
 
-    def _import_locations(self, wanted: str | None = None) -> None:
-        """Import the locations, from last to first, until one of them registers `wanted` (None: import all)."""
-        while self._locations and wanted not in self.module_dict:
+    def _import_locations(self, name: str | None = None) -> None:
+        """Import the locations, from last to first, until one of them registers `name` (None: import all)."""
+        while self._locations and name not in self.module_dict:
             location = self._locations.pop()  # remove it before the import, which may use this registry
             try:
                 importlib.import_module(location)
@@ -322,7 +322,7 @@ def build_from_cfg(cfg: Any, registry: Registry, default_args: Mapping[str, Any]
     """
     if not isinstance(cfg, Mapping):
         raise BuildError(
-            f"{_with_article(registry.name)} must be configured with a dict that has a 'type', not {shown(cfg)}"
+            f"{_with_article(registry.name)} must be configured with a dict that has a 'type', not {short_repr(cfg)}"
         )
     arguments = {**(default_args or {}), **cfg}
     if "type" not in arguments:
@@ -347,19 +347,19 @@ def _call(cfg: Mapping[str, Any], arguments: dict[str, Any], registry: Registry)
         target = registry.resolve(kind) if isinstance(kind, str) else kind
         if not callable(target):
             raise BuildError(
-                f"{shown(kind)} is not callable; use a registered name, a class or a function", "type"
+                f"{short_repr(kind)} is not callable; use a registered name, a class or a function", "type"
             )
         _check_arguments(target, arguments)
         return target(**arguments)
     except ConfigError as error:
         raise _with_source(error, cfg) from error.__cause__
-    except _WRONG_ARGUMENT as error:
+    except _ARGUMENT_ERRORS as error:
         if isinstance(error, SlipstreamError) or type(error).__name__ == "OutOfMemoryError":
             raise
         raise _with_source(BuildError(f"{_name(kind)}: {_reason(error)}"), cfg) from error
 
 
-_WRONG_ARGUMENT = (
+_ARGUMENT_ERRORS = (
     TypeError,
     ValueError,
     LookupError,
@@ -409,11 +409,11 @@ def _check_arguments(target: Any, arguments: Mapping[str, Any]) -> None:
     except (TypeError, ValueError):  # some built-in callables have no signature
         return
     known = signature.parameters
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    accepts_kwargs = any(p.kind is p.VAR_KEYWORD for p in known.values())
     for key in arguments:
         if not isinstance(key, str):
-            raise BuildError(f"parameter names must be strings, not {shown(key)}")
-        if key not in known and not open_ended:
+            raise BuildError(f"parameter names must be strings, not {short_repr(key)}")
+        if key not in known and not accepts_kwargs:
             hint = did_you_mean(key, known)
             raise BuildError(f"{_name(target)} has no parameter '{key}'{hint}")
     missing = [
@@ -436,14 +436,14 @@ def _check_types(target: Any, arguments: Mapping[str, Any]) -> None:
         return
     for key, value in arguments.items():
         hint = _hint(target, key)
-        own = module.startswith("slipstream.")
-        if not (matches(value, hint) if own else _is_like_number(value, hint)):
-            raise BuildError(f"must be {described(hint)}, not {shown(value)}", key)
-        if not own and key in _SIZES and isinstance(value, int) and value < 1:
+        is_slipstream = module.startswith("slipstream.")
+        if not (matches(value, hint) if is_slipstream else _is_like_number(value, hint)):
+            raise BuildError(f"must be {describe_with_article(hint)}, not {short_repr(value)}", key)
+        if not is_slipstream and key in _SIZE_PARAMETERS and isinstance(value, int) and value < 1:
             raise BuildError(f"must be at least 1, not {value}", key)
 
 
-_SIZES = ("in_channels", "out_channels", "kernel_size", "stride", "dilation", "groups")
+_SIZE_PARAMETERS = ("in_channels", "out_channels", "kernel_size", "stride", "dilation", "groups")
 """Parameters of convolution and pooling layers. If a value is invalid, torch.nn raises an unclear error or none."""
 
 
@@ -458,12 +458,12 @@ def _is_like_number(value: Any, hint: Any) -> bool:
         return not {int, float} & set(accepted)
     if hint not in (int, float, int | None, float | None):
         return True
-    number = hasattr(value, "__float__") or hasattr(value, "__index__")
-    return value is None or (number and not (isinstance(value, float) and math.isnan(value)))
+    is_number_like = hasattr(value, "__float__") or hasattr(value, "__index__")
+    return value is None or (is_number_like and not (isinstance(value, float) and math.isnan(value)))
 
 
 def _hint(target: Any, key: str) -> Any:
-    """Return the annotation of a parameter, or Any if its type is only imported under TYPE_CHECKING.
+    """Return the annotation of a parameter, or Any if its type is imported only under TYPE_CHECKING.
 
     If a class accepts a parameter through `**kwargs`, the annotation is read from a base class.
     """

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_type_hints
 
 from slipstream.errors import DataError
 from slipstream.report.curve import Curve
-from slipstream.typecheck import NonNegative, NonNegativeInt, Probability, described, matches
+from slipstream.typecheck import NonNegative, NonNegativeInt, Probability, describe_with_article, matches
 
 __all__ = [
     "FORMAT",
@@ -269,7 +269,7 @@ def _build(kind: Any, values: dict[str, Any], prefix: str, file_name: str) -> An
     hints = _HINTS if kind is RunRecord else get_type_hints(kind, include_extras=True)
     for name, value in values.items():
         if name not in (*_NESTED, "curves") and not matches(value, hints[name]):
-            raise DataError(f"'{prefix}{name}' in {file_name} must be {described(hints[name])}")
+            raise DataError(f"'{prefix}{name}' in {file_name} must be {describe_with_article(hints[name])}")
     try:
         return kind(**values)
     except TypeError as error:

@@ -33,18 +33,18 @@ def build_model(
         ModelError: the model has no `train_step`, and `loss_fn` is None.
     """
     if isinstance(model, Mapping):
-        plain = loss_fn is not None or data_preprocessor is None
-        preset = {} if plain else {"data_preprocessor": data_preprocessor}
-        model = MODELS.build(model, default_args=preset)
+        without_preprocessor = loss_fn is not None or data_preprocessor is None
+        default_args = {} if without_preprocessor else {"data_preprocessor": data_preprocessor}
+        model = MODELS.build(model, default_args=default_args)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"must be a torch.nn.Module or a dict, not {type(model).__name__}", "model")
-    trains = hasattr(unwrap_model(model), "train_step")
-    if trains and loss_fn is not None:
+    has_train_step = hasattr(unwrap_model(model), "train_step")
+    if has_train_step and loss_fn is not None:
         raise ConfigError(
             f"does not apply to {type(model).__name__}, which computes its losses in train_step; remove loss_fn",
             "loss_fn",
         )
-    if not trains and loss_fn is None:
+    if not has_train_step and loss_fn is None:
         raise ModelError(
             f"{type(model).__name__} has no train_step. Pass loss_fn to the Runner (a function of outputs and targets, "
             "or 'model' if the model returns its loss), or subclass slipstream.model.BaseModel and return the losses "
@@ -81,7 +81,7 @@ def _optim(model: nn.Module, cfg: Any) -> OptimWrapper:
     if not isinstance(cfg, Mapping):
         raise ConfigError(f"must be an OptimWrapper, an optimizer or a dict, not {type(cfg).__name__}")
     if isinstance(cfg.get("optimizer"), Optimizer):
-        return _one(cfg)
+        return _build_wrapper(cfg)
     if "optimizer" in cfg or "constructor" in cfg:
         return build_optim_wrapper(unwrap_model(model), cfg)
     if cfg and all(isinstance(part, OptimWrapper) for part in cfg.values()):
@@ -92,38 +92,38 @@ def _optim(model: nn.Module, cfg: Any) -> OptimWrapper:
     )
 
 
-def _one(cfg: Mapping[str, Any]) -> OptimWrapper:
+def _build_wrapper(cfg: Mapping[str, Any]) -> OptimWrapper:
     wrapper: OptimWrapper = OPTIM_WRAPPERS.build(cfg, default_args={"type": "OptimWrapper"})
     return wrapper
 
 
-def build_schedulers(cfg: Any, optim: OptimWrapper, loop: BaseLoop, scaled: bool = False) -> Any:
+def build_schedulers(cfg: Any, optim: OptimWrapper, loop: BaseLoop, lr_scaled: bool = False) -> Any:
     """Return the list of schedulers, or a dict of lists for an `OptimWrapperDict`.
 
     Args:
         cfg: one or more schedulers or configurations, or a dict that maps optimizer names to schedulers.
         optim: the optimizer wrapper.
         loop: the training loop.
-        scaled: whether `auto_scale_lr` has changed the learning rates.
+        lr_scaled: whether `auto_scale_lr` has changed the learning rates.
 
     Raises:
         ConfigError: a scheduler is invalid, never steps, or was created before the learning rates were scaled.
     """
-    if scaled:
-        _check_created_later(cfg)
+    if lr_scaled:
+        _check_no_scheduler_objects(cfg)
     if isinstance(optim, OptimWrapperDict):
-        named = isinstance(cfg, Mapping) and "type" not in cfg and set(cfg) <= set(optim)
-        per_name = {name: cfg.get(name) if named else cfg for name in optim}
+        is_per_optimizer = isinstance(cfg, Mapping) and "type" not in cfg and set(cfg) <= set(optim)
+        cfg_by_name = {name: cfg.get(name) if is_per_optimizer else cfg for name in optim}
         return {
             name: _schedulers(
-                part, optim[name], loop, f"param_scheduler.{name}" if named else "param_scheduler"
+                part, optim[name], loop, f"param_scheduler.{name}" if is_per_optimizer else "param_scheduler"
             )
-            for name, part in per_name.items()
+            for name, part in cfg_by_name.items()
         }
     return _schedulers(cfg, optim, loop, "param_scheduler")
 
 
-def _check_created_later(cfg: Any) -> None:
+def _check_no_scheduler_objects(cfg: Any) -> None:
     """Check that no scheduler object was created before `auto_scale_lr` scaled the learning rates."""
     parts = cfg if isinstance(cfg, list | tuple) else [cfg]
     for part in parts:
@@ -134,7 +134,7 @@ def _check_created_later(cfg: Any) -> None:
                 "param_scheduler",
             )
         if isinstance(part, Mapping) and "type" not in part:
-            _check_created_later(list(part.values()))
+            _check_no_scheduler_objects(list(part.values()))
 
 
 def _schedulers(cfg: Any, optim: OptimWrapper, loop: Any, path: str) -> list[Any]:
@@ -181,10 +181,10 @@ def _check_length(scheduler: Any, loop: Any) -> Iterator[str]:
             raise ConfigError(message)
         yield message
         return
-    found, steps = last_change(inner), loop.max_epochs if by_epoch else loop.max_iters
-    if found is None or steps is None or steps >= INF:
+    change, steps = last_change(inner), loop.max_epochs if by_epoch else loop.max_iters
+    if change is None or steps is None or steps >= INF:
         return
-    argument, count = found
+    argument, count = change
     unit = "epoch" if by_epoch else "iteration"
     length = f"{steps} {unit}{'' if steps == 1 else 's'}"
     if isinstance(inner, OneCycleLR) and count < steps and getattr(scheduler, "end", steps) >= steps:
@@ -215,5 +215,5 @@ def scale_lr(optim: OptimWrapper, base: int, samples: int) -> str:
                 group[name] = group[name] * factor
     return (
         f"Learning rates are scaled by {samples}/{base} = {factor:g} "
-        "(samples per step / base_batch_size, without gradient accumulation)"
+        "(samples per step / base_batch_size; accumulation steps are not counted)"
     )

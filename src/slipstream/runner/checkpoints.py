@@ -59,7 +59,7 @@ class Checkpoints:
         self._writer = BackgroundWriter()
         self._counts: tuple[Mapping[str, Mapping[str, int]], int] = {}, 0
         self._loaded = self._initialized = False
-        self._names: set[str] = set()  # tensors that were loaded before initialization
+        self._loaded_names: set[str] = set()  # tensors that were loaded before initialization
         self.resuming = False
         """Whether the run is being resumed from a checkpoint, so that hooks restore their state from it."""
         self.resumed_from: Path | None = None
@@ -86,11 +86,11 @@ class Checkpoints:
         if self._initialized:
             return
         core = unwrap_model(self._runner.model)
-        own = core.state_dict() if self._names else {}
-        loaded = {name: own[name].clone() for name in self._names & own.keys()}
+        state_dict = core.state_dict() if self._loaded_names else {}
+        loaded = {name: state_dict[name].clone() for name in self._loaded_names & state_dict.keys()}
         if self.resume_from is not None or self.resumed_from is not None:
             skip_pretrained(core)
-        resume.init_weights(core, self._runner.interface.initializes)
+        resume.init_weights(core, self._runner.interface.initializes_weights)
         if loaded:
             core.load_state_dict(loaded, strict=False)
         self._initialized = True
@@ -125,7 +125,7 @@ class Checkpoints:
         checkpoint = self._read(source, map_location, resume.STRIP_WRAPPER)
         resume_check.check_content(checkpoint, source)
         seed: int | None = checkpoint["meta"].get("seed")
-        if seed in (None, runner.seed) or runner.loops.built("train") is not None:
+        if seed in (None, runner.seed) or runner.loops.get_if_built("train") is not None:
             return checkpoint, None
         runner.logger.warning(f"Using seed {seed} from the resumed run instead of seed {runner.seed}")
         return checkpoint, seed
@@ -174,7 +174,7 @@ class Checkpoints:
                 logger.warning(f"Loading {source}: {line}")
         self._loaded = True
         if not self._initialized:
-            self._names |= loaded_names(core, state)
+            self._loaded_names |= loaded_names(core, state)
         logger.info(f"Loaded {source}")
 
     def _restore_parts(
@@ -239,8 +239,8 @@ class Checkpoints:
         error, rollback = None, self._runner.rollback
         try:
             resume.check_weights(unwrap_model(self._runner.model), iteration)
-        except NonFiniteLossError as found:
-            error = found
+        except NonFiniteLossError as failure:
+            error = failure
         if NonFiniteLossError in rollback.faults:
             error = rollback.agree(error)
         if error is not None:
@@ -253,8 +253,8 @@ class Checkpoints:
         return {
             **runner.train_loop.position(by_epoch),
             "seed": runner.seed,
-            "random_state": [own for own, _ in states],
-            "sampler_generators": [of_sampler for _, of_sampler in states],
+            "random_state": [random_state for random_state, _ in states],
+            "sampler_generators": [generators for _, generators in states],
             "experiment_name": runner.experiment_name,
             "time": time.strftime("%Y%m%d_%H%M%S"),
             "slipstream_version": __version__,
@@ -274,7 +274,7 @@ class Checkpoints:
         """Write a checkpoint that was returned by `state`."""
         runner = self._runner
 
-        def finish(path: Path) -> None:
+        def on_complete(path: Path) -> None:
             if mark_last:
                 runner.rollback.add(checkpoint["meta"]["iter"], path)
             if mark_last and is_main_process():
@@ -284,10 +284,10 @@ class Checkpoints:
 
         warn = runner.logger.warning
         if background and not (consolidate and mesh_of(runner.model) is not None):
-            self._writer.write(checkpoint, target, warn, finish)
+            self._writer.write(checkpoint, target, warn, on_complete)
         else:
             self._wait_or_log()  # checkpoints must be written in order
-            finish(write_checkpoint(checkpoint, target, warn, consolidate))
+            on_complete(write_checkpoint(checkpoint, target, warn, consolidate))
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written.

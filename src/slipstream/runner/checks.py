@@ -39,17 +39,17 @@ _NOTES = {
 """Maps a part of torch's error message to a note for errors with this message."""
 
 
-def add_notes(error: Exception, where: str, describe_batch: Callable[[int], str]) -> None:
+def add_notes(error: Exception, position: str, describe_batch: Callable[[int], str]) -> None:
     """Add notes to an error: the step, a remedy for known torch errors, and the samples in a batch with a non-finite
     loss.
 
     Args:
         error: an error raised in training or validation.
-        where: description of the current step.
+        position: description of the current step.
         describe_batch: `describe_batch(iteration)` returns the samples in the batch of a step, or an empty string.
     """
     rank = f"on rank {get_rank()} of {get_world_size()}, " if get_world_size() > 1 else ""
-    error.add_note(f"({rank}in {where})")
+    error.add_note(f"({rank}in {position})")
     text = "" if isinstance(error, SlipstreamError) else str(error)
     for part, note in _NOTES.items():
         if part in text:

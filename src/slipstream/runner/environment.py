@@ -93,10 +93,10 @@ def setup_env(launcher: str, options: EnvOptions) -> None:
         if dist_cfg.get("backend") == "nccl" and not torch.cuda.is_available():
             dist_cfg.pop("backend")  # ignore MMEngine's default, which many configurations contain
         init_dist(launcher, **dist_cfg)
-    elif not is_distributed() and (started := _unused_launcher()):
+    elif not is_distributed() and (unused := _unused_launcher()):
         warnings.warn(
-            f"{started} started several processes, but launcher is 'none', so the processes train independently and "
-            f"write to the same work_dir. Set launcher='{started}'",
+            f"{unused} started several processes, but launcher is 'none', so the processes train independently and "
+            f"write to the same work_dir. Set launcher='{unused}'",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -104,22 +104,22 @@ def setup_env(launcher: str, options: EnvOptions) -> None:
 
 def _unused_launcher() -> str | None:
     """Return the launcher that started several processes, or None."""
-    started = infer_launcher()
+    launcher = infer_launcher()
     try:
-        alone = started == "none" or read_placement(started, os.environ).world_size == 1
+        single_process = launcher == "none" or read_placement(launcher, os.environ).world_size == 1
     except DistributedError:  # the job's environment variables are set, but the process's are not
         return None
-    return None if alone else started
+    return None if single_process else launcher
 
 
 def set_random_seed(seed: int | None, deterministic: bool = False, diff_rank_seed: bool = False) -> int:
     """Seed Python, NumPy and torch, and return the seed. If `seed` is None, draw a random seed."""
     if seed is None:
         seed = sync_random_seed()
-    own = seed + get_rank() if diff_rank_seed else seed
-    random.seed(own)
-    np.random.seed(own % 2**32)
-    torch.manual_seed(own)
+    rank_seed = seed + get_rank() if diff_rank_seed else seed
+    random.seed(rank_seed)
+    np.random.seed(rank_seed % 2**32)
+    torch.manual_seed(rank_seed)
     if deterministic:
         # cuBLAS is deterministic only with a fixed workspace size, which it reads at initialization.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -148,12 +148,12 @@ def collect_env() -> Mapping[str, Any]:
     return info
 
 
-def _raise_file_limit(wanted: int) -> None:
+def _raise_file_limit(minimum: int) -> None:
     if sys.platform == "win32":
         return
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = hard == resource.RLIM_INFINITY
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if unlimited else min(wanted, hard), hard))
+    if soft < minimum:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (minimum if unlimited else min(minimum, hard), hard))

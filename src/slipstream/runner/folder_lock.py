@@ -18,7 +18,7 @@ from slipstream.files import remove_temporary_files
 __all__ = ["FolderLock"]
 
 _NAME = ".lock"
-_PATIENCE = 20.0
+_TIMEOUT = 20.0
 """Seconds to wait if the process that acquired the lock has exited, because its data loader workers share the lock and
 may still be running."""
 
@@ -67,8 +67,8 @@ class FolderLock:
             return None
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / _NAME).open("a+")
-        end = time.monotonic() + _PATIENCE
-        while (failure := _try(file)) is not None:
+        deadline = time.monotonic() + _TIMEOUT
+        while (failure := _try_lock(file)) is not None:
             if failure.errno not in (errno.EAGAIN, errno.EACCES):
                 file.close()
                 self._warn(
@@ -77,12 +77,12 @@ class FolderLock:
                 return None
             file.seek(0)
             holder = file.read() or "another process"
-            if time.monotonic() > end or _is_running(holder):
+            if time.monotonic() > deadline or _is_running(holder):
                 file.close()
                 return f"{folder} is in use by {holder}; wait for that run to finish or choose another folder"
             time.sleep(0.1)
         file.truncate(0)
-        file.write(_holder())
+        file.write(_describe_holder())
         file.flush()
         remove_temporary_files(folder)
         remove_partial_checkpoints(folder)
@@ -97,7 +97,7 @@ def _unlock(file: IO[str]) -> None:
     fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _try(file: IO[str]) -> OSError | None:
+def _try_lock(file: IO[str]) -> OSError | None:
     import fcntl
 
     try:
@@ -107,12 +107,12 @@ def _try(file: IO[str]) -> OSError | None:
     return None
 
 
-def _holder() -> str:
+def _describe_holder() -> str:
     return f"process {os.getpid()} on {socket.gethostname()} (since {time.strftime('%Y-%m-%d %H:%M:%S')})"
 
 
 def _is_running(holder: str) -> bool:
-    """Return whether the process described by `holder` (from `_holder`) may still be running."""
+    """Return whether the process described by `holder` (from `_describe_holder`) may still be running."""
     words = holder.split(" ")
     if len(words) < 4:  # the lock holder has not written its description yet
         return False

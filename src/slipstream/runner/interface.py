@@ -30,7 +30,7 @@ class ModelInterface:
         model: the model, wrapped if there are several processes.
     """
 
-    initializes = True
+    initializes_weights = True
     """Whether the model's weights are initialized before training."""
 
     def __init__(self, model: Any) -> None:
@@ -87,9 +87,9 @@ class ModelInterface:
                 "metrics instead",
                 "val_evaluator",
             )
-        return self._evaluated(batch)
+        return self._evaluate_losses(batch)
 
-    def _evaluated(self, batch: Any) -> dict[str, Tensor]:
+    def _evaluate_losses(self, batch: Any) -> dict[str, Tensor]:
         return self.reduce(self.losses(self.core, self.prepare(batch, False)))[1]
 
 
@@ -105,7 +105,7 @@ class PlainModel(ModelInterface):
         device: the device of the model.
     """
 
-    initializes = False  # another library's `init_weights` method may discard pretrained weights
+    initializes_weights = False  # another library's `init_weights` method may discard pretrained weights
 
     def __init__(
         self, model: Any, loss_fn: LossFunction | None, preprocessor: nn.Module | None, device: torch.device
@@ -144,7 +144,7 @@ class PlainModel(ModelInterface):
 
     def evaluate_losses(self, batch: Any) -> dict[str, Tensor]:
         """Return the losses of a batch from the loader, with the model in its current mode."""
-        return self._evaluated(batch)
+        return self._evaluate_losses(batch)
 
     def predict(self, batch: Any, mode: str) -> Any:
         """Return pairs of outputs and targets for a batch from the loader."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.errors import ConfigError
 from slipstream.registry import LOOPS
 from slipstream.runner.loops import BaseLoop
-from slipstream.runner.user_config import TRIPLES, add_loop_path, loop_options
+from slipstream.runner.user_config import LOOP_ARGUMENTS, add_loop_path, loop_options
 
 if TYPE_CHECKING:
     from slipstream.runner.runner import Runner
@@ -29,7 +29,7 @@ class LazyLoops:
 
     def __init__(self, runner: Runner, arguments: Mapping[str, Any]) -> None:
         self._runner = runner
-        self._loops: dict[str, Any] = {mode: loop_options(mode, arguments) for mode in TRIPLES}
+        self._loops: dict[str, Any] = {mode: loop_options(mode, arguments) for mode in LOOP_ARGUMENTS}
 
     def __contains__(self, mode: str) -> bool:
         return self._loops[mode] is not None
@@ -41,7 +41,7 @@ class LazyLoops:
             ConfigError: the arguments do not define the loop.
         """
         if mode not in self:
-            *others, last = TRIPLES[mode]
+            *others, last = LOOP_ARGUMENTS[mode]
             call = "training" if mode == "train" else f"{mode}()"
             raise ConfigError(f"{call} requires {', '.join(others)} and {last}", "Runner")
 
@@ -56,7 +56,7 @@ class LazyLoops:
                 raise
         return loop
 
-    def built(self, mode: str) -> Any:
+    def get_if_built(self, mode: str) -> Any:
         """Return the loop for `mode`, or None if it has not been built."""
         loop = self._loops[mode]
         return None if isinstance(loop, Mapping) else loop
@@ -66,12 +66,12 @@ class LazyLoops:
         """Whether training is epoch-based; True if there is no training loop."""
         loop = self._loops["train"]
         kind = loop["type"] if isinstance(loop, Mapping) else type(loop)
-        counts: bool = getattr(kind, "counts_epochs", True)
-        return counts
+        counts_epochs: bool = getattr(kind, "counts_epochs", True)
+        return counts_epochs
 
     def count(self, name: str, default: int) -> int:
         """Return a counter of the training loop, such as `iter`; `default` if the loop has not been built."""
-        loop = self.built("train")
+        loop = self.get_if_built("train")
         count: int = default if loop is None else getattr(loop, name)
         return count
 

@@ -14,7 +14,7 @@ from slipstream.typecheck import PositiveInt, check
 
 __all__ = ["Limits", "read_limits"]
 
-_OPTIONS = ("limit_train_batches", "limit_val_batches", "overfit_batches")
+_LIMIT_OPTIONS = ("limit_train_batches", "limit_val_batches", "overfit_batches")
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,17 @@ def read_limits(arguments: Mapping[str, Any]) -> tuple[Limits, dict[str, Any]]:
     Raises:
         ConfigError: an option is invalid, or two options are mutually exclusive.
     """
-    for name in _OPTIONS:
+    for name in _LIMIT_OPTIONS:
         check(arguments[name], PositiveInt | None, name)
     fast = arguments["fast_dev_run"]
     if not isinstance(fast, bool):
         check(fast, PositiveInt, "fast_dev_run")
-    train, val, overfit = (arguments[name] for name in _OPTIONS)
+    train, val, overfit = (arguments[name] for name in _LIMIT_OPTIONS)
     if fast:
-        if used := [name for name in (*_OPTIONS, "resume") if arguments[name]]:
-            raise ConfigError(f"cannot be combined with {used[0]}; remove one of them", "fast_dev_run")
+        if conflicting := [name for name in (*_LIMIT_OPTIONS, "resume") if arguments[name]]:
+            raise ConfigError(f"cannot be combined with {conflicting[0]}; remove one of them", "fast_dev_run")
         count = int(fast)
-        return Limits(count, count, options=("fast_dev_run", "fast_dev_run")), _shortened(arguments, count)
+        return Limits(count, count, options=("fast_dev_run", "fast_dev_run")), _shorten(arguments, count)
     if train and overfit:
         raise ConfigError(
             "cannot be combined with limit_train_batches; remove one of them", "overfit_batches"
@@ -68,14 +68,16 @@ def read_limits(arguments: Mapping[str, Any]) -> tuple[Limits, dict[str, Any]]:
     return Limits(train, val), dict(arguments)
 
 
-def _shortened(arguments: Mapping[str, Any], count: int) -> dict[str, Any]:
+def _shorten(arguments: Mapping[str, Any], count: int) -> dict[str, Any]:
     """Return the arguments for a run of `count` steps, with one validation run and without checkpoints."""
     changed = dict(arguments)
     if isinstance(cfg := arguments["train_cfg"], Mapping):
-        kept = {key: value for key, value in cfg.items() if key not in ("val_begin", "dynamic_intervals")}
+        remaining = {
+            key: value for key, value in cfg.items() if key not in ("val_begin", "dynamic_intervals")
+        }
         lengths = {"max_epochs": 1, "max_iters": count}
         changed["train_cfg"] = {
-            **kept,
+            **remaining,
             **{key: lengths[key] for key in lengths if key in cfg},
             "val_interval": 1,
         }

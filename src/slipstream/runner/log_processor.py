@@ -16,12 +16,12 @@ from slipstream.dataset.loading.loader import length
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.logging import HistoryBuffer
 from slipstream.registry import LOG_PROCESSORS
-from slipstream.typecheck import PositiveInt, Rule, check, matches, shown
+from slipstream.typecheck import PositiveInt, Rule, check, matches, short_repr
 
 __all__ = ["LogProcessor"]
 
 Tag = dict[str, Any]
-_LONGEST = timedelta.max.total_seconds() // 2
+_MAX_ETA = timedelta.max.total_seconds() // 2
 """Upper bound on the displayed remaining time in seconds; `timedelta` cannot represent larger values."""
 
 
@@ -82,18 +82,18 @@ class LogProcessor:
             batch_idx: index of the batch in its epoch, from 0.
             mode: `"train"`, `"val"` or `"test"`.
         """
-        shown = self._scalars(runner, mode, batch_idx + 1)
-        tag = self._with_hierarchy(shown, mode)
-        rates = {name: shown.pop(name) for name in list(shown) if name.partition("/")[0].endswith("lr")}
+        scalars = self._scalars(runner, mode, batch_idx + 1)
+        tag = self._with_hierarchy(scalars, mode)
+        rates = {name: scalars.pop(name) for name in list(scalars) if name.partition("/")[0].endswith("lr")}
         for group in list(rates):
             if "/" in group:  # the entry without a group repeats the rate of the first group
                 rates.pop(group.partition("/")[0], None)
         parts = [self._header(runner, batch_idx, mode)]
         parts.append(" ".join(f"{name}: {rate:.{self.num_digits}e}" for name, rate in rates.items()))
         eta = runner.message_hub.get_info("eta")
-        if eta is not None and "time" in shown and "data_time" in shown:
-            parts.append(f"eta: {timedelta(seconds=int(min(eta, _LONGEST)))}")
-            parts += [f"{name}: {self._format(shown.pop(name))}" for name in ("time", "data_time")]
+        if eta is not None and "time" in scalars and "data_time" in scalars:
+            parts.append(f"eta: {timedelta(seconds=int(min(eta, _MAX_ETA)))}")
+            parts += [f"{name}: {self._format(scalars.pop(name))}" for name in ("time", "data_time")]
         if self.by_epoch and mode != "test":
             tag["epoch"] = _epoch(runner, mode)
         tag["iter"] = _iterations(runner, mode)
@@ -101,12 +101,14 @@ class LogProcessor:
             tag["memory"] = memory
             parts.append(f"memory: {memory}")
         if mode == "val":
-            histories = dict(_of_mode(runner.message_hub.log_scalars.items(), mode))
+            histories = dict(_select_mode(runner.message_hub.log_scalars.items(), mode))
             # Metric values, and values restored from a checkpoint, belong to an earlier validation.
-            old = [name for name, history in histories.items() if not (history.averaged and history.total)]
-            shown = {k: v for k, v in shown.items() if k.startswith("loss") and k not in old}
+            outdated = [
+                name for name, history in histories.items() if not (history.averaged and history.total)
+            ]
+            scalars = {k: v for k, v in scalars.items() if k.startswith("loss") and k not in outdated}
         if mode != "test":
-            parts += self._items(shown)
+            parts += self._items(scalars)
         return tag, "  ".join(part for part in parts if part)
 
     def get_log_after_epoch(
@@ -121,27 +123,27 @@ class LogProcessor:
             with_non_scalar: include the mode's infos (for example, a confusion matrix) in the returned scalars. The
                 log line always includes them.
         """
-        shown = self._scalars(runner, mode, batch_idx)
+        scalars = self._scalars(runner, mode, batch_idx)
         for name in ("time", "data_time"):
             history = runner.message_hub.log_scalars.get(f"{mode}/{name}")
             if history is not None and not self._is_custom(name):
-                shown[name] = history.mean(max(batch_idx, 1))
-        infos: Tag = dict(_of_mode(runner.message_hub.runtime_info.items(), mode))
-        tag = self._with_hierarchy((infos | shown) if with_non_scalar else shown, mode)
-        tag = {_unique(runner.message_hub.log_scalars, mode, name): value for name, value in tag.items()}
-        times: Tag = {name: shown.pop(name) for name in ("data_time", "time") if name in shown}
-        parts = [self._header(runner, None, mode), *self._items({**shown, **infos, **times})]
+                scalars[name] = history.mean(max(batch_idx, 1))
+        infos: Tag = dict(_select_mode(runner.message_hub.runtime_info.items(), mode))
+        tag = self._with_hierarchy((infos | scalars) if with_non_scalar else scalars, mode)
+        tag = {_unique_name(runner.message_hub.log_scalars, mode, name): value for name, value in tag.items()}
+        times: Tag = {name: scalars.pop(name) for name in ("data_time", "time") if name in scalars}
+        parts = [self._header(runner, None, mode), *self._items({**scalars, **infos, **times})]
         return tag, "  ".join(parts)
 
-    def _scalars(self, runner: Any, mode: str, batches_done: int) -> Tag:
-        histories = dict(_of_mode(runner.message_hub.log_scalars.items(), mode))
+    def _scalars(self, runner: Any, mode: str, num_batches: int) -> Tag:
+        histories = dict(_select_mode(runner.message_hub.log_scalars.items(), mode))
         tag: Tag = {
             name: history.mean(self.window_size)
             if history.averaged and self.mean_pattern.search(name)
             else history.current()
             for name, history in histories.items()
         }
-        window_sizes = {"epoch": max(batches_done, 1), "global": max(_iterations(runner, mode), 1)}
+        window_sizes = {"epoch": max(num_batches, 1), "global": max(_iterations(runner, mode), 1)}
         for entry in self.custom_cfg:
             arguments = {key: value for key, value in entry.items() if key not in _OWN_KEYS}
             if "window_size" in arguments:
@@ -162,17 +164,17 @@ class LogProcessor:
     def _header(self, runner: Any, batch_idx: int | None, mode: str) -> str:
         """Return a header such as `Epoch(train) [1][ 10/500]`. If `batch_idx` is None, the epoch is complete."""
         if mode == "train" and not self.by_epoch:
-            return f"Iter(train) [{_right(runner.iter + 1, runner.max_iters)}/{runner.max_iters}]"
+            return f"Iter(train) [{_align_right(runner.iter + 1, runner.max_iters)}/{runner.max_iters}]"
         batches = length(getattr(runner, f"{mode}_dataloader")) or "?"
-        done = batches if batch_idx is None else _right(batch_idx + 1, batches)
+        done = batches if batch_idx is None else _align_right(batch_idx + 1, batches)
         progress = f"[{done}/{batches}]"
         if self.by_epoch and mode != "test":
             epoch = f"[{_epoch(runner, mode)}]"
             progress = epoch.rjust(len(str(runner.max_epochs)) + len("[]")) + progress
         return f"{'Epoch' if self.by_epoch else 'Iter'}({mode}) {progress}"
 
-    def _items(self, shown: Mapping[str, Any]) -> Iterator[str]:
-        for name, value in shown.items():
+    def _items(self, scalars: Mapping[str, Any]) -> Iterator[str]:
+        for name, value in scalars.items():
             yield f"{name}: {self._format(value)}"
 
     def _format(self, value: Any) -> str:
@@ -183,10 +185,11 @@ class LogProcessor:
         return str(value)
 
 
-def _unique(histories: Mapping[str, HistoryBuffer], mode: str, name: str) -> str:
-    """Return the name of a metric with its mode if training records a scalar with the same name, such as `loss`.
+def _unique_name(histories: Mapping[str, HistoryBuffer], mode: str, name: str) -> str:
+    """Return the name of a metric, prefixed with its mode if training records a scalar of the same name (`loss`).
 
-    Otherwise, a tracker would show both in one curve, although one is logged per epoch and the other per step.
+    Without the prefix, a tracker would show both in one curve, although the metric is logged once per validation run
+    and the scalar at log intervals.
     """
     metric = histories.get(f"{mode}/{name}")
     collides = metric is not None and not metric.averaged and f"train/{name}" in histories
@@ -200,7 +203,7 @@ def _log_name(entry: Mapping[str, Any]) -> str:
     return str(entry.get("log_name", entry["data_src"]))
 
 
-def _of_mode(items: Iterable[tuple[str, Any]], mode: str) -> Iterator[tuple[str, Any]]:
+def _select_mode(items: Iterable[tuple[str, Any]], mode: str) -> Iterator[tuple[str, Any]]:
     prefix = f"{mode}/"
     return ((key.removeprefix(prefix), value) for key, value in items if key.startswith(prefix))
 
@@ -215,8 +218,8 @@ def _iterations(runner: Any, mode: str) -> int:
     return int(runner.iter) + (mode == "train")
 
 
-def _right(number: int, largest: object) -> str:
-    return str(number).rjust(len(str(largest)))
+def _align_right(number: int, maximum: object) -> str:
+    return str(number).rjust(len(str(maximum)))
 
 
 def _peak_memory() -> int | None:
@@ -234,7 +237,7 @@ def _check_custom_cfg(custom_cfg: list[dict[str, Any]], by_epoch: bool) -> None:
             raise ConfigError(f"must be a dict, not {entry!r}", path)
         for key in ("data_src", "method_name"):
             if not isinstance(entry.get(key), str):
-                raise ConfigError(f"requires a string for the key '{key}'; got {dict(entry)!r}", path)
+                raise ConfigError(f"the value of '{key}' must be a string; got {dict(entry)!r}", path)
         _check_method(entry, path)
         _check_window(entry.get("window_size"), by_epoch, f"{path}.window_size")
         if (name := _log_name(entry)) in names:
@@ -265,4 +268,4 @@ def _check_window(size: Any, by_epoch: bool, path: str) -> None:
         if not by_epoch:
             raise ConfigError("'epoch' requires by_epoch=True; use a number or 'global'", path)
     elif not matches(size, PositiveInt) or size > sys.maxsize:
-        raise ConfigError(f"must be a positive integer, 'epoch' or 'global', not {shown(size)}", path)
+        raise ConfigError(f"must be a positive integer, 'epoch' or 'global', not {short_repr(size)}", path)

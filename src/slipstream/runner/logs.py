@@ -19,7 +19,7 @@ from slipstream.registry import LOG_PROCESSORS, VISUALIZERS
 from slipstream.runner.environment import collect_env
 from slipstream.runner.log_processor import LogProcessor
 from slipstream.runner.user_config import add_config_path
-from slipstream.typecheck import shown
+from slipstream.typecheck import short_repr
 from slipstream.visualization import Visualizer, default_backends
 
 __all__ = ["Logs", "RunName", "log_start", "name_run", "open_logs", "write_config"]
@@ -50,10 +50,10 @@ def name_run(work_dir: Path, name: str | None) -> RunName:
     stamp = time.strftime("%Y%m%d_%H%M%S")
     if is_main_process():
         stamp = _create_folder(work_dir, stamp)
-    shared = [stamp]
-    broadcast_object_list(shared)
-    experiment = f"{name}_{shared[0]}" if name else shared[0]
-    return RunName(shared[0], experiment, work_dir / shared[0])
+    stamps = [stamp]
+    broadcast_object_list(stamps)
+    experiment = f"{name}_{stamps[0]}" if name else stamps[0]
+    return RunName(stamps[0], experiment, work_dir / stamps[0])
 
 
 def _create_folder(work_dir: Path, stamp: str) -> str:
@@ -87,8 +87,8 @@ def open_logs(
         redactor: removes secrets from the log.
     """
     processor, visualizer = arguments["log_processor"], arguments["visualizer"]
-    main = is_main_process()
-    log_file = name.log_dir / f"{name.timestamp}.log" if main else None
+    is_main = is_main_process()
+    log_file = name.log_dir / f"{name.timestamp}.log" if is_main else None
     hub = MessageHub(name.experiment)
     if processor is None or isinstance(processor, Mapping):
         defaults = {"type": "LogProcessor", "by_epoch": by_epoch}
@@ -96,20 +96,20 @@ def open_logs(
     without_tensorboard = visualizer is None and not is_installed("tensorboard")
     if visualizer is None:
         visualizer = {"vis_backends": default_backends()}
-    if not main and not isinstance(visualizer, Mapping):
+    if not is_main and not isinstance(visualizer, Mapping):
         visualizer = {}  # a visualizer object would write files on every rank
     if isinstance(visualizer, Mapping):
-        silent = {} if main else {"vis_backends": None}
+        overrides = {} if is_main else {"vis_backends": None}
         defaults = {"type": "Visualizer", "name": name.experiment, "save_dir": str(name.log_dir)}
         with add_config_path({}, "visualizer"):
-            visualizer = VISUALIZERS.build({**visualizer, **silent}, default_args=defaults)
-    for key, built, method in (
+            visualizer = VISUALIZERS.build({**visualizer, **overrides}, default_args=defaults)
+    for key, component, method in (
         ("visualizer", visualizer, "add_scalars"),
         ("log_processor", processor, "get_log_after_iter"),
     ):
-        if not hasattr(built, method):
+        if not hasattr(component, method):
             raise ConfigError(
-                f"must be an object with the method '{method}', or a dict, not {shown(built)}", key
+                f"must be an object with the method '{method}', or a dict, not {short_repr(component)}", key
             )
     logger = build_logger(name.experiment, log_file, arguments["log_level"], get_rank(), redactor)
     if without_tensorboard:

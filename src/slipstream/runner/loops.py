@@ -138,7 +138,7 @@ class _TrainLoop(BaseLoop):
         self.passes = Passes(self.dataloader, runner.meter.max_pending + 1)
         """The recent passes over the loader, from which the samples in a step can be determined."""
         self._epoch = self._iter = self._start = 0
-        self._used = 0  # samples of this rank in the next batch that were already used before the resume
+        self._used_samples = 0  # this rank's samples in the next batch that were used before the resume
         self._validated = True
         self._sizes = BatchSizes(self.dataloader)
         self.step_samples = 0
@@ -199,37 +199,37 @@ class _TrainLoop(BaseLoop):
     def resume_at(self, position: Mapping[str, Any]) -> None:
         """Continue at a saved position. If the number of samples per step has changed, convert the position."""
         samples, logger = self.samples_per_step, self._runner.logger
-        before = position.get("samples_per_step", samples)
-        endless = is_infinite(self.dataloader)
-        start, used = divmod(
-            position["iter"] * before if endless else position.get("inner_samples", 0), samples
+        saved_samples = position.get("samples_per_step", samples)
+        infinite = is_infinite(self.dataloader)
+        start, used_samples = divmod(
+            position["iter"] * saved_samples if infinite else position.get("inner_samples", 0), samples
         )
         total = samples_per_epoch(self.dataloader)
-        if total is not None and start * samples + used >= total:
-            start, used = -(-total // samples), 0  # an incomplete last batch is counted as a full one
+        if total is not None and start * samples + used_samples >= total:
+            start, used_samples = -(-total // samples), 0  # an incomplete last batch is counted as a full one
         if self.counts_epochs and self.epoch_length is not None:
             start = min(start, self.epoch_length)
         iteration = position["iter"]
-        if before != samples:
+        if saved_samples != samples:
             iteration = (
                 position["epoch"] * self.epoch_length + start
                 if self.counts_epochs and self.epoch_length is not None
-                else iteration * before // samples
+                else iteration * saved_samples // samples
             )
             logger.warning(
-                f"The checkpoint was written with {before} samples per step; this run uses {samples}. "
+                f"The checkpoint was written with {saved_samples} samples per step; this run uses {samples}. "
                 f"Iteration {position['iter']} of the checkpoint corresponds to iteration {iteration} of this run"
             )
         self.resume(position["epoch"], iteration, start, position.get("validated", True))
-        self._used, again = divmod(used, get_world_size())
-        if used and not can_start_inside_batch(self.dataloader):
-            self._used, again = 0, used
-        if used:
-            rest = samples - used + again
+        self._used_samples, repeated = divmod(used_samples, get_world_size())
+        if used_samples and not can_start_inside_batch(self.dataloader):
+            self._used_samples, repeated = 0, used_samples
+        if used_samples:
+            rest = samples - used_samples + repeated
             logger.warning(
                 f"The checkpoint was written in the middle of a batch of {samples} samples, so the next step uses only "
                 f"{rest} sample{'' if rest == 1 else 's'}"
-                + (f", including {again} that training has already used" if again else "")
+                + (f", including {repeated} that training has already used" if repeated else "")
             )
         logger.info(f"Resumed at epoch {position['epoch']}, iteration {iteration}")
 
@@ -314,12 +314,12 @@ class _TrainLoop(BaseLoop):
         """Iterate over pairs (index, batch) for the rest of the current epoch (or pass over the data)."""
         self._runner.phases.switch("data")
         start, self._start = self._start, 0
-        used, self._used = self._used, 0
-        self.passes.begin(self._iter, self._epoch, start, used)
+        used_samples, self._used_samples = self._used_samples, 0
+        self.passes.begin(self._iter, self._epoch, start, used_samples)
         if start == 0:
             # Restore the state before the loader draws its random numbers for a new epoch.
             self._runner.checkpoints.restore_random_state()
-        set_epoch(self.dataloader, self._epoch, start, used)
+        set_epoch(self.dataloader, self._epoch, start, used_samples)
         batches: Iterator[Any] = iter(self._load())
         if start and not isinstance(self.dataloader.batch_sampler, EpochBatchSampler):
             # This sampler cannot seek, so load and discard the finished batches.
@@ -343,16 +343,16 @@ class _TrainLoop(BaseLoop):
     @contextmanager
     def _annotate_errors(self) -> Iterator[None]:
         """Add the current step to every error, and to the report printed when another rank fails."""
-        report_progress(self._where)
+        report_progress(self._describe_position)
         try:
             with explain_worker_errors(self._name):
                 yield
         except Exception as error:
-            add_notes(error, self._where(), self._runner.rollback.describe)
+            add_notes(error, self._describe_position(), self._runner.rollback.describe)
             raise
         report_progress(None)
 
-    def _where(self) -> str:
+    def _describe_position(self) -> str:
         if self._runner.model.training:
             return f"epoch {self._epoch + 1}, iteration {self._iter + 1} of training"
         return f"validation after epoch {self._epoch}, iteration {self._iter} of training"
@@ -367,7 +367,7 @@ class EpochBasedTrainLoop(_TrainLoop):
         dataloader: a loader or its configuration.
         max_epochs: number of epochs.
         val_begin: the first epoch after which to validate.
-        val_interval: number of epochs between validation runs; the last epoch is always validated.
+        val_interval: number of epochs between validation runs; validation also runs after the last epoch.
         dynamic_intervals: pairs (epoch, val_interval); each interval applies from its epoch on.
     """
 
@@ -443,7 +443,7 @@ class IterBasedTrainLoop(_TrainLoop):
         dataloader: a loader or its configuration.
         max_iters: number of steps.
         val_begin: the first iteration after which to validate.
-        val_interval: number of iterations between validation runs; the last iteration is always validated.
+        val_interval: number of iterations between validation runs; validation also runs after the last iteration.
         dynamic_intervals: pairs (iteration, val_interval); each interval applies from its iteration on.
     """
 
@@ -507,8 +507,8 @@ class IterBasedTrainLoop(_TrainLoop):
 
     def resume(self, epoch: int, iteration: int, start: int, validated: bool = True) -> None:
         """Continue after `iteration` steps, at batch `start` of pass `epoch`; see the base class."""
-        endless = is_infinite(self.dataloader)
-        super().resume(0 if endless else epoch, iteration, iteration if endless else start, validated)
+        infinite = is_infinite(self.dataloader)
+        super().resume(0 if infinite else epoch, iteration, iteration if infinite else start, validated)
 
 
 class _EvalLoop(BaseLoop):
@@ -566,12 +566,12 @@ class _EvalLoop(BaseLoop):
         before, after = runner.hooks_at(f"before_{mode}_iter"), runner.hooks_at(f"after_{mode}_iter")
         self.evaluator.reset()
         self.batches = 0
-        for idx, (data_batch, counts) in enumerate(self._batches()):
-            for hook in before if counts else ():
+        for idx, (data_batch, is_real) in enumerate(self._batches()):
+            for hook in before if is_real else ():
                 hook(runner, batch_idx=idx, data_batch=data_batch)
             with self._autocast:
                 outputs = predict(data_batch)
-            if not counts:
+            if not is_real:
                 continue
             self.batches = idx + 1
             self.evaluator.process(data_samples=outputs, data_batch=data_batch)
@@ -580,7 +580,7 @@ class _EvalLoop(BaseLoop):
         check_complete(self.dataloader, self._name, self.batches, length(self.dataloader))
 
     def _batches(self) -> Iterator[tuple[Any, bool]]:
-        """Iterate over pairs (batch, counts); `counts` is False for padding that keeps the ranks synchronized."""
+        """Iterate over pairs (batch, is_real); `is_real` is False for padding that keeps the ranks synchronized."""
         if getattr(self._runner.model, "forward_needs_all_ranks", False):
             return until_all_end(self._load(), self.dataloader)
         return ((batch, True) for batch in self._load())

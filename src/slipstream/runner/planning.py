@@ -30,7 +30,15 @@ from slipstream.speed.steps import Training, build_step
 from slipstream.step import Step
 from slipstream.step.backward_passes import check_compiled_backward
 
-__all__ = ["Prepared", "capabilities_of", "complete_plan", "make_step", "plan_hooks", "prepare", "read_plan"]
+__all__ = [
+    "PreparedModel",
+    "capabilities_of",
+    "complete_plan",
+    "make_step",
+    "plan_hooks",
+    "prepare",
+    "read_plan",
+]
 
 
 def read_plan(arguments: Mapping[str, Any], cfg: Mapping[str, Any]) -> SpeedPlan:
@@ -51,14 +59,14 @@ def _check_params(params: Any) -> None:
     for key in params if isinstance(params, Mapping) else ():
         if key not in PARAMS_OPTIONS:
             raise UnknownNameError(
-                "a Runner only supports the speed options of training_params; use slipstream.Trainer for the other keys"
+                "a Runner supports only the speed options of training_params; use slipstream.Trainer for the other keys"
                 f"{did_you_mean(str(key), PARAMS_OPTIONS)}",
                 f"training_params.{key}",
             )
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedModel:
     """A Runner's model with the speed options applied, and the plan."""
 
     capabilities: Capabilities
@@ -71,7 +79,7 @@ class Prepared:
 
 def prepare(
     arguments: Mapping[str, Any], plan: SpeedPlan, deterministic: bool, device: torch.device, logger: MMLogger
-) -> Prepared:
+) -> PreparedModel:
     """Build the model from a Runner's arguments, complete the plan, and apply it to the model.
 
     Raises:
@@ -83,7 +91,7 @@ def prepare(
     plan = complete_plan(plan, capabilities, logger.info)
     with switches(plan, device, logger.warning):
         model = prepare_model(model, plan, device)
-    return Prepared(capabilities, plan, model, build_interface(model, loss_fn, preprocessor, device))
+    return PreparedModel(capabilities, plan, model, build_interface(model, loss_fn, preprocessor, device))
 
 
 def capabilities_of(model: nn.Module, optim_wrapper: Any, deterministic: bool) -> Capabilities:
@@ -106,8 +114,8 @@ def complete_plan(plan: SpeedPlan, capabilities: Capabilities, log: Callable[[st
     plan = plan.complete(capabilities)
     if plan.sources:
         log("Options: " + ", ".join(f"{option} ({source})" for option, source in plan.sources.items()))
-    for option, why in idle(plan, capabilities):
-        log(f"{plan.sources[option]} has no effect here: {why}")
+    for option, reason in idle(plan, capabilities):
+        log(f"{plan.sources[option]} has no effect here: {reason}")
     return plan
 
 
@@ -134,12 +142,12 @@ def make_step(
 ) -> Step:
     """Return the training step: the model's `train_step` if the model overrides it, otherwise the plan's step."""
     core: Any = unwrap_model(model)
-    own = next((m for m in (model, core) if overrides_train_step(m)), None)
-    if own is None:
+    owner = next((m for m in (model, core) if overrides_train_step(m)), None)
+    if owner is None:
         prepare = partial(_prepare, interface, optim.phases)
         training = Training(model, optim, interface.losses, prepare, interface.reduce)
         return build_step(training, plan, warn, log)
-    if own is core and isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
+    if owner is core and isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
         raise ModelError(
             f"{type(core).__name__} overrides train_step, so {type(model).__name__} cannot synchronize the "
             "gradients; set model_wrapper_cfg=dict(type='MMSeparateDistributedDataParallel')"
@@ -147,13 +155,13 @@ def make_step(
     if plan.compile is not None:
         if plan.compile.scope == "step":
             raise ConfigError(
-                f"'step' does not support {type(own).__name__}, which overrides train_step; use scope='model'",
+                f"'step' does not support {type(owner).__name__}, which overrides train_step; use scope='model'",
                 "compile.scope",
             )
         compile_model(core, plan.compile, warn)
 
     def own_step(batch: Any) -> dict[str, Tensor]:
-        logs: dict[str, Tensor] = own.train_step(batch, optim)
+        logs: dict[str, Tensor] = owner.train_step(batch, optim)
         return logs
 
     return own_step if core._compiled_call_impl is None else _CompiledOwnStep(own_step, core, warn)
@@ -172,20 +180,20 @@ class _CompiledOwnStep:
     def __call__(self, batch: Any) -> dict[str, Tensor]:
         """Train on one batch."""
         try:
-            return self._step(batch) if self._checked else self._first(batch)
+            return self._step(batch) if self._checked else self._first_call(batch)
         except RuntimeError as error:
             check_compiled_backward(error)
             raise
 
-    def _first(self, batch: Any) -> dict[str, Tensor]:
+    def _first_call(self, batch: Any) -> dict[str, Tensor]:
         self._checked = True
         model, compiled, calls = self._model, self._model._compiled_call_impl, []
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def counted_call(*args: Any, **kwargs: Any) -> Any:
             calls.append(True)
             return compiled(*args, **kwargs)
 
-        model._compiled_call_impl = call
+        model._compiled_call_impl = counted_call
         try:
             logs = self._step(batch)
         finally:
@@ -210,8 +218,8 @@ class _CompiledOwnStep:
 def _prepare(interface: ModelInterface, phases: PhaseTimes | None, batch: Any) -> Any:
     if phases is None:
         return interface.prepare(batch, True)
-    before = phases.current
+    previous_phase = phases.current
     phases.switch("preprocess")
     inputs = interface.prepare(batch, True)
-    phases.switch(before)
+    phases.switch(previous_phase)
     return inputs

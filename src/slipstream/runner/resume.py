@@ -68,26 +68,26 @@ __all__ = [
 def find_resume(
     resume: bool | str | Path, load_from: str | Path | None, work_dir: str
 ) -> tuple[Path | None, int | None, list[str]]:
-    """Return the checkpoint to resume from, the seed of that run, and warnings; or (None, None, []).
+    """Return the checkpoint to resume from, the seed of that run, and warnings; (None, None, []) for a new run.
 
     With `resume=True` and without `load_from`, the newest undamaged checkpoint in the work_dir is used. Rank 0 searches
-    for checkpoints and broadcasts the result, because the work_dir may only exist on the machine of rank 0.
+    for checkpoints and broadcasts the result, because the work_dir may exist only on the machine of rank 0.
 
     Raises:
         CheckpointError: no checkpoint can be read, or a rank cannot access it.
     """
-    latest = resume is True and not load_from
+    use_latest = resume is True and not load_from
     paths, warning = (
-        _latest(work_dir)
-        if latest
+        _find_latest(work_dir)
+        if use_latest
         else ([Path(str(load_from if resume is True else resume))] if resume else [], None)
     )
     problems: list[CheckpointError] = []
     for path in paths:
-        position, problem = _intact(path)
+        position, problem = _check_intact(path)
         if problem is not None:
             problems.append(problem)
-        elif not latest or "iter" in position:
+        elif not use_latest or "iter" in position:
             lines = [*([warning] if warning else []), *map(str, problems)]
             if lines:
                 lines.append(
@@ -99,34 +99,37 @@ def find_resume(
     return None, None, []
 
 
-def _latest(work_dir: str) -> tuple[list[Path], str | None]:
+def _find_latest(work_dir: str) -> tuple[list[Path], str | None]:
     """Return the checkpoints that rank 0 finds in its work_dir; see `newest_checkpoints`."""
-    found: list[Any] = [None, None]
+    result: list[Any] = [None, None]
     if is_main_process():
         try:
-            found[0] = newest_checkpoints(work_dir)
+            result[0] = newest_checkpoints(work_dir)
         except CheckpointError as error:
-            found[1] = error
-    broadcast_object_list(found)
-    if found[1] is not None:
-        raise found[1]
-    paths, warning = found[0]
+            result[1] = error
+    broadcast_object_list(result)
+    if result[1] is not None:
+        raise result[1]
+    paths, warning = result[0]
     return paths, warning
 
 
-def _intact(path: Path) -> tuple[dict[str, Any], CheckpointError | None]:
-    """Return the checkpoint's `meta` and the error of a rank that cannot read it, if any; the same on all ranks."""
-    found: list[Any] = [{}, None]
+def _check_intact(path: Path) -> tuple[dict[str, Any], CheckpointError | None]:
+    """Return the checkpoint's `meta`, and the error of a rank that cannot read the checkpoint, or None.
+
+    All ranks return the same values.
+    """
+    result: list[Any] = [{}, None]
     try:
         _check_access(path)
         if is_main_process():
-            found[0] = read_meta(path)
-            check(found[0], META, path, "meta")
+            result[0] = read_meta(path)
+            check(result[0], META, path, "meta")
         verify_checkpoint(path, get_rank(), get_world_size())
     except CheckpointError as error:
-        found[1] = error
-    broadcast_object_list(meta := found[:1])
-    problems = [problem for problem in all_gather_object(found[1]) if problem is not None]
+        result[1] = error
+    broadcast_object_list(meta := result[:1])
+    problems = [problem for problem in all_gather_object(result[1]) if problem is not None]
     return meta[0], problems[0] if problems else None
 
 
@@ -155,18 +158,18 @@ def read_if_intact(
     return checkpoint, None
 
 
-def init_weights(model: nn.Module, call: bool = True) -> None:
+def init_weights(model: nn.Module, call_method: bool = True) -> None:
     """Initialize the unwrapped model, load pretrained weights, and broadcast rank 0's weights.
 
     Args:
         model: the unwrapped model.
-        call: whether to call the model's `init_weights` method, if it has one.
+        call_method: whether to call the model's `init_weights` method, if it has one.
     """
-    call = call and hasattr(model, "init_weights")
-    if not call and not needs_pretrained(model):
+    call_method = call_method and hasattr(model, "init_weights")
+    if not call_method and not needs_pretrained(model):
         return
     with whole_weights(model):
-        if call:
+        if call_method:
             model.init_weights()  # type: ignore[operator]
         load_pretrained(model)
         # Broadcast again, because the wrapper broadcast the weights before they were initialized.
@@ -186,8 +189,8 @@ def read_checkpoint(
     weights_in(checkpoint, path)
     # Remove a wrapper's prefix, unless the model has a submodule with the same name.
     parameters, prefix = dict(model.named_parameters()), "module."
-    own = any(key.startswith(prefix) for key in model.state_dict())
-    checkpoint["state_dict"] = revise(checkpoint["state_dict"], () if own else revise_keys)
+    has_prefix = any(key.startswith(prefix) for key in model.state_dict())
+    checkpoint["state_dict"] = revise(checkpoint["state_dict"], () if has_prefix else revise_keys)
     for part in ("state_dict", "ema_state_dict"):
         saved = checkpoint.get(part)
         if not isinstance(saved, dict):
@@ -210,8 +213,8 @@ def optimizer_state(model: nn.Module, optim: OptimWrapper) -> dict[str, Any]:
         "windows": windows,
     }
     state |= _pending_gradients(unwrap_model(model))
-    if remembered := comm_hook_state(model):
-        state["comm_hook"] = remembered
+    if hook_state := comm_hook_state(model):
+        state["comm_hook"] = hook_state
     return state
 
 
@@ -244,13 +247,13 @@ def restore_optimizer(model: nn.Module, optim: OptimWrapper, checkpoint: Mapping
     """Restore the entries returned by `optimizer_state`."""
     optim.load_state_dict(checkpoint["optimizer"])
     parameters = dict(unwrap_model(model).named_parameters())
-    own = own_or_mean(checkpoint.get("rank_gradients", ()), get_rank(), get_world_size())
-    for name, gradient in {**own, **checkpoint.get("gradients", {})}.items():
-        parameters[name].grad = _like(parameters[name], shard_like(gradient, parameters[name]))
+    rank_gradients = own_or_mean(checkpoint.get("rank_gradients", ()), get_rank(), get_world_size())
+    for name, gradient in {**rank_gradients, **checkpoint.get("gradients", {})}.items():
+        parameters[name].grad = _match_layout(parameters[name], shard_like(gradient, parameters[name]))
     load_comm_hook_state(model, checkpoint.get("comm_hook", {}))
 
 
-def _like(param: nn.Parameter, gradient: Tensor) -> Tensor:
+def _match_layout(param: nn.Parameter, gradient: Tensor) -> Tensor:
     """Return the gradient with the parameter's device, dtype and strides, which DDP and compiled graphs require."""
     if gradient.layout is not torch.strided or is_sharded(param):
         return gradient.to(param)
@@ -309,20 +312,22 @@ def _pending_gradients(model: nn.Module) -> dict[str, Any]:
     gradients averaged over all ranks.
     """
     parameters = dict(model.named_parameters())
-    found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-    sharded = {name: gradient.clone() for name, gradient in found.items() if is_sharded(gradient)}
+    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    sharded = {name: gradient.clone() for name, gradient in gradients.items() if is_sharded(gradient)}
     unsharded = unsharded_gradients(model)
     all_reduce_params(unsharded.values(), bucket_size_mb=64, op="mean")
     sharded |= {name: shard_like(gradient, parameters[name]) for name, gradient in unsharded.items()}
-    own = gather_named_tensors({name: gradient for name, gradient in found.items() if name not in sharded})
-    return {"gradients": sharded, "rank_gradients": own} if sharded or any(own) else {}
+    rank_gradients = gather_named_tensors(
+        {name: gradient for name, gradient in gradients.items() if name not in sharded}
+    )
+    return {"gradients": sharded, "rank_gradients": rank_gradients} if sharded or any(rank_gradients) else {}
 
 
 def check_weights(model: nn.Module, iteration: int) -> None:
     """Check that all weights, and the running statistics of BatchNorm layers, are finite.
 
-    A non-finite weight affects the loss only one step later. Non-finite running statistics do not affect the training
-    loss, but they affect validation, and they remain NaN or infinite in all later steps.
+    A non-finite weight makes the loss non-finite one step later. Non-finite running statistics do not affect the
+    training loss, but they affect validation, and they remain NaN or infinite in all later steps.
 
     Args:
         model: the model, unwrapped.
@@ -331,20 +336,20 @@ def check_weights(model: nn.Module, iteration: int) -> None:
     Raises:
         NonFiniteLossError: a weight or a running statistic is NaN or infinite.
     """
-    named = [
+    tensors = [
         *((f"weight '{name}'", p.detach()) for name, p in model.named_parameters() if p.requires_grad),
         *((f"running statistic '{name}'", buffer) for name, buffer in _running_statistics(model)),
     ]
-    if not named:
+    if not tensors:
         return
-    flags = torch.stack([local_shard(tensor).isfinite().all() for _, tensor in named])
-    if any(is_sharded(tensor) for _, tensor in named):  # all ranks must obtain the same result
-        whole_flags = flags.float()
-        all_reduce(whole_flags, "min")
-        flags = whole_flags > 0
+    flags = torch.stack([local_shard(tensor).isfinite().all() for _, tensor in tensors])
+    if any(is_sharded(tensor) for _, tensor in tensors):  # all ranks must obtain the same result
+        global_flags = flags.float()
+        all_reduce(global_flags, "min")
+        flags = global_flags > 0
     finite = flags.tolist()
     if not all(finite):
-        name = named[finite.index(False)][0]
+        name = tensors[finite.index(False)][0]
         raise NonFiniteLossError(
             f"the {name} is NaN or infinite at iteration {iteration}. No checkpoint is written; earlier checkpoints "
             "are kept. Lower the learning rate, add a warm-up, or clip the gradients "

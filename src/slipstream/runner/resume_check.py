@@ -28,7 +28,7 @@ __all__ = ["check_content", "check_matches"]
 Warn = Callable[[str], None]
 Schedulers = list[Any] | dict[str, list[Any]] | None
 
-_DEFAULTS = ("seed", "inner_samples", "samples_per_step", "validated", "random_state")
+_OPTIONAL_META = ("seed", "inner_samples", "samples_per_step", "validated", "random_state")
 """Optional entries of `meta`. Without them, a resumed run differs from an uninterrupted run."""
 
 
@@ -78,18 +78,21 @@ def check_matches(
     if optim is not None:
         _check_optim(optim, _required(checkpoint, "optimizer"), source, warn)
         check(checkpoint, PENDING, source)
-        of_ranks = checkpoint.get("rank_gradients", ())
-        for where, gradients in [
+        rank_gradients = checkpoint.get("rank_gradients", ())
+        for path, gradients in [
             ("gradients", checkpoint.get("gradients", {})),
-            *((f"rank_gradients[{rank}]", of_rank) for rank, of_rank in enumerate(of_ranks)),
+            *(
+                (f"rank_gradients[{rank}]", rank_gradient)
+                for rank, rank_gradient in enumerate(rank_gradients)
+            ),
         ]:
             for name in gradients:
                 if name not in parameters:
                     raise CheckpointError(
-                        f"{source}: '{where}.{name}' does not match any parameter of the model; resume with the "
+                        f"{source}: '{path}.{name}' does not match any parameter of the model; resume with the "
                         "same model"
                     )
-            check_tensors(parameters, gradients, where, source, warn, layouts=False)
+            check_tensors(parameters, gradients, path, source, warn, layouts=False)
         check_comm_hook_state(model, checkpoint.get("comm_hook", {}), source)
         iteration = checkpoint["meta"]["iter"]
         if iteration % optim.accumulative_counts and not {"gradients", "rank_gradients"} & checkpoint.keys():
@@ -102,69 +105,70 @@ def check_matches(
 
 
 def _check_optim(
-    optim: OptimWrapper, saved: Mapping[str, Any], source: Any, warn: Warn, where: str = "optimizer"
+    optim: OptimWrapper, saved: Mapping[str, Any], source: Any, warn: Warn, path: str = "optimizer"
 ) -> None:
     if isinstance(optim, OptimWrapperDict):
         if set(saved) != set(optim.keys()):
             raise CheckpointError(
-                f"{source}: '{where}' contains {sorted(map(str, saved))}, but the optimizers are "
+                f"{source}: '{path}' contains {sorted(map(str, saved))}, but the optimizers are "
                 f"{sorted(optim.keys())}; resume with the same optimizers, or start a new run with load_from"
             )
         for name, wrapper in optim.items():
-            _check_optim(wrapper, saved[name], source, warn, f"{where}.{name}")
+            _check_optim(wrapper, saved[name], source, warn, f"{path}.{name}")
         return
-    check_optimizer(optim.optimizer, saved, where, source, warn)
+    check_optimizer(optim.optimizer, saved, path, source, warn)
     if (scaler := getattr(optim, "loss_scaler", None)) is None:
         return
     if saved.get("loss_scaler") in (None, {}):
-        warn(f"{source} has no '{where}.loss_scaler', so the loss scale starts at its initial value")
+        warn(f"{source} has no '{path}.loss_scaler', so the loss scale starts at its initial value")
         return
     state = saved["loss_scaler"]
-    check_like(scaler.state_dict(), state, f"{where}.loss_scaler", source)
+    check_like(scaler.state_dict(), state, f"{path}.loss_scaler", source)
     for key, value in state.items():
         integer = isinstance(value, int) and 0 <= value < 2**31
         if key in ("growth_interval", "_growth_tracker") and not integer:
             raise CheckpointError(
-                f"{source}: '{where}.loss_scaler.{key}' must be an integer below 2**31, not {value}"
+                f"{source}: '{path}.loss_scaler.{key}' must be an integer below 2**31, not {value}"
             )
         if key in ("scale", "growth_factor", "backoff_factor", "growth_interval") and not 0 < value < float(
             "inf"
         ):
             raise CheckpointError(
-                f"{source}: '{where}.loss_scaler.{key}' must be positive and finite, not {value}"
+                f"{source}: '{path}.loss_scaler.{key}' must be positive and finite, not {value}"
             )
 
 
-def _check_schedulers(own: Any, saved: Any, where: str, source: Any) -> None:
-    if isinstance(own, dict):
+def _check_schedulers(schedulers: Any, saved: Any, path: str, source: Any) -> None:
+    if isinstance(schedulers, dict):
         if not isinstance(saved, Mapping):
             raise CheckpointError(
-                f"{source}: '{where}' must be a dict with a list for each optimizer, not {type(saved).__name__}"
+                f"{source}: '{path}' must be a dict with a list for each optimizer, not {type(saved).__name__}"
             )
-        for name, part in own.items():
-            _check_schedulers(part, saved.get(name, []), f"{where}.{name}", source)
+        for name, part in schedulers.items():
+            _check_schedulers(part, saved.get(name, []), f"{path}.{name}", source)
         return
     if not isinstance(saved, list | tuple):
-        raise CheckpointError(f"{source}: '{where}' must be a list, not {type(saved).__name__}")
-    if len(own) != len(saved):
+        raise CheckpointError(f"{source}: '{path}' must be a list, not {type(saved).__name__}")
+    if len(schedulers) != len(saved):
         raise CheckpointError(
-            f"{source}: '{where}' has {len(saved)} parameter scheduler{'' if len(saved) == 1 else 's'}, but the "
-            f"configuration has {len(own)}; resume with the same param_scheduler, or start a new run with load_from"
+            f"{source}: '{path}' has {len(saved)} parameter scheduler{'' if len(saved) == 1 else 's'}, but the "
+            f"configuration has {len(schedulers)}; resume with the same param_scheduler, or start a new run with "
+            "load_from"
         )
-    for index, (scheduler, state) in enumerate(zip(own, saved, strict=True)):
+    for index, (scheduler, state) in enumerate(zip(schedulers, saved, strict=True)):
         # Exclude `attributes`, because different attributes may have changed at different steps.
-        form = {key: value for key, value in scheduler.state_dict().items() if key != "attributes"}
-        check_like(form, state, f"{where}[{index}]", source)
+        expected = {key: value for key, value in scheduler.state_dict().items() if key != "attributes"}
+        check_like(expected, state, f"{path}[{index}]", source)
         if hasattr(scheduler, "check_attributes"):
             try:
                 scheduler.check_attributes(state)
             except CheckpointError as error:
-                raise CheckpointError(f"{source}: '{where}[{index}]': {error}") from None
+                raise CheckpointError(f"{source}: '{path}[{index}]': {error}") from None
 
 
 def _warn_about_missing(checkpoint: Mapping[str, Any], source: Any, warn: Warn) -> None:
     meta = checkpoint["meta"]
-    missing = [f"meta.{key}" for key in _DEFAULTS if meta.get(key) is None]
+    missing = [f"meta.{key}" for key in _OPTIONAL_META if meta.get(key) is None]
     missing += [] if checkpoint.get("message_hub") else ["message_hub"]
     if missing:
         names = ", ".join(f"'{name}'" for name in missing)

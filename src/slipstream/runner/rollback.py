@@ -31,16 +31,16 @@ __all__ = ["Passes", "Rollback"]
 
 Fault = NonFiniteLossError | LossSpikeError
 _KEY = "rollback"
-_REMEMBERED = 100
+_MAX_CHECKPOINTS = 100
 """Maximum number of this run's checkpoints to remember."""
-_LISTED = 1000
+_MAX_INDICES = 1000
 """Maximum number of sample indices in a message."""
-_DESCRIBED = 20
+_MAX_LOGGED_BATCHES = 20
 """Maximum number of skipped batches whose samples are logged."""
 
 
 class Passes:
-    """Records the recent passes over a training loader, from which the samples in each step are computed.
+    """Records the recent passes over a training loader, so that the samples in a step can be determined.
 
     Args:
         loader: the training loader.
@@ -52,11 +52,19 @@ class Passes:
         self._passes: deque[tuple[int, int, int, int]] = deque(maxlen=count)
         self._order = EpochOrder()
 
-    def begin(self, done: int, epoch: int, start: int, used: int = 0) -> None:
-        """Record that a pass begins after `done` steps at batch `start` of `epoch`, except its first `used` samples."""
-        while self._passes and self._passes[-1][0] >= done:  # passes that the run repeats after a rollback
+    def begin(self, steps_done: int, epoch: int, start: int, used_samples: int = 0) -> None:
+        """Record the start of a pass.
+
+        Args:
+            steps_done: number of steps before the pass.
+            epoch: index of the epoch or pass.
+            start: index of the first batch.
+            used_samples: number of samples of the first batch that this pass skips, because they have been used.
+        """
+        # Remove the passes that the run repeats after a rollback.
+        while self._passes and self._passes[-1][0] >= steps_done:
             self._passes.pop()
-        self._passes.append((done, epoch, start, used))
+        self._passes.append((steps_done, epoch, start, used_samples))
         self._order = EpochOrder()  # release the memory
 
     def has_begun(self, epoch: int) -> bool:
@@ -68,9 +76,9 @@ class Passes:
         index = bisect.bisect_left(self._passes, (iteration, -1, -1, -1)) - 1
         if index < 0:
             return None
-        done, epoch, start, used = self._passes[index]
-        found = batch_indices(self._loader, epoch, start + iteration - 1 - done, self._order)
-        return found if found is None or iteration > done + 1 else found[used:]
+        steps_done, epoch, start, used_samples = self._passes[index]
+        indices = batch_indices(self._loader, epoch, start + iteration - 1 - steps_done, self._order)
+        return indices if indices is None or iteration > steps_done + 1 else indices[used_samples:]
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,7 @@ class Rollback:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._policies: dict[type[Fault], _Policy] = {}
-        self._saved: deque[tuple[int, Path]] = deque(maxlen=_REMEMBERED)
+        self._saved: deque[tuple[int, Path]] = deque(maxlen=_MAX_CHECKPOINTS)
         self._buffers: dict[str, Tensor] = {}
         self._count = 0
         self._ranges: list[tuple[int, int]] = []
@@ -126,7 +134,7 @@ class Rollback:
         return tuple(self._policies)
 
     @property
-    def oldest(self) -> int | None:
+    def oldest_iteration(self) -> int | None:
         """The iteration of the oldest checkpoint to which the run can roll back, or None if there is no checkpoint."""
         if not self._policies:
             return None
@@ -142,18 +150,20 @@ class Rollback:
 
     def add(self, iteration: int, path: Path) -> None:
         """Store the path of a complete checkpoint of this run, written after `iteration` steps."""
-        kept = (entry for entry in self._saved if entry[1] != path)  # the file at this path was replaced
-        self._saved = deque((*kept, (iteration, path)), maxlen=_REMEMBERED)
+        others = (entry for entry in self._saved if entry[1] != path)  # the file at this path was replaced
+        self._saved = deque((*others, (iteration, path)), maxlen=_MAX_CHECKPOINTS)
 
     def agree(self, error: NonFiniteLossError | None) -> NonFiniteLossError | None:
         """Return the earliest error across all ranks (the same on every rank). All ranks must call this method."""
         if get_world_size() == 1:
             return error
-        own = None if error is None else (error.iteration or 0, str(error), error.located)
-        found = [(*other, rank) for rank, other in enumerate(all_gather_object(own)) if other is not None]
-        if not found:
+        own_error = None if error is None else (error.iteration or 0, str(error), error.located)
+        errors = [
+            (*other, rank) for rank, other in enumerate(all_gather_object(own_error)) if other is not None
+        ]
+        if not errors:
             return None
-        iteration, text, located, rank = min(found, key=lambda entry: (entry[0], entry[3]))
+        iteration, text, located, rank = min(errors, key=lambda entry: (entry[0], entry[3]))
         return NonFiniteLossError(f"on rank {rank}: {text}", iteration, located)
 
     # ---- recover -----------------------------------------------------------------------------------------
@@ -177,8 +187,8 @@ class Rollback:
                 f"(max_rollbacks={policy.max_rollbacks}); fix the cause, or increase max_rollbacks",
             )
             raise error
-        first, last, again = self._range(error, policy.skip_before)
-        earlier = policy.skip_before or again
+        first, last, follows_skipped = self._range(error, policy.skip_before)
+        earlier = policy.skip_before or follows_skipped
         target = self._choose(error.iteration - 1, first - 1 if earlier else error.iteration - 1)
         if target is None:
             error.args = (
@@ -191,7 +201,7 @@ class Rollback:
         ranges, count = [*self._ranges, (first, last)], self._count + 1
         runner.logger.warning(
             f"{error}. Rolling back to {target[1]} (iteration {target[0]}; rollback {count} of at most "
-            f"{policy.max_rollbacks}). Training continues without {_named(first, last)}"
+            f"{policy.max_rollbacks}). Training continues without {_format_batches(first, last)}"
         )
         self._log_samples(first, last)
         self._restore(target[1], target[2])
@@ -217,19 +227,21 @@ class Rollback:
         last = ((end - 1) // window + 1) * window
         return first - skip_before, min(last, self._runner.max_iters), first < previous
 
-    def _choose(self, done: int, wanted: int) -> tuple[int, Path, dict[str, Any]] | None:
-        """Return the newest intact checkpoint written after at most `wanted` (if there is none, at most `done`) steps.
+    def _choose(self, max_steps: int, preferred: int) -> tuple[int, Path, dict[str, Any]] | None:
+        """Return the newest intact checkpoint that was written after at most `preferred` steps.
+
+        If there is none, return the newest intact checkpoint that was written after at most `max_steps` steps.
 
         Returns:
             The number of steps, the path and the contents, or None if no checkpoint is intact.
         """
-        found: list[Any] = [None]
+        candidates: list[Any] = [None]
         if is_main_process():
-            found = [[entry for entry in self._saved if entry[0] <= done and entry[1].exists()]]
-        broadcast_object_list(found)
-        newest = list(reversed(found[0]))
-        early = [entry for entry in newest if entry[0] <= wanted]
-        for iteration, path in [*early, *(entry for entry in newest if entry not in early)]:
+            candidates = [[entry for entry in self._saved if entry[0] <= max_steps and entry[1].exists()]]
+        broadcast_object_list(candidates)
+        newest = list(reversed(candidates[0]))
+        matching = [entry for entry in newest if entry[0] <= preferred]
+        for iteration, path in [*matching, *(entry for entry in newest if entry not in matching)]:
             checkpoint, problem = resume.read_if_intact(unwrap_model(self._runner.model), path)
             if checkpoint is not None:
                 return iteration, path, checkpoint
@@ -237,7 +249,7 @@ class Rollback:
         return None
 
     def _log_samples(self, first: int, last: int) -> None:
-        for iteration in range(first, min(last, first + _DESCRIBED - 1) + 1):
+        for iteration in range(first, min(last, first + _MAX_LOGGED_BATCHES - 1) + 1):
             if text := self.describe(iteration, all_ranks=True):
                 self._runner.logger.warning(f"The batch of iteration {iteration} contains {text}")
 
@@ -248,13 +260,13 @@ class Rollback:
             iteration: the step, counted from 1.
             all_ranks: whether to include the samples of the other ranks, which must then also call this method.
         """
-        own = self._runner.train_loop.passes.samples(iteration)
-        parts = all_gather_object(own) if all_ranks else [own]
+        samples = self._runner.train_loop.passes.samples(iteration)
+        parts = all_gather_object(samples) if all_ranks else [samples]
         if None in parts:
             return ""
         if len(parts) == 1:
-            return f"samples {_listed(parts[0])}"
-        return "; ".join(f"samples {_listed(part)} on rank {rank}" for rank, part in enumerate(parts))
+            return f"samples {_format_indices(parts[0])}"
+        return "; ".join(f"samples {_format_indices(part)} on rank {rank}" for rank, part in enumerate(parts))
 
     def _restore(self, path: Path, checkpoint: dict[str, Any]) -> None:
         runner = self._runner
@@ -273,7 +285,9 @@ class Rollback:
         runner.train_loop.stop_training = False
         newer = [entry for entry in self._saved if entry[0] > runner.iter]
         if newer:
-            self._saved = deque((entry for entry in self._saved if entry not in newer), maxlen=_REMEMBERED)
+            self._saved = deque(
+                (entry for entry in self._saved if entry not in newer), maxlen=_MAX_CHECKPOINTS
+            )
             if is_main_process():  # if the run is killed now, it must not resume from a newer checkpoint
                 mark_last_checkpoint(runner.work_dir, path)
 
@@ -339,13 +353,13 @@ def _is_valid(info: Any) -> bool:
     )
 
 
-def _named(first: int, last: int) -> str:
+def _format_batches(first: int, last: int) -> str:
     return (
         f"the batch of iteration {first}" if first == last else f"the batches of iterations {first} to {last}"
     )
 
 
-def _listed(indices: list[int]) -> str:
-    rest = len(indices) - _LISTED
-    shown = ", ".join(str(int(index)) for index in indices[:_LISTED])
-    return f"{shown} and {rest} more" if rest > 0 else shown
+def _format_indices(indices: list[int]) -> str:
+    rest = len(indices) - _MAX_INDICES
+    text = ", ".join(str(int(index)) for index in indices[:_MAX_INDICES])
+    return f"{text} and {rest} more" if rest > 0 else text

@@ -38,7 +38,7 @@ class RunContext:
         self.scope = scope
         self._random_state: dict[str, Any] | None = None
         self._active = False
-        self._stopped = ""
+        self._stop_reason = ""
 
     @property
     def active(self) -> bool:
@@ -60,38 +60,40 @@ class RunContext:
             ConfigError: this Runner is already running, or an earlier training run ended in the middle of an epoch.
         """
         if self._active:
-            raise ConfigError("train() cannot be called by a hook while its Runner is running", "Runner")
+            raise ConfigError(
+                "train() cannot be called while this Runner is running, for example from a hook", "Runner"
+            )
         with self.running():
-            if self._stopped:
+            if self._stop_reason:
                 raise ConfigError(
-                    f"training {self._stopped}, so this Runner cannot continue exactly; create a new Runner with "
+                    f"training {self._stop_reason}, so this Runner cannot continue exactly; create a new Runner with "
                     "resume=True",
                     "Runner",
                 )
             try:
                 yield
             except BaseException as error:
-                loop = self._runner.loops.built("train")
+                loop = self._runner.loops.get_if_built("train")
                 # In the middle of an epoch, the loader, the gradients and the counters are not in a consistent state.
                 # User-defined loops may have no attribute `passes`.
                 if (passes := getattr(loop, "passes", None)) is not None and passes.has_begun(loop.epoch):
                     stopped = f"stopped in the middle of an epoch ({type(error).__name__})"
                     interrupted = "was interrupted by a signal in the middle of an epoch"
-                    self._stopped = interrupted if isinstance(error, Preempted) else stopped
+                    self._stop_reason = interrupted if isinstance(error, Preempted) else stopped
                 raise
 
     @contextmanager
     def evaluating(self) -> Iterator[bool]:
         """Context manager for validation or testing; restores the random state on exit.
 
-        If called during another run, also restores each module's training mode and the weights that were active before,
-        even after an error.
+        During another run of this Runner, it also restores each module's training mode and the weights that were active
+        before, even after an error.
 
         Yields:
             False during another run, otherwise True; see `running`.
         """
         runner = self._runner
-        outer = get_random_state() if self._active else self._random_state
+        saved_state = get_random_state() if self._active else self._random_state
         modes = [(module, module.training) for module in runner.model.modules()]
         with self.running() as outermost:
             try:
@@ -102,8 +104,8 @@ class RunContext:
                     runner.model.train(modes[0][1])
                     for module, training in modes:
                         module.training = training
-                assert outer is not None
-                set_random_state(outer)
+                assert saved_state is not None
+                set_random_state(saved_state)
 
     @contextmanager
     def running(self) -> Iterator[bool]:
@@ -117,13 +119,13 @@ class RunContext:
             return
         self._active = True
         try:
-            with self._outermost():
+            with self._run_outermost():
                 yield True
         finally:
             self._active = False
 
     @contextmanager
-    def _outermost(self) -> Iterator[None]:
+    def _run_outermost(self) -> Iterator[None]:
         runner = self._runner
         assert self._random_state is not None
         set_random_state(self._random_state)

@@ -39,7 +39,7 @@ from slipstream.runner.user_config import (
     check_arguments,
     constructor_arguments,
     display_hooks,
-    unread_keys,
+    unknown_key_warnings,
     with_defaults,
 )
 from slipstream.speed import CFG_OPTIONS, compile_model
@@ -81,8 +81,8 @@ class Runner:
         train_dataloader, train_cfg, optim_wrapper: required for training; set all three or none.
         val_dataloader, val_cfg, val_evaluator: required for validation; set all three or none.
         test_dataloader, test_cfg, test_evaluator: required for testing; set all three or none.
-        auto_scale_lr: `dict(enable=True, base_batch_size=...)` scales every learning rate by
-            batch size x processes / base_batch_size (without gradient accumulation, as in MMEngine).
+        auto_scale_lr: `dict(enable=True, base_batch_size=...)` multiplies every learning rate by
+            batch size x processes / base_batch_size. As in MMEngine, accumulation steps are not counted.
         param_scheduler: one or more schedulers.
         default_hooks: hooks that replace the default hooks of the same name; None removes a hook.
         custom_hooks: additional hooks.
@@ -101,7 +101,7 @@ class Runner:
             `'model'` if the model returns the loss.
         limit_train_batches, limit_val_batches: maximum number of batches per epoch, and per validation or test run.
         overfit_batches: train on this number of batches, the same in every epoch.
-        fast_dev_run: run this number of steps and validate on this number of batches (True: 1), without checkpoints.
+        fast_dev_run: run this number of steps, validate on as many batches, and save no checkpoints; True means 1.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Runner:
         cfg = cfg if isinstance(cfg, Config) else Config(dict(cfg))
         names = [name for name in inspect.signature(cls).parameters if name != "cfg"]
         runner = cls(**constructor_arguments(cfg, names), cfg=cfg)
-        for line in unread_keys(cfg, [*names, *CFG_OPTIONS]):
+        for line in unknown_key_warnings(cfg, [*names, *CFG_OPTIONS]):
             runner.logger.warning(line)
         return runner
 
@@ -377,7 +377,10 @@ class Runner:
         return tune_config(self._user_cfg, budget, options, self.model_name, cache, report)
 
     def stored_tuning(self) -> TuneResult | None:
-        """Return the stored result of `tune` for this configuration and machine; None if no option was adopted."""
+        """Return the stored result of `tune` for this configuration and machine.
+
+        Returns None if there is no stored result, or if tuning did not adopt any option.
+        """
         from slipstream.tune.api import stored_result
 
         return stored_result(self._user_cfg)
@@ -415,8 +418,8 @@ class Runner:
             fuse_optim(self.optim_wrapper, self.speed)
             add_parts(self.speed, self.model, self.optim_wrapper)
             self.scale_lr(self.optim_wrapper, self._training["auto_scale_lr"])
-            schedulers, scaled = self._training["param_scheduler"], self._training["auto_scale_lr"].enable
-            self.param_schedulers = builders.build_schedulers(schedulers, self.optim_wrapper, loop, scaled)
+            schedulers, lr_scaled = self._training["param_scheduler"], self._training["auto_scale_lr"].enable
+            self.param_schedulers = builders.build_schedulers(schedulers, self.optim_wrapper, loop, lr_scaled)
         self.loops.get("val")  # builds the validation loop
 
     def scale_lr(
@@ -437,7 +440,7 @@ class Runner:
     def load_or_resume(self) -> None:
         """Resume from the checkpoint found at construction, or load `load_from`. Later calls have no effect.
 
-        Without training, this method loads only the weights.
+        If no optimizer has been built, as in a run that only validates or tests, this loads only the weights.
         """
         self.checkpoints.load_or_resume()
 
@@ -550,17 +553,17 @@ class Runner:
 
     def hooks_at(self, stage: str) -> list[Callable[..., None]]:
         """Return the methods of all hooks that implement `stage`, in execution order."""
-        return self._hooks.at(stage)
+        return self._hooks.methods_at(stage)
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
         """Call the method `fn_name`, usually one of `Hook.stages`, of every hook that defines it."""
-        for method in self._hooks.at(fn_name):
+        for method in self._hooks.methods_at(fn_name):
             method(self, **kwargs)
 
     # ---- logs ----------------------------------------------------------------------------------------
 
     def read_logs(self) -> None:
-        """Write the losses recorded since the last call, and the learning rates, to the message hub.
+        """Read the losses recorded since the last call, and write them and the learning rates to the message hub.
 
         This is the only method in which a training run synchronizes with the device to read values. With
         `nan_guard='rollback'` or a `LossSpikeHook`, all ranks must call this method.

@@ -23,11 +23,11 @@ from slipstream.optim import OptimWrapper
 from slipstream.registry import LOOPS
 from slipstream.registry.registry import locate
 from slipstream.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TestLoop, ValLoop
-from slipstream.typecheck import NonNegativeInt, PositiveInt, check, shown
+from slipstream.typecheck import NonNegativeInt, PositiveInt, check, short_repr
 
 __all__ = [
     "DEFAULT_HOOKS",
-    "TRIPLES",
+    "LOOP_ARGUMENTS",
     "AutoScaleLr",
     "LoaderArgument",
     "OptimArgument",
@@ -37,7 +37,7 @@ __all__ = [
     "constructor_arguments",
     "display_hooks",
     "loop_options",
-    "unread_keys",
+    "unknown_key_warnings",
     "with_defaults",
 ]
 
@@ -58,9 +58,9 @@ DEFAULT_HOOKS: Mapping[str, Mapping[str, Any]] = {
     "preemption": {"type": "PreemptionHook"},
 }
 
-SHORT_RUNS = ("limit_train_batches", "limit_val_batches", "overfit_batches", "fast_dev_run")
+LIMIT_ARGUMENTS = ("limit_train_batches", "limit_val_batches", "overfit_batches", "fast_dev_run")
 """The Runner's arguments that limit the number of batches."""
-TRIPLES = {
+LOOP_ARGUMENTS = {
     "train": ("train_dataloader", "train_cfg", "optim_wrapper"),
     "val": ("val_dataloader", "val_cfg", "val_evaluator"),
     "test": ("test_dataloader", "test_cfg", "test_evaluator"),
@@ -108,11 +108,14 @@ def check_arguments(arguments: Mapping[str, Any]) -> AutoScaleLr:
     for name, annotation in _TYPES.items():
         check(arguments[name], annotation, name)
     if "\0" in str(arguments["work_dir"]) or not str(arguments["work_dir"]):
-        raise ConfigError(f"must be the path of a folder, not {shown(arguments['work_dir'])}", "work_dir")
+        raise ConfigError(
+            f"must be the path of a folder, not {short_repr(arguments['work_dir'])}", "work_dir"
+        )
     for name, hook in (arguments["default_hooks"] or {}).items():
         if hook is not None and not isinstance(hook, Mapping | Hook):
             raise ConfigError(
-                f"must be a hook, a dict with a 'type', or None, not {shown(hook)}", f"default_hooks.{name}"
+                f"must be a hook, a dict with a 'type', or None, not {short_repr(hook)}",
+                f"default_hooks.{name}",
             )
     return options(AutoScaleLr, arguments["auto_scale_lr"], "auto_scale_lr")
 
@@ -159,14 +162,14 @@ def display_hooks(logger: MMLogger) -> list[Hook]:
     return [ProgressBarHook()] if logger.console.is_terminal else []
 
 
-def unread_keys(cfg: Iterable[str], known: list[str]) -> Iterator[str]:
+def unknown_key_warnings(cfg: Iterable[str], known: list[str]) -> Iterator[str]:
     """Yield a warning for each unknown key that resembles a key in `known`.
 
     Unknown keys are not errors, because a configuration file may define variables.
     """
     for key in map(str, cfg):
-        if key not in known and (near := get_close_matches(key, known, n=1, cutoff=0.85)):
-            yield f"The configuration key '{key}' is not used; did you mean '{near[0]}'?"
+        if key not in known and (similar := get_close_matches(key, known, n=1, cutoff=0.85)):
+            yield f"The configuration key '{key}' is not used; did you mean '{similar[0]}'?"
 
 
 def loop_options(mode: str, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -175,20 +178,20 @@ def loop_options(mode: str, arguments: Mapping[str, Any]) -> dict[str, Any] | No
     Raises:
         ConfigError: only some of the mode's three arguments are set, or the loop's type is ambiguous.
     """
-    loader, cfg_name, third = TRIPLES[mode]
-    missing = [name for name in TRIPLES[mode] if arguments[name] is None]
+    loader, cfg_name, third = LOOP_ARGUMENTS[mode]
+    missing = [name for name in LOOP_ARGUMENTS[mode] if arguments[name] is None]
     if len(missing) == 3:
         return None
     if missing:
-        present = [name for name in TRIPLES[mode] if name not in missing]
+        configured = [name for name in LOOP_ARGUMENTS[mode] if name not in missing]
         raise ConfigError(
-            f"{', '.join(TRIPLES[mode])} must be set together: {' and '.join(present)} "
-            f"{'is' if len(present) == 1 else 'are'} set, but {' and '.join(missing)} "
+            f"{', '.join(LOOP_ARGUMENTS[mode])} must be set together: {' and '.join(configured)} "
+            f"{'is' if len(configured) == 1 else 'are'} set, but {' and '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} missing"
             + ("" if mode == "train" else f"; set {third}='loss' to evaluate only the loss")
         )
     if not isinstance(arguments[cfg_name], Mapping):
-        raise ConfigError(f"must be a dict, not {shown(arguments[cfg_name])}", cfg_name)
+        raise ConfigError(f"must be a dict, not {short_repr(arguments[cfg_name])}", cfg_name)
     options = {**arguments[cfg_name], "dataloader": arguments[loader]}
     if mode == "train":
         return _train_options(options)
@@ -216,12 +219,12 @@ def _train_options(options: dict[str, Any]) -> dict[str, Any]:
 
 def add_loop_path(error: ConfigError, mode: str) -> None:
     """Prefix `error.path` with the name of the Runner argument that the loop option belongs to."""
-    loader, cfg_name, third = TRIPLES[mode]
+    loader, cfg_name, third = LOOP_ARGUMENTS[mode]
     head = re.split(r"[.\[]", error.path)[0]
     if head == "metrics":  # the Evaluator's name for the argument `evaluator`
         error.path = error.path.replace(head, "evaluator", 1)
         head = "evaluator"
-    if head in SHORT_RUNS:
+    if head in LIMIT_ARGUMENTS:
         return
     paths = {"dataloader": loader, "evaluator": third, "": cfg_name, loader: loader, cfg_name: cfg_name}
     error.path = paths[head] + error.path[len(head) :] if head in paths else f"{cfg_name}.{error.path}"

@@ -235,7 +235,7 @@ class EarlyStop(EarlyStoppingHook):
         super().after_val_epoch(runner, metrics)
         if self.verbose and runner.is_training:
             best = self._sign * self._best
-            runs = f"{self._waited} validation run{'' if self._waited == 1 else 's'}"
+            runs = f"{self._num_unimproved} validation run{'' if self._num_unimproved == 1 else 's'}"
             runner.logger.info(f"EarlyStop: best {self.monitor} {best:.4g}, {runs} ago")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.dist import is_main_process
 from slipstream.extras import is_installed
-from slipstream.files import replacing
+from slipstream.files import atomic_write
 from slipstream.hooks import Hook
 from slipstream.optim import OptimWrapperDict
 from slipstream.optim.scheduler import all_schedulers, build_param_scheduler
@@ -123,7 +123,7 @@ def draw(
     axes.spines[["top", "right"]].set_visible(False)
     if len(rates) > 1 or resumed is not None:
         figure.legend(loc="outside upper left", frameon=False, ncols=2)
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         figure.savefig(temporary, format="png")
 
 

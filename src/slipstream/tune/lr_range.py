@@ -15,7 +15,7 @@ from typing import Any
 
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.extras import extra
-from slipstream.files import replacing
+from slipstream.files import atomic_write
 from slipstream.tune.jobs import Setting
 from slipstream.tune.observer import SETTLING, SMOOTHING, LrSweep, divergence_limit
 from slipstream.tune.process import Job, Process, TrialError
@@ -94,7 +94,7 @@ class LrRange:
         axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
         axes.legend()
         path = Path(path)
-        with replacing(path) as temporary:
+        with atomic_write(path) as temporary:
             figure.savefig(temporary, format="png", dpi=120)
         return path
 

@@ -26,7 +26,7 @@ import torch
 
 from slipstream.devices import is_out_of_memory
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.process_tree import descendants, end_group, kill
+from slipstream.process_tree import descendants, kill, kill_group
 from slipstream.tune.observer import Finished, Observer, Timer
 
 __all__ = ["WARMUP", "Job", "Process", "TrialError", "forks"]
@@ -158,7 +158,7 @@ class Process:
         if self._connection.closed:
             return  # the process id may already belong to another process
         if self.pid is not None:
-            end_group(self.pid, descendants(self.pid))
+            kill_group(self.pid, descendants(self.pid))
             self._process.kill()  # until the process starts a session, it belongs to its parent's process group
             self._process.join()
         self._connection.close()

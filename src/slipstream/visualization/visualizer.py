@@ -10,7 +10,7 @@ import numpy as np
 
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.registry import VISBACKENDS, VISUALIZERS
-from slipstream.typecheck import shown
+from slipstream.typecheck import short_repr
 from slipstream.visualization.backends import BaseVisBackend
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Visualizer:
             built = VISBACKENDS.build(cfg, default_args=defaults)
             name, backend = backend.get("name", type(built).__name__), built
         if not hasattr(backend, "add_scalar"):
-            raise ConfigError(f"must be a backend or a dict with a 'type', not {shown(backend)}", path)
+            raise ConfigError(f"must be a backend or a dict with a 'type', not {short_repr(backend)}", path)
         if name in self._backends:
             raise ConfigError(
                 f"two backends have the name '{name}'; set a different 'name' for one of them", path

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from slipstream.errors import ConfigError
 from slipstream.extras import extra
-from slipstream.files import replacing
+from slipstream.files import atomic_write
 from slipstream.visualization import overlay
 
 __all__ = [
@@ -84,7 +84,7 @@ class ImagePrediction(ABC):
             raise ConfigError(
                 f"must end with an image file extension, such as .png, not {path.name!r}", "output_path"
             )
-        with replacing(path) as temporary:
+        with atomic_write(path) as temporary:
             picture.save(temporary, format=formats[path.suffix.lower()])
 
 

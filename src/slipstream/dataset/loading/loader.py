@@ -37,7 +37,7 @@ from slipstream.dataset.loading.workers import check_workers, with_workers
 from slipstream.dist import get_world_size
 from slipstream.errors import BuildError, ConfigError, DataError, did_you_mean
 from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
-from slipstream.typecheck import NonNegative, NonNegativeInt, PositiveInt, Rule, check, shown
+from slipstream.typecheck import NonNegative, NonNegativeInt, PositiveInt, Rule, check, short_repr
 
 __all__ = [
     "batch_size",
@@ -344,7 +344,7 @@ def _dataset(cfg: Any, name: str) -> Any:
     readable = hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")
     if not readable or isinstance(dataset, str | bytes | Mapping):
         raise ConfigError(
-            f"must be a dataset or a dict with a 'type', not {shown(dataset)}", f"{name}.dataset"
+            f"must be a dataset or a dict with a 'type', not {short_repr(dataset)}", f"{name}.dataset"
         )
     if hasattr(dataset, "full_init"):  # OpenMMLab datasets may be initialized lazily
         dataset.full_init()
@@ -376,7 +376,7 @@ def _check_sampler(sampler: Any, path: str, forbidden: Any) -> None:
     """Check that `sampler` is a configuration or an iterable; a list must not contain items of type `forbidden`."""
     iterable = sampler is None or (hasattr(sampler, "__iter__") and not isinstance(sampler, str | bytes))
     if not iterable or (isinstance(sampler, list) and any(isinstance(item, forbidden) for item in sampler)):
-        raise ConfigError(f"must be a sampler or a dict with a 'type', not {shown(sampler)}", path)
+        raise ConfigError(f"must be a sampler or a dict with a 'type', not {short_repr(sampler)}", path)
 
 
 def _accepted_defaults(sampler: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -415,7 +415,7 @@ def _function(cfg: Any, path: str) -> Any:
         cfg = partial(function, **rest) if rest else function
     if not callable(cfg):
         raise ConfigError(
-            f"must be a function or the name of a function in FUNCTIONS, not {shown(cfg)}", path
+            f"must be a function or the name of a function in FUNCTIONS, not {short_repr(cfg)}", path
         )
     return cfg
 

@@ -21,7 +21,7 @@ from slipstream.dataset.loading.waiting import stop_workers
 from slipstream.dist import get_local_size
 from slipstream.errors import ConfigError
 from slipstream.logging import print_log
-from slipstream.typecheck import matches, shown
+from slipstream.typecheck import matches, short_repr
 
 __all__ = ["check_workers", "end_workers", "loading_rates", "with_workers"]
 
@@ -50,7 +50,7 @@ def check_workers(options: Mapping[str, Any], name: str, streamed: bool) -> None
                 )
         elif value is not None and not (matches(value, int) and minimum <= value <= _MAX_VALUE):
             raise ConfigError(
-                f"must be an integer from {minimum} to {_MAX_VALUE}, or '{_AUTO}', not {shown(value)}",
+                f"must be an integer from {minimum} to {_MAX_VALUE}, or '{_AUTO}', not {short_repr(value)}",
                 f"{name}.{key}",
             )
 

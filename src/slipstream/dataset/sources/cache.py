@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.errors import DataError
-from slipstream.files import replacing
+from slipstream.files import atomic_write
 
 __all__ = ["DecodeCache"]
 
@@ -115,7 +115,7 @@ class DecodeCache:
         header = _Header(mask.shape[0], mask.shape[1], _digest(key), checksum)
         path = self.path(key[0])
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary, temporary.open("wb") as file:
+        with atomic_write(path) as temporary, temporary.open("wb") as file:
             file.write(header.pack())
             file.writelines(pieces)
 

@@ -18,7 +18,7 @@ from slipstream.dataset.sources.coco_masks import Outline, fill_polygon, fill_ru
 from slipstream.dataset.sources.decode import MAX_PIXELS, read_image
 from slipstream.dataset.sources.image_pairs import check_folder
 from slipstream.errors import ConfigError, DataError
-from slipstream.files import replacing, user_cache
+from slipstream.files import atomic_write, user_cache
 from slipstream.logging import print_log
 from slipstream.registry import DATASETS
 
@@ -252,7 +252,7 @@ def _select_images(images: list[_Image], selection_file: Path, path: Path) -> li
 def _store(selection_file: Path, image_ids: list[int]) -> None:
     try:
         selection_file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(selection_file) as temporary:
+        with atomic_write(selection_file) as temporary:
             temporary.write_text(json.dumps(image_ids))
     except OSError as error:
         print_log(

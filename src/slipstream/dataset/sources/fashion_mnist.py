@@ -17,7 +17,7 @@ from slipstream.dataset.loading.sample_index import sample_rng
 from slipstream.dataset.sources.base import default_palette
 from slipstream.dataset.sources.download import download_data
 from slipstream.errors import ConfigError, DataError
-from slipstream.files import replacing
+from slipstream.files import atomic_write
 from slipstream.registry import DATASETS
 
 __all__ = ["FashionMNIST"]
@@ -145,7 +145,7 @@ def _download(name: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.gz"
     remedy = f"Download the file manually to '{folder}', or run 'apt-get install dataset-fashion-mnist'"
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         download_data(url, temporary, _MD5[name], remedy)
     return path
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from slipstream.dataset.sources.tar_headers import tar_members
 from slipstream.errors import DataError
-from slipstream.files import replacing, user_cache
+from slipstream.files import atomic_write, user_cache
 
 __all__ = ["ShardIndex", "shard_index"]
 
@@ -101,7 +101,7 @@ def _build(path: Path, version: tuple[int, int]) -> ShardIndex:
 def _store(path: Path, index: ShardIndex, version: NDArray[np.int64]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary, temporary.open("wb") as file:
+        with atomic_write(path) as temporary, temporary.open("wb") as file:
             np.savez(
                 file,
                 version=version,

@@ -185,7 +185,7 @@ def _stateful_hooks(model: nn.Module) -> list[tuple[str, PowerSGD]]:
 def is_model_wrapper(model: nn.Module) -> bool:
     """Return whether `model` is a DDP wrapper, or its class is in `MODEL_WRAPPERS` or one of its child registries."""
     known = (DistributedDataParallel, DataParallel, MMSeparateDistributedDataParallel)
-    return isinstance(model, known) or MODEL_WRAPPERS.holds(type(model))
+    return isinstance(model, known) or MODEL_WRAPPERS.contains_object(type(model))
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:

@@ -13,7 +13,7 @@ from slipstream.optim.scheduler.base import _ParamScheduler
 from slipstream.optim.scheduler.checks import INF
 from slipstream.optim.scheduler.torch_steps import counts_epochs
 from slipstream.registry import PARAM_SCHEDULERS
-from slipstream.typecheck import PositiveInt, check, check_finite, is_number, shown
+from slipstream.typecheck import PositiveInt, check, check_finite, is_number, short_repr
 
 __all__ = ["TorchSchedulerAdapter", "all_schedulers", "build_param_scheduler"]
 
@@ -106,7 +106,7 @@ def build_param_scheduler(
         return _adapt(cfg if isinstance(cfg, Mapping) else {"scheduler": cfg}, optimizer)
     if not isinstance(cfg, Mapping):
         if not (hasattr(cfg, "step") and hasattr(cfg, "by_epoch")):
-            raise ConfigError(f"must be a scheduler or a dict with a 'type', not {shown(cfg)}")
+            raise ConfigError(f"must be a scheduler or a dict with a 'type', not {short_repr(cfg)}")
         _check_owner(getattr(cfg, "scheduler", cfg), optimizer)
         scheduler: _ParamScheduler | TorchSchedulerAdapter = cfg
         return scheduler

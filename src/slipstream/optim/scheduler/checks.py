@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.errors import ConfigError
-from slipstream.typecheck import is_number, matches, shown
+from slipstream.typecheck import is_number, matches, short_repr
 
 __all__ = ["INF", "check_gamma", "check_int", "check_steps", "is_number", "require", "require_end"]
 
@@ -15,7 +15,7 @@ INF = int(1e9)
 def require(holds: bool, name: str, rule: str, value: Any) -> None:
     """Raise a `ConfigError` unless `holds` is true; `rule` describes the valid values."""
     if not holds:
-        raise ConfigError(f"{name} must be {rule}, not {shown(value)}")
+        raise ConfigError(f"{name} must be {rule}, not {short_repr(value)}")
 
 
 def check_int(name: str, value: Any, least: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from slipstream.config import Config as OwnConfig
 from slipstream.config import DictAction
-from slipstream.config.load import Loaded
+from slipstream.config.load import LoadedConfig
 from slipstream.config.merge import DELETE, merge, nest
 from slipstream.errors import ConfigError
 from slipstream.openmmlab.mmengine.config.config_dict import (
@@ -86,7 +86,7 @@ class Config(OwnConfig):
         if not lazy_import:
             return super().fromfile(filename, import_custom_modules, trust=trust)
         file = load_lazy(path)
-        loaded = Loaded(file.values, file.text)
+        loaded = LoadedConfig(file.values, file.text)
         cfg = cls._from_loaded(loaded, str(filename), import_custom_modules, trust=True)
         object.__setattr__(cfg, "_imported_names", file.imported)
         return cfg

@@ -14,7 +14,7 @@ from slipstream.checkpoint import download_checkpoint, newest_checkpoints, revis
 from slipstream.checkpoint import load_checkpoint as read_checkpoint
 from slipstream.checkpoint import save_checkpoint as write_checkpoint
 from slipstream.errors import CheckpointError
-from slipstream.files import replacing
+from slipstream.files import atomic_write
 from slipstream.logging import print_log
 from slipstream.model import unwrap_model
 
@@ -91,7 +91,7 @@ def load_from_http(filename: str, map_location: Any = None) -> Any:
     target = folder / filename.rsplit("/", 1)[-1]
     if not target.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        with replacing(target) as temporary:
+        with atomic_write(target) as temporary:
             download_checkpoint(filename, temporary)
     return load_from_local(str(target), map_location)
 

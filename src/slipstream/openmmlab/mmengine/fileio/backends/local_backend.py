@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slipstream.files import replacing
+from slipstream.files import atomic_write
 from slipstream.openmmlab.mmengine.fileio.backends.base import BaseStorageBackend
 
 __all__ = ["HardDiskBackend", "LocalBackend", "list_files"]
@@ -33,7 +33,7 @@ class LocalBackend(BaseStorageBackend):
         """Write bytes or an `io.BytesIO` to a file. Create parent folders if necessary."""
         content = obj.getvalue() if hasattr(obj, "getvalue") else obj
         Path(filepath).parent.mkdir(parents=True, exist_ok=True)
-        with replacing(Path(filepath)) as temporary:
+        with atomic_write(Path(filepath)) as temporary:
             temporary.write_bytes(content)
 
     def put_text(self, obj: str, filepath: str | Path, encoding: str = "utf-8") -> None:
