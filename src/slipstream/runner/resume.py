@@ -41,9 +41,9 @@ from slipstream.model import unwrap_model
 from slipstream.model.pretrained import load_pretrained, needs_pretrained
 from slipstream.model.wrappers import (
     comm_hook_state,
+    full_weights,
     load_comm_hook_state,
     unsharded_gradients,
-    whole_weights,
 )
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 
@@ -165,7 +165,7 @@ def init_weights(model: nn.Module, call: bool = True) -> None:
     call = call and hasattr(model, "init_weights")
     if not call and not needs_pretrained(model):
         return
-    with whole_weights(model):
+    with full_weights(model):
         if call:
             model.init_weights()  # type: ignore[operator]
         load_pretrained(model)
