@@ -24,7 +24,7 @@ from torch import nn
 from report import circumstances, table, write_result
 from slipstream.model import convert_sync_batchnorm, sync_batchnorm
 
-WAYS = {"two per direction": 0, "one per direction": sync_batchnorm._ONE_MESSAGE}
+WAYS = {"two per direction": 0, "one per direction": sync_batchnorm._MAX_GATHERED_VALUES}
 STEPS = 4
 
 
@@ -48,7 +48,7 @@ def process(rank: int, rounds: int, folder: str) -> None:
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(rounds + 1):  # the first round is a warm-up
         for way, most in WAYS.items():
-            sync_batchnorm._ONE_MESSAGE = most
+            sync_batchnorm._MAX_GATHERED_VALUES = most
             spent = steps(net, images)
             if number:
                 times[way].append(spent)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NanGuardHook"]
 
-_LOGGED = 10
+_MAX_LOGGED = 10
 """Maximum number of skipped batches whose samples are logged per log interval."""
 
 
@@ -102,7 +102,7 @@ class NanGuardHook(Hook):
     def _log_samples(self, runner: Runner) -> None:
         """For each step whose loss was not finite, log the samples in this rank's batch."""
         dropped, runner.meter.dropped = runner.meter.dropped, []
-        for iteration in dropped[:_LOGGED]:
+        for iteration in dropped[:_MAX_LOGGED]:
             samples = runner.rollback.describe(iteration)
             batch = f"; its batch contains {samples}" if samples else ""
             text = f"The loss at iteration {iteration} is not finite{batch}"
@@ -110,8 +110,10 @@ class NanGuardHook(Hook):
                 runner.logger.warning(text)
             else:  # ranks other than 0 print only errors
                 runner.logger.error(f"Rank {get_rank()}: {text}")
-        if len(dropped) > _LOGGED:
-            runner.logger.warning(f"The losses at {len(dropped) - _LOGGED} more iterations are not finite")
+        if len(dropped) > _MAX_LOGGED:
+            runner.logger.warning(
+                f"The losses at {len(dropped) - _MAX_LOGGED} more iterations are not finite"
+            )
 
     def after_rollback(self, runner: Runner) -> None:
         """Discard the guard and locator results for the steps that will be repeated."""

@@ -146,10 +146,10 @@ class RunnerJob:
             runner = Runner.from_cfg(cfg)
             warnings = WarningLog()
             runner.logger.addHandler(warnings)
-            if (how := runner.speed.compile) is not None:
+            if (options := runner.speed.compile) is not None:
                 # A trial must not measure the eager steps that run during compilation.
-                how = replace(how, wait=True, cache=self.setting.compile_cache or how.cache)
-                runner.speed = replace(runner.speed, compile=how)
+                options = replace(options, wait=True, cache=self.setting.compile_cache or options.cache)
+                runner.speed = replace(runner.speed, compile=options)
             loader = runner.train_dataloader
             if not self.setting.constant_lr and isinstance(loader.batch_sampler, EpochBatchSampler):
                 count = _REPEATED * self.setting.split

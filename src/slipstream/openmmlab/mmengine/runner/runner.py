@@ -75,14 +75,14 @@ class Runner(OwnRunner):
         with default_scope(self._context.scope):
             super()._init_parts(arguments)
         self.register_hook(ConvertSchedulerStates())
-        how = self.speed.compile
+        options = self.speed.compile
         if (
-            how is not None
-            and how.budget is None
-            and how.backend == "inductor"
+            options is not None
+            and options.budget is None
+            and options.backend == "inductor"
             and can_fork(self.device.type)
         ):
-            self.speed = replace(self.speed, compile=replace(how, budget=_BUDGET))
+            self.speed = replace(self.speed, compile=replace(options, budget=_BUDGET))
 
     def _open_logs(self, arguments: dict[str, Any]) -> None:
         super()._open_logs(arguments)
